@@ -1,0 +1,48 @@
+"""Communication-efficient data-parallel training for JAX.
+
+The contents, in reading order: the mesh, gradients that stay local, the transformation that
+exchanges them, what it is made of, and what it sent.
+"""
+
+from jaxcomm import codecs
+from jaxcomm.collectives import (
+    circulant,
+    direct,
+    halving_doubling,
+    native,
+    pmean,
+    ring,
+)
+from jaxcomm.mesh import data_mesh, global_batch, replicate
+from jaxcomm.transforms import (
+    accumulate,
+    backward_order,
+    mean,
+    multi_steps,
+    no_exchange,
+    state_spec,
+    value_and_grad,
+)
+from jaxcomm.wire import WireReport, wire_report
+
+__all__ = [
+    "WireReport",
+    "accumulate",
+    "backward_order",
+    "circulant",
+    "codecs",
+    "data_mesh",
+    "direct",
+    "global_batch",
+    "halving_doubling",
+    "mean",
+    "multi_steps",
+    "native",
+    "no_exchange",
+    "pmean",
+    "replicate",
+    "ring",
+    "state_spec",
+    "value_and_grad",
+    "wire_report",
+]

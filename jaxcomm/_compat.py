@@ -1,0 +1,49 @@
+"""What differs between jax versions, and the few questions that only types can answer.
+
+This is the one file that may look at `jax.__version__`; it imports nothing of jaxcomm.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes over which `x` is typed as different from device to device.
+
+    Empty where the checks of `jax.shard_map` are off, and outside of it.
+    """
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def checks_on(axis_name: str) -> bool:
+    """Whether the surrounding `jax.shard_map` tracks what varies over `axis_name`."""
+    return axis_name in varying_axes(jax.lax.axis_index(axis_name))
+
+
+def as_varying(x: Any, axes: frozenset[str]) -> Any:
+    """`x`, typed as varying over `axes` too; nothing moves."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def manual_axes() -> frozenset[str]:
+    """The axes of the current mesh along which this code runs device by device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return frozenset(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Manual
+    )
+
+
+def unchecked(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` in the same fully manual region with the checks of `jax.shard_map` off.
+
+    A `shard_map` over no further axis moves nothing. Its results are typed as equal on all
+    devices of every axis, so the caller vouches for that, or casts them back with `as_varying`.
+    """
+    spec = PartitionSpec()
+    return jax.shard_map(f, in_specs=spec, out_specs=spec, check_vma=False)

@@ -1,0 +1,37 @@
+"""bfloat16: the upper half of float32."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm.codecs._codec import Codec
+from jaxcomm.kernels import bfloat16 as kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class BFloat16(Codec):
+    """16 bits a value: sign, 8 bits of exponent, 7 of mantissa, rounded to nearest even.
+
+    Relative error at most 2^-8; the range is float32's. Sent as uint16, see the kernel.
+    """
+
+    name = "bfloat16"
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        """float32 `(..., n)` to uint16 `(..., n)`."""
+        return kernel.round_to_bits(x)
+
+    def decode(self, payload: jax.Array, n: int) -> jax.Array:
+        """uint16 `(..., n)` to float32 `(..., n)`."""
+        del n
+        return kernel.widen_bits(payload)
+
+    def native(self, x: jax.Array) -> jax.Array:
+        """bfloat16; XLA's CPU backend sends such sums as float32, 4 bytes a value."""
+        return x.astype(jnp.bfloat16)
+
+
+def bfloat16() -> BFloat16:
+    """bfloat16 as uint16 patterns: 2 bytes a value."""
+    return BFloat16()

@@ -1,0 +1,32 @@
+"""float32 as it is."""
+
+import dataclasses
+
+import jax
+
+from jaxcomm.codecs._codec import Codec
+
+
+@dataclasses.dataclass(frozen=True)
+class Float32(Codec):
+    """32 bits a value: the value itself. The baseline of every comparison."""
+
+    name = "float32"
+
+    def encode(self, x: jax.Array) -> jax.Array:
+        """float32 `(..., n)` to itself."""
+        return x
+
+    def decode(self, payload: jax.Array, n: int) -> jax.Array:
+        """float32 `(..., n)` to itself."""
+        del n
+        return payload
+
+    def native(self, x: jax.Array) -> jax.Array:
+        """float32, unchanged."""
+        return x
+
+
+def float32() -> Float32:
+    """float32 as it is: 4 bytes a value, nothing rounded."""
+    return Float32()

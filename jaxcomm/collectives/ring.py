@@ -1,0 +1,31 @@
+"""The ring: every device talks to its two neighbours only."""
+
+import dataclasses
+
+from jaxcomm.collectives._algorithm import Algorithm
+from jaxcomm.collectives.schedule import Round, Schedule, rotations, shift
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring(Algorithm):
+    """Reduce-scatter and all-gather around a ring, one block a round.
+
+    Wire: 2(N-1)/N of the vector in 2(N-1) rounds; partial results are encoded at every hop.
+
+    References:
+      P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+      workstations", Journal of Parallel and Distributed Computing 69(2), 2009.
+    """
+
+    name = "ring"
+
+    def schedule(self, world: int) -> Schedule:
+        """Device r sends block r - 1 to r + 1 first, and what it has just merged from then on."""
+        neighbours = shift(world, 1)
+        rounds = tuple(Round(neighbours, (i, i + 1), i - 1) for i in range(world - 1, 0, -1))
+        return Schedule(world, world, rotations(world), rounds)
+
+
+def ring() -> Ring:
+    """The ring: 2(N-1) rounds between neighbours."""
+    return Ring()

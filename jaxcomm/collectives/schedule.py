@@ -1,0 +1,99 @@
+"""Who sends which blocks to whom, in which round.
+
+Programs, byte formulas and simulations read the same plain value. A schedule describes a
+reduce-scatter over `world` devices of a vector cut into `blocks` equal blocks; the all-gather that
+follows is its mirror image. Every device keeps the blocks in an order of its own, chosen so that
+what a round sends, and what it is added to, is the same contiguous range of positions on every
+device: shapes are static, and no index depends on the device.
+"""
+
+import dataclasses
+import functools
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One step: every source sends the blocks at `send` to its target, which adds them at `into`.
+
+    Attributes:
+      pairs: (source, target) devices; each device at most once as either.
+      send: the positions sent, as [start, stop).
+      into: the first of the equally many positions they are added to at the target.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    send: tuple[int, int]
+    into: int
+
+    @property
+    def size(self) -> int:
+        """The number of blocks in a message."""
+        return self.send[1] - self.send[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A reduce-scatter: after the last round, whoever a block ends with holds it complete.
+
+    Attributes:
+      world: the number of devices.
+      blocks: the number of blocks that the vector is cut into.
+      order: `order[r][i]` is the block that device r keeps at position i.
+      rounds: what is sent, in order.
+    """
+
+    world: int
+    blocks: int
+    order: tuple[tuple[int, ...], ...]
+    rounds: tuple[Round, ...]
+
+    @functools.cached_property
+    def holdings(self) -> tuple[tuple[tuple[frozenset[int], ...], ...], ...]:
+        """`holdings[t][r][i]`: whose values position i of device r holds before round t.
+
+        There is one entry more than there are rounds: the last is the state at the end.
+        """
+        state = [[frozenset((r,))] * self.blocks for r in range(self.world)]
+        history = [state]
+        for step in self.rounds:
+            state = [list(row) for row in state]
+            for source, target in step.pairs:
+                for k in range(step.size):
+                    arrived = history[-1][source][step.send[0] + k]
+                    state[target][step.into + k] = history[-1][target][step.into + k] | arrived
+            history.append(state)
+        return tuple(tuple(tuple(row) for row in rows) for rows in history)
+
+    @functools.cached_property
+    def counts(self) -> tuple[tuple[int, ...], ...]:
+        """`counts[t][k]`: of how many devices the k-th block of round t's message is a sum.
+
+        Where senders differ, the most: a message has one shape on all devices.
+        """
+        return tuple(
+            tuple(
+                max(len(self.holdings[t][source][i]) for source, _ in step.pairs)
+                for i in range(*step.send)
+            )
+            for t, step in enumerate(self.rounds)
+        )
+
+    @functools.cached_property
+    def blocks_sent(self) -> tuple[int, ...]:
+        """The blocks that each device sends in the reduce-scatter and the all-gather together."""
+        sent = [0] * self.world
+        for step in self.rounds:
+            for source, target in step.pairs:
+                sent[source] += step.size
+                sent[target] += step.size
+        return tuple(sent)
+
+
+def rotations(world: int) -> tuple[tuple[int, ...], ...]:
+    """The order in which device r keeps block r + i at position i."""
+    return tuple(tuple((r + i) % world for i in range(world)) for r in range(world))
+
+
+def shift(world: int, distance: int) -> tuple[tuple[int, int], ...]:
+    """The pairs in which device r sends to r + distance."""
+    return tuple((r, (r + distance) % world) for r in range(world))

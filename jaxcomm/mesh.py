@@ -1,0 +1,105 @@
+"""The mesh, and getting parameters and batches onto it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh of one axis over all devices of all processes.
+
+    Args:
+      axis_name: the name of the axis.
+      devices: the devices, in order; None is all of them.
+
+    Returns:
+      The mesh, for `jax.set_mesh`.
+    """
+    devices = jax.devices() if devices is None else devices
+    return jax.make_mesh(
+        (len(devices),), (axis_name,), axis_types=(AxisType.Auto,), devices=devices
+    )
+
+
+def current_mesh() -> jax.sharding.AbstractMesh:
+    """The mesh that `jax.set_mesh` set.
+
+    Raises:
+      ValueError: if none is set.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            "no mesh is set; call jax.set_mesh(jaxcomm.data_mesh()) first, "
+            "or use `with jax.set_mesh(mesh):`."
+        )
+    return mesh
+
+
+def axis_size(axis_name: str) -> int:
+    """The number of devices along an axis of the current mesh.
+
+    Raises:
+      ValueError: if no mesh is set, or it has no such axis.
+    """
+    mesh = current_mesh()
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"axis {axis_name!r} is not in the mesh, whose axes are "
+            f"{', '.join(map(repr, mesh.axis_names))}; name one of these, or set another mesh."
+        )
+    return mesh.shape[axis_name]
+
+
+def replicate(tree: Any) -> Any:
+    """Places every array of a pytree on all devices of the current mesh.
+
+    Args:
+      tree: a pytree of arrays; every process passes equal values.
+
+    Returns:
+      The pytree with each array replicated over the mesh.
+
+    Raises:
+      ValueError: if no mesh is set.
+    """
+    current_mesh()
+    sharding = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
+    return jax.device_put(tree, sharding)
+
+
+def global_batch(local_batch: Any, axis_name: str) -> Any:
+    """Joins the batches of all processes into one, sharded over an axis.
+
+    Args:
+      local_batch: a pytree of arrays with a common leading axis: this process's examples, as many
+        on each of its devices. Every process passes equal shapes.
+      axis_name: the mesh axis that the examples are spread over.
+
+    Returns:
+      The pytree of global arrays, whose leading axis is the sum over all processes; the rows of a
+      process lie on its own devices.
+
+    Raises:
+      ValueError: if no mesh is set, it has no such axis, or the local leading axis is not a
+        multiple of the number of local devices along it.
+    """
+    axis_size(axis_name)
+    mesh = jax.sharding.get_mesh()
+    sharding = NamedSharding(mesh, PartitionSpec(axis_name))
+    local = mesh.local_mesh.shape[axis_name]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(local_batch):
+        rows = np.shape(leaf)[0] if np.ndim(leaf) else 0
+        if rows == 0 or rows % local:
+            raise ValueError(
+                f"the local batch has {rows} rows at {jax.tree_util.keystr(path) or 'its leaf'}, "
+                f"which do not divide over the {local} local devices of axis {axis_name!r}; "
+                f"pass a positive multiple of {local} rows."
+            )
+    return jax.tree.map(
+        lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)),
+        local_batch,
+    )

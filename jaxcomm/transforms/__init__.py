@@ -1,0 +1,20 @@
+"""optax transformations: state, pytrees, buckets, and the two views of one step."""
+
+from jaxcomm.transforms.gradients import ValueAndGrad, accumulate, backward_order, value_and_grad
+from jaxcomm.transforms.mean import MeanState, mean, no_exchange
+from jaxcomm.transforms.multi_steps import MultiStepsState, multi_steps
+from jaxcomm.transforms.per_device import PerDevice, state_spec
+
+__all__ = [
+    "MeanState",
+    "MultiStepsState",
+    "PerDevice",
+    "ValueAndGrad",
+    "accumulate",
+    "backward_order",
+    "mean",
+    "multi_steps",
+    "no_exchange",
+    "state_spec",
+    "value_and_grad",
+]

@@ -1,0 +1,50 @@
+"""Which leaves travel together, and in which order."""
+
+from collections.abc import Sequence
+
+from jaxcomm.transforms._layout import Layout
+
+Bucket = tuple[int, ...]
+
+
+def split_off_exempt(layout: Layout) -> tuple[Bucket, Bucket]:
+    """The leaves to compress and those that are exempt: scalars, vectors and empty ones."""
+    exempt = tuple(
+        i for i, leaf in enumerate(layout.leaves) if len(leaf.shape) <= 1 or 0 in leaf.shape
+    )
+    return tuple(i for i in range(len(layout.leaves)) if i not in set(exempt)), exempt
+
+
+def buckets_of(
+    layout: Layout, chosen: Bucket, order: Sequence[str] | None, limit: int
+) -> tuple[Bucket, ...]:
+    """Groups leaves in the order in which their gradients appear.
+
+    A bucket is closed before it would exceed the limit, so a larger leaf travels by itself. Every
+    bucket is a concatenation of whole leaves of its own: slices of one concatenation of all would
+    make the first bucket wait for the last gradient.
+
+    Args:
+      layout: the leaves.
+      chosen: the leaves to group, as indices.
+      order: paths of leaves, first gradient first; leaves it does not name come last. None is the
+        tree's order reversed.
+      limit: float32 bytes that a bucket holds.
+
+    Returns:
+      The buckets, each a tuple of indices.
+    """
+    rank = {path: i for i, path in enumerate(order or ())}
+    queue = sorted(reversed(chosen), key=lambda i: rank.get(layout.leaves[i].path, len(rank)))
+    buckets: list[list[int]] = []
+    room = 0
+    for i in queue:
+        size = 4
+        for dimension in layout.leaves[i].shape:
+            size *= dimension
+        if not buckets or size > room:
+            buckets.append([])
+            room = limit
+        buckets[-1].append(i)
+        room -= size
+    return tuple(map(tuple, buckets))

@@ -1,0 +1,149 @@
+"""What a transformation knows of the parameters: written down by `init`, checked by `update`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxcomm import _compat, mesh
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One parameter.
+
+    Attributes:
+      path: where it stands in the tree, as `jax.tree_util.keystr` prints it.
+      shape: its global shape.
+      dtype: its dtype.
+      spec: how it is sharded over the axes other than the one that gradients travel on.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    spec: PartitionSpec
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The leaves of the parameters, and the axis that their gradients travel on.
+
+    It is part of the state's structure, not one of its arrays: nothing to shard, save or donate.
+    """
+
+    axis_name: str
+    world: int
+    leaves: tuple[Leaf, ...]
+
+
+def layout_of(params: Any, axis_name: str) -> Layout:
+    """Reads the layout off parameters, in either view.
+
+    Raises:
+      TypeError: for leaves that are not float32, bfloat16 or float16.
+      ValueError: if no mesh is set, it has no such axis, a leaf is sharded over the axis, or its
+        sharding cannot be seen here.
+    """
+    world = mesh.axis_size(axis_name)
+    leaves = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
+        dtype = jnp.result_type(leaf)
+        if dtype not in FLOATS:
+            raise TypeError(
+                f"parameter {name} is {dtype}; gradients are exchanged for float32, bfloat16 and "
+                "float16. Keep other leaves out of the tree that is differentiated, or cast them."
+            )
+        spec = _spec_of(leaf, name, axis_name)
+        leaves.append(Leaf(name, tuple(jnp.shape(leaf)), dtype, spec))
+    return Layout(axis_name, world, tuple(leaves))
+
+
+def check_gradients(grads: list[Any], layout: Layout) -> None:
+    """Raises unless these are the local gradients of the layout's parameters.
+
+    Raises:
+      ValueError: for another number of leaves or devices, other shapes, or gradients that are not
+        local: already summed over the axis, or without the leading device axis.
+    """
+    axis = layout.axis_name
+    if len(grads) != len(layout.leaves):
+        raise ValueError(
+            f"the state was made for {len(layout.leaves)} parameters and got {len(grads)} "
+            "gradients; call tx.init again on these parameters."
+        )
+    if layout.world != mesh.axis_size(axis):
+        raise ValueError(
+            f"the state was made for {layout.world} devices along {axis!r}, and the mesh now has "
+            f"{mesh.axis_size(axis)}; call tx.init again under this mesh."
+        )
+    manual = axis in _compat.manual_axes()
+    for grad, leaf in zip(grads, layout.leaves, strict=True):
+        if manual:
+            _check_local(grad, leaf, axis)
+        elif grad.shape != (layout.world, *leaf.shape):
+            raise ValueError(
+                f"the gradient of {leaf.path} has shape {grad.shape}, expected "
+                f"{(layout.world, *leaf.shape)}: one for each device along {axis!r}. "
+                f"Make it with jaxcomm.value_and_grad(loss_fn, {axis!r}): a gradient by jax.grad "
+                "is already summed over the devices."
+            )
+
+
+def _check_local(grad: Any, leaf: Leaf, axis: str) -> None:
+    if _compat.checks_on(axis) and axis not in _compat.varying_axes(grad):
+        raise ValueError(
+            f"the gradient of {leaf.path} is equal on all devices of {axis!r}: it is already "
+            f"summed. Make it with jaxcomm.value_and_grad(loss_fn, {axis!r}), or cast the "
+            f'parameters with jax.lax.pcast(params, {axis!r}, to="varying") first.'
+        )
+    if leaf.spec == PartitionSpec() and grad.shape != leaf.shape:
+        raise ValueError(
+            f"the gradient of {leaf.path} has shape {grad.shape}, expected {leaf.shape}; "
+            "inside jax.shard_map gradients have the shapes of their parameters."
+        )
+
+
+def _spec_of(leaf: Any, name: str, axis_name: str) -> PartitionSpec:
+    """How a parameter is sharded over axes that are not manual here and have several devices."""
+    current = mesh.current_mesh()
+    kinds = dict(zip(current.axis_names, current.axis_types, strict=True))
+    further = frozenset(
+        axis
+        for axis, kind in kinds.items()
+        if kind != AxisType.Manual and axis != axis_name and current.shape[axis] > 1
+    )
+    traced = isinstance(leaf, Tracer)
+    if traced and any(kinds[axis] == AxisType.Auto for axis in further):
+        raise ValueError(
+            f"cannot see inside jax.jit how parameter {name} is sharded over {sorted(further)}; "
+            "call tx.init(params) outside of jax.jit, on placed parameters."
+        )
+    sharding = getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    over_data = any(axis_name in _entry(entry) for entry in spec)
+    if over_data and current.shape[axis_name] > 1:
+        raise ValueError(
+            f"parameter {name} is sharded over {axis_name!r}; data-parallel parameters are equal "
+            "on all devices of it. Place them with jaxcomm.replicate, or shard over another axis."
+        )
+    return restrict(spec, further)
+
+
+def restrict(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
+    """The spec without any axis but these, and without trailing Nones."""
+    kept = [tuple(n for n in _entry(entry) if n in axes) for entry in spec]
+    while kept and not kept[-1]:
+        kept.pop()
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in kept))
+
+
+def _entry(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

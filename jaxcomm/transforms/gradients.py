@@ -1,0 +1,267 @@
+"""Local gradients: of one batch, of its microbatches, and the order in which they appear."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxcomm import _compat, mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueAndGrad:
+    """What `value_and_grad` returns; `accumulate` makes one of more microbatches of it."""
+
+    loss_fn: Callable[..., Any]
+    axis_name: str
+    has_aux: bool
+    steps: int = 1
+
+    def __call__(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
+        """The mean loss over devices, and local gradients."""
+        world = mesh.axis_size(self.axis_name)
+        if self.axis_name in _compat.manual_axes():
+            if not _compat.checks_on(self.axis_name):
+                self._refuse_averaged_loss(params, batch, args, world)
+            return self._on_one_device(params, batch, *args)
+        shares = _shares(batch, world, self.axis_name)
+        self._refuse_averaged_loss(params, shares, args, world)
+        replicated, split = PartitionSpec(), PartitionSpec(self.axis_name)
+        # The checks of shard_map would refuse common models, such as those that scan from zeros.
+        return jax.shard_map(
+            lambda *inputs: _with_device_axis(self._on_one_device(*inputs)),
+            in_specs=(replicated, split) + (replicated,) * len(args),
+            out_specs=(replicated, split),
+            axis_names={self.axis_name},
+            check_vma=False,
+        )(params, batch, *args)
+
+    def _on_one_device(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
+        if _compat.checks_on(self.axis_name):
+            axes = frozenset((self.axis_name,))
+            params = jax.tree.map(lambda p: _compat.as_varying(p, axes), params)
+        differentiate = jax.value_and_grad(self._checked_loss, has_aux=True)
+        value, grads = accumulate(differentiate, self.steps)(params, batch, *args)
+        loss, aux = _mean_over(value, self.axis_name)
+        return ((loss, aux) if self.has_aux else loss), grads
+
+    def _checked_loss(self, params: Any, batch: Any, *args: Any) -> tuple[jax.Array, Any]:
+        out = self.loss_fn(params, batch, *args)
+        loss, aux = out if self.has_aux else (out, ())
+        on = _compat.checks_on(self.axis_name)
+        if on and self.axis_name not in _compat.varying_axes(loss):
+            raise ValueError(_averaged(self.axis_name))
+        return loss, aux
+
+    def _refuse_averaged_loss(self, params: Any, batch: Any, args: Any, world: int) -> None:
+        """Raises if the loss is the same on all devices by construction.
+
+        Without the checks of shard_map types do not tell. Under a `vmap` that binds the axis name
+        and wants an unmapped result, only a loss that was reduced over the axis can be traced.
+        """
+
+        def loss(params: Any, batch: Any) -> Any:
+            out = self.loss_fn(params, batch, *args)
+            return out[0] if self.has_aux else out
+
+        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((world, *x.shape), x.dtype), batch)
+        mapped = jax.vmap(loss, in_axes=(None, 0), out_axes=None, axis_name=self.axis_name)
+        try:
+            jax.eval_shape(mapped, params, stacked)
+        except Exception:  # mapped, as it should be; other errors come again from the real trace
+            return
+        raise ValueError(_averaged(self.axis_name))
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], axis_name: str, *, has_aux: bool = False
+) -> ValueAndGrad:
+    """As `jax.value_and_grad`, but every device keeps the gradient of its own share of the batch.
+
+    Under plain `jax.jit` with a mesh set, the batch is global and sharded over the axis, and the
+    gradients have a leading device axis; this costs no memory, as each device holds its own.
+    Inside `jax.shard_map` batch and gradients are local.
+
+    Args:
+      loss_fn: `loss_fn(params, batch, *args)` returns the mean loss over the examples it is given,
+        or that and auxiliary values. It sees one device's share; the axis name is bound in it, so
+        `jax.lax.axis_index(axis_name)` and, for synchronised batch norm, `jax.lax.pmean` work.
+      axis_name: the mesh axis over which the batch is spread.
+      has_aux: whether `loss_fn` returns `(loss, aux)`.
+
+    Returns:
+      `f(params, batch, *args)`, which returns `(loss, grads)` or `((loss, aux), grads)`. Loss and
+      aux are means over the devices, equal on all of them; integer aux becomes float32. The
+      leaves of `batch` have a common leading axis of examples; `args` go to every device as
+      they are.
+
+    Raises:
+      ValueError: when called, if no mesh is set, the batch does not divide over the devices, or
+        the loss was already averaged over the axis.
+
+    Wire: one float32 all-reduce of the loss and all of aux.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> def loss_fn(w, batch):
+      ...     return jnp.mean(w * batch)
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     f = jaxcomm.value_and_grad(loss_fn, "data")
+      ...     loss, grads = jax.jit(f)(jnp.float32(2), jnp.array([1.0, 2.0, 3.0, 4.0]))
+      >>> loss, grads
+      (Array(5., dtype=float32), Array([1.5, 3.5], dtype=float32))
+    """
+    return ValueAndGrad(loss_fn, axis_name, has_aux)
+
+
+def accumulate(value_and_grad_fn: Callable[..., Any], steps: int) -> Callable[..., Any]:
+    """Goes through a batch in microbatches, with the memory of one.
+
+    Args:
+      value_and_grad_fn: what `jaxcomm.value_and_grad` or, inside `jax.shard_map`,
+        `jax.value_and_grad` returned.
+      steps: the number of microbatches. Each device's share of the batch must divide by it.
+
+    Returns:
+      A function as `value_and_grad_fn`: loss, aux and gradients are means over the microbatches,
+      accumulated in float32.
+
+    Raises:
+      ValueError: if steps is not a positive integer; when called, if the batch does not divide.
+
+    Wire: that of `value_and_grad_fn`, once for all microbatches of `jaxcomm.value_and_grad`.
+    """
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"accumulate needs a positive number of steps, got {steps!r}.")
+    if isinstance(value_and_grad_fn, ValueAndGrad):
+        return dataclasses.replace(value_and_grad_fn, steps=value_and_grad_fn.steps * steps)
+    if steps == 1:
+        return value_and_grad_fn
+
+    def accumulated(params: Any, batch: Any, *args: Any) -> Any:
+        def microbatch(x: jax.Array) -> jax.Array:
+            if x.shape[0] % steps:
+                raise ValueError(
+                    f"{x.shape[0]} examples on a device do not divide into {steps} microbatches; "
+                    "change the batch size or the number of microbatches."
+                )
+            return x.reshape(steps, x.shape[0] // steps, *x.shape[1:])
+
+        batches = jax.tree.map(microbatch, batch)
+        first = jax.tree.map(lambda x: x[0], batches)
+        rest = jax.tree.map(lambda x: x[1:], batches)
+        start = value_and_grad_fn(params, first, *args)
+
+        def add(total: Any, batch: Any) -> tuple[Any, None]:
+            out = value_and_grad_fn(params, batch, *args)
+            return jax.tree.map(lambda t, o: t + o.astype(t.dtype), total, out), None
+
+        total, _ = jax.lax.scan(add, jax.tree.map(_in_float32, start), rest)
+        return jax.tree.map(lambda t, o: _divide(t, steps, o.dtype), total, start)
+
+    return accumulated
+
+
+def backward_order(f: ValueAndGrad, params: Any, batch: Any, *args: Any) -> tuple[str, ...]:
+    """The paths of the parameters in the order in which their gradients appear.
+
+    Args:
+      f: what `jaxcomm.value_and_grad` returned; it is traced under plain `jax.jit`, not run.
+      params: the parameters, as arrays or `jax.ShapeDtypeStruct`s.
+      batch: the global batch, likewise.
+      *args: the further arguments, likewise.
+
+    Returns:
+      Paths as `jax.tree_util.keystr` prints them, for the `bucket_order` of `jaxcomm.mean`.
+    """
+    world = mesh.axis_size(f.axis_name)
+    shares = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((world, *x.shape), x.dtype),
+        _shares(batch, world, f.axis_name),
+    )
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+    grad = jax.vmap(
+        jax.grad(f.loss_fn, has_aux=f.has_aux),
+        in_axes=(None, 0) + (None,) * len(args),
+        axis_name=f.axis_name,
+    )
+    made = _positions(jax.make_jaxpr(grad)(params, shares, *args).jaxpr)
+    return tuple(paths[i] for i in sorted(range(len(paths)), key=lambda i: made[i]))
+
+
+def _positions(jaxpr: Any) -> list[int]:
+    """For each output, which equation makes it, not counting what only recasts one value."""
+    maker = {id(var): i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    if len(jaxpr.eqns) == 1 and "jaxpr" in jaxpr.eqns[0].params:  # a loss that is itself jitted
+        return _positions(jaxpr.eqns[0].params["jaxpr"].jaxpr)
+    positions = []
+    for var in jaxpr.outvars:
+        at = maker.get(id(var), -1)
+        while at >= 0 and len(jaxpr.eqns[at].invars) == 1 and "jaxpr" not in jaxpr.eqns[at].params:
+            at = maker.get(id(jaxpr.eqns[at].invars[0]), -1)
+        positions.append(at)
+    return positions
+
+
+def _shares(batch: Any, world: int, axis_name: str) -> Any:
+    """The shapes of one device's share of a global batch."""
+
+    def share(path: Any, x: Any) -> jax.ShapeDtypeStruct:
+        name = jax.tree_util.keystr(path) or "the batch"
+        if np.ndim(x) == 0:
+            raise ValueError(
+                f"{name} is a scalar and cannot be spread over {axis_name!r}; pass what every "
+                "device shares as a further argument after the batch."
+            )
+        if x.shape[0] % world or x.shape[0] == 0:
+            raise ValueError(
+                f"{name} has {x.shape[0]} examples, which do not divide over the {world} devices "
+                f"of {axis_name!r}. If it is only this process's share, join the shares with "
+                f"jaxcomm.global_batch(batch, {axis_name!r}) first."
+            )
+        return jax.ShapeDtypeStruct((x.shape[0] // world, *x.shape[1:]), x.dtype)
+
+    return jax.tree_util.tree_map_with_path(share, batch)
+
+
+def _with_device_axis(out: tuple[Any, Any]) -> tuple[Any, Any]:
+    value, grads = out
+    return value, jax.tree.map(lambda g: g[None], grads)
+
+
+def _mean_over(tree: Any, axis_name: str) -> Any:
+    """The mean of every leaf over the axis, in one all-reduce."""
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
+    axes = frozenset((axis_name,)) if _compat.checks_on(axis_name) else frozenset()
+    flat = [_compat.as_varying(x, axes).reshape(-1).astype(jnp.float32) for x in leaves]
+    total = jax.lax.pmean(jnp.concatenate(flat), axis_name)
+    pieces = jnp.split(total, np.cumsum([x.size for x in flat])[:-1])
+    means = [
+        piece.reshape(x.shape).astype(_mean_dtype(x))
+        for piece, x in zip(pieces, leaves, strict=True)
+    ]
+    return treedef.unflatten(means)
+
+
+def _in_float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _divide(total: jax.Array, steps: int, dtype: Any) -> jax.Array:
+    return (total / steps).astype(dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32)
+
+
+def _mean_dtype(x: jax.Array) -> Any:
+    return x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
+
+
+def _averaged(axis_name: str) -> str:
+    return (
+        f"the loss is already reduced over {axis_name!r}, so its gradient is not this device's "
+        "own. Return the mean over the examples that loss_fn is given; jaxcomm.value_and_grad "
+        "averages the loss over devices itself."
+    )

@@ -1,0 +1,115 @@
+"""Gradient accumulation over steps: one exchange in k."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomm import _compat
+from jaxcomm.transforms._layout import Layout, check_gradients, layout_of
+from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms.per_device import PerDevice, zeros_per_device
+
+
+class MultiStepsState(NamedTuple):
+    """The state of `multi_steps`.
+
+    Attributes:
+      layout: what `init` saw of the parameters.
+      mini_step: int32, how many gradients the accumulator holds.
+      accumulated: float32, the mean of these on each device.
+      inner: the state of the inner transformation.
+    """
+
+    layout: Layout
+    mini_step: jax.Array
+    accumulated: PerDevice
+    inner: Any
+
+
+def multi_steps(inner: optax.GradientTransformation, k: int) -> optax.GradientTransformation:
+    """Averages the gradients of k steps on each device, then exchanges and applies them once.
+
+    `optax.MultiSteps` for local gradients: in the k-1 steps between, the updates are zero and
+    nothing is sent. `jaxcomm.accumulate` does the same for the microbatches of one step.
+
+    Args:
+      inner: a chain that contains a jaxcomm transformation, and usually the optimizer.
+      k: the number of steps.
+
+    Returns:
+      A transformation used as `inner` is. It keeps one float32 copy of the gradients per device.
+
+    Raises:
+      ValueError: if k is not a positive integer; by `init` if `inner` exchanges nothing, or over
+        several axes.
+
+    Wire: that of `inner` every k-th step, in a branch of a conditional; else nothing.
+    """
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"multi_steps needs a positive number of steps, got {k!r}.")
+
+    def init_fn(params: Any) -> Any:
+        refuse_wrappers()
+        state = inner.init(params)
+        layout = layout_of(params, _axis_of(state))
+        return MultiStepsState(layout, jnp.zeros((), jnp.int32), zeros_per_device(layout), state)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        refuse_wrappers()
+        grads, treedef = jax.tree.flatten(updates)
+        check_gradients(grads, state.layout)
+        total = _add(grads, state)
+        is_local = state.layout.axis_name in _compat.manual_axes()
+        means = [
+            (t[0] if is_local else t).astype(g.dtype) for t, g in zip(total, grads, strict=True)
+        ]
+
+        def exchange() -> tuple[Any, Any]:
+            return inner.update(treedef.unflatten(means), state.inner, params)
+
+        def wait() -> tuple[Any, Any]:
+            return _zeros_like(jax.eval_shape(exchange)[0], grads, state.layout), state.inner
+
+        is_last = state.mini_step == k - 1
+        outgoing, inner_state = jax.lax.cond(is_last, exchange, wait)
+        kept = [jnp.where(is_last, 0.0, t) for t in total]
+        accumulated = PerDevice(kept, state.accumulated.specs)
+        mini_step = (state.mini_step + 1) % k
+        return outgoing, MultiStepsState(state.layout, mini_step, accumulated, inner_state)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _add(grads: list[jax.Array], state: MultiStepsState) -> list[jax.Array]:
+    """The running mean with one more gradient."""
+    weight = 1 / (state.mini_step + 1).astype(jnp.float32)
+    return [
+        old + (g.reshape(old.shape).astype(jnp.float32) - old) * weight
+        for g, old in zip(grads, state.accumulated.values, strict=True)
+    ]
+
+
+def _zeros_like(updates: Any, grads: list[jax.Array], layout: Layout) -> Any:
+    """Zero updates, typed as what the exchange makes of these gradients."""
+    leaves, treedef = jax.tree.flatten(updates)
+    zeros = [
+        _compat.as_varying(
+            jnp.zeros(u.shape, u.dtype), _compat.varying_axes(g) - {layout.axis_name}
+        )
+        for u, g in zip(leaves, grads, strict=True)
+    ]
+    return treedef.unflatten(zeros)
+
+
+def _axis_of(state: Any) -> str:
+    """The one axis that the transformations in this state exchange over."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout))
+    axes = {node.axis_name for node in nodes if isinstance(node, Layout)}
+    if len(axes) != 1:
+        raise ValueError(
+            f"multi_steps needs an inner transformation that exchanges over one axis, found "
+            f"{sorted(axes) or 'none'}; put jaxcomm.mean into it, or use optax.MultiSteps."
+        )
+    return axes.pop()
