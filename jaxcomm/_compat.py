@@ -1,4 +1,4 @@
-"""What differs between jax versions, and the few questions that only types can answer.
+"""What differs between jax versions, and what types and the current mesh can tell.
 
 This is the one file that may look at `jax.__version__`; it imports nothing of jaxcomm.
 """
@@ -37,6 +37,36 @@ def manual_axes() -> frozenset[str]:
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == AxisType.Manual
     )
+
+
+def current_mesh() -> jax.sharding.AbstractMesh:
+    """The mesh that `jax.set_mesh` set.
+
+    Raises:
+      ValueError: if none is set.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            "no mesh is set; call jax.set_mesh(jaxcomm.data_mesh()) first, "
+            "or use `with jax.set_mesh(mesh):`."
+        )
+    return mesh
+
+
+def axis_size(axis_name: str) -> int:
+    """The number of devices along an axis of the current mesh.
+
+    Raises:
+      ValueError: if no mesh is set, or it has no such axis.
+    """
+    mesh = current_mesh()
+    if axis_name not in mesh.axis_names:
+        raise ValueError(
+            f"axis {axis_name!r} is not in the mesh, whose axes are "
+            f"{', '.join(map(repr, mesh.axis_names))}; name one of these, or set another mesh."
+        )
+    return mesh.shape[axis_name]
 
 
 def unchecked(f: Callable[..., Any]) -> Callable[..., Any]:

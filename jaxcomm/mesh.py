@@ -7,6 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxcomm import _compat
+
 
 def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of one axis over all devices of all processes.
@@ -24,36 +26,6 @@ def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> 
     )
 
 
-def current_mesh() -> jax.sharding.AbstractMesh:
-    """The mesh that `jax.set_mesh` set.
-
-    Raises:
-      ValueError: if none is set.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        raise ValueError(
-            "no mesh is set; call jax.set_mesh(jaxcomm.data_mesh()) first, "
-            "or use `with jax.set_mesh(mesh):`."
-        )
-    return mesh
-
-
-def axis_size(axis_name: str) -> int:
-    """The number of devices along an axis of the current mesh.
-
-    Raises:
-      ValueError: if no mesh is set, or it has no such axis.
-    """
-    mesh = current_mesh()
-    if axis_name not in mesh.axis_names:
-        raise ValueError(
-            f"axis {axis_name!r} is not in the mesh, whose axes are "
-            f"{', '.join(map(repr, mesh.axis_names))}; name one of these, or set another mesh."
-        )
-    return mesh.shape[axis_name]
-
-
 def replicate(tree: Any) -> Any:
     """Places every array of a pytree on all devices of the current mesh.
 
@@ -66,7 +38,7 @@ def replicate(tree: Any) -> Any:
     Raises:
       ValueError: if no mesh is set.
     """
-    current_mesh()
+    _compat.current_mesh()
     sharding = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
     return jax.device_put(tree, sharding)
 
@@ -87,7 +59,7 @@ def global_batch(local_batch: Any, axis_name: str) -> Any:
       ValueError: if no mesh is set, it has no such axis, or the local leading axis is not a
         multiple of the number of local devices along it.
     """
-    axis_size(axis_name)
+    _compat.axis_size(axis_name)
     mesh = jax.sharding.get_mesh()
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
     local = mesh.local_mesh.shape[axis_name]

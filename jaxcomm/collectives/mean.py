@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcomm.codecs import Codec
 from jaxcomm.collectives._reduction import Reduction
@@ -57,16 +58,21 @@ class Mean(Reduction):
 
     def finish(self, partial: jax.Array, world: int) -> jax.Array:
         """The encoded mean."""
-        return self.codec.encode(partial / world)
+        return self.codec.encode(partial * _reciprocal(world))
 
     def read(self, value: jax.Array, n: int) -> jax.Array:
         """The decoded mean."""
         return self.codec.decode(value, n)
 
     def native(self, x: jax.Array, axis_name: str) -> jax.Array:
-        """XLA's `psum` in the codec's dtype, divided in float32."""
+        """XLA's `psum` in the codec's dtype, scaled in float32."""
         total = jax.lax.psum(self.codec.native(x), axis_name)
-        return total.astype(jnp.float32) / jax.lax.axis_size(axis_name)
+        return total.astype(jnp.float32) * _reciprocal(jax.lax.axis_size(axis_name))
+
+
+def _reciprocal(world: int) -> np.float32:
+    """1/N in float32: XLA turns a division into this product on some backends, so say it."""
+    return np.float32(1 / world)
 
 
 def _times_power_of_two(x: jax.Array, exponent: jax.Array) -> jax.Array:

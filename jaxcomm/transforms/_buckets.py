@@ -1,8 +1,9 @@
 """Which leaves travel together, and in which order."""
 
+import math
 from collections.abc import Sequence
 
-from jaxcomm.transforms._layout import Layout
+from jaxcomm.transforms._layout import Layout, names_in
 
 Bucket = tuple[int, ...]
 
@@ -24,6 +25,9 @@ def buckets_of(
     bucket is a concatenation of whole leaves of its own: slices of one concatenation of all would
     make the first bucket wait for the last gradient.
 
+    Leaves that are sharded over a further axis never share a bucket with others: what is equal
+    along that axis must be rounded alike along it.
+
     Args:
       layout: the leaves.
       chosen: the leaves to group, as indices.
@@ -37,14 +41,14 @@ def buckets_of(
     rank = {path: i for i, path in enumerate(order or ())}
     queue = sorted(reversed(chosen), key=lambda i: rank.get(layout.leaves[i].path, len(rank)))
     buckets: list[list[int]] = []
-    room = 0
+    current: dict[frozenset[str], list[int]] = {}
+    room: dict[frozenset[str], int] = {}
     for i in queue:
-        size = 4
-        for dimension in layout.leaves[i].shape:
-            size *= dimension
-        if not buckets or size > room:
-            buckets.append([])
-            room = limit
-        buckets[-1].append(i)
-        room -= size
+        leaf = layout.leaves[i]
+        size, axes = 4 * math.prod(leaf.shape), names_in(leaf.spec)
+        if size > room.get(axes, 0):
+            current[axes], room[axes] = [], limit
+            buckets.append(current[axes])
+        current[axes].append(i)
+        room[axes] -= size
     return tuple(map(tuple, buckets))

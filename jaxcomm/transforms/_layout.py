@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxcomm import _compat, mesh
+from jaxcomm import _compat
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -51,7 +51,7 @@ def layout_of(params: Any, axis_name: str) -> Layout:
       ValueError: if no mesh is set, it has no such axis, a leaf is sharded over the axis, or its
         sharding cannot be seen here.
     """
-    world = mesh.axis_size(axis_name)
+    world = _compat.axis_size(axis_name)
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)
@@ -79,10 +79,10 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
             f"the state was made for {len(layout.leaves)} parameters and got {len(grads)} "
             "gradients; call tx.init again on these parameters."
         )
-    if layout.world != mesh.axis_size(axis):
+    if layout.world != _compat.axis_size(axis):
         raise ValueError(
             f"the state was made for {layout.world} devices along {axis!r}, and the mesh now has "
-            f"{mesh.axis_size(axis)}; call tx.init again under this mesh."
+            f"{_compat.axis_size(axis)}; call tx.init again under this mesh."
         )
     manual = axis in _compat.manual_axes()
     for grad, leaf in zip(grads, layout.leaves, strict=True):
@@ -113,7 +113,7 @@ def _check_local(grad: Any, leaf: Leaf, axis: str) -> None:
 
 def _spec_of(leaf: Any, name: str, axis_name: str) -> PartitionSpec:
     """How a parameter is sharded over axes that are not manual here and have several devices."""
-    current = mesh.current_mesh()
+    current = _compat.current_mesh()
     kinds = dict(zip(current.axis_names, current.axis_types, strict=True))
     further = frozenset(
         axis
@@ -128,8 +128,7 @@ def _spec_of(leaf: Any, name: str, axis_name: str) -> PartitionSpec:
         )
     sharding = getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    over_data = any(axis_name in _entry(entry) for entry in spec)
-    if over_data and current.shape[axis_name] > 1:
+    if axis_name in names_in(spec) and current.shape[axis_name] > 1:
         raise ValueError(
             f"parameter {name} is sharded over {axis_name!r}; data-parallel parameters are equal "
             "on all devices of it. Place them with jaxcomm.replicate, or shard over another axis."
@@ -143,6 +142,11 @@ def restrict(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
     while kept and not kept[-1]:
         kept.pop()
     return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in kept))
+
+
+def names_in(spec: PartitionSpec) -> frozenset[str]:
+    """The axes that a spec names."""
+    return frozenset(name for entry in spec for name in _entry(entry))
 
 
 def _entry(entry: Any) -> tuple[str, ...]:

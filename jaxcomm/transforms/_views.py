@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxcomm import _compat, mesh
+from jaxcomm import _compat
 from jaxcomm.transforms._layout import Layout, restrict
 
 Arrays = list[jax.Array]
@@ -40,7 +40,7 @@ def on_every_device(exchange: Callable[[Arrays], Arrays], grads: Arrays, layout:
             out_specs=specs,
             check_vma=False,
         )(grads)
-    further = frozenset(mesh.current_mesh().axis_names) - manual
+    further = frozenset(_compat.current_mesh().axis_names) - manual
     specs = [restrict(spec, further) for spec in specs]
     means = jax.shard_map(exchange, in_specs=(specs,), out_specs=specs, check_vma=False)(grads)
     return [

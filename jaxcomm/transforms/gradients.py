@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxcomm import _compat, mesh
+from jaxcomm import _compat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class ValueAndGrad:
 
     def __call__(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
         """The mean loss over devices, and local gradients."""
-        world = mesh.axis_size(self.axis_name)
+        world = _compat.axis_size(self.axis_name)
         if self.axis_name in _compat.manual_axes():
             if not _compat.checks_on(self.axis_name):
                 self._refuse_averaged_loss(params, batch, args, world)
@@ -158,10 +158,10 @@ def accumulate(value_and_grad_fn: Callable[..., Any], steps: int) -> Callable[..
 
         def add(total: Any, batch: Any) -> tuple[Any, None]:
             out = value_and_grad_fn(params, batch, *args)
-            return jax.tree.map(lambda t, o: t + o.astype(t.dtype), total, out), None
+            return jax.tree.map(lambda t, o: t + _in_float32(o), total, out), None
 
         total, _ = jax.lax.scan(add, jax.tree.map(_in_float32, start), rest)
-        return jax.tree.map(lambda t, o: _divide(t, steps, o.dtype), total, start)
+        return jax.tree.map(lambda t, o: (t / steps).astype(_mean_dtype(o)), total, start)
 
     return accumulated
 
@@ -178,7 +178,7 @@ def backward_order(f: ValueAndGrad, params: Any, batch: Any, *args: Any) -> tupl
     Returns:
       Paths as `jax.tree_util.keystr` prints them, for the `bucket_order` of `jaxcomm.mean`.
     """
-    world = mesh.axis_size(f.axis_name)
+    world = _compat.axis_size(f.axis_name)
     shares = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((world, *x.shape), x.dtype),
         _shares(batch, world, f.axis_name),
@@ -189,22 +189,24 @@ def backward_order(f: ValueAndGrad, params: Any, batch: Any, *args: Any) -> tupl
         in_axes=(None, 0) + (None,) * len(args),
         axis_name=f.axis_name,
     )
-    made = _positions(jax.make_jaxpr(grad)(params, shares, *args).jaxpr)
+    jaxpr = jax.make_jaxpr(grad)(params, shares, *args).jaxpr
+    made = [_position(jaxpr, var) for var in jaxpr.outvars]
     return tuple(paths[i] for i in sorted(range(len(paths)), key=lambda i: made[i]))
 
 
-def _positions(jaxpr: Any) -> list[int]:
-    """For each output, which equation makes it, not counting what only recasts one value."""
-    maker = {id(var): i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    if len(jaxpr.eqns) == 1 and "jaxpr" in jaxpr.eqns[0].params:  # a loss that is itself jitted
-        return _positions(jaxpr.eqns[0].params["jaxpr"].jaxpr)
-    positions = []
-    for var in jaxpr.outvars:
-        at = maker.get(id(var), -1)
-        while at >= 0 and len(jaxpr.eqns[at].invars) == 1 and "jaxpr" not in jaxpr.eqns[at].params:
-            at = maker.get(id(jaxpr.eqns[at].invars[0]), -1)
-        positions.append(at)
-    return positions
+def _position(jaxpr: Any, var: Any) -> tuple[int, ...]:
+    """Which equation makes a value, not counting those that only recast one; then which in it."""
+    maker = {id(out): i for i, eqn in enumerate(jaxpr.eqns) for out in eqn.outvars}
+    while (at := maker.get(id(var), -1)) >= 0:
+        eqn = jaxpr.eqns[at]
+        if "jaxpr" in eqn.params:  # a jitted function, a scan
+            inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+            made = [out is var for out in eqn.outvars].index(True)
+            return (at, *_position(inner, inner.outvars[made]))
+        if len(eqn.invars) != 1:
+            break
+        var = eqn.invars[0]
+    return (at,)
 
 
 def _shares(batch: Any, world: int, axis_name: str) -> Any:
@@ -247,16 +249,13 @@ def _mean_over(tree: Any, axis_name: str) -> Any:
     return treedef.unflatten(means)
 
 
-def _in_float32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)
+def _in_float32(x: Any) -> jax.Array:
+    return jnp.asarray(x).astype(jnp.float32)
 
 
-def _divide(total: jax.Array, steps: int, dtype: Any) -> jax.Array:
-    return (total / steps).astype(dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32)
-
-
-def _mean_dtype(x: jax.Array) -> Any:
-    return x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
+def _mean_dtype(x: Any) -> Any:
+    dtype = jnp.result_type(x)
+    return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
 
 
 def _averaged(axis_name: str) -> str:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomm import codecs, collectives
+from jaxcomm import _compat, codecs, collectives
 from jaxcomm.transforms._buckets import Bucket, buckets_of, split_off_exempt
 from jaxcomm.transforms._layout import Layout, check_gradients, layout_of
 from jaxcomm.transforms._views import Arrays, on_every_device
@@ -67,7 +67,7 @@ def mean(
         are not local.
 
     Wire: for each bucket of n elements, that of `jaxcomm.pmean`; and one float32 all-reduce of
-    all exempt elements and one flag.
+    all exempt elements and one flag; on a mesh of several axes, one int32 over the others.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -100,7 +100,7 @@ def mean(
         means = dict(_fused(exempt, grads, uncompressed, flag=True))
         for bucket in buckets_of(layout, large, bucket_order, limit):
             means |= _fused(bucket, grads, compressed)
-        finite = means.pop(_FLAG)[0] == 0
+        finite = _everywhere(means.pop(_FLAG)[0] == 0, axis_name)
         return [jnp.where(finite, means[i], jnp.nan).astype(g.dtype) for i, g in enumerate(grads)]
 
     return _synchronising(axis_name, exchange)
@@ -147,6 +147,12 @@ def _synchronising(
 
 
 _FLAG = -1
+
+
+def _everywhere(finite: jax.Array, axis_name: str) -> jax.Array:
+    """Whether all gradients are finite along the further axes of the mesh too."""
+    further = tuple(sorted(_compat.manual_axes() - {axis_name}))
+    return jax.lax.pmin(finite.astype(jnp.int32), further) == 1 if further else finite
 
 
 def _fused(

@@ -54,7 +54,9 @@ def multi_steps(inner: optax.GradientTransformation, k: int) -> optax.GradientTr
         refuse_wrappers()
         state = inner.init(params)
         layout = layout_of(params, _axis_of(state))
-        return MultiStepsState(layout, jnp.zeros((), jnp.int32), zeros_per_device(layout), state)
+        return MultiStepsState(
+            layout, jnp.zeros((), jnp.int32), zeros_per_device(layout, params), state
+        )
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         refuse_wrappers()
@@ -62,9 +64,9 @@ def multi_steps(inner: optax.GradientTransformation, k: int) -> optax.GradientTr
         check_gradients(grads, state.layout)
         total = _add(grads, state)
         is_local = state.layout.axis_name in _compat.manual_axes()
-        means = [
-            (t[0] if is_local else t).astype(g.dtype) for t, g in zip(total, grads, strict=True)
-        ]
+        means = list(grads)
+        for i, t in total.items():
+            means[i] = (t[0] if is_local else t).astype(grads[i].dtype)
 
         def exchange() -> tuple[Any, Any]:
             return inner.update(treedef.unflatten(means), state.inner, params)
@@ -74,7 +76,7 @@ def multi_steps(inner: optax.GradientTransformation, k: int) -> optax.GradientTr
 
         is_last = state.mini_step == k - 1
         outgoing, inner_state = jax.lax.cond(is_last, exchange, wait)
-        kept = [jnp.where(is_last, 0.0, t) for t in total]
+        kept = [jnp.where(is_last, 0.0, t) for t in total.values()]
         accumulated = PerDevice(kept, state.accumulated.specs)
         mini_step = (state.mini_step + 1) % k
         return outgoing, MultiStepsState(state.layout, mini_step, accumulated, inner_state)
@@ -82,13 +84,14 @@ def multi_steps(inner: optax.GradientTransformation, k: int) -> optax.GradientTr
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _add(grads: list[jax.Array], state: MultiStepsState) -> list[jax.Array]:
-    """The running mean with one more gradient."""
+def _add(grads: list[jax.Array], state: MultiStepsState) -> dict[int, jax.Array]:
+    """The running means with one more gradient, by index of the leaf; none of empty leaves."""
     weight = 1 / (state.mini_step + 1).astype(jnp.float32)
-    return [
-        old + (g.reshape(old.shape).astype(jnp.float32) - old) * weight
-        for g, old in zip(grads, state.accumulated.values, strict=True)
-    ]
+    filled = [i for i, g in enumerate(grads) if g.size]
+    return {
+        i: old + (grads[i].reshape(old.shape).astype(jnp.float32) - old) * weight
+        for i, old in zip(filled, state.accumulated.values, strict=True)
+    }
 
 
 def _zeros_like(updates: Any, grads: list[jax.Array], layout: Layout) -> Any:

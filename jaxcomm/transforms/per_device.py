@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm import _compat
 from jaxcomm.transforms._layout import Layout
@@ -20,7 +20,8 @@ class PerDevice:
     In the manual view the leading axis is 1: each device sees its own.
 
     Attributes:
-      values: the arrays, in the order of the parameters.
+      values: the arrays, in the order of the parameters; none for a parameter without elements,
+        because XLA does not keep an empty array sharded.
       specs: how they are sharded, the leading axis included.
     """
 
@@ -28,15 +29,21 @@ class PerDevice:
     specs: tuple[PartitionSpec, ...] = dataclasses.field(metadata={"static": True})
 
 
-def zeros_per_device(layout: Layout) -> PerDevice:
+def zeros_per_device(layout: Layout, params: Any) -> PerDevice:
     """A float32 zero for every element of every parameter on every device."""
-    specs = tuple(PartitionSpec(layout.axis_name, *leaf.spec) for leaf in layout.leaves)
-    manual = _compat.manual_axes()
-    if layout.axis_name in manual:
-        checked = manual if _compat.checks_on(layout.axis_name) else frozenset()
-        values = [jnp.zeros((1, *leaf.shape)) for leaf in layout.leaves]
-        return PerDevice([_compat.as_varying(v, checked) for v in values], specs)
-    shapes = [(layout.world, *leaf.shape) for leaf in layout.leaves]
+    leaves = [leaf for leaf in layout.leaves if 0 not in leaf.shape]
+    specs = tuple(PartitionSpec(layout.axis_name, *leaf.spec) for leaf in leaves)
+    if layout.axis_name in _compat.manual_axes():
+        axes = frozenset([layout.axis_name] if _compat.checks_on(layout.axis_name) else [])
+        filled = [p for p in jax.tree.leaves(params) if p.size]
+        return PerDevice(
+            [
+                _compat.as_varying(jnp.zeros((1, *p.shape)), axes | _compat.varying_axes(p))
+                for p in filled
+            ],
+            specs,
+        )
+    shapes = [(layout.world, *leaf.shape) for leaf in leaves]
     make = jax.jit(lambda: [jnp.zeros(shape) for shape in shapes], out_shardings=list(specs))
     return PerDevice(make(), specs)
 
@@ -50,8 +57,10 @@ def state_spec(tx: optax.GradientTransformation, params: Any, over: jax.sharding
       over: the mesh of the `jax.shard_map` that the state is passed to.
 
     Returns:
-      The pytree of `tx.init(params)` with a `PartitionSpec` for each array: leading axis over the
-      mesh axis for per-device state, replicated for the rest.
+      The pytree of `tx.init(params)` with a `PartitionSpec` for each array: per-device state has
+      its leading axis over the mesh axis; what mirrors a parameter, such as a momentum (its path
+      ends in the parameter's, and the shapes are equal), is sharded as it is; the rest is
+      replicated.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm, optax
@@ -62,12 +71,18 @@ def state_spec(tx: optax.GradientTransformation, params: Any, over: jax.sharding
     """
     with jax.set_mesh(over):
         state = jax.eval_shape(lambda: tx.init(params))
-    return jax.tree.map(
-        lambda x: (
-            dataclasses.replace(x, values=list(x.specs))
-            if isinstance(x, PerDevice)
-            else PartitionSpec()
-        ),
-        state,
-        is_leaf=lambda x: isinstance(x, PerDevice),
+    specs = {
+        (jax.tree_util.keystr(path), jnp.shape(leaf)): leaf.sharding.spec
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding)
+    }
+
+    def spec_of(path: Any, x: Any) -> Any:
+        if isinstance(x, PerDevice):
+            return dataclasses.replace(x, values=list(x.specs))
+        endings = (jax.tree_util.keystr(path[i:]) for i in range(len(path)))
+        return next((specs[e, x.shape] for e in endings if (e, x.shape) in specs), PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(
+        spec_of, state, is_leaf=lambda x: isinstance(x, PerDevice)
     )

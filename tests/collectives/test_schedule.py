@@ -1,0 +1,140 @@
+"""Schedules are plain values: everything about them is checked without a device."""
+
+import math
+from fractions import Fraction
+
+import pytest
+
+from jaxcomm import circulant, direct, halving_doubling, ring
+from jaxcomm.collectives import Algorithm, Schedule
+
+WORLDS = [*range(1, 18), 24, 31, 32, 33, 64]
+ALGORITHMS = {
+    "ring": ring(),
+    "near_first": halving_doubling("near_first"),
+    "far_first": halving_doubling("far_first"),
+    "circulant": circulant(),
+    "direct": direct(),
+}
+
+
+def each(*names: str):
+    return pytest.mark.parametrize("algorithm", [ALGORITHMS[n] for n in names], ids=names)
+
+
+every = each(*ALGORITHMS)
+at_every_world = pytest.mark.parametrize("world", WORLDS)
+
+
+def majority_bits(schedule: Schedule, *, whole_messages: bool = False) -> Fraction:
+    """Bits per coordinate that the busiest device sends: a sum of k signs has ceil(log2(k+1)).
+
+    With `whole_messages`, all blocks of a message are as wide as its widest.
+    """
+    sent = [0] * schedule.world
+    for step, counts in zip(schedule.rounds, schedule.counts, strict=True):
+        if whole_messages:
+            counts = (max(counts),) * len(counts)
+        for source, target in step.pairs:
+            sent[source] += sum(math.ceil(math.log2(k + 1)) for k in counts)
+            sent[target] += step.size  # the way back: one bit
+    return Fraction(max(sent), schedule.blocks)
+
+
+@every
+@at_every_world
+def test_every_block_is_complete_on_exactly_one_core_device(algorithm: Algorithm, world: int):
+    schedule = algorithm.schedule(world)
+    everyone = frozenset(range(world))
+    owners = {block: set() for block in range(schedule.blocks)}
+    for r in range(world):
+        for i, held in enumerate(schedule.holdings[-1][r]):
+            if held == everyone:
+                owners[schedule.order[r][i]].add(r)
+    assert all(len(devices) == 1 for devices in owners.values())
+
+
+@every
+@at_every_world
+def test_no_device_is_counted_twice(algorithm: Algorithm, world: int):
+    schedule = algorithm.schedule(world)
+    for step, before in zip(schedule.rounds, schedule.holdings, strict=False):
+        for source, target in step.pairs:
+            for k in range(step.size):
+                arriving = before[source][step.send[0] + k]
+                assert not arriving & before[target][step.into + k]
+
+
+@every
+@at_every_world
+def test_a_message_is_added_to_the_same_blocks(algorithm: Algorithm, world: int):
+    schedule = algorithm.schedule(world)
+    for step in schedule.rounds:
+        for source, target in step.pairs:
+            sent = schedule.order[source][slice(*step.send)]
+            assert sent == schedule.order[target][step.into : step.into + step.size]
+
+
+@every
+@at_every_world
+def test_order_is_a_permutation_and_pairs_are_a_matching(algorithm: Algorithm, world: int):
+    schedule = algorithm.schedule(world)
+    assert all(sorted(row) == list(range(schedule.blocks)) for row in schedule.order)
+    for step in schedule.rounds:
+        sources, targets = zip(*step.pairs, strict=True)
+        assert len(set(sources)) == len(sources) and len(set(targets)) == len(targets)
+        assert all(source != target for source, target in step.pairs)
+
+
+@each("ring", "circulant", "direct")
+@at_every_world
+def test_everyone_sends_the_least_possible(algorithm: Algorithm, world: int):
+    assert set(algorithm.schedule(world).blocks_sent) == {2 * (world - 1)}
+
+
+@each("near_first", "far_first")
+@at_every_world
+def test_halving_doubling_sends_the_whole_vector_once_more_to_fold(
+    algorithm: Algorithm, world: int
+):
+    schedule = algorithm.schedule(world)
+    core = schedule.blocks
+    fold = core if world > core else 0
+    assert max(schedule.blocks_sent) == 2 * (core - 1) + fold
+
+
+@at_every_world
+def test_rounds(world: int):
+    q, up = int(math.log2(world)), math.ceil(math.log2(world))
+    assert len(ring().schedule(world).rounds) == world - 1
+    assert len(circulant().schedule(world).rounds) == up
+    assert len(halving_doubling().schedule(world).rounds) == q + (world > 2**q)
+
+
+def test_near_first_keeps_the_largest_messages_between_neighbours():
+    near = halving_doubling("near_first").schedule(16).rounds
+    far = halving_doubling("far_first").schedule(16).rounds
+    assert [(step.size, abs(step.pairs[0][0] - step.pairs[0][1])) for step in near] == [
+        (8, 1),
+        (4, 2),
+        (2, 4),
+        (1, 8),
+    ]
+    assert [abs(step.pairs[0][0] - step.pairs[0][1]) for step in far] == [8, 4, 2, 1]
+
+
+def test_counts_give_the_published_bits_of_a_majority_vote():
+    for world, bits in {3: 4 / 3, 5: 1.8, 6: 2.0, 7: 15 / 7, 9: 20 / 9}.items():
+        schedule = circulant().schedule(world)
+        assert float(majority_bits(schedule, whole_messages=True)) == pytest.approx(bits)
+        assert majority_bits(schedule) <= majority_bits(schedule, whole_messages=True)
+    for world in WORLDS[1:]:
+        on_ring = sum(math.ceil(math.log2(i + 1)) for i in range(1, world)) + world - 1
+        assert majority_bits(ring().schedule(world)) == Fraction(on_ring, world)
+        assert majority_bits(circulant().schedule(world)) < 3
+        assert majority_bits(circulant().schedule(world)) <= Fraction(on_ring, world)
+
+
+def test_an_unknown_order_is_refused_at_once():
+    with pytest.raises(ValueError, match="choose one of near_first, far_first"):
+        halving_doubling("nearest")

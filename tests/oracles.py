@@ -1,0 +1,145 @@
+"""What each method must compute, in numpy: functions see the blocks of all devices at once."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+Rounding = Callable[[np.ndarray], np.ndarray]
+
+
+def round_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Round to nearest even on float32's bits: add half a unit, less one bit if even."""
+    bits = np.asarray(x, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+    return np.where(np.isnan(x), np.float32(np.nan), rounded.view(np.float32))
+
+
+def round_float16(x: np.ndarray) -> np.ndarray:
+    """IEEE 754 binary16, as numpy converts to it."""
+    with np.errstate(over="ignore"):
+        return np.asarray(x, np.float32).astype(np.float16).astype(np.float32)
+
+
+def round_float32(x: np.ndarray) -> np.ndarray:
+    """Nothing to round."""
+    return np.asarray(x, np.float32)
+
+
+ROUNDING: dict[str, Rounding] = {
+    "float32": round_float32,
+    "bfloat16": round_bfloat16,
+    "float16": round_float16,
+}
+
+
+def shared_exponent(x: np.ndarray, codec: str) -> np.ndarray:
+    """The power of two by which all devices scale: N max|x| < 2^15 for float16, 1 for the rest."""
+    if codec != "float16" or x.size == 0:
+        return np.float32(1)
+    world = len(x)
+    _, above = np.frexp(np.abs(x).max())
+    return np.float32(2.0 ** (15 - int(above) - math.ceil(math.log2(world))))
+
+
+def cut(x: np.ndarray, blocks: int) -> np.ndarray:
+    """(world, length) as (world, blocks, n), padded with zeros."""
+    world, length = x.shape
+    n = -(-length // blocks)
+    return np.pad(x, ((0, 0), (0, blocks * n - length))).reshape(world, blocks, n)
+
+
+def direct(x: np.ndarray, rounding: Rounding) -> np.ndarray:
+    """Tang et al. 2021, section 5: round every value, add in float32, round the mean."""
+    total = np.zeros(x.shape[1], np.float32)
+    for row in x:
+        total = total + rounding(row)
+    return rounding(total * np.float32(1 / len(x)))
+
+
+def ring(x: np.ndarray, rounding: Rounding) -> np.ndarray:
+    """Patarasuk and Yuan 2009: block b starts at device b + 1 and is rounded at every hop."""
+    world = len(x)
+    blocks = cut(x, world)
+    done = []
+    for b in range(world):
+        total = blocks[(b + 1) % world, b]
+        for hop in range(2, world + 1):
+            total = blocks[(b + hop) % world, b] + rounding(total)
+        done.append(rounding(total * np.float32(1 / world)))
+    return np.concatenate(done)[: x.shape[1]]
+
+
+def halving_doubling(x: np.ndarray, rounding: Rounding, order: str = "near_first") -> np.ndarray:
+    """Rabenseifner 2004; a remainder of r devices folds first, 2e into 2e + 1 (Thakur et al.)."""
+    world = len(x)
+    q = int(math.log2(world))
+    extra = world - 2**q
+    folded = [x[2 * e + 1] + rounding(x[2 * e]) for e in range(extra)]
+    values = cut(np.array(folded + list(x[2 * extra :])), 2**q)
+    bits = range(q) if order == "near_first" else reversed(range(q))
+    met = 0
+    for bit in bits:
+        met |= 1 << bit
+        before = values.copy()
+        for r in range(2**q):
+            for b in range(2**q):
+                if b & met == r & met:  # the half of the blocks that r keeps in this round
+                    values[r, b] = before[r, b] + rounding(before[r ^ (1 << bit), b])
+    done = [rounding(values[b, b] * np.float32(1 / world)) for b in range(2**q)]
+    return np.concatenate(done)[: x.shape[1]]
+
+
+def circulant(x: np.ndarray, rounding: Rounding) -> np.ndarray:
+    """Traeff 2024, algorithm 1: R[i] of device r is block r + i; R[s..s'-1] goes to r + s."""
+    world = len(x)
+    blocks = cut(x, world)
+    held = np.array([[blocks[r, (r + i) % world] for i in range(world)] for r in range(world)])
+    skip = world
+    while skip > 1:
+        previous, skip = skip, -(-skip // 2)
+        before = held.copy()
+        for r in range(world):
+            sent = before[(r - skip) % world, skip:previous]
+            held[r, : previous - skip] = before[r, : previous - skip] + rounding(sent)
+    done = [rounding(held[r, 0] * np.float32(1 / world)) for r in range(world)]
+    return np.concatenate(done)[: x.shape[1]]
+
+
+ALGORITHMS = {
+    "direct": direct,
+    "ring": ring,
+    "halving_doubling": halving_doubling,
+    "circulant": circulant,
+}
+
+
+def mean(x: np.ndarray, codec: str, algorithm: str) -> np.ndarray:
+    """What every device must end with, bit for bit, for x of shape (world, length)."""
+    scale = shared_exponent(x, codec)
+    return ALGORITHMS[algorithm](x * scale, ROUNDING[codec]) / scale
+
+
+def bytes_sent(n: int, itemsize: int, world: int, algorithm: str) -> int:
+    """Bytes that the busiest device sends for a vector of n elements; shapes are padded."""
+    if n == 0 or world == 1:
+        return 0
+    if algorithm == "halving_doubling":
+        q = int(math.log2(world))
+        block = -(-n // 2**q)
+        fold = 2**q if world > 2**q else 0
+        return (2 * (2**q - 1) + fold) * block * itemsize
+    return 2 * (world - 1) * -(-n // world) * itemsize
+
+
+def rounds(world: int, algorithm: str) -> int:
+    """Sequential communication steps of reduce-scatter and all-gather together."""
+    if world == 1:
+        return 0
+    q = int(math.log2(world))
+    return {
+        "direct": 2,
+        "ring": 2 * (world - 1),
+        "halving_doubling": 2 * (q + (world > 2**q)),
+        "circulant": 2 * math.ceil(math.log2(world)),
+    }[algorithm]

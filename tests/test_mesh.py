@@ -1,0 +1,52 @@
+"""The mesh, and what is placed on it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import jaxcomm
+
+
+def test_data_mesh_has_all_devices_along_one_automatic_axis() -> None:
+    mesh = jaxcomm.data_mesh()
+    assert mesh.axis_names == ("data",) and mesh.axis_types == (AxisType.Auto,)
+    assert list(mesh.devices) == jax.devices()
+
+
+def test_replicate_places_every_leaf_everywhere(mesh4x2: Any) -> None:
+    with jax.set_mesh(mesh4x2):
+        tree = jaxcomm.replicate({"a": np.arange(3), "b": [jnp.ones((2, 2)), jax.random.key(0)]})
+    for leaf in jax.tree.leaves(tree):
+        assert leaf.sharding.is_fully_replicated and len(leaf.sharding.device_set) == 8
+
+
+def test_global_batch_spreads_rows_in_order(mesh8: Any) -> None:
+    with jax.set_mesh(mesh8):
+        batch = jaxcomm.global_batch({"x": np.arange(16).reshape(16, 1), "y": np.arange(8)}, "data")
+    assert batch["x"].sharding.spec == PartitionSpec("data")
+    rows = {shard.device: np.asarray(shard.data).ravel() for shard in batch["x"].addressable_shards}
+    for r, device in enumerate(jax.devices()):
+        np.testing.assert_array_equal(rows[device], [2 * r, 2 * r + 1])
+
+
+@pytest.mark.parametrize("rows", [0, 3, 12])
+def test_a_local_batch_that_does_not_divide_is_refused(mesh8: Any, rows: int) -> None:
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match=f"has {rows} rows at .*'x'.*8 local"):
+        jaxcomm.global_batch({"x": np.zeros((rows, 2))}, "data")
+
+
+def test_without_a_mesh_the_cure_is_named() -> None:
+    for place in (lambda: jaxcomm.replicate(1.0), lambda: jaxcomm.global_batch([1.0], "data")):
+        with pytest.raises(
+            ValueError, match="call jax.set_mesh\\(jaxcomm.data_mesh\\(\\)\\) first"
+        ):
+            place()
+
+
+def test_an_axis_that_is_not_in_the_mesh_is_named(mesh8: Any) -> None:
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="'batch' is not in the mesh"):
+        jaxcomm.global_batch(np.zeros(8), "batch")
