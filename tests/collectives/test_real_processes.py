@@ -1,0 +1,85 @@
+"""The same oracles, between real processes over TCP."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from processes import run_processes
+
+SCRIPT = """
+import functools, json, os, sys
+import numpy as np
+sys.path.append(os.environ["TESTS"])
+import jaxcomm, oracles
+
+world, rank = jax.process_count(), jax.process_index()
+jax.set_mesh(jaxcomm.data_mesh())
+spec = jax.sharding.PartitionSpec("data")
+x = np.random.default_rng(0).standard_normal((world, 1000)).astype(np.float32)
+batch = jaxcomm.global_batch(x[rank : rank + 1], "data")
+checked = 0
+for codec in oracles.ROUNDING:
+    for algorithm in oracles.ALGORITHMS:
+        mean = functools.partial(jaxcomm.pmean, axis_name="data", codec=codec, algorithm=algorithm)
+        f = jax.jit(jax.shard_map(mean, in_specs=spec, out_specs=spec, check_vma=False))
+        (mine,) = f(batch).addressable_shards
+        np.testing.assert_array_equal(np.asarray(mine.data)[0], oracles.mean(x, codec, algorithm))
+        checked += 1
+print(json.dumps({"rank": rank, "world": world, "pid": os.getpid(), "checked": checked}))
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.newest
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_process_has_the_oracle_bits(world: int) -> None:
+    tests = Path(__file__).parent.parent
+    finished = run_processes(world, SCRIPT, env={"TESTS": str(tests)}, timeout=240)
+    reports = [json.loads(process.stdout.splitlines()[-1]) for process in finished]
+    assert [r["rank"] for r in reports] == list(range(world))
+    assert len({r["pid"] for r in reports}) == world
+    assert all(r["world"] == world and r["checked"] == 12 for r in reports)
+
+
+FRONT_PAGE = """
+import json
+import jax.numpy as jnp, numpy as np, optax
+import jaxcomm
+
+world, rank = jax.process_count(), jax.process_index()
+jax.set_mesh(jaxcomm.data_mesh())
+rng = np.random.default_rng(0)
+x = rng.standard_normal((8, 5)).astype(np.float32)
+y = rng.standard_normal((8, 3)).astype(np.float32)
+params = jaxcomm.replicate({"w": np.ones((5, 3), np.float32), "b": np.zeros(3, np.float32)})
+tx = jaxcomm.multi_steps(optax.chain(jaxcomm.mean("data", codec="bfloat16"), optax.adam(1e-2)), 2)
+state = tx.init(params)
+
+def loss_fn(params, batch):
+    return jnp.mean((batch[0] @ params["w"] + params["b"] - batch[1]) ** 2)
+
+@jax.jit
+def step(params, state, batch):
+    loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(params, batch)
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+share = slice(rank * 8 // world, (rank + 1) * 8 // world)
+batch = jaxcomm.global_batch((x[share], y[share]), "data")
+for _ in range(6):
+    params, state, loss = step(params, state, batch)
+local = jax.tree.map(lambda p: np.asarray(p.addressable_shards[0].data), params)
+bits = local["w"].tobytes().hex()
+print(json.dumps({"w": bits, "loss": float(loss), "cache": step._cache_size()}))
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.newest
+def test_the_front_page_on_two_processes() -> None:
+    reports = [
+        json.loads(p.stdout.splitlines()[-1]) for p in run_processes(2, FRONT_PAGE, timeout=240)
+    ]
+    assert reports[0] == reports[1]
+    assert reports[0]["cache"] == 1

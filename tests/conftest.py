@@ -1,0 +1,71 @@
+"""Eight simulated CPU devices, strict arithmetic and meshes for every test."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Read when jax starts its backend, hence before it is imported. The tests of one machine often run
+# beside each other on few cores, where a device may wait long for the others: be patient.
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=240",
+    ]
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The size of XLA's thread pool. With one thread a device, a loop that runs a few dozen steps ahead
+# of the devices can leave one of them without a thread, and the others wait for it forever.
+os.environ.setdefault("NPROC", "16")
+# numpy's and scikit-learn's own threads would only take the cores from the devices.
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
+import jax
+import pytest
+from jax.sharding import AxisType, Mesh
+
+TESTS = Path(__file__).parent
+# For `from processes import run_processes`. Last, so that `train` stays the program, not its tests.
+sys.path.append(str(TESTS))
+
+
+@pytest.fixture(autouse=True)
+def strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Mixed dtypes and ranks are errors, in the library; not in the training program's tests."""
+    in_train = "train" in request.path.relative_to(TESTS).parts
+    if in_train or request.node.get_closest_marker("standard_promotion"):
+        yield
+        return
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_mesh_left_behind() -> Iterator[None]:
+    """Every test begins without a mesh; what it sets with `jax.set_mesh` ends with it."""
+    with jax.set_mesh(None):
+        yield
+
+
+@pytest.fixture
+def make_mesh() -> Callable[[int], Mesh]:
+    """Returns a function from n to the mesh of the first n devices with one axis, "data"."""
+
+    def make(n: int) -> Mesh:
+        return jax.make_mesh((n,), ("data",), (AxisType.Auto,), devices=jax.devices()[:n])
+
+    return make
+
+
+@pytest.fixture
+def mesh8(make_mesh: Callable[[int], Mesh]) -> Mesh:
+    """All eight devices along "data"."""
+    return make_mesh(8)
+
+
+@pytest.fixture
+def mesh4x2() -> Mesh:
+    """Four devices along "data" times two along "model"."""
+    return jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto, AxisType.Auto))

@@ -1,0 +1,25 @@
+"""Every example in a docstring of the library is run."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import jaxcomm
+
+MODULES = ["jaxcomm"] + [m.name for m in pkgutil.walk_packages(jaxcomm.__path__, "jaxcomm.")]
+WITH_EXAMPLES = [
+    "jaxcomm.collectives.all_reduce",
+    "jaxcomm.transforms.gradients",
+    "jaxcomm.transforms.mean",
+    "jaxcomm.transforms.per_device",
+    "jaxcomm.wire",
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name: str) -> None:
+    results = doctest.testmod(importlib.import_module(name))
+    assert results.failed == 0
+    assert (results.attempted > 0) == (name in WITH_EXAMPLES)

@@ -1,0 +1,88 @@
+"""Whatever is shown is run: the programs of the README and the examples in docstrings."""
+
+import doctest
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LEFT_OUT_AT_MOST = 3
+
+# A block of Python, with the comment `<!-- not run: reason -->` above it where it cannot be run.
+BLOCK = re.compile(
+    r"^(?:<!-- not run: (?P<reason>.+?) -->\n+)?```python\n(?P<code>.*?)^```$", re.S | re.M
+)
+
+
+def program(markdown: str) -> tuple[str, list[str]]:
+    """All blocks that are to run, each on its lines of the page, and the reasons of the others."""
+    lines, reasons = [""] * markdown.count("\n"), []
+    for block in BLOCK.finditer(markdown):
+        if block["reason"]:
+            reasons.append(block["reason"])
+            continue
+        first = markdown.count("\n", 0, block.start("code"))
+        for i, line in enumerate(block["code"].splitlines()):
+            lines[first + i] = line
+    return "\n".join(lines), reasons
+
+
+def run_page(path: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the blocks of a page in one Python; a traceback names the lines of the page."""
+    source = f"exec(compile({program(path.read_text())[0]!r}, {str(path)!r}, 'exec'))"
+    command = [sys.executable, "-W", "error", "-c", source]
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    del env["NPROC"]  # a reader has not set it
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.newest
+def test_the_readme_runs() -> None:
+    page = ROOT / "README.md"
+    source, reasons = program(page.read_text())
+    assert source.strip(), "README.md shows no program"
+    fences = re.findall(r"^ *(?:```|~~~) *py\w*", page.read_text(), re.M)
+    assert len(fences) == len(BLOCK.findall(page.read_text())), "a block of another form is not run"
+    assert len(reasons) <= LEFT_OUT_AT_MOST, reasons
+    done = run_page(page)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_blocks_share_one_namespace_and_keep_their_lines(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A page\n\n```python\nx = 20\n```\ntext\n\n"
+        "<!-- not run: needs a GPU -->\n```python\nraise SystemExit\n```\n"
+        "```console\n$ false\n```\n"
+        "```python\ny = x + 22\nprint(y)\n1 / 0\n```\n"
+    )
+    assert program(page.read_text())[1] == ["needs a GPU"]
+    done = run_page(page)
+    assert (done.returncode, done.stdout) == (1, "42\n")
+    assert f'{page}", line 18' in done.stderr, done.stderr
+
+
+def modules_with_examples() -> list[str]:
+    """The modules of jaxcomm whose docstrings hold an example."""
+    paths = sorted((ROOT / "jaxcomm").rglob("*.py"))
+    return [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in paths
+        if ">>> " in path.read_text()
+    ]
+
+
+@pytest.mark.newest
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize("module", modules_with_examples())
+def test_examples_in_docstrings(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    failed, attempted = doctest.testmod(importlib.import_module(module), optionflags=flags)
+    assert attempted > 0, "the examples belong to no object that doctest finds"
+    assert failed == 0, capsys.readouterr().out

@@ -1,0 +1,51 @@
+"""The digits prepared once, a tiny config, and the training program to start."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ml_collections import config_dict
+
+from train import digits
+
+sys.path.append(str(Path(__file__).parent))  # for `from running import ...`
+
+from running import Program, read_config
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory that holds the digits."""
+    path = tmp_path_factory.mktemp("data")
+    digits.prepare(str(path))
+    return str(path)
+
+
+@pytest.fixture
+def config(data_dir: str) -> config_dict.ConfigDict:
+    """The digits' ResNet, a few steps long, which measures as little as it can."""
+    config = read_config("digits_resnet")
+    config.data.data_dir = data_dir
+    config.steps = 4
+    config.eval_every = 2
+    config.checkpoint.every = 2
+    config.measure_steps = 4
+    config.network.gigabits = 1.0
+    return config
+
+
+@pytest.fixture
+def program(data_dir: str) -> Iterator[Program]:
+    """The training program; whatever of it still runs after a test is ended."""
+    program = Program(data_dir)
+    yield program
+    for process in program.started:
+        if process.poll() is None:
+            process.terminate()  # The launcher ends its own processes.
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.communicate()

@@ -1,0 +1,199 @@
+"""The digits, and which device reads which of them in which order."""
+
+import io
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import tensorflow_datasets as tfds
+from ml_collections import config_dict
+from sklearn.datasets import load_digits
+
+from train import data, digits
+from train.errors import UserError
+
+WORLD = 4
+
+
+@pytest.fixture
+def settings(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
+    return config.data
+
+
+def split_of(data_dir: str, split: str) -> tuple[np.ndarray, np.ndarray]:
+    source = digits.prepare(data_dir).as_data_source(split)
+    examples = [source[i] for i in range(len(source))]
+    return np.stack([e["image"] for e in examples]), np.array([e["label"] for e in examples])
+
+
+def test_the_digits_are_scikit_learns_in_a_fixed_stratified_split(data_dir: str) -> None:
+    original = load_digits()
+    images, labels = zip(split_of(data_dir, "train"), split_of(data_dir, "test"), strict=True)
+    assert [len(part) for part in labels] == [1437, 360]
+    rows = {
+        (image.tobytes(), label)
+        for image, label in zip(np.concatenate(images), np.concatenate(labels), strict=True)
+    }
+    expected = original.images.astype(np.uint8)[..., None]
+    assert rows == {(i.tobytes(), t) for i, t in zip(expected, original.target, strict=True)}
+    share = np.bincount(labels[1]) / np.bincount(original.target)
+    np.testing.assert_allclose(share, 360 / 1797, atol=0.005)
+
+
+def _prepare(path: str) -> int:
+    return len(digits.prepare(path).as_data_source("train"))
+
+
+@pytest.mark.multiprocess
+def test_processes_that_start_together_prepare_the_digits_once(tmp_path: Path) -> None:
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        assert pool.map(_prepare, [str(tmp_path)] * 2, chunksize=1) == [1437] * 2
+    assert [path.name for path in (tmp_path / "digits").iterdir()] == ["1.0.0"]
+
+
+def test_half_prepared_digits_are_not_seen(data_dir: str, tmp_path: Path) -> None:
+    (tmp_path / "digits" / ".preparing-abc" / "digits").mkdir(parents=True)
+    assert _prepare(str(tmp_path)) == 1437
+    assert (tmp_path / "digits" / ".preparing-abc").exists()  # Another process may be at work.
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_shards_partition_the_rows(world: int) -> None:
+    labels = np.random.default_rng(0).integers(0, 10, 101)
+    for shards_of in data.SHARDS.values():
+        shards = shards_of(labels, world, 0)
+        assert len(shards) == world
+        assert sorted(np.concatenate(shards)) == list(range(101))
+    by_label = data.by_label(labels, world, 0)
+    assert all((labels[rows] % world == i).all() for i, rows in enumerate(by_label))
+    sizes = [len(rows) for rows in data.shuffled(labels, world, 0)]
+    assert max(sizes) - min(sizes) <= 1
+    assert (data.shuffled(labels, world, 0)[0] != data.shuffled(labels, world, 1)[0]).any()
+
+
+def test_a_process_reads_its_devices_one_after_another(settings: config_dict.ConfigDict) -> None:
+    settings.shards = "by_label"
+    batch = next(data.load(settings, 32, [1, 3], WORLD, 0).train)
+    assert batch["image"].shape == (16, 8, 8, 1) and batch["image"].dtype == np.uint8
+    assert (batch["label"][:8] % WORLD == 1).all() and (batch["label"][8:] % WORLD == 3).all()
+
+
+def test_how_devices_are_spread_over_processes_changes_nothing(
+    settings: config_dict.ConfigDict,
+) -> None:
+    together = data.load(settings, 32, [0, 1, 2, 3], WORLD, 0)
+    apart = [data.load(settings, 32, [i], WORLD, 0) for i in range(WORLD)]
+    for _ in range(60):  # More than one epoch of 44 batches.
+        expected = next(together.train)
+        parts = [next(process.train) for process in apart]
+        for name, value in expected.items():
+            assert (value == np.concatenate([part[name] for part in parts])).all()
+
+
+def test_an_epoch_holds_every_row_once_and_the_next_in_another_order(
+    settings: config_dict.ConfigDict,
+) -> None:
+    size, share = 10, 4
+    blocks = [data.shuffled_block(size, share, (0, 1), k) for k in range(10)]
+    epochs = np.concatenate(blocks).reshape(4, size)
+    assert (np.sort(epochs) == np.arange(size)).all()
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert (
+        np.concatenate([data.shuffled_block(size, share, (1, 1), k) for k in range(10)])
+        != np.concatenate(blocks)
+    ).any()
+
+
+def test_the_position_can_be_kept(settings: config_dict.ConfigDict) -> None:
+    first, second = (data.load(settings, 32, [2], WORLD, 0).train for _ in range(2))
+    for _ in range(50):
+        next(first)
+    second.set_state(first.get_state())
+    for _ in range(5):
+        a, b = next(first), next(second)
+        assert all((a[name] == b[name]).all() for name in a)
+
+
+@pytest.mark.parametrize(("world", "batch_size"), [(1, 64), (4, 64), (7, 14), (8, 800)])
+def test_the_whole_test_set_is_seen_once(
+    settings: config_dict.ConfigDict, data_dir: str, world: int, batch_size: int
+) -> None:
+    loaded = [data.load(settings, batch_size, [i], world, 0) for i in range(world)]
+    assert len({len(process.test) for process in loaded}) == 1
+    seen = [
+        image.tobytes()
+        for process in loaded
+        for batch in process.test
+        for image, weight in zip(batch["image"], batch["weight"], strict=True)
+        if weight
+    ]
+    assert sorted(seen) == sorted(image.tobytes() for image in split_of(data_dir, "test")[0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        (
+            "shards",
+            "by_lable",
+            "config.data.shards: there is no 'by_lable'; did you mean 'by_label'",
+        ),
+        ("name", "no_such_set", "data set 'no_such_set' is not in .*; set --config.data.data_dir"),
+        ("name", "mnist", "data set 'mnist' is not in .*tfds build mnist --file_format=array_rec"),
+        ("train_split", "trian", "config.data: Unknown split 'trian'"),
+        ("test_split", "tset", "config.data.test_split: digits has no images in 'tset'"),
+    ],
+)
+def test_what_cannot_be_read(
+    settings: config_dict.ConfigDict, field: str, value: str, message: str
+) -> None:
+    setattr(settings, field, value)
+    with pytest.raises(UserError, match=message):
+        data.load(settings, 32, [0], WORLD, 0)
+
+
+def test_more_devices_than_classes(settings: config_dict.ConfigDict) -> None:
+    settings.shards = "by_label"
+    with pytest.raises(UserError, match="leaves device 10 of 12 without an image of digits"):
+        data.load(settings, 24, [0], 12, 0)
+
+
+def test_a_directory_that_cannot_be_written(settings: config_dict.ConfigDict) -> None:
+    settings.data_dir = "/dev/null/data"
+    with pytest.raises(UserError, match="cannot prepare the digits in /dev/null/data"):
+        data.load(settings, 32, [0], WORLD, 0)
+
+
+def test_images_that_are_stored_as_png(tmp_path: Path, settings: config_dict.ConfigDict) -> None:
+    """A builder that decodes: the labels alone are read without decoding its images."""
+
+    class Png(digits.Digits):
+        name = "png"
+
+        def _info(self) -> tfds.core.DatasetInfo:
+            features = tfds.features.FeaturesDict(
+                {
+                    "image": tfds.features.Image(shape=(8, 8, 1)),
+                    "label": tfds.features.ClassLabel(num_classes=10),
+                }
+            )
+            return tfds.core.DatasetInfo(builder=self, features=features)
+
+        def _generate_examples(
+            self, images: np.ndarray, labels: np.ndarray, rows: np.ndarray
+        ) -> Iterator[tuple[int, dict[str, Any]]]:
+            for row, example in super()._generate_examples(images, labels, rows):
+                png = io.BytesIO()
+                PIL.Image.fromarray(example["image"][..., 0]).save(png, format="png")
+                png.seek(0)
+                yield row, {**example, "image": png}
+
+    builder = Png(data_dir=str(tmp_path), file_format="array_record")
+    builder.download_and_prepare()
+    whole = data.read(builder, "test")
+    assert whole["image"].shape == (360, 8, 8, 1) and whole["image"].dtype == np.uint8
+    assert (whole["label"] == data.read(builder, "test", images=False)["label"]).all()

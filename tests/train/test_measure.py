@@ -1,0 +1,84 @@
+"""Counters of interfaces, and measurements whose result is known."""
+
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from ml_collections import config_dict
+
+import jaxcomm
+from train import measure
+
+PROC_NET_DEV = """\
+Inter-|   Receive                                                |  Transmit
+ face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo
+    lo: 9000001     123    0    0    0     0          0         0  1234567     123    0    0    0
+  eth0:     500       5    0    0    0     0          0         0      900       9    0    0    0
+"""
+
+
+def test_counters_are_those_of_what_was_sent() -> None:
+    assert measure.interface_counters(PROC_NET_DEV) == {"lo": 1234567, "eth0": 900}
+
+
+def sleeping(seconds: float) -> Any:
+    """A step that takes a known time."""
+
+    def step(state: Any, batch: Any) -> Any:
+        del batch
+        time.sleep(seconds)
+        return state, {}
+
+    return step
+
+
+def test_times_are_medians_of_steps() -> None:
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        steps = measure.measure_steps(sleeping(0.02), 0, sleeping(0.01), 0, None, 12)
+    assert steps.step_ms == pytest.approx(20, rel=0.2)
+    assert steps.compute_ms == pytest.approx(10, rel=0.2)
+    # One process sends nothing over an interface, whatever others do meanwhile.
+    assert steps.interface is None and steps.interface_bytes is None
+
+
+class Wire(NamedTuple):
+    """The part of a `jaxcomm.WireReport` that is looked at."""
+
+    devices: int = 4
+    rounds: int = 3
+    bytes_max: float = 120.0
+
+
+PARAMS = {"w": jnp.zeros((8, 5))}
+
+
+def test_costs_follow_from_their_parts() -> None:
+    steps = measure.Steps(5.0, 4.0, "lo", 130.0)
+    # 120 bytes at 0.0024 Gb/s are 0.4 ms.
+    found = measure.costs(steps, Wire(), measure.Bandwidth(0.0024, "config"), PARAMS)
+    assert found["communication_ms"] == pytest.approx(1.0)
+    assert found["efficiency"] == pytest.approx(0.8)
+    assert found["predicted_efficiency"] == pytest.approx(4.0 / 4.4)
+    assert found["bytes_per_param"] == pytest.approx(3.0)
+    assert found["interface_bytes_per_param"] == pytest.approx(3.25)
+    assert (found["gigabits"], found["gigabits_from"]) == (0.0024, "config")
+    assert (found["devices"], found["params"], found["rounds"]) == (4, 40, 3)
+
+
+def test_one_device_sends_nothing() -> None:
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1])):
+        network = measure.bandwidth(config_dict.create(gigabits=1.0, probe_mib=1))
+    found = measure.costs(measure.Steps(5.0, 5.0, None, None), Wire(1, 0, 0.0), network, PARAMS)
+    assert found["bytes_per_param"] == 0 and found["predicted_efficiency"] is None
+    assert found["gigabits"] is None and found["interface_bytes_per_param"] is None
+
+
+def test_the_bandwidth_is_the_configs_or_measured() -> None:
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        given = measure.bandwidth(config_dict.create(gigabits=7.0, probe_mib=1))
+        measured = measure.bandwidth(config_dict.create(gigabits=None, probe_mib=1))
+    assert given == (7.0, "config")
+    assert measured.gigabits is not None and measured.gigabits > 0
+    assert measured.source == "a mean of 1 MiB"

@@ -1,0 +1,88 @@
+"""What a run writes, what survives a kill, and what a resumed run keeps."""
+
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+from ml_collections import config_dict
+from running import read_lines
+from tensorboardX.proto.event_pb2 import Event
+
+from train import metrics
+from train.errors import UserError
+
+
+def record(workdir: Path, start: int, stop: int, steps: int) -> None:
+    with metrics.Recorder(workdir, start, steps) as recorder:
+        for step in range(start + 1, stop + 1):
+            recorder.train(step, {"loss": jnp.float32(1 / step), "accuracy": jnp.float32(0.5)})
+        with recorder.pause():
+            recorder.write("test", stop, {"test_loss": float("nan"), "test_accuracy": 0.5})
+
+
+def test_every_step_is_a_line(tmp_path: Path) -> None:
+    record(tmp_path, 0, 5, 5)
+    lines = read_lines(tmp_path, "train")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["loss"] for line in lines] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4, 1 / 5])
+    assert set(lines[0]) == {"kind", "step", "loss", "accuracy", "step_ms"}
+    assert read_lines(tmp_path, "test") == [
+        {"kind": "test", "step": 5, "test_loss": None, "test_accuracy": 0.5}
+    ]
+
+
+def test_every_step_is_an_event(tmp_path: Path) -> None:
+    record(tmp_path, 0, 5, 5)
+    found = {}
+    for path in tmp_path.glob("events.out.tfevents.*"):
+        for event in events(path):
+            for value in event.summary.value:
+                found.setdefault(value.tag, {})[event.step] = value.simple_value
+    assert found["train/loss"] == pytest.approx({k: 1 / k for k in range(1, 6)})
+    assert set(found["train/step_ms"]) == set(range(1, 6))
+    assert found["test/test_accuracy"] == {5: 0.5}
+
+
+def events(path: Path) -> list[Event]:
+    """The events of a file: length, its checksum, the event, its checksum (TFRecord)."""
+    data, found = path.read_bytes(), []
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        found.append(Event.FromString(data[12 : 12 + size]))
+        data = data[16 + size :]
+    return found
+
+
+def test_a_resumed_run_keeps_the_steps_before_it(tmp_path: Path) -> None:
+    record(tmp_path, 0, 5, 9)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 6, "lo')  # Killed while it wrote.
+    record(tmp_path, 3, 9, 9)
+    assert [line["step"] for line in read_lines(tmp_path, "train")] == list(range(1, 10))
+
+
+def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
+    record(tmp_path, 0, 5, 5)
+    record(tmp_path, 0, 2, 2)
+    assert [line["step"] for line in read_lines(tmp_path, "train")] == [1, 2]
+
+
+def test_the_bar_shows_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path, 0, 3, 3)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    last = shown.err.split("\r")[-1]
+    assert "3/3" in last and "loss=0.3333" in last and "accuracy=0.5" in last and "step_ms" in last
+
+
+def test_the_config_is_kept(tmp_path: Path) -> None:
+    config = config_dict.create(seed=3, data={"name": "digits"})
+    metrics.prepare_workdir(tmp_path / "a" / "b", config)
+    kept = json.loads((tmp_path / "a" / "b" / "config.json").read_text())
+    assert kept == {"seed": 3, "data": {"name": "digits"}}
+
+
+def test_a_directory_that_cannot_be_written() -> None:
+    with pytest.raises(UserError, match="cannot write to --workdir=/dev/null/x: .*Not a directory"):
+        metrics.prepare_workdir(Path("/dev/null/x"), config_dict.create())

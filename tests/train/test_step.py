@@ -1,0 +1,117 @@
+"""Eight devices against one, microbatches against one batch, the remainder of the test set."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from ml_collections import config_dict
+
+import jaxcomm
+from train import state, step, sync
+
+CLASSES = 10
+
+
+def forward(params: Any, images: jax.Array) -> jax.Array:
+    x = images.reshape(len(images), -1).astype(jnp.float32) / 16
+    return jax.nn.relu(x @ params["w1"] + params["b1"]) @ params["w2"]
+
+
+def parameters() -> dict[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(0), 2)
+    return {
+        "w1": 0.2 * jax.random.normal(keys[0], (64, 32)),
+        "b1": jnp.zeros(32),
+        "w2": 0.2 * jax.random.normal(keys[1], (32, CLASSES)),
+    }
+
+
+def batches(steps: int, size: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 17, (steps, size, 8, 8, 1)).astype(np.uint8)
+    labels = rng.integers(0, CLASSES, (steps, size)).astype(np.int32)
+    return [{"image": i, "label": t} for i, t in zip(images, labels, strict=True)]
+
+
+def losses_of(mesh: jax.sharding.Mesh, steps: int, microbatches: int = 1) -> list[float]:
+    """Losses of training on a mesh, always on the same global batches."""
+    config = config_dict.create(method="mean", codec="float32", algorithm=None, bucket_mib=0.001)
+    with jax.set_mesh(mesh):
+        data = [jaxcomm.global_batch(batch, sync.AXIS) for batch in batches(steps, 32)]
+        gradient = step.make_gradient(forward, 0.1, microbatches)
+        order = jaxcomm.backward_order(gradient, parameters(), data[0])
+        tx = optax.chain(sync.build(config, order), optax.sgd(0.5, momentum=0.9))
+        now = state.init(parameters(), tx)
+        run = step.compile_step(step.make_train_step(gradient, tx), now, data[0])
+        losses = []
+        for batch in data:
+            now, metrics = run(now, batch)
+            losses.append(float(metrics["loss"]))
+    assert int(now.step) == steps
+    return losses
+
+
+@pytest.fixture(scope="module")
+def one_device() -> list[float]:
+    return losses_of(jaxcomm.data_mesh(devices=jax.devices()[:1]), 20)
+
+
+@pytest.mark.parametrize("devices", [2, 8])
+def test_devices_follow_one_device_on_the_whole_batch(
+    one_device: list[float], devices: int
+) -> None:
+    many = losses_of(jaxcomm.data_mesh(devices=jax.devices()[:devices]), 20)
+    np.testing.assert_allclose(many, one_device, rtol=1e-5)
+    assert one_device[-1] < 0.9 * one_device[0]
+
+
+def test_microbatches_change_nothing(one_device: list[float]) -> None:
+    two = losses_of(jaxcomm.data_mesh(devices=jax.devices()[:2]), 20, microbatches=4)
+    np.testing.assert_allclose(two, one_device, rtol=1e-5)
+
+
+def test_evaluation_leaves_padding_out() -> None:
+    images, labels = (np.concatenate([b[k] for b in batches(2, 32)]) for k in ("image", "label"))
+    weights = (np.arange(64) < 51).astype(np.float32)
+    logits = np.asarray(forward(parameters(), images))
+    log_probabilities = np.asarray(jax.nn.log_softmax(logits))[np.arange(64), labels]
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        test = [
+            jaxcomm.global_batch(
+                {"image": images[rows], "label": labels[rows], "weight": weights[rows]}, sync.AXIS
+            )
+            for rows in (slice(0, 32), slice(32, 64))
+        ]
+        found = step.evaluate(step.make_eval_step(forward), parameters(), test)
+    assert found["test_accuracy"] == pytest.approx((logits.argmax(-1) == labels)[:51].mean())
+    assert found["test_loss"] == pytest.approx(-log_probabilities[:51].mean(), rel=1e-5)
+
+
+def test_only_weights_decay() -> None:
+    params = parameters()
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    for name, options in {"sgd": {"momentum": 0.9}, "adamw": {}}.items():
+        config = config_dict.create(
+            name=name, learning_rate=0.1, warmup_steps=0, weight_decay=0.1, **options
+        )
+        tx = state.make_optimizer(config, 10)
+        updates, _ = tx.update(zeros, tx.init(params), params)
+        assert float(jnp.abs(updates["w1"]).max()) > 0
+        assert float(jnp.abs(updates["b1"]).max()) == 0
+
+
+def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
+    config = config_dict.create(
+        name="sgd", learning_rate=0.5, warmup_steps=4, momentum=0.0, weight_decay=0.0
+    )
+    tx = state.make_optimizer(config, 12)
+    params = {"w": jnp.ones(())}
+    now, rates = tx.init(params), []
+    for _ in range(13):
+        updates, now = tx.update({"w": jnp.ones(())}, now, params)
+        rates.append(-float(updates["w"]))
+    np.testing.assert_allclose(rates[:5], [0, 0.125, 0.25, 0.375, 0.5], rtol=1e-6)
+    assert rates[12] == pytest.approx(0, abs=1e-7) and sorted(rates[4:]) == rates[:3:-1]
