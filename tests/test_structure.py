@@ -254,7 +254,7 @@ def modules() -> dict[str, str]:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rule(rule: Rule) -> None:
     found = modules()
-    assert {"jaxcomm.wire", "tests.test_structure"} <= set(found)
+    assert {"jaxcomm.mesh", "tests.test_structure"} <= set(found)
     assert [wrong for module, source in found.items() for wrong in rule(module, source)] == []
 
 

@@ -1,0 +1,68 @@
+"""Reads the bytes on the wire out of a compiled program.
+
+The compiler promotes dtypes, combines collectives and adds some that nobody wrote. So a program's
+bytes are read from its optimized text.
+"""
+
+import math
+import re
+from typing import Any
+
+from jaxcomm.wire._hlo import CURE, parse
+from jaxcomm.wire._report import Collective, WireReport
+
+__all__ = ["Collective", "WireReport", "wire_report"]
+
+
+def wire_report(compiled: Any) -> WireReport:
+    """Says how many bytes each device sends in one run of a compiled program.
+
+    A device in a group of g is charged with what the best algorithm for long messages sends:
+
+        all-reduce            2 (g-1)/g of its operand
+        all-gather            (g-1)/g of the result
+        reduce-scatter        (g-1)/g of its operand; all-to-all too
+        ragged-all-to-all     its operand: a bound, the sizes are known at run time only
+        collective-permute    its operand for each pair (this device, another device)
+        collective-broadcast  its operand, except the last device: a pipelined chain
+
+    What a custom call or a kernel sends by itself is not in a program's text.
+
+    Args:
+        compiled: the result of `jitted.lower(*args).compile()`, or its `as_text()`.
+
+    Returns:
+        The report; print it, or read its `bytes_max`, `bytes_mean`, `rounds` and `collectives`.
+
+    Raises:
+        TypeError: if the argument is not a compiled program.
+        ValueError: if it is another text, or the program sends in a way that is not listed here.
+
+    Example:
+        >>> import jax, jaxcomm
+        >>> from jax.sharding import AxisType, PartitionSpec as P
+        >>> mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+        >>> step = jax.shard_map(lambda x: jax.lax.pmean(x, "data"),
+        ...                      mesh=mesh, in_specs=P("data"), out_specs=P())
+        >>> compiled = jax.jit(step).lower(jax.ShapeDtypeStruct((8, 1000), "float32")).compile()
+        >>> jaxcomm.wire_report(compiled).bytes_max
+        7000
+    """
+    if not isinstance(compiled, str):
+        # A Lowered has `as_text` too, but not yet the collectives that the compiler adds.
+        if hasattr(compiled, "compile") or not hasattr(compiled, "as_text"):
+            raise TypeError(f"{type(compiled).__name__} is not a compiled program; {CURE}.")
+        compiled = compiled.as_text() or ""
+    modules = re.split("^HloModule ", compiled, flags=re.MULTILINE)[1:]
+    if len(modules) != 1 or "is_scheduled=true" not in modules[0].partition("\n")[0]:
+        kind = "StableHLO" if "func.func" in compiled else "something else"
+        raise ValueError(f"expected one compiled HLO program, got {kind}; {CURE}.")
+    header, *lines = modules[0].splitlines()
+    counts = re.findall(r"(?:replica_count|num_partitions)=(\d+)", header)
+    devices = math.prod(map(int, counts))
+    try:
+        found, branches = parse(lines, devices)
+    except KeyError as error:
+        raise ValueError(f"the program's text is cut: it lacks {error}; {CURE}.") from error
+    holding = dict.fromkeys(name for c in found for name, _ in c.branch)
+    return WireReport(tuple(found), devices, tuple((name, branches[name]) for name in holding))

@@ -1,0 +1,176 @@
+"""What each device sends in one run of a program, and how that is added up and shown."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+Bytes = int | Fraction
+Branch = tuple[tuple[str, int], ...]
+
+# Bytes that a device sends for each byte of its operand, in a group of g devices.
+SHARE: dict[str, Callable[[int], Bytes]] = {
+    "all-reduce": lambda g: Fraction(2 * (g - 1), g),
+    "all-gather": lambda g: g - 1,  # the result is g operands long
+    "reduce-scatter": lambda g: Fraction(g - 1, g),
+    "all-to-all": lambda g: Fraction(g - 1, g),
+    "ragged-all-to-all": lambda g: min(g - 1, 1),
+    "collective-permute": lambda g: min(g - 1, 1),
+    "collective-broadcast": lambda g: min(g - 1, 1),
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective operation, at one of the places from which a program reaches it.
+
+    Attributes:
+        name: the instruction's name in the program.
+        op: what it is, such as "all-reduce"; asynchronous forms go by the same name.
+        dtypes: of each array that a device puts in, as printed, such as ("u16",).
+        shapes: of each array that a device puts in.
+        groups: devices that exchange with each other; for a permute, (source, target) pairs.
+        group_size: devices in a group, the largest if they differ; 2 for a permute.
+        sent: bytes that each device sends in one execution, one entry for each device.
+        times: executions in one run of the program, if its branch is taken; None in a loop whose
+            trip count is not in the program.
+        branch: (conditional, branch) pairs that lead to it, outermost first; () if it always runs.
+            Branches count as in `jax.lax.cond`: 0 is the false one, 1 the true one.
+        unknown_loops: the loops around it whose trip count is not in the program.
+    """
+
+    name: str
+    op: str
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
+    group_size: int
+    sent: tuple[Bytes, ...]
+    times: int | None = 1
+    branch: Branch = ()
+    unknown_loops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class WireReport:
+    """What each device sends in one run of a compiled program.
+
+    Totals are exact. They count loops by their trips and charge each device, at every conditional,
+    with the branch in which it sends most. They raise a ValueError if a trip count is unknown.
+
+    Attributes:
+        collectives: every collective that runs, once for each place that it is reached from.
+        devices: of the program; device i is the i-th of the mesh's `devices.flat`.
+        conditionals: name and number of branches of each conditional that holds collectives.
+    """
+
+    collectives: tuple[Collective, ...]
+    devices: int
+    conditionals: tuple[tuple[str, int], ...] = ()
+
+    @cached_property
+    def bytes_per_device(self) -> tuple[Bytes, ...]:
+        """Bytes that each device sends."""
+        columns = list(zip(*(c.sent for c in self.collectives), strict=True))
+        # Most devices send alike, so each distinct column is added up once.
+        totals = {column: exact(self._total(column)) for column in set(columns)}
+        return tuple(totals[column] for column in columns) or (0,) * self.devices
+
+    @property
+    def bytes_max(self) -> Bytes:
+        """Bytes sent by the device that sends most."""
+        return max(self.bytes_per_device)
+
+    @property
+    def bytes_mean(self) -> Bytes:
+        """Bytes sent by a device on average."""
+        return exact(Fraction(sum(self.bytes_per_device)) / self.devices)
+
+    @property
+    def rounds(self) -> int:
+        """Collective operations that are executed and move data, loops counted by their trips.
+
+        An all-reduce is one of them. A conditional counts as its branch that has most.
+        """
+        return int(self._total([any(c.sent) for c in self.collectives]))
+
+    @property
+    def unknown_loops(self) -> tuple[str, ...]:
+        """The loops that hold collectives and whose trip count is not in the program."""
+        return tuple(dict.fromkeys(name for c in self.collectives for name in c.unknown_loops))
+
+    def only(self, *ops: str) -> "WireReport":
+        """Returns the report of the collectives of these kinds, such as "all-to-all", alone."""
+        if unknown := set(ops) - SHARE.keys():
+            raise ValueError(f"{unknown} are no collectives; choose from {sorted(SHARE)}.")
+        return replace(self, collectives=tuple(c for c in self.collectives if c.op in ops))
+
+    def by_branch(self) -> dict[tuple[str, int], "WireReport"]:
+        """Returns the report of each (conditional, branch), as if that branch were always taken.
+
+        Other conditionals stay as they are: ask the result for its `by_branch` in turn.
+        """
+        reports = {}
+        for name, branches in self.conditionals:
+            others = tuple(pair for pair in self.conditionals if pair[0] != name)
+            for i in range(branches):
+                taken = (c for c in self.collectives if dict(c.branch).get(name, i) == i)
+                reports[name, i] = replace(self, collectives=tuple(taken), conditionals=others)
+        return reports
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns lists, dicts and numbers (fractions as floats); no totals if they are unknown."""
+        totals = () if self.unknown_loops else ("bytes_max", "bytes_mean", "rounds")
+        data = asdict(self) | {name: getattr(self, name) for name in ("unknown_loops", *totals)}
+        return json.loads(json.dumps(data, default=float))
+
+    def __str__(self) -> str:
+        """A line for each collective, with the bytes of one execution, and one for the total."""
+        names = "op", "dtype", "elements", "group", "times", "bytes max", "bytes mean", "branch"
+        layout = "{:<20} {:<9} {:>13} {:>5} {:>7} {:>14} {:>14}  {}"
+        lines = [layout.format(*row).rstrip() for row in (names, *map(_row, self.collectives))]
+        total = f"unknown, as are the trips of {', '.join(self.unknown_loops)}"
+        if not self.unknown_loops:
+            most, mean = _number(self.bytes_max), _number(self.bytes_mean)
+            total = f"a device sends at most {most} bytes, {mean} on average; {self.rounds} rounds"
+        return "\n".join([*lines, f"total: {total}"])
+
+    def _total(self, amounts: Sequence[Bytes]) -> Bytes:
+        """The sum of one amount per collective, in the branches where it is largest."""
+        if self.unknown_loops:
+            raise ValueError(
+                f"no total: the program does not hold the trip count of {self.unknown_loops}. Use "
+                "loops of fixed length (lax.scan), or add up the entries with times=None yourself."
+            )
+        pairs = zip(self.collectives, amounts, strict=True)
+        return _worst([(c.branch, (c.times or 0) * amount) for c, amount in pairs])
+
+
+def _worst(amounts: Sequence[tuple[Branch, Bytes]]) -> Bytes:
+    """The sum of all amounts, with the largest branch of each conditional."""
+    total: Bytes = sum(amount for branch, amount in amounts if not branch)
+    conditionals: dict[str, dict[int, list[tuple[Branch, Bytes]]]] = {}
+    for branch, amount in amounts:
+        if branch:
+            (name, i), *inner = branch
+            conditionals.setdefault(name, {}).setdefault(i, []).append((tuple(inner), amount))
+    return total + sum(max(map(_worst, branches.values())) for branches in conditionals.values())
+
+
+def _row(c: Collective) -> tuple[str, ...]:
+    elements, mean = sum(map(math.prod, c.shapes)), Fraction(sum(c.sent)) / len(c.sent)
+    numbers = map(_number, (elements, c.group_size, c.times, max(c.sent), mean))
+    branch = " ".join(f"{name}[{i}]" for name, i in c.branch)
+    return c.op, "+".join(dict.fromkeys(c.dtypes)), *numbers, branch
+
+
+def _number(amount: Bytes | None) -> str:
+    return "unknown" if amount is None else f"{float(amount):,.1f}".removesuffix(".0")
+
+
+def exact(amount: Bytes) -> Bytes:
+    """An int where the number is whole."""
+    return int(amount) if amount == int(amount) else amount
