@@ -1,37 +1,41 @@
 """What every reduction offers: the meaning of a message, and how two of them become one."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+
+
+class Lifted(NamedTuple):
+    """One device's vector, ready to be cut into blocks and sent.
+
+    Attributes:
+      vector: a pytree of arrays of one length, which is what travels.
+      beside: a pytree of arrays of that length which all devices hold alike; it is cut likewise,
+        and never sent.
+      agreed: what the devices have agreed on, for `lower`.
+    """
+
+    vector: Any
+    beside: Any = None
+    agreed: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
     """A function of all devices' vectors that partial results can be merged into.
 
-    All methods keep a leading axis of blocks, `(b, n)`, and treat each block by itself. A partial
-    is what some of the devices have in common so far; messages carry encoded partials on the way
-    to the owner of a block, and the encoded value on the way back.
-
-    Attributes:
-      granularity: the number of elements that a block's length must be a multiple of.
+    Between `lift` and `lower`, everything has a leading axis of blocks, and each block is treated
+    by itself. A partial is what some of the devices have in common so far; messages carry encoded
+    partials to the owner of a block, and the encoded value back to everyone.
     """
 
-    granularity = 1
+    def lift(self, x: jax.Array, axis_name: str) -> Lifted:
+        """From one device's float32[n] to what travels."""
+        raise NotImplementedError
 
-    def normalise(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, Any]:
-        """What devices must agree on first: x to send, and what `restore` needs afterwards."""
-        del axis_name
-        return x, None
-
-    def restore(self, y: jax.Array, agreed: Any) -> jax.Array:
-        """Takes back what `normalise` did."""
-        del agreed
-        return y
-
-    def lift(self, x: jax.Array) -> Any:
-        """float32[b, n], one device's values, to a partial of one device."""
+    def start(self, blocks: Any, world: int) -> Any:
+        """From blocks of one device's vector to partials of one device, of `world` in the end."""
         raise NotImplementedError
 
     def merge(self, a: Any, b: Any) -> Any:
@@ -39,21 +43,29 @@ class Reduction:
         raise NotImplementedError
 
     def encode(self, partial: Any, counts: tuple[int, ...]) -> Any:
-        """A partial to a message; block i is of `counts[i]` devices."""
+        """From a partial to a message; block i is of `counts[i]` devices."""
         raise NotImplementedError
 
-    def decode(self, message: Any, counts: tuple[int, ...], n: int) -> Any:
-        """The partial in a message."""
+    def decode(self, message: Any, counts: tuple[int, ...], like: Any) -> Any:
+        """The partial in a message, shaped as `like`."""
         raise NotImplementedError
 
-    def finish(self, partial: Any, world: int) -> Any:
-        """A partial of all devices to the encoded result."""
+    def finish(self, partial: Any, beside: Any, world: int) -> Any:
+        """From a partial of all devices to the encoded value."""
         raise NotImplementedError
 
-    def read(self, value: Any, n: int) -> jax.Array:
-        """The encoded result as float32[b, n]."""
+    def read(self, value: Any, n: int) -> Any:
+        """From encoded values to blocks of length n of what `lower` takes."""
         raise NotImplementedError
 
-    def native(self, x: jax.Array, axis_name: str) -> jax.Array:
-        """float32[n] reduced by XLA's own collective, where it can."""
+    def lower(self, vector: Any, agreed: Any, n: int) -> jax.Array:
+        """From the joined blocks to float32[n]."""
+        raise NotImplementedError
+
+    def native(self, lifted: Lifted, axis_name: str) -> Any:
+        """What `lower` takes, by XLA's own collective.
+
+        Raises:
+          ValueError: if XLA has none for this reduction.
+        """
         raise NotImplementedError

@@ -76,9 +76,9 @@ def all_reduce(
     """
 
     def exchange(x: jax.Array) -> jax.Array:
-        flat, agreed = reduction.normalise(x.reshape(-1).astype(jnp.float32), axis_name)
-        reduced = algorithm.all_reduce(flat, axis_name, reduction)
-        return reduction.restore(reduced, agreed).reshape(x.shape).astype(x.dtype)
+        lifted = reduction.lift(x.reshape(-1).astype(jnp.float32), axis_name)
+        reduced = algorithm.all_reduce(lifted, axis_name, reduction)
+        return reduction.lower(reduced, lifted.agreed, x.size).reshape(x.shape).astype(x.dtype)
 
     if x.size == 0:
         return jnp.zeros(x.shape, x.dtype)

@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from jaxcomm.collectives._algorithm import Algorithm
+from jaxcomm.collectives._scheduled import Scheduled
 from jaxcomm.collectives.schedule import Round, Schedule, rotations, shift
 
 
 @dataclasses.dataclass(frozen=True)
-class Circulant(Algorithm):
+class Circulant(Scheduled):
     """Reduce-scatter and all-gather over skips N, ceil(N/2), ceil(N/4), ..., 1.
 
     Wire: 2(N-1)/N of the vector in 2 ceil(log2 N) rounds, for every N.

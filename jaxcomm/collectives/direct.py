@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 
 from jaxcomm.collectives._algorithm import Algorithm
 from jaxcomm.collectives._reduction import Reduction
-from jaxcomm.collectives._run import cut
 from jaxcomm.collectives.schedule import Round, Schedule, rotations, shift
 
 
@@ -30,30 +30,29 @@ class Direct(Algorithm):
     def schedule(self, world: int) -> Schedule:
         """What the two operations move, as a schedule: in round k, r sends to r + k.
 
-        `all_reduce` leaves the order of these sends to XLA's all-to-all and all-gather.
+        XLA decides on the order of these sends in its all-to-all and all-gather.
         """
         rounds = tuple(Round(shift(world, k), (k, k + 1), 0) for k in range(1, world))
         return Schedule(world, world, rotations(world), rounds)
 
-    def all_reduce(self, x: jax.Array, axis_name: str, reduction: Reduction) -> jax.Array:
-        """See `Algorithm.all_reduce`."""
+    def reduce_scatter(self, partial: Any, axis_name: str, reduction: Reduction, each: int) -> Any:
+        """See `Algorithm.reduce_scatter`."""
         world = jax.lax.axis_size(axis_name)
-        blocks = cut(x, world, reduction.granularity)
-        n = blocks.shape[1]
-        counts = (1,) * world
-        message = reduction.encode(reduction.lift(blocks), counts)
+        counts = (each,) * world
+        message = reduction.encode(partial, counts)
         arrived = jax.tree.map(
             lambda m: jax.lax.all_to_all(m, axis_name, split_axis=0, concat_axis=0, tiled=True),
             message,
         )
-        partials = reduction.decode(arrived, counts, n)
-        partial = functools.reduce(
+        partials = reduction.decode(arrived, counts, partial)
+        return functools.reduce(
             reduction.merge,
             [jax.tree.map(lambda p, r=r: p[r : r + 1], partials) for r in range(world)],
         )
-        value = reduction.finish(partial, world)
-        values = jax.tree.map(lambda v: jax.lax.all_gather(v, axis_name, tiled=True), value)
-        return reduction.read(values, n).reshape(-1)[: x.size]
+
+    def all_gather(self, value: Any, axis_name: str) -> Any:
+        """See `Algorithm.all_gather`."""
+        return jax.tree.map(lambda v: jax.lax.all_gather(v, axis_name, tiled=True), value)
 
 
 def direct() -> Direct:

@@ -2,14 +2,14 @@
 
 import dataclasses
 
-from jaxcomm.collectives._algorithm import Algorithm
+from jaxcomm.collectives._scheduled import Scheduled
 from jaxcomm.collectives.schedule import Round, Schedule
 
 ORDERS = ("near_first", "far_first")
 
 
 @dataclasses.dataclass(frozen=True)
-class HalvingDoubling(Algorithm):
+class HalvingDoubling(Scheduled):
     """Reduce-scatter by recursive halving, all-gather by recursive doubling.
 
     Wire, N = 2^q: 2(N-1)/N of the vector in 2q rounds. N = 2^q + r: before and after, each of r

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm.codecs import Codec
-from jaxcomm.collectives._reduction import Reduction
+from jaxcomm.collectives._reduction import Lifted, Reduction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,24 +23,21 @@ class Mean(Reduction):
 
     codec: Codec
 
-    def normalise(self, x: jax.Array, axis_name: str) -> tuple[jax.Array, jax.Array | None]:
-        """Scales so that the sum over all devices stays within the codec's range."""
+    def lift(self, x: jax.Array, axis_name: str) -> Lifted:
+        """Scales x so that its sum over all devices stays within the codec's range."""
         if self.codec.largest is None:
-            return x, None
+            return Lifted(x)
         world = jax.lax.axis_size(axis_name)
         _, above = jnp.frexp(jnp.max(jnp.abs(x)))
         above = jax.lax.pmax(above, axis_name)  # every |x| < 2^above on every device
         _, limit = jnp.frexp(jnp.float32(self.codec.largest))
         shift = limit - 1 - above - (world - 1).bit_length()
-        return _times_power_of_two(x, shift), -shift
+        return Lifted(_times_power_of_two(x, shift), agreed=-shift)
 
-    def restore(self, y: jax.Array, agreed: jax.Array | None) -> jax.Array:
-        """Takes the scale back."""
-        return y if agreed is None else _times_power_of_two(y, agreed)
-
-    def lift(self, x: jax.Array) -> jax.Array:
-        """float32[b, n] itself."""
-        return x
+    def start(self, blocks: jax.Array, world: int) -> jax.Array:
+        """The values themselves, float32[b, n]."""
+        del world
+        return blocks
 
     def merge(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """The sum."""
@@ -51,22 +48,28 @@ class Mean(Reduction):
         del counts
         return self.codec.encode(partial)
 
-    def decode(self, message: jax.Array, counts: tuple[int, ...], n: int) -> jax.Array:
+    def decode(self, message: jax.Array, counts: tuple[int, ...], like: jax.Array) -> jax.Array:
         """The codec's values."""
         del counts
-        return self.codec.decode(message, n)
+        return self.codec.decode(message, like.shape[-1])
 
-    def finish(self, partial: jax.Array, world: int) -> jax.Array:
+    def finish(self, partial: jax.Array, beside: None, world: int) -> jax.Array:
         """The encoded mean."""
+        del beside
         return self.codec.encode(partial * _reciprocal(world))
 
     def read(self, value: jax.Array, n: int) -> jax.Array:
         """The decoded mean."""
         return self.codec.decode(value, n)
 
-    def native(self, x: jax.Array, axis_name: str) -> jax.Array:
+    def lower(self, vector: jax.Array, agreed: jax.Array | None, n: int) -> jax.Array:
+        """Takes the scale back."""
+        del n
+        return vector if agreed is None else _times_power_of_two(vector, agreed)
+
+    def native(self, lifted: Lifted, axis_name: str) -> jax.Array:
         """XLA's `psum` in the codec's dtype, scaled in float32."""
-        total = jax.lax.psum(self.codec.native(x), axis_name)
+        total = jax.lax.psum(self.codec.native(lifted.vector), axis_name)
         return total.astype(jnp.float32) * _reciprocal(jax.lax.axis_size(axis_name))
 
 

@@ -1,11 +1,10 @@
 """XLA's own all-reduce."""
 
 import dataclasses
-
-import jax
+from typing import Any
 
 from jaxcomm.collectives._algorithm import Algorithm
-from jaxcomm.collectives._reduction import Reduction
+from jaxcomm.collectives._reduction import Lifted, Reduction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +17,9 @@ class Native(Algorithm):
 
     name = "native"
 
-    def all_reduce(self, x: jax.Array, axis_name: str, reduction: Reduction) -> jax.Array:
+    def all_reduce(self, lifted: Lifted, axis_name: str, reduction: Reduction) -> Any:
         """See `Algorithm.all_reduce`."""
-        return reduction.native(x, axis_name)
+        return reduction.native(lifted, axis_name)
 
 
 def native() -> Native:

@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from jaxcomm.collectives._algorithm import Algorithm
+from jaxcomm.collectives._scheduled import Scheduled
 from jaxcomm.collectives.schedule import Round, Schedule, rotations, shift
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring(Algorithm):
+class Ring(Scheduled):
     """Reduce-scatter and all-gather around a ring, one block a round.
 
     Wire: 2(N-1)/N of the vector in 2(N-1) rounds; partial results are encoded at every hop.
