@@ -3,11 +3,28 @@
 This is the one file that may look at `jax.__version__`; it imports nothing of jaxcomm.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
+
+AxisName = str | tuple[str, ...]
+
+
+def names_of(axis_name: AxisName) -> tuple[str, ...]:
+    """The mesh axes that an axis name stands for: itself, or the members of a tuple.
+
+    Raises:
+      TypeError: for anything else.
+    """
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple) or not names or not all(isinstance(n, str) for n in names):
+        raise TypeError(
+            f"axis_name must be the name of a mesh axis or a tuple of names, got {axis_name!r}."
+        )
+    return names
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -18,9 +35,19 @@ def varying_axes(x: Any) -> frozenset[str]:
     return frozenset(jax.typeof(x).mat.varying)
 
 
-def checks_on(axis_name: str) -> bool:
+def checks_on(axis_name: AxisName) -> bool:
     """Whether the surrounding `jax.shard_map` tracks what varies over `axis_name`."""
-    return axis_name in varying_axes(jax.lax.axis_index(axis_name))
+    return varies(jax.lax.axis_index(axis_name), axis_name)
+
+
+def varies(x: Any, axis_name: AxisName) -> bool:
+    """Whether `x` is typed as different along every axis of `axis_name`."""
+    return varying_axes(x).issuperset(names_of(axis_name))
+
+
+def is_manual(axis_name: AxisName) -> bool:
+    """Whether this code runs device by device along `axis_name`."""
+    return manual_axes().issuperset(names_of(axis_name))
 
 
 def as_varying(x: Any, axes: frozenset[str]) -> Any:
@@ -54,19 +81,20 @@ def current_mesh() -> jax.sharding.AbstractMesh:
     return mesh
 
 
-def axis_size(axis_name: str) -> int:
-    """The number of devices along an axis of the current mesh.
+def axis_size(axis_name: AxisName) -> int:
+    """The number of devices along an axis of the current mesh, or along several together.
 
     Raises:
       ValueError: if no mesh is set, or it has no such axis.
     """
     mesh = current_mesh()
-    if axis_name not in mesh.axis_names:
-        raise ValueError(
-            f"axis {axis_name!r} is not in the mesh, whose axes are "
-            f"{', '.join(map(repr, mesh.axis_names))}; name one of these, or set another mesh."
-        )
-    return mesh.shape[axis_name]
+    for name in names_of(axis_name):
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"axis {name!r} is not in the mesh, whose axes are "
+                f"{', '.join(map(repr, mesh.axis_names))}; name one of these, or set another mesh."
+            )
+    return math.prod(mesh.shape[name] for name in names_of(axis_name))
 
 
 def unchecked(f: Callable[..., Any]) -> Callable[..., Any]:

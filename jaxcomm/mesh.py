@@ -1,5 +1,6 @@
 """The mesh, and getting parameters and batches onto it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomm import _compat
+from jaxcomm._compat import AxisName
 
 
 def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:
@@ -43,13 +45,13 @@ def replicate(tree: Any) -> Any:
     return jax.device_put(tree, sharding)
 
 
-def global_batch(local_batch: Any, axis_name: str) -> Any:
+def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
     """Joins the batches of all processes into one, sharded over an axis.
 
     Args:
       local_batch: a pytree of arrays with a common leading axis: this process's examples, as many
         on each of its devices. Every process passes equal shapes.
-      axis_name: the mesh axis that the examples are spread over.
+      axis_name: the mesh axis, or axes, that the examples are spread over.
 
     Returns:
       The pytree of global arrays, whose leading axis is the sum over all processes; the rows of a
@@ -62,7 +64,7 @@ def global_batch(local_batch: Any, axis_name: str) -> Any:
     _compat.axis_size(axis_name)
     mesh = jax.sharding.get_mesh()
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
-    local = mesh.local_mesh.shape[axis_name]
+    local = math.prod(mesh.local_mesh.shape[name] for name in _compat.names_of(axis_name))
     for path, leaf in jax.tree_util.tree_leaves_with_path(local_batch):
         rows = np.shape(leaf)[0] if np.ndim(leaf) else 0
         if rows == 0 or rows % local:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from jaxcomm._compat import AxisName
 from jaxcomm.collectives._reduction import Lifted, Reduction
 
 
@@ -23,11 +24,13 @@ class Algorithm:
         """The number of blocks that a vector is cut into."""
         return world
 
-    def owned(self, axis_name: str) -> jax.Array:
+    def owned(self, axis_name: AxisName) -> jax.Array:
         """The block that this device owns after the reduce-scatter."""
         return jax.lax.axis_index(axis_name)
 
-    def reduce_scatter(self, partial: Any, axis_name: str, reduction: Reduction, each: int) -> Any:
+    def reduce_scatter(
+        self, partial: Any, axis_name: AxisName, reduction: Reduction, each: int
+    ) -> Any:
         """Merges the partials of all devices of the axis, block by block.
 
         Args:
@@ -41,11 +44,11 @@ class Algorithm:
         """
         raise NotImplementedError
 
-    def all_gather(self, value: Any, axis_name: str) -> Any:
+    def all_gather(self, value: Any, axis_name: AxisName) -> Any:
         """From every owner's encoded block, with a leading axis of 1, to all blocks in order."""
         raise NotImplementedError
 
-    def all_reduce(self, lifted: Lifted, axis_name: str, reduction: Reduction) -> Any:
+    def all_reduce(self, lifted: Lifted, axis_name: AxisName, reduction: Reduction) -> Any:
         """Reduces the lifted vectors of all devices, in the manual view.
 
         Args:

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxcomm._compat import AxisName
+
 
 class Lifted(NamedTuple):
     """One device's vector, ready to be cut into blocks and sent.
@@ -30,7 +32,7 @@ class Reduction:
     partials to the owner of a block, and the encoded value back to everyone.
     """
 
-    def lift(self, x: jax.Array, axis_name: str) -> Lifted:
+    def lift(self, x: jax.Array, axis_name: AxisName) -> Lifted:
         """From one device's float32[n] to what travels."""
         raise NotImplementedError
 
@@ -62,7 +64,7 @@ class Reduction:
         """From the joined blocks to float32[n]."""
         raise NotImplementedError
 
-    def native(self, lifted: Lifted, axis_name: str) -> Any:
+    def native(self, lifted: Lifted, axis_name: AxisName) -> Any:
         """What `lower` takes, by XLA's own collective.
 
         Raises:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomm._compat import AxisName
 from jaxcomm.collectives._algorithm import Algorithm
 from jaxcomm.collectives._reduction import Reduction
 from jaxcomm.collectives.schedule import Schedule
@@ -27,12 +28,14 @@ class Scheduled(Algorithm):
         """See `Algorithm.blocks`."""
         return self.schedule(world).blocks
 
-    def owned(self, axis_name: str) -> jax.Array:
+    def owned(self, axis_name: AxisName) -> jax.Array:
         """See `Algorithm.owned`; the block that stands first in this device's order."""
         order = self.schedule(jax.lax.axis_size(axis_name)).order
         return jnp.asarray([row[0] for row in order])[jax.lax.axis_index(axis_name)]
 
-    def reduce_scatter(self, partial: Any, axis_name: str, reduction: Reduction, each: int) -> Any:
+    def reduce_scatter(
+        self, partial: Any, axis_name: AxisName, reduction: Reduction, each: int
+    ) -> Any:
         """See `Algorithm.reduce_scatter`."""
         schedule = self.schedule(jax.lax.axis_size(axis_name))
         me = jax.lax.axis_index(axis_name)
@@ -47,7 +50,7 @@ class Scheduled(Algorithm):
             partial = _put(partial, step.into, merged)
         return _take(partial, 0, 1)
 
-    def all_gather(self, value: Any, axis_name: str) -> Any:
+    def all_gather(self, value: Any, axis_name: AxisName) -> Any:
         """See `Algorithm.all_gather`; what was merged is complete, and goes back where it came."""
         schedule = self.schedule(jax.lax.axis_size(axis_name))
         me = jax.lax.axis_index(axis_name)
@@ -77,7 +80,7 @@ def _reorder(blocks: Any, order: Order, me: jax.Array) -> Any:
     return jax.tree.map(one, blocks)
 
 
-def _permute(message: Any, axis_name: str, pairs: Any) -> Any:
+def _permute(message: Any, axis_name: AxisName, pairs: Any) -> Any:
     return jax.tree.map(lambda m: jax.lax.ppermute(m, axis_name, pairs), message)
 
 

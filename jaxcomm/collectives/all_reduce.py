@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm import _compat, codecs
+from jaxcomm._compat import AxisName
 from jaxcomm.collectives._algorithm import Algorithm
 from jaxcomm.collectives._reduction import Reduction
 from jaxcomm.collectives.circulant import circulant
@@ -56,7 +57,7 @@ def mean_of(codec: str | codecs.Codec, algorithm: str | Algorithm | None) -> tup
 
 
 def all_reduce(
-    x: jax.Array, axis_name: str, reduction: Reduction, algorithm: Algorithm
+    x: jax.Array, axis_name: AxisName, reduction: Reduction, algorithm: Algorithm
 ) -> jax.Array:
     """Reduces one array over a mesh axis, in the manual view.
 
@@ -84,13 +85,13 @@ def all_reduce(
         return jnp.zeros(x.shape, x.dtype)
     if not _compat.checks_on(axis_name):
         return exchange(x)
-    elsewhere = _compat.varying_axes(x) - {axis_name}
+    elsewhere = _compat.varying_axes(x).difference(_compat.names_of(axis_name))
     return _compat.as_varying(_compat.unchecked(exchange)(x), elsewhere)
 
 
 def pmean(
     x: Any,
-    axis_name: str,
+    axis_name: AxisName,
     codec: str | codecs.Codec = "float32",
     algorithm: str | Algorithm | None = None,
 ) -> Any:
@@ -100,7 +101,7 @@ def pmean(
 
     Args:
       x: a pytree of float arrays, in a region of `jax.shard_map` that is manual over every axis.
-      axis_name: the mesh axis.
+      axis_name: the mesh axis, or axes.
       codec: "float32", "bfloat16", "float16" or a codec.
       algorithm: "native", "direct", "ring", "halving_doubling", "circulant" or an algorithm;
         None is "native" for float32 and "direct" for everything else.
@@ -137,9 +138,9 @@ def pmean(
     return jax.tree.map(lambda leaf: all_reduce(leaf, axis_name, reduction, chosen), x)
 
 
-def require_axis(axis_name: str) -> None:
+def require_axis(axis_name: AxisName) -> None:
     """Raises a NameError where the axis is not manual."""
-    if axis_name not in _compat.manual_axes():
+    if not _compat.is_manual(axis_name):
         raise NameError(
             f"axis {axis_name!r} is not manual here (manual axes: "
             f"{sorted(_compat.manual_axes()) or 'none'}); call this inside jax.shard_map over it."

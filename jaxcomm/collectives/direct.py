@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from jaxcomm._compat import AxisName
 from jaxcomm.collectives._algorithm import Algorithm
 from jaxcomm.collectives._reduction import Reduction
 from jaxcomm.collectives.schedule import Round, Schedule, rotations, shift
@@ -35,7 +36,9 @@ class Direct(Algorithm):
         rounds = tuple(Round(shift(world, k), (k, k + 1), 0) for k in range(1, world))
         return Schedule(world, world, rotations(world), rounds)
 
-    def reduce_scatter(self, partial: Any, axis_name: str, reduction: Reduction, each: int) -> Any:
+    def reduce_scatter(
+        self, partial: Any, axis_name: AxisName, reduction: Reduction, each: int
+    ) -> Any:
         """See `Algorithm.reduce_scatter`."""
         world = jax.lax.axis_size(axis_name)
         counts = (each,) * world
@@ -50,7 +53,7 @@ class Direct(Algorithm):
             [jax.tree.map(lambda p, r=r: p[r : r + 1], partials) for r in range(world)],
         )
 
-    def all_gather(self, value: Any, axis_name: str) -> Any:
+    def all_gather(self, value: Any, axis_name: AxisName) -> Any:
         """See `Algorithm.all_gather`."""
         return jax.tree.map(lambda v: jax.lax.all_gather(v, axis_name, tiled=True), value)
 

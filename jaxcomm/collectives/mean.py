@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomm._compat import AxisName
 from jaxcomm.codecs import Codec
 from jaxcomm.collectives._reduction import Lifted, Reduction
 
@@ -23,7 +24,7 @@ class Mean(Reduction):
 
     codec: Codec
 
-    def lift(self, x: jax.Array, axis_name: str) -> Lifted:
+    def lift(self, x: jax.Array, axis_name: AxisName) -> Lifted:
         """Scales x so that its sum over all devices stays within the codec's range."""
         if self.codec.largest is None:
             return Lifted(x)
@@ -67,7 +68,7 @@ class Mean(Reduction):
         del n
         return vector if agreed is None else _times_power_of_two(vector, agreed)
 
-    def native(self, lifted: Lifted, axis_name: str) -> jax.Array:
+    def native(self, lifted: Lifted, axis_name: AxisName) -> jax.Array:
         """XLA's `psum` in the codec's dtype, scaled in float32."""
         total = jax.lax.psum(self.codec.native(lifted.vector), axis_name)
         return total.astype(jnp.float32) * _reciprocal(jax.lax.axis_size(axis_name))

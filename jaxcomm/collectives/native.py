@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from jaxcomm._compat import AxisName
 from jaxcomm.collectives._algorithm import Algorithm
 from jaxcomm.collectives._reduction import Lifted, Reduction
 
@@ -17,7 +18,7 @@ class Native(Algorithm):
 
     name = "native"
 
-    def all_reduce(self, lifted: Lifted, axis_name: str, reduction: Reduction) -> Any:
+    def all_reduce(self, lifted: Lifted, axis_name: AxisName, reduction: Reduction) -> Any:
         """See `Algorithm.all_reduce`."""
         return reduction.native(lifted, axis_name)
 

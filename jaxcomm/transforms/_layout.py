@@ -9,6 +9,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomm import _compat
+from jaxcomm._compat import AxisName
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -38,12 +39,12 @@ class Layout:
     It is part of the state's structure, not one of its arrays: nothing to shard, save or donate.
     """
 
-    axis_name: str
+    axis_name: AxisName
     world: int
     leaves: tuple[Leaf, ...]
 
 
-def layout_of(params: Any, axis_name: str) -> Layout:
+def layout_of(params: Any, axis_name: AxisName) -> Layout:
     """Reads the layout off parameters, in either view.
 
     Raises:
@@ -84,7 +85,7 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
             f"the state was made for {layout.world} devices along {axis!r}, and the mesh now has "
             f"{_compat.axis_size(axis)}; call tx.init again under this mesh."
         )
-    manual = axis in _compat.manual_axes()
+    manual = _compat.is_manual(axis)
     for grad, leaf in zip(grads, layout.leaves, strict=True):
         if manual:
             _check_local(grad, leaf, axis)
@@ -97,8 +98,8 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
             )
 
 
-def _check_local(grad: Any, leaf: Leaf, axis: str) -> None:
-    if _compat.checks_on(axis) and axis not in _compat.varying_axes(grad):
+def _check_local(grad: Any, leaf: Leaf, axis: AxisName) -> None:
+    if _compat.checks_on(axis) and not _compat.varies(grad, axis):
         raise ValueError(
             f"the gradient of {leaf.path} is equal on all devices of {axis!r}: it is already "
             f"summed. Make it with jaxcomm.value_and_grad(loss_fn, {axis!r}), or cast the "
@@ -111,14 +112,14 @@ def _check_local(grad: Any, leaf: Leaf, axis: str) -> None:
         )
 
 
-def _spec_of(leaf: Any, name: str, axis_name: str) -> PartitionSpec:
+def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
     """How a parameter is sharded over axes that are not manual here and have several devices."""
-    current = _compat.current_mesh()
+    current, own = _compat.current_mesh(), _compat.names_of(axis_name)
     kinds = dict(zip(current.axis_names, current.axis_types, strict=True))
     further = frozenset(
         axis
         for axis, kind in kinds.items()
-        if kind != AxisType.Manual and axis != axis_name and current.shape[axis] > 1
+        if kind != AxisType.Manual and axis not in own and current.shape[axis] > 1
     )
     traced = isinstance(leaf, Tracer)
     if traced and any(kinds[axis] == AxisType.Auto for axis in further):
@@ -128,7 +129,7 @@ def _spec_of(leaf: Any, name: str, axis_name: str) -> PartitionSpec:
         )
     sharding = getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    if axis_name in names_in(spec) and current.shape[axis_name] > 1:
+    if names_in(spec).intersection(own) and _compat.axis_size(axis_name) > 1:
         raise ValueError(
             f"parameter {name} is sharded over {axis_name!r}; data-parallel parameters are equal "
             "on all devices of it. Place them with jaxcomm.replicate, or shard over another axis."

@@ -30,9 +30,8 @@ def on_every_device(exchange: Callable[[Arrays], Arrays], grads: Arrays, layout:
     Returns:
       What `exchange` returned: in the shapes of the parameters in both views.
     """
-    manual = _compat.manual_axes()
     specs = [leaf.spec for leaf in layout.leaves]
-    if layout.axis_name not in manual:
+    if not _compat.is_manual(layout.axis_name):
         with_device = [PartitionSpec(layout.axis_name, *spec) for spec in specs]
         return jax.shard_map(
             lambda grads: exchange([g[0] for g in grads]),
@@ -40,10 +39,12 @@ def on_every_device(exchange: Callable[[Arrays], Arrays], grads: Arrays, layout:
             out_specs=specs,
             check_vma=False,
         )(grads)
-    further = frozenset(_compat.current_mesh().axis_names) - manual
+    further = frozenset(_compat.current_mesh().axis_names) - _compat.manual_axes()
     specs = [restrict(spec, further) for spec in specs]
     means = jax.shard_map(exchange, in_specs=(specs,), out_specs=specs, check_vma=False)(grads)
     return [
-        _compat.as_varying(mean, _compat.varying_axes(grad) - {layout.axis_name})
+        _compat.as_varying(
+            mean, _compat.varying_axes(grad).difference(_compat.names_of(layout.axis_name))
+        )
         for mean, grad in zip(means, grads, strict=True)
     ]

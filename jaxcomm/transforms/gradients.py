@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxcomm import _compat
+from jaxcomm._compat import AxisName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,32 +18,32 @@ class ValueAndGrad:
     """What `value_and_grad` returns; `accumulate` makes one of more microbatches of it."""
 
     loss_fn: Callable[..., Any]
-    axis_name: str
+    axis_name: AxisName
     has_aux: bool
     steps: int = 1
 
     def __call__(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
         """The mean loss over devices, and local gradients."""
         world = _compat.axis_size(self.axis_name)
-        if self.axis_name in _compat.manual_axes():
+        if _compat.is_manual(self.axis_name):
             if not _compat.checks_on(self.axis_name):
-                self._refuse_averaged_loss(params, batch, args, world)
+                self._refuse_averaged_loss(params, batch, args)
             return self._on_one_device(params, batch, *args)
         shares = _shares(batch, world, self.axis_name)
-        self._refuse_averaged_loss(params, shares, args, world)
+        self._refuse_averaged_loss(params, shares, args)
         replicated, split = PartitionSpec(), PartitionSpec(self.axis_name)
         # The checks of shard_map would refuse common models, such as those that scan from zeros.
         return jax.shard_map(
             lambda *inputs: _with_device_axis(self._on_one_device(*inputs)),
             in_specs=(replicated, split) + (replicated,) * len(args),
             out_specs=(replicated, split),
-            axis_names={self.axis_name},
+            axis_names=set(_compat.names_of(self.axis_name)),
             check_vma=False,
         )(params, batch, *args)
 
     def _on_one_device(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
         if _compat.checks_on(self.axis_name):
-            axes = frozenset((self.axis_name,))
+            axes = frozenset(_compat.names_of(self.axis_name))
             params = jax.tree.map(lambda p: _compat.as_varying(p, axes), params)
         differentiate = jax.value_and_grad(self._checked_loss, has_aux=True)
         value, grads = accumulate(differentiate, self.steps)(params, batch, *args)
@@ -53,11 +54,11 @@ class ValueAndGrad:
         out = self.loss_fn(params, batch, *args)
         loss, aux = out if self.has_aux else (out, ())
         on = _compat.checks_on(self.axis_name)
-        if on and self.axis_name not in _compat.varying_axes(loss):
+        if on and not _compat.varies(loss, self.axis_name):
             raise ValueError(_averaged(self.axis_name))
         return loss, aux
 
-    def _refuse_averaged_loss(self, params: Any, batch: Any, args: Any, world: int) -> None:
+    def _refuse_averaged_loss(self, params: Any, batch: Any, args: Any) -> None:
         """Raises if the loss is the same on all devices by construction.
 
         Without the checks of shard_map types do not tell. Under a `vmap` that binds the axis name
@@ -68,17 +69,17 @@ class ValueAndGrad:
             out = self.loss_fn(params, batch, *args)
             return out[0] if self.has_aux else out
 
-        stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((world, *x.shape), x.dtype), batch)
-        mapped = jax.vmap(loss, in_axes=(None, 0), out_axes=None, axis_name=self.axis_name)
-        try:
-            jax.eval_shape(mapped, params, stacked)
-        except Exception:  # mapped, as it should be; other errors come again from the real trace
-            return
-        raise ValueError(_averaged(self.axis_name))
+        for name in _compat.names_of(self.axis_name):
+            mapped = _over_devices(loss, self.axis_name, unmapped=name)
+            try:
+                jax.eval_shape(mapped, params, _stacked(batch, self.axis_name))
+            except Exception:  # mapped, as it should be; other errors come back in the real trace
+                continue
+            raise ValueError(_averaged(self.axis_name))
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], axis_name: str, *, has_aux: bool = False
+    loss_fn: Callable[..., Any], axis_name: AxisName, *, has_aux: bool = False
 ) -> ValueAndGrad:
     """As `jax.value_and_grad`, but every device keeps the gradient of its own share of the batch.
 
@@ -90,7 +91,7 @@ def value_and_grad(
       loss_fn: `loss_fn(params, batch, *args)` returns the mean loss over the examples it is given,
         or that and auxiliary values. It sees one device's share; the axis name is bound in it, so
         `jax.lax.axis_index(axis_name)` and, for synchronised batch norm, `jax.lax.pmean` work.
-      axis_name: the mesh axis over which the batch is spread.
+      axis_name: the mesh axis, or axes, over which the batch is spread.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
 
     Returns:
@@ -178,18 +179,15 @@ def backward_order(f: ValueAndGrad, params: Any, batch: Any, *args: Any) -> tupl
     Returns:
       Paths as `jax.tree_util.keystr` prints them, for the `bucket_order` of `jaxcomm.mean`.
     """
-    world = _compat.axis_size(f.axis_name)
-    shares = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((world, *x.shape), x.dtype),
-        _shares(batch, world, f.axis_name),
-    )
+    shares = _shares(batch, _compat.axis_size(f.axis_name), f.axis_name)
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
-    grad = jax.vmap(
-        jax.grad(f.loss_fn, has_aux=f.has_aux),
-        in_axes=(None, 0) + (None,) * len(args),
-        axis_name=f.axis_name,
-    )
-    jaxpr = jax.make_jaxpr(grad)(params, shares, *args).jaxpr
+
+    def grad(params: Any, batch: Any) -> Any:
+        grads = jax.grad(f.loss_fn, has_aux=f.has_aux)(params, batch, *args)
+        return grads[0] if f.has_aux else grads
+
+    mapped = _over_devices(grad, f.axis_name)
+    jaxpr = jax.make_jaxpr(mapped)(params, _stacked(shares, f.axis_name)).jaxpr
     made = [_position(jaxpr, var) for var in jaxpr.outvars]
     return tuple(paths[i] for i in sorted(range(len(paths)), key=lambda i: made[i]))
 
@@ -209,7 +207,7 @@ def _position(jaxpr: Any, var: Any) -> tuple[int, ...]:
     return (at,)
 
 
-def _shares(batch: Any, world: int, axis_name: str) -> Any:
+def _shares(batch: Any, world: int, axis_name: AxisName) -> Any:
     """The shapes of one device's share of a global batch."""
 
     def share(path: Any, x: Any) -> jax.ShapeDtypeStruct:
@@ -230,15 +228,40 @@ def _shares(batch: Any, world: int, axis_name: str) -> Any:
     return jax.tree_util.tree_map_with_path(share, batch)
 
 
+def _over_devices(
+    f: Callable[[Any, Any], Any], axis_name: AxisName, unmapped: str | None = None
+) -> Callable[[Any, Any], Any]:
+    """`f(params, batch)` for every device's share, with the axis names bound.
+
+    Args:
+      f: what one device does.
+      axis_name: the axes.
+      unmapped: the axis along which all results must be equal by construction, if any.
+
+    Returns:
+      `f` of a batch with a leading axis for each mesh axis.
+    """
+    for name in reversed(_compat.names_of(axis_name)):
+        out_axes = None if name == unmapped else 0
+        f = jax.vmap(f, in_axes=(None, 0), out_axes=out_axes, axis_name=name)
+    return f
+
+
+def _stacked(batch: Any, axis_name: AxisName) -> Any:
+    """The shapes of the shares of all devices, with a leading axis for each mesh axis."""
+    sizes = [_compat.axis_size(name) for name in _compat.names_of(axis_name)]
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*sizes, *x.shape), x.dtype), batch)
+
+
 def _with_device_axis(out: tuple[Any, Any]) -> tuple[Any, Any]:
     value, grads = out
     return value, jax.tree.map(lambda g: g[None], grads)
 
 
-def _mean_over(tree: Any, axis_name: str) -> Any:
+def _mean_over(tree: Any, axis_name: AxisName) -> Any:
     """The mean of every leaf over the axis, in one all-reduce."""
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
-    axes = frozenset((axis_name,)) if _compat.checks_on(axis_name) else frozenset()
+    axes = frozenset(_compat.names_of(axis_name) if _compat.checks_on(axis_name) else ())
     flat = [_compat.as_varying(x, axes).reshape(-1).astype(jnp.float32) for x in leaves]
     total = jax.lax.pmean(jnp.concatenate(flat), axis_name)
     pieces = jnp.split(total, np.cumsum([x.size for x in flat])[:-1])
@@ -258,7 +281,7 @@ def _mean_dtype(x: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
 
 
-def _averaged(axis_name: str) -> str:
+def _averaged(axis_name: AxisName) -> str:
     return (
         f"the loss is already reduced over {axis_name!r}, so its gradient is not this device's "
         "own. Return the mean over the examples that loss_fn is given; jaxcomm.value_and_grad "

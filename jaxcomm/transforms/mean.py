@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from jaxcomm import _compat, codecs, collectives
+from jaxcomm._compat import AxisName
 from jaxcomm.transforms._buckets import Bucket, buckets_of, split_off_exempt
 from jaxcomm.transforms._layout import Layout, check_gradients, layout_of
 from jaxcomm.transforms._views import Arrays, on_every_device
@@ -25,7 +26,7 @@ class MeanState(NamedTuple):
 
 
 def mean(
-    axis_name: str,
+    axis_name: AxisName,
     codec: str | codecs.Codec = "float32",
     algorithm: str | collectives.Algorithm | None = None,
     *,
@@ -45,7 +46,7 @@ def mean(
     `optax.apply_if_finite` around the optimizer skips the step everywhere.
 
     Args:
-      axis_name: the mesh axis over which the batch is spread.
+      axis_name: the mesh axis, or axes, over which the batch is spread.
       codec: "float32", "bfloat16", "float16" or a codec.
       algorithm: "native", "direct", "ring", "halving_doubling", "circulant" or an algorithm such
         as `jaxcomm.halving_doubling(order="far_first")`; None is "native" for float32 and
@@ -106,7 +107,7 @@ def mean(
     return _synchronising(axis_name, exchange)
 
 
-def no_exchange(axis_name: str) -> optax.GradientTransformation:
+def no_exchange(axis_name: AxisName) -> optax.GradientTransformation:
     """Leaves every device with its own gradients: for measuring, and as a control.
 
     A step with it is the same step without communication, so the difference in time to `mean` is
@@ -114,7 +115,7 @@ def no_exchange(axis_name: str) -> optax.GradientTransformation:
     drift apart, and training on them shows what never talking is worth.
 
     Args:
-      axis_name: the mesh axis over which the batch is spread.
+      axis_name: the mesh axis, or axes, over which the batch is spread.
 
     Returns:
       A transformation used as `mean` is.
@@ -125,11 +126,10 @@ def no_exchange(axis_name: str) -> optax.GradientTransformation:
 
 
 def _synchronising(
-    axis_name: str, exchange: Callable[[Arrays, Layout], Arrays]
+    axis_name: AxisName, exchange: Callable[[Arrays, Layout], Arrays]
 ) -> optax.GradientTransformation:
     """The transformation that carries out `exchange` on every device."""
-    if not isinstance(axis_name, str):
-        raise TypeError(f"axis_name must be the name of one mesh axis, got {axis_name!r}.")
+    _compat.names_of(axis_name)
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -149,9 +149,9 @@ def _synchronising(
 _FLAG = -1
 
 
-def _everywhere(finite: jax.Array, axis_name: str) -> jax.Array:
+def _everywhere(finite: jax.Array, axis_name: AxisName) -> jax.Array:
     """Whether all gradients are finite along the further axes of the mesh too."""
-    further = tuple(sorted(_compat.manual_axes() - {axis_name}))
+    further = tuple(sorted(_compat.manual_axes().difference(_compat.names_of(axis_name))))
     return jax.lax.pmin(finite.astype(jnp.int32), further) == 1 if further else finite
 
 

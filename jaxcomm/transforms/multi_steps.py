@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomm import _compat
+from jaxcomm._compat import AxisName
 from jaxcomm.transforms._layout import Layout, check_gradients, layout_of
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, zeros_per_device
@@ -63,7 +64,7 @@ def multi_steps(inner: optax.GradientTransformation, k: int) -> optax.GradientTr
         grads, treedef = jax.tree.flatten(updates)
         check_gradients(grads, state.layout)
         total = _add(grads, state)
-        is_local = state.layout.axis_name in _compat.manual_axes()
+        is_local = _compat.is_manual(state.layout.axis_name)
         means = list(grads)
         for i, t in total.items():
             means[i] = (t[0] if is_local else t).astype(grads[i].dtype)
@@ -99,20 +100,22 @@ def _zeros_like(updates: Any, grads: list[jax.Array], layout: Layout) -> Any:
     leaves, treedef = jax.tree.flatten(updates)
     zeros = [
         _compat.as_varying(
-            jnp.zeros(u.shape, u.dtype), _compat.varying_axes(g) - {layout.axis_name}
+            jnp.zeros(u.shape, u.dtype),
+            _compat.varying_axes(g).difference(_compat.names_of(layout.axis_name)),
         )
         for u, g in zip(leaves, grads, strict=True)
     ]
     return treedef.unflatten(zeros)
 
 
-def _axis_of(state: Any) -> str:
+def _axis_of(state: Any) -> AxisName:
     """The one axis that the transformations in this state exchange over."""
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout))
     axes = {node.axis_name for node in nodes if isinstance(node, Layout)}
     if len(axes) != 1:
         raise ValueError(
-            f"multi_steps needs an inner transformation that exchanges over one axis, found "
-            f"{sorted(axes) or 'none'}; put jaxcomm.mean into it, or use optax.MultiSteps."
+            "multi_steps needs an inner transformation that exchanges over one axis, found "
+            f"{sorted(map(str, axes)) or 'none'}; put jaxcomm.mean into it, or use "
+            "optax.MultiSteps."
         )
     return axes.pop()

@@ -33,8 +33,9 @@ def zeros_per_device(layout: Layout, params: Any) -> PerDevice:
     """A float32 zero for every element of every parameter on every device."""
     leaves = [leaf for leaf in layout.leaves if 0 not in leaf.shape]
     specs = tuple(PartitionSpec(layout.axis_name, *leaf.spec) for leaf in leaves)
-    if layout.axis_name in _compat.manual_axes():
-        axes = frozenset([layout.axis_name] if _compat.checks_on(layout.axis_name) else [])
+    if _compat.is_manual(layout.axis_name):
+        checked = _compat.checks_on(layout.axis_name)
+        axes = frozenset(_compat.names_of(layout.axis_name) if checked else ())
         filled = [p for p in jax.tree.leaves(params) if p.size]
         return PerDevice(
             [
