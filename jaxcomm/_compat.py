@@ -66,6 +66,11 @@ def manual_axes() -> frozenset[str]:
     )
 
 
+def path_name(path: Any) -> str:
+    """A path in a pytree as people write it: `layers/0/kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
 def current_mesh() -> jax.sharding.AbstractMesh:
     """The mesh that `jax.set_mesh` set.
 

@@ -69,7 +69,7 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
         rows = np.shape(leaf)[0] if np.ndim(leaf) else 0
         if rows == 0 or rows % local:
             raise ValueError(
-                f"the local batch has {rows} rows at {jax.tree_util.keystr(path) or 'its leaf'}, "
+                f"the local batch has {rows} rows at {_compat.path_name(path) or 'its leaf'}, "
                 f"which do not divide over the {local} local devices of axis {axis_name!r}; "
                 f"pass a positive multiple of {local} rows."
             )

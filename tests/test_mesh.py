@@ -35,15 +35,13 @@ def test_global_batch_spreads_rows_in_order(mesh8: Any) -> None:
 
 @pytest.mark.parametrize("rows", [0, 3, 12])
 def test_a_local_batch_that_does_not_divide_is_refused(mesh8: Any, rows: int) -> None:
-    with jax.set_mesh(mesh8), pytest.raises(ValueError, match=f"has {rows} rows at .*'x'.*8 local"):
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match=f"has {rows} rows at x,.*8 local"):
         jaxcomm.global_batch({"x": np.zeros((rows, 2))}, "data")
 
 
 def test_without_a_mesh_the_cure_is_named() -> None:
     for place in (lambda: jaxcomm.replicate(1.0), lambda: jaxcomm.global_batch([1.0], "data")):
-        with pytest.raises(
-            ValueError, match="call jax.set_mesh\\(jaxcomm.data_mesh\\(\\)\\) first"
-        ):
+        with pytest.raises(ValueError, match="call jax.set_mesh.jaxcomm.data_mesh"):
             place()
 
 

@@ -1,7 +1,5 @@
-"""Whatever is shown is run: the programs of the README and the examples in docstrings."""
+"""The programs of the README run, top to bottom, as one."""
 
-import doctest
-import importlib
 import os
 import re
 import subprocess
@@ -66,23 +64,3 @@ def test_blocks_share_one_namespace_and_keep_their_lines(tmp_path: Path) -> None
     done = run_page(page)
     assert (done.returncode, done.stdout) == (1, "42\n")
     assert f'{page}", line 18' in done.stderr, done.stderr
-
-
-def modules_with_examples() -> list[str]:
-    """The modules of jaxcomm whose docstrings hold an example."""
-    paths = sorted((ROOT / "jaxcomm").rglob("*.py"))
-    return [
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        for path in paths
-        if ">>> " in path.read_text()
-    ]
-
-
-@pytest.mark.newest
-@pytest.mark.standard_promotion
-@pytest.mark.parametrize("module", modules_with_examples())
-def test_examples_in_docstrings(module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    failed, attempted = doctest.testmod(importlib.import_module(module), optionflags=flags)
-    assert attempted > 0, "the examples belong to no object that doctest finds"
-    assert failed == 0, capsys.readouterr().out

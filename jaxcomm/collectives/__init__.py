@@ -11,8 +11,10 @@ from jaxcomm.collectives.all_reduce import (
     require_axis,
 )
 from jaxcomm.collectives.circulant import Circulant, circulant
-from jaxcomm.collectives.direct import Direct, direct
+from jaxcomm.collectives.direct import Aggregator, Direct, direct
 from jaxcomm.collectives.halving_doubling import HalvingDoubling, halving_doubling
+from jaxcomm.collectives.hierarchical import Hierarchical, hierarchical
+from jaxcomm.collectives.majority import Majority
 from jaxcomm.collectives.mean import Mean
 from jaxcomm.collectives.native import Native, native
 from jaxcomm.collectives.ring import Ring, ring
@@ -20,10 +22,13 @@ from jaxcomm.collectives.schedule import Round, Schedule
 
 __all__ = [
     "BY_NAME",
+    "Aggregator",
     "Algorithm",
     "Circulant",
     "Direct",
     "HalvingDoubling",
+    "Hierarchical",
+    "Majority",
     "Mean",
     "Native",
     "Reduction",
@@ -35,6 +40,7 @@ __all__ = [
     "direct",
     "from_name",
     "halving_doubling",
+    "hierarchical",
     "mean_of",
     "native",
     "pmean",

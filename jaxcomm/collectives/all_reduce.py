@@ -130,7 +130,7 @@ def pmean(
     require_axis(axis_name)
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            where = jax.tree_util.keystr(path) or "x"
+            where = _compat.path_name(path) or "x"
             raise TypeError(
                 f"pmean needs float arrays, got {leaf.dtype} at {where}; "
                 "convert it first, or average it with jax.lax.pmean."

@@ -9,6 +9,7 @@ import jax
 from jaxcomm._compat import AxisName
 from jaxcomm.collectives._algorithm import Algorithm
 from jaxcomm.collectives._reduction import Reduction
+from jaxcomm.collectives._scheduled import Scheduled
 from jaxcomm.collectives.schedule import Round, Schedule, rotations, shift
 
 
@@ -58,6 +59,48 @@ class Direct(Algorithm):
         return jax.tree.map(lambda v: jax.lax.all_gather(v, axis_name, tiled=True), value)
 
 
-def direct() -> Direct:
-    """All-to-all, then all-gather: 2 operations, two roundings at any N."""
-    return Direct()
+@dataclasses.dataclass(frozen=True)
+class Aggregator(Scheduled):
+    """Everyone sends everything to one device, which answers everyone: a parameter server.
+
+    Wire: 1 vector from each other device, N-1 of them from the aggregator, in 2(N-1) rounds; the
+    aggregator's link is the bottleneck, and so this is here to be measured against.
+
+    Attributes:
+      device: the aggregator's place along the axis.
+
+    References:
+      J. Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault
+      Tolerant", ICLR 2019, arXiv:1810.05291.
+    """
+
+    device: int
+    name = "direct"
+
+    def schedule(self, world: int) -> Schedule:
+        """One block, one sender a round."""
+        if self.device >= world:
+            raise ValueError(
+                f"the aggregator {self.device} is not on the axis, which has {world} devices; "
+                f"choose one of 0 to {world - 1}."
+            )
+        others = (r for r in range(world) if r != self.device)
+        rounds = tuple(Round(((r, self.device),), (0, 1), 0) for r in others)
+        return Schedule(world, 1, ((0,),) * world, rounds)
+
+
+def direct(aggregator: int | str = "sharded") -> Direct | Aggregator:
+    """All-to-all, then all-gather: 2 operations, two roundings at any N.
+
+    Args:
+      aggregator: "sharded" makes every device the aggregator of its shard; a number makes one
+        device the aggregator of everything.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    if aggregator == "sharded":
+        return Direct()
+    if not isinstance(aggregator, int) or aggregator < 0:
+        raise ValueError(f'aggregator must be "sharded" or a device number, got {aggregator!r}.')
+    return Aggregator(aggregator)

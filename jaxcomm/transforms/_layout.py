@@ -19,7 +19,7 @@ class Leaf:
     """One parameter.
 
     Attributes:
-      path: where it stands in the tree, as `jax.tree_util.keystr` prints it.
+      path: where it stands in the tree, such as "layers/0/kernel".
       shape: its global shape.
       dtype: its dtype.
       spec: how it is sharded over the axes other than the one that gradients travel on.
@@ -55,7 +55,7 @@ def layout_of(params: Any, axis_name: AxisName) -> Layout:
     world = _compat.axis_size(axis_name)
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = jax.tree_util.keystr(path)
+        name = _compat.path_name(path)
         dtype = jnp.result_type(leaf)
         if dtype not in FLOATS:
             raise TypeError(
@@ -94,7 +94,7 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
                 f"the gradient of {leaf.path} has shape {grad.shape}, expected "
                 f"{(layout.world, *leaf.shape)}: one for each device along {axis!r}. "
                 f"Make it with jaxcomm.value_and_grad(loss_fn, {axis!r}): a gradient by jax.grad "
-                "is already summed over the devices."
+                "is already averaged over the devices."
             )
 
 

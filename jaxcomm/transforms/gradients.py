@@ -177,10 +177,10 @@ def backward_order(f: ValueAndGrad, params: Any, batch: Any, *args: Any) -> tupl
       *args: the further arguments, likewise.
 
     Returns:
-      Paths as `jax.tree_util.keystr` prints them, for the `bucket_order` of `jaxcomm.mean`.
+      Paths such as "layers/0/kernel", for the `bucket_order` of `jaxcomm.mean`.
     """
     shares = _shares(batch, _compat.axis_size(f.axis_name), f.axis_name)
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+    paths = [_compat.path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
 
     def grad(params: Any, batch: Any) -> Any:
         grads = jax.grad(f.loss_fn, has_aux=f.has_aux)(params, batch, *args)
@@ -211,7 +211,7 @@ def _shares(batch: Any, world: int, axis_name: AxisName) -> Any:
     """The shapes of one device's share of a global batch."""
 
     def share(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-        name = jax.tree_util.keystr(path) or "the batch"
+        name = _compat.path_name(path) or "the batch"
         if np.ndim(x) == 0:
             raise ValueError(
                 f"{name} is a scalar and cannot be spread over {axis_name!r}; pass what every "

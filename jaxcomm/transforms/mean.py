@@ -1,22 +1,20 @@
 """The mean of gradients over devices, as an optax transformation."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jaxcomm import _compat, codecs, collectives
 from jaxcomm._compat import AxisName
-from jaxcomm.transforms._buckets import Bucket, buckets_of, split_off_exempt
+from jaxcomm.transforms._buckets import buckets_of, split_off_exempt
+from jaxcomm.transforms._fusion import bytes_of, exact_means, fused
 from jaxcomm.transforms._layout import Layout, check_gradients, layout_of
 from jaxcomm.transforms._views import Arrays, on_every_device
 from jaxcomm.transforms._wrappers import refuse_wrappers
-
-Reduce = Callable[[jax.Array], jax.Array]
+from jaxcomm.transforms.per_device import NOTHING
 
 
 class MeanState(NamedTuple):
@@ -87,21 +85,16 @@ def mean(
       VLDB 2020, arXiv:2006.15704 (buckets in the order of the backward pass).
     """
     reduction, chosen = collectives.mean_of(codec, algorithm)
-    limit = _bytes_of(bucket_mib)
-    exact, native = collectives.mean_of("float32", "native")
+    limit = bytes_of(bucket_mib)
 
     def compressed(x: jax.Array) -> jax.Array:
         return collectives.all_reduce(x, axis_name, reduction, chosen)
 
-    def uncompressed(x: jax.Array) -> jax.Array:
-        return collectives.all_reduce(x, axis_name, exact, native)
-
     def exchange(grads: Arrays, layout: Layout) -> Arrays:
         large, exempt = split_off_exempt(layout)
-        means = dict(_fused(exempt, grads, uncompressed, flag=True))
+        means, finite = exact_means({i: grads[i] for i in exempt}, grads, axis_name)
         for bucket in buckets_of(layout, large, bucket_order, limit):
-            means |= _fused(bucket, grads, compressed)
-        finite = _everywhere(means.pop(_FLAG)[0] == 0, axis_name)
+            means |= fused({i: grads[i] for i in bucket}, compressed)
         return [jnp.where(finite, means[i], jnp.nan).astype(g.dtype) for i, g in enumerate(grads)]
 
     return _synchronising(axis_name, exchange)
@@ -112,7 +105,8 @@ def no_exchange(axis_name: AxisName) -> optax.GradientTransformation:
 
     A step with it is the same step without communication, so the difference in time to `mean` is
     what communication costs. The updates claim to be equal on all devices and are not: parameters
-    drift apart, and training on them shows what never talking is worth.
+    drift apart, and training on them shows what never talking is worth. To look at a device's own
+    copy, use `x.addressable_shards[i].data`; jax takes them all for one.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
@@ -140,52 +134,12 @@ def _synchronising(
         refuse_wrappers()
         grads, treedef = jax.tree.flatten(updates)
         check_gradients(grads, state.layout)
-        means = on_every_device(lambda g: exchange(g, state.layout), grads, state.layout)
+        means, _ = on_every_device(
+            lambda grads, own, shared: (exchange(grads, state.layout), own),
+            grads,
+            state.layout,
+            NOTHING,
+        )
         return treedef.unflatten(means), state
 
     return optax.GradientTransformation(init_fn, update_fn)
-
-
-_FLAG = -1
-
-
-def _everywhere(finite: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Whether all gradients are finite along the further axes of the mesh too."""
-    further = tuple(sorted(_compat.manual_axes().difference(_compat.names_of(axis_name))))
-    return jax.lax.pmin(finite.astype(jnp.int32), further) == 1 if further else finite
-
-
-def _fused(
-    bucket: Bucket, grads: Arrays, reduce: Reduce, *, flag: bool = False
-) -> dict[int, jax.Array]:
-    """Reduces the leaves of a bucket in one exchange.
-
-    Args:
-      bucket: the leaves, as indices.
-      grads: the local gradients of all leaves.
-      reduce: from a float32 vector to its reduction.
-      flag: whether to add the mean over devices of "a gradient is not finite" under `_FLAG`.
-
-    Returns:
-      float32 results by index, in the shapes of the gradients.
-    """
-    parts = {i: grads[i].reshape(-1).astype(jnp.float32) for i in bucket}
-    if flag:
-        finite = [jnp.all(jnp.isfinite(g)) for g in grads]
-        parts[_FLAG] = 1 - jnp.all(jnp.stack(finite)).astype(jnp.float32)[None]
-    reduced = reduce(jnp.concatenate(list(parts.values())))
-    ends = np.cumsum([part.size for part in parts.values()])
-    shapes = [(1,) if i == _FLAG else grads[i].shape for i in parts]
-    pieces = zip(parts, jnp.split(reduced, ends[:-1]), shapes, strict=True)
-    return {i: piece.reshape(shape) for i, piece, shape in pieces}
-
-
-def _bytes_of(bucket_mib: Any) -> int:
-    if isinstance(bucket_mib, jax.Array):
-        raise TypeError(
-            "bucket_mib decides shapes and must be a Python number; under "
-            'optax.inject_hyperparams pass static_args=("bucket_mib",).'
-        )
-    if not (isinstance(bucket_mib, int | float) and 0 < bucket_mib < math.inf):
-        raise ValueError(f"bucket_mib must be a positive number, got {bucket_mib!r}.")
-    return max(int(bucket_mib * 2**20), 1)

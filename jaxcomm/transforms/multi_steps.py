@@ -55,9 +55,8 @@ def multi_steps(inner: optax.GradientTransformation, k: int) -> optax.GradientTr
         refuse_wrappers()
         state = inner.init(params)
         layout = layout_of(params, _axis_of(state))
-        return MultiStepsState(
-            layout, jnp.zeros((), jnp.int32), zeros_per_device(layout, params), state
-        )
+        own = zeros_per_device(layout, params, _filled(layout))
+        return MultiStepsState(layout, jnp.zeros((), jnp.int32), own, state)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         refuse_wrappers()
@@ -88,11 +87,15 @@ def multi_steps(inner: optax.GradientTransformation, k: int) -> optax.GradientTr
 def _add(grads: list[jax.Array], state: MultiStepsState) -> dict[int, jax.Array]:
     """The running means with one more gradient, by index of the leaf; none of empty leaves."""
     weight = 1 / (state.mini_step + 1).astype(jnp.float32)
-    filled = [i for i, g in enumerate(grads) if g.size]
     return {
         i: old + (grads[i].reshape(old.shape).astype(jnp.float32) - old) * weight
-        for i, old in zip(filled, state.accumulated.values, strict=True)
+        for i, old in zip(_filled(state.layout), state.accumulated.values, strict=True)
     }
+
+
+def _filled(layout: Layout) -> list[int]:
+    """The leaves that have elements."""
+    return [i for i, leaf in enumerate(layout.leaves) if 0 not in leaf.shape]
 
 
 def _zeros_like(updates: Any, grads: list[jax.Array], layout: Layout) -> Any:

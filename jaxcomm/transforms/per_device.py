@@ -1,6 +1,7 @@
 """State that differs from device to device, and the specs of a whole state."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,8 +21,7 @@ class PerDevice:
     In the manual view the leading axis is 1: each device sees its own.
 
     Attributes:
-      values: the arrays, in the order of the parameters; none for a parameter without elements,
-        because XLA does not keep an empty array sharded.
+      values: the arrays; none of them is empty, because XLA does not keep those sharded.
       specs: how they are sharded, the leading axis included.
     """
 
@@ -29,22 +29,24 @@ class PerDevice:
     specs: tuple[PartitionSpec, ...] = dataclasses.field(metadata={"static": True})
 
 
-def zeros_per_device(layout: Layout, params: Any) -> PerDevice:
-    """A float32 zero for every element of every parameter on every device."""
-    leaves = [leaf for leaf in layout.leaves if 0 not in leaf.shape]
-    specs = tuple(PartitionSpec(layout.axis_name, *leaf.spec) for leaf in leaves)
+NOTHING = PerDevice([], ())
+
+
+def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDevice:
+    """A float32 zero on every device for every element of some parameters, none of them empty."""
+    specs = tuple(PartitionSpec(layout.axis_name, *layout.leaves[i].spec) for i in which)
     if _compat.is_manual(layout.axis_name):
         checked = _compat.checks_on(layout.axis_name)
         axes = frozenset(_compat.names_of(layout.axis_name) if checked else ())
-        filled = [p for p in jax.tree.leaves(params) if p.size]
-        return PerDevice(
-            [
-                _compat.as_varying(jnp.zeros((1, *p.shape)), axes | _compat.varying_axes(p))
-                for p in filled
-            ],
-            specs,
-        )
-    shapes = [(layout.world, *leaf.shape) for leaf in leaves]
+        leaves = jax.tree.leaves(params)
+        values = [
+            _compat.as_varying(
+                jnp.zeros((1, *leaves[i].shape)), axes | _compat.varying_axes(leaves[i])
+            )
+            for i in which
+        ]
+        return PerDevice(values, specs)
+    shapes = [(layout.world, *layout.leaves[i].shape) for i in which]
     make = jax.jit(lambda: [jnp.zeros(shape) for shape in shapes], out_shardings=list(specs))
     return PerDevice(make(), specs)
 

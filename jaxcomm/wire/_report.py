@@ -93,7 +93,8 @@ class WireReport:
     def rounds(self) -> int:
         """Collective operations that are executed and move data, loops counted by their trips.
 
-        An all-reduce is one of them. A conditional counts as its branch that has most.
+        An all-reduce or an all-to-all is one of them, however many messages the backend makes of
+        it. A conditional counts as its branch that has most.
         """
         return int(self._total([any(c.sent) for c in self.collectives]))
 
@@ -135,7 +136,9 @@ class WireReport:
         total = f"unknown, as are the trips of {', '.join(self.unknown_loops)}"
         if not self.unknown_loops:
             most, mean = _number(self.bytes_max), _number(self.bytes_mean)
-            total = f"a device sends at most {most} bytes, {mean} on average; {self.rounds} rounds"
+            total = (
+                f"a device sends at most {most} bytes, {mean} on average; {_rounds(self.rounds)}"
+            )
         return "\n".join([*lines, f"total: {total}"])
 
     def _total(self, amounts: Sequence[Bytes]) -> Bytes:
@@ -165,6 +168,10 @@ def _row(c: Collective) -> tuple[str, ...]:
     numbers = map(_number, (elements, c.group_size, c.times, max(c.sent), mean))
     branch = " ".join(f"{name}[{i}]" for name, i in c.branch)
     return c.op, "+".join(dict.fromkeys(c.dtypes)), *numbers, branch
+
+
+def _rounds(count: int) -> str:
+    return "1 round" if count == 1 else f"{count} rounds"
 
 
 def _number(amount: Bytes | None) -> str:

@@ -29,13 +29,16 @@ class Program:
     data_dir: str
     started: list[subprocess.Popen[str]] = dataclasses.field(default_factory=list)
 
-    def start(self, module: str, *arguments: str, devices: int = 1) -> subprocess.Popen[str]:
+    def start(
+        self, module: str, *arguments: str, devices: int = 1, **variables: str
+    ) -> subprocess.Popen[str]:
         """Starts a module of the training program ; each process has this many CPU devices."""
         env = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
             "TFDS_DATA_DIR": self.data_dir,
+            **variables,
         }
         process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],

@@ -241,15 +241,15 @@ def test_backward_order_is_that_of_the_layers_from_the_last(mesh8: Any, jitted: 
     f = jaxcomm.value_and_grad(jax.jit(loss) if jitted else loss, "data")
     with jax.set_mesh(mesh8):
         order = jaxcomm.backward_order(f, params, jnp.ones((8, 4)))
-    assert order == tuple(f"['{name}']" for name in reversed(layers))
+    assert order == tuple(reversed(layers))
 
 
 @pytest.mark.parametrize(
     ("rows", "world", "message"),
     [
-        (3, 8, r"\['x'\] has 3 examples.*over the 8 devices.*jaxcomm.global_batch"),
-        (12, 8, r"\['x'\] has 12 examples.*over the 8 devices"),
-        (0, 8, r"\['x'\] has 0 examples"),
+        (3, 8, r"x has 3 examples.*over the 8 devices.*jaxcomm.global_batch"),
+        (12, 8, r"x has 12 examples.*over the 8 devices"),
+        (0, 8, r"x has 0 examples"),
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused(

@@ -186,7 +186,7 @@ def test_buckets_change_nothing_but_the_number_of_exchanges() -> None:
     for options, expected in [
         ({"bucket_mib": 2 * 64 * 64 * 4 / 2**20}, 3),
         ({"bucket_mib": 0.001}, 5),
-        ({"bucket_mib": 3 * 64 * 64 * 4 / 2**20, "bucket_order": ("['w2']", "['w4']")}, 2),
+        ({"bucket_mib": 3 * 64 * 64 * 4 / 2**20, "bucket_order": ("w2", "w4")}, 2),
     ]:
         several, exchanges = run(**options)
         assert exchanges == expected
@@ -252,7 +252,11 @@ def test_gradients_may_be_donated() -> None:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"axis_name": 0}, TypeError, "axis_name must be the name of one mesh axis, got 0"),
+        (
+            {"axis_name": 0},
+            TypeError,
+            "axis_name must be the name of a mesh axis or a tuple of names, got 0",
+        ),
         ({"axis_name": "data", "codec": "bf16"}, ValueError, "unknown codec 'bf16'"),
         ({"axis_name": "data", "algorithm": "tree"}, ValueError, "unknown algorithm 'tree'"),
         ({"axis_name": "data", "bucket_mib": 0}, ValueError, "positive number, got 0"),
@@ -276,7 +280,7 @@ def test_init_names_the_axes_that_there_are() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
 def test_leaves_that_are_not_float_are_refused(dtype: Any) -> None:
-    with jax.set_mesh(GLOBAL.mesh(4)), pytest.raises(TypeError, match=r"parameter \['n'\] is"):
+    with jax.set_mesh(GLOBAL.mesh(4)), pytest.raises(TypeError, match="parameter n is"):
         jaxcomm.mean("data").init({"n": jnp.zeros(3, dtype)})
 
 
@@ -296,7 +300,7 @@ def test_gradients_by_jax_grad_are_refused_in_the_global_view() -> None:
     tx = jaxcomm.mean("data")
     with jax.set_mesh(GLOBAL.mesh(4)):
         state = tx.init({"w": jnp.zeros((4, 2))})
-        with pytest.raises(ValueError, match="a gradient by jax.grad is already summed"):
+        with pytest.raises(ValueError, match="a gradient by jax.grad is already averaged"):
             tx.update({"w": jnp.zeros((4, 2))}, state)
 
 

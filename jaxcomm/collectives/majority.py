@@ -1,0 +1,148 @@
+"""The majority of signs over devices, counted in bit planes."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm._compat import AxisName
+from jaxcomm.collectives._reduction import Lifted, Reduction
+from jaxcomm.kernels import bitplanes
+
+TIES = ("random", "zero", "positive", "negative")
+ZEROS = ("random", "abstain")
+
+Planes = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Majority(Reduction):
+    """Every device votes with the signs of its values; the result is the sign of most votes.
+
+    A partial is a count for each coordinate, kept bit-sliced: plane p holds bit p of the counts
+    of 32 coordinates a word. Partials are added plane by plane and never unpacked; a message of k
+    devices has ceil(log2(k+1)) planes, the way back one, or two where the result can be zero.
+
+    With zero="abstain" a partial has a second count, of negative votes, and messages are twice as
+    long.
+
+    Attributes:
+      tie: what an equal number of votes gives: "random" (a fair coin that all devices share),
+        "zero", "positive" or "negative".
+      zero: what a value of zero votes: "random" (a fair coin of each device) or "abstain".
+      key: for the coins; equal on all devices.
+    """
+
+    tie: str
+    zero: str
+    key: jax.Array
+
+    def __post_init__(self) -> None:
+        check_options(self.tie, self.zero)
+
+    def lift(self, x: jax.Array, axis_name: AxisName) -> Lifted:
+        """Packs the signs into one plane of votes, or two; draws the coins for ties."""
+        votes = bitplanes.pack(x)
+        shared, own = jax.random.split(self.key)
+        if self.zero == "abstain":
+            vector = (votes, bitplanes.pack(x < 0))
+        else:
+            own = jax.random.fold_in(own, jax.lax.axis_index(axis_name))
+            vector = (votes | (bitplanes.pack(x == 0) & _coins(own, votes.size)),)
+        return Lifted(vector, _coins(shared, votes.size) if self.tie == "random" else None)
+
+    def start(self, blocks: Planes, world: int) -> tuple[Planes, ...]:
+        """Counts of 0 or 1, with as many planes as the count of all devices needs."""
+        empty = bitplanes.planes_for(world) - 1
+        return tuple((votes, *[jnp.zeros_like(votes)] * empty) for votes in blocks)
+
+    def merge(self, a: tuple[Planes, ...], b: tuple[Planes, ...]) -> tuple[Planes, ...]:
+        """The sums of the counts."""
+        return tuple(bitplanes.add(x, y, len(x)) for x, y in zip(a, b, strict=True))
+
+    def encode(self, partial: tuple[Planes, ...], counts: tuple[int, ...]) -> jax.Array:
+        """One row of words for each plane that a block of that many devices needs."""
+        rows = []
+        for used, start, stop in _runs(counts):
+            planes = [plane[start:stop, None] for stack in partial for plane in stack[:used]]
+            rows.append(jnp.concatenate(planes, axis=1).reshape(-1, planes[0].shape[-1]))
+        return jnp.concatenate(rows)
+
+    def decode(
+        self, message: jax.Array, counts: tuple[int, ...], like: tuple[Planes, ...]
+    ) -> tuple[Planes, ...]:
+        """The planes in a message, and zeros for those that were not needed."""
+        at, width = 0, len(like[0])
+        parts: list[list[list[jax.Array]]] = [[[] for _ in stack] for stack in like]
+        for used, start, stop in _runs(counts):
+            blocks, rows = stop - start, used * len(like)
+            run = message[at : at + blocks * rows].reshape(blocks, rows, -1)
+            at += blocks * rows
+            for s, p in itertools.product(range(len(like)), range(width)):
+                empty = jnp.zeros((blocks, run.shape[-1]), run.dtype)
+                parts[s][p].append(run[:, s * used + p] if p < used else empty)
+        return tuple(tuple(jnp.concatenate(runs) for runs in stack) for stack in parts)
+
+    def finish(self, partial: tuple[Planes, ...], beside: Any, world: int) -> jax.Array:
+        """The plane of signs, and where the result can be zero, the plane of what is not."""
+        if self.zero == "abstain":
+            positive, negative = partial
+            won = bitplanes.greater(positive, negative)
+            tied = ~(won | bitplanes.greater(negative, positive))
+            voted = ~bitplanes.equals(positive, 0) | ~tied
+        else:
+            (positive,) = partial
+            won = bitplanes.exceeds(positive, world // 2)
+            tied = bitplanes.equals(positive, world // 2) if world % 2 == 0 else None
+            voted = None
+        signs = won
+        if tied is not None and self.tie in ("random", "positive"):
+            signs = won | (tied & beside if self.tie == "random" else tied)
+        if tied is not None and self.tie == "zero":
+            voted = ~tied
+        planes = (signs,) if voted is None else (signs, voted)
+        return jnp.concatenate([plane[:, None] for plane in planes], axis=1)
+
+    def read(self, value: jax.Array, n: int) -> Planes:
+        """The planes apart."""
+        del n
+        return tuple(value[:, p] for p in range(value.shape[1]))
+
+    def lower(self, vector: Planes, agreed: None, n: int) -> jax.Array:
+        """Signs as +1 and -1, and 0."""
+        del agreed
+        signs = bitplanes.signs(vector[0], n)
+        if len(vector) == 1:
+            return signs
+        return jnp.where(bitplanes.unpack(vector[1], n), signs, jnp.zeros_like(signs))
+
+    def native(self, lifted: Lifted, axis_name: AxisName) -> Any:
+        """XLA has no majority vote."""
+        raise ValueError(
+            "XLA has no majority vote of its own; choose another algorithm than native."
+        )
+
+
+def check_options(tie: str, zero: str) -> None:
+    """Raises a ValueError for an unknown rule."""
+    if tie not in TIES:
+        raise ValueError(f"unknown tie {tie!r}; choose one of {', '.join(TIES)}.")
+    if zero not in ZEROS:
+        raise ValueError(f"unknown zero {zero!r}; choose one of {', '.join(ZEROS)}.")
+
+
+def _coins(key: jax.Array, words: int) -> jax.Array:
+    """A fair coin for each coordinate, in packed words."""
+    return jax.random.bits(key, (words,), jnp.uint32)
+
+
+def _runs(counts: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Neighbouring blocks of equally many planes: (planes, start, stop)."""
+    runs, start = [], 0
+    for used, group in itertools.groupby(counts, key=bitplanes.planes_for):
+        stop = start + len(list(group))
+        runs.append((used, start, stop))
+        start = stop
+    return runs

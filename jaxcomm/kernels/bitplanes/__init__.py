@@ -1,0 +1,37 @@
+"""Bits, 32 to a word, and counts of them in bit planes that are added and compared still packed.
+
+Bit b of word j belongs to coordinate `b * W + j`, where W = ceil(n / 32) is the number of words: a
+word takes its bits from 32 streams, each of which is read in order. The bits that no coordinate
+owns are zero when packed.
+
+A count per coordinate is a tuple of planes, least significant first: plane p holds bit p of every
+count, in one uint32 array. P planes count up to 2^P - 1, and logic on words treats 32 counts at a
+time. The planes stay a tuple because stacking them makes XLA read the stack again for each result.
+
+The plain versions below are the specification, and so far the only ones: XLA fuses each of them
+with its neighbours. On CPU it gives every plane of a sum a loop of its own, though, which reads
+again what the planes below it read.
+"""
+
+from jaxcomm.kernels.bitplanes.counting import (
+    Planes,
+    add,
+    equals,
+    exceeds,
+    greater,
+    planes_for,
+)
+from jaxcomm.kernels.bitplanes.packing import pack, signs, unpack, words_for
+
+__all__ = [
+    "Planes",
+    "add",
+    "equals",
+    "exceeds",
+    "greater",
+    "pack",
+    "planes_for",
+    "signs",
+    "unpack",
+    "words_for",
+]

@@ -1,0 +1,178 @@
+"""The launcher: who failed, that nothing is left behind, and what it sets."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import ROOT, Program, children
+
+from train import launch
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """The launcher takes over signals, which this process wants back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def python(*sources: str) -> list[list[str]]:
+    return [[sys.executable, "-c", source] for source in sources]
+
+
+def supervise(tmp_path: Path, *sources: str) -> int:
+    return launch.supervise(python(*sources), [{} for _ in sources], tmp_path, threading.Event())
+
+
+def wait_for(pids: list[int]) -> None:
+    """Returns when none of the processes runs; fails after ten seconds."""
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, f"of {pids} some still run"
+        time.sleep(0.05)
+
+
+def test_all_end_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert supervise(tmp_path, "print('zero')", "print('one')") == 0
+    assert capfd.readouterr() == ("zero\n", "")  # The others write to files.
+
+
+def test_the_first_failure_ends_the_others_and_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started = time.monotonic()
+    lines = "; ".join(f"print('line', {i})" for i in range(20))
+    status = supervise(
+        tmp_path,
+        "import time; time.sleep(60)",
+        f"import sys; {lines}; sys.exit(7)",
+        "import time; time.sleep(60)",
+    )
+    assert status == 7 and time.monotonic() - started < 10
+    assert capfd.readouterr().err.splitlines() == [
+        "launch: process 1 failed with status 7; the others are ended",
+        "launch: last lines of process 1:",
+        *[f"line {i}" for i in range(5, 20)],
+    ]
+
+
+def test_a_killed_process_is_named_with_its_signal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status = supervise(
+        tmp_path, "import time; time.sleep(60)", "import os; os.kill(os.getpid(), 9)"
+    )
+    assert status == 128 + 9
+    assert "process 1 failed with signal SIGKILL; the others are" in capfd.readouterr().err
+
+
+def test_a_process_that_does_not_want_to_end_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.3)
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    started = time.monotonic()
+    assert supervise(tmp_path, "import time, sys; time.sleep(0.5); sys.exit(1)", deaf) == 1
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda how: how.name)
+def test_an_interrupt_ends_all(program: Program, how: signal.Signals) -> None:
+    config = "--config=configs/digits_resnet.py"
+    launcher = program.start("train.launch", "--processes=2", "--", config)
+    while len(pids := children(launcher.pid)) < 2:
+        time.sleep(0.05)
+    launcher.send_signal(how)
+    _, stderr = launcher.communicate(timeout=30)
+    assert launcher.returncode == 130
+    assert stderr.splitlines()[-1] == "launch: interrupted; all processes end"
+    wait_for(pids)
+
+
+def cluster_file(tmp_path: Path) -> str:
+    path = tmp_path / "cluster.py"
+    path.write_text(
+        "from ml_collections import config_dict\n\n\n"
+        "def get_config():\n"
+        "    return config_dict.create(processes=3, env={'A': 'x', 'B': 'card{process_id}'})\n"
+    )
+    return str(path)
+
+
+def test_a_cluster_file_sets_variables_which_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    show = "import os, sys; print(*(os.environ[k] for k in ('A', 'B', 'JAX_LOCAL_DEVICE_IDS')))"
+
+    def commands_of(processes: int, port: int, arguments: list[str]) -> list[list[str]]:
+        assert arguments == ["--flag"]
+        return python(*[f"{show}; sys.exit({i} == 2)" for i in range(processes)])
+
+    monkeypatch.setattr(launch, "commands_of", commands_of)
+    status = launch.main(["launch", f"--cluster={cluster_file(tmp_path)}", "--", "--flag"])
+    shown = capfd.readouterr()
+    assert status == 1 and shown.out == "x card0 0\n"
+    assert shown.err.splitlines()[:3] == [
+        "launch: JAX_LOCAL_DEVICE_IDS={process_id}",
+        "launch: A=x",
+        "launch: B=card{process_id}",
+    ]
+    assert shown.err.splitlines()[-1] == "x card2 2"
+
+
+def test_several_processes_are_told_of_each_other() -> None:
+    commands = launch.commands_of(2, 1234, ["--config=a.py"])
+    together = ["--coordinator=127.0.0.1:1234", "--num_processes=2"]
+    common = [sys.executable, "-m", "train", "--config=a.py", *together]
+    assert commands == [[*common, "--process_id=0"], [*common, "--process_id=1"]]
+
+
+def test_one_process_is_told_by_its_own_flags() -> None:
+    command = [sys.executable, "-m", "train", "--process_id=3"]
+    assert launch.commands_of(1, 1234, ["--process_id=3"]) == [command]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "error: --processes is missing"),
+        (["--processes=0"], "error: flag --processes=0: 0 is not a positive integer"),
+        (["--procs=2"], "error: Unknown command line flag 'procs'. Did you mean: processes ?"),
+        (["2"], "error: not a flag: 2; flags of the training program follow `--`"),
+        (["--cluster=no.py"], "error: --cluster=no.py: there is no such file"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(["launch", *arguments]) == 2
+    assert capsys.readouterr().err.splitlines() == [message]
+
+
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert launch.main(["launch", "--processes=2", f"--port={port}"]) == 2
+    assert capsys.readouterr().err == f"error: port {port} is in use; choose another\n"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "cluster").glob("*.py")), ids=str)
+def test_cluster_files(path: Path) -> None:
+    cluster = launch.read_cluster(str(path))
+    assert set(cluster) == {"processes", "env"} and cluster["processes"] > 0
+    assert all(isinstance(value, str) for value in cluster["env"].values())
+
+
+def test_the_slurm_script_is_one() -> None:
+    path = ROOT / "configs" / "cluster" / "slurm.sbatch"
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    assert path.read_text().startswith("#!/bin/bash")

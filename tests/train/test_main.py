@@ -1,0 +1,140 @@
+"""Bad input: one clear line, an exit status that is not zero, and no hang."""
+
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ml_collections import config_dict
+from running import Program
+
+from train import loop
+from train.distributed import await_port, join
+from train.errors import UserError, check_sizes
+
+CONFIG = "--config=configs/digits_resnet.py"
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--config=FILE is missing"),
+        (["--config=no.py"], "--config: .*No such file or directory: 'no.py'"),
+        (["--config=no.py", "--config.seed=1"], "--config: .*No such file or directory: 'no.py'"),
+        (
+            [CONFIG, "--config.optimizer.learnig_rate=1"],
+            "the config has no field 'learnig_rate'. Did you mean \"learning_rate\" instead of .*",
+        ),
+        (
+            [CONFIG, "--config.optimiser.name=sgd"],
+            "the config has no field 'optimiser'. Did you mean \"optimizer\" instead of .*",
+        ),
+        ([CONFIG, "--config.qqq=1"], "the config has no field 'qqq'."),
+        ([CONFIG, "--config.steps=many"], "flag --config.steps=many: invalid literal .*"),
+        ([CONFIG, "--wrkdir=x"], "Unknown command line flag 'wrkdir'. Did you mean: workdir .*"),
+        ([CONFIG, "x"], "not a flag: x"),
+        ([CONFIG, "--process_id=1"], "--coordinator, --num_processes and --process_id belong to.*"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_flags(program: Program, arguments: list[str], message: str) -> None:
+    done = program.run("train", *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert re.fullmatch(f"error: {message}\n", done.stderr), done.stderr
+
+
+@pytest.mark.multiprocess
+def test_a_mistake_after_the_start_is_one_line_too(program: Program, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    workdir = f"--workdir={tmp_path / 'file' / 'below'}"
+    done = program.run("train.launch", "--processes=2", "--", CONFIG, workdir)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert lines[1] == (
+        f"error: cannot write to {workdir}: [Errno 20] Not a directory: '{tmp_path}/file/below'"
+    )
+    assert lines[2:] == ["launch: process 0 failed with status 2; the others are ended"]
+
+
+@pytest.mark.multiprocess
+def test_a_port_in_use(program: Program) -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        where = f"--coordinator=localhost:{port}"
+        done = program.run("train", CONFIG, where, "--num_processes=2", "--process_id=0")
+    assert done.returncode == 2
+    assert done.stderr == f"error: port {port} is in use; choose another\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("host:1", 2, None), "--coordinator, --num_processes and --process_id belong together"),
+        (("host:1", 2, 2), "--process_id=2 is not one of --num_processes=2"),
+        (("host", 2, 0), "--coordinator=host: expected host:port"),
+        (("no-such-host.invalid:1", 2, 1), "cannot reach process 0 at no-such-host.invalid:1: .*"),
+    ],
+)
+def test_joining(arguments: tuple[str, int, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        join(*arguments)
+
+
+def test_process_0_does_not_come() -> None:
+    with socket.socket() as unused:  # Bound, but nobody listens.
+        unused.bind(("localhost", 0))
+        port = unused.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot reach process 0 at localhost:{port}: .*"):
+            await_port("localhost", port, seconds=0.3)
+
+
+@pytest.mark.parametrize(
+    ("size", "microbatches", "message"),
+    [
+        (0, 1, "batch_size is 0; it must be at least 1"),
+        (3, 1, "batch_size 3 is not divisible by 4 devices x 1 microbatches; use 4$"),
+        (62, 1, "batch_size 62 is not divisible by 4 devices x 1 microbatches; use 60 or 64$"),
+        (64, 3, "batch_size 64 is not divisible by 4 devices x 3 microbatches; use 60 or 72$"),
+        (64, 0, "microbatches is 0; it must be at least 1"),
+    ],
+)
+def test_sizes(config: config_dict.ConfigDict, size: int, microbatches: int, message: str) -> None:
+    config.batch_size, config.microbatches = size, microbatches
+    with pytest.raises(UserError, match=message):
+        check_sizes(config, 4)
+
+
+def change(name: str, value: object) -> Callable[[config_dict.ConfigDict], None]:
+    return lambda config: config.update_from_flattened_dict({name: value})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (change("batch_size", 7), "batch_size 7 is not divisible by 8 devices"),
+        (change("data.name", "no_such_set"), "data set 'no_such_set' is not in"),
+        (change("model.name", "vti"), "config.model.name: there is no 'vti'; did you mean 'vit'"),
+        (
+            change("sync.method", "meen"),
+            "config.sync.method: there is no 'meen'; did you mean 'mean'",
+        ),
+        (change("sync.codec", "bf16"), "config.sync: unknown codec 'bf16'; choose one of float32"),
+        (change("sync.algorithm", "rung"), "config.sync: unknown algorithm 'rung'; choose one of"),
+        (change("optimizer.name", "adam"), "config.optimizer.name: .*did you mean 'adamw'"),
+        (change("checkpoint.resume", True), "checkpoint.resume: there is no checkpoint in"),
+        (change("checkpoint.every", 0), "checkpoint.every and checkpoint.keep must be at least 1"),
+    ],
+)
+def test_configs(
+    config: config_dict.ConfigDict,
+    tmp_path: Path,
+    spoil: Callable[[config_dict.ConfigDict], None],
+    message: str,
+) -> None:
+    spoil(config)
+    with pytest.raises(UserError, match=message):
+        loop.train(config, tmp_path, 0.0)

@@ -1,0 +1,153 @@
+"""Whole runs: what they print and leave behind, on one process and on four."""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import pytest
+from ml_collections import config_dict
+from running import Program, checkpoint_bits, children, read_config, read_lines
+
+from train import loop, models
+
+NUMBERS = {
+    "test_accuracy",
+    "step_ms",
+    "communication_ms",
+    "bytes_per_param",
+    "devices",
+    "processes",
+    "seconds",
+}
+
+
+def test_one_process_with_eight_devices(
+    config: config_dict.ConfigDict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = loop.train(config, tmp_path, 0.0)
+    *table, last = capsys.readouterr().out.splitlines()
+    assert json.loads(last) == summary
+    assert NUMBERS <= {name for name, value in summary.items() if value is not None}
+    assert (summary["devices"], summary["processes"], summary["test_images"]) == (8, 1, 360)
+    assert "8 devices in 1 processes" in table[0]
+    rows = "\n".join(table)
+    assert f"{100 * summary['test_accuracy']:.2f} % of 360 images" in rows
+    assert f"{summary['bytes_per_param']:.3f}" in rows
+    assert [line["step"] for line in read_lines(tmp_path, "train")] == [1, 2, 3, 4]
+    assert [line["step"] for line in read_lines(tmp_path, "test")] == [2, 4]
+    assert read_lines(tmp_path, "summary") == [{"kind": "summary", "step": 4, **summary}]
+    assert list(tmp_path.glob("events.out.tfevents.*"))
+    assert (tmp_path / "checkpoints" / "4").is_dir()
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 4
+
+
+def test_a_finished_run_can_be_asked_again(config: config_dict.ConfigDict, tmp_path: Path) -> None:
+    first = loop.train(config, tmp_path, 0.0)
+    before = checkpoint_bits(tmp_path, 4)
+    config.checkpoint.resume = True
+    again = loop.train(config, tmp_path, 0.0)
+    assert again["test_accuracy"] == first["test_accuracy"]
+    assert again["loop_step_ms"] is None
+    assert checkpoint_bits(tmp_path, 4) == before
+
+
+@pytest.fixture
+def fashion() -> str | None:
+    """Where Fashion-MNIST is, if it is."""
+    path = os.environ.get("TFDS_DATA_DIR")
+    return path if path and (Path(path) / "fashion_mnist").is_dir() else None
+
+
+@pytest.mark.parametrize("name", ["digits_vit", "fashion_resnet"])
+def test_every_config_runs(
+    name: str, config: config_dict.ConfigDict, tmp_path: Path, fashion: str | None
+) -> None:
+    other = read_config(name)
+    for field in ("steps", "eval_every", "measure_steps", "checkpoint", "network"):
+        other[field] = config[field]
+    other.data.data_dir = config.data.data_dir
+    if other.data.name == "fashion_mnist":
+        if fashion is None:
+            pytest.skip("Fashion-MNIST is not prepared in TFDS_DATA_DIR")
+        other.data.data_dir = fashion
+        other.data.train_split = "train[:512]"
+    summary = loop.train(other, tmp_path, 0.0)
+    assert 0 <= summary["test_accuracy"] <= 1
+
+
+def wire_bytes(name: str, world: int) -> float:
+    """Bytes a device sends in a step: the formulas of direct bf16 and of f32 all-reduces.
+
+    Weights travel as bf16, padded to equal blocks; biases, scales and a flag as float32, and so
+    do the loss and the accuracy.
+    """
+    config = read_config(name)
+    _, params = models.build(config.model, (8, 8, 1), 10, 0)
+    leaves = jax.tree.leaves(params)
+    weights = sum(leaf.size for leaf in leaves if leaf.ndim > 1)
+    small = sum(leaf.size for leaf in leaves if leaf.ndim <= 1)
+    hops = 2 * (world - 1) / world
+    return hops * (2 * weights + 4 * (small + 1) + 4 * 2)
+
+
+@pytest.mark.multiprocess
+def test_four_processes(program: Program, tmp_path: Path) -> None:
+    launcher = program.start(
+        "train.launch",
+        "--processes=4",
+        "--",
+        "--config=configs/digits_vit.py",
+        f"--workdir={tmp_path}",
+        "--config.steps=20",
+        "--config.measure_steps=40",
+        "--config.checkpoint.every=10",
+    )
+    assert launcher.stderr is not None
+    line = launcher.stderr.readline()
+    assert line == "launch: JAX_LOCAL_DEVICE_IDS={process_id}\n"
+    pids = set()
+    while len(pids) < 4:
+        pids = set(children(launcher.pid))
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in pids]
+    assert {command.split("process_id=")[-1].strip("\0") for command in commands} == set("0123")
+
+    stdout, stderr = launcher.communicate(timeout=200)
+    assert launcher.returncode == 0, stderr
+    summary = json.loads(stdout.splitlines()[-1])
+    assert (summary["devices"], summary["processes"]) == (4, 4)
+    assert stderr.count("20/20") == 1  # One progress bar.
+    assert [line["step"] for line in read_lines(tmp_path, "train")] == list(range(1, 21))
+    assert read_lines(tmp_path, "summary")[0]["test_accuracy"] == summary["test_accuracy"]
+
+    expected = wire_bytes("digits_vit", 4) / summary["params"]
+    assert summary["bytes_per_param"] == pytest.approx(expected, rel=1e-3)
+    # On the interface come the headers of TCP and gloo, and acknowledgements.
+    assert summary["interface"] == "lo"
+    assert expected <= summary["interface_bytes_per_param"] <= 1.15 * expected
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_processes_that_a_scheduler_starts(program: Program, tmp_path: Path) -> None:
+    """What srun sets for one process on each of two nodes; no flag says that there are two."""
+    processes = [
+        program.start(
+            "train",
+            "--config=configs/digits_resnet.py",
+            f"--workdir={tmp_path}",
+            "--config.steps=2",
+            "--config.measure_steps=4",
+            "--config.network.gigabits=1",
+            SLURM_JOB_ID=str(os.getpid()),  # The port follows from it.
+            SLURM_STEP_NODELIST="localhost",
+            SLURM_NTASKS="2",
+            SLURM_PROCID=str(i),
+            SLURM_LOCALID="0",
+        )
+        for i in range(2)
+    ]
+    outputs = [process.communicate(timeout=200) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert json.loads(outputs[0][0].splitlines()[-1])["processes"] == 2
+    assert "{" not in outputs[1][0]  # Process 0 speaks for both.
