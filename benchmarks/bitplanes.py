@@ -13,6 +13,7 @@ the memory of the results before, so that no fresh pages are counted.
 """
 
 import argparse
+import importlib.metadata
 import os
 import statistics
 import time
@@ -137,7 +138,9 @@ def main() -> None:
         for t in timed:
             t.seconds.append(t.run())
     device = jax.devices()[0].device_kind
-    print(f"jax {jax.__version__}, {device}, {len(os.sched_getaffinity(0))} cores")
+    print(
+        f"jax {importlib.metadata.version('jax')}, {device}, {len(os.sched_getaffinity(0))} cores"
+    )
     print(f"{args.mib * 2**18:,} coordinates, medians of {args.repeats} alternating rounds")
     print(table(timed))
 

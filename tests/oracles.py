@@ -143,3 +143,37 @@ def rounds(world: int, algorithm: str) -> int:
         "halving_doubling": 2 * (q + (world > 2**q)),
         "circulant": 2 * math.ceil(math.log2(world)),
     }[algorithm]
+
+
+def majority(x: np.ndarray, tie: str, zero: str, shared: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Bernstein et al. 2019, algorithm 1, with every rule for ties and zeros.
+
+    Args:
+        x: (world, n), one row for each device.
+        tie, zero: the rules.
+        shared: bool[n], the coins that all devices share.
+        own: bool[world, n], those of each device.
+    """
+    coins = np.where(own, 1, -1) if zero == "random" else np.zeros_like(own, int)
+    votes = np.where(x == 0, coins, np.sign(x)).astype(int)
+    total = votes.sum(0)
+    tied = {
+        "random": np.where(shared, 1, -1),
+        "zero": 0,
+        "positive": 1,
+        "negative": -1,
+    }[tie]
+    decided = np.where(total == 0, tied, np.sign(total))
+    return np.where((votes == 0).all(0), 0, decided).astype(np.float32)
+
+
+def majority_bits(world: int, algorithm: str) -> float:
+    """Bits per coordinate and device, of the votes and of the way back."""
+    width = [math.ceil(math.log2(k + 1)) for k in range(world + 1)]
+    back = (world - 1) / world
+    if algorithm == "direct":
+        return 2 * back
+    if algorithm == "ring":
+        return sum(width[1:world]) / world + back
+    assert algorithm == "halving_doubling" and world & (world - 1) == 0
+    return sum(j / 2**j for j in range(1, world.bit_length())) + back

@@ -12,6 +12,7 @@ MODULES = ["jaxcomm"] + [m.name for m in pkgutil.walk_packages(jaxcomm.__path__,
 WITH_EXAMPLES = [
     "jaxcomm.collectives.all_reduce",
     "jaxcomm.transforms.gradients",
+    "jaxcomm.transforms.local",
     "jaxcomm.transforms.mean",
     "jaxcomm.transforms.per_device",
     "jaxcomm.wire",

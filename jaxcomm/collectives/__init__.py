@@ -14,7 +14,7 @@ from jaxcomm.collectives.circulant import Circulant, circulant
 from jaxcomm.collectives.direct import Aggregator, Direct, direct
 from jaxcomm.collectives.halving_doubling import HalvingDoubling, halving_doubling
 from jaxcomm.collectives.hierarchical import Hierarchical, hierarchical
-from jaxcomm.collectives.majority import Majority
+from jaxcomm.collectives.majority import Majority, check_majority
 from jaxcomm.collectives.mean import Mean
 from jaxcomm.collectives.native import Native, native
 from jaxcomm.collectives.ring import Ring, ring
@@ -36,6 +36,7 @@ __all__ = [
     "Round",
     "Schedule",
     "all_reduce",
+    "check_majority",
     "circulant",
     "direct",
     "from_name",

@@ -40,17 +40,17 @@ class Majority(Reduction):
     key: jax.Array
 
     def __post_init__(self) -> None:
-        check_options(self.tie, self.zero)
+        check_majority(self.tie, self.zero)
 
     def lift(self, x: jax.Array, axis_name: AxisName) -> Lifted:
         """Packs the signs into one plane of votes, or two; draws the coins for ties."""
-        votes = bitplanes.pack(x)
+        votes, against = bitplanes.pack(x), bitplanes.pack(-x)
         shared, own = jax.random.split(self.key)
         if self.zero == "abstain":
-            vector = (votes, bitplanes.pack(x < 0))
+            vector = (votes, against)
         else:
             own = jax.random.fold_in(own, jax.lax.axis_index(axis_name))
-            vector = (votes | (bitplanes.pack(x == 0) & _coins(own, votes.size)),)
+            vector = (votes | (~against & _coins(own, votes.size)),)
         return Lifted(vector, _coins(shared, votes.size) if self.tie == "random" else None)
 
     def start(self, blocks: Planes, world: int) -> tuple[Planes, ...]:
@@ -125,7 +125,7 @@ class Majority(Reduction):
         )
 
 
-def check_options(tie: str, zero: str) -> None:
+def check_majority(tie: str, zero: str) -> None:
     """Raises a ValueError for an unknown rule."""
     if tie not in TIES:
         raise ValueError(f"unknown tie {tie!r}; choose one of {', '.join(TIES)}.")

@@ -1,17 +1,23 @@
 """optax transformations: state, pytrees, buckets, and the two views of one step."""
 
 from jaxcomm.transforms.gradients import ValueAndGrad, accumulate, backward_order, value_and_grad
+from jaxcomm.transforms.local import LocalState, local
+from jaxcomm.transforms.majority_vote import MajorityVoteState, majority_vote
 from jaxcomm.transforms.mean import MeanState, mean, no_exchange
 from jaxcomm.transforms.multi_steps import MultiStepsState, multi_steps
 from jaxcomm.transforms.per_device import PerDevice, state_spec
 
 __all__ = [
+    "LocalState",
+    "MajorityVoteState",
     "MeanState",
     "MultiStepsState",
     "PerDevice",
     "ValueAndGrad",
     "accumulate",
     "backward_order",
+    "local",
+    "majority_vote",
     "mean",
     "multi_steps",
     "no_exchange",

@@ -1,7 +1,7 @@
 """Several arrays in one exchange, and the flag that travels with the exact ones."""
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ def fused(parts: Mapping[Any, jax.Array], reduce: Reduce) -> dict[Any, jax.Array
 
 
 def exact_means(
-    parts: Mapping[Hashable, jax.Array], grads: list[jax.Array], axis_name: AxisName
+    parts: Mapping[Any, jax.Array], grads: list[jax.Array], axis_name: AxisName
 ) -> tuple[dict[Any, jax.Array], jax.Array]:
     """The means of some arrays, and whether all gradients on all devices of the mesh are finite.
 

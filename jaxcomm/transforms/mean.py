@@ -33,9 +33,10 @@ def mean(
 ) -> optax.GradientTransformation:
     """Replaces local gradients by their mean over a mesh axis.
 
-    Put it before the optimizer, and once; gradients that are clipped before it are clipped on
-    each device, those clipped after it as everyone is used to:
-    `optax.chain(jaxcomm.mean("data"), optax.clip_by_global_norm(1.0), optax.adam(1e-3))`.
+    Put it before the optimizer, and once. What comes after it sees the mean, so clipping there is
+    what everyone is used to:
+    `optax.chain(jaxcomm.mean("data"), optax.clip_by_global_norm(1.0), optax.adam(1e-3))`. What
+    comes before it must be `jaxcomm.local`.
 
     Leaves of at most one dimension (norms, biases) travel together in float32, by XLA's own
     all-reduce. All others are exchanged in buckets, each in one message per hop.

@@ -1,0 +1,97 @@
+# `make help` lists the targets. Every environment is made with venv and pip from pyproject.toml.
+
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= configs/digits_resnet.py
+PROCESSES ?= 4
+WORKERS ?= 2
+
+# Versions to hold in the environment, e.g. jax==0.10.0 (`make test-oldest` fills this in).
+PINS ?=
+# The lower bounds of the library's own dependencies, as pins.
+OLDEST = $(shell sed -nE 's/^    "(jax|numpy|optax)>=([0-9.]+)",$$/\1==\2/p' pyproject.toml)
+
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+VERSIONS = $(VENV)/bin/python -c "import platform, importlib.metadata as m; print( \
+	'Python', platform.python_version(), *(f'{p} {m.version(p)}' for p in ('jax', 'optax', 'numpy')))"
+# The tests that start other processes run one at a time and beside nothing else.
+define run_tests
+	@$(VERSIONS)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "$(1) and not multiprocess"
+	$(VENV)/bin/python -m pytest -m "$(1) and multiprocess"
+endef
+
+.PHONY: help
+help:  ## list these targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)$$/make \1\t\2/p' Makefile | expand -t 22
+
+.PHONY: train
+train: $(VENV)/.installed-train  ## the main job: PROCESSES=4 processes train CONFIG
+	$(VENV)/bin/python -m train.launch --processes=$(PROCESSES) -- --config=$(CONFIG)
+
+# The closing line of pytest is the last line, so what is not run is said first.
+.PHONY: test
+test: $(VENV)/.installed-test  ## lint, the whole suite, and a subset on the newest jax
+	@$(MAKE) --no-print-directory lint
+	@newest=$$(.ci/newest_python.sh $(VENV)/bin/python) || exit 1; \
+	if [ -z "$$newest" ]; then \
+	  echo "The subset for the newest jax is NOT run: found no Python that is newer than" \
+	    "the one in $(VENV) and at least 3.12."; \
+	fi; \
+	$(MAKE) --no-print-directory test-suite || exit 1; \
+	if [ -n "$$newest" ]; then \
+	  $(MAKE) --no-print-directory test-subset VENV=.venv-newest PYTHON="$$newest"; \
+	fi
+
+.PHONY: lint
+lint: $(VENV)/.installed-test  ## ruff, pyright, sizes of modules and functions
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+	$(VENV)/bin/python tests/test_structure.py
+
+.PHONY: test-suite
+test-suite: $(VENV)/.installed-test  ## all tests but the slow ones, on the default Python
+	$(call run_tests,not slow and not gpu)
+
+.PHONY: test-slow
+test-slow: $(VENV)/.installed-test  ## the slow tests
+	$(VENV)/bin/python -m pytest -m "slow and not gpu"
+
+.PHONY: test-subset
+test-subset: $(VENV)/.installed-test
+	$(call run_tests,newest and not slow and not gpu)
+
+.PHONY: test-oldest
+test-oldest:  ## the subset on the lower bounds of jax, optax and numpy
+	@$(MAKE) --no-print-directory test-subset VENV=.venv-oldest PINS="$(OLDEST)"
+
+.PHONY: notebooks
+notebooks: $(VENV)/.installed-test  ## run the notebooks
+	$(VENV)/bin/python -m pytest tests/test_notebooks.py
+
+.PHONY: clean
+clean:  ## remove the environments, the caches and what runs left behind
+	rm -rf .venv .venv-newest .venv-oldest workdir build dist *.egg-info
+	rm -rf .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Installed again whenever pyproject.toml changes; `test` holds all that `train` needs.
+$(VENV)/.installed-train: pyproject.toml | $(VENV)/bin/pip
+	@echo "Installing jaxcomm and what the training program needs into $(VENV) ..."
+	@$(PIP) install --editable ".[train]" $(PINS)
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/pip
+	@echo "Installing jaxcomm and what its tests need into $(VENV) ..."
+	@$(PIP) install --editable ".[test]" $(PINS)
+	@touch $@ $(VENV)/.installed-train
+
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "jaxcomm needs Python 3.11 or newer, and \`$(PYTHON)\` is not:" \
+	    "$$($(PYTHON) --version 2>&1). Name another one: make PYTHON=python3.12 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "\`$(PYTHON)\` cannot make environments. On Debian and Ubuntu: apt install python3-venv"; \
+	  exit 1; }
+	$(PYTHON) -m venv $(VENV)
