@@ -1,0 +1,14 @@
+"""Trains a model on all devices of all processes.
+
+One process: `python -m train --config=configs/digits_resnet.py`. Several on this machine:
+`python -m train.launch --processes=4 -- --config=...`. Under SLURM, Open MPI or Kubernetes: the
+first command on every node. On bare machines: also --coordinator, --num_processes, --process_id.
+Every field of a config is a flag: --config.sync.codec=float32. --helpfull lists them.
+"""
+
+from absl import flags
+
+from train import main
+
+flags.adopt_module_key_flags(main)  # So that --help shows them.
+main.run()

@@ -1,0 +1,209 @@
+"""Images and labels from TensorFlow Datasets to batches: one fixed shard of rows for each device.
+
+A device draws from its own shard only, in an order that is new in every epoch and depends on the
+seed alone. A process decodes the rows of its own devices, once, to uint8 in memory: made for sets
+that fit there. Its batches are laid out device by device, as `jaxcomm.global_batch` wants them.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import grain
+import numpy as np
+import tensorflow_datasets as tfds
+from absl import flags
+
+from train import digits
+from train.errors import UserError, choose
+
+Batch = dict[str, np.ndarray]
+
+
+class Data(NamedTuple):
+    """What the training loop reads.
+
+    Attributes:
+      train: endless iterator over this process's part of the batches; `get_state` is the position.
+      test: this process's part of the whole test set; rows of padding have weight 0.
+      image_shape: height, width and channels of one image.
+      classes: number of classes.
+      test_images: images in the whole test split.
+    """
+
+    train: grain.DatasetIterator
+    test: list[Batch]
+    image_shape: tuple[int, int, int]
+    classes: int
+    test_images: int
+
+
+def shuffled(labels: np.ndarray, world: int, seed: int) -> list[np.ndarray]:
+    """Deals all rows out to the devices at random: every shard looks like the whole set."""
+    order = np.random.default_rng(seed).permutation(len(labels))
+    return [order[device::world] for device in range(world)]
+
+
+def by_label(labels: np.ndarray, world: int, seed: int) -> list[np.ndarray]:
+    """Gives device i of N the classes that are congruent to i modulo N, and no other."""
+    del seed  # The shard is a set of rows; its order is drawn by the stream.
+    return [np.flatnonzero(labels % world == device) for device in range(world)]
+
+
+SHARDS = {"shuffled": shuffled, "by_label": by_label}
+
+
+def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed: int) -> Data:
+    """Opens a prepared data set and decodes the part of it that this process's devices hold.
+
+    Args:
+      config: `config.data`: `name`, `data_dir`, `train_split`, `test_split`, `shards`.
+      batch_size: images in a global batch; divisible by `world`.
+      devices: positions along the data axis of this process's devices.
+      world: number of devices of all processes.
+      seed: of the shards and of the order within them, equal in all processes.
+
+    Returns:
+      The two streams of this process.
+
+    Raises:
+      UserError: if the data set is not there, or a device would hold no image.
+    """
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # Grain's readers look at absl's flags.
+    shards_of = choose(SHARDS, config.shards, "config.data.shards")
+    builder = open_builder(config)
+    share = batch_size // world
+    labels = read(builder, config.train_split, images=False)["label"]
+    shards = shards_of(labels, world, seed)
+    empty = [device for device in range(world) if not len(shards[device])]
+    if empty:
+        raise UserError(
+            f"config.data.shards={config.shards!r} leaves device {empty[0]} of {world} without an "
+            f"image of {config.name}; use fewer devices or config.data.shards='shuffled'"
+        )
+    train = read(builder, config.train_split, np.concatenate([shards[d] for d in devices]))
+    return Data(
+        train=stream(train, [len(shards[d]) for d in devices], share, devices, seed),
+        test=test_batches(builder, config.test_split, share, devices, world),
+        image_shape=train["image"].shape[1:],
+        classes=builder.info.features["label"].num_classes,
+        test_images=builder.info.splits[config.test_split].num_examples,
+    )
+
+
+def open_builder(config: Any) -> Any:
+    """The TFDS builder of a prepared data set; the digits are prepared on the spot."""
+    data_dir = config.data_dir or os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
+    if config.name == "digits":
+        try:
+            return digits.prepare(data_dir)
+        except OSError as error:
+            raise UserError(
+                f"cannot prepare the digits in {data_dir}: {error}; set --config.data.data_dir or "
+                "TFDS_DATA_DIR to a directory that can be written"
+            ) from error
+    try:
+        builder = tfds.builder(config.name, data_dir=data_dir, try_gcs=False)
+        found = builder.is_prepared()
+    except tfds.core.DatasetNotFoundError:
+        found = False
+    if not found:
+        raise UserError(
+            f"data set {config.name!r} is not in {data_dir}; set --config.data.data_dir or "
+            "TFDS_DATA_DIR to where it is, or prepare it once where TensorFlow is installed: "
+            f"tfds build {config.name} --file_format=array_record --data_dir={data_dir}"
+        )
+    return builder
+
+
+def read(
+    builder: Any,
+    split: str,
+    rows: np.ndarray | None = None,
+    images: bool = True,
+) -> Batch:
+    """Decodes rows of a split (all of them by default), with or without the images."""
+    decoders = None if images else {"image": tfds.decode.SkipDecoding()}
+    try:
+        source = builder.as_data_source(split, decoders=decoders)
+    except ValueError as error:  # No such split; the message lists those that there are.
+        raise UserError(f"config.data: {error}") from error
+    rows = np.arange(len(source)) if rows is None else rows
+    examples = source.__getitems__(rows.tolist())
+    batch = {"label": np.array([example["label"] for example in examples], np.int32)}
+    if images:
+        batch["image"] = np.stack([example["image"] for example in examples])
+    return batch
+
+
+def stream(
+    arrays: Batch, shard_sizes: Sequence[int], share: int, devices: Sequence[int], seed: int
+) -> grain.DatasetIterator:
+    """Endless local batches: `share` rows of each device's shard, one device after another.
+
+    Args:
+      arrays: rows of this process, those of its first device first.
+      shard_sizes: how many rows each device of this process holds.
+      share: rows of one device in a batch.
+      devices: positions of the devices along the data axis; each has its own order.
+      seed: of the order.
+
+    Returns:
+      An iterator whose position is its number of batches, kept by `get_state` and `set_state`.
+    """
+    starts = np.cumsum([0, *shard_sizes])
+
+    def batch(step: int) -> Batch:
+        rows = [
+            starts[i] + shuffled_block(shard_sizes[i], share, (seed, device), step)
+            for i, device in enumerate(devices)
+        ]
+        rows = np.concatenate(rows)
+        return {name: array[rows] for name, array in arrays.items()}
+
+    # All is in memory: reading threads would only wait for each other. The length only has to be
+    # beyond every run.
+    steps = grain.MapDataset.range(2**40).map(batch)
+    return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=0)))
+
+
+def shuffled_block(size: int, share: int, seed: tuple[int, int], block: int) -> np.ndarray:
+    """Block number `block`, of `share` rows, in an endless order of 0 .. size-1, new every epoch.
+
+    A whole permutation at a time: grain's own `shuffle` draws each index by itself, and 80 us an
+    image is more than the gradient of a small model takes.
+    """
+    positions = block * share + np.arange(share)
+    epochs, within = np.divmod(positions, size)
+    rows = [
+        permutation(size, seed, epoch)[within[epochs == epoch]]
+        for epoch in range(epochs[0], epochs[-1] + 1)
+    ]
+    return np.concatenate(rows)
+
+
+@functools.lru_cache(maxsize=64)  # A process reads about two epochs of each of its devices at once.
+def permutation(size: int, seed: tuple[int, int], epoch: int) -> np.ndarray:
+    """The order of one epoch, which depends on the seed and the epoch alone."""
+    return np.random.default_rng((*seed, epoch)).permutation(size)
+
+
+def test_batches(
+    builder: Any, split: str, share: int, devices: Sequence[int], world: int
+) -> list[Batch]:
+    """The test images of this process's devices, padded so that all devices have equally many."""
+    size = builder.info.splits[split].num_examples if split in builder.info.splits else 0
+    if not size:
+        raise UserError(f"config.data.test_split: {builder.info.name} has no images in {split!r}")
+    count = math.ceil(size / world / share)  # Batches, equal on all devices.
+    # [batch, device, row of the device]: device i of N holds images i, i + N, i + 2N, ...
+    rows = np.stack([device + world * np.arange(count * share) for device in devices])
+    rows = rows.reshape(len(devices), count, share).swapaxes(0, 1).reshape(count, -1)
+    weights = (rows < size).astype(np.float32)
+    batches = []
+    for batch_rows, weight in zip(np.minimum(rows, size - 1), weights, strict=True):
+        batches.append({**read(builder, split, batch_rows), "weight": weight})
+    return batches

@@ -1,0 +1,98 @@
+"""Scikit-learn's handwritten digits as a TensorFlow Datasets builder: no download, no TensorFlow.
+
+1,797 grey images of 8 x 8 with values 0 to 16, by 43 writers. The split is fixed: 360 test images,
+stratified by class and drawn with seed 0, and the 1,437 others for training. Both splits hold
+images of the same writers, so the accuracy says nothing about the hand of a new one.
+
+References:
+  E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+  Repository, 1998, doi:10.24432/C50P49.
+"""
+
+import contextlib
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+TEST_IMAGES = 360
+SPLIT_SEED = 0
+
+
+class Digits(tfds.core.GeneratorBasedBuilder):
+    """Handwritten digits of 8 x 8 pixels with values 0 to 16, and their classes."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        features = tfds.features.FeaturesDict(
+            {
+                "image": tfds.features.Tensor(shape=(8, 8, 1), dtype=np.uint8),
+                "label": tfds.features.ClassLabel(num_classes=10),
+            }
+        )
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=__doc__,
+            features=features,
+            supervised_keys=("image", "label"),
+            homepage="https://archive.ics.uci.edu/dataset/80",
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
+        del dl_manager  # Nothing is downloaded: the images come with scikit-learn.
+        # Imported here: scikit-learn takes a second to load and is needed once in a lifetime.
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+
+        images, labels = load_digits(return_X_y=True)
+        train, test = train_test_split(
+            np.arange(len(labels)), test_size=TEST_IMAGES, stratify=labels, random_state=SPLIT_SEED
+        )
+        images = images.reshape(-1, 8, 8, 1).astype(np.uint8)
+        return {
+            "train": self._generate_examples(images, labels, np.asarray(train)),
+            "test": self._generate_examples(images, labels, np.asarray(test)),
+        }
+
+    def _generate_examples(
+        self, images: np.ndarray, labels: np.ndarray, rows: np.ndarray
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        for row in rows.tolist():
+            yield row, {"image": images[row], "label": int(labels[row])}
+
+
+def prepare(data_dir: str) -> tfds.core.DatasetBuilder:
+    """Writes the data set below a directory, once, and returns its builder.
+
+    Any number of processes may call this together: each one that finds nothing prepares its own
+    copy beside the final place and renames it there in one step; the first rename wins.
+
+    Args:
+      data_dir: root of prepared data sets, as `tfds.data_source` takes it.
+
+    Returns:
+      A builder whose data are on disk.
+    """
+    final = Path(data_dir).expanduser() / "digits" / str(Digits.VERSION)
+    if not final.is_dir():
+        final.parent.mkdir(parents=True, exist_ok=True)
+        scratch = tempfile.mkdtemp(prefix=".preparing-", dir=final.parent)
+        try:
+            builder = Digits(data_dir=scratch, file_format="array_record")
+            tfds.disable_progress_bar()
+            with contextlib.redirect_stdout(io.StringIO()):  # It would speak of a download.
+                builder.download_and_prepare()
+            os.rename(builder.data_dir, final)
+        except OSError:
+            if not final.is_dir():  # Else another process was first, and its copy is as good.
+                raise
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return tfds.builder_from_directory(str(final))

@@ -1,0 +1,107 @@
+"""A run, from the config to its report: the page to read."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+
+import jaxcomm
+from train import checkpoint, data, measure, metrics, models, report, state, step, sync
+from train.errors import check_sizes
+
+
+def train(config: Any, workdir: Path, started: float) -> dict[str, Any]:
+    """Trains, evaluates, measures what the exchange costs, and reports.
+
+    Args:
+      config: a config of `configs/`.
+      workdir: directory of metrics, events and checkpoints; all processes see the same one.
+      started: `time.perf_counter()` at the start of the program.
+
+    Returns:
+      The summary.
+
+    Raises:
+      train.errors.UserError: if the config, the data, the directory or a checkpoint do not fit.
+    """
+    # All devices of all processes, along one axis.
+    mesh = jaxcomm.data_mesh()
+    jax.set_mesh(mesh)
+    check_sizes(config, mesh.size)
+    metrics.prepare_workdir(workdir, config)
+
+    # The data: this process reads the shards of its own devices.
+    own = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
+    images = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
+    test = [jaxcomm.global_batch(batch, sync.AXIS) for batch in images.test]
+    example = {name: test[0][name] for name in ("image", "label")}  # Like a training batch.
+
+    # The model, its gradient, the exchange of gradients and behind it the optimizer.
+    graph, params = models.build(config.model, images.image_shape, images.classes, config.seed)
+    forward = step.make_forward(graph, config.data.mean, config.data.std)
+    gradient = step.make_gradient(forward, config.label_smoothing, config.microbatches)
+    exchange = sync.build(config.sync, jaxcomm.backward_order(gradient, params, example))
+    optimizer = state.make_optimizer(config.optimizer, config.steps)
+    tx = optax.chain(exchange, optimizer)
+
+    # Where the run stands: at its beginning, or at its last checkpoint.
+    train_state = state.init(params, tx)
+    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
+    if config.checkpoint.resume:
+        train_state = checkpoints.restore(train_state, images.train)
+    else:
+        checkpoints.require_none()
+    start = int(train_state.step)
+
+    # One compiled step serves the whole run; what it sends is read from it.
+    train_step = step.compile_step(step.make_train_step(gradient, tx), train_state, example)
+    eval_step = step.make_eval_step(forward)
+
+    with metrics.Recorder(workdir, start, config.steps) as recorder:
+        for number in range(start + 1, config.steps + 1):
+            batch = jaxcomm.global_batch(next(images.train), sync.AXIS)
+            train_state, values = train_step(train_state, batch)
+            recorder.train(number, values)
+
+            last = number == config.steps
+            if number % config.eval_every == 0 and not last:
+                with recorder.pause():
+                    tested = step.evaluate(eval_step, train_state.params, test)
+                    recorder.write("test", number, tested)
+            if number % config.checkpoint.every == 0 or last:
+                with recorder.pause():
+                    checkpoints.save(number, train_state, images.train)
+        with recorder.pause():
+            tested = step.evaluate(eval_step, train_state.params, test)
+            recorder.write("test", config.steps, tested)
+            checkpoints.close()
+
+        # What the exchange costs: the same step without it, from the same parameters.
+        plain_tx = optax.chain(sync.no_exchange(), optimizer)
+        plain = state.init(jax.tree.map(jnp.copy, train_state.params), plain_tx)
+        plain_step = step.compile_step(step.make_train_step(gradient, plain_tx), plain, example)
+        times = measure.measure_steps(
+            train_step, train_state, plain_step, plain, example, config.measure_steps
+        )
+        network = measure.bandwidth(config.network)
+        summary = {
+            **tested,
+            "test_images": images.test_images,
+            "loop_step_ms": recorder.median_step_ms(),
+            **measure.costs(times, jaxcomm.wire_report(train_step), network, params),
+            "seconds": time.perf_counter() - started,
+        }
+        recorder.write("summary", config.steps, summary)
+    report.show(summary, workdir)
+    return summary
+
+
+def new_workdir(name: str) -> Path:
+    """A folder of its own for a run that was given none; all processes agree on it."""
+    seconds = int(multihost_utils.broadcast_one_to_all(np.uint32(time.time())))
+    return Path("workdir", name, time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds)))

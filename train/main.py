@@ -1,0 +1,68 @@
+"""Flags, joining the other processes, and what is said when a run cannot go on."""
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from train.distributed import join
+from train.errors import UserError
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Output; by default a new folder in workdir/.")
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
+
+
+def main(argv: list[str]) -> None:
+    """Parses, joins, trains."""
+    started = time.perf_counter()
+    path = parse(argv)
+    join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    from train import loop  # Seconds of imports, which a mistyped flag need not wait for.
+
+    workdir = Path(_WORKDIR.value) if _WORKDIR.value else loop.new_workdir(path.stem)
+    loop.train(_CONFIG.value, workdir, started)
+
+
+def parse(argv: list[str]) -> Path:
+    """Reads the flags and the config; returns the config's file."""
+    app.define_help_flags()
+    try:
+        rest = flags.FLAGS(argv)[1:]
+        if rest or _CONFIG.value is None:
+            raise UserError(f"not a flag: {rest[0]}" if rest else "--config=FILE is missing")
+        _CONFIG.value.keys()  # It is here that a file that was not found raises.
+    except flags.Error as error:
+        raise UserError(str(error)) from error
+    except OSError as error:
+        raise UserError(f"--config: {str(error).splitlines()[-1].strip()}") from error
+    except (AttributeError, KeyError) as error:  # From ml_collections: a field, perhaps a hint.
+        text = error.args[0].args[0] if isinstance(error.args[0], KeyError) else error.args[0]
+        field, *hint = text.splitlines()
+        raise UserError(" ".join([f"the config has no field {field}.", *hint])) from error
+    return Path(config_flags.get_config_filename(flags.FLAGS["config"]))
+
+
+def run() -> None:
+    """Runs `main`: a user's mistake becomes one line, a defect a traceback, and nothing hangs."""
+    try:
+        main(sys.argv)
+        return
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: jax would wait for the other processes there, which wait for this one.
+    os._exit(status)

@@ -1,0 +1,220 @@
+"""What the exchange costs: steps with and without it, the bandwidth, the bytes on the interface.
+
+All processes measure together, start each block behind a barrier, and report the slowest of them:
+in an all-to-all, every process but the slowest looks faster than it is.
+"""
+
+import collections
+import socket
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxcomm
+from train.sync import AXIS
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+BLOCKS = 4  # Alternations of steps with and without exchange: both meet the same disturbances.
+COUNTERS = Path("/proc/net/dev")  # Linux only; elsewhere no bytes are reported.
+
+
+class Steps(NamedTuple):
+    """Times of the same steps with and without the exchange, of the slowest process.
+
+    Attributes:
+      step_ms: median time of a step.
+      compute_ms: median time of a step without exchange.
+      interface: name of the network interface that sent most, or None.
+      interface_bytes: bytes that it sent for one step and device of this machine, or None.
+    """
+
+    step_ms: float
+    compute_ms: float
+    interface: str | None
+    interface_bytes: float | None
+
+
+class Bandwidth(NamedTuple):
+    """What one device can send.
+
+    Attributes:
+      gigabits: in a second; None for a single device.
+      source: where the number comes from.
+    """
+
+    gigabits: float | None
+    source: str
+
+
+def measure_steps(
+    step: Step, state: Any, plain_step: Step, plain_state: Any, batch: Any, count: int
+) -> Steps:
+    """Times two compiled steps on one batch, in alternating blocks.
+
+    Args:
+      step: the training step, which takes the memory of its state.
+      state: its state; used up.
+      plain_step: the same step without the exchange.
+      plain_state: its state; used up.
+      batch: a global batch.
+      count: steps of each kind, at least.
+
+    Returns:
+      Medians over the steps, and the traffic while only steps with the exchange ran.
+    """
+    times: dict[str, list[float]] = {"step": [], "plain": []}
+    sent: collections.Counter[str] = collections.Counter()
+    barrier()  # Compiles it, before bytes are counted.
+    for _ in range(BLOCKS):
+        before = _counters_at_rest()
+        state, seconds = _block(step, state, batch, -(-count // BLOCKS))
+        sent.update(_counters_at_rest())
+        sent.subtract(before)
+        times["step"] += seconds
+        plain_state, seconds = _block(plain_step, plain_state, batch, -(-count // BLOCKS))
+        times["plain"] += seconds
+    interface, total = sent.most_common(1)[0] if sent else (None, 0)
+    share = len(times["step"]) * _devices_of_this_machine()
+    if jax.process_count() == 1:
+        interface = None  # Whatever was sent was not ours.
+    return Steps(
+        step_ms=1e3 * slowest(float(np.median(times["step"]))),
+        compute_ms=1e3 * slowest(float(np.median(times["plain"]))),
+        interface=interface,
+        interface_bytes=total / share if interface else None,
+    )
+
+
+def bandwidth(network: Any) -> Bandwidth:
+    """How fast a device sends: what the config says, or else measured now.
+
+    Args:
+      network: `config.network`: `gigabits`, or None and the `probe_mib` MiB to measure with.
+
+    Returns:
+      The bandwidth; None for a single device, which sends nothing.
+    """
+    if jax.sharding.get_mesh().size == 1:
+        return Bandwidth(None, "one device")
+    if network.gigabits is not None:
+        return Bandwidth(network.gigabits, "config")
+    return Bandwidth(measure_gigabits(network.probe_mib), f"a mean of {network.probe_mib} MiB")
+
+
+def measure_gigabits(mebibytes: int) -> float:
+    """What one device sends in a second of a large exchange, in Gb/s: the f32 mean of XLA.
+
+    Args:
+      mebibytes: size of the array that is averaged, large enough that latency does not count.
+    """
+    shape = (mebibytes, 2**18)  # MiB of float32.
+    mesh = jax.sharding.get_mesh()
+    exchange = jaxcomm.mean(AXIS, codec="float32", algorithm="native")
+    make = jax.jit(
+        lambda: jnp.ones((mesh.size, *shape)),
+        out_shardings=NamedSharding(mesh, PartitionSpec(AXIS)),
+    )
+    local = make()
+    state = exchange.init(jaxcomm.replicate(jnp.zeros(shape)))
+    compiled = jax.jit(exchange.update).lower(local, state).compile()
+    seconds = []
+    for _ in range(4):  # The first one warms up.
+        barrier()
+        started = time.perf_counter()
+        jax.block_until_ready(compiled(local, state))
+        seconds.append(time.perf_counter() - started)
+    sent = float(jaxcomm.wire_report(compiled).bytes_max)
+    return 8e-9 * sent / slowest(float(np.median(seconds[1:])))
+
+
+def costs(
+    steps: Steps, wire: jaxcomm.WireReport, network: Bandwidth, params: Any
+) -> dict[str, Any]:
+    """What the exchange costs, by the names that the numbers have in the report.
+
+    Args:
+      steps: of `measure_steps`.
+      wire: what the compiled step sends.
+      network: of `bandwidth`.
+      params: the parameters, for each of which bytes are counted.
+
+    Returns:
+      Numbers; None where the platform or the number of devices leaves nothing to count.
+    """
+    count = sum(leaf.size for leaf in jax.tree.leaves(params))
+    sent = float(wire.bytes_max)
+    predicted = on_interface = None
+    if network.gigabits is not None:
+        sending_ms = 8e-6 * sent / network.gigabits
+        predicted = steps.compute_ms / (steps.compute_ms + sending_ms)
+    if steps.interface_bytes is not None:
+        on_interface = steps.interface_bytes / count
+    return {
+        "devices": wire.devices,
+        "processes": jax.process_count(),
+        "params": count,
+        "step_ms": steps.step_ms,
+        "compute_ms": steps.compute_ms,
+        "communication_ms": steps.step_ms - steps.compute_ms,
+        "efficiency": steps.compute_ms / steps.step_ms,
+        "predicted_efficiency": predicted,
+        "gigabits": network.gigabits,
+        "gigabits_from": network.source,
+        "rounds": wire.rounds,
+        "bytes_per_param": sent / count,
+        "interface": steps.interface,
+        "interface_bytes_per_param": on_interface,
+    }
+
+
+def slowest(value: float) -> float:
+    """The largest value of any process."""
+    return float(np.max(multihost_utils.process_allgather(np.float32(value))))
+
+
+def barrier() -> None:
+    """Returns when all processes have come here."""
+    multihost_utils.sync_global_devices("jaxcomm")
+
+
+def _block(step: Step, state: Any, batch: Any, count: int) -> tuple[Any, list[float]]:
+    """Runs steps one at a time."""
+    seconds = []
+    for _ in range(count):
+        started = time.perf_counter()
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+        seconds.append(time.perf_counter() - started)
+    return state, seconds
+
+
+def _counters_at_rest() -> dict[str, int]:
+    """Bytes each interface has sent, read while no process sends."""
+    barrier()
+    counters = interface_counters(COUNTERS.read_text()) if COUNTERS.exists() else {}
+    barrier()
+    return counters
+
+
+def interface_counters(text: str) -> dict[str, int]:
+    """Bytes sent by each interface, from the text of /proc/net/dev."""
+    rows = [line.split(":") for line in text.splitlines() if ":" in line]
+    return {name.strip(): int(numbers.split()[8]) for name, numbers in rows}
+
+
+def _devices_of_this_machine() -> int:
+    """Devices of all processes that share this process's interfaces."""
+    namespace = Path("/proc/self/ns/net")  # Containers of one machine have interfaces of their own.
+    network = f"{socket.gethostname()} {namespace.readlink() if namespace.is_symlink() else ''}"
+    mine = np.array([zlib.crc32(network.encode()), jax.local_device_count()], np.uint32)
+    networks, devices = multihost_utils.process_allgather(mine).reshape(-1, 2).T
+    return int(devices[networks == mine[0]].sum())

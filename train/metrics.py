@@ -1,0 +1,155 @@
+"""What a run says while it runs: a line a step in metrics.jsonl, TensorBoard, a progress bar."""
+
+import contextlib
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+import tensorboardX
+from tqdm import tqdm
+
+from train.errors import UserError
+
+
+class Recorder:
+    """Writes measurements on process 0; elsewhere it only keeps pace with the devices.
+
+    Args:
+      workdir: directory of `metrics.jsonl` and the TensorBoard events.
+      start: steps taken before this run; what an earlier run wrote beyond them is dropped.
+      steps: steps after which the run ends.
+    """
+
+    def __init__(self, workdir: Path, start: int, steps: int):
+        self._step_ms: list[float] = []
+        self._late: tuple[int, dict[str, jax.Array]] | None = None
+        self._time = time.perf_counter()
+        self._steps = steps
+        self._primary = jax.process_index() == 0
+        if not self._primary:
+            return
+        path = workdir / "metrics.jsonl"
+        _keep_lines_until(path, start)
+        self._file = path.open("a", buffering=1)  # A line at a time: a killed run leaves them all.
+        self._events = tensorboardX.SummaryWriter(str(workdir), purge_step=start + 1)
+        interactive = sys.stderr.isatty()
+        self._bar = tqdm(
+            total=steps,
+            initial=start,
+            unit="step",
+            mininterval=0.2 if interactive else 5.0,
+            dynamic_ncols=interactive,
+        )
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        del kind, error, trace
+        if self._primary:
+            self._bar.close()
+            self._events.close()
+            self._file.close()
+
+    def train(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Takes the metrics of a step just started and writes those of the one before.
+
+        So the devices always have a step to do while the host writes.
+        """
+        self.flush()
+        self._late = (step, metrics)
+
+    def flush(self) -> None:
+        """Waits for the last step and writes it; its time runs from the end of the one before."""
+        if self._late is None:
+            return
+        step, metrics = self._late
+        values = {name: float(value) for name, value in metrics.items()}
+        now = time.perf_counter()
+        values["step_ms"] = 1e3 * (now - self._time)
+        self._late, self._time = None, now
+        self._step_ms.append(values["step_ms"])
+        if self._primary:
+            self.write("train", step, values)
+            self._bar.set_postfix(
+                {name: f"{value:.4g}" for name, value in values.items()}, refresh=False
+            )
+            self._bar.update()
+            if step == self._steps:
+                self._bar.close()
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """For what is not a step: writes the last one before, and starts the clock again after."""
+        self.flush()
+        yield
+        self._time = time.perf_counter()
+
+    def median_step_ms(self) -> float | None:
+        """The median time from the end of one step to the end of the next, files and all."""
+        return statistics.median(self._step_ms) if self._step_ms else None
+
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Writes one line of metrics.jsonl, and the numbers as TensorBoard scalars.
+
+        Args:
+          kind: "train", "test" or "summary".
+          step: steps taken.
+          values: by name; a number that is not finite becomes null in JSON.
+        """
+        if not self._primary:
+            return
+        line = {"kind": kind, "step": step, **finite(values)}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._events.add_scalar(f"{kind}/{name}", value, step)
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Values that JSON has: None instead of NaN and infinity."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in values.items()
+    }
+
+
+def _keep_lines_until(path: Path, step: int) -> None:
+    """Drops what an earlier run wrote after a step, and a line that it did not finish."""
+    kept = []
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except json.JSONDecodeError:
+            continue
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text("".join(kept))
+    scratch.replace(path)
+
+
+def prepare_workdir(workdir: Path, config: Any) -> None:
+    """Makes the directory of a run and writes the config into it, on process 0.
+
+    Raises:
+      UserError: if the directory cannot be written.
+    """
+    if jax.process_index() != 0:
+        return
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write to --workdir={workdir}: {error}") from error

@@ -1,0 +1,48 @@
+"""The end of a run: what it measured, as a table and as one line of JSON."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.table import Table
+
+from train.metrics import finite
+
+
+def show(summary: dict[str, Any], workdir: Path) -> None:
+    """Prints the table, and the summary as the very last line, on process 0."""
+    if jax.process_index() != 0:
+        return
+    s = summary
+    table = Table(title=f"{s['devices']} devices in {s['processes']} processes", show_header=False)
+    rows = {
+        "test accuracy": f"{100 * s['test_accuracy']:.2f} % of {s['test_images']} images",
+        "median step": f"{s['step_ms']:.2f} ms",
+        "the same step without exchange": f"{s['compute_ms']:.2f} ms",
+        "communication": f"{s['communication_ms']:.2f} ms in {s['rounds']} rounds",
+        "median step while training": _number(s["loop_step_ms"], " ms"),
+        "scaling efficiency, measured": _percent(s["efficiency"]),
+        "scaling efficiency, from bytes and bandwidth": _percent(s["predicted_efficiency"]),
+        "bandwidth of a device": _number(s["gigabits"], f" Gb/s ({s['gigabits_from']})"),
+        "bytes per parameter and device, compiled program": f"{s['bytes_per_param']:.3f}",
+        "bytes per parameter and device, interface": _number(
+            s["interface_bytes_per_param"], f" ({s['interface']})"
+        ),
+        "parameters": f"{s['params']}",
+        "seconds": f"{s['seconds']:.1f}",
+        "workdir": str(workdir),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    Console(width=100, soft_wrap=True).print(table)
+    print(json.dumps(finite(summary), allow_nan=False), flush=True)
+
+
+def _number(value: float | None, unit: str) -> str:
+    return "not measured" if value is None else f"{value:.3f}{unit}"
+
+
+def _percent(value: float | None) -> str:
+    return "not measured" if value is None else f"{100 * value:.1f} %"

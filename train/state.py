@@ -1,0 +1,67 @@
+"""What a run carries from step to step, and the optimizer that changes it."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import jaxcomm
+from train.errors import choose
+
+
+class TrainState(NamedTuple):
+    """The state of a run; all of it is in every checkpoint, together with the input position.
+
+    Attributes:
+      step: number of steps taken, int32.
+      params: nested dict of float32 arrays, equal on all devices.
+      opt_state: of the exchange and the optimizer; what differs from device to device has a
+        leading device axis.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: optax.OptState
+
+
+def sgd(config: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Nesterov momentum with the weight decay inside the gradient, as ResNets are trained."""
+    return optax.chain(
+        optax.add_decayed_weights(config.weight_decay, mask=_matrices),
+        optax.sgd(schedule, momentum=config.momentum, nesterov=True),
+    )
+
+
+def adamw(config: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Adam with decoupled weight decay, as transformers are trained."""
+    return optax.adamw(schedule, weight_decay=config.weight_decay, mask=_matrices)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+
+def _matrices(params: Any) -> Any:
+    """Decay weights only, neither biases nor scales."""
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def make_optimizer(config: Any, steps: int) -> optax.GradientTransformation:
+    """The optimizer that a config names, its learning rate warming up and then falling as a cosine.
+
+    Args:
+      config: `config.optimizer`: `name`, `learning_rate` (the peak), `warmup_steps` and the
+        options of that optimizer.
+      steps: length of the run, where the cosine reaches zero.
+    """
+    rule = choose(OPTIMIZERS, config.name, "config.optimizer.name")
+    warmup = min(config.warmup_steps, steps - 1)
+    return rule(
+        config, optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, steps)
+    )
+
+
+def init(params: Any, tx: optax.GradientTransformation) -> TrainState:
+    """The state before the first step, on all devices of the mesh."""
+    params = jaxcomm.replicate(params)
+    return TrainState(jaxcomm.replicate(jnp.zeros((), jnp.int32)), params, tx.init(params))

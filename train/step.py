@@ -1,0 +1,123 @@
+"""The two compiled programs: one training step, one step of evaluation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+import jaxcomm
+from train.state import TrainState
+from train.sync import AXIS
+
+Metrics = dict[str, jax.Array]
+Forward = Callable[[Any, jax.Array], jax.Array]
+
+
+def make_forward(graph: nnx.GraphDef, mean: float, std: float) -> Forward:
+    """From a model to `forward(params, uint8 images) -> float32 logits`."""
+
+    def forward(params: Any, images: jax.Array) -> jax.Array:
+        images = (images.astype(jnp.float32) - mean) / std
+        return nnx.merge(graph, params)(images).astype(jnp.float32)
+
+    return forward
+
+
+def make_loss(
+    forward: Forward, smoothing: float
+) -> Callable[[Any, Any], tuple[jax.Array, Metrics]]:
+    """The mean cross entropy of one device's part of a batch, and its accuracy."""
+
+    def loss_fn(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Metrics]:
+        logits = forward(params, batch["image"])
+        labels = jax.nn.one_hot(batch["label"], logits.shape[-1])
+        losses = optax.softmax_cross_entropy(logits, optax.smooth_labels(labels, smoothing))
+        accuracy = (logits.argmax(-1) == batch["label"]).astype(jnp.float32)
+        return losses.mean(), {"accuracy": accuracy.mean()}
+
+    return loss_fn
+
+
+def make_gradient(forward: Forward, smoothing: float, microbatches: int) -> Any:
+    """Loss, metrics and the gradient of each device's own part of a batch.
+
+    Args:
+      forward: of `make_forward`.
+      smoothing: share of the label that is spread evenly over all classes.
+      microbatches: equal parts of a device's batch, of which one at a time needs memory.
+
+    Returns:
+      `f(params, global_batch) -> ((loss, metrics), local gradients)`.
+    """
+    value_and_grad = jaxcomm.value_and_grad(make_loss(forward, smoothing), AXIS, has_aux=True)
+    return jaxcomm.accumulate(value_and_grad, microbatches)
+
+
+def make_train_step(
+    gradient: Callable[..., Any], tx: optax.GradientTransformation
+) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
+    """The training step: local gradients, their exchange inside `tx`, the update.
+
+    Args:
+      gradient: of `make_gradient`.
+      tx: the exchange and the optimizer.
+
+    Returns:
+      `step(state, global_batch) -> (state, metrics)`, which takes the old state's memory when it
+      is jitted with `donate_argnums=0`. Metrics are means over the global batch.
+    """
+
+    def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
+        (loss, metrics), grads = gradient(state.params, batch)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, opt_state), {"loss": loss, **metrics}
+
+    return step
+
+
+def compile_step(step: Callable[..., Any], state: TrainState, batch: Any) -> Any:
+    """Compiles a training step for a state and a batch like these; it takes the state's memory."""
+    return jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+
+
+def make_eval_step(forward: Forward) -> Callable[[Any, Any], Metrics]:
+    """The evaluation step: sums over a global batch of everything that has weight.
+
+    Returns:
+      `step(params, global_batch) -> sums` of `loss`, `accuracy` and `weight`, jitted.
+    """
+
+    def step(params: Any, batch: dict[str, jax.Array]) -> Metrics:
+        logits = forward(params, batch["image"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        correct = (logits.argmax(-1) == batch["label"]).astype(jnp.float32)
+        weight = batch["weight"]
+        return {
+            "loss": (losses * weight).sum(),
+            "accuracy": (correct * weight).sum(),
+            "weight": weight.sum(),
+        }
+
+    return jax.jit(step)
+
+
+def evaluate(
+    eval_step: Callable[[Any, Any], Metrics], params: Any, batches: Any
+) -> dict[str, float]:
+    """Mean loss and accuracy over the whole test set.
+
+    Args:
+      eval_step: of `make_eval_step`.
+      params: the parameters.
+      batches: all global test batches.
+
+    Returns:
+      `test_loss` and `test_accuracy`, equal in all processes.
+    """
+    parts = [eval_step(params, batch) for batch in batches]
+    sums = {name: sum(float(part[name]) for part in parts) for name in parts[0]}
+    return {f"test_{name}": sums[name] / sums["weight"] for name in ("loss", "accuracy")}

@@ -1,0 +1,46 @@
+"""How the devices agree on a gradient: one row for each method of jaxcomm.
+
+A later method enters by a row here and its options in `config.sync`.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optax
+
+import jaxcomm
+from train.errors import UserError, choose
+
+AXIS = "data"
+
+# Name -> (factory, the arguments it takes of config.sync and of the order of the gradients).
+METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str, ...]]] = {
+    "mean": (jaxcomm.mean, ("codec", "algorithm", "bucket_mib", "bucket_order")),
+    "none": (jaxcomm.no_exchange, ()),
+}
+
+
+def build(config: Any, bucket_order: Sequence[str]) -> optax.GradientTransformation:
+    """Makes the transformation that `config.sync` names.
+
+    Args:
+      config: `config.sync`: `method` and that method's options; others are not looked at.
+      bucket_order: paths of the parameters as `jaxcomm.backward_order` finds them.
+
+    Returns:
+      The first transformation of the optimizer's chain: local gradients in, equal updates out.
+
+    Raises:
+      UserError: if there is no such method, or it refuses its options.
+    """
+    factory, names = choose(METHODS, config.method, "config.sync.method")
+    options = {**config, "bucket_order": bucket_order}
+    try:
+        return factory(AXIS, **{name: options[name] for name in names})
+    except (TypeError, ValueError) as error:
+        raise UserError(f"config.sync: {error}") from error
+
+
+def no_exchange() -> optax.GradientTransformation:
+    """What the same step is without communication, for measuring."""
+    return jaxcomm.no_exchange(AXIS)
