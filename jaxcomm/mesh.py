@@ -55,17 +55,23 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
 
     Returns:
       The pytree of global arrays, whose leading axis is the sum over all processes; the rows of a
-      process lie on its own devices.
+      process lie on its own devices. (A plain numpy array given to a jitted function is taken for
+      the whole batch, equal in all processes: of a local batch, rows would be lost.)
 
     Raises:
-      ValueError: if no mesh is set, it has no such axis, or the local leading axis is not a
-        multiple of the number of local devices along it.
+      ValueError: if no mesh is set, it has no such axis, the local leading axis is not a multiple
+        of the number of local devices along it, or the batch is global already.
     """
     _compat.axis_size(axis_name)
     mesh = jax.sharding.get_mesh()
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
     local = math.prod(mesh.local_mesh.shape[name] for name in _compat.names_of(axis_name))
     for path, leaf in jax.tree_util.tree_leaves_with_path(local_batch):
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            raise ValueError(
+                f"{_compat.path_name(path) or 'the batch'} is global already: it spans devices of "
+                "other processes; pass this process's own rows."
+            )
         rows = np.shape(leaf)[0] if np.ndim(leaf) else 0
         if rows == 0 or rows % local:
             raise ValueError(

@@ -13,9 +13,32 @@ from train.errors import UserError, choose
 
 AXIS = "data"
 
+
+def majority_vote(
+    axis_name: str, *, local_momentum: float, **options: Any
+) -> optax.GradientTransformation:
+    """The majority of signs: of gradients, or of each device's momentum as in Signum."""
+    vote = jaxcomm.majority_vote(axis_name, **options)
+    if not local_momentum:
+        return vote
+    return optax.chain(jaxcomm.local(optax.ema(local_momentum), axis_name), vote)
+
+
 # Name -> (factory, the arguments it takes of config.sync and of the order of the gradients).
 METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str, ...]]] = {
     "mean": (jaxcomm.mean, ("codec", "algorithm", "bucket_mib", "bucket_order")),
+    "majority_vote": (
+        majority_vote,
+        (
+            "algorithm",
+            "tie",
+            "zero",
+            "error_feedback",
+            "local_momentum",
+            "bucket_mib",
+            "bucket_order",
+        ),
+    ),
     "none": (jaxcomm.no_exchange, ()),
 }
 

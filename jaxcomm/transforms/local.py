@@ -17,9 +17,27 @@ from jaxcomm.transforms.per_device import PerDevice
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Structure:
-    """How the arrays of the inner state hang together."""
+    """How the arrays of the inner state hang together.
+
+    Attributes:
+      treedef: of the inner state.
+      empty: for each of its arrays None, or what it is if it has no elements: those are not kept,
+        because XLA does not keep them sharded.
+    """
 
     treedef: Any
+    empty: tuple[jax.ShapeDtypeStruct | None, ...]
+
+    def state_of(self, arrays: list[jax.Array]) -> Any:
+        """The inner state on one device."""
+        rest = iter(arrays)
+        leaves = [next(rest) if e is None else jnp.zeros(e.shape, e.dtype) for e in self.empty]
+        return self.treedef.unflatten(leaves)
+
+    def arrays_of(self, state: Any) -> list[jax.Array]:
+        """What is kept of the inner state."""
+        leaves = jax.tree.leaves(state)
+        return [x for x, e in zip(leaves, self.empty, strict=True) if e is None]
 
 
 class LocalState(NamedTuple):
@@ -67,28 +85,28 @@ def local(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.Gra
 
     def init_fn(params: Any) -> Any:
         layout = layout_of(params, axis_name)
-        leaves, treedef = jax.tree.flatten(inner.init(params))
-        shapes = {leaf.shape: leaf.spec for leaf in layout.leaves}
-        specs = tuple(
-            PartitionSpec(axis_name, *shapes.get(jnp.shape(x), PartitionSpec())) for x in leaves
-        )
+        state = jax.tree.map(jnp.asarray, inner.init(params))
+        leaves, treedef = jax.tree.flatten(state)
+        empty = [None if x.size else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        structure = _Structure(treedef, tuple(empty))
+        kept, specs = structure.arrays_of(state), structure.arrays_of(_specs_of(state, layout))
         if _compat.is_manual(axis_name):
             checked = _compat.checks_on(axis_name)
             axes = frozenset(_compat.names_of(axis_name) if checked else ())
-            values = [_compat.as_varying(jnp.asarray(x)[None], axes) for x in leaves]
+            values = [_compat.as_varying(x[None], axes) for x in kept]
         else:
             spread = jax.jit(
                 lambda xs: [jnp.broadcast_to(x, (layout.world, *x.shape)) for x in xs],
-                out_shardings=list(specs),
+                out_shardings=specs,
             )
-            values = spread([jnp.asarray(x) for x in leaves])
-        return LocalState(layout, _Structure(treedef), PerDevice(values, specs))
+            values = spread(kept)
+        return LocalState(layout, structure, PerDevice(values, tuple(specs)))
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         def one(updates: Any, leaves: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
-            inner_state = state.structure.treedef.unflatten(leaves)
+            inner_state = state.structure.state_of(leaves)
             updates, inner_state = inner.update(updates, inner_state, params)
-            return updates, jax.tree.leaves(inner_state)
+            return updates, state.structure.arrays_of(inner_state)
 
         if _compat.is_manual(axis_name):
             updates, leaves = one(updates, [x[0] for x in state.inner.values])
@@ -98,3 +116,19 @@ def local(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.Gra
         return updates, state._replace(inner=PerDevice(leaves, state.inner.specs))
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _specs_of(state: Any, layout: Layout) -> Any:
+    """How the inner state is sharded: what mirrors a parameter as it is, with a device axis.
+
+    Its path ends in the parameter's, and the shapes are equal; shapes alone would mix up
+    parameters that are sharded over different dimensions.
+    """
+    known = {(leaf.path, leaf.shape): leaf.spec for leaf in layout.leaves}
+
+    def spec_of(path: Any, x: Any) -> PartitionSpec:
+        endings = (_compat.path_name(path[i:]) for i in range(len(path) + 1))
+        spec = next((known[e, x.shape] for e in endings if (e, x.shape) in known), ())
+        return PartitionSpec(layout.axis_name, *spec)
+
+    return jax.tree_util.tree_map_with_path(spec_of, state)

@@ -33,7 +33,7 @@ class MajorityVoteState(NamedTuple):
 
 def majority_vote(
     axis_name: AxisName,
-    algorithm: str | collectives.Algorithm = "circulant",
+    algorithm: str | collectives.Algorithm | None = None,
     *,
     tie: str = "random",
     zero: str = "random",
@@ -65,7 +65,7 @@ def majority_vote(
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
       algorithm: "circulant", "ring", "halving_doubling", "direct" or an algorithm such as
-        `jaxcomm.direct(aggregator=0)`.
+        `jaxcomm.direct(aggregator=0)`; None is "circulant".
       tie: what an equal number of votes gives: "random" (a fair coin that all devices share),
         "zero", "positive" or "negative".
       zero: what a zero votes: "random" (a fair coin of each device) or "abstain".
@@ -100,7 +100,7 @@ def majority_vote(
     """
     names_of(axis_name)
     collectives.check_majority(tie, zero)
-    chosen = collectives.from_name(algorithm)
+    chosen = collectives.from_name("circulant" if algorithm is None else algorithm)
     if chosen.name == "native":
         raise ValueError("XLA has no majority vote of its own; choose another algorithm.")
     limit = bytes_of(bucket_mib)
@@ -120,7 +120,10 @@ def majority_vote(
         ballot = dict(zip(large, own, strict=True)) if error_feedback else {}
         ballot = {i: grads[i].astype(jnp.float32) + ballot.get(i, 0.0) for i in large}
         scales = {("scale", i): jnp.mean(jnp.abs(x)) for i, x in ballot.items() if error_feedback}
-        exact, finite = exact_means({i: grads[i] for i in exempt} | scales, grads, axis_name)
+        # A scale can overflow where no gradient does, and must not end up in a residual.
+        exact, finite = exact_means(
+            {i: grads[i] for i in exempt} | scales, [*grads, *scales.values()], axis_name
+        )
 
         kept = own
         if error_feedback:

@@ -67,6 +67,12 @@ def step(params, state, batch):
 
 share = slice(rank * 8 // world, (rank + 1) * 8 // world)
 batch = jaxcomm.global_batch((x[share], y[share]), "data")
+try:
+    jaxcomm.global_batch(batch, "data")
+except ValueError as error:
+    assert "is global already" in str(error), error
+else:
+    raise AssertionError("a global batch was taken for a local one")
 for _ in range(6):
     params, state, loss = step(params, state, batch)
 local = jax.tree.map(lambda p: np.asarray(p.addressable_shards[0].data), params)
