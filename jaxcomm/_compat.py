@@ -18,12 +18,15 @@ def names_of(axis_name: AxisName) -> tuple[str, ...]:
 
     Raises:
       TypeError: for anything else.
+      ValueError: for a tuple that names an axis twice.
     """
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
     if not isinstance(names, tuple) or not names or not all(isinstance(n, str) for n in names):
         raise TypeError(
             f"axis_name must be the name of a mesh axis or a tuple of names, got {axis_name!r}."
         )
+    if len(set(names)) < len(names):
+        raise ValueError(f"axis_name names an axis twice: {axis_name!r}; each may appear once.")
     return names
 
 

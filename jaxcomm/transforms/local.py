@@ -34,8 +34,8 @@ class _Structure:
         leaves = [next(rest) if e is None else jnp.zeros(e.shape, e.dtype) for e in self.empty]
         return self.treedef.unflatten(leaves)
 
-    def arrays_of(self, state: Any) -> list[jax.Array]:
-        """What is kept of the inner state."""
+    def arrays_of(self, state: Any) -> list[Any]:
+        """What is kept of the inner state, or of a tree like it."""
         leaves = jax.tree.leaves(state)
         return [x for x, e in zip(leaves, self.empty, strict=True) if e is None]
 
@@ -60,6 +60,10 @@ def local(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.Gra
     Local momentum for Signum is `jaxcomm.local(optax.trace(0.9), "data")`, clipping on every
     device `jaxcomm.local(optax.clip_by_global_norm(1.0), "data")`. Without it, in the global view
     a transformation before the exchange would see the gradients of all devices as one.
+
+    In the manual view it sees what the device holds. Where parameters are sharded over a further
+    axis, that is their shards, so there a norm is not that of the whole gradient: clip in the
+    global view.
 
     Args:
       inner: a transformation that exchanges nothing.

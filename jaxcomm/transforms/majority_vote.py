@@ -57,7 +57,7 @@ def majority_vote(
     With error feedback, a device votes with the signs of its gradient plus its residual, and
     keeps what these, scaled by the mean magnitude of the leaf, leave over. The update is the vote
     times the mean of the devices' scales, so it has the size of a gradient; exempt leaves are
-    then their means.
+    then their means. Where a leaf is sharded over a further axis, each shard has its own scale.
 
     If any gradient on any device is not finite, every update on every device is NaN and the
     residuals stay as they are.

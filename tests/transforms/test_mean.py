@@ -257,6 +257,7 @@ def test_gradients_may_be_donated() -> None:
             TypeError,
             "axis_name must be the name of a mesh axis or a tuple of names, got 0",
         ),
+        ({"axis_name": ("data", "data")}, ValueError, "names an axis twice"),
         ({"axis_name": "data", "codec": "bf16"}, ValueError, "unknown codec 'bf16'"),
         ({"axis_name": "data", "algorithm": "tree"}, ValueError, "unknown algorithm 'tree'"),
         ({"axis_name": "data", "bucket_mib": 0}, ValueError, "positive number, got 0"),
