@@ -23,6 +23,7 @@ from jaxcomm.transforms import (
     mean,
     multi_steps,
     no_exchange,
+    one_bit_adam,
     state_spec,
     value_and_grad,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "multi_steps",
     "native",
     "no_exchange",
+    "one_bit_adam",
     "pmean",
     "replicate",
     "ring",

@@ -14,6 +14,7 @@ WITH_EXAMPLES = [
     "jaxcomm.transforms.gradients",
     "jaxcomm.transforms.local",
     "jaxcomm.transforms.mean",
+    "jaxcomm.transforms.one_bit_adam",
     "jaxcomm.transforms.per_device",
     "jaxcomm.wire",
 ]

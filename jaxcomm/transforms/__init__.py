@@ -5,6 +5,7 @@ from jaxcomm.transforms.local import LocalState, local
 from jaxcomm.transforms.majority_vote import MajorityVoteState, majority_vote
 from jaxcomm.transforms.mean import MeanState, mean, no_exchange
 from jaxcomm.transforms.multi_steps import MultiStepsState, multi_steps
+from jaxcomm.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
 from jaxcomm.transforms.per_device import PerDevice, state_spec
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "MajorityVoteState",
     "MeanState",
     "MultiStepsState",
+    "OneBitAdamState",
     "PerDevice",
     "ValueAndGrad",
     "accumulate",
@@ -21,6 +23,7 @@ __all__ = [
     "mean",
     "multi_steps",
     "no_exchange",
+    "one_bit_adam",
     "state_spec",
     "value_and_grad",
 ]

@@ -1,0 +1,371 @@
+"""1-bit Adam: the optimizer and the exchange of its momentum, as one optax transformation."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxcomm import _compat, collectives
+from jaxcomm._compat import AxisName
+from jaxcomm.collectives.one_bit import chunk_length, one_bit_mean
+from jaxcomm.transforms._buckets import Bucket, buckets_of, split_off_exempt
+from jaxcomm.transforms._fusion import bytes_of, exact_means, fused
+from jaxcomm.transforms._layout import Layout, Leaf, check_gradients, layout_of, names_in
+from jaxcomm.transforms._views import Arrays, on_every_device
+from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms.per_device import PerDevice, zeros_per_device
+
+
+class OneBitAdamState(NamedTuple):
+    """The state of `one_bit_adam`.
+
+    Attributes:
+      layout: what `init` saw of the parameters.
+      count: int32, the steps taken; steps that were not finite do not count.
+      m: float32 momentum, shaped and sharded as the parameters, equal on all devices.
+      v: float32 variance, likewise.
+      worker_error: for each bucket, what each device has not contributed yet.
+      server_error: for each bucket, what each device still owes of the chunk that it owns.
+      frozen_at: int32, the value of `count` at which the warm-up ended; 0 until it has.
+      norms: float32, the last 1/(1-b2) norms of v in a ring, with `variance_stability`; else ().
+    """
+
+    layout: Layout
+    count: jax.Array
+    m: Any
+    v: Any
+    worker_error: PerDevice
+    server_error: PerDevice
+    frozen_at: jax.Array
+    norms: Any
+
+
+def one_bit_adam(
+    learning_rate: optax.ScalarOrSchedule,
+    axis_name: AxisName,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    warmup_steps: int | None = None,
+    variance_stability: float | None = None,
+    bucket_mib: float = 32.0,
+    bucket_order: Sequence[str] | None = None,
+) -> optax.GradientTransformation:
+    """Adam on the mean of local gradients, whose momentum soon travels in one bit a value.
+
+    It is optimizer and exchange in one: its updates are final, and nothing like `jaxcomm.mean` or
+    `optax.adam` goes with it. `jaxcomm.local(optax.clip_by_global_norm(1.0), "data")` may come
+    before it.
+
+    In the warm-up it is `optax.adamw` on the exact mean. Then the variance v is frozen for all
+    leaves. Each device moves the common momentum m by its own gradient, and the new common
+    momentum is the mean of these in signs and scales, with an error kept at both ends
+    (`one_bit_mean`). Leaves of at most one dimension keep their exact float32 mean.
+
+    A coordinate whose v is 0 when it is frozen never had a gradient. Its momentum would still
+    come back as plus or minus a scale, to be divided by eps, so it stays where it is for good
+    (but for weight decay). Where v is tiny, a larger eps bounds the step.
+
+    If any gradient on any device is not finite, every update on every device is NaN and the state
+    stays as it is. The exchange of a bucket begins once all gradients of that bucket exist.
+
+    Args:
+      learning_rate: a number, or a schedule of `count`.
+      axis_name: the mesh axis, or axes, over which the batch is spread.
+      b1: decay of the momentum, in [0, 1).
+      b2: decay of the variance, in [0, 1).
+      eps: added to the root of the variance, >= 0.
+      weight_decay: decoupled, as in `optax.adamw`; the update needs the parameters then.
+      warmup_steps: the number of steps before v is frozen. Give this or `variance_stability`.
+      variance_stability: v is frozen when its L1 norm and that of 1/(1-b2) steps ago, both
+        corrected for their start at 0, differ little: the smaller over the larger is at least
+        this number in (0, 1]; the paper's is 0.96. The learning rate's own warm-up should end
+        within 1/(1-b2) steps.
+      bucket_mib: MiB of float32 gradients that a bucket holds at most.
+      bucket_order: paths of leaves in the order in which their gradients appear, as
+        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+
+    Returns:
+      A transformation whose `update` takes local gradients (from `jaxcomm.value_and_grad`) in
+      either view, and returns what `optax.apply_updates` takes, bitwise equal on all devices.
+
+    Raises:
+      TypeError, ValueError: at once for bad arguments; by `update` if weight decay lacks the
+        parameters; else as `jaxcomm.mean`.
+
+    Wire: in the warm-up 8(N-1)/N bytes a parameter; then, for each bucket of n values, 2(N-1)
+    messages of 1 + ceil(ceil(n/N) / 32) uint32 words, which is 2(N-1)/N bits a value and a scale
+    in each message. Both are branches of a conditional for each bucket. In both stages one float32
+    all-reduce of all exempt values and one flag; on a mesh of several axes, one int32 over the
+    others, and with `variance_stability` one float32.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> tx = jaxcomm.one_bit_adam(0.1, "data", warmup_steps=1)
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     state = tx.init(jnp.zeros((1, 2)))
+      ...     grads = jnp.array([[[1.0, -3.0]], [[3.0, 1.0]]])  # of 2 devices; their mean is 2, -1
+      ...     updates, state = jax.jit(tx.update)(grads, state)
+      >>> updates.round(3), int(state.frozen_at)
+      (Array([[-0.1,  0.1]], dtype=float32), 1)
+
+    References:
+      H. Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+      Convergence Speed", ICML 2021, arXiv:2102.02888.
+
+    Differs from the paper: the scale is its own, L2 norm / sqrt(n), but one for each chunk that a
+    worker sends, not for all of its momentum; leaves of at most one dimension are not compressed;
+    both moments are corrected for their start at 0, v for good as of the step at which it was
+    frozen; the test of stability compares corrected norms, and takes growth for unstable too,
+    where the paper looks at v_t / v_{t-D} >= 0.96 alone; coordinates with v = 0 do not move.
+    DeepSpeed shares the scale with the paper, corrects no moment, decodes 0 as +1 (here -1), lets
+    padding count in scales and errors, asks the user for masks where v = 0, and forgets the errors
+    in a checkpoint. GRACE's `onebit` is another method: two means for each tensor, a byte a sign.
+    """
+    _compat.names_of(axis_name)
+    adam = _Adam(learning_rate, b1, b2, eps, weight_decay, warmup_steps, variance_stability)
+    limit = bytes_of(bucket_mib)
+
+    def init_fn(params: Any) -> Any:
+        refuse_wrappers()
+        layout = layout_of(params, axis_name)
+        large, _ = split_off_exempt(layout)
+        m, v, count, frozen_at, norms = _zeros(params, layout, adam.norms_kept)
+        buckets = buckets_of(layout, large, bucket_order, limit)
+        worker, server = _no_errors(params, layout, buckets)
+        return OneBitAdamState(layout, count, m, v, worker, server, frozen_at, norms)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        refuse_wrappers()
+        grads, treedef = jax.tree.flatten(updates)
+        check_gradients(grads, state.layout)
+        old_m, old_v = jax.tree.leaves(state.m), jax.tree.leaves(state.v)
+        large, _ = split_off_exempt(state.layout)
+        buckets = buckets_of(state.layout, large, bucket_order, limit)
+        frozen, count = state.frozen_at > 0, state.count + 1
+        leaves = range(len(grads))
+        in_one_bit = [frozen & (i in large) for i in leaves]
+
+        grads32 = [g.astype(jnp.float32) for g in grads]
+        sent = [jnp.where(in_one_bit[i], adam.m(old_m[i], grads32[i]), grads32[i]) for i in leaves]
+        agreed, finite, worker, server = _exchange(sent, frozen, state, buckets)
+        m = [jnp.where(in_one_bit[i], agreed[i], adam.m(old_m[i], agreed[i])) for i in leaves]
+        v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], agreed[i])) for i in leaves]
+        steps = adam.steps(m, v, state, params)
+        updates = [jnp.where(finite, steps[i], jnp.nan).astype(grads[i].dtype) for i in leaves]
+
+        end = adam.end_of_warmup(v, count, state)
+        new = (count, treedef.unflatten(m), treedef.unflatten(v), *end)
+        old = (state.count, state.m, state.v, state.frozen_at, state.norms)
+        count, m, v, frozen_at, norms = jax.tree.map(partial(jnp.where, finite), new, old)
+        state = OneBitAdamState(state.layout, count, m, v, worker, server, frozen_at, norms)
+        return treedef.unflatten(updates), state
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Adam:
+    """The arithmetic of Adam, and when its warm-up ends; every device does the same."""
+
+    learning_rate: optax.ScalarOrSchedule
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    warmup_steps: int | None
+    variance_stability: float | None
+
+    def __post_init__(self) -> None:
+        rate = self.learning_rate
+        if not (callable(rate) or isinstance(rate, int | float | jax.Array)):
+            raise TypeError(f"learning_rate must be a number or a schedule, got {rate!r}.")
+        for name in ("b1", "b2"):
+            _check_number(name, getattr(self, name), lambda x: 0 <= x < 1, "in [0, 1)")
+        for name in ("eps", "weight_decay"):
+            _check_number(name, getattr(self, name), lambda x: 0 <= x < math.inf, ">= 0")
+        steps, stability = self.warmup_steps, self.variance_stability
+        if (steps is None) == (stability is None):
+            raise ValueError(
+                "give one end of the warm-up: warmup_steps (a number of steps) or "
+                f"variance_stability (such as 0.96), got {steps!r} and {stability!r}."
+            )
+        if steps is not None:
+            whole = "a whole number >= 1, as a variance is needed to freeze it"
+            _check_number("warmup_steps", steps, lambda x: isinstance(x, int) and x >= 1, whole)
+        else:
+            _check_number("variance_stability", stability, lambda x: 0 < x <= 1, "in (0, 1]")
+
+    @property
+    def norms_kept(self) -> int:
+        """How many steps lie between the norms of v that are compared; 0 if none are."""
+        return 0 if self.variance_stability is None else round(1 / (1 - self.b2))
+
+    def m(self, m: jax.Array, g: jax.Array) -> jax.Array:
+        """The next momentum; g may have a device axis."""
+        return self.b1 * jnp.expand_dims(m, range(g.ndim - m.ndim)) + (1 - self.b1) * g
+
+    def v(self, v: jax.Array, g: jax.Array) -> jax.Array:
+        """The next variance."""
+        return self.b2 * v + (1 - self.b2) * jnp.square(g)
+
+    def steps(self, m: Arrays, v: Arrays, state: OneBitAdamState, params: Any) -> Arrays:
+        """What to add to the parameters; `state` is the one before the step."""
+        rate = self.learning_rate
+        rate = jnp.asarray(rate(state.count) if callable(rate) else rate, jnp.float32)
+        count = state.count + 1
+        seen = jnp.where(state.frozen_at > 0, state.frozen_at, count)  # gradients that v has seen
+        share_m = 1 - self.b1 ** count.astype(jnp.float32)
+        share_v = 1 - self.b2 ** seen.astype(jnp.float32)
+        steps = [
+            jnp.where(v > 0, (m / share_m) / (jnp.sqrt(v / share_v) + self.eps), 0.0)
+            for m, v in zip(m, v, strict=True)
+        ]
+        if self.weight_decay:
+            if params is None:
+                raise ValueError(
+                    "weight decay needs the parameters: call tx.update(grads, state, params)."
+                )
+            weights = [w.astype(jnp.float32) for w in jax.tree.leaves(params)]
+            steps = [s + self.weight_decay * w for s, w in zip(steps, weights, strict=True)]
+        return [-rate * step for step in steps]
+
+    def end_of_warmup(
+        self, v: Arrays, count: jax.Array, state: OneBitAdamState
+    ) -> tuple[jax.Array, Any]:
+        """The next `frozen_at` and `norms`."""
+        threshold = self.variance_stability
+        if threshold is None:
+            ended, norms = count >= jnp.int32(self.warmup_steps), ()
+        else:
+            norm = _norm(v, state.layout) / (1 - self.b2 ** count.astype(jnp.float32))
+            place = count % self.norms_kept
+            old, norms = state.norms[place], state.norms.at[place].set(norm)
+            stable = jnp.minimum(norm, old) >= threshold * jnp.maximum(norm, old)
+            ended = stable & (norm > 0) & (count > self.norms_kept)
+        return jnp.where(ended & (state.frozen_at == 0), count, state.frozen_at), norms
+
+
+def _exchange(
+    sent: Arrays, compressed: jax.Array, state: OneBitAdamState, buckets: tuple[Bucket, ...]
+) -> tuple[Arrays, jax.Array, PerDevice, PerDevice]:
+    """What the devices agree on, whether all they sent is finite, and the next errors."""
+    layout, worker, server = state.layout, state.worker_error, state.server_error
+    axis_name, number = layout.axis_name, len(buckets)
+    _, exempt = split_off_exempt(layout)
+    reduction, native = collectives.mean_of("float32", "native")
+
+    def in_float32(x: jax.Array, *errors: jax.Array) -> tuple[jax.Array, ...]:
+        return collectives.all_reduce(x, axis_name, reduction, native), *errors
+
+    def in_one_bit(x: jax.Array, worker: jax.Array, server: jax.Array) -> tuple[jax.Array, ...]:
+        return one_bit_mean(x, worker, server, axis_name)
+
+    def on_one(sent: Arrays, own: Arrays, compressed: jax.Array) -> tuple[Arrays, Arrays]:
+        agreed, finite = exact_means({i: sent[i] for i in exempt}, sent, axis_name)
+        kept = list(own)
+        for b, bucket in enumerate(buckets):
+
+            def reduce(x: jax.Array, b: int = b) -> jax.Array:
+                errors = own[b], own[number + b]
+                mean, *errors = jax.lax.cond(compressed, in_one_bit, in_float32, x, *errors)
+                kept[b], kept[number + b] = errors
+                return mean
+
+            agreed |= fused({i: sent[i] for i in bucket}, reduce)
+        kept = [jnp.where(finite, new, old) for new, old in zip(kept, own, strict=True)]
+        return [agreed[i] for i in range(len(layout.leaves))] + [finite.astype(jnp.float32)], kept
+
+    # The flag comes back as one more leaf.
+    flagged = dataclasses.replace(
+        layout, leaves=(*layout.leaves, Leaf("finite", (), jnp.float32, PartitionSpec()))
+    )
+    flag = jnp.zeros(() if _compat.is_manual(axis_name) else (layout.world,))
+    own = PerDevice(worker.values + server.values, worker.specs + server.specs)
+    (*agreed, finite), own = on_every_device(on_one, [*sent, flag], flagged, own, compressed)
+    worker = PerDevice(own.values[:number], worker.specs)
+    return agreed, finite == 1, worker, PerDevice(own.values[number:], server.specs)
+
+
+def _zeros(params: Any, layout: Layout, norms_kept: int) -> tuple[Any, ...]:
+    """m, v, count, frozen_at and norms of zero, placed as the update will place them."""
+    leaves, treedef = jax.tree.flatten(params)
+    counter, norms = jnp.zeros((), jnp.int32), jnp.zeros(norms_kept) if norms_kept else ()
+    if _compat.is_manual(layout.axis_name):
+        own = _compat.names_of(layout.axis_name)
+        moment = treedef.unflatten(
+            _compat.as_varying(jnp.zeros(jnp.shape(x)), _compat.varying_axes(x).difference(own))
+            for x in leaves
+        )
+        return moment, moment, counter, counter, norms
+    spec = treedef.unflatten([leaf.spec for leaf in layout.leaves])
+
+    def make() -> tuple[Any, ...]:
+        m = treedef.unflatten([jnp.zeros(leaf.shape) for leaf in layout.leaves])
+        return m, m, counter, counter, norms
+
+    everywhere = PartitionSpec()
+    shardings = spec, spec, everywhere, everywhere, everywhere if norms_kept else ()
+    return jax.jit(make, out_shardings=shardings)()
+
+
+def _no_errors(
+    params: Any, layout: Layout, buckets: tuple[Bucket, ...]
+) -> tuple[PerDevice, PerDevice]:
+    """Zero worker and server errors: flat, for each bucket, sharded over what its leaves are."""
+    leaves = jax.tree.leaves(params)
+    workers, servers, like = [], [], []
+    for b, bucket in enumerate(buckets):
+        axes = tuple(sorted(names_in(layout.leaves[bucket[0]].spec)))
+        shards = math.prod(_compat.axis_size(axis) for axis in axes)
+        n = sum(math.prod(layout.leaves[i].shape) for i in bucket) // shards
+        spec = PartitionSpec(axes) if axes else PartitionSpec()
+        worker = Leaf(f"bucket {b}", (shards * n,), jnp.float32, spec)
+        workers.append(worker)
+        servers.append(dataclasses.replace(worker, shape=(shards * chunk_length(n, layout.world),)))
+        like.append(frozenset().union(*(_compat.varying_axes(leaves[i]) for i in bucket)))
+
+    def zeros(flat: list[Leaf]) -> PerDevice:
+        values = [
+            _compat.as_varying(jnp.zeros(x.shape), axes) for x, axes in zip(flat, like, strict=True)
+        ]
+        made = dataclasses.replace(layout, leaves=tuple(flat))
+        return zeros_per_device(made, values, range(len(flat)))
+
+    return zeros(workers), zeros(servers)
+
+
+def _norm(v: Arrays, layout: Layout) -> jax.Array:
+    """The L1 norm of v, equal on all devices."""
+    mesh, own = _compat.current_mesh(), _compat.names_of(layout.axis_name)
+    # In the manual view we see parts of leaves that are sharded over further axes. What `init` has
+    # not seen as sharded weighs less; what counts is that all devices get the same.
+    further = _compat.manual_axes().difference(own)
+    norm = jnp.zeros(())
+    for x, leaf in zip(v, layout.leaves, strict=True):
+        shards = math.prod(mesh.shape[axis] for axis in names_in(leaf.spec) & further)
+        norm += jnp.sum(x) * shards
+    if not further:
+        return norm
+    if _compat.checks_on(layout.axis_name):
+        norm = _compat.as_varying(norm, further)
+    return jax.lax.pmean(norm, tuple(sorted(further)))
+
+
+def _check_number(name: str, x: Any, valid: Callable[[Any], bool], wanted: str) -> None:
+    """Raises unless `x` is a Python number that is valid."""
+    if not isinstance(x, int | float) or isinstance(x, bool):
+        raise TypeError(
+            f"{name} must be a Python number, got {x!r}; under optax.inject_hyperparams only "
+            "learning_rate can be injected, and static_args must name all other numbers."
+        )
+    if not valid(x):
+        raise ValueError(f"{name} must be {wanted}, got {x!r}.")

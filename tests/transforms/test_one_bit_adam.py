@@ -1,0 +1,390 @@
+"""1-bit Adam: the published algorithm, its laws, its bytes, and the stage it is in."""
+
+import functools
+import math
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import jaxcomm
+from jaxcomm.codecs import sign
+from jaxcomm.collectives.one_bit import chunk_length, one_bit_mean
+from jaxcomm.transforms.one_bit_adam import one_bit_adam
+from transforms import one_bit_oracle
+from transforms.both_views import (
+    SHAPES,
+    VIEWS,
+    View,
+    gradients,
+    jit_update,
+    place,
+    same_on_all_devices,
+)
+
+GLOBAL, MANUAL, CHECKED = VIEWS[:3]
+OPTIONS = {"b1": 0.9, "b2": 0.99, "eps": 1e-6}
+each_view = pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
+
+
+def skewed(world: int, seed: int) -> dict[str, np.ndarray]:
+    """Gradients that every device pulls its own way."""
+    pull = gradients(world, 1000)
+    return {name: g + 2 * pull[name] for name, g in gradients(world, seed).items()}
+
+
+def zeros(view: View) -> dict[str, jax.Array]:
+    return place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+
+
+# The exchange
+
+
+@functools.cache
+def exchanged(world: int, n: int, steps: int = 50) -> tuple[np.ndarray, ...]:
+    """Inputs [T, N, n], and what every device has after each step: mean and both errors."""
+    rng = np.random.default_rng(n)
+    inputs = rng.standard_normal((steps, world, n)) + 2 * rng.standard_normal((world, n))
+    inputs = (inputs * np.logspace(-3, 3, n)).astype(np.float32)
+
+    def run(x: jax.Array) -> Any:
+        def step(errors: Any, x: jax.Array) -> Any:
+            mean, *errors = one_bit_mean(x, *errors, "data")
+            return errors, (mean, *errors)
+
+        none = [jnp.zeros(n), jnp.zeros(chunk_length(n, world))]
+        return [y[:, None] for y in jax.lax.scan(step, none, x[:, 0])[1]]
+
+    spec = PartitionSpec(None, "data")
+    mesh = jaxcomm.data_mesh(devices=jax.devices()[:world])
+    run = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    return inputs, *map(np.asarray, run(inputs))
+
+
+each_size = pytest.mark.parametrize(
+    ("world", "n"), [(1, 40), (2, 77), (3, 77), (4, 130), (5, 77), (4, 5)]
+)
+
+
+@each_size
+def test_the_exchange_is_the_published_one(world: int, n: int) -> None:
+    inputs, means, workers, servers = exchanged(world, n)
+    worker, server = np.zeros((world, n), np.float32), np.zeros(n, np.float32)
+    for t, x in enumerate(inputs):
+        mean, worker, server = one_bit_oracle.exchange(x, worker, server)
+        np.testing.assert_array_equal(means[t, 0] > 0, mean > 0)
+        np.testing.assert_allclose(means[t, 0], mean, rtol=1e-5)
+        # A sign that differed would be off by two scales.
+        size = np.abs(x).max()
+        np.testing.assert_allclose(workers[t], worker, atol=1e-5 * size)
+        flat = servers[t].reshape(-1)
+        np.testing.assert_allclose(flat[:n], server, atol=1e-5 * size)
+        np.testing.assert_array_equal(flat[n:], 0)
+
+
+@each_size
+def test_what_is_not_sent_yet_is_owed(world: int, n: int) -> None:
+    inputs, means, workers, servers = exchanged(world, n)
+    assert (means.view(np.uint32) == means[:, :1].view(np.uint32)).all()
+    owed = workers[-1].mean(0) + servers[-1].reshape(-1)[:n]
+    np.testing.assert_allclose(
+        means[:, 0].sum(0, np.float64) + owed,
+        inputs.mean(1, np.float64).sum(0),
+        atol=2e-4 * np.abs(inputs).max(),
+    )
+
+
+@pytest.mark.parametrize("n", [1, 100])
+def test_decoded_and_error_are_the_input_whatever_the_padding(n: int) -> None:
+    x = np.random.default_rng(n).standard_normal((3, n)).astype(np.float32)
+    x *= np.float32([[1e-25], [1], [1e30]])  # whose squares are 0 and infinite
+    payload = sign.encode(jnp.asarray(x), jnp.full(3, n))
+    assert payload.dtype == jnp.uint32 and payload.shape == (3, 1 + -(-n // 32))
+    decoded = np.asarray(sign.decode(payload, n))
+    scale = np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=1, keepdims=True))
+    np.testing.assert_allclose(
+        decoded, np.where(x > 0, scale, -scale).astype(np.float32), rtol=1e-6
+    )
+    assert (np.abs(decoded + (x - decoded) - x) <= 1e-6 * np.abs(decoded)).all()
+    padded = jnp.pad(jnp.asarray(x), ((0, 0), (0, 9)))
+    longer = sign.decode(sign.encode(padded, jnp.full(3, n)), n + 9)
+    np.testing.assert_allclose(longer[:, :n], decoded, rtol=1e-6)
+
+
+def test_zeros_decode_to_zeros() -> None:
+    payload = sign.encode(jnp.zeros((2, 40)), jnp.array([40, 0]))
+    np.testing.assert_array_equal(sign.decode(payload, 40), np.zeros((2, 40)))
+
+
+# The transformation
+
+
+def oracles_of(world: int, view: View, warmup: int) -> dict[str, one_bit_oracle.OneBitAdam]:
+    """One for each bucket as a device sees it."""
+    sizes = {"bias": 6, "scale": 1, "kernel head": 61}
+    if view.model > 1:
+        sizes = {"bias": 6, "scale": 1, "kernel": 21, "head 0": 20, "head 1": 20}
+    return {
+        name: one_bit_oracle.OneBitAdam(
+            world, n, warmup, exempt=name in ("bias", "scale"), **OPTIONS
+        )
+        for name, n in sizes.items()
+    }
+
+
+def expected_step(oracles: Any, grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    flat = {name: g.reshape(len(g), -1) for name, g in grads.items()}
+    expected = {name: oracles[name].step(flat[name]) for name in ("bias", "scale")}
+    if "kernel" in oracles:
+        halves = np.split(grads["head"], 2, axis=2)
+        steps = [oracles[f"head {i}"].step(h.reshape(len(h), -1)) for i, h in enumerate(halves)]
+        head = np.concatenate([step.reshape(4, 5) for step in steps], axis=1)
+        expected |= {"kernel": oracles["kernel"].step(flat["kernel"]), "head": head}
+    else:
+        both = oracles["kernel head"].step(np.concatenate([flat["kernel"], flat["head"]], axis=1))
+        expected |= {"kernel": both[:21], "head": both[21:]}
+    return {name: expected.get(name, np.zeros(0)).reshape(s) for name, s in SHAPES.items()}
+
+
+def follow(view: View, world: int, warmup: int, steps: int) -> None:
+    tx = one_bit_adam(0.5, "data", warmup_steps=warmup, **OPTIONS)
+    oracles = oracles_of(world, view, warmup)
+    with jax.set_mesh(view.mesh(world)):
+        params = zeros(view)
+        state, update = tx.init(params), jit_update(view, tx, params)
+        for t in range(steps):
+            grads = skewed(world, 100 + t)
+            updates, state = update(place(view, grads, "data"), state)
+            for name, step in expected_step(oracles, grads).items():
+                np.testing.assert_allclose(updates[name], 0.5 * step, rtol=2e-3, atol=1e-6)
+                np.testing.assert_array_equal(np.asarray(updates[name]) > 0, step > 0)
+        assert update._cache_size() == 1
+    assert (state.count, state.frozen_at) == (steps, warmup)
+    assert all(same_on_all_devices(x) for x in [*updates.values(), *jax.tree.leaves(state.m)])
+    for errors in (state.worker_error, state.server_error):
+        assert all(not x.sharding.is_fully_replicated for x in errors.values)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 5])
+def test_fifty_steps_of_the_published_algorithm(world: int) -> None:
+    follow(GLOBAL, world, warmup=5, steps=55)
+
+
+@each_view
+def test_every_view_follows_the_algorithm_and_compiles_once(view: View) -> None:
+    follow(view, 4, warmup=2, steps=5)
+
+
+@pytest.mark.standard_promotion  # of the schedule
+@pytest.mark.parametrize(
+    "rate", [0.1, optax.cosine_decay_schedule(0.1, 8)], ids=["rate", "schedule"]
+)
+def test_the_warm_up_is_adamw_on_the_mean(rate: Any) -> None:
+    tx = one_bit_adam(rate, "data", weight_decay=0.1, warmup_steps=9)
+    reference = optax.adamw(rate, weight_decay=0.1)
+    with jax.set_mesh(GLOBAL.mesh(4)):
+        params = expected = {name: x + 1 for name, x in zeros(GLOBAL).items()}
+        state, update = tx.init(params), jax.jit(tx.update)
+        adam, adam_update = reference.init(expected), jax.jit(reference.update)
+        for t in range(6):
+            grads = gradients(4, t)
+            updates, state = update(place(GLOBAL, grads, "data"), state, params)
+            params = optax.apply_updates(params, updates)
+            means = {name: jnp.asarray(g.mean(0)) for name, g in grads.items()}
+            updates, adam = adam_update(means, adam, expected)
+            expected = optax.apply_updates(expected, updates)
+            for name in SHAPES:
+                np.testing.assert_allclose(params[name], expected[name], atol=3e-6)
+    assert state.frozen_at == 0
+    for name in SHAPES:
+        np.testing.assert_allclose(state.m[name], adam[0].mu[name], atol=1e-6)
+        np.testing.assert_allclose(state.v[name], adam[0].nu[name], atol=1e-6)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_bytes_of_each_stage_are_those_of_the_formula(world: int) -> None:
+    tx = one_bit_adam(0.1, "data", warmup_steps=1)
+    with jax.set_mesh(GLOBAL.mesh(world)):
+        grads = place(GLOBAL, gradients(world), "data")
+        step = jax.jit(tx.update).lower(grads, tx.init(zeros(GLOBAL)))
+        report = jaxcomm.wire_report(step.compile())
+    always = Fraction(2 * (world - 1), world) * 4 * (6 + 1 + 1)  # exempt values and the flag
+    warmup = Fraction(2 * (world - 1), world) * 4 * 61
+    words = 1 + math.ceil(math.ceil(61 / world) / 32)
+    sent = {branch: r.bytes_max for (_, branch), r in report.by_branch().items()}
+    assert sent == {0: always + warmup, 1: always + 2 * (world - 1) * 4 * words}
+
+
+def test_each_bucket_has_its_payloads_and_its_errors() -> None:
+    tx = one_bit_adam(0.1, "data", warmup_steps=1, bucket_mib=1e-4, bucket_order=("head",))
+    with jax.set_mesh(GLOBAL.mesh(4)):
+        state = tx.init(zeros(GLOBAL))
+        step = jax.jit(tx.update).lower(place(GLOBAL, gradients(4), "data"), state)
+        report = jaxcomm.wire_report(step.compile())
+    assert [x.shape for x in state.worker_error.values] == [(4, 40), (4, 21)]
+    assert [x.shape for x in state.server_error.values] == [(4, 10), (4, 6)]
+    for op in ("all-to-all", "all-gather"):
+        found = report.only(op).collectives
+        assert [set(c.dtypes) for c in found] == [{"u32"}] * 2
+        assert [c.branch[-1][1] for c in found] == [1, 1]
+
+
+@pytest.mark.parametrize("view", [GLOBAL, CHECKED, VIEWS[4]], ids=lambda v: v.name)
+@pytest.mark.parametrize("where", ["head", "bias"])
+def test_a_bad_gradient_makes_every_update_nan_and_leaves_the_state(view: View, where: str) -> None:
+    tx = one_bit_adam(0.1, "data", warmup_steps=2)
+    good, bad = gradients(4), gradients(4)
+    bad[where][2].flat[3] = np.inf
+    with jax.set_mesh(view.mesh(4)):
+        params = zeros(view)
+        state, update = tx.init(params), jit_update(view, tx, params)
+        good, bad = place(view, good, "data"), place(view, bad, "data")
+        for _ in range(4):  # in both stages
+            updates, after = update(bad, state)
+            for name, u in updates.items():
+                assert all(np.isnan(shard.data).all() for shard in u.addressable_shards), name
+            jax.tree.map(np.testing.assert_array_equal, after, state)
+            updates, state = update(good, state)
+            assert all(np.isfinite(u).all() for u in updates.values())
+    assert (state.count, state.frozen_at) == (4, 2)
+
+
+@pytest.mark.parametrize("view", [GLOBAL, MANUAL, *VIEWS[4:]], ids=lambda v: v.name)
+def test_the_warm_up_ends_when_the_variance_is_stable(view: View) -> None:
+    b2, threshold = 0.75, 0.9  # norms 4 steps apart are compared
+    sizes = [4.0, 3.0, 2.0, 1.5, 1.0, 1.5, 2.5, 4.0, *[6.0] * 12]
+    tx = one_bit_adam(0.1, "data", b2=b2, variance_stability=threshold)
+    grads, v, norms, expected = gradients(4), 0.0, [], 0
+    for t, size in enumerate(sizes, 1):
+        v = b2 * v + (1 - b2) * size**2  # the variance is this times one and the same tree
+        norms.append(v / (1 - b2**t))
+        ratio = norms[-1] / norms[-5] if t > 4 else 0.0
+        expected = expected or (t if threshold <= ratio <= 1 / threshold else 0)
+    assert 12 < expected < len(sizes), "neither shrinking nor growing is stable"
+    with jax.set_mesh(view.mesh(4)):
+        params = zeros(view)
+        state, update = tx.init(params), jit_update(view, tx, params)
+        for t, size in enumerate(sizes, 1):
+            scaled = {name: np.float32(size) * g for name, g in grads.items()}
+            before = state
+            _, state = update(place(view, scaled, "data"), state)
+            assert state.frozen_at == (expected if t >= expected else 0)
+            if t > expected:
+                jax.tree.map(np.testing.assert_array_equal, state.v, before.v)
+        assert update._cache_size() == 1
+
+
+def test_what_never_had_a_gradient_stays_where_it_is() -> None:
+    tx = one_bit_adam(0.1, "data", warmup_steps=2)
+    with jax.set_mesh(GLOBAL.mesh(4)):
+        state = tx.init(zeros(GLOBAL))
+        update = jax.jit(tx.update)
+        for t in range(6):
+            grads = gradients(4, t)
+            grads["kernel"][:, 1] = 0
+            updates, state = update(place(GLOBAL, grads, "data"), state)
+            np.testing.assert_array_equal(updates["kernel"][1], 0)
+            assert (np.asarray(updates["kernel"][0]) != 0).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_moments_of_16_bit_gradients_are_float32(dtype: Any) -> None:
+    tx = one_bit_adam(0.1, "data", weight_decay=0.1, warmup_steps=1)
+    with jax.set_mesh(GLOBAL.mesh(2)):
+        params = {"w": jnp.ones((4, 3), dtype)}
+        state, update = tx.init(params), jax.jit(tx.update)
+        grads = {"w": jnp.stack([jnp.full((4, 3), 1, dtype), jnp.full((4, 3), 3, dtype)])}
+        for _ in range(2):
+            updates, state = update(grads, state, params)
+    assert updates["w"].dtype == dtype
+    assert {x.dtype for x in jax.tree.leaves((state.m, state.v))} == {np.dtype(np.float32)}
+    np.testing.assert_allclose(updates["w"].astype(jnp.float32), -0.11, rtol=1e-2)
+
+
+@pytest.mark.standard_promotion  # of the schedule
+def test_devices_that_disagree_find_the_common_optimum() -> None:
+    world, steps = 4, 300
+    rng = np.random.default_rng(0)
+    A = rng.standard_normal((world, 12, 6)).astype(np.float32) / np.sqrt(12).astype(np.float32)
+    target = 3 * rng.standard_normal((world, 6, 5)).astype(np.float32)  # each wants its own
+    normal = np.einsum("dij,dik->djk", A, A)
+    best = np.linalg.solve(normal.sum(0), np.einsum("djk,dkl->jl", normal, target))
+
+    def distance(tx: Any) -> float:
+        def step(w: Any, state: Any) -> Any:
+            updates, state = tx.update(jnp.einsum("djk,dkl->djl", normal, w[None] - target), state)
+            return optax.apply_updates(w, updates), state
+
+        with jax.set_mesh(GLOBAL.mesh(world)):
+            w = jaxcomm.replicate(jnp.zeros((6, 5)))
+            state, step = tx.init(w), jax.jit(step)
+            for _ in range(steps):
+                w, state = step(w, state)
+        return max(np.abs(shard.data - best).max() for shard in w.addressable_shards)
+
+    rate = optax.cosine_decay_schedule(0.2, steps)
+    assert distance(one_bit_adam(rate, "data", warmup_steps=30)) < 0.05
+    assert distance(optax.chain(jaxcomm.no_exchange("data"), optax.adam(rate))) > 1
+
+
+def test_without_large_leaves_it_is_adam_with_a_frozen_variance() -> None:
+    tx = one_bit_adam(0.1, "data", warmup_steps=1)
+    with jax.set_mesh(GLOBAL.mesh(2)):
+        state, update = tx.init(jnp.zeros(3)), jax.jit(tx.update)
+        for g in (1.0, 2.0):
+            updates, state = update(np.full((2, 3), g, np.float32), state)
+    m, v = 0.9 * 0.1 * 1 + 0.1 * 2, 1.0  # v stays 0.001 / (1 - 0.999)
+    np.testing.assert_allclose(updates, -0.1 * m / (1 - 0.9**2) / np.sqrt(v), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"warmup_steps": None}, ValueError, "give one end of the warm-up"),
+        ({"variance_stability": 0.96}, ValueError, "give one end of the warm-up"),
+        ({"warmup_steps": 0}, ValueError, "warmup_steps must be a whole number >= 1"),
+        ({"warmup_steps": 1.5}, ValueError, "warmup_steps must be a whole number >= 1"),
+        ({"warmup_steps": "10"}, TypeError, "warmup_steps must be a Python number"),
+        ({"warmup_steps": None, "variance_stability": 1.1}, ValueError, r"be in \(0, 1\], got 1.1"),
+        ({"b1": 1.0}, ValueError, r"b1 must be in \[0, 1\), got 1.0"),
+        ({"b2": -0.1}, ValueError, r"b2 must be in \[0, 1\), got -0.1"),
+        ({"b2": np.ones(())}, TypeError, "static_args must name all other numbers"),
+        ({"eps": -1e-8}, ValueError, "eps must be >= 0"),
+        ({"weight_decay": float("nan")}, ValueError, "weight_decay must be >= 0"),
+        ({"learning_rate": "0.1"}, TypeError, "learning_rate must be a number or a schedule"),
+        ({"bucket_mib": 0}, ValueError, "bucket_mib must be a positive number"),
+        ({"axis_name": 0}, TypeError, "axis_name must be the name"),
+    ],
+)
+def test_bad_arguments_raise_at_once(options: Any, error: Any, message: str) -> None:
+    good = {"learning_rate": 0.1, "axis_name": "data", "warmup_steps": 10}
+    with pytest.raises(error, match=message):
+        one_bit_adam(**(good | options))
+
+
+def test_bad_input_raises() -> None:
+    tx = one_bit_adam(0.1, "data", weight_decay=0.1, warmup_steps=1)
+    with jax.set_mesh(GLOBAL.mesh(2)):
+        with pytest.raises(TypeError, match="parameter n is int32"):
+            tx.init({"n": jnp.zeros((2, 2), jnp.int32)})
+        state = tx.init({"w": jnp.zeros((2, 2))})
+        with pytest.raises(ValueError, match=r"call tx.update\(grads, state, params\)"):
+            tx.update({"w": jnp.zeros((2, 2, 2))}, state)
+        with pytest.raises(ValueError, match="already averaged over the devices"):
+            tx.update({"w": jnp.zeros((2, 2))}, state, {"w": jnp.zeros((2, 2))})
+
+
+def test_the_learning_rate_can_be_injected() -> None:
+    numbers = ("b1", "b2", "eps", "weight_decay", "warmup_steps", "bucket_mib")
+    make = optax.inject_hyperparams(one_bit_adam, static_args=numbers)
+    tx = make(0.25, axis_name="data", warmup_steps=1)
+    with jax.set_mesh(GLOBAL.mesh(2)):
+        state = tx.init(jnp.zeros((2, 2)))
+        updates, _ = jax.jit(tx.update)(jnp.ones((2, 2, 2)), state)
+    np.testing.assert_allclose(updates, -0.25, rtol=1e-4)
