@@ -38,7 +38,13 @@ def adamw(config: Any, schedule: optax.Schedule) -> optax.GradientTransformation
     return optax.adamw(schedule, weight_decay=config.weight_decay, mask=_matrices)
 
 
-OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+def scale(config: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """The learning rate alone, behind a method of `train.sync` that is an optimizer itself."""
+    del config
+    return optax.scale_by_schedule(schedule)
+
+
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "scale": scale}
 
 
 def _matrices(params: Any) -> Any:

@@ -24,6 +24,11 @@ def majority_vote(
     return optax.chain(jaxcomm.local(optax.ema(local_momentum), axis_name), vote)
 
 
+def one_bit_adam(axis_name: str, **options: Any) -> optax.GradientTransformation:
+    """1-bit Adam, an optimizer of its own: the one behind it only scales (`scale`)."""
+    return jaxcomm.one_bit_adam(1.0, axis_name, **options)
+
+
 # Name -> (factory, the arguments it takes of config.sync and of the order of the gradients).
 METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str, ...]]] = {
     "mean": (jaxcomm.mean, ("codec", "algorithm", "bucket_mib", "bucket_order")),
@@ -38,6 +43,10 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "bucket_mib",
             "bucket_order",
         ),
+    ),
+    "one_bit_adam": (
+        one_bit_adam,
+        ("b1", "b2", "eps", "warmup_steps", "variance_stability", "bucket_mib", "bucket_order"),
     ),
     "none": (jaxcomm.no_exchange, ()),
 }

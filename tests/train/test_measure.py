@@ -1,6 +1,6 @@
 """Counters of interfaces, and measurements whose result is known."""
 
-import time
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -23,22 +23,35 @@ def test_counters_are_those_of_what_was_sent() -> None:
     assert measure.interface_counters(PROC_NET_DEV) == {"lo": 1234567, "eth0": 900}
 
 
-def sleeping(seconds: float) -> Any:
-    """A step that takes a known time."""
+class Clock:
+    """A clock that only steps move on, so that what they take is known."""
 
-    def step(state: Any, batch: Any) -> Any:
-        del batch
-        time.sleep(seconds)
-        return state, {}
+    def __init__(self) -> None:
+        self.now = 0.0
 
-    return step
+    def perf_counter(self) -> float:
+        return self.now
+
+    def step(self, *seconds: float) -> Any:
+        """A step that takes these times in turn."""
+        turns = itertools.cycle(seconds)
+
+        def step(state: Any, batch: Any) -> Any:
+            del batch
+            self.now += next(turns)
+            return state, {}
+
+        return step
 
 
-def test_times_are_medians_of_steps() -> None:
+def test_times_are_medians_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(measure, "time", clock)
+    step, plain = clock.step(0.02, 0.5, 0.02), clock.step(0.01, 0.01, 0.3)
     with jax.set_mesh(jaxcomm.data_mesh()):
-        steps = measure.measure_steps(sleeping(0.02), 0, sleeping(0.01), 0, None, 12)
-    assert steps.step_ms == pytest.approx(20, rel=0.2)
-    assert steps.compute_ms == pytest.approx(10, rel=0.2)
+        steps = measure.measure_steps(step, 0, plain, 0, None, 12)
+    assert steps.step_ms == pytest.approx(20)
+    assert steps.compute_ms == pytest.approx(10)
     # One process sends nothing over an interface, whatever others do meanwhile.
     assert steps.interface is None and steps.interface_bytes is None
 
