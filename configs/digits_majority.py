@@ -1,13 +1,12 @@
-"""A small ResNet on handwritten digits; the majority of signs of local momenta travels: Signum.
+"""A small ResNet on handwritten digits; the majority of signs travels, with momentum behind it.
 
-    python -m train.launch --processes=4 -- --config=configs/digits_majority.py
+python -m train.launch --processes=4 -- --config=configs/digits_majority.py
 
-Test accuracy 98.3 % (seed 0), as with the float32 mean, at 0.31 of a byte a
-parameter instead of 6. A vote forgets how large gradients are, so on shards that hold different
-classes (`--config.data.shards=by_label`) it is biased: 89.4 %, and 95.3 % with
-`--config.optimizer.learning_rate=0.01`, where the float32 mean has 98.6 %. There, error feedback
-helps: 96.4 % with `--config.sync.error_feedback=True --config.sync.local_momentum=0.0
---config.optimizer.learning_rate=0.1 --config.optimizer.momentum=0.9`.
+Test accuracy 98.9 % (seed 0). A vote forgets how large gradients are, so on shards
+that hold different classes (`--config.data.shards=by_label`) it is biased: 97.6 % (98.3, 96.7 and
+97.8 for seeds 0 to 2), where the float32 mean has 98.6 % (98.6 for each). Signum is worse there:
+95.3 % with `--config.sync.local_momentum=0.9 --config.optimizer.momentum=0.0
+--config.optimizer.learning_rate=0.01`.
 """
 
 from ml_collections import config_dict
@@ -43,9 +42,9 @@ def get_config() -> config_dict.ConfigDict:
 
     config.optimizer = config_dict.ConfigDict()
     config.optimizer.name = "sgd"
-    config.optimizer.learning_rate = 0.003  # Of signs: every weight moves by this.
+    config.optimizer.learning_rate = 0.006  # Of signs: every weight moves by this.
     config.optimizer.warmup_steps = 50
-    config.optimizer.momentum = 0.0  # It is before the vote.
+    config.optimizer.momentum = 0.9  # Of the votes.
     config.optimizer.weight_decay = 0.0
 
     config.sync = config_dict.ConfigDict()
@@ -54,7 +53,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.tie = "random"
     config.sync.zero = "random"
     config.sync.error_feedback = False
-    config.sync.local_momentum = 0.9  # Of each device's gradients.
+    config.sync.local_momentum = 0.0  # Of each device's gradients: Signum.
     config.sync.bucket_mib = 32.0
 
     config.checkpoint = config_dict.ConfigDict()

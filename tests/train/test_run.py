@@ -59,7 +59,10 @@ def fashion() -> str | None:
     return path if path and (Path(path) / "fashion_mnist").is_dir() else None
 
 
-@pytest.mark.parametrize("name", ["digits_vit", "fashion_resnet"])
+@pytest.mark.parametrize(
+    "name",
+    ["digits_vit", "digits_majority", "digits_ef_sign", "digits_one_bit_adam", "fashion_resnet"],
+)
 def test_every_config_runs(
     name: str, config: config_dict.ConfigDict, tmp_path: Path, fashion: str | None
 ) -> None:
