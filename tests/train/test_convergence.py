@@ -1,10 +1,13 @@
 """Label-skewed shards: with the mean all devices learn all classes, without exchange none does."""
 
+import json
+import statistics
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ml_collections import config_dict
-from running import read_lines
+from running import Program, read_lines
 
 from train import loop
 
@@ -31,3 +34,28 @@ def test_the_control_without_exchange_fails(config: config_dict.ConfigDict, tmp_
     assert summary["test_accuracy"] < 0.6
     # It has learned all the same: what its own device shows it.
     assert read_lines(tmp_path, "train")[-1]["accuracy"] > 0.95
+
+
+def accuracy(program: Program, workdir: Path, name: str, *options: str) -> float:
+    """Mean test accuracy of three seeds on four devices, each with classes of its own."""
+    found = []
+    for seed in range(3):
+        arguments = [f"--config=configs/{name}.py", f"--workdir={workdir / f'{name}{seed}'}"]
+        arguments += ["--config.data.shards=by_label", f"--config.seed={seed}", *options]
+        arguments += [f"--config.{field}=1000" for field in ("eval_every", "checkpoint.every")]
+        done = program.run("train", *arguments, "--config.measure_steps=4", devices=4)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found.append(json.loads(done.stdout.splitlines()[-1])["test_accuracy"])
+    return statistics.mean(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_sign_methods_stay_within_a_point_of_the_float32_mean(
+    program: Program, tmp_path: Path
+) -> None:
+    """At equal epochs. The plain majority vote does not: see `configs/digits_majority.py`."""
+    exact = accuracy(program, tmp_path, "digits_resnet", "--config.sync.codec=float32")
+    assert exact >= 0.97
+    for name in ("digits_ef_sign", "digits_one_bit_adam"):
+        assert accuracy(program, tmp_path, name) >= exact - 0.01, name

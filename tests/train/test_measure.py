@@ -23,6 +23,12 @@ def test_counters_are_those_of_what_was_sent() -> None:
     assert measure.interface_counters(PROC_NET_DEV) == {"lo": 1234567, "eth0": 900}
 
 
+def test_a_burst_of_another_program_is_not_counted() -> None:
+    sent = {"lo": [500, 520, 9_000_000, 510, 505], "eth0": [9, 9, 9, 9_000_000, 9]}
+    assert measure.busiest(sent) == ("lo", 510)
+    assert measure.busiest({}) == (None, 0.0)
+
+
 class Clock:
     """A clock that only steps move on, so that what they take is known."""
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from pathlib import Path
 
 import jax
@@ -94,6 +95,11 @@ def wire_bytes(name: str, world: int) -> float:
     return hops * (2 * weights + 4 * (small + 1) + 4 * 2)
 
 
+def process_id(pid: int) -> str:
+    """What follows --process_id= in the command of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_text().split("process_id=")[-1].strip("\0")
+
+
 @pytest.mark.multiprocess
 def test_four_processes(program: Program, tmp_path: Path) -> None:
     launcher = program.start(
@@ -109,11 +115,11 @@ def test_four_processes(program: Program, tmp_path: Path) -> None:
     assert launcher.stderr is not None
     line = launcher.stderr.readline()
     assert line == "launch: JAX_LOCAL_DEVICE_IDS={process_id}\n"
-    pids = set()
-    while len(pids) < 4:
-        pids = set(children(launcher.pid))
-    commands = [Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in pids]
-    assert {command.split("process_id=")[-1].strip("\0") for command in commands} == set("0123")
+    deadline, numbers = time.monotonic() + 20, {}
+    while set(numbers.values()) != set("0123"):  # Until all have become the training program.
+        assert time.monotonic() < deadline, numbers
+        numbers = {pid: process_id(pid) for pid in children(launcher.pid)}
+    assert len(numbers) == 4
 
     stdout, stderr = launcher.communicate(timeout=200)
     assert launcher.returncode == 0, stderr
