@@ -55,8 +55,9 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
 
     Returns:
       The pytree of global arrays, whose leading axis is the sum over all processes; the rows of a
-      process lie on its own devices. (A plain numpy array given to a jitted function is taken for
-      the whole batch, equal in all processes: of a local batch, rows would be lost.)
+      process lie on its own devices. `jaxcomm.value_and_grad` refuses a batch that did not come
+      this way, but cannot see what computation hides: of a local batch that was made by `jnp`
+      while a mesh is set, or changed before the gradient, rows are lost.
 
     Raises:
       ValueError: if no mesh is set, it has no such axis, the local leading axis is not a multiple
@@ -70,7 +71,8 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(
                 f"{_compat.path_name(path) or 'the batch'} is global already: it spans devices of "
-                "other processes; pass this process's own rows."
+                "other processes, as all that jnp makes does while a mesh is set; pass this "
+                "process's own rows as a numpy array."
             )
         rows = np.shape(leaf)[0] if np.ndim(leaf) else 0
         if rows == 0 or rows % local:

@@ -30,6 +30,7 @@ class ValueAndGrad:
                 self._refuse_averaged_loss(params, batch, args)
             return self._on_one_device(params, batch, *args)
         shares = _shares(batch, world, self.axis_name)
+        _refuse_unplaced(batch, self.axis_name)
         self._refuse_averaged_loss(params, shares, args)
         replicated, split = PartitionSpec(), PartitionSpec(self.axis_name)
         # The checks of shard_map would refuse common models, such as those that scan from zeros.
@@ -101,8 +102,8 @@ def value_and_grad(
       they are.
 
     Raises:
-      ValueError: when called, if no mesh is set, the batch does not divide over the devices, or
-        the loss was already averaged over the axis.
+      ValueError: when called, if no mesh is set, the batch does not divide over the devices or is
+        one process's own, or the loss was already averaged over the axis.
 
     Wire: one float32 all-reduce of the loss and all of aux.
 
@@ -226,6 +227,24 @@ def _shares(batch: Any, world: int, axis_name: AxisName) -> Any:
         return jax.ShapeDtypeStruct((x.shape[0] // world, *x.shape[1:]), x.dtype)
 
     return jax.tree_util.tree_map_with_path(share, batch)
+
+
+def _refuse_unplaced(batch: Any, axis_name: AxisName) -> None:
+    """Raises if a leaf never was on the mesh and other processes may hold other rows of it.
+
+    Such a leaf would be taken for the whole batch, so that each process lost most of its rows.
+    Only arrays that were placed, and what is computed from them, name a mesh in their type.
+    """
+    if jax.process_count() == 1:
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if jax.typeof(leaf).sharding.mesh.empty:
+            raise ValueError(
+                f"{_compat.path_name(path) or 'the batch'} is an array of process "
+                f"{jax.process_index()} alone, not of all {jax.process_count()}. Join what the "
+                f"processes read with jaxcomm.global_batch(batch, {axis_name!r}), or place rows "
+                "that are the same in all of them with jaxcomm.replicate(batch)."
+            )
 
 
 def _over_devices(

@@ -44,7 +44,7 @@ def test_every_process_has_the_oracle_bits(world: int) -> None:
 
 FRONT_PAGE = """
 import json
-import jax.numpy as jnp, numpy as np, optax
+import jax, jax.numpy as jnp, numpy as np, optax
 import jaxcomm
 
 world, rank = jax.process_count(), jax.process_index()
@@ -73,6 +73,17 @@ except ValueError as error:
     assert "is global already" in str(error), error
 else:
     raise AssertionError("a global batch was taken for a local one")
+gradient = jax.jit(jaxcomm.value_and_grad(loss_fn, "data"))
+gradient(params, jaxcomm.replicate((x, y)))
+unplaced = {"numpy": (x[share], y[share]), "device_put": jax.device_put((x[share], y[share]))}
+for name, local in unplaced.items():
+    for labels in local[1], batch[1]:
+        try:
+            gradient(params, (local[0], labels))
+        except ValueError as error:
+            assert f"0 is an array of process {rank} alone, not of all 2" in str(error), error
+        else:
+            raise AssertionError(f"{name}: a local batch was taken for the global one")
 for _ in range(6):
     params, state, loss = step(params, state, batch)
 local = jax.tree.map(lambda p: np.asarray(p.addressable_shards[0].data), params)
