@@ -14,6 +14,9 @@ class Codec:
     block of a message can be sent, kept or decoded by itself. The payload is one array, and the
     payload of zeros decodes to zeros. Codecs know nothing of other devices.
 
+    Zeros decode to zeros, and zeros at the end of a message change nothing before them: messages
+    are padded with them. A value that is not finite makes at least itself not finite.
+
     Attributes:
       name: the short form that factories accept as a string.
       largest: the largest finite magnitude the format holds, if sums of gradients may exceed it;
@@ -23,14 +26,36 @@ class Codec:
     name: ClassVar[str]
     largest: ClassVar[float | None] = None
 
-    def encode(self, x: jax.Array) -> jax.Array:
-        """float32 `(..., n)` to a payload `(..., m)`, whose dtype and m the format names."""
+    @property
+    def is_random(self) -> bool:
+        """Whether `encode` rounds at random, and so needs a key."""
+        return False
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """float32 `(..., n)` to a payload `(..., m)`, whose dtype and m the format names.
+
+        Args:
+          x: the messages.
+          key: a PRNG key where `is_random`, and not looked at elsewhere; every value of every
+            message is rounded by bits of its own.
+        """
         raise NotImplementedError
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
         """The float32 `(..., n)` that a payload `(..., m)` stands for."""
         raise NotImplementedError
 
-    def native(self, x: jax.Array) -> jax.Array:
-        """float32 to the dtype in which XLA itself can add these values."""
+    def message_bytes(self, n: int) -> int:
+        """The bytes of the payload of one message of n values, scales included."""
         raise NotImplementedError
+
+    def native(self, x: jax.Array) -> jax.Array:
+        """float32 to the dtype in which XLA itself can add these values.
+
+        Raises:
+          ValueError: if there is none.
+        """
+        raise ValueError(
+            f"XLA cannot add {self.name} codes by itself; choose another algorithm than native, "
+            'such as "direct".'
+        )

@@ -18,14 +18,19 @@ class BFloat16(Codec):
 
     name = "bfloat16"
 
-    def encode(self, x: jax.Array) -> jax.Array:
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to uint16 `(..., n)`."""
+        del key
         return kernel.round_to_bits(x)
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
         """uint16 `(..., n)` to float32 `(..., n)`."""
         del n
         return kernel.widen_bits(payload)
+
+    def message_bytes(self, n: int) -> int:
+        """2n."""
+        return 2 * n
 
     def native(self, x: jax.Array) -> jax.Array:
         """bfloat16; XLA's CPU backend sends such sums as float32, 4 bytes a value."""

@@ -19,14 +19,19 @@ class Float16(Codec):
     name = "float16"
     largest = 65504.0
 
-    def encode(self, x: jax.Array) -> jax.Array:
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to uint16 `(..., n)`."""
+        del key
         return jax.lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint16)
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
         """uint16 `(..., n)` to float32 `(..., n)`."""
         del n
         return jax.lax.bitcast_convert_type(payload, jnp.float16).astype(jnp.float32)
+
+    def message_bytes(self, n: int) -> int:
+        """2n."""
+        return 2 * n
 
     def native(self, x: jax.Array) -> jax.Array:
         """float16."""

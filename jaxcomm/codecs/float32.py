@@ -13,14 +13,19 @@ class Float32(Codec):
 
     name = "float32"
 
-    def encode(self, x: jax.Array) -> jax.Array:
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to itself."""
+        del key
         return x
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
         """float32 `(..., n)` to itself."""
         del n
         return payload
+
+    def message_bytes(self, n: int) -> int:
+        """4n."""
+        return 4 * n
 
     def native(self, x: jax.Array) -> jax.Array:
         """float32, unchanged."""
