@@ -5,6 +5,7 @@ from jaxcomm.collectives._reduction import Reduction
 from jaxcomm.collectives.all_reduce import (
     BY_NAME,
     all_reduce,
+    exchange,
     from_name,
     mean_of,
     pmean,
@@ -39,6 +40,7 @@ __all__ = [
     "check_majority",
     "circulant",
     "direct",
+    "exchange",
     "from_name",
     "halving_doubling",
     "hierarchical",

@@ -28,9 +28,14 @@ class Algorithm:
         """The block that this device owns after the reduce-scatter."""
         return jax.lax.axis_index(axis_name)
 
+    def is_owner(self, axis_name: AxisName) -> Any:
+        """Whether this device owns a block at all; if not, its block is a partial of some."""
+        del axis_name
+        return True
+
     def reduce_scatter(
         self, partial: Any, axis_name: AxisName, reduction: Reduction, each: int
-    ) -> Any:
+    ) -> tuple[Any, Any]:
         """Merges the partials of all devices of the axis, block by block.
 
         Args:
@@ -40,7 +45,8 @@ class Algorithm:
           each: 1, unless an exchange over another axis came before.
 
         Returns:
-          The block that this device owns, with a leading axis of 1.
+          The block that this device owns, with a leading axis of 1, and what its messages have
+          not said of all blocks, or None where the reduction does not want to know.
         """
         raise NotImplementedError
 
@@ -48,7 +54,9 @@ class Algorithm:
         """From every owner's encoded block, with a leading axis of 1, to all blocks in order."""
         raise NotImplementedError
 
-    def all_reduce(self, lifted: Lifted, axis_name: AxisName, reduction: Reduction) -> Any:
+    def all_reduce(
+        self, lifted: Lifted, axis_name: AxisName, reduction: Reduction
+    ) -> tuple[Any, Any]:
         """Reduces the lifted vectors of all devices, in the manual view.
 
         Args:
@@ -57,15 +65,21 @@ class Algorithm:
           reduction: what the messages mean.
 
         Returns:
-          What `reduction.lower` takes, bitwise equal on all devices of the axis.
+          What `reduction.lower` takes, bitwise equal on all devices of the axis; and what this
+          device's messages have not said, the value that it sent as an owner included, for
+          `reduction.errors`. Summed over devices, that is all that is missing in the result.
         """
         world = jax.lax.axis_size(axis_name)
         number = self.blocks(world)
         blocks = cut(lifted.vector, number)
-        mine = self.reduce_scatter(reduction.start(blocks, world), axis_name, reduction, 1)
-        beside = take_block(cut(lifted.beside, number), self.owned(axis_name))
-        values = self.all_gather(reduction.finish(mine, beside, world), axis_name)
-        return join(reduction.read(values, length(blocks)), length(lifted.vector))
+        owned, n = self.owned(axis_name), length(lifted.vector)
+        mine, unsaid = self.reduce_scatter(reduction.start(blocks, world), axis_name, reduction, 1)
+        value = reduction.finish(mine, take_block(cut(lifted.beside, number), owned), world)
+        if reduction.keeps_errors:
+            owed = reduction.owed(mine, value, world)
+            unsaid = add_block(unsaid, jnp.where(self.is_owner(axis_name), owed, 0), owned)
+        values = self.all_gather(value, axis_name)
+        return join(reduction.read(values, length(blocks)), n), join(unsaid, n)
 
 
 def cut(vector: Any, blocks: int) -> Any:
@@ -91,3 +105,20 @@ def length(arrays: Any) -> int:
 def take_block(blocks: Any, index: jax.Array) -> Any:
     """One block, with a leading axis of 1."""
     return jax.tree.map(lambda b: jax.lax.dynamic_slice_in_dim(b, index, 1), blocks)
+
+
+def hop_number(each: int, number: int) -> int:
+    """The number of a message: the one of that number among partials of `each` devices."""
+    return (each << 16) + number
+
+
+def put_block(blocks: Any, block: Any, index: jax.Array) -> Any:
+    """The blocks with another one, that has a leading axis of 1, in the place of one of them."""
+    return jax.tree.map(
+        lambda b, new: jax.lax.dynamic_update_slice_in_dim(b, new, index, axis=0), blocks, block
+    )
+
+
+def add_block(blocks: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
+    """The blocks with one block, that has a leading axis of 1, added to one of them."""
+    return put_block(blocks, take_block(blocks, index) + block, index)

@@ -32,6 +32,16 @@ class Reduction:
     partials to the owner of a block, and the encoded value back to everyone.
     """
 
+    @property
+    def keeps_errors(self) -> bool:
+        """Whether each device keeps what its messages do not say."""
+        return False
+
+    def on_this_device(self, axis_name: AxisName) -> "Reduction":
+        """The same with what this device alone has, such as a key of its own."""
+        del axis_name
+        return self
+
     def lift(self, x: jax.Array, axis_name: AxisName) -> Lifted:
         """From one device's float32[n] to what travels."""
         raise NotImplementedError
@@ -44,8 +54,11 @@ class Reduction:
         """The partial of the devices of `a` and those of `b`, which are others."""
         raise NotImplementedError
 
-    def encode(self, partial: Any, counts: tuple[int, ...]) -> Any:
-        """From a partial to a message; block i is of `counts[i]` devices."""
+    def encode(self, partial: Any, counts: tuple[int, ...], hop: int) -> Any:
+        """From a partial to a message; block i is of `counts[i]` devices.
+
+        `hop` is a positive number that no two messages of a device share.
+        """
         raise NotImplementedError
 
     def decode(self, message: Any, counts: tuple[int, ...], like: Any) -> Any:
@@ -54,6 +67,18 @@ class Reduction:
 
     def finish(self, partial: Any, beside: Any, world: int) -> Any:
         """From a partial of all devices to the encoded value."""
+        raise NotImplementedError
+
+    def unsaid(self, partial: Any, message: Any) -> Any:
+        """What a message does not say of a partial, if `keeps_errors`."""
+        raise NotImplementedError
+
+    def owed(self, partial: Any, value: Any, world: int) -> Any:
+        """What the encoded value does not say of the partial of all devices, likewise."""
+        raise NotImplementedError
+
+    def errors(self, x: jax.Array, unsaid: Any, agreed: Any) -> jax.Array:
+        """From the joined blocks of what was not said of x, to float32[n]: what x should add."""
         raise NotImplementedError
 
     def read(self, value: Any, n: int) -> Any:

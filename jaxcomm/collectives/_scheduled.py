@@ -1,7 +1,6 @@
 """Carries out a schedule with any reduction: a reduce-scatter, and its mirror image."""
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm._compat import AxisName
-from jaxcomm.collectives._algorithm import Algorithm
+from jaxcomm.collectives._algorithm import Algorithm, hop_number
 from jaxcomm.collectives._reduction import Reduction
 from jaxcomm.collectives.schedule import Schedule
 
@@ -33,22 +32,32 @@ class Scheduled(Algorithm):
         order = self.schedule(jax.lax.axis_size(axis_name)).order
         return jnp.asarray([row[0] for row in order])[jax.lax.axis_index(axis_name)]
 
+    def is_owner(self, axis_name: AxisName) -> Any:
+        """See `Algorithm.is_owner`."""
+        owners = self.schedule(jax.lax.axis_size(axis_name)).owners
+        return True if all(owners) else jnp.asarray(owners)[jax.lax.axis_index(axis_name)]
+
     def reduce_scatter(
         self, partial: Any, axis_name: AxisName, reduction: Reduction, each: int
-    ) -> Any:
+    ) -> tuple[Any, Any]:
         """See `Algorithm.reduce_scatter`."""
         schedule = self.schedule(jax.lax.axis_size(axis_name))
         me = jax.lax.axis_index(axis_name)
         partial = _reorder(partial, schedule.order, me)
-        for step, counts in zip(schedule.rounds, schedule.counts, strict=True):
-            counts = tuple(each * count for count in counts)
-            message = reduction.encode(_take(partial, *step.send), counts)
+        unsaid = jax.tree.map(jnp.zeros_like, partial) if reduction.keeps_errors else None
+        for number, (step, counts) in enumerate(zip(schedule.rounds, schedule.counts, strict=True)):
+            counts, said = tuple(each * count for count in counts), _take(partial, *step.send)
+            message = reduction.encode(said, counts, hop_number(each, number))
+            if reduction.keeps_errors:
+                left, before = reduction.unsaid(said, message), _take(unsaid, *step.send)
+                left = _where_among([s for s, _ in step.pairs], left, before, schedule.world, me)
+                unsaid = _put(unsaid, step.send[0], left)
             arrived = _permute(message, axis_name, step.pairs)
             mine = _take(partial, step.into, step.into + step.size)
             merged = reduction.merge(mine, reduction.decode(arrived, counts, mine))
-            merged = _where_target(merged, mine, [t for _, t in step.pairs], schedule.world, me)
+            merged = _where_among([t for _, t in step.pairs], merged, mine, schedule.world, me)
             partial = _put(partial, step.into, merged)
-        return _take(partial, 0, 1)
+        return _take(partial, 0, 1), _reorder(unsaid, _inverse(schedule.order), me)
 
     def all_gather(self, value: Any, axis_name: AxisName) -> Any:
         """See `Algorithm.all_gather`; what was merged is complete, and goes back where it came."""
@@ -61,10 +70,9 @@ class Scheduled(Algorithm):
             complete = _take(values, step.into, step.into + step.size)
             arrived = _permute(complete, axis_name, back)
             mine = _take(values, *step.send)
-            arrived = _where_target(arrived, mine, [t for _, t in back], schedule.world, me)
+            arrived = _where_among([t for _, t in back], arrived, mine, schedule.world, me)
             values = _put(values, step.send[0], arrived)
-        inverse = tuple(tuple(int(i) for i in np.argsort(row)) for row in schedule.order)
-        return _reorder(values, inverse, me)
+        return _reorder(values, _inverse(schedule.order), me)
 
 
 def _reorder(blocks: Any, order: Order, me: jax.Array) -> Any:
@@ -78,6 +86,10 @@ def _reorder(blocks: Any, order: Order, me: jax.Array) -> Any:
         return jnp.concatenate(rows)
 
     return jax.tree.map(one, blocks)
+
+
+def _inverse(order: Order) -> Order:
+    return tuple(tuple(int(i) for i in np.argsort(row)) for row in order)
 
 
 def _permute(message: Any, axis_name: AxisName, pairs: Any) -> Any:
@@ -94,10 +106,9 @@ def _put(blocks: Any, start: int, new: Any) -> Any:
     )
 
 
-def _where_target(new: Any, old: Any, targets: Iterable[int], world: int, me: jax.Array) -> Any:
-    """`new` on the devices that a message reached, `old` on those it did not."""
-    targets = list(targets)
-    if len(targets) == world:
+def _where_among(devices: list[int], new: Any, old: Any, world: int, me: jax.Array) -> Any:
+    """`new` on these devices, such as those that a message reached, `old` on all others."""
+    if len(devices) == world:
         return new
-    reached = jnp.isin(me, jnp.asarray(targets))
-    return jax.tree.map(lambda a, b: jnp.where(reached, a, b), new, old)
+    among = jnp.isin(me, jnp.asarray(devices))
+    return jax.tree.map(lambda a, b: jnp.where(among, a, b), new, old)

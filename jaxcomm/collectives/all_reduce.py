@@ -1,5 +1,6 @@
 """The front door of the collectives: one reduction, carried out by one algorithm."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jaxcomm.collectives.direct import direct
 from jaxcomm.collectives.halving_doubling import halving_doubling
 from jaxcomm.collectives.mean import Mean
 from jaxcomm.collectives.native import native
+from jaxcomm.collectives.random_k import RandomKMean
 from jaxcomm.collectives.ring import ring
 
 BY_NAME = {
@@ -44,16 +46,54 @@ def from_name(algorithm: str | Algorithm) -> Algorithm:
     return BY_NAME[algorithm]()
 
 
-def mean_of(codec: str | codecs.Codec, algorithm: str | Algorithm | None) -> tuple[Mean, Algorithm]:
+def mean_of(
+    codec: str | codecs.Codec,
+    algorithm: str | Algorithm | None,
+    second_hop: str | codecs.Codec | None = None,
+    error_feedback: bool | str = False,
+) -> tuple[Mean, Algorithm]:
     """The reduction and the algorithm behind `jaxcomm.mean` and `jaxcomm.pmean`.
 
     Without an algorithm, float32 travels by XLA's own all-reduce and every other format directly,
     which rounds least.
+
+    Raises:
+      TypeError, ValueError: for what they are not, or cannot be together.
     """
     codec = codecs.from_name(codec)
+    if error_feedback not in (True, False, "first_hop"):
+        raise ValueError(
+            f'error_feedback must be True, False or "first_hop", got {error_feedback!r}.'
+        )
+    sent = codec.values if isinstance(codec, codecs.RandomK) else codec
+    back = sent if second_hop is None else codecs.from_name(second_hop)
+    if isinstance(back, codecs.RandomK):
+        raise ValueError("random_k draws once for both hops; name the format of its values.")
     if algorithm is None:
-        algorithm = "native" if codec == codecs.float32() else "direct"
-    return Mean(codec), from_name(algorithm)
+        algorithm = "native" if sent == back == codecs.float32() else "direct"
+    chosen = from_name(algorithm)
+    if chosen.name == "native":
+        _check_native(sent, back, error_feedback)
+    if isinstance(codec, codecs.RandomK):
+        return RandomKMean(sent, back, error_feedback, selection=codec), chosen
+    return Mean(sent, back, error_feedback), chosen
+
+
+def _check_native(
+    codec: codecs.Codec, second_hop: codecs.Codec, error_feedback: bool | str
+) -> None:
+    """Raises a ValueError where XLA's own all-reduce cannot do what is asked of it."""
+    if second_hop != codec:
+        raise ValueError(
+            f"native is one all-reduce in one format, got {codec.name} and second_hop="
+            f'{second_hop.name}; choose another algorithm, such as "direct".'
+        )
+    if error_feedback and codec != codecs.float32():
+        raise ValueError(
+            f"what XLA rounds off in {codec.name} nobody can feed back; choose another algorithm "
+            'than native, such as "direct".'
+        )
+    jax.eval_shape(codec.native, jax.ShapeDtypeStruct((1,), jnp.float32))
 
 
 def all_reduce(
@@ -76,17 +116,40 @@ def all_reduce(
     Wire: that of the algorithm, in the format of the reduction.
     """
 
-    def exchange(x: jax.Array) -> jax.Array:
-        lifted = reduction.lift(x.reshape(-1).astype(jnp.float32), axis_name)
-        reduced = algorithm.all_reduce(lifted, axis_name, reduction)
-        return reduction.lower(reduced, lifted.agreed, x.size).reshape(x.shape).astype(x.dtype)
+    def reduced(x: jax.Array) -> jax.Array:
+        flat = x.reshape(-1).astype(jnp.float32)
+        result, _ = exchange(flat, axis_name, reduction, algorithm)
+        return result.reshape(x.shape).astype(x.dtype)
 
-    if x.size == 0:
-        return jnp.zeros(x.shape, x.dtype)
     if not _compat.checks_on(axis_name):
-        return exchange(x)
+        return reduced(x)
     elsewhere = _compat.varying_axes(x).difference(_compat.names_of(axis_name))
-    return _compat.as_varying(_compat.unchecked(exchange)(x), elsewhere)
+    return _compat.as_varying(_compat.unchecked(reduced)(x), elsewhere)
+
+
+def exchange(
+    x: jax.Array, axis_name: AxisName, reduction: Reduction, algorithm: Algorithm
+) -> tuple[jax.Array, jax.Array | None]:
+    """Reduces a vector as `all_reduce` does, and says what the result lacks of it.
+
+    Args:
+      x: float32[n], another on every device, where the checks of `jax.shard_map` are off.
+      axis_name: the mesh axis.
+      reduction: what the messages mean.
+      algorithm: who talks to whom.
+
+    Returns:
+      The reduced values, equal on all devices of the axis, and this device's errors, float32[n],
+      or None if `reduction` does not keep them: the sum over all devices of x and of what they
+      get for it differs by the sum of the errors.
+    """
+    if x.size == 0:
+        return x, (x if reduction.keeps_errors else None)
+    reduction = reduction.on_this_device(axis_name)
+    lifted = reduction.lift(x, axis_name)
+    result, unsaid = algorithm.all_reduce(lifted, axis_name, reduction)
+    result = reduction.lower(result, lifted.agreed, x.size)
+    return result, reduction.errors(x, unsaid, lifted.agreed) if reduction.keeps_errors else None
 
 
 def pmean(
@@ -94,6 +157,9 @@ def pmean(
     axis_name: AxisName,
     codec: str | codecs.Codec = "float32",
     algorithm: str | Algorithm | None = None,
+    *,
+    second_hop: str | codecs.Codec | None = None,
+    key: jax.Array | None = None,
 ) -> Any:
     """The mean over a mesh axis, as `jax.lax.pmean`, with a chosen format on the wire.
 
@@ -102,9 +168,11 @@ def pmean(
     Args:
       x: a pytree of float arrays, in a region of `jax.shard_map` that is manual over every axis.
       axis_name: the mesh axis, or axes.
-      codec: "float32", "bfloat16", "float16" or a codec.
+      codec: a name in `jaxcomm.codecs.BY_NAME`, or a codec.
       algorithm: "native", "direct", "ring", "halving_doubling", "circulant" or an algorithm;
         None is "native" for float32 and "direct" for everything else.
+      second_hop: the format that brings the mean back; None is that of `codec`.
+      key: for codecs that round or draw at random: equal on all devices, another in each call.
 
     Returns:
       The means, in the shapes and dtypes of `x`, bitwise equal on all devices of the axis.
@@ -114,8 +182,9 @@ def pmean(
       NameError: where the axis is not manual.
       ValueError: for an unknown codec or algorithm.
 
-    Wire: 2(N-1)/N * ceil(n/N) * N elements of the codec's dtype, for each array of n elements and
-    every algorithm but halving_doubling at other than powers of two; float16 adds an int32 `pmax`.
+    Wire: (N-1) messages of ceil(n/N) values in each of two formats, `codec.message_bytes` each,
+    for each array of n elements and every algorithm but halving_doubling at other than powers of
+    two, and direct with one aggregator; float16 adds an int32 `pmax`.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, jaxcomm
@@ -126,8 +195,13 @@ def pmean(
       >>> jax.jit(mean)(jnp.arange(8.0))
       Array([3., 4.], dtype=float32)
     """
-    reduction, chosen = mean_of(codec, algorithm)
+    reduction, chosen = mean_of(codec, algorithm, second_hop)
     require_axis(axis_name)
+    if reduction.is_random and key is None:
+        raise ValueError(
+            f"{reduction.codec.name} rounds at random and needs a key that is equal on all devices "
+            "and another in each call: key=jax.random.fold_in(jax.random.key(0), step)."
+        )
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             where = _compat.path_name(path) or "x"
@@ -135,7 +209,15 @@ def pmean(
                 f"pmean needs float arrays, got {leaf.dtype} at {where}; "
                 "convert it first, or average it with jax.lax.pmean."
             )
-    return jax.tree.map(lambda leaf: all_reduce(leaf, axis_name, reduction, chosen), x)
+
+    def mean(number: int, leaf: jax.Array) -> jax.Array:
+        own = reduction
+        if key is not None:
+            own = dataclasses.replace(reduction, key=jax.random.fold_in(key, number))
+        return all_reduce(leaf, axis_name, own, chosen)
+
+    leaves, treedef = jax.tree.flatten(x)
+    return treedef.unflatten([mean(number, leaf) for number, leaf in enumerate(leaves)])
 
 
 def require_axis(axis_name: AxisName) -> None:

@@ -5,9 +5,10 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxcomm._compat import AxisName
-from jaxcomm.collectives._algorithm import Algorithm
+from jaxcomm.collectives._algorithm import Algorithm, hop_number, put_block, take_block
 from jaxcomm.collectives._reduction import Reduction
 from jaxcomm.collectives._scheduled import Scheduled
 from jaxcomm.collectives.schedule import Round, Schedule, rotations, shift
@@ -19,12 +20,19 @@ class Direct(Algorithm):
 
     Every value is encoded once on its way to the owner, and their sum once on its way back, for
     any number of devices: the owner adds decoded values in float32, in the order of the devices.
+    Its own value goes the same way, unless errors are kept: then it stays whole.
+
+    With a codec this is the in-network aggregation of Horvath et al., where workers send codes and
+    an aggregator adds, rounds and returns them, with every device the aggregator of its shard;
+    `direct(aggregator=0)` is the same with a single one.
 
     Wire: 2(N-1)/N of the vector in 2 collective operations.
 
     References:
       H. Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
       Convergence Speed", ICML 2021, arXiv:2102.02888, section 5 (the same exchange).
+      S. Horvath et al., "Natural Compression for Distributed Deep Learning", MSML 2022,
+      arXiv:1905.10988.
     """
 
     name = "direct"
@@ -39,20 +47,25 @@ class Direct(Algorithm):
 
     def reduce_scatter(
         self, partial: Any, axis_name: AxisName, reduction: Reduction, each: int
-    ) -> Any:
+    ) -> tuple[Any, Any]:
         """See `Algorithm.reduce_scatter`."""
-        world = jax.lax.axis_size(axis_name)
+        world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
         counts = (each,) * world
-        message = reduction.encode(partial, counts)
+        message = reduction.encode(partial, counts, hop_number(each, 0))
         arrived = jax.tree.map(
             lambda m: jax.lax.all_to_all(m, axis_name, split_axis=0, concat_axis=0, tiled=True),
             message,
         )
-        partials = reduction.decode(arrived, counts, partial)
-        return functools.reduce(
+        partials, unsaid = reduction.decode(arrived, counts, partial), None
+        if reduction.keeps_errors:
+            partials = put_block(partials, take_block(partial, me), me)
+            unsaid = reduction.unsaid(partial, message)
+            unsaid = put_block(unsaid, jnp.zeros_like(unsaid[:1]), me)
+        mine = functools.reduce(
             reduction.merge,
             [jax.tree.map(lambda p, r=r: p[r : r + 1], partials) for r in range(world)],
         )
+        return mine, unsaid
 
     def all_gather(self, value: Any, axis_name: AxisName) -> Any:
         """See `Algorithm.all_gather`."""

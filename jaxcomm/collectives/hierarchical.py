@@ -4,10 +4,18 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxcomm import _compat
 from jaxcomm._compat import AxisName
-from jaxcomm.collectives._algorithm import Algorithm, cut, join, length, take_block
+from jaxcomm.collectives._algorithm import (
+    Algorithm,
+    add_block,
+    cut,
+    join,
+    length,
+    take_block,
+)
 from jaxcomm.collectives._reduction import Lifted, Reduction
 
 
@@ -29,7 +37,9 @@ class Hierarchical(Algorithm):
     far: Algorithm
     name = "hierarchical"
 
-    def all_reduce(self, lifted: Lifted, axis_name: AxisName, reduction: Reduction) -> Any:
+    def all_reduce(
+        self, lifted: Lifted, axis_name: AxisName, reduction: Reduction
+    ) -> tuple[Any, Any]:
         """See `Algorithm.all_reduce`."""
         far, near = _far_and_near(axis_name)
         world = jax.lax.axis_size(axis_name)
@@ -37,21 +47,28 @@ class Hierarchical(Algorithm):
         near_blocks, far_blocks = self.near.blocks(on_near), self.far.blocks(on_far)
 
         blocks = cut(lifted.vector, near_blocks)
-        mine = self.near.reduce_scatter(reduction.start(blocks, world), near, reduction, 1)
-        mine = self.far.reduce_scatter(_cut_again(mine, far_blocks), far, reduction, on_near)
-        beside = take_block(cut(lifted.beside, near_blocks), self.near.owned(near))
-        beside = take_block(_cut_again(beside, far_blocks), self.far.owned(far))
+        n, near_owned, far_owned = length(blocks), self.near.owned(near), self.far.owned(far)
+        partial = reduction.start(blocks, world)
+        mine, unsaid = self.near.reduce_scatter(partial, near, reduction, 1)
+        mine = _cut_again(mine, far_blocks)
+        mine, unsaid_far = self.far.reduce_scatter(mine, far, reduction, on_near)
+        beside = take_block(cut(lifted.beside, near_blocks), near_owned)
+        beside = take_block(_cut_again(beside, far_blocks), far_owned)
 
         value = reduction.finish(mine, beside, world)
+        if reduction.keeps_errors:
+            owed = jnp.where(self.far.is_owner(far), reduction.owed(mine, value, world), 0)
+            block = join(add_block(unsaid_far, owed, far_owned), n)[None]
+            unsaid = add_block(unsaid, jnp.where(self.near.is_owner(near), block, 0), near_owned)
         value = self.far.all_gather(value, far)
         value = jax.tree.map(lambda v: v[None], value)
         value = self.near.all_gather(value, near)
         value = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), value)
 
-        n = length(blocks)
         small = reduction.read(value, -(-n // far_blocks))
         large = jax.tree.map(lambda b: b.reshape(near_blocks, -1)[:, :n], small)
-        return join(large, length(lifted.vector))
+        total = length(lifted.vector)
+        return join(large, total), join(unsaid, total)
 
 
 def _cut_again(block: Any, blocks: int) -> Any:

@@ -62,8 +62,9 @@ class Majority(Reduction):
         """The sums of the counts."""
         return tuple(bitplanes.add(x, y, len(x)) for x, y in zip(a, b, strict=True))
 
-    def encode(self, partial: tuple[Planes, ...], counts: tuple[int, ...]) -> jax.Array:
+    def encode(self, partial: tuple[Planes, ...], counts: tuple[int, ...], hop: int) -> jax.Array:
         """One row of words for each plane that a block of that many devices needs."""
+        del hop
         rows = []
         for used, start, stop in _runs(counts):
             planes = [plane[start:stop, None] for stack in partial for plane in stack[:used]]

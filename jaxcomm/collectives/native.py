@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxcomm._compat import AxisName
 from jaxcomm.collectives._algorithm import Algorithm
 from jaxcomm.collectives._reduction import Lifted, Reduction
@@ -18,9 +20,12 @@ class Native(Algorithm):
 
     name = "native"
 
-    def all_reduce(self, lifted: Lifted, axis_name: AxisName, reduction: Reduction) -> Any:
-        """See `Algorithm.all_reduce`."""
-        return reduction.native(lifted, axis_name)
+    def all_reduce(
+        self, lifted: Lifted, axis_name: AxisName, reduction: Reduction
+    ) -> tuple[Any, Any]:
+        """See `Algorithm.all_reduce`; what XLA does to the messages nobody knows."""
+        unsaid = jnp.zeros_like(lifted.vector) if reduction.keeps_errors else None
+        return reduction.native(lifted, axis_name), unsaid
 
 
 def native() -> Native:

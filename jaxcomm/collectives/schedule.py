@@ -79,6 +79,11 @@ class Schedule:
         )
 
     @functools.cached_property
+    def owners(self) -> tuple[bool, ...]:
+        """Whether a device owns a block in the end: the one it keeps at position 0."""
+        return tuple(len(row[0]) == self.world for row in self.holdings[-1])
+
+    @functools.cached_property
     def blocks_sent(self) -> tuple[int, ...]:
         """The blocks that each device sends in the reduce-scatter and the all-gather together."""
         sent = [0] * self.world

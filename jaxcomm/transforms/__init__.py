@@ -3,8 +3,9 @@
 from jaxcomm.transforms.gradients import ValueAndGrad, accumulate, backward_order, value_and_grad
 from jaxcomm.transforms.local import LocalState, local
 from jaxcomm.transforms.majority_vote import MajorityVoteState, majority_vote
-from jaxcomm.transforms.mean import MeanState, mean, no_exchange
+from jaxcomm.transforms.mean import MeanState, mean
 from jaxcomm.transforms.multi_steps import MultiStepsState, multi_steps
+from jaxcomm.transforms.no_exchange import NoExchangeState, no_exchange
 from jaxcomm.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
 from jaxcomm.transforms.per_device import PerDevice, state_spec
 
@@ -13,6 +14,7 @@ __all__ = [
     "MajorityVoteState",
     "MeanState",
     "MultiStepsState",
+    "NoExchangeState",
     "OneBitAdamState",
     "PerDevice",
     "ValueAndGrad",

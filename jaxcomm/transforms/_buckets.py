@@ -9,10 +9,8 @@ Bucket = tuple[int, ...]
 
 
 def split_off_exempt(layout: Layout) -> tuple[Bucket, Bucket]:
-    """The leaves to compress and those that are exempt: scalars, vectors and empty ones."""
-    exempt = tuple(
-        i for i, leaf in enumerate(layout.leaves) if len(leaf.shape) <= 1 or 0 in leaf.shape
-    )
+    """The leaves to compress and those that are exempt; empty ones always are."""
+    exempt = tuple(i for i, leaf in enumerate(layout.leaves) if leaf.exempt or 0 in leaf.shape)
     return tuple(i for i in range(len(layout.leaves)) if i not in set(exempt)), exempt
 
 

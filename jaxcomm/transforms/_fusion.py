@@ -12,7 +12,7 @@ from jaxcomm import _compat, collectives
 from jaxcomm._compat import AxisName
 
 Reduce = Callable[[jax.Array], jax.Array]
-FLAG = "not finite"
+FLAG, TAG = "not finite", "tag of the key"
 
 
 def fused(parts: Mapping[Any, jax.Array], reduce: Reduce) -> dict[Any, jax.Array]:
@@ -25,9 +25,18 @@ def fused(parts: Mapping[Any, jax.Array], reduce: Reduce) -> dict[Any, jax.Array
     Returns:
       float32 results by key, in the shapes of the arrays.
     """
-    flat = [part.reshape(-1).astype(jnp.float32) for part in parts.values()]
-    ends = np.cumsum([x.size for x in flat])
-    pieces = jnp.split(reduce(jnp.concatenate(flat)), ends[:-1])
+    return split(reduce(joined(parts)), parts)
+
+
+def joined(parts: Mapping[Any, jax.Array]) -> jax.Array:
+    """The arrays as one float32 vector."""
+    return jnp.concatenate([part.reshape(-1).astype(jnp.float32) for part in parts.values()])
+
+
+def split(vector: jax.Array, parts: Mapping[Any, jax.Array]) -> dict[Any, jax.Array]:
+    """The reverse, in the shapes of `parts`."""
+    ends = np.cumsum([part.size for part in parts.values()])
+    pieces = jnp.split(vector, ends[:-1])
     return {
         key: piece.reshape(part.shape)
         for (key, part), piece in zip(parts.items(), pieces, strict=True)
@@ -35,18 +44,28 @@ def fused(parts: Mapping[Any, jax.Array], reduce: Reduce) -> dict[Any, jax.Array
 
 
 def exact_means(
-    parts: Mapping[Any, jax.Array], grads: list[jax.Array], axis_name: AxisName
+    parts: Mapping[Any, jax.Array],
+    grads: list[jax.Array],
+    axis_name: AxisName,
+    shared_key: jax.Array | None = None,
 ) -> tuple[dict[Any, jax.Array], jax.Array]:
     """The means of some arrays, and whether all gradients on all devices of the mesh are finite.
 
-    Wire: one float32 all-reduce of all parts and a flag; on a mesh of several axes also one int32
-    over the others.
+    With a `shared_key`, also whether all devices have the same: as good as not finite otherwise.
+
+    Wire: one float32 all-reduce of all parts, a flag and, with a key, a tag; on a mesh of several
+    axes also one int32 over the others.
     """
     reduction, native = collectives.mean_of("float32", "native")
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in grads]))
     parts = {**parts, FLAG: 1 - finite.astype(jnp.float32)}
+    if shared_key is not None:
+        # Integers whose sums float32 holds exactly. Their mean is everyone's only if all are equal.
+        parts[TAG] = (jax.random.bits(shared_key) >> 18).astype(jnp.float32)
     means = fused(parts, lambda x: collectives.all_reduce(x, axis_name, reduction, native))
     finite = means.pop(FLAG) == 0
+    if shared_key is not None:
+        finite &= jnp.abs(means.pop(TAG) - parts[TAG]) < 0.01
     further = tuple(sorted(_compat.manual_axes().difference(_compat.names_of(axis_name))))
     if further:
         finite = jax.lax.pmin(finite.astype(jnp.int32), further) == 1

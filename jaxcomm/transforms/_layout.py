@@ -1,6 +1,8 @@
 """What a transformation knows of the parameters: written down by `init`, checked by `update`."""
 
 import dataclasses
+import fnmatch
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,12 +25,14 @@ class Leaf:
       shape: its global shape.
       dtype: its dtype.
       spec: how it is sharded over the axes other than the one that gradients travel on.
+      exempt: whether it is not compressed.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: Any
     spec: PartitionSpec
+    exempt: bool = False
 
 
 @jax.tree_util.register_static
@@ -44,13 +48,23 @@ class Layout:
     leaves: tuple[Leaf, ...]
 
 
-def layout_of(params: Any, axis_name: AxisName) -> Layout:
+# Which leaves are not compressed: patterns of paths beside the default, or a rule in its place.
+Exempt = Sequence[str] | Callable[[str, tuple[int, ...]], bool]
+
+
+def layout_of(params: Any, axis_name: AxisName, exempt: Exempt = ()) -> Layout:
     """Reads the layout off parameters, in either view.
+
+    Args:
+      params: the parameters.
+      axis_name: the axis that their gradients travel on.
+      exempt: patterns of paths, as in `fnmatch`, of leaves that are not compressed beside those of
+        at most one dimension; or, in place of both, a function of a path and a shape.
 
     Raises:
       TypeError: for leaves that are not float32, bfloat16 or float16.
-      ValueError: if no mesh is set, it has no such axis, a leaf is sharded over the axis, or its
-        sharding cannot be seen here.
+      ValueError: if no mesh is set, it has no such axis, a leaf is sharded over the axis, its
+        sharding cannot be seen here, or a pattern fits no path.
     """
     world = _compat.axis_size(axis_name)
     leaves = []
@@ -62,9 +76,31 @@ def layout_of(params: Any, axis_name: AxisName) -> Layout:
                 f"parameter {name} is {dtype}; gradients are exchanged for float32, bfloat16 and "
                 "float16. Keep other leaves out of the tree that is differentiated, or cast them."
             )
-        spec = _spec_of(leaf, name, axis_name)
-        leaves.append(Leaf(name, tuple(jnp.shape(leaf)), dtype, spec))
+        spec, shape = _spec_of(leaf, name, axis_name), tuple(jnp.shape(leaf))
+        leaves.append(Leaf(name, shape, dtype, spec, _is_exempt(name, shape, exempt)))
+    if not callable(exempt):
+        _check_patterns(exempt, [leaf.path for leaf in leaves])
     return Layout(axis_name, world, tuple(leaves))
+
+
+def _is_exempt(path: str, shape: tuple[int, ...], exempt: Exempt) -> bool:
+    if callable(exempt):
+        return bool(exempt(path, shape))
+    return len(shape) <= 1 or any(fnmatch.fnmatchcase(path, pattern) for pattern in exempt)
+
+
+def _check_patterns(patterns: Sequence[str], paths: Sequence[str]) -> None:
+    """Raises for a string in place of a list, and for a pattern that fits nothing."""
+    if isinstance(patterns, str):
+        raise TypeError(
+            f"exempt must be a list of patterns, got {patterns!r}; write [{patterns!r}]."
+        )
+    for pattern in patterns:
+        if not fnmatch.filter(paths, pattern):
+            raise ValueError(
+                f"exempt names {pattern!r}, which fits no parameter; the paths are "
+                f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''}."
+            )
 
 
 def check_gradients(grads: list[Any], layout: Layout) -> None:

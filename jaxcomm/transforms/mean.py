@@ -1,6 +1,7 @@
 """The mean of gradients over devices, as an optax transformation."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,17 +11,26 @@ import optax
 from jaxcomm import _compat, codecs, collectives
 from jaxcomm._compat import AxisName
 from jaxcomm.transforms._buckets import buckets_of, split_off_exempt
-from jaxcomm.transforms._fusion import bytes_of, exact_means, fused
-from jaxcomm.transforms._layout import Layout, check_gradients, layout_of
+from jaxcomm.transforms._fusion import bytes_of, exact_means, joined, split
+from jaxcomm.transforms._layout import Exempt, Layout, check_gradients, layout_of
 from jaxcomm.transforms._views import Arrays, on_every_device
 from jaxcomm.transforms._wrappers import refuse_wrappers
-from jaxcomm.transforms.per_device import NOTHING
+from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
 
 
 class MeanState(NamedTuple):
-    """The state of `mean`: no arrays, only what `init` saw of the parameters."""
+    """The state of `mean`.
+
+    Attributes:
+      layout: what `init` saw of the parameters.
+      step: int32, from which the keys are made.
+      residual: with error feedback, what of each device's gradients is in no update yet; else
+        nothing. Divided by the number of devices, their sum is what the updates still owe.
+    """
 
     layout: Layout
+    step: jax.Array
+    residual: PerDevice
 
 
 def mean(
@@ -28,6 +38,10 @@ def mean(
     codec: str | codecs.Codec = "float32",
     algorithm: str | collectives.Algorithm | None = None,
     *,
+    error_feedback: bool | str = False,
+    second_hop: str | codecs.Codec | None = None,
+    exempt: Exempt = (),
+    seed: int = 0,
     bucket_mib: float = 32.0,
     bucket_order: Sequence[str] | None = None,
 ) -> optax.GradientTransformation:
@@ -41,15 +55,28 @@ def mean(
     Leaves of at most one dimension (norms, biases) travel together in float32, by XLA's own
     all-reduce. All others are exchanged in buckets, each in one message per hop.
 
+    With error feedback, nothing that rounding takes away is lost: each device keeps what its own
+    messages did not say, on every hop, and adds it to its next gradients. Whoever owns a block
+    keeps so, N times, what the encoded mean did not say. Over all steps, updates and residuals add
+    up to the mean of the gradients.
+
     If any gradient on any device is not finite, every update on every device is NaN, so that
-    `optax.apply_if_finite` around the optimizer skips the step everywhere.
+    `optax.apply_if_finite` around the optimizer skips the step everywhere, and the residuals stay
+    as they are. So it is if devices have different seeds, where they must draw alike.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
-      codec: "float32", "bfloat16", "float16" or a codec.
+      codec: a name in `jaxcomm.codecs.BY_NAME`, such as "bfloat16", "cnat" or "int8", or a codec
+        such as `jaxcomm.codecs.qsgd(levels=7)`.
       algorithm: "native", "direct", "ring", "halving_doubling", "circulant" or an algorithm such
         as `jaxcomm.halving_doubling(order="far_first")`; None is "native" for float32 and
         "direct" for everything else.
+      error_feedback: whether devices keep what their messages do not say, in one float32 copy of
+        the gradients; "first_hop" keeps nothing of what brings the mean back.
+      second_hop: the format of the mean on its way back, as `codec`; None is the same.
+      exempt: what else travels in float32: patterns of paths such as ["head/*"] for leaves beside
+        those of at most one dimension, or a function of path and shape in place of both rules.
+      seed: of codecs that round or draw at random.
       bucket_mib: MiB of float32 gradients that a bucket holds at most; a larger leaf has a bucket
         of its own. Smaller buckets start earlier, larger ones waste less on latency.
       bucket_order: paths of leaves in the order in which their gradients appear, as
@@ -67,7 +94,8 @@ def mean(
         are not local.
 
     Wire: for each bucket of n elements, that of `jaxcomm.pmean`; and one float32 all-reduce of
-    all exempt elements and one flag; on a mesh of several axes, one int32 over the others.
+    all exempt elements and one flag (with random_k also a tag of the key); on a mesh of several
+    axes, one int32 over the others.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -84,63 +112,57 @@ def mean(
     References:
       S. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
       VLDB 2020, arXiv:2006.15704 (buckets in the order of the backward pass).
+      S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
+      Schemes", ICML 2019, arXiv:1901.09847.
+      H. Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-pass
+      Error-Compensated Compression", ICML 2019, arXiv:1905.05957 (errors on both hops).
+
+    Differs from the paper: an owner's error is not a second state but joins its residual, in the
+    block that it owns and does not send.
     """
-    reduction, chosen = collectives.mean_of(codec, algorithm)
-    limit = bytes_of(bucket_mib)
-
-    def compressed(x: jax.Array) -> jax.Array:
-        return collectives.all_reduce(x, axis_name, reduction, chosen)
-
-    def exchange(grads: Arrays, layout: Layout) -> Arrays:
-        large, exempt = split_off_exempt(layout)
-        means, finite = exact_means({i: grads[i] for i in exempt}, grads, axis_name)
-        for bucket in buckets_of(layout, large, bucket_order, limit):
-            means |= fused({i: grads[i] for i in bucket}, compressed)
-        return [jnp.where(finite, means[i], jnp.nan).astype(g.dtype) for i, g in enumerate(grads)]
-
-    return _synchronising(axis_name, exchange)
-
-
-def no_exchange(axis_name: AxisName) -> optax.GradientTransformation:
-    """Leaves every device with its own gradients: for measuring, and as a control.
-
-    A step with it is the same step without communication, so the difference in time to `mean` is
-    what communication costs. The updates claim to be equal on all devices and are not: parameters
-    drift apart, and training on them shows what never talking is worth. To look at a device's own
-    copy, use `x.addressable_shards[i].data`; jax takes them all for one.
-
-    Args:
-      axis_name: the mesh axis, or axes, over which the batch is spread.
-
-    Returns:
-      A transformation used as `mean` is.
-
-    Wire: nothing.
-    """
-    return _synchronising(axis_name, lambda grads, layout: grads)
-
-
-def _synchronising(
-    axis_name: AxisName, exchange: Callable[[Arrays, Layout], Arrays]
-) -> optax.GradientTransformation:
-    """The transformation that carries out `exchange` on every device."""
     _compat.names_of(axis_name)
+    reduction, chosen = collectives.mean_of(codec, algorithm, second_hop, error_feedback)
+    limit = bytes_of(bucket_mib)
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
-        return MeanState(layout_of(params, axis_name))
+        layout = layout_of(params, axis_name, exempt)
+        large, _ = split_off_exempt(layout)
+        residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
+        return MeanState(layout, jnp.zeros((), jnp.int32), residual)
+
+    def exchange(
+        grads: Arrays, own: Arrays, step: jax.Array, layout: Layout
+    ) -> tuple[Arrays, Arrays]:
+        large, exempt_ = split_off_exempt(layout)
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        tagged = key if reduction.is_shared else None
+        means, finite = exact_means({i: grads[i] for i in exempt_}, grads, axis_name, tagged)
+        residual, errors = dict(zip(large, own, strict=False)), {}
+        for number, bucket in enumerate(buckets_of(layout, large, bucket_order, limit)):
+            parts = {i: grads[i].astype(jnp.float32) + residual.get(i, 0.0) for i in bucket}
+            keyed = dataclasses.replace(reduction, key=jax.random.fold_in(key, number))
+            mean, unsaid = collectives.exchange(joined(parts), axis_name, keyed, chosen)
+            means |= split(mean, parts)
+            errors |= {} if unsaid is None else split(unsaid, parts)
+        kept = [jnp.where(finite, errors[i], residual[i]) for i in residual]
+        updates = [
+            jnp.where(finite, means[i], jnp.nan).astype(g.dtype) for i, g in enumerate(grads)
+        ]
+        return updates, kept
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         refuse_wrappers()
         grads, treedef = jax.tree.flatten(updates)
         check_gradients(grads, state.layout)
-        means, _ = on_every_device(
-            lambda grads, own, shared: (exchange(grads, state.layout), own),
+        means, residual = on_every_device(
+            lambda g, own, step: exchange(g, own, step, state.layout),
             grads,
             state.layout,
-            NOTHING,
+            state.residual,
+            state.step,
         )
-        return treedef.unflatten(means), state
+        return treedef.unflatten(means), MeanState(state.layout, state.step + 1, residual)
 
     return optax.GradientTransformation(init_fn, update_fn)

@@ -1,0 +1,54 @@
+"""No exchange at all: for measuring, and as a control."""
+
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jaxcomm import _compat
+from jaxcomm._compat import AxisName
+from jaxcomm.transforms._layout import Layout, check_gradients, layout_of
+from jaxcomm.transforms._views import on_every_device
+from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms.per_device import NOTHING
+
+
+class NoExchangeState(NamedTuple):
+    """The state of `no_exchange`: no arrays, only what `init` saw of the parameters."""
+
+    layout: Layout
+
+
+def no_exchange(axis_name: AxisName) -> optax.GradientTransformation:
+    """Leaves every device with its own gradients: for measuring, and as a control.
+
+    A step with it is the same step without communication, so the difference in time to `mean` is
+    what communication costs. The updates claim to be equal on all devices and are not: parameters
+    drift apart, and training on them shows what never talking is worth. To look at a device's own
+    copy, use `x.addressable_shards[i].data`; jax takes them all for one.
+
+    Args:
+      axis_name: the mesh axis, or axes, over which the batch is spread.
+
+    Returns:
+      A transformation used as `jaxcomm.mean` is.
+
+    Wire: nothing.
+    """
+    _compat.names_of(axis_name)
+
+    def init_fn(params: Any) -> Any:
+        refuse_wrappers()
+        return NoExchangeState(layout_of(params, axis_name))
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        refuse_wrappers()
+        grads, treedef = jax.tree.flatten(updates)
+        check_gradients(grads, state.layout)
+        alone, _ = on_every_device(
+            lambda grads, own, shared: (grads, own), grads, state.layout, NOTHING
+        )
+        return treedef.unflatten(alone), state
+
+    return optax.GradientTransformation(init_fn, update_fn)

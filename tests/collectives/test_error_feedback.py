@@ -1,0 +1,106 @@
+"""The law of error feedback: what is missing in the result is in the errors, on every path."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+import jaxcomm
+from jaxcomm import codecs, collectives
+
+WORLDS = [1, 2, 3, 5, 8]
+CODECS: dict[str, codecs.Codec] = {
+    "bfloat16": codecs.bfloat16(),
+    "float16": codecs.float16(),
+    "random_k": codecs.random_k(0.25),
+    "random_k of bfloat16": codecs.random_k(0.25, codecs.bfloat16()),
+}
+ALGORITHMS: dict[str, collectives.Algorithm] = {
+    "direct": jaxcomm.direct(),
+    "one aggregator": jaxcomm.direct(aggregator=0),
+    "ring": jaxcomm.ring(),
+    "halving_doubling": jaxcomm.halving_doubling(),
+    "circulant": jaxcomm.circulant(),
+}
+
+MakeMesh = Callable[[int], Mesh]
+
+
+def exchanged(
+    x: np.ndarray, mesh: Mesh, algorithm: collectives.Algorithm, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """The result on every device and its errors, both (world, n), from (world, n)."""
+    axis: Any = mesh.axis_names if len(mesh.axis_names) > 1 else "data"
+    reduction, _ = collectives.mean_of(algorithm=algorithm, **options)
+
+    def one(x: jax.Array, key: jax.Array) -> Any:
+        keyed = dataclasses.replace(reduction, key=key)
+        result, errors = collectives.exchange(x[0], axis, keyed, algorithm)
+        assert errors is not None
+        return result[None], errors[None]
+
+    spec = PartitionSpec(axis)
+    f = jax.shard_map(
+        one, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False
+    )
+    result, errors = jax.jit(f)(x, jax.random.key(7))
+    return np.asarray(result), np.asarray(errors)
+
+
+def normal(world: int, n: int = 1000) -> np.ndarray:
+    size = np.float32(2.0) ** np.arange(-world, world, 2, dtype=np.float32)[:, None]
+    return np.random.default_rng(world).standard_normal((world, n)).astype(np.float32) * size
+
+
+def assert_conserved(x: np.ndarray, result: np.ndarray, errors: np.ndarray) -> None:
+    assert (result == result[:1]).all()
+    world = len(x)
+    np.testing.assert_allclose(
+        errors.astype(np.float64).sum(0) + world * result[0].astype(np.float64),
+        x.astype(np.float64).sum(0),
+        atol=1e-6 * np.abs(x).sum(0).max(),
+    )
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_sent_and_kept_is_all(make_mesh: MakeMesh, world: int, codec: str, algorithm: str) -> None:
+    x = normal(world)
+    result, errors = exchanged(
+        x, make_mesh(world), ALGORITHMS[algorithm], codec=CODECS[codec], error_feedback=True
+    )
+    assert_conserved(x, result, errors)
+    assert np.abs(errors).max() > 0
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "random_k"])
+@pytest.mark.parametrize("near", ["direct", "ring", "halving_doubling", "one aggregator"])
+@pytest.mark.parametrize("far", ["direct", "circulant", "one aggregator"])
+@pytest.mark.parametrize("shape", [(2, 4), (3, 2), (2, 3)])
+def test_also_near_links_first(codec: str, near: str, far: str, shape: tuple[int, int]) -> None:
+    kinds, devices = (AxisType.Auto, AxisType.Auto), jax.devices()[: shape[0] * shape[1]]
+    mesh = jax.make_mesh(shape, ("far", "near"), kinds, devices=devices)
+    x = normal(len(devices))
+    algorithm = jaxcomm.hierarchical(ALGORITHMS[near], ALGORITHMS[far])
+    result, errors = exchanged(x, mesh, algorithm, codec=CODECS[codec], error_feedback=True)
+    assert_conserved(x, result, errors)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_the_first_hop_alone(make_mesh: MakeMesh, algorithm: str) -> None:
+    x = normal(5)
+    options: dict[str, Any] = {"codec": "float32", "second_hop": "bfloat16"}
+    mesh, chosen = make_mesh(5), ALGORITHMS[algorithm]
+    _, errors = exchanged(x, mesh, chosen, error_feedback="first_hop", **options)
+    assert (errors == 0).all()
+    result, errors = exchanged(x, mesh, chosen, error_feedback=True, **options)
+    assert_conserved(x, result, errors)
+    # Every value is owned, and so its error is kept, once.
+    assert ((errors != 0).sum(0) <= 1).all()
+    assert (errors != 0).sum() > 900
