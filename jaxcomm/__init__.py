@@ -24,8 +24,10 @@ from jaxcomm.transforms import (
     multi_steps,
     no_exchange,
     one_bit_adam,
+    stages,
     state_spec,
     value_and_grad,
+    warmup,
 )
 from jaxcomm.wire import WireReport, wire_report
 
@@ -50,7 +52,9 @@ __all__ = [
     "pmean",
     "replicate",
     "ring",
+    "stages",
     "state_spec",
     "value_and_grad",
+    "warmup",
     "wire_report",
 ]

@@ -8,6 +8,7 @@ from jaxcomm.transforms.multi_steps import MultiStepsState, multi_steps
 from jaxcomm.transforms.no_exchange import NoExchangeState, no_exchange
 from jaxcomm.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
 from jaxcomm.transforms.per_device import PerDevice, state_spec
+from jaxcomm.transforms.stages import StagesState, stages, warmup
 
 __all__ = [
     "LocalState",
@@ -17,6 +18,7 @@ __all__ = [
     "NoExchangeState",
     "OneBitAdamState",
     "PerDevice",
+    "StagesState",
     "ValueAndGrad",
     "accumulate",
     "backward_order",
@@ -26,6 +28,8 @@ __all__ = [
     "multi_steps",
     "no_exchange",
     "one_bit_adam",
+    "stages",
     "state_spec",
     "value_and_grad",
+    "warmup",
 ]

@@ -103,6 +103,23 @@ def _check_patterns(patterns: Sequence[str], paths: Sequence[str]) -> None:
             )
 
 
+def axis_of(state: Any, who: str) -> AxisName:
+    """The one axis that the transformations in a state exchange over; `who` asks.
+
+    Raises:
+      ValueError: if there is none, or more than one.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout))
+    axes = {node.axis_name for node in nodes if isinstance(node, Layout)}
+    if len(axes) != 1:
+        raise ValueError(
+            f"{who} needs inner transformations that exchange over one axis, found "
+            f"{sorted(map(str, axes)) or 'none'}; put jaxcomm.mean into it"
+            f"{', or use optax.MultiSteps' if who == 'multi_steps' else ''}."
+        )
+    return axes.pop()
+
+
 def check_gradients(grads: list[Any], layout: Layout) -> None:
     """Raises unless these are the local gradients of the layout's parameters.
 

@@ -11,7 +11,7 @@ from jaxcomm import collectives
 from jaxcomm._compat import AxisName, names_of
 from jaxcomm.transforms._buckets import buckets_of, split_off_exempt
 from jaxcomm.transforms._fusion import bytes_of, exact_means, fused
-from jaxcomm.transforms._layout import Layout, check_gradients, layout_of
+from jaxcomm.transforms._layout import Exempt, Layout, check_gradients, layout_of
 from jaxcomm.transforms._views import Arrays, on_every_device
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
@@ -39,6 +39,7 @@ def majority_vote(
     zero: str = "random",
     error_feedback: bool = False,
     seed: int = 0,
+    exempt: Exempt = (),
     bucket_mib: float = 32.0,
     bucket_order: Sequence[str] | None = None,
 ) -> optax.GradientTransformation:
@@ -71,6 +72,7 @@ def majority_vote(
       zero: what a zero votes: "random" (a fair coin of each device) or "abstain".
       error_feedback: whether devices keep what their votes do not say.
       seed: of the coins.
+      exempt: what else is not compressed, as in `jaxcomm.mean`.
       bucket_mib: MiB of float32 gradients that a bucket holds at most.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
@@ -107,7 +109,7 @@ def majority_vote(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
-        layout = layout_of(params, axis_name)
+        layout = layout_of(params, axis_name, exempt)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
         return MajorityVoteState(layout, jnp.zeros((), jnp.int32), residual)

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomm import _compat
-from jaxcomm._compat import AxisName
-from jaxcomm.transforms._layout import Layout, check_gradients, layout_of
+from jaxcomm.transforms._layout import Layout, axis_of, check_gradients, layout_of
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, zeros_per_device
 
@@ -54,7 +53,7 @@ def multi_steps(inner: optax.GradientTransformation, k: int) -> optax.GradientTr
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         state = inner.init(params)
-        layout = layout_of(params, _axis_of(state))
+        layout = layout_of(params, axis_of(state, "multi_steps"))
         own = zeros_per_device(layout, params, _filled(layout))
         return MultiStepsState(layout, jnp.zeros((), jnp.int32), own, state)
 
@@ -109,16 +108,3 @@ def _zeros_like(updates: Any, grads: list[jax.Array], layout: Layout) -> Any:
         for u, g in zip(leaves, grads, strict=True)
     ]
     return treedef.unflatten(zeros)
-
-
-def _axis_of(state: Any) -> AxisName:
-    """The one axis that the transformations in this state exchange over."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout))
-    axes = {node.axis_name for node in nodes if isinstance(node, Layout)}
-    if len(axes) != 1:
-        raise ValueError(
-            "multi_steps needs an inner transformation that exchanges over one axis, found "
-            f"{sorted(map(str, axes)) or 'none'}; put jaxcomm.mean into it, or use "
-            "optax.MultiSteps."
-        )
-    return axes.pop()

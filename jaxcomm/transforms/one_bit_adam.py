@@ -16,7 +16,7 @@ from jaxcomm._compat import AxisName
 from jaxcomm.collectives.one_bit import chunk_length, one_bit_mean
 from jaxcomm.transforms._buckets import Bucket, buckets_of, split_off_exempt
 from jaxcomm.transforms._fusion import bytes_of, exact_means, fused
-from jaxcomm.transforms._layout import Layout, Leaf, check_gradients, layout_of, names_in
+from jaxcomm.transforms._layout import Exempt, Layout, Leaf, check_gradients, layout_of, names_in
 from jaxcomm.transforms._views import Arrays, on_every_device
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, zeros_per_device
@@ -56,6 +56,7 @@ def one_bit_adam(
     weight_decay: float = 0.0,
     warmup_steps: int | None = None,
     variance_stability: float | None = None,
+    exempt: Exempt = (),
     bucket_mib: float = 32.0,
     bucket_order: Sequence[str] | None = None,
 ) -> optax.GradientTransformation:
@@ -89,6 +90,7 @@ def one_bit_adam(
         corrected for their start at 0, differ little: the smaller over the larger is at least
         this number in (0, 1]; the paper's is 0.96. The learning rate's own warm-up should end
         within 1/(1-b2) steps.
+      exempt: what else is not compressed, as in `jaxcomm.mean`.
       bucket_mib: MiB of float32 gradients that a bucket holds at most.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
@@ -136,7 +138,7 @@ def one_bit_adam(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
-        layout = layout_of(params, axis_name)
+        layout = layout_of(params, axis_name, exempt)
         large, _ = split_off_exempt(layout)
         m, v, count, frozen_at, norms = _zeros(params, layout, adam.norms_kept)
         buckets = buckets_of(layout, large, bucket_order, limit)

@@ -1,0 +1,172 @@
+"""Natural compression: powers of two, so that 8 or 9 bits hold what matters of 32."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm.codecs._codec import Codec
+from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, rounding_bits
+from jaxcomm.kernels import bitplanes, powers_of_two, reductions
+
+BIAS = 127  # of float32's exponent field
+WINDOW = 127  # the exponents that 7 bits tell apart beside zero
+
+
+@dataclasses.dataclass(frozen=True)
+class Cnat(Codec):
+    """A value is rounded to one of the powers of two around it, and sent as sign and exponent.
+
+    Random rounding is up with the probability that keeps the mean: unbiased, and E|C(x)|^2 <=
+    9/8 |x|^2. Nearest rounding has a relative error of at most 1/3, and is biased. Denormals are
+    rounded likewise, to 0 or 2^-126. Magnitudes above 2^127 become 2^127, never infinite.
+
+    Attributes:
+      rounding: "random" or "nearest".
+
+    References:
+      S. Horvath, C.-Y. Ho, L. Horvath, A. N. Sahu, M. Canini and P. Richtarik, "Natural Compression
+      for Distributed Deep Learning", 2019, arXiv:1905.10988.
+    """
+
+    rounding: str
+    name = "cnat"
+
+    def __post_init__(self) -> None:
+        """Checks the rounding."""
+        require_choice("rounding", self.rounding, ROUNDINGS)
+
+    @property
+    def is_random(self) -> bool:
+        """Where it rounds so."""
+        return self.rounding == "random"
+
+
+@dataclasses.dataclass(frozen=True)
+class CnatWindow(Cnat):
+    """8 bits a value in a window of exponents that follows the message, and 8 bits a message.
+
+    The first byte of the payload is the exponent field of the largest magnitude of the message,
+    rounded up to a power of two: t for 2^(t - 127), 0 if all values are zero, 255 if one of them
+    is not finite, when the whole message becomes NaN. A value is a sign bit above 7 bits c: 0 for
+    zero, else for 2^(t - 127 + c - 127). Values below the window, less than 2^-126 of the largest,
+    are rounded to its lowest power or to zero, unbiased to within 2^-32 of that power.
+
+    Differs from the paper: its 8-bit codes have a window that stays where it is, see `CnatFixed`.
+    """
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """float32 `(..., n)` to uint8 `(..., 1 + n)`."""
+        bits = rounding_bits(self, key, x.shape)
+        top = powers_of_two.ceiling(reductions.largest(x)[..., None])
+        lowest = jnp.maximum(top, jnp.uint32(WINDOW)) - (WINDOW - 1)
+        exponent = powers_of_two.exponents(x, bits, lowest=lowest)
+        c = jnp.where(exponent > 0, exponent + WINDOW - top, jnp.uint32(0))
+        return jnp.concatenate([top.astype(jnp.uint8), _signed(x, c, c > 0)], axis=-1)
+
+    def decode(self, payload: jax.Array, n: int) -> jax.Array:
+        """uint8 `(..., 1 + n)` to float32 `(..., n)`."""
+        del n
+        top, code = payload[..., :1].astype(jnp.uint32), payload[..., 1:].astype(jnp.uint32)
+        c = code & 0x7F
+        exponent = jnp.where(c > 0, top + c - WINDOW, jnp.uint32(0))
+        value = powers_of_two.values(exponent, code >> 7)
+        return jnp.where(top == powers_of_two.NONFINITE, jnp.float32(jnp.nan), value)
+
+    def message_bytes(self, n: int) -> int:
+        """n + 1."""
+        return n + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class CnatFixed(Cnat):
+    """8 bits a value: sign, a bit for not zero, and 6 bits of exponent, 2^-50 to 2^10.
+
+    The exponent e is written as e + 50; 62 stands for infinity and 63 for NaN. Magnitudes below
+    2^-50 are rounded to that or to zero, unbiased to within 2^-32 of it. Those above 2^10 become
+    2^10, which is biased: it is for messages whose range is known.
+    """
+
+    LOWEST, HIGHEST = -50, 10
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """float32 `(..., n)` to uint8 `(..., n)`."""
+        bits = rounding_bits(self, key, x.shape)
+        low, high = jnp.uint32(self.LOWEST + BIAS), jnp.uint32(self.HIGHEST + BIAS)
+        exponent = powers_of_two.exponents(x, bits, lowest=low)
+        number = jnp.minimum(exponent, high) - low
+        nonfinite = jnp.where(jnp.isnan(x), jnp.uint32(63), jnp.uint32(62))
+        number = jnp.where(exponent == powers_of_two.NONFINITE, nonfinite, number)
+        present = exponent > 0
+        return _signed(x, jnp.where(present, 0x40 | number, jnp.uint32(0)), present)
+
+    def decode(self, payload: jax.Array, n: int) -> jax.Array:
+        """uint8 `(..., n)` to float32 `(..., n)`."""
+        del n
+        code = payload.astype(jnp.uint32)
+        number = code & 0x3F
+        infinite = jnp.uint32(powers_of_two.NONFINITE)
+        exponent = jnp.where(number < 62, number + (self.LOWEST + BIAS), infinite)
+        exponent = jnp.where(code & 0x40 > 0, exponent, jnp.uint32(0))
+        value = powers_of_two.values(exponent, code >> 7)
+        return jnp.where(code & 0x7F == 0x7F, jnp.float32(jnp.nan), value)
+
+    def message_bytes(self, n: int) -> int:
+        """n."""
+        return n
+
+
+@dataclasses.dataclass(frozen=True)
+class CnatAll(Cnat):
+    """9 bits a value: every power of two that float32 has; a plane of signs after the exponents.
+
+    Exponents are float32's field of 8 bits, 255 for infinity. Signs are packed 32 to a word, 1 for
+    negative values and for NaN, whose exponent is 0.
+    """
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """float32 `(..., n)` to uint8 `(..., n + 4 ceil(n / 32))`."""
+        bits = rounding_bits(self, key, x.shape)
+        isnan = jnp.isnan(x)
+        exponent = jnp.where(isnan, jnp.uint32(0), powers_of_two.exponents(x, bits))
+        negative = jax.lax.bitcast_convert_type(x, jnp.int32) < 0
+        signs = bitplanes.pack((negative & (exponent > 0)) | isnan)
+        signs = jax.lax.bitcast_convert_type(signs, jnp.uint8).reshape(*x.shape[:-1], -1)
+        return jnp.concatenate([exponent.astype(jnp.uint8), signs], axis=-1)
+
+    def decode(self, payload: jax.Array, n: int) -> jax.Array:
+        """uint8 `(..., n + 4 ceil(n / 32))` to float32 `(..., n)`."""
+        exponent = payload[..., :n].astype(jnp.uint32)
+        words = payload[..., n:].reshape(*payload.shape[:-1], -1, 4)
+        words = jax.lax.bitcast_convert_type(words, jnp.uint32)
+        negative = bitplanes.unpack(words, n)
+        value = powers_of_two.values(exponent, negative.astype(jnp.uint32))
+        return jnp.where(negative & (exponent == 0), jnp.float32(jnp.nan), value)
+
+    def message_bytes(self, n: int) -> int:
+        """n + 4 ceil(n / 32)."""
+        return n + 4 * bitplanes.words_for(n)
+
+
+EXPONENTS = {"window": CnatWindow, "fixed": CnatFixed, "all": CnatAll}
+
+
+def cnat(exponents: str = "window", rounding: str = "random") -> Cnat:
+    """Natural compression.
+
+    Args:
+      exponents: which of them a code can hold: "window", 127 of them below the largest magnitude
+        of the message; "fixed", those from -50 to 10; "all", with 9 bits a value instead of 8.
+      rounding: "random", which is unbiased, or "nearest".
+
+    Raises:
+      ValueError: for anything else.
+    """
+    require_choice("exponents", exponents, EXPONENTS)
+    return EXPONENTS[exponents](rounding)
+
+
+def _signed(x: jax.Array, code: jax.Array, present: jax.Array) -> jax.Array:
+    """uint8: seven bits of a code below the sign of x; zero has none."""
+    sign = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 31 << 7
+    return jnp.where(present, sign | code, code).astype(jnp.uint8)

@@ -1,0 +1,93 @@
+"""Floats of 8 bits, scaled by the largest magnitude of a block."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomm.codecs._blocks import BlockScaled
+from jaxcomm.kernels import float8
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8(BlockScaled):
+    """8-bit floats of which the largest finite one stands for the largest magnitude of the block.
+
+    So nothing finite overflows, and what is small beside its block keeps a precision of its own,
+    unlike in `int8`. Rounded to nearest, ties to even.
+
+    Attributes:
+      block_size: the values that share a scale.
+
+    References:
+      P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433.
+
+    Differs from the paper: scales are of blocks, and not only powers of two.
+    """
+
+    dtype: ClassVar[Any]
+
+    def codes(self, shares: jax.Array, bits: jax.Array) -> jax.Array:
+        """The bit patterns."""
+        del bits
+        largest = np.float32(jnp.finfo(self.dtype).max)
+        return float8.round_to_bits(shares * largest, self.dtype)
+
+    def shares(self, codes: jax.Array, size: int) -> jax.Array:
+        """The patterns' values over the largest."""
+        del size
+        values = float8.widen_bits(codes, self.dtype)
+        return values * np.float32(1 / float(jnp.finfo(self.dtype).max))
+
+    def code_bytes(self, size: int) -> int:
+        """One a value."""
+        return size
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8E4M3(Fp8):
+    """8 bits a value, sign, 4 of exponent and 3 of mantissa, and a scale a block; see `Fp8`.
+
+    Relative error at most 2^-4 down to 2^-6 / 448 of the largest, absolute 2^-10 / 448 of it below.
+    """
+
+    name = "fp8_e4m3"
+    dtype = jnp.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8E5M2(Fp8):
+    """8 bits a value, sign, 5 of exponent and 2 of mantissa, and a scale a block; see `Fp8`.
+
+    Relative error at most 2^-3 down to 2^-14 / 57344 of the largest, absolute 2^-17 / 57344 of it
+    below.
+    """
+
+    name = "fp8_e5m2"
+    dtype = jnp.float8_e5m2
+
+
+def fp8_e4m3(block_size: int = 256) -> Fp8E4M3:
+    """8-bit floats with 3 bits of mantissa.
+
+    Args:
+      block_size: the values that share a scale of 4 bytes.
+
+    Raises:
+      TypeError, ValueError: for anything else.
+    """
+    return Fp8E4M3(block_size)
+
+
+def fp8_e5m2(block_size: int = 256) -> Fp8E5M2:
+    """8-bit floats with 2 bits of mantissa, and a wider range.
+
+    Args:
+      block_size: the values that share a scale of 4 bytes.
+
+    Raises:
+      TypeError, ValueError: for anything else.
+    """
+    return Fp8E5M2(block_size)

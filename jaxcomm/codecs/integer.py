@@ -1,0 +1,95 @@
+"""Integers of 8 and 4 bits, scaled by the largest magnitude of a block."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+
+from jaxcomm.codecs import _uniform
+from jaxcomm.codecs._blocks import BlockScaled
+from jaxcomm.codecs._rounding import ROUNDINGS, require_choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Integer(BlockScaled):
+    """Two's complement from -levels to levels, the largest magnitude of the block being `levels`.
+
+    The range is symmetric: its lowest code is not used. Rounded to nearest, ties away from zero,
+    with an error of at most half a level; or at random, with one of less than a level and
+    unbiased, to within 2^-24 of a level.
+
+    Attributes:
+      block_size: the values that share a scale.
+      rounding: "nearest" or "random".
+
+    References:
+      T. Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", ICLR 2016,
+      arXiv:1511.04561 (8 bits on the wire; its data types are others).
+    """
+
+    rounding: str
+    levels: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        super().__post_init__()
+        require_choice("rounding", self.rounding, ROUNDINGS)
+
+    @property
+    def is_random(self) -> bool:
+        """Where it rounds so."""
+        return self.rounding == "random"
+
+    def codes(self, shares: jax.Array, bits: jax.Array) -> jax.Array:
+        """Levels, rounded."""
+        return _uniform.encode(shares, bits, self.levels)
+
+    def shares(self, codes: jax.Array, size: int) -> jax.Array:
+        """Integers over the largest."""
+        return _uniform.decode(codes, size, self.levels)
+
+    def code_bytes(self, size: int) -> int:
+        """Those of 8 or 4 bits a value."""
+        return _uniform.code_bytes(size, self.levels)
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8(Integer):
+    """8 bits a value, -127 to 127, and a float32 scale a block; see `Integer`."""
+
+    name = "int8"
+    levels = 127
+
+
+@dataclasses.dataclass(frozen=True)
+class Int4(Integer):
+    """4 bits a value, -7 to 7, and a float32 scale a block; see `Integer`."""
+
+    name = "int4"
+    levels = 7
+
+
+def int8(block_size: int = 256, rounding: str = "nearest") -> Int8:
+    """8-bit integers, scaled by the largest magnitude of each block.
+
+    Args:
+      block_size: the values that share a scale of 4 bytes.
+      rounding: "nearest", or "random", which is unbiased.
+
+    Raises:
+      TypeError, ValueError: for anything else.
+    """
+    return Int8(block_size, rounding)
+
+
+def int4(block_size: int = 64, rounding: str = "nearest") -> Int4:
+    """4-bit integers, scaled by the largest magnitude of each block.
+
+    Args:
+      block_size: the values that share a scale of 4 bytes.
+      rounding: "nearest", or "random", which is unbiased.
+
+    Raises:
+      TypeError, ValueError: for anything else.
+    """
+    return Int4(block_size, rounding)

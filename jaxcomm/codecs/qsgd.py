@@ -1,0 +1,71 @@
+"""QSGD: levels of the L2 norm of a block."""
+
+import dataclasses
+
+import jax
+
+from jaxcomm.codecs import _uniform
+from jaxcomm.codecs._blocks import BlockScaled, root_of_squares
+from jaxcomm.codecs._rounding import require_integer
+
+
+@dataclasses.dataclass(frozen=True)
+class Qsgd(BlockScaled):
+    """ceil(log2(2s + 1)) bits a value and a scale a block: -s to s, in s-ths of the norm.
+
+    For block v, value i is ||v|| sgn(v_i) xi_i / s, where s |v_i| / ||v|| is rounded at random to
+    the integer xi_i below or above it. Unbiased, to within 2^-24 of a level or better, with
+    E|Q(v) - v|^2 <= min(d / s^2, sqrt(d) / s) |v|^2 for blocks of d values.
+
+    Attributes:
+      block_size: the values that share a norm, d (the paper's bucket size).
+      levels: s.
+
+    References:
+      D. Alistarh, D. Grubic, J. Li, R. Tomioka and M. Vojnovic, "QSGD: Communication-Efficient SGD
+      via Gradient Quantization and Encoding", NeurIPS 2017, arXiv:1610.02132.
+
+    Differs from the paper: codes have one width, where the paper codes runs of zeros by Elias.
+    """
+
+    levels: int
+    name = "qsgd"
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        super().__post_init__()
+        require_integer("levels", self.levels, 1, 127)
+
+    @property
+    def is_random(self) -> bool:
+        """Always."""
+        return True
+
+    def scale(self, blocks: jax.Array, largest: jax.Array) -> jax.Array:
+        """The L2 norms."""
+        return largest * root_of_squares(blocks, largest)
+
+    def codes(self, shares: jax.Array, bits: jax.Array) -> jax.Array:
+        """Levels, rounded at random."""
+        return _uniform.encode(shares, bits, self.levels)
+
+    def shares(self, codes: jax.Array, size: int) -> jax.Array:
+        """Levels over s."""
+        return _uniform.decode(codes, size, self.levels)
+
+    def code_bytes(self, size: int) -> int:
+        """Those of ceil(log2(2s + 1)) bits a value."""
+        return _uniform.code_bytes(size, self.levels)
+
+
+def qsgd(levels: int = 7, block_size: int = 512) -> Qsgd:
+    """QSGD: unbiased, 4 bits a value by default.
+
+    Args:
+      levels: s, from 1 to 127: 1 takes 2 bits a value, 3 takes 3, 7 takes 4, 127 takes 8.
+      block_size: the values that share a norm; the error grows with its square root.
+
+    Raises:
+      TypeError, ValueError: for anything else.
+    """
+    return Qsgd(block_size, levels)

@@ -1,0 +1,86 @@
+"""TernGrad: minus one, zero or one, times the largest magnitude of a block."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm.codecs import _uniform
+from jaxcomm.codecs._blocks import BlockScaled, largest_of, root_of_squares
+
+
+@dataclasses.dataclass(frozen=True)
+class TernGrad(BlockScaled):
+    """2 bits a value and a scale a block: two's complement of -1, 0 and 1, times the scale.
+
+    The scale is the largest magnitude, and a value survives with the probability of its share of
+    it. Unbiased, to within 2^-30 of the scale, unless it clips.
+
+    Attributes:
+      block_size: the values that share a scale.
+      clip: values beyond so many standard deviations of the block are cut to these first, which
+        is biased and less noisy; or None.
+
+    References:
+      W. Wen, C. Xu, F. Yan, C. Wu, Y. Wang, Y. Chen and H. Li, "TernGrad: Ternary Gradients to
+      Reduce Communication in Distributed Deep Learning", NeurIPS 2017, arXiv:1705.07878.
+
+    Differs from the paper: scales are of blocks instead of layers. The standard deviation is the
+    root of the mean square of the values that are not zero, as messages are padded with zeros. The
+    devices do not agree on one scale first.
+    """
+
+    clip: float | None
+    name = "terngrad"
+
+    def __post_init__(self) -> None:
+        """Checks the arguments."""
+        super().__post_init__()
+        if self.clip is None:
+            return
+        if isinstance(self.clip, bool) or not isinstance(self.clip, int | float):
+            raise TypeError(f"clip must be a number or None, got {self.clip!r}.")
+        if not 0 < self.clip < float("inf"):
+            raise ValueError(f"clip must be positive and finite, such as 2.5, got {self.clip!r}.")
+
+    @property
+    def is_random(self) -> bool:
+        """Always."""
+        return True
+
+    def clipped(self, blocks: jax.Array) -> jax.Array:
+        """Values within `clip` standard deviations; all NaN if one is not finite."""
+        if self.clip is None:
+            return blocks
+        largest = largest_of(blocks)
+        present = jnp.sum(blocks != 0, axis=-1, dtype=jnp.int32)
+        root = root_of_squares(blocks, largest)
+        root = root / jnp.sqrt(jnp.maximum(present, 1).astype(jnp.float32))
+        # In units of the largest, and never beyond it: so many deviations of 1e38 are infinite.
+        bound = (largest * jnp.minimum(jnp.float32(self.clip) * root, jnp.float32(1)))[..., None]
+        return jnp.clip(blocks, -bound, bound)
+
+    def codes(self, shares: jax.Array, bits: jax.Array) -> jax.Array:
+        """-1, 0 or 1, at random."""
+        return _uniform.encode(shares, bits, 1)
+
+    def shares(self, codes: jax.Array, size: int) -> jax.Array:
+        """-1, 0 or 1."""
+        return _uniform.decode(codes, size, 1)
+
+    def code_bytes(self, size: int) -> int:
+        """Those of 2 bits a value."""
+        return _uniform.code_bytes(size, 1)
+
+
+def terngrad(block_size: int = 512, clip: float | None = None) -> TernGrad:
+    """TernGrad: 2 bits a value, unbiased without clipping.
+
+    Args:
+      block_size: the values that share a scale of 4 bytes.
+      clip: None, or a number of standard deviations; the paper takes 2.5.
+
+    Raises:
+      TypeError, ValueError: for anything else.
+    """
+    return TernGrad(block_size, clip)

@@ -1,0 +1,150 @@
+"""One way of exchanging gradients after another: dense at first, sparser later."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomm.transforms._layout import axis_of
+from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms.mean import mean
+from jaxcomm.transforms.per_device import PerDevice
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Slots:
+    """`of[i]` is the place of stage i's state among the states that are kept."""
+
+    of: tuple[int, ...]
+
+
+class StagesState(NamedTuple):
+    """The state of `stages` and `warmup`.
+
+    Attributes:
+      step: int32, the steps taken.
+      slots: which stage has which state.
+      inner: the states; neighbouring stages whose states look alike share one.
+    """
+
+    step: jax.Array
+    slots: _Slots
+    inner: tuple[Any, ...]
+
+
+def stages(*plan: tuple[int, optax.GradientTransformation]) -> optax.GradientTransformation:
+    """Exchanges gradients in one way after another, such as with fewer and fewer levels.
+
+    All stages are branches of one compiled program, chosen by the step: a short list, not one
+    for each step. Neighbouring stages whose states look alike hand theirs on, residual and all:
+    give every `jaxcomm.mean` of a plan the same `error_feedback` and `exempt`.
+
+    Args:
+      *plan: the first step of each stage, and what it does, in order; the first is step 0.
+
+    Returns:
+      A transformation used as those of the plan are.
+
+    Raises:
+      ValueError: if the steps do not ascend from 0; by `init` if a stage would end with a residual
+        that the next has no place for.
+
+    Wire: that of the stage, in a branch of a conditional.
+
+    Example:
+      >>> import jaxcomm
+      >>> fine, coarse = jaxcomm.codecs.qsgd(levels=127), jaxcomm.codecs.qsgd(levels=7)
+      >>> tx = jaxcomm.stages(
+      ...     (0, jaxcomm.mean("data", fine, error_feedback=True)),
+      ...     (1000, jaxcomm.mean("data", coarse, error_feedback=True)),
+      ... )
+    """
+    starts = [start for start, _ in plan]
+    if not plan or starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)):
+        raise ValueError(f"the first steps of stages must ascend from 0, got {starts}.")
+    chain = [tx for _, tx in plan]
+
+    def init_fn(params: Any) -> Any:
+        refuse_wrappers()
+        of, kept = [], []
+        for state in (tx.init(params) for tx in chain):
+            if kept and jax.tree.structure(state) != jax.tree.structure(kept[-1]):
+                _refuse_to_lose(kept[-1])
+            if not kept or jax.tree.structure(state) != jax.tree.structure(kept[-1]):
+                kept.append(state)
+            of.append(len(kept) - 1)
+        return StagesState(jnp.zeros((), jnp.int32), _Slots(tuple(of)), tuple(kept))
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        refuse_wrappers()
+
+        def branch(slot: int, tx: optax.GradientTransformation) -> Any:
+            def run() -> tuple[Any, tuple[Any, ...]]:
+                out, new = tx.update(updates, state.inner[slot], params)
+                return out, (*state.inner[:slot], new, *state.inner[slot + 1 :])
+
+            return run
+
+        branches = [branch(slot, tx) for slot, tx in zip(state.slots.of, chain, strict=True)]
+        number = sum(((state.step >= start).astype(jnp.int32) for start in starts), jnp.int32(-1))
+        out, inner = jax.lax.switch(number, branches)
+        return out, StagesState(state.step + 1, state.slots, inner)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def warmup(
+    inner: optax.GradientTransformation,
+    steps: int,
+    dense: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformation:
+    """Exchanges gradients in full for some steps, and then as `inner` does.
+
+    Args:
+      inner: what comes after the warm-up.
+      steps: the length of the warm-up; 0 is none.
+      dense: what comes before; None is `jaxcomm.mean` in float32 over the axis of `inner`.
+
+    Returns:
+      A transformation used as `inner` is.
+
+    Raises:
+      ValueError: for a negative number of steps; by `init` as `stages`.
+
+    Wire: that of `dense`, then that of `inner`, in the branches of a conditional.
+
+    Example:
+      >>> import jaxcomm
+      >>> tx = jaxcomm.warmup(jaxcomm.mean("data", codec="int4", error_feedback=True), steps=100)
+    """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+        raise ValueError(f"warmup needs a number of steps of at least 0, got {steps!r}.")
+    if steps == 0:
+        return inner
+    return stages((0, dense or _mean_beside(inner)), (steps, inner))
+
+
+def _mean_beside(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The float32 mean over the axis of another transformation, which its state knows."""
+
+    def init_fn(params: Any) -> Any:
+        return mean(axis_of(inner.init(params), "warmup")).init(params)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return mean(state.layout.axis_name).update(updates, state, params)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _refuse_to_lose(state: Any) -> None:
+    """Raises if the state of a stage that ends holds anything of a device's own."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerDevice))
+    if any(isinstance(node, PerDevice) and node.values for node in nodes):
+        raise ValueError(
+            "a stage would end with state of each device, such as a residual, that the next stage "
+            "has no place for. Give all stages error_feedback=True and the same exempt leaves (a "
+            "float32 mean too: it then sends what is left), or put jaxcomm.local before the stages."
+        )

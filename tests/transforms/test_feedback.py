@@ -1,0 +1,198 @@
+"""`jaxcomm.mean` with error feedback, formats of its own for each hop, and exempt leaves."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+import jaxcomm
+from jaxcomm import codecs
+from transforms.both_views import SHAPES, VIEWS, View, gradients, jit_update, one_update, place
+
+CODECS: dict[str, codecs.Codec] = {
+    "bfloat16": codecs.bfloat16(),
+    "random_k": codecs.random_k(0.25),
+    "cnat": codecs.cnat(),
+    "int4": codecs.int4(),
+}
+WORLD = 4
+LARGE = ("head", "kernel")
+
+
+def ids(view: View) -> str:
+    return view.name
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("view", VIEWS, ids=ids)
+@pytest.mark.parametrize("codec", CODECS)
+def test_updates_and_residuals_add_up_to_the_gradients(view: View, codec: str) -> None:
+    tx = jaxcomm.mean("data", CODECS[codec], error_feedback=True, bucket_mib=1e-4)
+    steps = [gradients(WORLD, seed) for seed in range(4)]
+    with jax.set_mesh(view.mesh(WORLD)):
+        params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+        state, update = tx.init(params), jit_update(view, tx, params)
+        applied = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+        for grads in steps:
+            updates, state = update(place(view, grads, "data"), state)
+            for name in SHAPES:
+                applied[name] += np.asarray(updates[name], np.float64)
+        assert update._cache_size() == 1
+    residual = dict(zip(LARGE, state.residual.values, strict=True))
+    for name in SHAPES:
+        wanted = sum(grads[name].astype(np.float64).mean(0) for grads in steps)
+        owed = np.asarray(residual[name], np.float64).mean(0) if name in LARGE else 0
+        np.testing.assert_allclose(applied[name] + owed, wanted, atol=1e-5, err_msg=name)
+    assert all(np.abs(np.asarray(r)).max() > 0 for r in residual.values())
+    assert all(r.sharding.spec[0] == "data" for r in residual.values())
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_not_finite_leaves_the_residuals_alone(codec: str) -> None:
+    tx, view = jaxcomm.mean("data", CODECS[codec], error_feedback=True), VIEWS[0]
+    good, bad = gradients(WORLD), gradients(WORLD, 1)
+    bad["bias"][2, 0] = np.inf
+    with jax.set_mesh(view.mesh(WORLD)):
+        params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+        update = jit_update(view, tx, params)
+        _, before = update(place(view, good, "data"), tx.init(params))
+        kept = [np.asarray(r) for r in before.residual.values]
+        updates, after = update(place(view, bad, "data"), before)
+    assert all(np.isnan(u).all() for u in updates.values())
+    for old, new in zip(kept, after.residual.values, strict=True):
+        np.testing.assert_array_equal(old, new)
+
+
+def test_the_views_agree_bit_for_bit_where_rounding_is_random() -> None:
+    tx = jaxcomm.mean("data", codecs.cnat(), error_feedback=True, seed=3)
+    results = []
+    for view in [v for v in VIEWS if v.model == 1]:
+        with jax.set_mesh(view.mesh(WORLD)):
+            results.append(one_update(view, tx, gradients(WORLD)))
+    for updates, state in results[1:]:
+        for name in SHAPES:
+            np.testing.assert_array_equal(updates[name], results[0][0][name])
+        for one, other in zip(state.residual.values, results[0][1].residual.values, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_seeds_and_steps_round_differently() -> None:
+    view, rounded = VIEWS[0], set()
+    with jax.set_mesh(view.mesh(WORLD)):
+        params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+        grads = place(view, gradients(WORLD), "data")
+        for seed in range(2):
+            tx = jaxcomm.mean("data", codecs.cnat(), seed=seed)
+            state, update = tx.init(params), jit_update(view, tx, params)
+            for _ in range(2):
+                updates, state = update(grads, state)
+                rounded.add(np.asarray(updates["head"]).tobytes())
+    assert len(rounded) == 4
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=ids)
+def test_another_format_for_the_second_hop(view: View) -> None:
+    tx = jaxcomm.mean("data", "float32", second_hop="bfloat16", algorithm="direct")
+    grads = gradients(WORLD)
+    with jax.set_mesh(view.mesh(WORLD)):
+        updates, _ = one_update(view, tx, grads)
+    for name in LARGE:
+        mean = grads[name].mean(0)
+        rounded = np.asarray(updates[name])
+        assert (rounded.view(np.uint32) & 0xFFFF == 0).all()
+        np.testing.assert_allclose(rounded, mean, rtol=2**-8, atol=1e-6)
+
+
+def different_seeds(codec: codecs.Codec) -> np.ndarray:
+    """The updates when device 2 has another seed than the others."""
+    ours, theirs = (jaxcomm.mean("data", codec, seed=seed) for seed in (0, 1))
+    spec = PartitionSpec("data")
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD])):
+
+        def update(grads: jax.Array) -> jax.Array:
+            state, other = ours.init(jnp.zeros((3, 7))), jnp.int32(5)
+            mine = jnp.where(jax.lax.axis_index("data") == 2, other, state.step)
+            return theirs.update(grads[0], state._replace(step=mine))[0][None]
+
+        f = jax.jit(jax.shard_map(update, in_specs=spec, out_specs=spec, check_vma=False))
+        return np.asarray(f(gradients(WORLD)["kernel"]))
+
+
+def test_devices_that_draw_differently_are_caught() -> None:
+    assert np.isnan(different_seeds(codecs.random_k(0.5))).all()
+    assert np.isfinite(different_seeds(codecs.cnat())).all()
+
+
+def test_random_k_without_feedback_is_unbiased() -> None:
+    tx, view, grads = jaxcomm.mean("data", codecs.random_k(0.25)), VIEWS[0], gradients(WORLD)
+    total, steps = 0.0, 400
+    with jax.set_mesh(view.mesh(WORLD)):
+        params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+        state, update = tx.init(params), jit_update(view, tx, params)
+        placed = place(view, grads, "data")
+        for _ in range(steps):
+            updates, state = update(placed, state)
+            total += np.asarray(updates["kernel"], np.float64)
+    # A draw has a variance of 3 x^2.
+    mean = grads["kernel"].mean(0)
+    assert (np.abs(total / steps - mean) < 5 * np.sqrt(3 / steps) * np.abs(mean) + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("exempt", "compressed"),
+    [
+        ((), {"head", "kernel"}),
+        (["head"], {"kernel"}),
+        (["h*", "k?rnel"], set()),
+        (lambda path, shape: path != "bias", {"bias"}),
+    ],
+)
+def test_exempt_leaves_are_exact(exempt: Any, compressed: set[str]) -> None:
+    tx, view, grads = jaxcomm.mean("data", "int4", exempt=exempt), VIEWS[0], gradients(WORLD)
+    with jax.set_mesh(view.mesh(WORLD)):
+        updates, _ = one_update(view, tx, grads)
+    rounded = {
+        name for name in SHAPES if not np.allclose(updates[name], grads[name].mean(0), atol=1e-6)
+    }
+    assert rounded == compressed
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"exempt": "head"}, TypeError, r"write \['head'\]"),
+        ({"exempt": ["tail"]}, ValueError, "'tail', which fits no parameter; the paths are bias"),
+        ({"error_feedback": "second_hop"}, ValueError, 'True, False or "first_hop"'),
+        ({"codec": "cnat", "algorithm": "native"}, ValueError, "choose another algorithm"),
+        (
+            {"codec": "bfloat16", "algorithm": "native", "error_feedback": True},
+            ValueError,
+            "rounds",
+        ),
+        ({"algorithm": "native", "second_hop": "int8"}, ValueError, "one all-reduce in one format"),
+        ({"second_hop": "random_k"}, ValueError, "draws once for both hops"),
+        ({"second_hop": "int7"}, ValueError, "unknown codec 'int7'"),
+    ],
+)
+def test_what_cannot_be_is_refused(options: Any, error: type[Exception], message: str) -> None:
+    with jax.set_mesh(jaxcomm.data_mesh()), pytest.raises(error, match=message):
+        jaxcomm.mean("data", **options).init({name: jnp.zeros(s) for name, s in SHAPES.items()})
+
+
+def test_native_float32_sends_all_that_is_left() -> None:
+    coarse = jaxcomm.mean("data", "int4", error_feedback=True)
+    exact = jaxcomm.mean("data", error_feedback=True)
+    view, grads = VIEWS[0], gradients(WORLD)
+    with jax.set_mesh(view.mesh(WORLD)):
+        first, state = one_update(view, coarse, grads)
+        params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+        second, state = jit_update(view, exact, params)(place(view, grads, "data"), state)
+    assert all((np.asarray(r) == 0).all() for r in state.residual.values)
+    for name in SHAPES:
+        np.testing.assert_allclose(
+            optax.tree.add(first, second)[name], 2 * grads[name].mean(0), atol=1e-5
+        )

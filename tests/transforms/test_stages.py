@@ -1,0 +1,137 @@
+"""Stages: which one runs, what it hands on, what it sends, and that there is one program."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomm
+from transforms.both_views import SHAPES, VIEWS, View, gradients, jit_update, place
+
+WORLD = 4
+
+
+def run(view: View, tx: Any, steps: int) -> tuple[list[Any], Any, Any]:
+    """The updates of some steps on the same gradients, the last state, and the jitted update."""
+    with jax.set_mesh(view.mesh(WORLD)):
+        params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+        grads = place(view, gradients(WORLD), "data")
+        state, update, all_updates = tx.init(params), jit_update(view, tx, params), []
+        for _ in range(steps):
+            updates, state = update(grads, state)
+            all_updates.append({name: np.asarray(u) for name, u in updates.items()})
+    return all_updates, state, update
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
+def test_a_stage_begins_at_its_step(view: View) -> None:
+    tx = jaxcomm.stages(
+        (0, jaxcomm.mean("data")),
+        (2, jaxcomm.mean("data", "bfloat16")),
+        (3, jaxcomm.majority_vote("data", tie="positive", zero="abstain")),
+    )
+    updates, state, update = run(view, tx, 5)
+    mean = gradients(WORLD)["kernel"].mean(0)
+    for exact in updates[:2]:
+        np.testing.assert_allclose(exact["kernel"], mean, atol=1e-6)
+    assert (updates[2]["kernel"].view(np.uint32) & 0xFFFF == 0).all()
+    assert (np.abs(updates[3]["kernel"]) == 1).all()
+    assert (np.abs(updates[4]["kernel"]) == 1).all()
+    assert int(state.step) == 5
+    assert update._cache_size() == 1
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
+def test_a_residual_is_handed_on(view: View) -> None:
+    coarse, fine = jaxcomm.codecs.int4(), jaxcomm.codecs.int8()
+    tx = jaxcomm.stages(
+        (0, jaxcomm.mean("data", coarse, error_feedback=True)),
+        (2, jaxcomm.mean("data", fine, error_feedback=True)),
+        (3, jaxcomm.mean("data", error_feedback=True)),
+    )
+    updates, state, _ = run(view, tx, 4)
+    assert len(state.inner) == 1
+    for name in ("kernel", "head"):
+        total = sum(u[name].astype(np.float64) for u in updates)
+        np.testing.assert_allclose(total, 4 * gradients(WORLD)[name].mean(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
+def test_warmup_is_the_mean_at_first(view: View) -> None:
+    vote = jaxcomm.majority_vote("data", tie="positive", error_feedback=True)
+    tx = optax.chain(jaxcomm.warmup(vote, 2), optax.scale(-1.0))
+    updates, (state, _), update = run(view, tx, 4)
+    mean = gradients(WORLD)["kernel"].mean(0)
+    for exact in updates[:2]:
+        np.testing.assert_allclose(exact["kernel"], -mean, atol=1e-6)
+    assert len(np.unique(np.abs(updates[2]["kernel"]))) == 1
+    assert int(state.inner[1].step) == 2
+    assert update._cache_size() == 1
+
+
+def test_a_warmup_of_no_steps_is_none() -> None:
+    inner = jaxcomm.mean("data", "int8")
+    assert jaxcomm.warmup(inner, 0) is inner
+
+
+def test_each_stage_sends_its_own_bytes() -> None:
+    view, n = VIEWS[0], 4096
+    tx = jaxcomm.warmup(jaxcomm.mean("data", "bfloat16"), 10)
+    with jax.set_mesh(view.mesh(WORLD)):
+        params = jnp.zeros((64, 64))
+        state = tx.init(params)
+        compiled = jax.jit(tx.update).lower(jnp.zeros((WORLD, 64, 64)), state).compile()
+    branches = jaxcomm.wire_report(compiled).by_branch()
+    flag = 8 * 3 / 4  # One float32 all-reduce in each branch: whether all is finite.
+    assert sorted(r.bytes_max for r in branches.values()) == [
+        4 * n * 3 / 4 + flag,
+        8 * n * 3 / 4 + flag,
+    ]
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        lambda: jaxcomm.stages(
+            (0, jaxcomm.mean("data", "int4", error_feedback=True)), (2, jaxcomm.mean("data"))
+        ),
+        lambda: jaxcomm.stages(
+            (0, jaxcomm.mean("data", "int4", error_feedback=True)),
+            (2, jaxcomm.mean("data", "int4", error_feedback=True, exempt=["head"])),
+        ),
+        lambda: jaxcomm.warmup(
+            jaxcomm.majority_vote("data"),
+            3,
+            dense=optax.chain(jaxcomm.local(optax.trace(0.9), "data"), jaxcomm.mean("data")),
+        ),
+    ],
+)
+def test_a_residual_without_a_place_is_refused(tx: Any) -> None:
+    with jax.set_mesh(VIEWS[0].mesh(WORLD)), pytest.raises(ValueError, match="error_feedback=True"):
+        tx().init({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jaxcomm.stages(), r"ascend from 0, got \[\]"),
+        (lambda: jaxcomm.stages((1, jaxcomm.mean("data"))), r"ascend from 0, got \[1\]"),
+        (
+            lambda: jaxcomm.stages((0, jaxcomm.mean("data")), (0, jaxcomm.mean("data"))),
+            r"ascend from 0, got \[0, 0\]",
+        ),
+        (lambda: jaxcomm.warmup(jaxcomm.mean("data"), -1), "at least 0, got -1"),
+        (lambda: jaxcomm.warmup(jaxcomm.mean("data"), 1.5), "at least 0, got 1.5"),
+        (
+            lambda: jaxcomm.warmup(optax.identity(), 1).init(jnp.zeros((2, 2))),
+            "warmup needs inner transformations that exchange over one axis, found none",
+        ),
+    ],
+)
+def test_bad_plans_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
