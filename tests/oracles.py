@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+# Of the last axis: leading axes are messages of their own.
 Rounding = Callable[[np.ndarray], np.ndarray]
 
 
@@ -51,10 +52,11 @@ def cut(x: np.ndarray, blocks: int) -> np.ndarray:
 
 def direct(x: np.ndarray, rounding: Rounding) -> np.ndarray:
     """Tang et al. 2021, section 5: round every value, add in float32, round the mean."""
-    total = np.zeros(x.shape[1], np.float32)
-    for row in x:
+    blocks = cut(x, len(x))
+    total = np.zeros(blocks.shape[1:], np.float32)
+    for row in blocks:
         total = total + rounding(row)
-    return rounding(total * np.float32(1 / len(x)))
+    return rounding(total * np.float32(1 / len(x))).reshape(-1)[: x.shape[1]]
 
 
 def ring(x: np.ndarray, rounding: Rounding) -> np.ndarray:
@@ -75,8 +77,9 @@ def halving_doubling(x: np.ndarray, rounding: Rounding, order: str = "near_first
     world = len(x)
     q = int(math.log2(world))
     extra = world - 2**q
-    folded = [x[2 * e + 1] + rounding(x[2 * e]) for e in range(extra)]
-    values = cut(np.array(folded + list(x[2 * extra :])), 2**q)
+    blocks = cut(x, 2**q)
+    folded = [blocks[2 * e + 1] + rounding(blocks[2 * e]) for e in range(extra)]
+    values = np.array(folded + list(blocks[2 * extra :]))
     bits = range(q) if order == "near_first" else reversed(range(q))
     met = 0
     for bit in bits:
@@ -120,16 +123,20 @@ def mean(x: np.ndarray, codec: str, algorithm: str) -> np.ndarray:
     return ALGORITHMS[algorithm](x * scale, ROUNDING[codec]) / scale
 
 
-def bytes_sent(n: int, itemsize: int, world: int, algorithm: str) -> int:
-    """Bytes that the busiest device sends for a vector of n elements; shapes are padded."""
+def bytes_sent(n: int, message: int | Callable[[int], int], world: int, algorithm: str) -> int:
+    """Bytes that the busiest device sends for a vector of n elements; shapes are padded.
+
+    `message` is the bytes of an element, or from the length of a message to its bytes.
+    """
     if n == 0 or world == 1:
         return 0
+    size = message if callable(message) else lambda length: length * message
     if algorithm == "halving_doubling":
         q = int(math.log2(world))
         block = -(-n // 2**q)
         fold = 2**q if world > 2**q else 0
-        return (2 * (2**q - 1) + fold) * block * itemsize
-    return 2 * (world - 1) * -(-n // world) * itemsize
+        return (2 * (2**q - 1) + fold) * size(block)
+    return 2 * (world - 1) * size(-(-n // world))
 
 
 def rounds(world: int, algorithm: str) -> int:
