@@ -9,6 +9,7 @@ from typing import Any
 import optax
 
 import jaxcomm
+from train.calls import read_call
 from train.errors import UserError, choose
 
 AXIS = "data"
@@ -29,9 +30,33 @@ def one_bit_adam(axis_name: str, **options: Any) -> optax.GradientTransformation
     return jaxcomm.one_bit_adam(1.0, axis_name, **options)
 
 
+# Field -> what a call in it may name.
+CALLS: dict[str, dict[str, Callable[..., Any]]] = {
+    "codec": jaxcomm.codecs.BY_NAME,
+    "second_hop": jaxcomm.codecs.BY_NAME,
+    "algorithm": {
+        "native": jaxcomm.native,
+        "direct": jaxcomm.direct,
+        "ring": jaxcomm.ring,
+        "halving_doubling": jaxcomm.halving_doubling,
+        "circulant": jaxcomm.circulant,
+    },
+}
+
 # Name -> (factory, the arguments it takes of config.sync and of the order of the gradients).
 METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str, ...]]] = {
-    "mean": (jaxcomm.mean, ("codec", "algorithm", "bucket_mib", "bucket_order")),
+    "mean": (
+        jaxcomm.mean,
+        (
+            "codec",
+            "algorithm",
+            "error_feedback",
+            "second_hop",
+            "exempt",
+            "bucket_mib",
+            "bucket_order",
+        ),
+    ),
     "majority_vote": (
         majority_vote,
         (
@@ -40,13 +65,23 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "zero",
             "error_feedback",
             "local_momentum",
+            "exempt",
             "bucket_mib",
             "bucket_order",
         ),
     ),
     "one_bit_adam": (
         one_bit_adam,
-        ("b1", "b2", "eps", "warmup_steps", "variance_stability", "bucket_mib", "bucket_order"),
+        (
+            "b1",
+            "b2",
+            "eps",
+            "warmup_steps",
+            "variance_stability",
+            "exempt",
+            "bucket_mib",
+            "bucket_order",
+        ),
     ),
     "none": (jaxcomm.no_exchange, ()),
 }
@@ -56,7 +91,9 @@ def build(config: Any, bucket_order: Sequence[str]) -> optax.GradientTransformat
     """Makes the transformation that `config.sync` names.
 
     Args:
-      config: `config.sync`: `method` and that method's options; others are not looked at.
+      config: `config.sync`: `method` and those of its options that are not to be jaxcomm's
+        defaults; others are not looked at. A codec or an algorithm is a name or a call, such as
+        "qsgd(levels=7)". With `dense_steps`, the method begins after so many steps of float32.
       bucket_order: paths of the parameters as `jaxcomm.backward_order` finds them.
 
     Returns:
@@ -67,8 +104,11 @@ def build(config: Any, bucket_order: Sequence[str]) -> optax.GradientTransformat
     """
     factory, names = choose(METHODS, config.method, "config.sync.method")
     options = {**config, "bucket_order": bucket_order}
+    for field in CALLS.keys() & options.keys():
+        options[field] = read_call(options[field], CALLS[field], f"config.sync.{field}")
     try:
-        return factory(AXIS, **{name: options[name] for name in names})
+        tx = factory(AXIS, **{name: options[name] for name in names if name in options})
+        return jaxcomm.warmup(tx, options.get("dense_steps", 0))
     except (TypeError, ValueError) as error:
         raise UserError(f"config.sync: {error}") from error
 

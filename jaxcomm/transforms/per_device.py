@@ -1,7 +1,7 @@
 """State that differs from device to device, and the specs of a whole state."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm import _compat
-from jaxcomm.transforms._layout import Layout
+from jaxcomm.transforms._layout import Layout, restrict
 
 
 @jax.tree_util.register_dataclass
@@ -51,13 +51,19 @@ def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDe
     return PerDevice(make(), specs)
 
 
-def state_spec(tx: optax.GradientTransformation, params: Any, over: jax.sharding.Mesh) -> Any:
+def state_spec(
+    tx: optax.GradientTransformation,
+    params: Any,
+    over: jax.sharding.Mesh,
+    axis_names: Set[str] | None = None,
+) -> Any:
     """How a transformation's state is sharded: the specs to give `jax.shard_map`.
 
     Args:
       tx: a transformation, alone or in a chain.
       params: placed parameters, or `jax.ShapeDtypeStruct`s with shardings.
       over: the mesh of the `jax.shard_map` that the state is passed to.
+      axis_names: its axes that are manual, as `jax.shard_map` takes them; None is all.
 
     Returns:
       The pytree of `tx.init(params)` with a `PartitionSpec` for each array: per-device state has
@@ -81,11 +87,14 @@ def state_spec(tx: optax.GradientTransformation, params: Any, over: jax.sharding
         if isinstance(getattr(leaf, "sharding", None), NamedSharding)
     }
 
+    manual = frozenset(over.axis_names if axis_names is None else axis_names)
+
     def spec_of(path: Any, x: Any) -> Any:
         if isinstance(x, PerDevice):
-            return dataclasses.replace(x, values=list(x.specs))
+            return dataclasses.replace(x, values=[restrict(s, manual) for s in x.specs])
         endings = (jax.tree_util.keystr(path[i:]) for i in range(len(path)))
-        return next((specs[e, x.shape] for e in endings if (e, x.shape) in specs), PartitionSpec())
+        found = (specs[e, x.shape] for e in endings if (e, x.shape) in specs)
+        return restrict(next(found, PartitionSpec()), manual)
 
     return jax.tree_util.tree_map_with_path(
         spec_of, state, is_leaf=lambda x: isinstance(x, PerDevice)

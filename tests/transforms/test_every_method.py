@@ -1,0 +1,194 @@
+"""Every method in every framework and view: the same parameters after the same steps.
+
+What the parameters must be, the tests of each method hold against their oracles; here a plain
+dict in the global view on one axis stands for them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxcomm
+
+pytestmark = pytest.mark.standard_promotion
+P = PartitionSpec
+STEPS, WORLD = 4, 4
+SGD = optax.sgd(0.05, momentum=0.9)
+
+# A new method enters here.
+METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "mean": lambda: optax.chain(jaxcomm.mean("data"), SGD),
+    "mean in bfloat16": lambda: optax.chain(jaxcomm.mean("data", "bfloat16"), SGD),
+    "mean in float16 on a ring": lambda: optax.chain(jaxcomm.mean("data", "float16", "ring"), SGD),
+    "cnat": lambda: optax.chain(jaxcomm.mean("data", "cnat"), SGD),
+    "int8, errors fed back": lambda: optax.chain(
+        jaxcomm.mean("data", "int8", error_feedback=True), SGD
+    ),
+    "random_k, errors fed back": lambda: optax.chain(
+        jaxcomm.mean("data", "random_k", error_feedback=True), SGD
+    ),
+    "majority vote": lambda: optax.chain(jaxcomm.majority_vote("data"), optax.sgd(0.01)),
+    "scaled signs, errors fed back": lambda: optax.chain(
+        jaxcomm.majority_vote("data", error_feedback=True), SGD
+    ),
+    "Signum": lambda: optax.chain(
+        jaxcomm.local(optax.trace(0.9), "data"), jaxcomm.majority_vote("data"), optax.sgd(0.01)
+    ),
+    "1-bit Adam": lambda: jaxcomm.one_bit_adam(1e-2, "data", warmup_steps=2),
+    "warm-up, then qsgd": lambda: optax.chain(
+        jaxcomm.warmup(jaxcomm.mean("data", "qsgd"), 2), optax.adamw(1e-2, weight_decay=1e-3)
+    ),
+    "multi_steps": lambda: jaxcomm.multi_steps(
+        optax.chain(jaxcomm.mean("data", "bfloat16"), optax.clip_by_global_norm(1.0), SGD), 2
+    ),
+}
+
+
+class Net(nnx.Module):
+    """Two layers."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(5, 16, rngs=rngs)
+        self.last = nnx.Linear(16, 6, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(jnp.tanh(self.first(x)))
+
+
+def initial_params() -> Any:
+    return nnx.to_pure_dict(nnx.state(Net(nnx.Rngs(0)), nnx.Param))
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    hidden = jnp.tanh(batch[0] @ params["first"]["kernel"] + params["first"]["bias"])
+    return jnp.mean((hidden @ params["last"]["kernel"] + params["last"]["bias"] - batch[1]) ** 2)
+
+
+def batches() -> list[Any]:
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    return [(normal(16, 5), normal(16, 6)) for _ in range(STEPS)]
+
+
+def on_mesh(model: int) -> jax.sharding.Mesh:
+    if model == 1:
+        return jaxcomm.data_mesh(devices=jax.devices()[:WORLD])
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    devices = jax.devices()[: WORLD * model]
+    return jax.make_mesh((WORLD, model), ("data", "model"), kinds, devices=devices)
+
+
+def placed(params: Any) -> Any:
+    """Replicated, but for the first kernel, which is sharded over "model"."""
+    params = jaxcomm.replicate(params)
+    if "model" not in jax.sharding.get_mesh().axis_names:
+        return params
+    over_model = NamedSharding(jax.sharding.get_mesh(), P(None, "model"))
+    params["first"]["kernel"] = jax.device_put(params["first"]["kernel"], over_model)
+    return params
+
+
+def step_of(tx: optax.GradientTransformation) -> Callable[..., Any]:
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def with_a_dict(tx: optax.GradientTransformation) -> Any:
+    params = placed(initial_params())
+    state, step = tx.init(params), jax.jit(step_of(tx))
+    for batch in batches():
+        params, state, _ = step(params, state, jaxcomm.global_batch(batch, "data"))
+    assert step._cache_size() == 1
+    return params
+
+
+def in_shard_map(tx: optax.GradientTransformation, checks: bool) -> Any:
+    mesh = jax.sharding.get_mesh()
+    params = placed(initial_params())
+    state, spec = tx.init(params), jaxcomm.state_spec(tx, params, mesh, {"data"})
+    step = jax.jit(
+        jax.shard_map(
+            step_of(tx),
+            in_specs=(P(), spec, P("data")),
+            out_specs=(P(), spec, P()),
+            axis_names={"data"},
+            check_vma=checks,
+        )
+    )
+    for batch in batches():
+        params, state, _ = step(params, state, batch)
+    return params
+
+
+def with_nnx(tx: optax.GradientTransformation) -> Any:
+    model = Net(nnx.Rngs(0))
+    nnx.update(model, placed(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Net, optimizer: Any, batch: Any) -> jax.Array:
+        graph, params = nnx.split(model, nnx.Param)
+
+        def loss_fn(params: Any, batch: Any) -> jax.Array:
+            return jnp.mean((nnx.merge(graph, params)(batch[0]) - batch[1]) ** 2)
+
+        loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(params, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    for batch in batches():
+        step(model, optimizer, jaxcomm.global_batch(batch, "data"))
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def with_train_state(tx: optax.GradientTransformation) -> Any:
+    state = TrainState.create(apply_fn=None, params=placed(initial_params()), tx=tx)
+
+    @jax.jit
+    def step(state: TrainState, batch: Any) -> Any:
+        loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(state.params, batch)
+        return state.apply_gradients(grads=grads), loss
+
+    for batch in batches():
+        state, _ = step(state, jaxcomm.global_batch(batch, "data"))
+    return state.params
+
+
+FRAMEWORKS: dict[str, Callable[[optax.GradientTransformation], Any]] = {
+    "dict": with_a_dict,
+    "shard_map": lambda tx: in_shard_map(tx, checks=False),
+    "shard_map with checks": lambda tx: in_shard_map(tx, checks=True),
+    "nnx": with_nnx,
+    "TrainState": with_train_state,
+}
+
+
+def moved(params: Any) -> bool:
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(initial_params()), strict=True)
+    return all(not np.allclose(a, b, atol=1e-3) for a, b in pairs)
+
+
+@pytest.mark.parametrize("model", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_parameters_everywhere(method: str, model: int) -> None:
+    with jax.set_mesh(on_mesh(model)):
+        ends = {name: run(METHODS[method]()) for name, run in FRAMEWORKS.items()}
+    assert moved(ends["dict"])
+    for name, end in ends.items():
+        for (path, a), b in zip(
+            jax.tree_util.tree_leaves_with_path(end), jax.tree.leaves(ends["dict"]), strict=True
+        ):
+            where = f"{name}: {jax.tree_util.keystr(path)}"
+            np.testing.assert_allclose(a, b, atol=1e-5, err_msg=where)

@@ -1,0 +1,37 @@
+"""Options in a config field: a name with arguments, written as in Python."""
+
+import ast
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from train.errors import UserError, choose
+
+
+def read_call(text: Any, factories: Mapping[str, Callable[..., Any]], field: str) -> Any:
+    """What a call such as `qsgd(levels=7)` makes; anything but a call is returned as it is.
+
+    Args:
+      text: of the field; arguments are named, and numbers, strings, tuples or calls themselves.
+      factories: what may be called.
+      field: the name of the field, for messages.
+
+    Raises:
+      UserError: if it cannot be read, there is no such factory, or it refuses the arguments.
+    """
+    if not isinstance(text, str) or "(" not in text:
+        return text
+    try:
+        (statement,) = ast.parse(text.strip()).body
+        expression = getattr(statement, "value", None)
+        return _made(expression, factories, field)
+    except (SyntaxError, TypeError, ValueError) as error:
+        raise UserError(f"{field}: {text!r}: {error}") from error
+
+
+def _made(node: Any, factories: Mapping[str, Callable[..., Any]], field: str) -> Any:
+    if not isinstance(node, ast.Call):
+        return ast.literal_eval(node)
+    if not isinstance(node.func, ast.Name) or node.args:
+        raise ValueError("expected a name with named arguments, such as qsgd(levels=7)")
+    factory = choose(factories, node.func.id, field)
+    return factory(**{str(k.arg): _made(k.value, factories, field) for k in node.keywords})
