@@ -27,6 +27,7 @@ def get_config() -> config_dict.ConfigDict:
     config.data.train_split = "train"
     config.data.test_split = "test"
     config.data.shards = "shuffled"  # Or "by_label": device i has the classes congruent to i.
+    config.data.augment = "none"  # Or "crop_flip": shifted by up to 4 pixels, mirrored.
     config.data.mean = 4.9  # Of the pixels.
     config.data.std = 6.0
 

@@ -27,6 +27,7 @@ def get_config() -> config_dict.ConfigDict:
     config.data.train_split = "train"
     config.data.test_split = "test"
     config.data.shards = "shuffled"  # Or "by_label": device i has the classes congruent to i.
+    config.data.augment = "none"  # Or "crop_flip": shifted by up to 4 pixels, mirrored.
     config.data.mean = 72.9  # Of the pixels.
     config.data.std = 90.0
 
@@ -48,8 +49,12 @@ def get_config() -> config_dict.ConfigDict:
 
     config.sync = config_dict.ConfigDict()
     config.sync.method = "mean"  # Or "none": no exchange at all, a control.
-    config.sync.codec = "bfloat16"
+    config.sync.codec = "bfloat16"  # Or a call, such as "qsgd(levels=7)".
     config.sync.algorithm = config_dict.placeholder(str)  # None: jaxcomm chooses.
+    config.sync.second_hop = config_dict.placeholder(str)  # The way back; None: as `codec`.
+    config.sync.error_feedback = False  # Whether devices keep what rounding takes away.
+    config.sync.exempt = ()  # Patterns of further leaves that travel in float32.
+    config.sync.dense_steps = 0  # Steps in float32 before any compression.
     config.sync.bucket_mib = 32.0
 
     config.checkpoint = config_dict.ConfigDict()

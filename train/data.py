@@ -17,6 +17,7 @@ import tensorflow_datasets as tfds
 from absl import flags
 
 from train import digits
+from train.augment import AUGMENTATIONS, Augment
 from train.errors import UserError, choose
 
 Batch = dict[str, np.ndarray]
@@ -59,7 +60,7 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
     """Opens a prepared data set and decodes the part of it that this process's devices hold.
 
     Args:
-      config: `config.data`: `name`, `data_dir`, `train_split`, `test_split`, `shards`.
+      config: `config.data`: `name`, `data_dir`, `train_split`, `test_split`, `shards`, `augment`.
       batch_size: images in a global batch; divisible by `world`.
       devices: positions along the data axis of this process's devices.
       world: number of devices of all processes.
@@ -74,6 +75,7 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain's readers look at absl's flags.
     shards_of = choose(SHARDS, config.shards, "config.data.shards")
+    augment = choose(AUGMENTATIONS, config.augment, "config.data.augment")
     builder = open_builder(config)
     share = batch_size // world
     labels = read(builder, config.train_split, images=False)["label"]
@@ -86,7 +88,7 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
         )
     train = read(builder, config.train_split, np.concatenate([shards[d] for d in devices]))
     return Data(
-        train=stream(train, [len(shards[d]) for d in devices], share, devices, seed),
+        train=stream(train, [len(shards[d]) for d in devices], share, devices, seed, augment),
         test=test_batches(builder, config.test_split, share, devices, world),
         image_shape=train["image"].shape[1:],
         classes=builder.info.features["label"].num_classes,
@@ -140,7 +142,12 @@ def read(
 
 
 def stream(
-    arrays: Batch, shard_sizes: Sequence[int], share: int, devices: Sequence[int], seed: int
+    arrays: Batch,
+    shard_sizes: Sequence[int],
+    share: int,
+    devices: Sequence[int],
+    seed: int,
+    augment: Augment | None = None,
 ) -> grain.DatasetIterator:
     """Endless local batches: `share` rows of each device's shard, one device after another.
 
@@ -149,7 +156,9 @@ def stream(
       shard_sizes: how many rows each device of this process holds.
       share: rows of one device in a batch.
       devices: positions of the devices along the data axis; each has its own order.
-      seed: of the order.
+      seed: of the order and of the augmentation.
+      augment: what changes the images of a device; its draws depend on the seed, the device's
+        position and the number of the batch alone.
 
     Returns:
       An iterator whose position is its number of batches, kept by `get_state` and `set_state`.
@@ -162,7 +171,13 @@ def stream(
             for i, device in enumerate(devices)
         ]
         rows = np.concatenate(rows)
-        return {name: array[rows] for name, array in arrays.items()}
+        made = {name: array[rows] for name, array in arrays.items()}
+        if augment is not None:
+            for i, device in enumerate(devices):
+                own = made["image"][i * share : (i + 1) * share]
+                # Four numbers, the last not 0: no epoch's order is drawn from the same ones.
+                own[:] = augment(own, np.random.default_rng((seed, device, step, 1)))
+        return made
 
     # All is in memory: reading threads would only wait for each other. The length only has to be
     # beyond every run.
@@ -195,7 +210,10 @@ def test_batches(
     builder: Any, split: str, share: int, devices: Sequence[int], world: int
 ) -> list[Batch]:
     """The test images of this process's devices, padded so that all devices have equally many."""
-    size = builder.info.splits[split].num_examples if split in builder.info.splits else 0
+    try:
+        size = builder.info.splits[split].num_examples  # Also of a part, such as "test[:1000]".
+    except ValueError:
+        size = 0
     if not size:
         raise UserError(f"config.data.test_split: {builder.info.name} has no images in {split!r}")
     count = math.ceil(size / world / share)  # Batches, equal on all devices.

@@ -11,7 +11,7 @@ import optax
 from jax.experimental import multihost_utils
 
 import jaxcomm
-from train import checkpoint, data, measure, metrics, models, report, state, step, sync
+from train import checkpoint, data, measure, metrics, models, report, state, step, sync, warmup
 from train.errors import check_sizes
 
 
@@ -59,10 +59,12 @@ def train(config: Any, workdir: Path, started: float) -> dict[str, Any]:
     start = int(train_state.step)
 
     # One compiled step serves the whole run; what it sends is read from it.
-    train_step = step.compile_step(step.make_train_step(gradient, tx), train_state, example)
+    watched = warmup.watched(step.make_train_step(gradient, tx))
+    train_step = step.compile_step(watched, train_state, example)
     eval_step = step.make_eval_step(forward)
 
-    with metrics.Recorder(workdir, start, config.steps) as recorder:
+    frozen_at = warmup.step_of(train_state.opt_state)
+    with metrics.Recorder(workdir, start, config.steps, frozen_at) as recorder:
         for number in range(start + 1, config.steps + 1):
             batch = jaxcomm.global_batch(next(images.train), sync.AXIS)
             train_state, values = train_step(train_state, batch)
@@ -92,6 +94,7 @@ def train(config: Any, workdir: Path, started: float) -> dict[str, Any]:
         summary = {
             **tested,
             "test_images": images.test_images,
+            "frozen_at": recorder.frozen_at or None,
             "loop_step_ms": recorder.median_step_ms(),
             **measure.costs(times, jaxcomm.wire_report(train_step), network, params),
             "seconds": time.perf_counter() - started,

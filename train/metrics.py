@@ -16,6 +16,7 @@ import tensorboardX
 from tqdm import tqdm
 
 from train.errors import UserError
+from train.warmup import FIELD
 
 
 class Recorder:
@@ -25,9 +26,15 @@ class Recorder:
       workdir: directory of `metrics.jsonl` and the TensorBoard events.
       start: steps taken before this run; what an earlier run wrote beyond them is dropped.
       steps: steps after which the run ends.
+      frozen_at: where the optimizer's own warm-up ended before this run, as `train.warmup` says;
+        0 if it did not.
+
+    Attributes:
+      frozen_at: the same as of the last step written.
     """
 
-    def __init__(self, workdir: Path, start: int, steps: int):
+    def __init__(self, workdir: Path, start: int, steps: int, frozen_at: int = 0):
+        self.frozen_at = frozen_at
         self._step_ms: list[float] = []
         self._late: tuple[int, dict[str, jax.Array]] | None = None
         self._time = time.perf_counter()
@@ -81,6 +88,9 @@ class Recorder:
         values["step_ms"] = 1e3 * (now - self._time)
         self._late, self._time = None, now
         self._step_ms.append(values["step_ms"])
+        frozen_at = int(values.pop(FIELD, self.frozen_at))
+        ended = frozen_at > 0 and self.frozen_at == 0
+        self.frozen_at = frozen_at
         if self._primary:
             self.write("train", step, values)
             self._bar.set_postfix(
@@ -89,6 +99,14 @@ class Recorder:
             self._bar.update()
             if step == self._steps:
                 self._bar.close()
+            if ended:
+                self._warmup_ended(step)
+
+    def _warmup_ended(self, step: int) -> None:
+        """Says once in what step the optimizer's own warm-up ended."""
+        self.write("warmup_ended", step, {FIELD: self.frozen_at})
+        # Above the bar, which is drawn again below it.
+        tqdm.write(f"step {step}: the optimizer's warm-up has ended", file=sys.stderr)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -105,7 +123,7 @@ class Recorder:
         """Writes one line of metrics.jsonl, and the numbers as TensorBoard scalars.
 
         Args:
-          kind: "train", "test" or "summary".
+          kind: "train", "test", "summary" or "warmup_ended".
           step: steps taken.
           values: by name; a number that is not finite becomes null in JSON.
         """

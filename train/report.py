@@ -19,6 +19,7 @@ def show(summary: dict[str, Any], workdir: Path) -> None:
     table = Table(title=f"{s['devices']} devices in {s['processes']} processes", show_header=False)
     rows = {
         "test accuracy": f"{100 * s['test_accuracy']:.2f} % of {s['test_images']} images",
+        "end of the optimizer's warm-up": s["frozen_at"] and f"step {s['frozen_at']}",
         "median step": f"{s['step_ms']:.2f} ms",
         "the same step without exchange": f"{s['compute_ms']:.2f} ms",
         "communication": f"{s['communication_ms']:.2f} ms in {s['rounds']} rounds",
@@ -35,7 +36,8 @@ def show(summary: dict[str, Any], workdir: Path) -> None:
         "workdir": str(workdir),
     }
     for name, value in rows.items():
-        table.add_row(name, value)
+        if value is not None:  # The optimizer may have no warm-up of its own.
+            table.add_row(name, value)
     Console(width=100, soft_wrap=True).print(table)
     print(json.dumps(finite(summary), allow_nan=False), flush=True)
 

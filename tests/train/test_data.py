@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import cifar
 import numpy as np
 import PIL.Image
 import pytest
@@ -13,7 +14,7 @@ import tensorflow_datasets as tfds
 from ml_collections import config_dict
 from sklearn.datasets import load_digits
 
-from train import data, digits
+from train import augment, data, digits
 from train.errors import UserError
 
 WORLD = 4
@@ -142,6 +143,11 @@ def test_the_whole_test_set_is_seen_once(
             "by_lable",
             "config.data.shards: there is no 'by_lable'; did you mean 'by_label'",
         ),
+        (
+            "augment",
+            "crop_flop",
+            "config.data.augment: there is no 'crop_flop'; did you mean 'crop_flip'",
+        ),
         ("name", "no_such_set", "data set 'no_such_set' is not in .*; set --config.data.data_dir"),
         ("name", "mnist", "data set 'mnist' is not in .*tfds build mnist --file_format=array_rec"),
         ("train_split", "trian", "config.data: Unknown split 'trian'"),
@@ -154,6 +160,103 @@ def test_what_cannot_be_read(
     setattr(settings, field, value)
     with pytest.raises(UserError, match=message):
         data.load(settings, 32, [0], WORLD, 0)
+
+
+def numbered(count: int, side: int) -> np.ndarray:
+    """Images whose pixels are all different and none of them black."""
+    assert side * side < 256
+    image = np.arange(1, side * side + 1, dtype=np.uint8).reshape(side, side, 1)
+    return np.broadcast_to(image, (count, side, side, 1)).copy()
+
+
+def test_crops_are_parts_of_the_padded_image_in_either_direction() -> None:
+    images = numbered(2000, 15)
+    found = augment.crop_flip(images, np.random.default_rng(0))
+    assert found.shape == images.shape and found.dtype == np.uint8
+    assert (images == numbered(2000, 15)).all()
+    padded = np.zeros((2, 23, 23, 1), np.uint8)
+    padded[0, 4:-4, 4:-4], padded[1, 4:-4, 4:-4] = images[0], images[0][:, ::-1]
+    places = {
+        padded[flip, top : top + 15, left : left + 15].tobytes(): (flip, top, left)
+        for flip in range(2)
+        for top in range(9)
+        for left in range(9)
+    }
+    drawn = [places[image.tobytes()] for image in found]
+    assert len(places) == 162 and set(drawn) == set(places.values())
+    flips, tops, lefts = np.array(drawn).T
+    # 2000 draws; five standard deviations of their means.
+    assert abs(flips.mean() - 0.5) < 0.056
+    assert abs(tops.mean() - 4) < 0.29 and abs(lefts.mean() - 4) < 0.29
+    for a, b in ((flips, tops), (flips, lefts), (tops, lefts)):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.12
+
+
+def test_colours_stay_together() -> None:
+    images = np.repeat(numbered(20, 8), 3, axis=-1)
+    found = augment.crop_flip(images, np.random.default_rng(0))
+    assert (found == found[..., :1]).all() and (found != images).any()
+
+
+def test_augmentation_changes_images_only(settings: config_dict.ConfigDict) -> None:
+    plain = data.load(settings, 32, [0, 1, 2, 3], WORLD, 0)
+    settings.augment = "crop_flip"
+    changed = data.load(settings, 32, [0, 1, 2, 3], WORLD, 0)
+    for _ in range(3):
+        a, b = next(plain.train), next(changed.train)
+        assert (a["label"] == b["label"]).all()
+        same = (a["image"] == b["image"]).reshape(WORLD, -1).all(axis=1)
+        assert not same.any()  # On every device.
+    for a, b in zip(plain.test, changed.test, strict=True):
+        assert all((a[name] == b[name]).all() for name in a)
+
+
+def test_every_batch_device_and_seed_is_augmented_in_its_own_way() -> None:
+    """All images are equal, so that all differences are the augmentation's."""
+    arrays = {"image": numbered(64, 8)}
+
+    def batches(seed: int) -> list[bytes]:
+        steps = data.stream(arrays, [32, 32], 32, [0, 1], seed, augment.crop_flip)
+        parts = [np.split(next(steps)["image"], 2) for _ in range(4)]
+        return [half.tobytes() for halves in parts for half in halves]
+
+    assert len({*batches(0), *batches(1)}) == 16
+    assert batches(0) == batches(0)
+    assert (arrays["image"] == numbered(64, 8)).all()
+
+
+def test_augmented_batches_do_not_depend_on_processes_or_on_where_a_run_was_stopped(
+    settings: config_dict.ConfigDict,
+) -> None:
+    settings.augment = "crop_flip"
+    together = data.load(settings, 32, [0, 1, 2, 3], WORLD, 0).train
+    apart = [data.load(settings, 32, [i], WORLD, 0).train for i in range(WORLD)]
+    for _ in range(5):
+        expected = next(together)
+        parts = [next(process) for process in apart]
+        for name, value in expected.items():
+            assert (value == np.concatenate([part[name] for part in parts])).all()
+    resumed = data.load(settings, 32, [2], WORLD, 0).train
+    state = apart[2].get_state()
+    assert [value for value in state.values() if isinstance(value, int)] == [5], state
+    resumed.set_state(state)
+    for _ in range(5):
+        a, b = next(apart[2]), next(resumed)
+        assert all((a[name] == b[name]).all() for name in a)
+
+
+def test_a_part_of_cifar(settings: config_dict.ConfigDict) -> None:
+    settings.name, settings.data_dir = "cifar10", cifar.data_dir()
+    settings.train_split, settings.test_split = "train[:500]", "test[:100]"
+    settings.shards = "by_label"
+    loaded = data.load(settings, 32, [1, 2], WORLD, 0)
+    batch = next(loaded.train)
+    assert batch["image"].shape == (16, 32, 32, 3) and batch["image"].dtype == np.uint8
+    assert (batch["label"][:8] % WORLD == 1).all() and (batch["label"][8:] % WORLD == 2).all()
+    first = {image.tobytes() for image in cifar.images(500)["image"]}
+    assert {image.tobytes() for image in batch["image"]} <= first
+    assert (loaded.image_shape, loaded.classes, loaded.test_images) == ((32, 32, 3), 10, 100)
+    assert sum(part["weight"].sum() for part in loaded.test) == 50
 
 
 def test_more_devices_than_classes(settings: config_dict.ConfigDict) -> None:

@@ -29,6 +29,7 @@ VIT = {
     "heads": 4,
     "mlp_width": 64,
 }
+ALEXNET = {"name": "alexnet", "dtype": "float32", "width": 0.125, "groups": 8}
 CIFAR = (32, 32, 3)
 IMAGENET = (224, 224, 3)
 
@@ -70,12 +71,45 @@ def test_published_sizes(
     assert size_of(RESNET | change, shape, classes) / 1e6 == pytest.approx(millions, rel=0.01)
 
 
-@pytest.mark.parametrize("config", [RESNET, VIT], ids=lambda config: config["name"])
+@pytest.mark.parametrize(
+    ("stages", "layers", "params"), [((3, 3, 3), 20, 272_474), ((18, 18, 18), 110, 1_730_714)]
+)
+def test_cifar_resnets_are_the_papers_but_for_the_shortcuts(
+    stages: tuple[int, ...], layers: int, params: int
+) -> None:
+    """6n + 2 layers with weights; He et al. widen shortcuts with zeros, here two are projected."""
+    name = f"cifar_resnet{layers}"
+    model = read_config(name).model
+    assert tuple(model.stages) == stages and sum(2 * depth for depth in stages) + 2 == layers
+    # He et al.: 3x3 convolutions without bias, a scale and an offset a channel, a dense layer.
+    convs = [(3, 16)] + [
+        (into if not i else out, out)
+        for into, out, depth in zip((16, 16, 32), (16, 32, 64), stages, strict=True)
+        for i in range(2 * depth)
+    ]
+    published = sum(9 * i * o + 2 * o for i, o in convs) + 64 * 10 + 10
+    projections = (16 * 32 + 2 * 32) + (32 * 64 + 2 * 64)
+    assert size_of(model.to_dict(), CIFAR, 10) == published + projections == params
+
+
+def test_alexnet_has_its_weights_in_the_dense_layers() -> None:
+    config = read_config("cifar_alexnet").model.to_dict()
+    dense = (1024 + 1) * 4096 + (4096 + 1) * 4096 + (4096 + 1) * 10
+    channels = (3, 64, 192, 384, 256, 256)
+    convs = sum(9 * i * o + 2 * o for i, o in zip(channels, channels[1:], strict=False))
+    # With a bias for every channel instead of a scale and an offset, 23,272,266.
+    assert size_of(config, CIFAR, 10) == dense + convs == 23_272_266 + sum(channels[1:])
+    narrow = size_of(config | {"width": 0.125}, CIFAR, 10)
+    assert narrow < (dense + convs) / 50
+
+
+@pytest.mark.parametrize("config", [RESNET, VIT, ALEXNET], ids=lambda config: config["name"])
 def test_bfloat16_is_for_the_computation_only(config: dict[str, Any]) -> None:
     logits = {}
-    images = jax.random.normal(jax.random.key(0), (2, 8, 8, 1))
+    shape = CIFAR if config is ALEXNET else (8, 8, 1)
+    images = jax.random.normal(jax.random.key(0), (2, *shape))
     for dtype in ("float32", "bfloat16"):
-        graph, params = models.build(config | {"dtype": dtype}, (8, 8, 1), 10, 0)
+        graph, params = models.build(config | {"dtype": dtype}, shape, 10, 0)
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
         logits[dtype] = jax.jit(lambda p, x, graph=graph: nnx.merge(graph, p)(x))(params, images)
         assert logits[dtype].dtype == dtype
@@ -106,17 +140,24 @@ def test_a_block_starts_as_the_identity() -> None:
         ({"depth": 2}, "config.model: .*unexpected keyword argument 'depth'"),
         (VIT | {"patch": 3}, "config.model: patch 3 does not divide images of 8 x 8"),
         (VIT | {"heads": 5}, "config.model: width 32 is not divisible by heads 5"),
+        (ALEXNET | {"width": 0.1}, "width 0.1 makes 6 channels of 64, .*not divisible by groups 8"),
+        (ALEXNET, "config.model: alexnet halves images four times; 8 x 8 are not multiples of 16"),
         ({"dtype": "float23"}, "config.model: .*float23"),
     ],
 )
 def test_mistakes(change: dict[str, Any], message: str) -> None:
-    config = change if "patch" in change else RESNET | change
+    config = change if "dtype" in change and "name" in change else RESNET | change
+    shape = CIFAR if "channels of" in message else (8, 8, 1)
     with pytest.raises(UserError, match=message):
-        models.build(config, (8, 8, 1), 10, 0)
+        models.build(config, shape, 10, 0)
 
 
-@pytest.mark.parametrize("name", ["digits_resnet", "digits_vit", "fashion_resnet"])
+@pytest.mark.parametrize(
+    "name",
+    ["digits_resnet", "digits_vit", "fashion_resnet"]
+    + ["cifar_resnet20", "cifar_resnet110", "cifar_alexnet"],
+)
 def test_models_of_the_configs(name: str) -> None:
     config = read_config(name)
-    shape = (28, 28, 1) if "fashion" in name else (8, 8, 1)
+    shape = {"fashion": (28, 28, 1), "cifar": CIFAR}.get(name.split("_")[0], (8, 8, 1))
     assert size_of(config.model.to_dict(), shape, 10) > 0

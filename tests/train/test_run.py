@@ -5,6 +5,7 @@ import os
 import time
 from pathlib import Path
 
+import cifar
 import jax
 import pytest
 from ml_collections import config_dict
@@ -62,7 +63,8 @@ def fashion() -> str | None:
 
 @pytest.mark.parametrize(
     "name",
-    ["digits_vit", "digits_majority", "digits_ef_sign", "digits_one_bit_adam", "fashion_resnet"],
+    ["digits_vit", "digits_majority", "digits_ef_sign", "digits_one_bit_adam", "fashion_resnet"]
+    + ["cifar_resnet20", "cifar_resnet110", "cifar_alexnet"],
 )
 def test_every_config_runs(
     name: str, config: config_dict.ConfigDict, tmp_path: Path, fashion: str | None
@@ -76,6 +78,8 @@ def test_every_config_runs(
             pytest.skip("Fashion-MNIST is not prepared in TFDS_DATA_DIR")
         other.data.data_dir = fashion
         other.data.train_split = "train[:512]"
+    if other.data.name == "cifar10":
+        cifar.shrink(other, name)
     summary = loop.train(other, tmp_path, 0.0)
     assert 0 <= summary["test_accuracy"] <= 1
 

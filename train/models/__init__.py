@@ -8,12 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from train.errors import UserError, choose
+from train.models.alexnet import AlexNet
 from train.models.resnet import ResNet
 from train.models.vit import ViT
 
 Params = dict[str, Any]
 
 MODELS: dict[str, Callable[..., nnx.Module]] = {
+    "alexnet": AlexNet,
     "resnet": ResNet,
     "vit": ViT,
 }

@@ -1,0 +1,62 @@
+"""Every network for CIFAR-10 can learn 64 images by heart: the first thing to ask of a model."""
+
+import sys
+import time
+from typing import Any
+
+import cifar
+import jax
+import optax
+import pytest
+from running import read_config
+
+from train import models, step
+
+IMAGES = 64
+
+
+def memorise(name: str, rate: float, limit: int, **change: Any) -> tuple[int, float]:
+    """Trains on the same 64 images until all are right; returns the steps and seconds it took."""
+    batch = cifar.images(IMAGES)
+    config = read_config(name)
+    options = {**config.model.to_dict(), **change}
+    graph, params = models.build(options, (32, 32, 3), 10, 0)
+    forward = step.make_forward(graph, config.data.mean, config.data.std)
+    gradient = jax.value_and_grad(step.make_loss(forward, 0.0), has_aux=True)
+    tx = optax.sgd(rate, momentum=0.9, nesterov=True)
+
+    @jax.jit
+    def train(params: Any, opt_state: Any) -> tuple[Any, Any, jax.Array]:
+        (_, metrics), grads = gradient(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, metrics["accuracy"]
+
+    opt_state, started, accuracy = tx.init(params), time.perf_counter(), 0.0
+    for number in range(1, limit + 1):
+        params, opt_state, accuracy = train(params, opt_state)
+        if float(accuracy) == 1.0:  # Before this step's update.
+            return number - 1, time.perf_counter() - started
+    pytest.fail(f"after {limit} steps the accuracy is {float(accuracy):.3f}")
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "limit", "change"),
+    [
+        ("cifar_resnet20", 0.1, 200, {"large_stem": True}),
+        pytest.param("cifar_resnet20", 0.1, 200, {}, marks=pytest.mark.slow),
+        ("cifar_alexnet", 0.05, 400, {"width": 0.125}),
+        # ResNet-110 on 8 x 8 pixels behind the stem: all of its depth, and a shallower one.
+        ("cifar_resnet110", 0.1, 200, {"large_stem": True, "stages": (6, 6, 6)}),
+        pytest.param("cifar_resnet110", 0.1, 200, {"large_stem": True}, marks=pytest.mark.slow),
+    ],
+    ids=[
+        "resnet20_large_stem",
+        "resnet20",
+        "alexnet",
+        "resnet38_large_stem",
+        "resnet110_large_stem",
+    ],
+)
+def test_64_images(name: str, rate: float, limit: int, change: dict[str, Any]) -> None:
+    steps, seconds = memorise(name, rate, limit, **change)
+    print(f"{name} {change}: {steps} steps, {seconds:.1f} s", file=sys.stderr)
