@@ -2,13 +2,15 @@
 
 python -m train.launch --processes=4 -- --config=configs/digits_majority.py
 
-Test accuracy 98.9 % (seed 0). A vote forgets how large gradients are, so on shards
-that hold different classes (`--config.data.shards=by_label`) it is biased: 97.6 % (98.3, 96.7 and
-97.8 for seeds 0 to 2), where the float32 mean has 98.6 % (98.6 for each). Signum is worse there:
-95.3 % with `--config.sync.local_momentum=0.9 --config.optimizer.momentum=0.0
---config.optimizer.learning_rate=0.01`.
+Test accuracy 98.9 % (seeds 0 and 1). A vote forgets how large gradients are, so on shards that hold
+different classes (`--config.data.shards=by_label`) it is biased: 98.1 % (98.6, 97.8 and 98.1 for
+seeds 0 to 2), where the float32 mean has 98.6 % (98.6 for each). Ties that decide nothing matter
+there: with `--config.sync.tie=random` it is 97.6 %. Signum is worse: 95.3 % with
+`--config.sync.tie=random --config.sync.local_momentum=0.9 --config.optimizer.momentum=0.0
+--config.optimizer.learning_rate=0.01` (seed 0).
 
-The learning rate was chosen among a few by test accuracy on such shards; the baseline's was not.
+The rule for ties was chosen on a fifth of the training images, held out; the learning rate, before
+that, among a few by test accuracy on such shards; the baseline's was not.
 """
 
 from ml_collections import config_dict
@@ -53,7 +55,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync = config_dict.ConfigDict()
     config.sync.method = "majority_vote"
     config.sync.algorithm = config_dict.placeholder(str)  # None: jaxcomm chooses.
-    config.sync.tie = "random"
+    config.sync.tie = "zero"  # Half the votes each way move nothing.
     config.sync.zero = "random"
     config.sync.error_feedback = False
     config.sync.local_momentum = 0.0  # Of each device's gradients: Signum.

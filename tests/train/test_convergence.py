@@ -54,8 +54,8 @@ def accuracy(program: Program, workdir: Path, name: str, *options: str) -> float
 def test_sign_methods_stay_within_a_point_of_the_float32_mean(
     program: Program, tmp_path: Path
 ) -> None:
-    """At equal epochs. The plain majority vote does not: see `configs/digits_majority.py`."""
+    """At equal epochs."""
     exact = accuracy(program, tmp_path, "digits_resnet", "--config.sync.codec=float32")
     assert exact >= 0.97
-    for name in ("digits_ef_sign", "digits_one_bit_adam"):
+    for name in ("digits_majority", "digits_ef_sign", "digits_one_bit_adam"):
         assert accuracy(program, tmp_path, name) >= exact - 0.01, name
