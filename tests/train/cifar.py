@@ -13,6 +13,7 @@ TINY: dict[str, dict[str, object]] = {
     "cifar_resnet20": {"model.stages": (1, 1, 1)},
     "cifar_resnet110": {"model.stages": (2, 1, 1)},
     "cifar_alexnet": {"model.width": 0.125},
+    "cifar_vgg": {"model.width": 0.125},
 }
 
 

@@ -45,6 +45,8 @@ def memorise(name: str, rate: float, limit: int, **change: Any) -> tuple[int, fl
         ("cifar_resnet20", 0.1, 200, {"large_stem": True}),
         pytest.param("cifar_resnet20", 0.1, 200, {}, marks=pytest.mark.slow),
         ("cifar_alexnet", 0.05, 400, {"width": 0.125}),
+        ("cifar_vgg", 0.05, 200, {"width": 0.125}),
+        pytest.param("cifar_vgg", 0.02, 200, {}, marks=pytest.mark.slow),
         # ResNet-110 on 8 x 8 pixels behind the stem: all of its depth, and a shallower one.
         ("cifar_resnet110", 0.1, 200, {"large_stem": True, "stages": (6, 6, 6)}),
         pytest.param("cifar_resnet110", 0.1, 200, {"large_stem": True}, marks=pytest.mark.slow),
@@ -53,6 +55,8 @@ def memorise(name: str, rate: float, limit: int, **change: Any) -> tuple[int, fl
         "resnet20_large_stem",
         "resnet20",
         "alexnet",
+        "vgg_narrow",
+        "vgg",
         "resnet38_large_stem",
         "resnet110_large_stem",
     ],

@@ -30,6 +30,7 @@ VIT = {
     "mlp_width": 64,
 }
 ALEXNET = {"name": "alexnet", "dtype": "float32", "width": 0.125, "groups": 8}
+VGG = ALEXNET | {"name": "vgg"}
 CIFAR = (32, 32, 3)
 IMAGENET = (224, 224, 3)
 
@@ -103,10 +104,15 @@ def test_alexnet_has_its_weights_in_the_dense_layers() -> None:
     assert narrow < (dense + convs) / 50
 
 
-@pytest.mark.parametrize("config", [RESNET, VIT, ALEXNET], ids=lambda config: config["name"])
+def test_vgg_has_the_published_size() -> None:
+    config = read_config("cifar_vgg").model.to_dict()
+    assert size_of(config, CIFAR, 10) == 14_728_266
+
+
+@pytest.mark.parametrize("config", [RESNET, VIT, ALEXNET, VGG], ids=lambda config: config["name"])
 def test_bfloat16_is_for_the_computation_only(config: dict[str, Any]) -> None:
     logits = {}
-    shape = CIFAR if config is ALEXNET else (8, 8, 1)
+    shape = CIFAR if config in (ALEXNET, VGG) else (8, 8, 1)
     images = jax.random.normal(jax.random.key(0), (2, *shape))
     for dtype in ("float32", "bfloat16"):
         graph, params = models.build(config | {"dtype": dtype}, shape, 10, 0)
@@ -142,6 +148,8 @@ def test_a_block_starts_as_the_identity() -> None:
         (VIT | {"heads": 5}, "config.model: width 32 is not divisible by heads 5"),
         (ALEXNET | {"width": 0.1}, "width 0.1 makes 6 channels of 64, .*not divisible by groups 8"),
         (ALEXNET, "config.model: alexnet halves images four times; 8 x 8 are not multiples of 16"),
+        (VGG | {"width": 0.1}, "width 0.1 makes 6 channels of 64, .*not divisible by groups 8"),
+        (VGG, "config.model: vgg halves images five times; 8 x 8 are not multiples of 32"),
         ({"dtype": "float23"}, "config.model: .*float23"),
     ],
 )
@@ -155,7 +163,7 @@ def test_mistakes(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["digits_resnet", "digits_vit", "fashion_resnet"]
-    + ["cifar_resnet20", "cifar_resnet110", "cifar_alexnet"],
+    + ["cifar_resnet20", "cifar_resnet110", "cifar_alexnet", "cifar_vgg"],
 )
 def test_models_of_the_configs(name: str) -> None:
     config = read_config(name)

@@ -64,7 +64,8 @@ def fashion() -> str | None:
 @pytest.mark.parametrize(
     "name",
     ["digits_vit", "digits_majority", "digits_ef_sign", "digits_one_bit_adam", "fashion_resnet"]
-    + ["cifar_resnet20", "cifar_resnet110", "cifar_alexnet"],
+    + ["digits_cnat", "digits_oktopk"]
+    + ["cifar_resnet20", "cifar_resnet110", "cifar_alexnet", "cifar_vgg"],
 )
 def test_every_config_runs(
     name: str, config: config_dict.ConfigDict, tmp_path: Path, fashion: str | None

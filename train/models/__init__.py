@@ -10,12 +10,14 @@ from flax import nnx
 from train.errors import UserError, choose
 from train.models.alexnet import AlexNet
 from train.models.resnet import ResNet
+from train.models.vgg import VGG
 from train.models.vit import ViT
 
 Params = dict[str, Any]
 
 MODELS: dict[str, Callable[..., nnx.Module]] = {
     "alexnet": AlexNet,
+    "vgg": VGG,
     "resnet": ResNet,
     "vit": ViT,
 }
