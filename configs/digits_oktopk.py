@@ -50,6 +50,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.algorithm = "oktopk"  # Or a call, such as "oktopk(recompute_every=128)".
     config.sync.error_feedback = True
     config.sync.momentum_correction = config_dict.placeholder(float)  # Each device's own momentum.
+    config.sync.measure_xi = False  # The distance to the true top-k in the metrics: costs a mean.
     config.sync.exempt = ()  # Patterns of further leaves that travel in float32.
     config.sync.dense_steps = 50  # Steps in float32 before the first sparse one.
     config.sync.bucket_mib = 32.0

@@ -11,7 +11,7 @@ import optax
 from jax.experimental import multihost_utils
 
 import jaxcomm
-from train import checkpoint, data, measure, metrics, models, report, state, step, sync, warmup
+from train import checkpoint, data, measure, metrics, models, report, state, step, sync, watched
 from train.errors import check_sizes
 
 
@@ -59,11 +59,11 @@ def train(config: Any, workdir: Path, started: float) -> dict[str, Any]:
     start = int(train_state.step)
 
     # One compiled step serves the whole run; what it sends is read from it.
-    watched = warmup.watched(step.make_train_step(gradient, tx))
-    train_step = step.compile_step(watched, train_state, example)
+    watched_step = watched.watched(step.make_train_step(gradient, tx))
+    train_step = step.compile_step(watched_step, train_state, example)
     eval_step = step.make_eval_step(forward)
 
-    frozen_at = warmup.step_of(train_state.opt_state)
+    frozen_at = watched.step_of(train_state.opt_state)
     with metrics.Recorder(workdir, start, config.steps, frozen_at) as recorder:
         for number in range(start + 1, config.steps + 1):
             batch = jaxcomm.global_batch(next(images.train), sync.AXIS)

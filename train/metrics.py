@@ -16,7 +16,7 @@ import tensorboardX
 from tqdm import tqdm
 
 from train.errors import UserError
-from train.warmup import FIELD
+from train.watched import FIELD
 
 
 class Recorder:
@@ -26,7 +26,7 @@ class Recorder:
       workdir: directory of `metrics.jsonl` and the TensorBoard events.
       start: steps taken before this run; what an earlier run wrote beyond them is dropped.
       steps: steps after which the run ends.
-      frozen_at: where the optimizer's own warm-up ended before this run, as `train.warmup` says;
+      frozen_at: where the optimizer's own warm-up ended before this run, as `train.watched` says;
         0 if it did not.
 
     Attributes:

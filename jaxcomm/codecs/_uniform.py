@@ -1,8 +1,7 @@
-"""Evenly spaced levels from -1 to 1, packed."""
+"""Integers from -levels to levels, rounded and packed."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcomm.kernels import codes
 
@@ -17,13 +16,13 @@ def code_bytes(size: int, levels: int) -> int:
     return codes.bytes_for(size, width_for(levels))
 
 
-def encode(shares: jax.Array, bits: jax.Array, levels: int) -> jax.Array:
-    """The number of levels in each share, in two's complement and packed.
+def encode(numbers: jax.Array, bits: jax.Array, levels: int) -> jax.Array:
+    """The nearest or a random integer, in two's complement and packed.
 
     Args:
-      shares: float32 `(..., n)` in [-1, 1].
-      bits: uint32 words that round up by the fraction of a level: random ones for each value, or
-        2^31 for the nearest level, ties away from zero.
+      numbers: float32 `(..., n)`; beyond -levels and levels they are cut to these.
+      bits: uint32 words that round up by the fraction that is left: random ones for each number,
+        or 2^31 for the nearest integer, ties away from zero.
       levels: 1 to 127.
 
     Returns:
@@ -32,18 +31,17 @@ def encode(shares: jax.Array, bits: jax.Array, levels: int) -> jax.Array:
     # In fixed point, as the sum of a float and a random fraction would be rounded once more. With
     # F bits below the point, `levels` + 1 just fits into 31 bits.
     F = 31 - levels.bit_length()
-    fixed = (jnp.abs(shares) * jnp.float32(levels * 2.0**F)).astype(jnp.int32)
+    magnitude = jnp.minimum(jnp.abs(numbers), jnp.float32(levels))
+    fixed = (magnitude * jnp.float32(2.0**F)).astype(jnp.int32)
     fraction = (bits >> (32 - F)).astype(jnp.int32)
     level = ((fixed + fraction) >> F).astype(jnp.uint8)
-    negative = jax.lax.bitcast_convert_type(shares, jnp.int32) < 0
+    negative = jax.lax.bitcast_convert_type(numbers, jnp.int32) < 0
     return codes.pack(jnp.where(negative, -level, level), width_for(levels))
 
 
 def decode(packed: jax.Array, n: int, levels: int) -> jax.Array:
-    """The float32 shares `(..., n)`."""
+    """The integers, as float32 `(..., n)`."""
     width = width_for(levels)
     code = codes.unpack(packed, n, width)
     high = jax.lax.bitcast_convert_type(code << (8 - width), jnp.int8)
-    level = (high >> (8 - width)).astype(jnp.float32)
-    # A product, since XLA makes one of a division on some backends; of 7 and 127 exactly one.
-    return level * np.float32(1 / levels)
+    return (high >> (8 - width)).astype(jnp.float32)

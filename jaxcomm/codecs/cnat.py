@@ -131,13 +131,15 @@ class CnatAll(Cnat):
         exponent = jnp.where(isnan, jnp.uint32(0), powers_of_two.exponents(x, bits))
         negative = jax.lax.bitcast_convert_type(x, jnp.int32) < 0
         signs = bitplanes.pack((negative & (exponent > 0)) | isnan)
-        signs = jax.lax.bitcast_convert_type(signs, jnp.uint8).reshape(*x.shape[:-1], -1)
+        signs = jax.lax.bitcast_convert_type(signs, jnp.uint8).reshape(
+            *x.shape[:-1], 4 * bitplanes.words_for(x.shape[-1])
+        )
         return jnp.concatenate([exponent.astype(jnp.uint8), signs], axis=-1)
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
         """uint8 `(..., n + 4 ceil(n / 32))` to float32 `(..., n)`."""
         exponent = payload[..., :n].astype(jnp.uint32)
-        words = payload[..., n:].reshape(*payload.shape[:-1], -1, 4)
+        words = payload[..., n:].reshape(*payload.shape[:-1], bitplanes.words_for(n), 4)
         words = jax.lax.bitcast_convert_type(words, jnp.uint32)
         negative = bitplanes.unpack(words, n)
         value = powers_of_two.values(exponent, negative.astype(jnp.uint32))

@@ -5,7 +5,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcomm.codecs._blocks import BlockScaled
 from jaxcomm.kernels import float8
@@ -29,17 +28,20 @@ class Fp8(BlockScaled):
 
     dtype: ClassVar[Any]
 
-    def codes(self, shares: jax.Array, bits: jax.Array) -> jax.Array:
+    @property
+    def most(self) -> float:
+        """The largest finite number."""
+        return float(jnp.finfo(self.dtype).max)
+
+    def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
         """The bit patterns."""
         del bits
-        largest = np.float32(jnp.finfo(self.dtype).max)
-        return float8.round_to_bits(shares * largest, self.dtype)
+        return float8.round_to_bits(numbers, self.dtype)
 
-    def shares(self, codes: jax.Array, size: int) -> jax.Array:
-        """The patterns' values over the largest."""
+    def numbers(self, codes: jax.Array, size: int) -> jax.Array:
+        """The patterns' values."""
         del size
-        values = float8.widen_bits(codes, self.dtype)
-        return values * np.float32(1 / float(jnp.finfo(self.dtype).max))
+        return float8.widen_bits(codes, self.dtype)
 
     def code_bytes(self, size: int) -> int:
         """One a value."""

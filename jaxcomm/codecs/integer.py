@@ -40,12 +40,17 @@ class Integer(BlockScaled):
         """Where it rounds so."""
         return self.rounding == "random"
 
-    def codes(self, shares: jax.Array, bits: jax.Array) -> jax.Array:
-        """Levels, rounded."""
-        return _uniform.encode(shares, bits, self.levels)
+    @property
+    def most(self) -> float:
+        """The levels."""
+        return self.levels
 
-    def shares(self, codes: jax.Array, size: int) -> jax.Array:
-        """Integers over the largest."""
+    def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
+        """Levels, rounded."""
+        return _uniform.encode(numbers, bits, self.levels)
+
+    def numbers(self, codes: jax.Array, size: int) -> jax.Array:
+        """Integers."""
         return _uniform.decode(codes, size, self.levels)
 
     def code_bytes(self, size: int) -> int:

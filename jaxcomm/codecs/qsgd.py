@@ -3,9 +3,10 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 from jaxcomm.codecs import _uniform
-from jaxcomm.codecs._blocks import BlockScaled, root_of_squares
+from jaxcomm.codecs._blocks import BlockScaled, norm_and_unit
 from jaxcomm.codecs._rounding import require_integer
 
 
@@ -43,14 +44,20 @@ class Qsgd(BlockScaled):
 
     def scale(self, blocks: jax.Array, largest: jax.Array) -> jax.Array:
         """The L2 norms."""
-        return largest * root_of_squares(blocks, largest)
+        norm, unit = norm_and_unit(blocks)
+        return jnp.maximum(norm * unit, largest)
 
-    def codes(self, shares: jax.Array, bits: jax.Array) -> jax.Array:
+    @property
+    def most(self) -> float:
+        """The levels."""
+        return self.levels
+
+    def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
         """Levels, rounded at random."""
-        return _uniform.encode(shares, bits, self.levels)
+        return _uniform.encode(numbers, bits, self.levels)
 
-    def shares(self, codes: jax.Array, size: int) -> jax.Array:
-        """Levels over s."""
+    def numbers(self, codes: jax.Array, size: int) -> jax.Array:
+        """Levels."""
         return _uniform.decode(codes, size, self.levels)
 
     def code_bytes(self, size: int) -> int:

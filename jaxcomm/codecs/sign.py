@@ -21,11 +21,12 @@ def encode(x: jax.Array, counts: jax.Array) -> jax.Array:
       uint32 `(..., 1 + ceil(n / 32))`: the bits of the scale ||x|| / sqrt(count), then one bit a
       value, 1 if it is positive.
     """
-    # In units of the largest magnitude, as squares of large float32 values are infinite.
+    # In units of the largest magnitude, as squares of large float32 values are infinite; but not
+    # beyond 2^126, as XLA divides by multiplying with the reciprocal, which is zero there on CPU.
     largest = jnp.max(jnp.abs(x), axis=-1)
-    unit = jnp.where(largest > 0, largest, jnp.float32(1))
+    unit = jnp.where(largest > 0, jnp.minimum(largest, jnp.float32(2.0**126)), jnp.float32(1))
     squares = jnp.sum(jnp.square(x / unit[..., None]), axis=-1)
-    scale = largest * jnp.sqrt(squares / jnp.maximum(counts, 1).astype(jnp.float32))
+    scale = unit * jnp.sqrt(squares / jnp.maximum(counts, 1).astype(jnp.float32))
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
     return jnp.concatenate([bits[..., None], bitplanes.pack(x)], axis=-1)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm.codecs import _uniform
-from jaxcomm.codecs._blocks import BlockScaled, largest_of, root_of_squares
+from jaxcomm.codecs._blocks import BlockScaled, norm_and_unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,19 +52,22 @@ class TernGrad(BlockScaled):
         """Values within `clip` standard deviations; all NaN if one is not finite."""
         if self.clip is None:
             return blocks
-        largest = largest_of(blocks)
-        present = jnp.sum(blocks != 0, axis=-1, dtype=jnp.int32)
-        root = root_of_squares(blocks, largest)
-        root = root / jnp.sqrt(jnp.maximum(present, 1).astype(jnp.float32))
-        # In units of the largest, and never beyond it: so many deviations of 1e38 are infinite.
-        bound = (largest * jnp.minimum(jnp.float32(self.clip) * root, jnp.float32(1)))[..., None]
+        norm, unit = norm_and_unit(blocks)
+        present = jnp.maximum(jnp.sum(blocks != 0, axis=-1, dtype=jnp.int32), 1)
+        deviation = norm / jnp.sqrt(present.astype(jnp.float32))
+        bound = (unit * (jnp.float32(self.clip) * deviation))[..., None]  # infinite is no bound
         return jnp.clip(blocks, -bound, bound)
 
-    def codes(self, shares: jax.Array, bits: jax.Array) -> jax.Array:
-        """-1, 0 or 1, at random."""
-        return _uniform.encode(shares, bits, 1)
+    @property
+    def most(self) -> float:
+        """One."""
+        return 1
 
-    def shares(self, codes: jax.Array, size: int) -> jax.Array:
+    def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
+        """-1, 0 or 1, at random."""
+        return _uniform.encode(numbers, bits, 1)
+
+    def numbers(self, codes: jax.Array, size: int) -> jax.Array:
         """-1, 0 or 1."""
         return _uniform.decode(codes, size, 1)
 

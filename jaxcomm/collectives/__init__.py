@@ -2,6 +2,7 @@
 
 from jaxcomm.collectives._algorithm import Algorithm
 from jaxcomm.collectives._reduction import Reduction
+from jaxcomm.collectives._sparse import Carried, Sparse, SparseMean
 from jaxcomm.collectives.all_reduce import (
     BY_NAME,
     all_reduce,
@@ -20,11 +21,22 @@ from jaxcomm.collectives.mean import Mean
 from jaxcomm.collectives.native import Native, native
 from jaxcomm.collectives.ring import Ring, ring
 from jaxcomm.collectives.schedule import Round, Schedule
+from jaxcomm.collectives.sparse import (
+    SPARSE_BY_NAME,
+    gaussiank,
+    gtopk,
+    oktopk,
+    sparse_from_name,
+    topk_allgather,
+    topk_dsa,
+)
 
 __all__ = [
     "BY_NAME",
+    "SPARSE_BY_NAME",
     "Aggregator",
     "Algorithm",
+    "Carried",
     "Circulant",
     "Direct",
     "HalvingDoubling",
@@ -36,17 +48,25 @@ __all__ = [
     "Ring",
     "Round",
     "Schedule",
+    "Sparse",
+    "SparseMean",
     "all_reduce",
     "check_majority",
     "circulant",
     "direct",
     "exchange",
     "from_name",
+    "gaussiank",
+    "gtopk",
     "halving_doubling",
     "hierarchical",
     "mean_of",
     "native",
+    "oktopk",
     "pmean",
     "require_axis",
     "ring",
+    "sparse_from_name",
+    "topk_allgather",
+    "topk_dsa",
 ]

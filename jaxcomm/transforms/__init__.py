@@ -8,6 +8,7 @@ from jaxcomm.transforms.multi_steps import MultiStepsState, multi_steps
 from jaxcomm.transforms.no_exchange import NoExchangeState, no_exchange
 from jaxcomm.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
 from jaxcomm.transforms.per_device import PerDevice, state_spec
+from jaxcomm.transforms.sparse_mean import SparseMeanState, SparseReport, sparse_mean
 from jaxcomm.transforms.stages import StagesState, stages, warmup
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "NoExchangeState",
     "OneBitAdamState",
     "PerDevice",
+    "SparseMeanState",
+    "SparseReport",
     "StagesState",
     "ValueAndGrad",
     "accumulate",
@@ -28,6 +31,7 @@ __all__ = [
     "multi_steps",
     "no_exchange",
     "one_bit_adam",
+    "sparse_mean",
     "stages",
     "state_spec",
     "value_and_grad",

@@ -22,7 +22,12 @@ Exchange = Callable[[Arrays, Arrays, Any], tuple[Arrays, Arrays]]
 
 
 def on_every_device(
-    exchange: Exchange, grads: Arrays, layout: Layout, own: PerDevice, shared: Any = ()
+    exchange: Exchange,
+    grads: Arrays,
+    layout: Layout,
+    own: PerDevice,
+    shared: Any = (),
+    further_results: int = 0,
 ) -> tuple[Arrays, PerDevice]:
     """Runs `exchange` on every device, in a region that is manual over all axes of the mesh.
 
@@ -35,6 +40,8 @@ def on_every_device(
       layout: what `init` saw.
       own: per-device state.
       shared: a pytree of arrays that all devices hold alike.
+      further_results: how many more arrays `exchange` returns behind those of the leaves, equal on
+        all devices of the mesh.
 
     Returns:
       The equal results, in the shapes of the parameters in both views, and the next `own`.
@@ -59,15 +66,16 @@ def on_every_device(
     equal, kept = jax.shard_map(
         run,
         in_specs=(grad_specs, own_specs, PartitionSpec()),
-        out_specs=(specs, own_specs),
+        out_specs=(specs + [PartitionSpec()] * further_results, own_specs),
         check_vma=False,
     )(grads, own.values, shared)
     if is_manual:
         names = _compat.names_of(layout.axis_name)
-        equal = [
+        leaves = [
             _compat.as_varying(e, _compat.varying_axes(g).difference(names))
-            for e, g in zip(equal, grads, strict=True)
+            for e, g in zip(equal[: len(grads)], grads, strict=True)
         ]
+        equal = leaves + equal[len(grads) :]
         kept = [
             _compat.as_varying(k, _compat.varying_axes(o))
             for k, o in zip(kept, own.values, strict=True)

@@ -19,7 +19,7 @@ from jaxcomm.transforms._fusion import bytes_of, exact_means, fused
 from jaxcomm.transforms._layout import Exempt, Layout, Leaf, check_gradients, layout_of, names_in
 from jaxcomm.transforms._views import Arrays, on_every_device
 from jaxcomm.transforms._wrappers import refuse_wrappers
-from jaxcomm.transforms.per_device import PerDevice, zeros_per_device
+from jaxcomm.transforms.per_device import PerDevice, zeros_per_bucket
 
 
 class OneBitAdamState(NamedTuple):
@@ -142,7 +142,8 @@ def one_bit_adam(
         large, _ = split_off_exempt(layout)
         m, v, count, frozen_at, norms = _zeros(params, layout, adam.norms_kept)
         buckets = buckets_of(layout, large, bucket_order, limit)
-        worker, server = _no_errors(params, layout, buckets)
+        worker = zeros_per_bucket(layout, params, buckets, lambda n: n)
+        server = zeros_per_bucket(layout, params, buckets, lambda n: chunk_length(n, layout.world))
         return OneBitAdamState(layout, count, m, v, worker, server, frozen_at, norms)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -317,32 +318,6 @@ def _zeros(params: Any, layout: Layout, norms_kept: int) -> tuple[Any, ...]:
     everywhere = PartitionSpec()
     shardings = spec, spec, everywhere, everywhere, everywhere if norms_kept else ()
     return jax.jit(make, out_shardings=shardings)()
-
-
-def _no_errors(
-    params: Any, layout: Layout, buckets: tuple[Bucket, ...]
-) -> tuple[PerDevice, PerDevice]:
-    """Zero worker and server errors: flat, for each bucket, sharded over what its leaves are."""
-    leaves = jax.tree.leaves(params)
-    workers, servers, like = [], [], []
-    for b, bucket in enumerate(buckets):
-        axes = tuple(sorted(names_in(layout.leaves[bucket[0]].spec)))
-        shards = math.prod(_compat.axis_size(axis) for axis in axes)
-        n = sum(math.prod(layout.leaves[i].shape) for i in bucket) // shards
-        spec = PartitionSpec(axes) if axes else PartitionSpec()
-        worker = Leaf(f"bucket {b}", (shards * n,), jnp.float32, spec)
-        workers.append(worker)
-        servers.append(dataclasses.replace(worker, shape=(shards * chunk_length(n, layout.world),)))
-        like.append(frozenset().union(*(_compat.varying_axes(leaves[i]) for i in bucket)))
-
-    def zeros(flat: list[Leaf]) -> PerDevice:
-        values = [
-            _compat.as_varying(jnp.zeros(x.shape), axes) for x, axes in zip(flat, like, strict=True)
-        ]
-        made = dataclasses.replace(layout, leaves=tuple(flat))
-        return zeros_per_device(made, values, range(len(flat)))
-
-    return zeros(workers), zeros(servers)
 
 
 def _norm(v: Arrays, layout: Layout) -> jax.Array:

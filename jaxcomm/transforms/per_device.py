@@ -1,7 +1,8 @@
 """State that differs from device to device, and the specs of a whole state."""
 
 import dataclasses
-from collections.abc import Sequence, Set
+import math
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm import _compat
-from jaxcomm.transforms._layout import Layout, restrict
+from jaxcomm.transforms._layout import Layout, Leaf, names_in, restrict
 
 
 @jax.tree_util.register_dataclass
@@ -49,6 +50,31 @@ def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDe
     shapes = [(layout.world, *layout.leaves[i].shape) for i in which]
     make = jax.jit(lambda: [jnp.zeros(shape) for shape in shapes], out_shardings=list(specs))
     return PerDevice(make(), specs)
+
+
+def zeros_per_bucket(
+    layout: Layout, params: Any, buckets: Sequence[Sequence[int]], size: Callable[[int], int]
+) -> PerDevice:
+    """A float32 vector of zeros on every device for each bucket of leaves.
+
+    Args:
+      layout: what `init` sees of the parameters.
+      params: the parameters.
+      buckets: indices of leaves; those of a bucket are sharded over the same further axes, and
+        every shard has a vector of its own.
+      size: from the number of a bucket's values on one device to the length of its vector.
+    """
+    leaves, flat, zeros = jax.tree.leaves(params), [], []
+    for number, bucket in enumerate(buckets):
+        axes = tuple(sorted(names_in(layout.leaves[bucket[0]].spec)))
+        shards = math.prod(_compat.axis_size(axis) for axis in axes)
+        n = sum(math.prod(layout.leaves[i].shape) for i in bucket) // shards
+        spec = PartitionSpec(axes) if axes else PartitionSpec()
+        flat.append(Leaf(f"bucket {number}", (shards * size(n),), jnp.float32, spec))
+        like = frozenset().union(*(_compat.varying_axes(leaves[i]) for i in bucket))
+        zeros.append(_compat.as_varying(jnp.zeros(shards * size(n)), like))
+    made = dataclasses.replace(layout, leaves=tuple(flat))
+    return zeros_per_device(made, zeros, range(len(flat)))
 
 
 def state_spec(

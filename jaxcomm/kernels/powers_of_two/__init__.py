@@ -56,7 +56,9 @@ def exponents(
     leading = jnp.where(exponent > 0, jnp.uint32(1 << _MANTISSA), jnp.uint32(0))
     significand = (magnitude | leading) << (31 - _MANTISSA)
     below = lowest - 1 - jnp.maximum(exponent, jnp.uint32(1))
-    share = jnp.where(below < 32, (significand >> jnp.minimum(below, jnp.uint32(31))), jnp.uint32(0))
+    share = jnp.where(
+        below < 32, (significand >> jnp.minimum(below, jnp.uint32(31))), jnp.uint32(0)
+    )
     reached = jnp.where(~bits < share, lowest, jnp.zeros_like(lowest))
     return jnp.where((exponent < lowest) & (lowest > 1), reached, field)
 

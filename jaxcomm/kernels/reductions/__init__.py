@@ -1,16 +1,15 @@
 """The largest magnitude along the last axis, and the sum of squares.
 
-There are two plain versions, one per platform. XLA on CPU reduces the last axis one element after
-the other. So there the axis is folded first: 16 rows of 32 neighbours into one, whose loop has
-vector instructions, until little is left. Elsewhere it is a plain reduction.
+There are two plain versions of each, one per platform. XLA on CPU reduces the last axis one element
+after the other. So there the axis is folded for a maximum: 8 rows of 32 neighbours into one, in a
+loop of vector instructions, then these into one number, until little is left; and a sum of squares
+is a product of matrices. Elsewhere both are plain reductions.
 """
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-_ROWS, _LANES = 16, 32
+_ROWS, _LANES = 8, 32
 _MAGNITUDE = 0x7FFFFFFF
 
 
@@ -33,7 +32,11 @@ def largest(x: jax.Array, *, implementation: str | None = None) -> jax.Array:
     """
     _require("largest", x, implementation)
     patterns = jax.lax.bitcast_convert_type(x, jnp.uint32) & _MAGNITUDE
-    return _reduce(jax.lax.reduce_max, jnp.maximum, patterns)
+    return jax.lax.platform_dependent(
+        patterns,
+        cpu=_fold,
+        default=lambda patterns: jax.lax.reduce_max(patterns, axes=(x.ndim - 1,)),
+    )
 
 
 def sum_of_squares(x: jax.Array, *, implementation: str | None = None) -> jax.Array:
@@ -51,30 +54,26 @@ def sum_of_squares(x: jax.Array, *, implementation: str | None = None) -> jax.Ar
       NotImplementedError: for an implementation that does not exist here.
     """
     _require("sum_of_squares", x, implementation)
-    return _reduce(jax.lax.reduce_sum, jnp.add, jnp.square(x))
-
-
-def _reduce(reduce: Callable, combine: Callable, x: jax.Array) -> jax.Array:
-    last = (x.ndim - 1,)
     return jax.lax.platform_dependent(
         x,
-        cpu=lambda x: _fold(reduce, combine, x),
-        default=lambda x: reduce(x, axes=last),
+        cpu=lambda x: jnp.einsum("...i,...i->...", x, x, precision=jax.lax.Precision.HIGHEST),
+        default=lambda x: jnp.sum(jnp.square(x), axis=-1),
     )
 
 
-def _fold(reduce: Callable, combine: Callable, x: jax.Array) -> jax.Array:
+def _fold(x: jax.Array) -> jax.Array:
+    """The maxima along the last axis."""
     *lead, n = x.shape
-    rows = min(_ROWS, n // _LANES)
-    if rows < 2:
-        return reduce(x, axes=(len(lead),))
-    tiles = n // (rows * _LANES)
-    whole = tiles * rows * _LANES
-    folded = x[..., :whole].reshape(*lead, tiles, rows, _LANES)
-    # Without the barrier XLA makes one reduction of all of them, as slow as before.
-    folded = jax.lax.optimization_barrier(reduce(folded, axes=(len(lead) + 1,)))
-    folded = _fold(reduce, combine, folded.reshape(*lead, tiles * _LANES))
-    return combine(folded, reduce(x[..., whole:], axes=(len(lead),))) if whole < n else folded
+    axis, tile = len(lead), _ROWS * _LANES
+    whole = n // tile * tile
+    rest = jax.lax.reduce_max(x[..., whole:], axes=(axis,))
+    if whole == 0:
+        return rest
+    # Without the barriers XLA makes one reduction of all of them, as slow as before.
+    tiles = x[..., :whole].reshape(*lead, whole // tile, _ROWS, _LANES)
+    lanes = jax.lax.optimization_barrier(jax.lax.reduce_max(tiles, axes=(axis + 1,)))
+    tops = _fold(jax.lax.optimization_barrier(jax.lax.reduce_max(lanes, axes=(axis + 1,))))
+    return jnp.maximum(tops, rest) if whole < n else tops
 
 
 def _require(name: str, x: jax.Array, implementation: str | None) -> None:

@@ -1,10 +1,15 @@
-"""When a method's own warm-up ends: 1-bit Adam's state says so, in the field `frozen_at`."""
+"""What methods say of themselves in their states.
+
+1-bit Adam says when its warm-up ended, in the field `frozen_at`; a sparse mean what it selected and
+delivered, in the field `report`.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+REPORT = "report"  # A named tuple of float32 numbers.
 FIELD = "frozen_at"  # int32: the step of the method that ended its warm-up; 0 until one has.
 
 
@@ -21,6 +26,15 @@ def frozen_at(opt_state: Any) -> jax.Array | None:
     return None
 
 
+def reported(opt_state: Any) -> dict[str, jax.Array]:
+    """The numbers of every field named `report` in an optimizer's state, by `report/name`."""
+    return {
+        f"{REPORT}/{path[-1].name}": leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
+        if len(path) > 1 and getattr(path[-2], "name", None) == REPORT
+    }
+
+
 def step_of(opt_state: Any) -> int:
     """`frozen_at` on the host, which waits for the devices; 0 where no warm-up has ended."""
     leaf = frozen_at(opt_state)
@@ -28,7 +42,7 @@ def step_of(opt_state: Any) -> int:
 
 
 def watched(step: Callable[..., tuple[Any, dict[str, Any]]]) -> Callable[..., Any]:
-    """Adds `frozen_at` to the metrics of a training step, if the optimizer's state has it.
+    """Adds to the metrics of a training step what the optimizer's state says of itself.
 
     The state's own buffer is gone when the next step starts; a metric is kept, and is read with
     the others while the devices do the next step.
@@ -43,6 +57,7 @@ def watched(step: Callable[..., tuple[Any, dict[str, Any]]]) -> Callable[..., An
     def watched_step(state: Any, batch: Any) -> tuple[Any, dict[str, Any]]:
         state, metrics = step(state, batch)
         leaf = frozen_at(state.opt_state)
-        return state, metrics if leaf is None else {**metrics, FIELD: leaf}
+        own = {} if leaf is None else {FIELD: leaf}
+        return state, {**metrics, **own, **reported(state.opt_state)}
 
     return watched_step

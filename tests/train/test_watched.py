@@ -12,7 +12,7 @@ from ml_collections import config_dict
 from running import read_config, read_lines
 
 import jaxcomm
-from train import loop, metrics, warmup
+from train import loop, metrics, watched
 
 LINE = "step {}: the optimizer's warm-up has ended"
 
@@ -26,9 +26,9 @@ class Method(NamedTuple):
 
 def test_the_field_is_found_wherever_it_lies() -> None:
     nested = (optax.EmptyState(), {"inner": [Method(9, jnp.int32(7))]})
-    assert warmup.step_of(nested) == 7
-    assert warmup.step_of(optax.adam(0.1).init({"frozen_at": jnp.ones(3)})) == 0
-    assert warmup.frozen_at((Method(9, None), ())) is None
+    assert watched.step_of(nested) == 7
+    assert watched.step_of(optax.adam(0.1).init({"frozen_at": jnp.ones(3)})) == 0
+    assert watched.frozen_at((Method(9, None), ())) is None
 
 
 def test_the_field_is_jaxcomms() -> None:
@@ -40,7 +40,7 @@ def test_the_field_is_jaxcomms() -> None:
         for _ in range(3):
             grads = {"w": jaxcomm.global_batch(jnp.ones((8, 4, 4)), "data")}
             _, opt_state = tx.update(grads, opt_state, params)
-            found.append(warmup.step_of(opt_state))
+            found.append(watched.step_of(opt_state))
     assert found == [0, 2, 2]
 
 

@@ -1,0 +1,165 @@
+"""What every sparse all-reduce offers, and what they are made of."""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomm._compat import AxisName
+from jaxcomm.codecs.entries import check_values
+from jaxcomm.kernels import select
+
+# The least magnitude that counts as a value: XLA may treat smaller ones as zeros.
+SMALLEST = float(np.finfo(np.float32).tiny)
+
+
+class Carried(NamedTuple):
+    """What a sparse all-reduce hands from one step to the next.
+
+    Attributes:
+      local: float32, the magnitude above which this device's values are selected.
+      common: float32, the magnitude above which sums are selected; equal on all devices.
+      boundaries: int32[N + 1], the regions of the devices; equal on all devices.
+    """
+
+    local: jax.Array
+    common: jax.Array
+    boundaries: jax.Array
+
+    def packed(self) -> jax.Array:
+        """float32[N + 3]; boundaries in chunks, which float32 holds exactly."""
+        chunks = -(-self.boundaries // select.CHUNK)
+        return jnp.concatenate([jnp.stack([self.local, self.common]), chunks.astype(jnp.float32)])
+
+    @classmethod
+    def unpacked(cls, x: jax.Array, n: int) -> "Carried":
+        """The reverse, for vectors of n values; all zeros stand for the first step."""
+        chunks = x[2:].astype(jnp.int32)
+        return cls(x[0], x[1], jnp.minimum(chunks * select.CHUNK, n))
+
+
+class SparseMean(NamedTuple):
+    """What a sparse all-reduce of vectors x of n values makes of them.
+
+    Attributes:
+      mean: float32[n], equal on all devices.
+      errors: float32[n], what of this device's x is not in the mean: the sum over all devices of
+        the errors, and N times the mean, are the sum of all x.
+      selected: int32, the values that this device wanted to send.
+      delivered: int32, those of them that found room in a message.
+      wanted: int32, the places that the mean would have values at if it had room; equal on all.
+      applied: int32, those at which it has; equal on all devices.
+    """
+
+    mean: jax.Array
+    errors: jax.Array
+    selected: jax.Array
+    delivered: jax.Array
+    wanted: jax.Array
+    applied: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Sparse:
+    """A sparse all-reduce: who sends which of its largest values to whom.
+
+    Attributes:
+      density: the share k/n of values to select, in (0, 1].
+      values: "float32" or "bfloat16", of the values on the wire.
+      slack: how many times the expected number of entries a message has room for.
+      recompute_every: steps between exact thresholds; in between, the last one is re-used.
+    """
+
+    density: float = 0.01
+    values: str = "float32"
+    slack: float = 1.25
+    recompute_every: int = 1
+    name: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_values(self.values)
+        if isinstance(self.density, bool) or not isinstance(self.density, int | float):
+            raise TypeError(f"density must be a Python number, got {self.density!r}.")
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density must be in (0, 1], such as 0.01, got {self.density!r}.")
+        if not self.slack >= 1:
+            raise ValueError(f"slack must be at least 1, got {self.slack!r}.")
+        check_interval("recompute_every", self.recompute_every)
+
+    def k(self, n: int) -> int:
+        """The number of values to select of n: at least one."""
+        return max(1, round(self.density * n))
+
+    def room(self, n: int, parts: int = 1) -> int:
+        """The capacity of a message that one of `parts` equal parts of the selected fits in."""
+        return min(n, max(1, -int(-self.slack * self.k(n) // parts)))
+
+    def exchange(
+        self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
+    ) -> tuple[SparseMean, Carried]:
+        """Averages the largest values over a mesh axis, in the manual view.
+
+        Args:
+          x: float32[n], another on every device, in a region that is manual over every axis and
+            where the checks of `jax.shard_map` are off.
+          carried: from the step before.
+          step: int32, equal on all devices, from 0.
+          axis_name: the mesh axis.
+
+        Returns:
+          The mean with what it lacks, and what is carried on.
+        """
+        raise NotImplementedError
+
+
+def check_interval(name: str, steps: Any) -> None:
+    """Raises a ValueError for anything but a positive number of steps."""
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise ValueError(f"{name} must be a positive number of steps, got {steps!r}.")
+
+
+def add_lists(total: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
+    """Adds entries to a vector, one device's list after the other: the same sum everywhere.
+
+    Args:
+      total: float32[n].
+      values: float32[N, c].
+      indices: int32[N, c], without repetition in a list but for those of n and more, which name
+        no place.
+    """
+
+    def add(total: jax.Array, entries: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        values, indices = entries
+        return total.at[indices].add(values, mode="drop"), None
+
+    return jax.lax.scan(add, total, (values, indices))[0]
+
+
+def take_out(x: jax.Array, values: jax.Array, indices: jax.Array, said: jax.Array) -> jax.Array:
+    """x less the values that were said, at their places."""
+    return x.at[indices.reshape(-1)].add(-jnp.where(said, values, 0).reshape(-1), mode="drop")
+
+
+def take(x: jax.Array, indices: jax.Array) -> jax.Array:
+    """x at these places; 0 for those of n and more."""
+    return x.at[indices].get(mode="fill", fill_value=0)
+
+
+def reused(recompute: jax.Array, exact: Any, threshold: jax.Array) -> jax.Array:
+    """`exact()` in steps that recompute the threshold, and the last one in the others."""
+    return jax.lax.cond(recompute, exact, lambda: threshold)
+
+
+def rescaled(
+    threshold: jax.Array, count: jax.Array, k: int, scale: float, above: float
+) -> jax.Array:
+    """The threshold for the next step: a little lower or higher where the count was off.
+
+    It falls by `scale` if fewer than 2k/3 values were selected, and rises by it if more than
+    `above` k were.
+    """
+    few, many = count * 3 < 2 * k, count > int(above * k)
+    factor = jnp.where(few, jnp.float32(1 / scale), jnp.where(many, jnp.float32(scale), 1.0))
+    return threshold * factor.astype(jnp.float32)

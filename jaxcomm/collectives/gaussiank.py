@@ -1,0 +1,62 @@
+"""Gaussiank: TopkA with a threshold that a normal distribution suggests."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm._compat import AxisName
+from jaxcomm.collectives._sparse import SMALLEST, Carried, Sparse, SparseMean
+from jaxcomm.collectives.topk_allgather import gathered
+from jaxcomm.kernels import select
+
+ROUNDS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaussiank(Sparse):
+    """As `topk_allgather`, but no threshold is ever exact, and none is re-used.
+
+    If the values were normally distributed, k of n would be above the mean plus z standard
+    deviations; then the threshold is halved or raised by half, up to four times, until between
+    2k/3 and 4k/3 values are above it. Each try is one count.
+
+    Wire: that of `topk_allgather`.
+
+    References:
+      S. Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning", 2019,
+      arXiv:1911.08772, algorithm 1.
+
+    Differs from the paper: what is above the threshold but does not fit into the message stays
+    with its device; a static message cannot grow.
+    """
+
+    name = "gaussiank"
+
+    def exchange(
+        self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
+    ) -> tuple[SparseMean, Carried]:
+        """See `Sparse.exchange`."""
+        del step
+        threshold = gaussian_threshold(x, self.k(x.size))
+        return gathered(x, threshold, self.room(x.size), self.values, axis_name), carried
+
+
+def gaussian_threshold(x: jax.Array, k: int) -> jax.Array:
+    """A magnitude that about k values of x exceed, if they are anything like normal ones."""
+    largest = jnp.max(jnp.abs(x))
+    unit = jnp.where(largest > 0, largest, 1.0)  # Squares of large values are infinite.
+    scaled = x / unit
+    mean = jnp.mean(scaled)
+    deviation = jnp.sqrt(jnp.mean(jnp.square(scaled - mean)))
+    # |x| > t on both sides: the share above t on one side is half of k / n.
+    z = jax.scipy.special.ndtri(jnp.float32(1 - k / (2 * x.size)))
+    threshold = jnp.clip((jnp.abs(mean) + z * deviation) * unit, SMALLEST, largest)
+
+    def adjust(_: int, threshold: jax.Array) -> jax.Array:
+        count = select.count_at_least(x, threshold)
+        few, many = count * 3 < 2 * k, count * 3 > 4 * k
+        factor = jnp.where(few, 0.5, jnp.where(many, 1.5, 1.0)).astype(jnp.float32)
+        return jnp.maximum(threshold * factor, SMALLEST)
+
+    return jax.lax.fori_loop(0, ROUNDS, adjust, threshold)

@@ -1,0 +1,100 @@
+"""TopkDSA: the largest values are split by region, added there, and gathered as is cheapest."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm._compat import AxisName
+from jaxcomm.codecs.entries import Entries
+from jaxcomm.collectives._sparse import (
+    SMALLEST,
+    Carried,
+    Sparse,
+    SparseMean,
+    add_lists,
+    rescaled,
+    reused,
+    take_out,
+)
+from jaxcomm.kernels import bfloat16, select
+
+
+@dataclasses.dataclass(frozen=True)
+class TopkDsa(Sparse):
+    """A sparse reduce-scatter over N equal regions, then an all-gather of what they hold.
+
+    A region's owner adds what arrives. Its sums go back as entries, or as the whole region where
+    that is fewer bytes. Room is for what `slack` times an equal share of the selected takes; what
+    does not fit stays with its device.
+
+    Wire: (N-1) * c entries to the owners, c = ceil(slack k / N); then (N-1) * min(N c entries, the
+    ceil(n/N) values of a region) back: 2 collective operations.
+
+    References:
+      C. Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning",
+      SC 2019, arXiv:1802.08021 (dynamic sparse all-reduce: split, then sparse or dense).
+
+    Differs from the paper: sparse or dense is decided for a shape, not for the data.
+    """
+
+    name = "topk_dsa"
+
+    def exchange(
+        self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
+    ) -> tuple[SparseMean, Carried]:
+        """See `Sparse.exchange`."""
+        world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+        n, k, room = x.size, self.k(x.size), self.room(x.size, world)
+        width = region_width(n, world)
+        boundaries = jnp.minimum(jnp.arange(world + 1, dtype=jnp.int32) * width, n)
+        recompute = step % self.recompute_every == 0
+        threshold = reused(recompute, lambda: select.threshold_for(x, k), carried.local)
+
+        entries = Entries(self.values, width)
+        found = select.compact_regions(x, threshold, boundaries, room)
+        offsets = jnp.where(found.indices < n, found.indices - boundaries[:-1, None], 0)
+        payload = entries.encode(found.values, offsets)
+        arrived = jax.lax.all_to_all(payload, axis_name, 0, 0, tiled=True)
+        values, offsets = entries.decode(arrived)
+        offsets = jnp.where(values == 0, width, offsets)
+        region = add_lists(jnp.zeros(width), values, offsets)
+        sent = entries.rounded(found.values)
+        errors = take_out(x, sent, found.indices, jnp.ones(sent.shape, bool))
+
+        sums, rounded = self._gather(region, min(world * room, width), entries, axis_name)
+        places = me * width + jnp.arange(width, dtype=jnp.int32)
+        errors = errors.at[places].add(region - rounded, mode="drop")
+        mean = sums[:n] / world
+        delivered = jnp.sum(jnp.minimum(found.count, room))
+        applied = jnp.sum(mean != 0, dtype=jnp.int32)
+        outcome = SparseMean(mean, errors, jnp.sum(found.count), delivered, applied, applied)
+        local = rescaled(threshold, outcome.selected, k, 1.012, 5 / 4)
+        return outcome, carried._replace(local=local)
+
+    def _gather(
+        self, region: jax.Array, filled: int, entries: Entries, axis_name: AxisName
+    ) -> tuple[jax.Array, jax.Array]:
+        """All regions in a row, and this device's own as the others get it."""
+        dense_bytes = region.size * 2 * entries.value_words
+        if filled * entries.entry_bytes < dense_bytes:
+            found = select.compact(region, jnp.float32(SMALLEST), filled)
+            offsets = jnp.where(found.indices < region.size, found.indices, 0)
+            arrived = jax.lax.all_gather(entries.encode(found.values, offsets), axis_name)
+            values, offsets = entries.decode(arrived)
+            offsets = jnp.where(values == 0, region.size, offsets)
+            rows = jax.vmap(lambda v, o: jnp.zeros(region.size).at[o].add(v, mode="drop"))(
+                values, offsets
+            )
+            own = jnp.where(jnp.abs(region) < SMALLEST, 0.0, entries.rounded(region))
+            return rows.reshape(-1), own
+        if self.values == "float32":
+            return jax.lax.all_gather(region, axis_name, tiled=True), region
+        bits = bfloat16.round_to_bits(region)
+        rows = jax.lax.all_gather(bits, axis_name, tiled=True)
+        return bfloat16.widen_bits(rows), bfloat16.widen_bits(bits)
+
+
+def region_width(n: int, world: int) -> int:
+    """The length of N equal regions in whole chunks, the last ones shorter or empty."""
+    return -(-n // (world * select.CHUNK)) * select.CHUNK

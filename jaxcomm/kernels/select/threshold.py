@@ -1,0 +1,90 @@
+"""The k-th largest magnitude."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm import _compat
+from jaxcomm.kernels.select.compaction import compact_band, require_vector
+from jaxcomm.kernels.select.words import (
+    PAST_INFINITY,
+    count_from,
+    patterns_of,
+)
+
+_DIGIT = 4  # bits that one pass over the data finds
+_SAMPLE = 2**17
+_SIGMAS = 4
+
+
+def threshold_for(x: jax.Array, k: int) -> jax.Array:
+    """The k-th largest `|x|`, exactly; with this threshold `compact` selects k entries, or ties too.
+
+    Where fewer than k entries are neither zero nor NaN it is the smallest positive float, 2^-149,
+    which selects all of them. Compare it as `compact` does: in arithmetic some backends take
+    denormals for zero.
+
+    A sample gives two thresholds that have the k-th between them, almost surely. Those entries of x
+    that are there too are put side by side, and only among them is it searched for; in all of x
+    where the sample was misleading, or where there are too many equal entries.
+
+    Args:
+      x: float32 array `(n,)`. NaN counts as zero.
+      k: 1 to n.
+
+    Returns:
+      float32 scalar, positive.
+
+    Raises:
+      TypeError: for another dtype.
+      ValueError: if x is not a vector, or has no k-th largest entry.
+    """
+    x = require_vector("threshold_for", x)
+    if not 1 <= k <= x.size:
+        raise ValueError(f"k is 1 to n = {x.size}, got {k}.")
+    pattern = _kth(patterns_of(x), jnp.int32(k)) if x.size < 4 * _SAMPLE else _kth_of_many(x, k)
+    return jax.lax.bitcast_convert_type(jnp.maximum(pattern, 1), jnp.float32)
+
+
+def _kth_of_many(x: jax.Array, k: int) -> jax.Array:
+    """As `_kth`, for many entries."""
+    sample = x[:: x.size // _SAMPLE]
+    share = k / x.size
+    spread = _SIGMAS * math.sqrt(sample.size * share * (1 - share)) + 2
+    low, high = _between(patterns_of(sample), share * sample.size, spread)
+    capacity = math.ceil(3 * spread / sample.size * x.size)
+    inside = compact_band(x, low, high + 1, capacity)
+    above = count_from(patterns_of(x), high[None] + 1)[0]
+    # Below 1 there are only zeros: then it does not matter that fewer than k were found.
+    found = (above < k) & ((above + inside.count >= k) | (low == 1)) & (inside.count <= capacity)
+    return jax.lax.cond(
+        found,
+        lambda: _kth(patterns_of(inside.values), k - above),
+        lambda: _kth(patterns_of(x), jnp.int32(k)),
+    )
+
+
+def _between(patterns: jax.Array, rank: float, spread: float) -> tuple[jax.Array, jax.Array]:
+    """The patterns that are `spread` ranks below and above a rank; 1 and infinity's at the ends."""
+    below, above = math.ceil(rank + spread), math.floor(rank - spread)
+    lowest, highest = jnp.uint32(1), jnp.uint32(PAST_INFINITY - 1)
+    low = _kth(patterns, jnp.int32(below)) if below <= patterns.size else lowest
+    high = _kth(patterns, jnp.int32(above)) if above >= 1 else highest
+    return jnp.maximum(low, 1), jnp.maximum(high, 1)
+
+
+def _kth(patterns: jax.Array, k: jax.Array) -> jax.Array:
+    """The largest pattern, up to infinity's, that k of them reach; 0 where fewer are above 0.
+
+    Digit by digit from the highest: the largest that still leaves k patterns at or above.
+    """
+
+    def step(i: jax.Array, prefix: jax.Array) -> jax.Array:
+        shift = (32 - _DIGIT * (i + 1)).astype(jnp.uint32)
+        lows = prefix + (jnp.arange(1, 2**_DIGIT, dtype=jnp.uint32) << shift)
+        enough = count_from(patterns, jnp.minimum(lows, PAST_INFINITY)) >= k
+        return prefix + (jnp.sum(enough, dtype=jnp.uint32) << shift)
+
+    zero = _compat.as_varying(jnp.uint32(0), _compat.varying_axes(patterns))
+    return jax.lax.fori_loop(0, 32 // _DIGIT, step, zero)

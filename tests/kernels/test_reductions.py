@@ -1,0 +1,50 @@
+"""Reductions of the last axis, folded and plain, against numpy."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcomm.kernels import reductions
+
+LENGTHS = [0, 1, 31, 255, 256, 257, 512, 1000, 65_536, 70_001]
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("lead", [(), (3,), (2, 0), (2, 3)])
+def test_equals_numpy(n: int, lead: tuple[int, ...]) -> None:
+    x = np.random.default_rng(n).standard_normal((*lead, n)).astype(np.float32)
+    wanted = np.abs(x).max(-1, initial=0).view(np.uint32)
+    np.testing.assert_array_equal(jax.jit(reductions.largest)(x), wanted)
+    total = (x.astype(np.float64) ** 2).sum(-1)
+    found = jax.jit(reductions.sum_of_squares)(x)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, total, rtol=1e-5)
+
+
+@pytest.mark.parametrize("place", [0, 255, 256, 300, 999])
+@pytest.mark.parametrize("value", [-5.0, np.inf, -np.inf, np.nan, -np.nan])
+def test_one_value_anywhere_is_found(place: int, value: float) -> None:
+    x = np.random.default_rng(0).random(1000).astype(np.float32)
+    x[place] = value
+    top = int(reductions.largest(jnp.asarray(x)))
+    assert top == int(x[place].view(np.uint32)) & 0x7FFFFFFF
+    assert np.isnan(value) == (top > 0x7F800000)
+
+
+def test_denormals_are_not_zero() -> None:
+    x = np.full(300, -(2.0**-149), np.float32)
+    assert int(jax.jit(reductions.largest)(x)) == 1
+
+
+@pytest.mark.parametrize("f", [reductions.largest, reductions.sum_of_squares])
+def test_what_is_refused(f: Callable) -> None:
+    for x in (jnp.zeros(3, jnp.int32), jnp.float32(1), jnp.zeros(3, jnp.bfloat16)):
+        with pytest.raises(TypeError, match=f"{f.__name__} takes float32 with an axis"):
+            f(x)
+    f(jnp.zeros(3), implementation="xla")
+    with pytest.raises(NotImplementedError, match='use "xla" or None'):
+        f(jnp.zeros(3), implementation="mosaic")

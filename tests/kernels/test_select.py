@@ -1,0 +1,284 @@
+"""Selection against numpy, which sorts."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxcomm.kernels import select
+from jaxcomm.kernels.select import words
+
+INFINITY = 0x7F800000
+TINY = np.uint32(1).view(np.float32)
+LARGE = 2**19 + 17  # enough for a sample to be taken
+CHUNK = select.CHUNK
+
+threshold_for = jax.jit(select.threshold_for, static_argnums=1)
+count_at_least = jax.jit(select.count_at_least)
+compact = jax.jit(select.compact, static_argnums=2)
+compact_regions = jax.jit(select.compact_regions, static_argnums=3)
+boundaries_for = jax.jit(select.boundaries_for, static_argnums=2)
+
+
+def magnitudes(x: np.ndarray) -> np.ndarray:
+    """Integers in the order of `|x|`, with NaN as zero."""
+    patterns = x.view(np.uint32).astype(np.int64) % 2**31
+    return np.where(patterns > INFINITY, 0, patterns)
+
+
+def selected(x: np.ndarray, threshold: float) -> np.ndarray:
+    """The places of `0 < |x| >= threshold`, by chunk, then i mod 8, then i."""
+    found = magnitudes(x)
+    if np.isnan(threshold):
+        return np.zeros(0, int)
+    limit = magnitudes(np.float32([threshold]))[0] if threshold > 0 else 1
+    i = np.flatnonzero((found >= limit) & (found > 0))
+    return i[np.lexsort((i, i % 8, i // CHUNK))]
+
+
+def kth(x: np.ndarray, k: int) -> np.float32:
+    """The k-th largest magnitude, or the smallest that is positive."""
+    pattern = max(np.sort(magnitudes(x))[len(x) - k], 1)
+    return np.uint32(pattern).view(np.float32)
+
+
+def assert_selected(got: select.Selected, x: np.ndarray, places: np.ndarray, capacity: int) -> None:
+    kept = places[:capacity]
+    space = capacity - len(kept)
+    assert got.values.dtype == jnp.float32
+    assert got.indices.dtype == got.count.dtype == jnp.int32
+    assert got.count == len(places)
+    np.testing.assert_array_equal(got.indices, np.pad(kept, (0, space), constant_values=len(x)))
+    patterns = np.asarray(got.values).view(np.uint32)
+    np.testing.assert_array_equal(patterns, np.pad(x[kept].view(np.uint32), (0, space)))
+
+
+def bits_of(x: jax.Array | np.ndarray) -> int:
+    return int(np.asarray(x).view(np.uint32))
+
+
+def samples(n: int, seed: int) -> list[np.ndarray]:
+    """Vectors that are hard in one way or another."""
+    rng = np.random.default_rng(seed)
+    normal = rng.standard_normal(n).astype(np.float32)
+    sparse = np.where(rng.random(n) < 0.02, normal, 0).astype(np.float32)
+    one = np.zeros(n, np.float32)
+    one[rng.integers(n)] = -3
+    denormal = rng.integers(0, 20, n, dtype=np.uint32).view(np.float32)
+    anything = rng.integers(0, 2**32, n, dtype=np.uint32).view(np.float32)
+    infinite = np.where(rng.random(n) < 0.3, np.float32(-np.inf), normal)
+    ties = rng.integers(-2, 3, n).astype(np.float32)
+    fixed = [np.full(n, value, np.float32) for value in (0.0, -0.0, 1.5, -TINY, np.nan)]
+    return [normal, sparse, one, denormal, anything, infinite, ties, *fixed]
+
+
+LENGTHS = (1, 7, 255, 256, 257, 513, 2000, 30_001)
+THRESHOLDS = (0.5, 0.0, -0.0, -1.0, TINY, 3 * TINY, 2.5, np.inf, -np.inf, np.nan, -np.nan)
+
+
+@pytest.mark.newest
+def test_the_documented_order() -> None:
+    x = np.zeros(600, np.float32)
+    x[[0, 1, 8, 248, 255, 256, 257, 264, 599]] = 1
+    got = compact(x, jnp.float32(1), 10)
+    np.testing.assert_array_equal(got.indices, [0, 8, 248, 1, 255, 256, 264, 257, 599, 600])
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("n", LENGTHS)
+def test_compact(n: int) -> None:
+    for capacity in {max(1, n // 5), n + 3}:
+        for x in samples(n, n):
+            for t in THRESHOLDS if n < 30_000 else THRESHOLDS[:2]:
+                got = compact(x, jnp.float32(t), capacity)
+                assert_selected(got, x, selected(x, t), capacity)
+
+
+@pytest.mark.parametrize("n", LENGTHS)
+def test_count_at_least(n: int) -> None:
+    for x in samples(n, n):
+        for t in THRESHOLDS:
+            assert count_at_least(x, jnp.float32(t)) == len(selected(x, t))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_patterns(data: st.DataObject) -> None:
+    n, capacity = 300, 20
+    places = data.draw(st.sets(st.integers(0, n - 1), max_size=40))
+    x = np.zeros(n, np.float32)
+    x[sorted(places)] = [data.draw(st.floats(width=32)) for _ in places]
+    t = np.float32(data.draw(st.floats(width=32)))
+    assert_selected(compact(x, t, capacity), x, selected(x, t), capacity)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("n", LENGTHS)
+def test_threshold_for(n: int) -> None:
+    for k in {1, max(1, n // 100), -(-n // 2), n}:
+        for x in samples(n, n):
+            t = threshold_for(x, k)
+            assert t.dtype == jnp.float32 and t.shape == ()
+            assert bits_of(t) == bits_of(kth(x, k))
+            nonzero = np.count_nonzero(magnitudes(x))
+            assert min(k, nonzero) <= count_at_least(x, t) <= nonzero
+
+
+@pytest.mark.parametrize("k", [1, LARGE // 100, LARGE // 2, LARGE])
+def test_threshold_for_large(k: int) -> None:
+    # The sample of `misleading` sees nothing of what is large, and that of `ties` too much.
+    misleading = np.random.default_rng(0).standard_normal(LARGE).astype(np.float32)
+    misleading[:: LARGE // 2**17] = TINY
+    for x in (*samples(LARGE, k), misleading):
+        assert bits_of(threshold_for(x, k)) == bits_of(kth(x, k))
+
+
+@pytest.mark.parametrize(
+    ("n", "boundaries"),
+    [
+        (1, (0, 1)),
+        (256, (0, 256, 256)),
+        (1000, (0, 0, 256, 768, 768, 1000, 1000)),
+        (5000, (0, 1024, 1280, 5000)),
+        (2048, (0, 0, 0, 2048)),
+    ],
+)
+@pytest.mark.parametrize("capacity", [5, 400])
+def test_compact_regions(n: int, boundaries: tuple[int, ...], capacity: int) -> None:
+    bounds = np.array(boundaries, np.int32)
+    on_device = jnp.asarray(bounds)
+    for x in samples(n, n):
+        for t in THRESHOLDS[:4]:
+            got = compact_regions(x, jnp.float32(t), on_device, capacity)
+            places = selected(x, t)
+            assert got.values.shape == got.indices.shape == (len(bounds) - 1, capacity)
+            for r, row in enumerate(zip(*got, strict=True)):
+                inside = places[(places >= bounds[r]) & (places < bounds[r + 1])]
+                assert_selected(select.Selected(*row), x, inside, capacity)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("n", LENGTHS)
+@pytest.mark.parametrize("regions", [1, 2, 7])
+def test_boundaries_for(n: int, regions: int) -> None:
+    for x in samples(n, n):
+        bounds = boundaries_for(x, jnp.float32(0.5), regions)
+        assert bounds.shape == (regions + 1,) and bounds.dtype == jnp.int32
+        bounds = np.asarray(bounds)
+        assert bounds[0] == 0 and bounds[-1] == n and (np.diff(bounds) >= 0).all()
+        assert ((bounds % CHUNK == 0) | (bounds == n)).all()
+        places = selected(x, 0.5)
+        allowed = np.unique(np.minimum(np.arange(0, n + CHUNK, CHUNK), n))
+        before = np.array([np.sum(places < b) for b in allowed])
+        for r, b in enumerate(bounds[1:-1], 1):
+            share = len(places) * r // regions
+            assert abs(np.sum(places < b) - share) == abs(before - share).min()
+        if len(places) == 0:
+            assert np.ptp(np.diff(bounds)) <= 2 * CHUNK
+
+
+def test_the_two_formulations_count_alike() -> None:
+    lows = jnp.asarray([1, 3, 0x3F000000, INFINITY, words.PAST_INFINITY], jnp.uint32)
+    for n in (1, 1023, 1024, 5000):
+        for x in samples(n, n):
+            patterns = words.patterns_of(jnp.asarray(x))
+            tiled = jax.jit(words._count_in_tiles)(patterns, lows)
+            np.testing.assert_array_equal(tiled, words._count_one_by_one(patterns, lows))
+
+
+def every_function(x: jax.Array) -> tuple[jax.Array, ...]:
+    t = select.threshold_for(x, x.size // 50)
+    bounds = select.boundaries_for(x, t, 3)
+    whole = select.compact(x, t, x.size // 40)
+    parts = select.compact_regions(x, t, bounds, x.size // 100)
+    return tuple(leaf[None] for leaf in (t, select.count_at_least(x, t), bounds, *whole, *parts))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("n", [3000, LARGE])
+def test_in_shard_map(n: int, make_mesh: Callable[[int], Mesh]) -> None:
+    x = np.random.default_rng(n).standard_normal(2 * n).astype(np.float32)
+    spec = PartitionSpec("data")
+    mapped = jax.shard_map(
+        every_function, mesh=make_mesh(2), in_specs=spec, out_specs=spec, check_vma=True
+    )
+    got = jax.jit(mapped)(x)
+    alone = jax.jit(every_function)
+    expected = [alone(half) for half in x.reshape(2, n)]
+    for leaf, *leaves in zip(got, *expected, strict=True):
+        np.testing.assert_array_equal(leaf, np.concatenate(leaves))
+    assert (np.asarray(got[0]) == [kth(half, n // 50) for half in x.reshape(2, n)]).all()
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        partial(select.threshold_for, k=LARGE // 100),
+        partial(select.count_at_least, threshold=jnp.float32(1)),
+        partial(select.compact, threshold=jnp.float32(1), capacity=5000),
+        partial(
+            select.compact_regions,
+            threshold=jnp.float32(1),
+            boundaries=np.array([0, 512, LARGE], np.int32),
+            capacity=5000,
+        ),
+        partial(select.boundaries_for, threshold=jnp.float32(1), regions=8),
+    ],
+)
+def test_nothing_is_sorted(f: Callable) -> None:
+    x = jax.ShapeDtypeStruct((LARGE,), jnp.float32)
+    program = jax.jit(f).lower(x).compile().as_text().lower()
+    assert not any(word in program for word in (" sort(", "topk", "top_k", "top-k"))
+    control = jax.jit(lambda x: jax.lax.top_k(jnp.sort(x), 5)).lower(x).compile().as_text().lower()
+    assert " sort(" in control and ("topk" in control or "top_k" in control)
+
+
+def test_wrong_arguments() -> None:
+    x, t = jnp.ones(600), jnp.float32(1)
+    bounds = np.array([0, 600], np.int32)
+    for wrong in (0, 601, -1):
+        with pytest.raises(ValueError, match=f"k is 1 to n = 600, got {wrong}"):
+            select.threshold_for(x, wrong)
+    for call in (
+        lambda x: select.threshold_for(x, 1),
+        lambda x: select.count_at_least(x, t),
+        lambda x: select.compact(x, t, 5),
+        lambda x: select.compact_regions(x, t, bounds, 5),
+        lambda x: select.boundaries_for(x, t, 2),
+    ):
+        with pytest.raises(TypeError, match=r"got bfloat16; write x.astype\(jnp.float32\)"):
+            call(x.astype(jnp.bfloat16))
+        for shape in ((), (0,), (2, 300)):
+            with pytest.raises(ValueError, match=r"write x.reshape\(-1\)"):
+                call(jnp.ones(shape))
+    with pytest.raises(TypeError, match="got int32; write jnp.float32"):
+        select.compact(x, jnp.int32(1), 5)
+    with pytest.raises(ValueError, match=r"one threshold, got shape \(1,\)"):
+        select.count_at_least(x, t[None])
+    for call in (
+        lambda: select.compact(x, t, 0),
+        lambda: select.compact_regions(x, t, bounds, 0),
+    ):
+        with pytest.raises(ValueError, match="the capacity is at least 1, got 0"):
+            call()
+    with pytest.raises(ValueError, match="regions=0"):
+        select.boundaries_for(x, t, 0)
+
+
+@pytest.mark.parametrize(
+    "boundaries", [(0, 599), (256, 600), (0, 100, 600), (0, 512, 256, 600), (0, 768, 600)]
+)
+def test_boundaries_that_do_not_fit(boundaries: tuple[int, ...]) -> None:
+    bounds = np.array(boundaries, np.int32)
+    with pytest.raises(ValueError, match="boundaries ascend from 0 to 600"):
+        select.compact_regions(jnp.ones(600), jnp.float32(1), bounds, 5)
+    with pytest.raises(TypeError, match="boundaries are int32, got int64"):
+        select.compact_regions(jnp.ones(600), jnp.float32(1), bounds.astype(np.int64), 5)
+    with pytest.raises(ValueError, match=r"R \+ 1 boundaries, got shape \(1,\)"):
+        select.compact_regions(jnp.ones(600), jnp.float32(1), bounds[:1], 5)

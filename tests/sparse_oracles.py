@@ -1,0 +1,53 @@
+"""What each sparse all-reduce must compute, in numpy: functions see the vectors of all devices."""
+
+import numpy as np
+
+
+def largest(x: np.ndarray, k: int) -> np.ndarray:
+    """x where its magnitude is among the k largest, and 0 elsewhere; for x without ties."""
+    kept = np.zeros_like(x)
+    places = np.argsort(-np.abs(x), kind="stable")[:k]
+    kept[places] = x[places]
+    return kept
+
+
+def topk_sum(x: np.ndarray, k: int) -> np.ndarray:
+    """TopkA: the sum of every device's k largest values, one device after the other."""
+    total = np.zeros(x.shape[1], np.float32)
+    for row in x:
+        total = total + largest(row, k)
+    return total
+
+
+def gtopk_sum(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Shi et al. 2019, algorithm 2, as a tree; and whose places survived, bool (N, n).
+
+    Below the tree, device 2e joins 2e + 1 where N is not a power of two.
+    """
+    world = len(x)
+    q = world.bit_length() - 1
+    extra = world - 2**q
+    groups = [({2 * e, 2 * e + 1}) for e in range(extra)]
+    groups += [{r} for r in range(2 * extra, world)]
+    lists = []
+    alive = np.array([largest(row, k) != 0 for row in x])
+    for group in groups:
+        total = largest(np.sum([largest(x[r], k) for r in sorted(group)], 0, np.float32), k)
+        for r in group:
+            alive[r] &= total != 0
+        lists.append(total)
+    while len(lists) > 1:
+        pairs = range(0, len(lists), 2)
+        lists, groups = (
+            [largest(lists[i] + lists[i + 1], k) for i in pairs],
+            [groups[i] | groups[i + 1] for i in pairs],
+        )
+        for total, group in zip(lists, groups, strict=True):
+            for r in group:
+                alive[r] &= total != 0
+    return lists[0], alive
+
+
+def oktopk_sum(x: np.ndarray, k: int) -> np.ndarray:
+    """Li and Hoefler 2022, equation 1: the k largest of the sum of local selections."""
+    return largest(topk_sum(x, k), k)
