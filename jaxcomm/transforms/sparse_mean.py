@@ -131,7 +131,9 @@ def sparse_mean(
     m = momentum_correction
     if m is not None and not (isinstance(m, int | float) and 0 <= m < 1):
         raise ValueError(f"momentum_correction must be None or a number in [0, 1), got {m!r}.")
-    limit = bytes_of(bucket_mib)
+    exchange = _Exchange(
+        axis_name, chosen, error_feedback, m, measure_xi, bucket_order, bytes_of(bucket_mib)
+    )
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -139,60 +141,12 @@ def sparse_mean(
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large)
         velocity = NOTHING if m is None else zeros_per_device(layout, params, large)
-        buckets = buckets_of(layout, large, bucket_order, limit)
-        carried = zeros_per_bucket(layout, params, buckets, lambda n: layout.world + 3)
+        carried = zeros_per_bucket(
+            layout, params, exchange.buckets(layout, large), lambda n: layout.world + 3
+        )
         report = SparseReport(*[jnp.zeros(()) for _ in SparseReport._fields])
         step = jnp.zeros((), jnp.int32)
         return SparseMeanState(layout, step, residual, velocity, carried, report)
-
-    def of_bucket(
-        grads: dict[int, jax.Array], old: _Own, carried: jax.Array, step: jax.Array
-    ) -> tuple[collectives.SparseMean, jax.Array, jax.Array, jax.Array, Arrays]:
-        """The outcome for one bucket; its next residual, velocity and what is carried; and xi's."""
-        velocity = joined({i: g.astype(jnp.float32) for i, g in grads.items()})
-        if m is not None:
-            velocity += m * joined({i: old.velocity[i] for i in grads})
-        x = joined({i: old.residual[i] for i in grads}) + velocity
-        outcome, new = chosen.exchange(
-            x, collectives.Carried.unpacked(carried, x.size), step, axis_name
-        )
-        residual = outcome.errors if error_feedback else jnp.zeros_like(x)
-        distance = [jnp.zeros(()), jnp.zeros(())]
-        if measure_xi:
-            distance = _distance(x, velocity, outcome.mean, chosen.k(x.size), axis_name)
-        # Factor masking: where a value was sent, its momentum starts anew.
-        velocity = jnp.where(outcome.errors == x, velocity, 0.0)
-        return outcome, residual, velocity, new.packed(), distance
-
-    def exchange(
-        grads: Arrays, own: Arrays, step: jax.Array, layout: Layout
-    ) -> tuple[Arrays, Arrays]:
-        large, exempt_ = split_off_exempt(layout)
-        buckets = buckets_of(layout, large, bucket_order, limit)
-        means, finite = exact_means({i: grads[i] for i in exempt_}, grads, axis_name)
-        old, carried = _Own.of(own, large, m is not None), own[len(own) - len(buckets) :]
-        residual, velocity, carried_on = {}, {}, []
-        k, counts = 0, jnp.zeros(6)
-        for bucket, carry in zip(buckets, carried, strict=True):
-            parts = {i: grads[i] for i in bucket}
-            outcome, left, moving, carry, distance = of_bucket(parts, old, carry, step)
-            means |= split(outcome.mean, parts)
-            residual |= split(left, parts)
-            velocity |= split(moving, parts)
-            carried_on.append(carry)
-            counts += jnp.stack([*(c.astype(jnp.float32) for c in outcome[2:]), *distance])
-            k += chosen.k(left.size)
-        new = [residual[i] for i in large]
-        new += [velocity[i] for i in large if m is not None]
-        kept = [jnp.where(finite, n, o) for n, o in zip(new + carried_on, own, strict=True)]
-        updates = [
-            jnp.where(finite, means[i], jnp.nan).astype(g.dtype) for i, g in enumerate(grads)
-        ]
-        counts = jax.lax.pmean(counts, tuple(sorted(_compat.manual_axes())))
-        # A ratio of sums over buckets and shards of the squares, as these are means of both.
-        xi = jnp.sqrt(counts[4] / jnp.where(counts[5] > 0, counts[5], 1.0))
-        report = jnp.stack([jnp.float32(k), *counts[:4], xi])
-        return [*updates, report], kept
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
@@ -224,16 +178,6 @@ def sparse_mean(
     return warmup(tx, warmup_steps)
 
 
-def _distance(
-    x: jax.Array, gradient: jax.Array, mean: jax.Array, k: int, axis_name: AxisName
-) -> Arrays:
-    """The squares of the distance to the true top-k and of the norm of the mean gradient."""
-    exact = jax.lax.pmean(x, axis_name)
-    best = jnp.where(jnp.abs(exact) >= select.threshold_for(exact, k), exact, 0.0)
-    norm = jnp.sum(jnp.square(jax.lax.pmean(gradient, axis_name)))
-    return [jnp.sum(jnp.square(best - mean)), norm]
-
-
 class _Own(NamedTuple):
     """What a device has of its own of each compressed leaf."""
 
@@ -246,3 +190,83 @@ class _Own(NamedTuple):
         residual = dict(zip(large, own, strict=False))
         velocity = dict(zip(large, own[len(large) :], strict=False)) if moving else {}
         return cls(residual, velocity)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+    """The arguments of `sparse_mean`, and what a device does with them."""
+
+    axis_name: AxisName
+    algorithm: collectives.Sparse
+    error_feedback: bool
+    momentum: float | None
+    measure_xi: bool
+    bucket_order: Sequence[str] | None
+    limit: int
+
+    def buckets(self, layout: Layout, large: Bucket) -> tuple[Bucket, ...]:
+        """The leaves that travel together."""
+        return buckets_of(layout, large, self.bucket_order, self.limit)
+
+    def of_bucket(
+        self, grads: dict[int, jax.Array], old: _Own, carried: jax.Array, step: jax.Array
+    ) -> tuple[collectives.SparseMean, jax.Array, jax.Array, jax.Array, Arrays]:
+        """The outcome for one bucket; its next residual, velocity and what is carried; and xi's."""
+        velocity = joined({i: g.astype(jnp.float32) for i, g in grads.items()})
+        if self.momentum is not None:
+            velocity += self.momentum * joined({i: old.velocity[i] for i in grads})
+        x = joined({i: old.residual[i] for i in grads}) + velocity
+        outcome, new = self.algorithm.exchange(
+            x, collectives.Carried.unpacked(carried, x.size), step, self.axis_name
+        )
+        residual = outcome.errors if self.error_feedback else jnp.zeros_like(x)
+        distance = [jnp.zeros(()), jnp.zeros(())]
+        if self.measure_xi:
+            distance = _distance(
+                x, velocity, outcome.mean, self.algorithm.k(x.size), self.axis_name
+            )
+        # Factor masking: where a value was sent, its momentum starts anew.
+        velocity = jnp.where(outcome.errors == x, velocity, 0.0)
+        return outcome, residual, velocity, new.packed(), distance
+
+    def __call__(
+        self, grads: Arrays, own: Arrays, step: jax.Array, layout: Layout
+    ) -> tuple[Arrays, Arrays]:
+        """What one device does in a step: the updates and a report, and its next state."""
+        large, exempt_ = split_off_exempt(layout)
+        buckets = self.buckets(layout, large)
+        means, finite = exact_means({i: grads[i] for i in exempt_}, grads, self.axis_name)
+        old = _Own.of(own, large, self.momentum is not None)
+        carried = own[len(own) - len(buckets) :]
+        residual, velocity, carried_on = {}, {}, []
+        k, counts = 0, jnp.zeros(6)
+        for bucket, carry in zip(buckets, carried, strict=True):
+            parts = {i: grads[i] for i in bucket}
+            outcome, left, moving, carry, distance = self.of_bucket(parts, old, carry, step)
+            means |= split(outcome.mean, parts)
+            residual |= split(left, parts)
+            velocity |= split(moving, parts)
+            carried_on.append(carry)
+            counts += jnp.stack([*(c.astype(jnp.float32) for c in outcome[2:]), *distance])
+            k += self.algorithm.k(left.size)
+        new = [residual[i] for i in large]
+        new += [velocity[i] for i in large if self.momentum is not None]
+        kept = [jnp.where(finite, n, o) for n, o in zip(new + carried_on, own, strict=True)]
+        updates = [
+            jnp.where(finite, means[i], jnp.nan).astype(g.dtype) for i, g in enumerate(grads)
+        ]
+        counts = jax.lax.pmean(counts, tuple(sorted(_compat.manual_axes())))
+        # A ratio of sums over buckets and shards of the squares, as these are means of both.
+        xi = jnp.sqrt(counts[4] / jnp.where(counts[5] > 0, counts[5], 1.0))
+        report = jnp.stack([jnp.float32(k), *counts[:4], xi])
+        return [*updates, report], kept
+
+
+def _distance(
+    x: jax.Array, gradient: jax.Array, mean: jax.Array, k: int, axis_name: AxisName
+) -> Arrays:
+    """The squares of the distance to the true top-k and of the norm of the mean gradient."""
+    exact = jax.lax.pmean(x, axis_name)
+    best = jnp.where(jnp.abs(exact) >= select.threshold_for(exact, k), exact, 0.0)
+    norm = jnp.sum(jnp.square(jax.lax.pmean(gradient, axis_name)))
+    return [jnp.sum(jnp.square(best - mean)), norm]

@@ -203,7 +203,8 @@ def _arguments(name: str, x: jax.Array, threshold: jax.Array) -> tuple[jax.Array
     threshold = jnp.asarray(threshold)
     if threshold.dtype != jnp.float32:
         raise TypeError(
-            f"{name} takes a float32 threshold, got {threshold.dtype}; write jnp.float32(threshold)."
+            f"{name} takes a float32 threshold, got {threshold.dtype}; "
+            "write jnp.float32(threshold)."
         )
     if threshold.ndim:
         raise ValueError(f"{name} takes one threshold, got shape {threshold.shape}.")

@@ -7,11 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomm import _compat
 from jaxcomm.kernels.select.compaction import compact_band, require_vector
-from jaxcomm.kernels.select.words import (
-    PAST_INFINITY,
-    count_from,
-    patterns_of,
-)
+from jaxcomm.kernels.select.words import PAST_INFINITY, count_from, patterns_of
 
 _DIGIT = 4  # bits that one pass over the data finds
 _SAMPLE = 2**17
@@ -19,7 +15,7 @@ _SIGMAS = 4
 
 
 def threshold_for(x: jax.Array, k: int) -> jax.Array:
-    """The k-th largest `|x|`, exactly; with this threshold `compact` selects k entries, or ties too.
+    """The k-th largest `|x|`, exactly; as a threshold it selects k entries, and those that tie.
 
     Where fewer than k entries are neither zero nor NaN it is the smallest positive float, 2^-149,
     which selects all of them. Compare it as `compact` does: in arithmetic some backends take
