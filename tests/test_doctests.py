@@ -16,6 +16,7 @@ WITH_EXAMPLES = [
     "jaxcomm.transforms.mean",
     "jaxcomm.transforms.one_bit_adam",
     "jaxcomm.transforms.per_device",
+    "jaxcomm.transforms.stages",
     "jaxcomm.wire",
 ]
 

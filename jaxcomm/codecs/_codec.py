@@ -31,6 +31,14 @@ class Codec:
         """Whether `encode` rounds at random, and so needs a key."""
         return False
 
+    @property
+    def variance(self) -> float:
+        """A bound of E|C(x) - x|^2 / |x|^2 where it can be 1 or more; else 0.
+
+        Fed back, such an error may grow from step to step.
+        """
+        return 0.0
+
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to a payload `(..., m)`, whose dtype and m the format names.
 

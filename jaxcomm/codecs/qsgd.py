@@ -42,6 +42,11 @@ class Qsgd(BlockScaled):
         """Always."""
         return True
 
+    @property
+    def variance(self) -> float:
+        """min(d / s^2, sqrt(d) / s)."""
+        return min(self.block_size / self.levels**2, self.block_size**0.5 / self.levels)
+
     def scale(self, blocks: jax.Array, largest: jax.Array) -> jax.Array:
         """The L2 norms."""
         norm, unit = norm_and_unit(blocks)

@@ -48,6 +48,11 @@ class TernGrad(BlockScaled):
         """Always."""
         return True
 
+    @property
+    def variance(self) -> float:
+        """sqrt(d) - 1 for blocks of d values; with clipping it is no such codec."""
+        return self.block_size**0.5 - 1 if self.clip is None else 0.0
+
     def clipped(self, blocks: jax.Array) -> jax.Array:
         """Values within `clip` standard deviations; all NaN if one is not finite."""
         if self.clip is None:

@@ -1,6 +1,7 @@
 """The front door of the collectives: one reduction, carried out by one algorithm."""
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -74,6 +75,14 @@ def mean_of(
     chosen = from_name(algorithm)
     if chosen.name == "native":
         _check_native(sent, back, error_feedback)
+    for used in (sent, back):
+        if error_feedback and used.variance >= 1:
+            warnings.warn(
+                f"{used.name} can be off by more than the value itself (its variance is up to "
+                f"{used.variance:.1f} times the square), so errors that are fed back may grow "
+                "without end; use more levels, smaller blocks or clipping, or error_feedback=False.",
+                stacklevel=3,
+            )
     if isinstance(codec, codecs.RandomK):
         return RandomKMean(sent, back, error_feedback, selection=codec), chosen
     return Mean(sent, back, error_feedback), chosen

@@ -56,10 +56,9 @@ def stages(*plan: tuple[int, optax.GradientTransformation]) -> optax.GradientTra
 
     Example:
       >>> import jaxcomm
-      >>> fine, coarse = jaxcomm.codecs.qsgd(levels=127), jaxcomm.codecs.qsgd(levels=7)
       >>> tx = jaxcomm.stages(
-      ...     (0, jaxcomm.mean("data", fine, error_feedback=True)),
-      ...     (1000, jaxcomm.mean("data", coarse, error_feedback=True)),
+      ...     (0, jaxcomm.mean("data", "int8", error_feedback=True)),
+      ...     (1000, jaxcomm.mean("data", "int4", error_feedback=True)),
       ... )
     """
     starts = [start for start, _ in plan]

@@ -196,3 +196,13 @@ def test_native_float32_sends_all_that_is_left() -> None:
         np.testing.assert_allclose(
             optax.tree.add(first, second)[name], 2 * grads[name].mean(0), atol=1e-5
         )
+
+
+@pytest.mark.parametrize("codec", [codecs.qsgd(), codecs.terngrad(), codecs.qsgd(1, 64)])
+def test_errors_that_may_grow_are_warned_of(codec: codecs.Codec) -> None:
+    with pytest.warns(UserWarning, match="errors that are fed back may grow"):
+        jaxcomm.mean("data", codec, error_feedback=True)
+    with pytest.warns(UserWarning, match="errors that are fed back may grow"):
+        jaxcomm.mean("data", "int8", second_hop=codec, error_feedback=True)
+    jaxcomm.mean("data", codec)
+    jaxcomm.mean("data", codecs.qsgd(levels=7, block_size=32), error_feedback=True)
