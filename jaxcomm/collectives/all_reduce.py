@@ -80,7 +80,7 @@ def mean_of(
             warnings.warn(
                 f"{used.name} can be off by more than the value itself (its variance is up to "
                 f"{used.variance:.1f} times the square), so errors that are fed back may grow "
-                "without end; use more levels, smaller blocks or clipping, or error_feedback=False.",
+                "without end; use more levels, smaller blocks, clipping or error_feedback=False.",
                 stacklevel=3,
             )
     if isinstance(codec, codecs.RandomK):

@@ -58,9 +58,9 @@ def mean(
     With error feedback, nothing that rounding takes away is lost: each device keeps what its own
     messages did not say, on every hop, and adds it to its next gradients. Whoever owns a block
     keeps so, N times, what the encoded mean did not say. Over all steps, updates and residuals add
-    up to the mean of the gradients. Codecs whose error can exceed the value (`Codec.variance`), such
-    as qsgd with few levels in large blocks, are not for this: their residuals may grow without
-    end, and a UserWarning says so.
+    up to the mean of the gradients. Codecs whose error can exceed the value (`Codec.variance`),
+    such as qsgd with few levels in large blocks, are not for this: their residuals may grow
+    without end, and a UserWarning says so.
 
     If any gradient on any device is not finite, every update on every device is NaN, so that
     `optax.apply_if_finite` around the optimizer skips the step everywhere, and the residuals stay

@@ -102,7 +102,7 @@ def state_spec(
       >>> tx = optax.chain(jaxcomm.mean("data"), optax.sgd(0.1, momentum=0.9))
       >>> mesh = jaxcomm.data_mesh()
       >>> spec = jaxcomm.state_spec(tx, {"w": jnp.zeros(3)}, mesh)
-      >>> jax.tree.leaves(spec) == [jax.sharding.PartitionSpec()]  # the momentum; nothing else
+      >>> jax.tree.leaves(spec) == [jax.sharding.PartitionSpec()] * 2  # a counter, the momentum
       True
     """
     with jax.set_mesh(over):
