@@ -13,7 +13,9 @@ devices that hold different classes, a fifth of the images, and a stem that quar
       --config.model.large_stem=True --config.optimizer.warmup_steps=100 --config.eval_every=500
 
 Test accuracy 55.1, 54.9 and 55.5 % (seeds 0 to 2), in 193 to 346 s on 2 CPU cores that had much
-other work; measured on a copy of which 97 images are JPEG decodes.
+other work; measured on a copy of which 97 images are JPEG decodes. With
+`--config.sync.codec=cnat` 55.2, 56.5 and 54.8 %, at 1.53 bytes a parameter and device for 6.00; the
+training losses lie within 0.02 of each other (means of 3 seeds and 100 steps).
 
 Differs from that paper: groups of channels are normalised instead of batches, the shortcuts that
 change the shape are projections, momentum is Nesterov's, and the learning rate rises over 400 steps

@@ -16,7 +16,7 @@ class Integer(BlockScaled):
 
     The range is symmetric: its lowest code is not used. Rounded to nearest, ties away from zero,
     with an error of at most half a level; or at random, with one of less than a level and
-    unbiased, to within 2^-24 of a level.
+    unbiased but for float32's own rounding.
 
     Attributes:
       block_size: the values that share a scale.

@@ -15,7 +15,7 @@ class Qsgd(BlockScaled):
     """ceil(log2(2s + 1)) bits a value and a scale a block: -s to s, in s-ths of the norm.
 
     For block v, value i is ||v|| sgn(v_i) xi_i / s, where s |v_i| / ||v|| is rounded at random to
-    the integer xi_i below or above it. Unbiased, to within 2^-24 of a level or better, with
+    the integer xi_i below or above it. Unbiased but for float32's own rounding, with
     E|Q(v) - v|^2 <= min(d / s^2, sqrt(d) / s) |v|^2 for blocks of d values.
 
     Attributes:

@@ -14,7 +14,7 @@ class TernGrad(BlockScaled):
     """2 bits a value and a scale a block: two's complement of -1, 0 and 1, times the scale.
 
     The scale is the largest magnitude, and a value survives with the probability of its share of
-    it. Unbiased, to within 2^-30 of the scale, unless it clips.
+    it. Unbiased but for float32's own rounding, unless it clips.
 
     Attributes:
       block_size: the values that share a scale.

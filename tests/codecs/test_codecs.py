@@ -119,7 +119,7 @@ def test_zeros_stay_zeros(case: Case) -> None:
 
 
 @each
-@pytest.mark.parametrize(("n", "more"), [(1, 89), (90, 7), (90, 510), (512, 88)])
+@pytest.mark.parametrize(("n", "more"), [(1, 89), (90, 510), (512, 88)])
 def test_padding_changes_nothing_before_it(case: Case, n: int, more: int) -> None:
     x = np.stack([sample("wide", n), sample("normal", n, seed=1)])
     alone = there_and_back(case.codec, x)
