@@ -49,6 +49,13 @@ def no_mesh_left_behind() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_programs_left_behind() -> Iterator[None]:
+    """The compiled programs of a file are of no use to the next; they would fill the memory."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def make_mesh() -> Callable[[int], Mesh]:
     """Returns a function from n to the mesh of the first n devices with one axis, "data"."""
