@@ -43,18 +43,19 @@ def get_config() -> config_dict.ConfigDict:
 
     config.optimizer = config_dict.ConfigDict()
     config.optimizer.name = "sgd"
-    config.optimizer.learning_rate = 0.2
+    config.optimizer.learning_rate = 0.1
     config.optimizer.warmup_steps = 50
     config.optimizer.momentum = 0.9
     config.optimizer.weight_decay = 1e-3
 
     config.sync = config_dict.ConfigDict()
-    config.sync.method = "majority_vote"
+    config.sync.method = "mean"  # Or "none": no exchange at all, a control.
+    config.sync.codec = "scaled_sign"
     config.sync.algorithm = config_dict.placeholder(str)  # None: jaxcomm chooses.
-    config.sync.tie = "random"
-    config.sync.zero = "random"
-    config.sync.error_feedback = True
-    config.sync.local_momentum = 0.0
+    config.sync.second_hop = config_dict.placeholder(str)  # The way back; None: as `codec`.
+    config.sync.error_feedback = True  # Whether devices keep what rounding takes away.
+    config.sync.exempt = ()  # Patterns of further leaves that travel in float32.
+    config.sync.dense_steps = 0  # Steps in float32 before any compression.
     config.sync.bucket_mib = 32.0
 
     config.checkpoint = config_dict.ConfigDict()

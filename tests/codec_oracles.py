@@ -84,6 +84,15 @@ def terngrad(x: np.ndarray, words: np.ndarray, size: int, clip: float | None) ->
     return blockwise(x, words, size, 1, "max")
 
 
+def scaled_sign(x: np.ndarray, size: int) -> np.ndarray:
+    """Karimireddy et al. 2019, example 1, by blocks."""
+    out = np.zeros_like(x)
+    for block in blocks_of(x, size):
+        scale = np.mean(np.abs(x[block].astype(np.float64)))
+        out[block] = np.where(x[block] >= 0, 1, -1) * (unit_of(scale, 1) if scale > 0 else 0)
+    return out
+
+
 def float8_values(exponent_bits: int, mantissa_bits: int, largest: float) -> np.ndarray:
     """All finite values of an 8-bit float that are not negative, in order."""
     bias = 2 ** (exponent_bits - 1) - 1

@@ -168,6 +168,22 @@ TABLE = [
         of_top(1),
         exact=False,
     ),
+    Case(
+        "scaled_sign",
+        codecs.scaled_sign(),
+        lambda x, words: expected.scaled_sign(x, 1024),
+        with_scales(1024, 1),
+        of_top(1),
+        exact=False,
+    ),
+    Case(
+        "scaled_sign_30",
+        codecs.scaled_sign(30),
+        lambda x, words: expected.scaled_sign(x, 30),
+        with_scales(30, 1),
+        of_top(1),
+        exact=False,
+    ),
 ]
 
 SAMPLES = {

@@ -9,6 +9,7 @@ from jaxcomm.codecs.fp8 import Fp8E4M3, Fp8E5M2, fp8_e4m3, fp8_e5m2
 from jaxcomm.codecs.integer import Int4, Int8, int4, int8
 from jaxcomm.codecs.qsgd import Qsgd, qsgd
 from jaxcomm.codecs.random_k import RandomK, random_k
+from jaxcomm.codecs.scaled_sign import ScaledSign, scaled_sign
 from jaxcomm.codecs.terngrad import TernGrad, terngrad
 
 BY_NAME = {
@@ -23,6 +24,7 @@ BY_NAME = {
     "qsgd": qsgd,
     "terngrad": terngrad,
     "random_k": random_k,
+    "scaled_sign": scaled_sign,
 }
 
 
@@ -58,6 +60,7 @@ __all__ = [
     "Int8",
     "Qsgd",
     "RandomK",
+    "ScaledSign",
     "TernGrad",
     "bfloat16",
     "cnat",
@@ -70,5 +73,6 @@ __all__ = [
     "int8",
     "qsgd",
     "random_k",
+    "scaled_sign",
     "terngrad",
 ]

@@ -134,14 +134,17 @@ class BlockScaled(Codec):
 
 
 def norm_and_unit(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The L2 norms of blocks, as a factor and the unit that it is in.
+    """The L2 norms of blocks, as a factor and the unit that it is in."""
+    parts, unit = in_units_of_largest(blocks)
+    return jnp.sqrt(reductions.sum_of_squares(parts)), unit
 
-    In units of the largest magnitude, as squares of large values are infinite.
-    """
+
+def in_units_of_largest(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Blocks over their largest magnitudes, and these: sums of large values are infinite."""
     top = reductions.largest(blocks)
     largest = jax.lax.bitcast_convert_type(top, jnp.float32)
     unit = jnp.where(top < _LEAST_NORMAL, jnp.float32(1), jnp.minimum(largest, _LARGEST_DIVISOR))
-    return jnp.sqrt(reductions.sum_of_squares(blocks * (1 / unit)[..., None])), unit
+    return blocks * (1 / unit)[..., None], unit
 
 
 def _cut(x: jax.Array, start: int, stop: int, size: int) -> jax.Array:

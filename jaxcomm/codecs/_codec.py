@@ -15,16 +15,19 @@ class Codec:
     payload of zeros decodes to zeros. Codecs know nothing of other devices.
 
     Zeros decode to zeros, and zeros at the end of a message change nothing before them: messages
-    are padded with them. A value that is not finite makes at least itself not finite.
+    are padded with them. A value that is not finite makes at least itself not finite. Where errors
+    must be fed back, only messages of nothing but zeros decode to zeros.
 
     Attributes:
       name: the short form that factories accept as a string.
       largest: the largest finite magnitude the format holds, if sums of gradients may exceed it;
         None where the range is that of float32.
+      needs_error_feedback: whether a mean in this format is of no use where errors are lost.
     """
 
     name: ClassVar[str]
     largest: ClassVar[float | None] = None
+    needs_error_feedback: ClassVar[bool] = False
 
     @property
     def is_random(self) -> bool:

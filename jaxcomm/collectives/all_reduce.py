@@ -75,6 +75,13 @@ def mean_of(
     chosen = from_name(algorithm)
     if chosen.name == "native":
         _check_native(sent, back, error_feedback)
+    if (sent.needs_error_feedback and not error_feedback) or (
+        back.needs_error_feedback and error_feedback is not True
+    ):
+        raise ValueError(
+            "a mean of scaled_sign without the errors that it leaves is biased; use "
+            "jaxcomm.mean(..., error_feedback=True), or jaxcomm.majority_vote for signs alone."
+        )
     for used in (sent, back):
         if error_feedback and used.variance >= 1:
             warnings.warn(

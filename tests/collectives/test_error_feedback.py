@@ -18,6 +18,7 @@ CODECS: dict[str, codecs.Codec] = {
     "float16": codecs.float16(),
     "random_k": codecs.random_k(0.25),
     "random_k of bfloat16": codecs.random_k(0.25, codecs.bfloat16()),
+    "scaled_sign": codecs.scaled_sign(96),
 }
 ALGORITHMS: dict[str, collectives.Algorithm] = {
     "direct": jaxcomm.direct(),

@@ -36,11 +36,18 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
         jaxcomm.mean("data", "random_k", error_feedback=True), SGD
     ),
     "majority vote": lambda: optax.chain(jaxcomm.majority_vote("data"), optax.sgd(0.01)),
-    "scaled signs, errors fed back": lambda: optax.chain(
+    "scaled_sign, errors fed back": lambda: optax.chain(
+        jaxcomm.mean("data", "scaled_sign", error_feedback=True), SGD
+    ),
+    "votes with scales, errors fed back": lambda: optax.chain(
         jaxcomm.majority_vote("data", error_feedback=True), SGD
     ),
     "Signum": lambda: optax.chain(
         jaxcomm.local(optax.trace(0.9), "data"), jaxcomm.majority_vote("data"), optax.sgd(0.01)
+    ),
+    "Ok-Topk": lambda: optax.chain(jaxcomm.sparse_mean("data", 0.1), SGD),
+    "TopkA with momentum correction": lambda: optax.chain(
+        jaxcomm.sparse_mean("data", 0.1, "topk_allgather", momentum_correction=0.9), optax.sgd(0.05)
     ),
     "1-bit Adam": lambda: jaxcomm.one_bit_adam(1e-2, "data", warmup_steps=2),
     "warm-up, then qsgd": lambda: optax.chain(

@@ -18,6 +18,7 @@ CODECS: dict[str, codecs.Codec] = {
     "random_k": codecs.random_k(0.25),
     "cnat": codecs.cnat(),
     "int4": codecs.int4(),
+    "scaled_sign": codecs.scaled_sign(),
 }
 WORLD = 4
 LARGE = ("head", "kernel")
@@ -196,6 +197,16 @@ def test_native_float32_sends_all_that_is_left() -> None:
         np.testing.assert_allclose(
             optax.tree.add(first, second)[name], 2 * grads[name].mean(0), atol=1e-5
         )
+
+
+@pytest.mark.parametrize(
+    ("feedback", "second_hop"), [(False, None), ("first_hop", None), (False, "scaled_sign")]
+)
+def test_scaled_signs_need_the_errors(feedback: Any, second_hop: str | None) -> None:
+    codec = "int8" if second_hop else "scaled_sign"
+    with pytest.raises(ValueError, match="biased; use jaxcomm.mean.*error_feedback=True"):
+        jaxcomm.mean("data", codec, error_feedback=feedback, second_hop=second_hop)
+    jaxcomm.mean("data", "scaled_sign", error_feedback="first_hop", second_hop="bfloat16")
 
 
 @pytest.mark.parametrize("codec", [codecs.qsgd(), codecs.terngrad(), codecs.qsgd(1, 64)])
