@@ -1,0 +1,117 @@
+"""What sparse all-reduces send as the number of devices grows, read from compiled programs.
+
+    python -m benchmarks.sparse_bytes [--millions=1] [--density=0.01] [--out=PNG]
+
+For each algorithm with its defaults, and for XLA's dense all-reduce: the bytes that a device sends
+in a step, over those of k entries of 8 bytes. "most" is the most expensive step, one that finds
+thresholds and boundaries anew and hands entries over; the plain row is a step that re-uses them.
+Under each stands what the Ok-Topk paper (arXiv:2201.07598, table 1) counts for it, in the same
+unit: without the room that static messages need.
+"""
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+import jaxcomm
+from jaxcomm import collectives
+from jaxcomm.wire import WireReport
+
+WORLDS = (2, 4, 8, 16)
+
+# Of n values, k of them selected, on N devices: the words of 4 bytes that a device receives at
+# least and at most.
+PAPER: dict[str, Callable[[int, int, int], tuple[float, float]]] = {
+    "dense": lambda n, k, N: (2 * n * (N - 1) / N,) * 2,
+    "topk_allgather": lambda n, k, N: (2 * k * (N - 1),) * 2,
+    "topk_dsa": lambda n, k, N: (4 * k * (N - 1) / N, (2 * k + n) * (N - 1) / N),
+    "gtopk": lambda n, k, N: (4 * k * math.log2(N),) * 2,
+    "gaussiank": lambda n, k, N: (2 * k * (N - 1),) * 2,
+    "oktopk": lambda n, k, N: (2 * k * (N - 1) / N, 6 * k * (N - 1) / N),
+}
+
+
+def report_of(name: str, n: int, density: float, world: int) -> WireReport:
+    """Of a mean of vectors of n values."""
+    mesh = jaxcomm.data_mesh(devices=jax.devices()[:world])
+    spec = jax.sharding.PartitionSpec("data")
+    x = jax.ShapeDtypeStruct((world, n), jnp.float32)
+    if name == "dense":
+        one = lambda x, step: jaxcomm.pmean(x[0], "data")[None]  # noqa: E731
+    else:
+        algorithm = dataclasses.replace(collectives.sparse_from_name(name), density=density)
+        carried = collectives.Carried.unpacked(jnp.ones(world + 3), n)
+
+        def one(x: jax.Array, step: jax.Array) -> jax.Array:
+            outcome, new = algorithm.exchange(x[0], carried, step, "data")
+            return (outcome.mean + new.local + new.common + jnp.sum(new.boundaries))[None]
+
+    f = jax.shard_map(
+        one,
+        mesh=mesh,
+        in_specs=(spec, jax.sharding.PartitionSpec()),
+        out_specs=spec,
+        check_vma=False,
+    )
+    return jaxcomm.wire_report(jax.jit(f).lower(x, jnp.int32(0)).compile())
+
+
+def least(report: WireReport) -> WireReport:
+    """The report of the step that takes the cheapest branch of every conditional."""
+    while report.conditionals:
+        name, branches = report.conditionals[0]
+        by_branch = report.by_branch()
+        report = min((by_branch[name, i] for i in range(branches)), key=lambda r: r.bytes_max)
+    return report
+
+
+def plot(rows: dict[str, list[float]], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.8), layout="constrained")
+    for name, values in rows.items():
+        axes.plot(WORLDS, values, marker="o", markersize=3, label=name, linewidth=1)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(WORLDS, [str(N) for N in WORLDS])
+    axes.set(xlabel="devices", ylabel="sent by a device, in k entries of 8 bytes")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="count the bytes of sparse all-reduces")
+    parser.add_argument("--millions", type=float, default=1.0, help="values of the vector")
+    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--out", help="where to write a plot")
+    args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(WORLDS))
+    n = round(args.millions * 1e6)
+    k = max(1, round(args.density * n))
+    print(f"{n:,} values, k = {k:,}; in units of k entries of 8 bytes ({8 * k:,} bytes)")
+    print(f"{'':24}" + "".join(f"{f'N = {N}':>16}" for N in WORLDS))
+    rows: dict[str, list[float]] = {}
+    for name in PAPER:
+        reports = [report_of(name, n, args.density, N) for N in WORLDS]
+        rows[name] = [float(least(r).bytes_max) / (8 * k) for r in reports]
+        most = [float(r.bytes_max) / (8 * k) for r in reports]
+        print(f"{name:24}" + "".join(f"{v:16.2f}" for v in rows[name]))
+        if most != rows[name]:
+            print(f"{'  most':24}" + "".join(f"{v:16.2f}" for v in most))
+        paper = [[w / (2 * k) for w in PAPER[name](n, k, N)] for N in WORLDS]
+        shown = [f"{a:.2f}" if a == b else f"{a:.2f} to {b:.2f}" for a, b in paper]
+        print(f"{'  paper':24}" + "".join(f"{v:>16}" for v in shown))
+    if args.out:
+        plot(rows, args.out)
+
+
+if __name__ == "__main__":
+    main()
