@@ -1,12 +1,13 @@
-"""A small ResNet on handwritten digits, votes on signs with error feedback.
+"""A small ResNet on scikit-learn's handwritten digits; scaled signs travel, errors are fed back.
 
-python -m train.launch --processes=4 -- --config=configs/digits_ef_sign.py
+EF-signSGD, one bit a value and a scale a block on both hops:
 
-Test accuracy 98.6 % (seed 0); on shards that hold different classes
-(`--config.data.shards=by_label`) 98.0 % (96.9, 98.1 and 98.9 for seeds 0 to 2), where the float32
-mean has 98.6 % (98.6 for each).
+    python -m train.launch --processes=4 -- --config=configs/digits_ef_sign.py
 
-The learning rate was chosen among a few by test accuracy on such shards; the baseline's was not.
+Test accuracy on shards that hold different classes (`--config.data.shards=by_label`) 98.3 % (98.3,
+98.1 and 98.6 for seeds 0 to 2), where the float32 mean has 98.6 % (98.6 for each), at 0.28 bytes a
+parameter and device in place of 6.00. The settings are those of the baseline. On Fashion-MNIST it
+has 89.3 % where float32 has 89.8 %: see `configs/fashion_resnet.py`.
 """
 
 from ml_collections import config_dict

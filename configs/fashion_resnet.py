@@ -1,4 +1,4 @@
-"""A ResNet on Fashion-MNIST, with bf16 on the wire.
+r"""A ResNet on Fashion-MNIST, with bf16 on the wire.
 
 Four processes on this machine; the data set is where TFDS_DATA_DIR says, prepared as array_record:
 
@@ -6,6 +6,26 @@ Four processes on this machine; the data set is where TFDS_DATA_DIR says, prepar
 
 Test accuracy 90.4 % after 3.8 epochs (seed 0), in 469 s on 2 CPU cores that had much other work:
 486 s of CPU time, so about half of that on cores that are free.
+
+Sign methods on four simulated devices that hold different classes, at half the width, mean of seeds
+0 to 2; each row is run with
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 NPROC=16 python -m train \
+      --config=configs/ROW.py --config.data.name=fashion_mnist --config.data.shards=by_label \
+      --config.data.mean=72.9 --config.data.std=90 --config.model.stages='(1,1,1)' \
+      --config.model.large_stem=True --config.batch_size=128 --config.steps=1800 \
+      --config.optimizer.warmup_steps=100 --config.label_smoothing=0.0
+
+    digits_resnet --config.sync.codec=float32               89.8 % (89.9, 89.6, 89.9)
+    digits_ef_sign                                          89.3 % (89.4, 89.3, 89.1)
+    digits_one_bit_adam                                     89.1 % (89.3, 89.2, 88.8)
+    digits_majority --config.optimizer.learning_rate=0.001  84.1 % (84.0, 84.2, 84.0)
+
+The vote is biased where devices differ. Its learning rate is the best of 0.0003, 0.0007, 0.001 and
+0.002 on 10,000 training images held out; there it had 85.6 % and float32 90.6 %, on shuffled shards
+88.7 and 91.1 %, and with error feedback (`--config.sync.method=majority_vote
+--config.sync.error_feedback=True`) 81.9 % on shards by label. The other rows have the settings of
+their configs.
 """
 
 from ml_collections import config_dict

@@ -1,6 +1,7 @@
 """What every sparse all-reduce offers, and what they are made of."""
 
 import dataclasses
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -70,12 +71,18 @@ class Sparse:
       values: "float32" or "bfloat16", of the values on the wire.
       slack: how many times the expected number of entries a message has room for.
       recompute_every: steps between exact thresholds; in between, the last one is re-used.
+      scaling: what a re-used threshold is multiplied or divided by after a step in which more than
+        5/4 k or fewer than 2/3 k values were above it.
+      tolerance: a threshold that would let pass more than so many times k values, or fewer than k
+        over it, is found anew; None waits for `recompute_every`.
     """
 
     density: float = 0.01
     values: str = "float32"
     slack: float = 1.25
     recompute_every: int = 1
+    scaling: float = 1.012
+    tolerance: float | None = 2.0
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -87,6 +94,10 @@ class Sparse:
         if not self.slack >= 1:
             raise ValueError(f"slack must be at least 1, got {self.slack!r}.")
         check_interval("recompute_every", self.recompute_every)
+        if not self.scaling >= 1:
+            raise ValueError(f"scaling must be at least 1, got {self.scaling!r}.")
+        if self.tolerance is not None and not self.tolerance > 1:
+            raise ValueError(f"tolerance must be more than 1, or None, got {self.tolerance!r}.")
 
     def k(self, n: int) -> int:
         """The number of values to select of n: at least one."""
@@ -95,6 +106,26 @@ class Sparse:
     def room(self, n: int, parts: int = 1) -> int:
         """The capacity of a message that one of `parts` equal parts of the selected fits in."""
         return min(n, max(1, -int(-self.slack * self.k(n) // parts)))
+
+    def local_threshold(self, x: jax.Array, step: jax.Array, last: jax.Array) -> jax.Array:
+        """The magnitude above which x has k values: as of the last step, unless it is exact."""
+        k = self.k(x.size)
+        due = step % self.recompute_every == 0
+        if self.tolerance is not None:
+            due |= self.is_off(select.count_at_least(x, last), k)
+        return jax.lax.cond(due, lambda: select.threshold_for(x, k), lambda: last)
+
+    def is_off(self, count: jax.Array, k: int) -> jax.Array:
+        """Whether a threshold with `count` values above it is beyond the tolerance."""
+        if self.tolerance is None:
+            return jnp.bool_(False)
+        return (count > int(self.tolerance * k)) | (count < math.ceil(k / self.tolerance))
+
+    def scaled(self, threshold: jax.Array, count: jax.Array, k: int) -> jax.Array:
+        """What to carry on after a step with `count` values above the threshold."""
+        scale = jnp.float32(self.scaling)
+        few, many = 3 * count < 2 * k, 4 * count > 5 * k
+        return threshold * jnp.where(few, 1 / scale, jnp.where(many, scale, jnp.float32(1)))
 
     def exchange(
         self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
@@ -145,21 +176,3 @@ def take_out(x: jax.Array, values: jax.Array, indices: jax.Array, said: jax.Arra
 def take(x: jax.Array, indices: jax.Array) -> jax.Array:
     """x at these places; 0 for those of n and more."""
     return x.at[indices].get(mode="fill", fill_value=0)
-
-
-def reused(recompute: jax.Array, exact: Any, threshold: jax.Array) -> jax.Array:
-    """`exact()` in steps that recompute the threshold, and the last one in the others."""
-    return jax.lax.cond(recompute, exact, lambda: threshold)
-
-
-def rescaled(
-    threshold: jax.Array, count: jax.Array, k: int, scale: float, above: float
-) -> jax.Array:
-    """The threshold for the next step: a little lower or higher where the count was off.
-
-    It falls by `scale` if fewer than 2k/3 values were selected, and rises by it if more than
-    `above` k were.
-    """
-    few, many = count * 3 < 2 * k, count > int(above * k)
-    factor = jnp.where(few, jnp.float32(1 / scale), jnp.where(many, jnp.float32(scale), 1.0))
-    return threshold * factor.astype(jnp.float32)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxcomm._compat import AxisName
 from jaxcomm.codecs.entries import Entries
-from jaxcomm.collectives._sparse import Carried, Sparse, SparseMean, rescaled, reused, take_out
+from jaxcomm.collectives._sparse import Carried, Sparse, SparseMean, take_out
 from jaxcomm.kernels import select
 
 Pairs = tuple[tuple[int, int], ...]
@@ -57,8 +57,7 @@ class Gtopk(Sparse):
     ) -> tuple[SparseMean, Carried]:
         """See `Sparse.exchange`."""
         world, n, k = jax.lax.axis_size(axis_name), x.size, self.k(x.size)
-        recompute = step % self.recompute_every == 0
-        threshold = reused(recompute, lambda: select.threshold_for(x, k), carried.local)
+        threshold = self.local_threshold(x, step, carried.local)
         entries = Entries(self.values, n)
         found = select.compact(x, threshold, k)
         mine = _List(entries.rounded(found.values), found.indices)
@@ -70,7 +69,7 @@ class Gtopk(Sparse):
         delivered = jnp.minimum(found.count, k)
         applied = jnp.sum(best.places < n, dtype=jnp.int32)
         outcome = SparseMean(mean, errors, found.count, delivered, applied, applied)
-        local = rescaled(threshold, found.count, k, 1.012, 5 / 4)
+        local = self.scaled(threshold, found.count, k)
         return outcome, carried._replace(local=local)
 
 

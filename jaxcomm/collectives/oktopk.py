@@ -14,8 +14,6 @@ from jaxcomm.collectives._sparse import (
     SparseMean,
     add_lists,
     check_interval,
-    rescaled,
-    reused,
     take,
     take_out,
 )
@@ -46,8 +44,8 @@ class OkTopk(Sparse):
        more than a message has room for, its owner first hands some to the others.
 
     Both thresholds aim at k values. They are exact every `recompute_every` steps, and in between
-    re-used, a little lower or higher where the count is off. What is not in the mean, for want of
-    size or of room, stays in the residual of its device.
+    re-used, a little lower or higher where the count is off, and found anew where it is far off.
+    What is not in the mean, for want of size or of room, stays in the residual of its device.
 
     Wire, in entries of 8 bytes (6 or 4 in bfloat16, or where n <= 2^16 N, so that regions can be
     kept within 2^16 places): (N-1) c to the owners, (N-1) c' back, and as much again in steps that
@@ -67,9 +65,10 @@ class OkTopk(Sparse):
       2022, arXiv:2201.07598, algorithm 1.
 
     Differs from the paper: messages have static sizes; the boundaries are multiples of a chunk of
-    values; the common threshold is the k-th largest of at most c sums from each device; balancing
-    is an all-to-all, taken where a message would not have room, not at four times the average.
-    The published program does not run the balanced all-gather.
+    values; the common threshold is the k-th largest of at most c sums from each device; thresholds
+    far off do not wait for their turn (`tolerance=None` lets them); balancing is an all-to-all,
+    taken where a message would not have room, not at four times the average. The published program
+    does not run the balanced all-gather.
     """
 
     slack: float = 2.0
@@ -89,16 +88,17 @@ class OkTopk(Sparse):
     ) -> tuple[SparseMean, Carried]:
         """See `Sparse.exchange`."""
         k, world = self.k(x.size), jax.lax.axis_size(axis_name)
-        recompute = step % self.recompute_every == 0
-        local = reused(recompute, lambda: select.threshold_for(x, k), carried.local)
+        local = self.local_threshold(x, step, carried.local)
         boundaries = jax.lax.cond(
             step % self.rebalance_every == 0,
             lambda: self._boundaries(x, local, axis_name),
             lambda: carried.boundaries,
         )
         sums, sent = self._split_and_reduce(x, local, boundaries, axis_name)
-        common = reused(
-            recompute, lambda: self._common_threshold(sums, k, axis_name), carried.common
+        common = jax.lax.cond(
+            (step % self.recompute_every == 0) | (carried.common == 0),
+            lambda: self._common_threshold(sums, k, axis_name),
+            lambda: carried.common,
         )
         gathered = self._balanced_all_gather(sums, common, boundaries, axis_name)
 
@@ -113,11 +113,11 @@ class OkTopk(Sparse):
             wanted=gathered.wanted,
             applied=jnp.sum(gathered.total != 0, dtype=jnp.int32),
         )
-        return outcome, Carried(
-            rescaled(local, selected, k, 1.012, 5 / 4),
-            rescaled(common, gathered.wanted, k, 1.008, 4 / 3),
-            boundaries,
-        )
+        # To count the sums before they are needed would take one more exchange: if the threshold
+        # was far off, it is found anew in the next step.
+        off = self.is_off(gathered.wanted, k)
+        common = jnp.where(off, 0.0, self.scaled(common, gathered.wanted, k))
+        return outcome, Carried(self.scaled(local, selected, k), common, boundaries)
 
     def _boundaries(self, x: jax.Array, threshold: jax.Array, axis_name: AxisName) -> jax.Array:
         """The mean over devices of where each would like the boundaries to be."""

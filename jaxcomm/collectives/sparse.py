@@ -11,7 +11,11 @@ from jaxcomm.collectives.topk_dsa import TopkDsa
 
 
 def topk_allgather(
-    values: str = "float32", slack: float = 1.25, recompute_every: int = 1
+    values: str = "float32",
+    slack: float = 1.25,
+    recompute_every: int = 1,
+    scaling: float = 1.012,
+    tolerance: float | None = 2.0,
 ) -> TopkAllGather:
     """TopkA: everyone sends its k largest values to everyone.
 
@@ -19,21 +23,43 @@ def topk_allgather(
       values: "float32" or "bfloat16", on the wire.
       slack: how many times k entries a message has room for, at least 1.
       recompute_every: steps between exact thresholds; in between, the last one is re-used.
+      scaling: what a re-used threshold is multiplied or divided by after a step in which more than
+        5/4 k or fewer than 2/3 k values were above it.
+      tolerance: a threshold that would let pass more than so many times k values, or fewer than k
+        over it, is found anew; None waits for `recompute_every`.
 
     Raises:
       ValueError: for anything else.
     """
-    return TopkAllGather(values=values, slack=slack, recompute_every=recompute_every)
+    return TopkAllGather(
+        values=values,
+        slack=slack,
+        recompute_every=recompute_every,
+        scaling=scaling,
+        tolerance=tolerance,
+    )
 
 
-def topk_dsa(values: str = "float32", slack: float = 2.0, recompute_every: int = 1) -> TopkDsa:
+def topk_dsa(
+    values: str = "float32",
+    slack: float = 2.0,
+    recompute_every: int = 1,
+    scaling: float = 1.012,
+    tolerance: float | None = 2.0,
+) -> TopkDsa:
     """TopkDSA: split by region and add there, then gather as is cheapest; see `topk_allgather`."""
-    return TopkDsa(values=values, slack=slack, recompute_every=recompute_every)
+    return TopkDsa(
+        values=values,
+        slack=slack,
+        recompute_every=recompute_every,
+        scaling=scaling,
+        tolerance=tolerance,
+    )
 
 
-def gtopk(recompute_every: int = 1) -> Gtopk:
+def gtopk(recompute_every: int = 1, scaling: float = 1.012, tolerance: float | None = 2.0) -> Gtopk:
     """gTopk: pairs merge their lists and keep the k largest; see `topk_allgather`."""
-    return Gtopk(recompute_every=recompute_every)
+    return Gtopk(recompute_every=recompute_every, scaling=scaling, tolerance=tolerance)
 
 
 def gaussiank(values: str = "float32", slack: float = 1.5) -> Gaussiank:
@@ -47,6 +73,8 @@ def oktopk(
     recompute_every: int = 32,
     common_slack: float = 1.5,
     rebalance_every: int = 64,
+    scaling: float = 1.012,
+    tolerance: float | None = 2.0,
 ) -> OkTopk:
     """Ok-Topk: O(k) bytes for any number of devices.
 
@@ -56,6 +84,8 @@ def oktopk(
       recompute_every: steps between exact thresholds, tau' in the paper.
       common_slack: as `slack`, for the messages that bring the large sums back.
       rebalance_every: steps between new boundaries of the regions, tau in the paper.
+      scaling: as of `topk_allgather`, of both thresholds.
+      tolerance: likewise; that for the sums is found anew in the next step.
 
     Raises:
       ValueError: for anything else.
@@ -66,6 +96,8 @@ def oktopk(
         recompute_every=recompute_every,
         common_slack=common_slack,
         rebalance_every=rebalance_every,
+        scaling=scaling,
+        tolerance=tolerance,
     )
 
 

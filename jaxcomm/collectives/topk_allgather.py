@@ -12,8 +12,6 @@ from jaxcomm.collectives._sparse import (
     Sparse,
     SparseMean,
     add_lists,
-    rescaled,
-    reused,
     take_out,
 )
 from jaxcomm.kernels import select
@@ -42,10 +40,9 @@ class TopkAllGather(Sparse):
     ) -> tuple[SparseMean, Carried]:
         """See `Sparse.exchange`."""
         k = self.k(x.size)
-        recompute = step % self.recompute_every == 0
-        threshold = reused(recompute, lambda: select.threshold_for(x, k), carried.local)
+        threshold = self.local_threshold(x, step, carried.local)
         outcome = gathered(x, threshold, self.room(x.size), self.values, axis_name)
-        local = rescaled(threshold, outcome.selected, k, 1.012, 5 / 4)
+        local = self.scaled(threshold, outcome.selected, k)
         return outcome, carried._replace(local=local)
 
 

@@ -13,8 +13,6 @@ from jaxcomm.collectives._sparse import (
     Sparse,
     SparseMean,
     add_lists,
-    rescaled,
-    reused,
     take_out,
 )
 from jaxcomm.kernels import bfloat16, select
@@ -48,8 +46,7 @@ class TopkDsa(Sparse):
         n, k, room = x.size, self.k(x.size), self.room(x.size, world)
         width = region_width(n, world)
         boundaries = jnp.minimum(jnp.arange(world + 1, dtype=jnp.int32) * width, n)
-        recompute = step % self.recompute_every == 0
-        threshold = reused(recompute, lambda: select.threshold_for(x, k), carried.local)
+        threshold = self.local_threshold(x, step, carried.local)
 
         entries = Entries(self.values, width)
         found = select.compact_regions(x, threshold, boundaries, room)
@@ -69,7 +66,7 @@ class TopkDsa(Sparse):
         delivered = jnp.sum(jnp.minimum(found.count, room))
         applied = jnp.sum(mean != 0, dtype=jnp.int32)
         outcome = SparseMean(mean, errors, jnp.sum(found.count), delivered, applied, applied)
-        local = rescaled(threshold, outcome.selected, k, 1.012, 5 / 4)
+        local = self.scaled(threshold, outcome.selected, k)
         return outcome, carried._replace(local=local)
 
     def _gather(

@@ -207,7 +207,7 @@ def test_all_that_is_selected_in_one_region(make_mesh: MakeMesh, world: int) -> 
 
 
 def test_thresholds_are_reused_and_follow_the_count(mesh8: Mesh) -> None:
-    algorithm = jaxcomm.oktopk(recompute_every=4)
+    algorithm = jaxcomm.oktopk(recompute_every=4, tolerance=None)
     x = normal(8)
     _, first = exchanged(x, mesh8, algorithm, 0)
     outcome, second = exchanged(2 * x, mesh8, algorithm, 1, first)
@@ -218,6 +218,22 @@ def test_thresholds_are_reused_and_follow_the_count(mesh8: Mesh) -> None:
     np.testing.assert_allclose(third[:, 0], first[:, 0] / 1.012, rtol=1e-6)
     outcome, _ = exchanged(2 * x, mesh8, algorithm, 4, first)
     assert (outcome.selected == K).all()
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_thresholds_far_off_are_found_anew(mesh8: Mesh, factor: float) -> None:
+    algorithm = jaxcomm.oktopk(recompute_every=100, tolerance=1.5)
+    x = normal(8)
+    _, first = exchanged(x, mesh8, algorithm, 0)
+    outcome, second = exchanged(factor * x, mesh8, algorithm, 1, first)
+    assert (outcome.selected == K).all()
+    np.testing.assert_allclose(second[:, 0], factor * first[:, 0], rtol=1e-6)
+    assert (outcome.wanted != K).all() and (second[:, 1] == 0).all()  # the sums, a step later
+    outcome, third = exchanged(factor * x, mesh8, algorithm, 2, second)
+    assert (outcome.wanted == K).all()
+    np.testing.assert_allclose(third[:, 1], factor * first[:, 1], rtol=1e-6)
+    outcome, _ = exchanged(1.01 * x, mesh8, algorithm, 1, first)  # close enough
+    assert (outcome.selected != K).all()
 
 
 def sent(algorithm: collectives.Sparse, world: int, n: int, mesh: Mesh) -> jaxcomm.WireReport:
@@ -276,6 +292,8 @@ def test_nothing_is_sorted(make_mesh: MakeMesh, name: str) -> None:
             ValueError,
             "recompute_every must be a positive",
         ),
+        (lambda: jaxcomm.gtopk(scaling=0.9), ValueError, "scaling must be at least 1, got 0.9"),
+        (lambda: jaxcomm.oktopk(tolerance=1.0), ValueError, "tolerance must be more than 1, or No"),
         (lambda: jaxcomm.oktopk(rebalance_every=1.5), ValueError, "rebalance_every must be"),  # pyright: ignore
         (
             lambda: collectives.sparse_from_name("topk"),
