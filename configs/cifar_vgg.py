@@ -11,6 +11,17 @@ do in minutes: an eighth of the width (0.23 M parameters) and a fifth of the ima
       --config=configs/cifar_vgg.py --config.model.width=0.125 --config.steps=2000 \
       --config.data.train_split='train[:10000]' --config.eval_every=1000
 
+On four devices that hold different classes (`--config.data.shards=by_label`), 1500 steps with a
+peak of 0.05 reach a test accuracy of 44.3 %, and in float32 (`--config.sync.dense_steps=100000`)
+55.4 %: 2 % are too few for this network and so few steps (seed 0).
+
+What Ok-Topk does in 700 steps (`--config.steps=700 --config.optimizer.warmup_steps=100
+--config.optimizer.learning_rate=0.05 --config.sync.measure_xi=True`), by `benchmarks.sparse_run`,
+whose plot is `benchmarks/results/sparse_run.png`: with thresholds that are exact every 32 steps, or
+where they are far off, 99.0 % of the selected is delivered and xi is 1.4 (median; 2.0 in 5 % of all
+steps); every 128 steps, 99.1 % and 1.4. Without the tolerance, every 128 steps, six times k values
+are selected at the peak, 66 % of all are delivered, and xi goes beyond 5.
+
 The network is that of the Ok-Topk paper; all settings are those of `configs/cifar_alexnet.py`, and
 none was searched.
 
