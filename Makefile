@@ -14,10 +14,12 @@ OLDEST = $(shell sed -nE 's/^    "(jax|numpy|optax)>=([0-9.]+)",$$/\1==\2/p' pyp
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 VERSIONS = $(VENV)/bin/python -c "import platform, importlib.metadata as m; print( \
 	'Python', platform.python_version(), *(f'{p} {m.version(p)}' for p in ('jax', 'optax', 'numpy')))"
-# The tests that start other processes run one at a time and beside nothing else.
+# The tests that start other processes run one at a time and beside nothing else. XLA_TEST_FLAGS are
+# for the others; most of their time is compiling.
 define run_tests
 	@$(VERSIONS)
-	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "$(1) and not multiprocess"
+	XLA_FLAGS="$$XLA_FLAGS $(XLA_TEST_FLAGS)" \
+	  $(VENV)/bin/python -m pytest -n $(WORKERS) -m "$(1) and not multiprocess"
 	$(VENV)/bin/python -m pytest -m "$(1) and multiprocess"
 endef
 
@@ -50,7 +52,9 @@ lint: $(VENV)/.installed-test  ## ruff, pyright, sizes of modules and functions
 	$(VENV)/bin/pyright
 	$(VENV)/bin/python tests/test_structure.py
 
+# Without LLVM's optimizations the suite takes two thirds of the time. The subsets run with them.
 .PHONY: test-suite
+test-suite: XLA_TEST_FLAGS = --xla_backend_optimization_level=0
 test-suite: $(VENV)/.installed-test  ## all tests but the slow ones, on the default Python
 	$(call run_tests,not slow and not gpu)
 
