@@ -21,7 +21,7 @@ from jaxcomm.kernels.bitplanes.counting import (
     greater,
     planes_for,
 )
-from jaxcomm.kernels.bitplanes.packing import pack, signs, unpack, words_for
+from jaxcomm.kernels.bitplanes.packing import pack, signs, unpack, votes, words_for
 
 __all__ = [
     "Planes",
@@ -33,5 +33,6 @@ __all__ = [
     "planes_for",
     "signs",
     "unpack",
+    "votes",
     "words_for",
 ]
