@@ -42,14 +42,13 @@ METHODS: dict[str, Callable[[Order], optax.GradientTransformation]] = {
 }
 
 
-def shaped(tree: Any, mesh: Any, spec: PartitionSpec | None = None) -> Any:
-    """Shapes on a mesh: where they are sharded by themselves so, else as `spec` or everywhere."""
-
-    def place(x: Any) -> jax.ShapeDtypeStruct:
-        own = getattr(x.sharding, "spec", PartitionSpec()) if spec is None else spec
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, own))
-
-    return jax.tree.map(place, tree)
+def shaped(tree: Any, mesh: Any, specs: Any) -> Any:
+    """Shapes on a mesh, each sharded as its spec says."""
+    return jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        tree,
+        jax.tree.broadcast(specs, tree),
+    )
 
 
 def resnet50(mesh: Any) -> tuple[Any, Any]:
@@ -83,7 +82,7 @@ def compiled_step(mesh: Any, method: str) -> Any:
     }
     batch = shaped(batch, mesh, PartitionSpec("data"))
     tx = METHODS[method](jaxcomm.backward_order(gradient, params, batch))
-    opt_state = shaped(jax.eval_shape(tx.init, params), mesh)
+    opt_state = shaped(jax.eval_shape(tx.init, params), mesh, jaxcomm.state_spec(tx, params, mesh))
     step = shaped(jax.ShapeDtypeStruct((), jnp.int32), mesh, PartitionSpec())
     state = TrainState(step, params, opt_state)
     jitted = jax.jit(make_train_step(gradient, tx), donate_argnums=0)

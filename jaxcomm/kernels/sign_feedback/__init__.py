@@ -8,7 +8,7 @@ then differ in how they are split, and the inputs are read a second time.
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.kernels import bitplanes
+from jaxcomm.kernels import _device, bitplanes
 
 
 def sign_feedback(
@@ -22,7 +22,7 @@ def sign_feedback(
       x: float32 array `(n,)`.
       residual: float32 array `(n,)`.
       scale: float32 scalar.
-      implementation: "xla", or None for the best on this device.
+      implementation: "xla", "mosaic" (on NVIDIA GPUs), or None, which is "xla".
 
     Returns:
       The words of `bitplanes.pack(x + residual)`, and the next residual, float32 `(n,)`: what
@@ -34,10 +34,10 @@ def sign_feedback(
       NotImplementedError: for an implementation that does not exist here.
     """
     _check(x, residual, scale)
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(
-            f'sign_feedback has no implementation {implementation!r}; use "xla" or None.'
-        )
+    if _device.choose("sign_feedback", implementation, ("xla", "mosaic")) == "mosaic" and x.size:
+        from jaxcomm.kernels.sign_feedback import mosaic  # Pallas takes long to import
+
+        return mosaic.sign_feedback(x, residual, scale)
     owed = x + residual
     # From the votes, not from the packed words: those would have to be complete before.
     votes = bitplanes.votes(owed)
