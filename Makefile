@@ -70,13 +70,31 @@ test-subset: $(VENV)/.installed-test
 test-oldest:  ## the subset on the lower bounds of jax, optax and numpy
 	@$(MAKE) --no-print-directory test-subset VENV=.venv-oldest PINS="$(OLDEST)"
 
+# Needs a jax that sees a GPU: `pip install ".[test,gpu]"` into VENV.
+.PHONY: test-gpu
+test-gpu: $(VENV)/.installed-test  ## the tests that run on a GPU
+	@$(VERSIONS)
+	JAX_PLATFORMS=cuda,cpu $(VENV)/bin/python -m pytest -m gpu -rs
+
+.PHONY: test-gpu-aot
+test-gpu-aot:  ## compile for GPUs that need not be there, with the oldest and the newest jax
+	@$(MAKE) --no-print-directory test-gpu-aot-here VENV=.venv-gpu-aot-oldest \
+	  PINS="$(OLDEST) $(patsubst jax==%,jax-cuda13-plugin==%,$(filter jax==%,$(OLDEST)))"
+	@newest=$$(.ci/newest_python.sh "$(PYTHON)"); \
+	$(MAKE) --no-print-directory test-gpu-aot-here VENV=.venv-gpu-aot PYTHON="$${newest:-$(PYTHON)}"
+
+.PHONY: test-gpu-aot-here
+test-gpu-aot-here: $(VENV)/.installed-gpu-aot
+	@$(VERSIONS)
+	$(VENV)/bin/python -m pytest -m gpu_aot -rs
+
 .PHONY: notebooks
 notebooks: $(VENV)/.installed-test  ## run the notebooks
 	$(VENV)/bin/python -m pytest tests/test_notebooks.py
 
 .PHONY: clean
 clean:  ## remove the environments, the caches and what runs left behind
-	rm -rf .venv .venv-newest .venv-oldest workdir build dist *.egg-info
+	rm -rf .venv .venv-newest .venv-oldest .venv-gpu-aot .venv-gpu-aot-oldest workdir build dist *.egg-info
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -90,6 +108,11 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing jaxcomm and what its tests need into $(VENV) ..."
 	@$(PIP) install --editable ".[test]" $(PINS)
 	@touch $@ $(VENV)/.installed-train
+
+$(VENV)/.installed-gpu-aot: pyproject.toml | $(VENV)/bin/pip
+	@echo "Installing jaxcomm and what compiles for GPUs into $(VENV) ..."
+	@$(PIP) install --editable ".[test,gpu-aot]" $(PINS)
+	@touch $@ $(VENV)/.installed-test $(VENV)/.installed-train
 
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

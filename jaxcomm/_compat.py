@@ -13,6 +13,11 @@ from jax.sharding import AxisType, PartitionSpec
 AxisName = str | tuple[str, ...]
 
 
+def jax_version() -> tuple[int, ...]:
+    """Such as (0, 10, 2)."""
+    return jax.__version_info__
+
+
 def names_of(axis_name: AxisName) -> tuple[str, ...]:
     """The mesh axes that an axis name stands for: itself, or the members of a tuple.
 

@@ -34,9 +34,11 @@ def encode(numbers: jax.Array, bits: jax.Array, levels: int) -> jax.Array:
     magnitude = jnp.minimum(jnp.abs(numbers), jnp.float32(levels))
     fixed = (magnitude * jnp.float32(2.0**F)).astype(jnp.int32)
     fraction = (bits >> (32 - F)).astype(jnp.int32)
-    level = ((fixed + fraction) >> F).astype(jnp.uint8)
-    negative = jax.lax.bitcast_convert_type(numbers, jnp.int32) < 0
-    return codes.pack(jnp.where(negative, -level, level), width_for(levels))
+    level = (fixed + fraction) >> F
+    # Negated by arithmetic with 0 or -1, as XLA on GPU makes a pass of its own of what is used
+    # twice, such as by a choice between it and its negative.
+    sign = jax.lax.bitcast_convert_type(numbers, jnp.int32) >> 31
+    return codes.pack(((level ^ sign) - sign).astype(jnp.uint8), width_for(levels))
 
 
 def decode(packed: jax.Array, n: int, levels: int) -> jax.Array:

@@ -1,7 +1,7 @@
 """Several arrays in one exchange, and the flag that travels with the exact ones."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,15 +43,34 @@ def split(vector: jax.Array, parts: Mapping[Any, jax.Array]) -> dict[Any, jax.Ar
     }
 
 
+def in_turn(
+    parts: dict[Any, jax.Array], results: list[jax.Array]
+) -> tuple[dict[Any, jax.Array], list[jax.Array]]:
+    """The parts of the next exchange and the results of those before, as they are, in this order.
+
+    Nothing can be done with the parts before the last result is there. XLA joins collectives that
+    do not wait for each other, up to a size of its own, and on GPU it starts all of them behind the
+    last gradient; those that take turns start when their gradients appear. As it drops whatever
+    is not used of a barrier, use what this returns in place of both.
+    """
+    if not results:
+        return parts, results
+    last, *values = jax.lax.optimization_barrier((results[-1], *parts.values()))
+    return dict(zip(parts, values, strict=True)), [*results[:-1], last]
+
+
 def exact_means(
     parts: Mapping[Any, jax.Array],
     grads: list[jax.Array],
     axis_name: AxisName,
     shared_key: jax.Array | None = None,
-) -> tuple[dict[Any, jax.Array], jax.Array]:
+    results: Sequence[jax.Array] = (),
+) -> tuple[dict[Any, jax.Array], jax.Array, list[jax.Array]]:
     """The means of some arrays, and whether all gradients on all devices of the mesh are finite.
 
     With a `shared_key`, also whether all devices have the same: as good as not finite otherwise.
+    The results of the other exchanges come first and are returned last: the flag needs the last
+    gradient, so behind it they could not travel while gradients are computed.
 
     Wire: one float32 all-reduce of all parts, a flag and, with a key, a tag; on a mesh of several
     axes also one int32 over the others.
@@ -62,6 +81,7 @@ def exact_means(
     if shared_key is not None:
         # Integers whose sums float32 holds exactly. Their mean is everyone's only if all are equal.
         parts[TAG] = (jax.random.bits(shared_key) >> 18).astype(jnp.float32)
+    parts, results = in_turn(parts, list(results))
     means = fused(parts, lambda x: collectives.all_reduce(x, axis_name, reduction, native))
     finite = means.pop(FLAG) == 0
     if shared_key is not None:
@@ -69,7 +89,7 @@ def exact_means(
     further = tuple(sorted(_compat.manual_axes().difference(_compat.names_of(axis_name))))
     if further:
         finite = jax.lax.pmin(finite.astype(jnp.int32), further) == 1
-    return means, finite
+    return means, finite, results
 
 
 def bytes_of(bucket_mib: Any) -> int:

@@ -10,7 +10,7 @@ import optax
 from jaxcomm import collectives
 from jaxcomm._compat import AxisName, names_of
 from jaxcomm.transforms._buckets import buckets_of, split_off_exempt
-from jaxcomm.transforms._fusion import bytes_of, exact_means, fused
+from jaxcomm.transforms._fusion import bytes_of, exact_means, in_turn, joined, split
 from jaxcomm.transforms._layout import Exempt, Layout, check_gradients, layout_of
 from jaxcomm.transforms._views import Arrays, on_every_device
 from jaxcomm.transforms._wrappers import refuse_wrappers
@@ -40,7 +40,7 @@ def majority_vote(
     error_feedback: bool = False,
     seed: int = 0,
     exempt: Exempt = (),
-    bucket_mib: float = 32.0,
+    bucket_mib: float = 8.0,
     bucket_order: Sequence[str] | None = None,
 ) -> optax.GradientTransformation:
     """Replaces local gradients by the signs on which most devices agree.
@@ -124,25 +124,29 @@ def majority_vote(
         ballot = dict(zip(large, own, strict=True)) if error_feedback else {}
         ballot = {i: grads[i].astype(jnp.float32) + ballot.get(i, 0.0) for i in large}
         scales = {("scale", i): jnp.mean(jnp.abs(x)) for i, x in ballot.items() if error_feedback}
+        votes = ballot
+        if error_feedback:
+            votes = _decided(ballot, zero, jax.random.fold_in(key, 0), axis_name)
+        buckets, results = buckets_of(layout, large, bucket_order, limit), []
+        for number, bucket in enumerate(buckets):
+            parts, results = in_turn({i: votes[i] for i in bucket}, results)
+            reduction = collectives.Majority(tie, zero, jax.random.fold_in(key, number + 1))
+            results.append(collectives.all_reduce(joined(parts), axis_name, reduction, chosen))
         # A scale can overflow where no gradient does, and must not end up in a residual.
-        exact, finite = exact_means(
-            {i: grads[i] for i in exempt} | scales, [*grads, *scales.values()], axis_name
+        exact, finite, results = exact_means(
+            {i: grads[i] for i in exempt} | scales,
+            [*grads, *scales.values()],
+            axis_name,
+            results=results,
         )
-
+        result = {i: exact[i] if error_feedback else jnp.sign(exact[i]) for i in exempt}
+        for bucket, agreed in zip(buckets, results, strict=True):
+            signs = split(agreed, {i: ballot[i] for i in bucket})
+            result |= {i: signs[i] * exact.get(("scale", i), 1.0) for i in bucket}
         kept = own
         if error_feedback:
-            signs = _decided(ballot, zero, jax.random.fold_in(key, 0), axis_name)
-            left = [ballot[i] - scales["scale", i] * signs[i] for i in large]
+            left = [ballot[i] - scales["scale", i] * votes[i] for i in large]
             kept = [jnp.where(finite, new, old) for new, old in zip(left, own, strict=True)]
-            ballot = signs
-        result = {i: exact[i] if error_feedback else jnp.sign(exact[i]) for i in exempt}
-        for number, bucket in enumerate(buckets_of(layout, large, bucket_order, limit)):
-            reduction = collectives.Majority(tie, zero, jax.random.fold_in(key, number + 1))
-            votes = fused(
-                {i: ballot[i] for i in bucket},
-                lambda x, r=reduction: collectives.all_reduce(x, axis_name, r, chosen),
-            )
-            result |= {i: votes[i] * exact.get(("scale", i), 1.0) for i in bucket}
         updates = [
             jnp.where(finite, result[i], jnp.nan).astype(g.dtype) for i, g in enumerate(grads)
         ]

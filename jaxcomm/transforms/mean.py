@@ -11,7 +11,7 @@ import optax
 from jaxcomm import _compat, codecs, collectives
 from jaxcomm._compat import AxisName
 from jaxcomm.transforms._buckets import buckets_of, split_off_exempt
-from jaxcomm.transforms._fusion import bytes_of, exact_means, joined, split
+from jaxcomm.transforms._fusion import bytes_of, exact_means, in_turn, joined, split
 from jaxcomm.transforms._layout import Exempt, Layout, check_gradients, layout_of
 from jaxcomm.transforms._views import Arrays, on_every_device
 from jaxcomm.transforms._wrappers import refuse_wrappers
@@ -42,7 +42,7 @@ def mean(
     second_hop: str | codecs.Codec | None = None,
     exempt: Exempt = (),
     seed: int = 0,
-    bucket_mib: float = 32.0,
+    bucket_mib: float = 8.0,
     bucket_order: Sequence[str] | None = None,
 ) -> optax.GradientTransformation:
     """Replaces local gradients by their mean over a mesh axis.
@@ -139,14 +139,20 @@ def mean(
         large, exempt_ = split_off_exempt(layout)
         key = jax.random.fold_in(jax.random.key(seed), step)
         tagged = key if reduction.is_shared else None
-        means, finite = exact_means({i: grads[i] for i in exempt_}, grads, axis_name, tagged)
-        residual, errors = dict(zip(large, own, strict=False)), {}
-        for number, bucket in enumerate(buckets_of(layout, large, bucket_order, limit)):
-            parts = {i: grads[i].astype(jnp.float32) + residual.get(i, 0.0) for i in bucket}
+        residual, errors, results = dict(zip(large, own, strict=False)), {}, []
+        buckets = buckets_of(layout, large, bucket_order, limit)
+        for number, bucket in enumerate(buckets):
+            ready, results = in_turn({i: grads[i] for i in bucket}, results)
+            parts = {i: g.astype(jnp.float32) + residual.get(i, 0.0) for i, g in ready.items()}
             keyed = dataclasses.replace(reduction, key=jax.random.fold_in(key, number))
-            mean, unsaid = collectives.exchange(joined(parts), axis_name, keyed, chosen)
-            means |= split(mean, parts)
+            result, unsaid = collectives.exchange(joined(parts), axis_name, keyed, chosen)
+            results.append(result)
             errors |= {} if unsaid is None else split(unsaid, parts)
+        means, finite, results = exact_means(
+            {i: grads[i] for i in exempt_}, grads, axis_name, tagged, results
+        )
+        for bucket, result in zip(buckets, results, strict=True):
+            means |= split(result, {i: grads[i] for i in bucket})
         kept = [jnp.where(finite, errors[i], residual[i]) for i in residual]
         updates = [
             jnp.where(finite, means[i], jnp.nan).astype(g.dtype) for i, g in enumerate(grads)

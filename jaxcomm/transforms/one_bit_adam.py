@@ -15,7 +15,7 @@ from jaxcomm import _compat, collectives
 from jaxcomm._compat import AxisName
 from jaxcomm.collectives.one_bit import chunk_length, one_bit_mean
 from jaxcomm.transforms._buckets import Bucket, buckets_of, split_off_exempt
-from jaxcomm.transforms._fusion import bytes_of, exact_means, fused
+from jaxcomm.transforms._fusion import bytes_of, exact_means, in_turn, joined, split
 from jaxcomm.transforms._layout import Exempt, Layout, Leaf, check_gradients, layout_of, names_in
 from jaxcomm.transforms._views import Arrays, on_every_device
 from jaxcomm.transforms._wrappers import refuse_wrappers
@@ -57,7 +57,7 @@ def one_bit_adam(
     warmup_steps: int | None = None,
     variance_stability: float | None = None,
     exempt: Exempt = (),
-    bucket_mib: float = 32.0,
+    bucket_mib: float = 8.0,
     bucket_order: Sequence[str] | None = None,
 ) -> optax.GradientTransformation:
     """Adam on the mean of local gradients, whose momentum soon travels in one bit a value.
@@ -273,8 +273,7 @@ def _exchange(
         return one_bit_mean(x, worker, server, axis_name)
 
     def on_one(sent: Arrays, own: Arrays, compressed: jax.Array) -> tuple[Arrays, Arrays]:
-        agreed, finite = exact_means({i: sent[i] for i in exempt}, sent, axis_name)
-        kept = list(own)
+        kept, results = list(own), []
         for b, bucket in enumerate(buckets):
 
             def reduce(x: jax.Array, b: int = b) -> jax.Array:
@@ -283,7 +282,13 @@ def _exchange(
                 kept[b], kept[number + b] = errors
                 return mean
 
-            agreed |= fused({i: sent[i] for i in bucket}, reduce)
+            parts, results = in_turn({i: sent[i] for i in bucket}, results)
+            results.append(reduce(joined(parts)))
+        agreed, finite, results = exact_means(
+            {i: sent[i] for i in exempt}, sent, axis_name, results=results
+        )
+        for bucket, mean in zip(buckets, results, strict=True):
+            agreed |= split(mean, {i: sent[i] for i in bucket})
         kept = [jnp.where(finite, new, old) for new, old in zip(kept, own, strict=True)]
         return [agreed[i] for i in range(len(layout.leaves))] + [finite.astype(jnp.float32)], kept
 

@@ -12,7 +12,7 @@ from jaxcomm import _compat, collectives
 from jaxcomm._compat import AxisName
 from jaxcomm.kernels import select
 from jaxcomm.transforms._buckets import Bucket, buckets_of, split_off_exempt
-from jaxcomm.transforms._fusion import bytes_of, exact_means, joined, split
+from jaxcomm.transforms._fusion import bytes_of, exact_means, in_turn, joined, split
 from jaxcomm.transforms._layout import Exempt, Layout, check_gradients, layout_of
 from jaxcomm.transforms._views import Arrays, on_every_device
 from jaxcomm.transforms._wrappers import refuse_wrappers
@@ -76,7 +76,7 @@ def sparse_mean(
     warmup_steps: int = 0,
     measure_xi: bool = False,
     exempt: Exempt = (),
-    bucket_mib: float = 32.0,
+    bucket_mib: float = 8.0,
     bucket_order: Sequence[str] | None = None,
 ) -> optax.GradientTransformation:
     """Replaces local gradients by the mean of their largest values over a mesh axis.
@@ -235,20 +235,24 @@ class _Exchange:
         """What one device does in a step: the updates and a report, and its next state."""
         large, exempt_ = split_off_exempt(layout)
         buckets = self.buckets(layout, large)
-        means, finite = exact_means({i: grads[i] for i in exempt_}, grads, self.axis_name)
         old = _Own.of(own, large, self.momentum is not None)
         carried = own[len(own) - len(buckets) :]
-        residual, velocity, carried_on = {}, {}, []
+        residual, velocity, carried_on, results = {}, {}, [], []
         k, counts = 0, jnp.zeros(6)
         for bucket, carry in zip(buckets, carried, strict=True):
-            parts = {i: grads[i] for i in bucket}
+            parts, results = in_turn({i: grads[i] for i in bucket}, results)
             outcome, left, moving, carry, distance = self.of_bucket(parts, old, carry, step)
-            means |= split(outcome.mean, parts)
+            results.append(outcome.mean)
             residual |= split(left, parts)
             velocity |= split(moving, parts)
             carried_on.append(carry)
             counts += jnp.stack([*(c.astype(jnp.float32) for c in outcome[2:]), *distance])
             k += self.algorithm.k(left.size)
+        means, finite, results = exact_means(
+            {i: grads[i] for i in exempt_}, grads, self.axis_name, results=results
+        )
+        for bucket, mean in zip(buckets, results, strict=True):
+            means |= split(mean, {i: grads[i] for i in bucket})
         new = [residual[i] for i in large]
         new += [velocity[i] for i in large if self.momentum is not None]
         kept = [jnp.where(finite, n, o) for n, o in zip(new + carried_on, own, strict=True)]

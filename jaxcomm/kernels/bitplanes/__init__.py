@@ -21,9 +21,10 @@ from jaxcomm.kernels.bitplanes.counting import (
     greater,
     planes_for,
 )
-from jaxcomm.kernels.bitplanes.packing import pack, signs, unpack, words_for
+from jaxcomm.kernels.bitplanes.packing import BITS, pack, signs, unpack, votes, words_for
 
 __all__ = [
+    "BITS",
     "Planes",
     "add",
     "equals",
@@ -33,5 +34,6 @@ __all__ = [
     "planes_for",
     "signs",
     "unpack",
+    "votes",
     "words_for",
 ]

@@ -32,15 +32,15 @@ def pack(x: jax.Array, *, implementation: str | None = None) -> jax.Array:
       NotImplementedError: for an implementation that does not exist here.
     """
     _require_xla("pack", implementation)
-    votes = _votes(x)
-    *lead, n = votes.shape
+    bits = votes(x)
+    *lead, n = bits.shape
     width = words_for(n)
     # Padding x to 32 streams would test every element for being padding, at 3 times the cost on
     # CPU; so whole streams are reduced as they lie, and the one that is cut short is or-ed to them.
     whole = n // max(width, 1)
-    streams = votes[..., : whole * width].reshape(*lead, whole, width).astype(jnp.uint32)
+    streams = bits[..., : whole * width].reshape(*lead, whole, width).astype(jnp.uint32)
     words = jax.lax.reduce_or(streams << _stream(streams.shape), axes=(len(lead),))
-    rest = votes[..., whole * width :].astype(jnp.uint32)
+    rest = bits[..., whole * width :].astype(jnp.uint32)
     if rest.shape[-1] == 0:
         return words
     padding = [(0, 0)] * len(lead) + [(0, width - rest.shape[-1])]
@@ -85,14 +85,11 @@ def signs(words: jax.Array, n: int, *, implementation: str | None = None) -> jax
     return jnp.where(unpack(words, n), jnp.float32(1), jnp.float32(-1))
 
 
-def require_words(words: jax.Array) -> None:
-    """Raises a TypeError for anything but uint32."""
-    if words.dtype != jnp.uint32:
-        raise TypeError(f"words are uint32, got {words.dtype}; pack makes them.")
+def votes(x: jax.Array) -> jax.Array:
+    """What `pack` packs, before it does: bool of the shape of x, whether it is positive.
 
-
-def _votes(x: jax.Array) -> jax.Array:
-    """bool of the shape of x: x itself, or whether it is positive."""
+    Takes and raises what `pack` does; a bool is itself.
+    """
     if x.dtype != bool and x.dtype.name not in _PATTERNS:
         raise TypeError(
             f"pack takes bool, float32 or bfloat16, got {x.dtype}; for the signs of other numbers "
@@ -106,6 +103,12 @@ def _votes(x: jax.Array) -> jax.Array:
     # backend takes denormals for zero in a comparison of floats, and others do not.
     unsigned, infinity = _PATTERNS[x.dtype.name]
     return jax.lax.bitcast_convert_type(x, unsigned) - 1 < unsigned(infinity)
+
+
+def require_words(words: jax.Array) -> None:
+    """Raises a TypeError for anything but uint32."""
+    if words.dtype != jnp.uint32:
+        raise TypeError(f"words are uint32, got {words.dtype}; pack makes them.")
 
 
 def _stream(shape: tuple[int, ...]) -> jax.Array:

@@ -1,0 +1,54 @@
+"""The Mosaic kernels, compiled for a target inside of a checked `jax.shard_map`.
+
+`python -m gpu_aot.pallas TARGET NAME N` prints, as JSON, what the program moves, or that this jax
+has no Mosaic for the target. MOSAIC_GPU_DUMP_TO says where the compiler leaves its reports.
+"""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from gpu_aot.program import read_program
+from gpu_aot.targets import mesh_of
+from gpu_aot.traffic import kernels, moved
+from jaxcomm.kernels.sign_feedback import sign_feedback
+
+SPLIT, EVERYWHERE = P("data"), P()
+
+
+def kernel(name: str, n: int) -> tuple[Callable[..., Any], list[Any], tuple[P, ...]]:
+    """A function, what it takes on eight devices, and which of this is split over them."""
+    x, scalar = jax.ShapeDtypeStruct((8 * n,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    return {"sign_feedback": (sign_feedback, [x, x, scalar], (SPLIT, SPLIT, EVERYWHERE))}[name]
+
+
+def main(target: str, name: str, n: str) -> None:
+    mesh = mesh_of(target)
+    f, args, specs = kernel(name, int(n))
+    mosaic = functools.partial(f, implementation="mosaic")
+    split = jax.shard_map(mosaic, mesh=mesh, in_specs=specs, out_specs=SPLIT)
+    with jax.default_device(mesh.devices.flat[0]):
+        try:
+            lowered = jax.jit(split).trace(*args).lower()
+        except NotImplementedError as error:
+            print(json.dumps({"refused": str(error)}))
+            return
+    program = read_program(lowered.compile().as_text())
+    inputs = [local(x, spec) for x, spec in zip(args, specs, strict=True)]
+    leaves = [*inputs, *jax.tree.leaves(jax.eval_shape(f, *inputs))]
+    ideal = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    print(json.dumps({"moved": moved(program), "ideal": ideal, "kernels": kernels(program)}))
+
+
+def local(x: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((x.size // 8,), x.dtype) if spec == SPLIT else x
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

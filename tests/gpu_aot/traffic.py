@@ -1,0 +1,91 @@
+"""What the kernels of a compiled program read from memory and write to it.
+
+Ahead of time the compiler has no cost analysis, so this adds up the operands and the results of
+each kernel. What a kernel reads twice is counted once: that stays in its registers or its cache.
+"""
+
+import re
+from typing import NamedTuple
+
+from gpu_aot.program import Instruction, Program
+
+# These move nothing: they name a value, or parts of one.
+FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all"}
+_PARTS = {"slice", "dynamic-slice", "gather"}  # read as much as they return of their first operand
+_NAMES = {"bitcast", "reshape", "copy", "convert"}  # of a parameter, looked through inside a kernel
+
+
+class Kernel(NamedTuple):
+    """One kernel: its name, and the bytes that it reads and writes."""
+
+    name: str
+    read: int
+    written: int
+
+
+def kernels(program: Program, computation: str = "") -> list[Kernel]:
+    """The kernels of a program, those in loops and branches once each."""
+    lines = program.computations[computation or program.entry]
+    sizes = {line.name: line.nbytes for line in lines}
+    found = []
+    for line in lines:
+        if line.op in ("while", "conditional", "call"):
+            found += [kernel for name in line.calls for kernel in kernels(program, name)]
+        elif line.op == "fusion":
+            found.append(_fusion(line, program.computations[line.calls[0]], sizes))
+        elif line.op == "dynamic-update-slice":
+            update = sizes[line.operands[1]]
+            found.append(Kernel(line.name, update, update))
+        elif line.op in _PARTS:
+            rest = sum(sizes[name] for name in set(line.operands[1:]))
+            found.append(Kernel(line.name, line.nbytes + rest, line.nbytes))
+        elif line.op not in FREE and not line.op.endswith("-done"):
+            read = sum(sizes[name] for name in set(line.operands))
+            found.append(Kernel(line.name, read, line.nbytes))
+    return found
+
+
+def moved(program: Program) -> int:
+    """Bytes that all kernels together read and write."""
+    return sum(kernel.read + kernel.written for kernel in kernels(program))
+
+
+def _fusion(line: Instruction, inside: list[Instruction], sizes: dict[str, int]) -> Kernel:
+    by_name = {inner.name: inner for inner in inside}
+    root = next(inner for inner in inside if inner.is_root)
+    results = [by_name[name] for name in root.operands] if root.op == "tuple" else [root]
+    parameters = {
+        int(re.match(r"\d+", inner.text)[0]): inner for inner in inside if inner.op == "parameter"
+    }
+    read = written = 0
+    updated = set()
+    for result in results:
+        while result.op in ("bitcast", "copy") and result.operands[0] in by_name:
+            result = by_name[result.operands[0]]
+        if result.op == "dynamic-update-slice":  # in place: only what is new is written
+            written += by_name[result.operands[1]].nbytes
+            updated.add(_origin(result.operands[0], by_name))
+        else:
+            written += result.nbytes
+    for number, name in enumerate(line.operands):
+        if parameters[number].name not in updated:
+            read += round(sizes[name] * _share(parameters[number].name, inside))
+    return Kernel(line.name, read, written)
+
+
+def _origin(name: str, by_name: dict[str, Instruction]) -> str:
+    while by_name[name].op in _NAMES:
+        name = by_name[name].operands[0]
+    return name
+
+
+def _share(name: str, inside: list[Instruction]) -> float:
+    """Which share of a value a kernel looks at: less than all, if only parts are made of it."""
+    by_name = {line.name: line for line in inside}
+    elements, share = by_name[name].elements, 0.0
+    for user in (line for line in inside if name in line.operands):
+        is_part = user.op in _PARTS and name not in user.operands[1:]
+        if user.op == "tuple" or not (is_part or user.elements == elements):
+            return 1.0
+        share += user.elements / elements * (1.0 if user.is_root else _share(user.name, inside))
+    return min(share, 1.0)

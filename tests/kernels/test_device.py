@@ -1,0 +1,38 @@
+"""What a device is said to be able to do."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxcomm import _compat
+from jaxcomm.kernels import _device
+
+
+@pytest.mark.parametrize(
+    ("found", "version", "works"),
+    [
+        (None, (0, 12, 0), False),
+        ("7.5", (0, 12, 0), False),
+        ("8.6", (0, 10, 2), False),
+        ("8.6", (0, 11, 0), True),
+        ("9.0", (0, 10, 2), True),
+        ("10.0", (0, 10, 0), True),
+        ("gfx942", (0, 12, 0), False),
+    ],
+)
+def test_where_mosaic_works(
+    found: str | None, version: tuple[int, ...], works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = SimpleNamespace() if found is None else SimpleNamespace(compute_capability=found)
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [device])
+    monkeypatch.setattr(_compat, "jax_version", lambda: version)
+    if works:
+        assert _device.choose("f", "mosaic", ("xla", "mosaic")) == "mosaic"
+    else:
+        with pytest.raises(NotImplementedError, match="f: the implementation"):
+            _device.choose("f", "mosaic", ("xla", "mosaic"))
+
+
+def test_none_is_xla_everywhere() -> None:
+    assert _device.choose("f", None, ("xla", "mosaic")) == "xla"

@@ -1,0 +1,89 @@
+"""Signs with error feedback against numpy: what is sent and what is kept add up."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcomm.kernels import bitplanes
+from jaxcomm.kernels.sign_feedback import sign_feedback
+
+
+def interpreted(x: jax.Array, residual: jax.Array, scale: jax.Array) -> Any:
+    """The Mosaic kernel, on CPU."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        pytest.skip("this jax has no interpreter of Mosaic GPU kernels; the newest has")
+    from jaxcomm.kernels.sign_feedback import mosaic
+
+    return mosaic.sign_feedback(x, residual, scale, interpret=True)
+
+
+IMPLEMENTATIONS = {
+    "xla": functools.partial(sign_feedback, implementation="xla"),
+    "mosaic, interpreted": interpreted,
+    "mosaic": pytest.param(
+        functools.partial(sign_feedback, implementation="mosaic"), marks=pytest.mark.gpu
+    ),
+}
+every_implementation = pytest.mark.parametrize(
+    "f", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys()
+)
+Implementation = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def case(n: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
+    """Small integers and a scale of 2: no sum of them is rounded."""
+    rng = np.random.default_rng(n)
+    x, residual = rng.integers(-8, 9, (2, n)).astype(np.float32)
+    return x, residual, np.float32(2)
+
+
+@pytest.mark.newest
+@every_implementation
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 1000, 32 * 129, 32 * 640])
+def test_sent_and_kept_are_what_was_owed(n: int, f: Implementation) -> None:
+    x, residual, scale = case(n)
+    words, kept = f(jnp.asarray(x), jnp.asarray(residual), jnp.asarray(scale))
+    np.testing.assert_array_equal(words, bitplanes.pack(jnp.asarray(x + residual > 0)))
+    sent = scale * np.where(x + residual > 0, 1, -1).astype(np.float32)
+    np.testing.assert_array_equal(sent + np.asarray(kept), x + residual)
+
+
+@pytest.mark.newest
+@every_implementation
+def test_special_values(f: Implementation) -> None:
+    x = np.float32([np.nan, np.inf, -np.inf, 0.0, -0.0, 2.0**-126, -(2.0**-126)])
+    words, kept = f(jnp.asarray(x), jnp.zeros(7), jnp.float32(1))
+    np.testing.assert_array_equal(bitplanes.unpack(words, 7), [0, 1, 0, 0, 0, 1, 0])
+    np.testing.assert_array_equal(kept, np.float32([np.nan, np.inf, -np.inf, 1, 1, -1, 1]))
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_nothing_is_nothing(implementation: str | None) -> None:
+    empty = jnp.zeros(0)
+    words, kept = sign_feedback(empty, empty, jnp.float32(1), implementation=implementation)
+    assert words.shape == kept.shape == (0,)
+
+
+def test_a_named_one_that_cannot_run_is_refused() -> None:
+    x, scale = jnp.zeros(4), jnp.float32(1)
+    with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
+        sign_feedback(x, x, scale, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match="no implementation 'cuda'"):
+        sign_feedback(x, x, scale, implementation="cuda")
+
+
+def test_bad_arguments() -> None:
+    x, scale = jnp.zeros(4), jnp.float32(1)
+    with pytest.raises(TypeError, match="float32, got bfloat16 for residual"):
+        sign_feedback(x, x.astype(jnp.bfloat16), scale)
+    with pytest.raises(ValueError, match="of one shape"):
+        sign_feedback(x, jnp.zeros(5), scale)
+    with pytest.raises(ValueError, match="a scalar"):
+        sign_feedback(x, x, jnp.zeros(4))
