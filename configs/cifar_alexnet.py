@@ -75,7 +75,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.error_feedback = False  # Whether devices keep what rounding takes away.
     config.sync.exempt = ()  # Patterns of further leaves that travel in float32.
     config.sync.dense_steps = 0  # Steps in float32 before any compression.
-    config.sync.bucket_mib = 32.0
+    config.sync.bucket_mib = 8.0
 
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 2000

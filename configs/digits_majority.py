@@ -62,7 +62,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.zero = "random"
     config.sync.error_feedback = False
     config.sync.local_momentum = 0.0  # Of each device's gradients: Signum.
-    config.sync.bucket_mib = 32.0
+    config.sync.bucket_mib = 8.0
 
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 100

@@ -52,7 +52,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.eps = 1e-4  # Variances that are small when they are frozen stay small.
     config.sync.warmup_steps = 100  # With the float32 mean; then the variance is frozen.
     config.sync.variance_stability = config_dict.placeholder(float)  # Ends the warm-up instead.
-    config.sync.bucket_mib = 32.0
+    config.sync.bucket_mib = 8.0
 
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 100
