@@ -51,7 +51,9 @@ def over_columns(
 
     varying = frozenset().union(*map(_compat.varying_axes, inputs))
     inputs = [_compat.as_varying(x, varying) for x in inputs]
-    options: dict[str, Any] = {"interpret": plgpu.InterpretGPUParams()} if interpret else {}
+    options: dict[str, Any] = {}
+    if interpret:
+        options["interpret"] = plgpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]
     mat = jax.typeof(inputs[0]).mat
     results = plgpu.kernel(
         kernel,
