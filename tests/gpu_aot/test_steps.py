@@ -49,6 +49,16 @@ def test_overlap_of_a_program_that_can_be_read() -> None:
     assert found.blocking == ("last",)
 
 
+@needs_gpu_aot
+@pytest.mark.gpu_aot
+def test_buckets_travel_behind_products() -> None:
+    """Three of four buckets; a vote has six hops, and there are too few products for all."""
+    limits = {"mean": 0.74, "bfloat16": 0.74, "majority_vote": 0.4}
+    shares = compiled_in_a_process("layers", "h100")
+    assert shares.keys() == limits.keys()
+    assert {name: share for name, share in shares.items() if share < limits[name]} == {}
+
+
 @pytest.fixture(scope="module")
 def steps() -> dict[str, dict]:
     return compiled_in_a_process("steps", "h100", "mean", *BUCKETED, timeout=1500)
