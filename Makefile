@@ -70,9 +70,12 @@ test-subset: $(VENV)/.installed-test
 test-oldest:  ## the subset on the lower bounds of jax, optax and numpy
 	@$(MAKE) --no-print-directory test-subset VENV=.venv-oldest PINS="$(OLDEST)"
 
-# Needs a jax that sees a GPU: `pip install ".[test,gpu]"` into VENV.
 .PHONY: test-gpu
-test-gpu: $(VENV)/.installed-test  ## the tests that run on a GPU
+test-gpu:  ## the tests that run on a GPU
+	@$(MAKE) --no-print-directory test-gpu-here VENV=.venv-gpu
+
+.PHONY: test-gpu-here
+test-gpu-here: $(VENV)/.installed-gpu
 	@$(VERSIONS)
 	JAX_PLATFORMS=cuda,cpu $(VENV)/bin/python -m pytest -m gpu -rs
 
@@ -94,7 +97,7 @@ notebooks: $(VENV)/.installed-test  ## run the notebooks
 
 .PHONY: clean
 clean:  ## remove the environments, the caches and what runs left behind
-	rm -rf .venv .venv-newest .venv-oldest .venv-gpu-aot .venv-gpu-aot-oldest workdir build dist *.egg-info
+	rm -rf .venv .venv-newest .venv-oldest .venv-gpu .venv-gpu-aot .venv-gpu-aot-oldest workdir build dist *.egg-info
 	rm -rf .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -108,6 +111,11 @@ $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing jaxcomm and what its tests need into $(VENV) ..."
 	@$(PIP) install --editable ".[test]" $(PINS)
 	@touch $@ $(VENV)/.installed-train
+
+$(VENV)/.installed-gpu: pyproject.toml | $(VENV)/bin/pip
+	@echo "Installing jaxcomm and what runs on GPUs into $(VENV) ..."
+	@$(PIP) install --editable ".[test,gpu]" $(PINS)
+	@touch $@ $(VENV)/.installed-test $(VENV)/.installed-train
 
 $(VENV)/.installed-gpu-aot: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing jaxcomm and what compiles for GPUs into $(VENV) ..."

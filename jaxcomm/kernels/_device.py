@@ -13,7 +13,7 @@ from jaxcomm import _compat
 
 def capability() -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU, such as (9, 0); None on anything else."""
-    device: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    device: Any = getattr(jax.config, "jax_default_device", None)
     if device is None or isinstance(device, str):
         device = jax.local_devices(backend=device)[0]
     found = str(getattr(device, "compute_capability", ""))

@@ -23,7 +23,7 @@ def over_columns(
     inputs: Sequence[jax.Array],
     outputs: Sequence[tuple[int, Any]],
     *,
-    interpret: bool = False,
+    interpret: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel on slices of columns.
 
@@ -32,7 +32,7 @@ def over_columns(
       inputs: arrays of 4 bytes an element, `(rows, W)` each with another number of rows; or
         `(1,)`, which has no columns. At least one has columns.
       outputs: rows and dtype of each `(rows, W)`.
-      interpret: whether to run on CPU, for tests.
+      interpret: the parameters of Pallas' interpreter, to run on CPU in tests; None compiles.
 
     Returns:
       The outputs. Columns at the end may be computed twice: a body must not update in place.
@@ -51,9 +51,6 @@ def over_columns(
 
     varying = frozenset().union(*map(_compat.varying_axes, inputs))
     inputs = [_compat.as_varying(x, varying) for x in inputs]
-    options: dict[str, Any] = {}
-    if interpret:
-        options["interpret"] = plgpu.InterpretGPUParams()  # pyright: ignore[reportAttributeAccessIssue]
     mat = jax.typeof(inputs[0]).mat
     results = plgpu.kernel(
         kernel,
@@ -63,6 +60,6 @@ def over_columns(
         ],
         grid=(-(-room // lanes),),
         grid_names=("slice",),
-        **options,
+        interpret=interpret,
     )(*inputs)
     return tuple(result[:, :width] for result in results)

@@ -72,7 +72,6 @@ def operations(n: int) -> dict[str, Operation]:
         "add 3 planes": Operation(add, planes(6, n)),
         "add and majority": Operation(majority, planes(6, n)),
         "count": Operation(select.count_at_least, (x, scalar)),
-        "compact 1 %": Operation(functools.partial(select.compact, capacity=n // 100), (x, scalar)),
     }
     # A window of exponents, and a unit of the whole message, are known after a first pass.
     for name, codec, passes in (

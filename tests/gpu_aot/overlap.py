@@ -15,6 +15,8 @@ from gpu_aot.program import Instruction, read_program
 _BACKWARD = re.compile(r'op_name="[^"]*transpose\(')
 _PRODUCT = re.compile(r'custom_call_target="__cu(?:dnn|blas)|kind=kCustom')
 
+SMALL = 256
+
 
 class Overlap(NamedTuple):
     """Of one step: the bytes that a device sends on average, and which collectives block.
@@ -23,7 +25,9 @@ class Overlap(NamedTuple):
       sent: all bytes.
       hidden: those behind any kernel of the backward pass.
       behind_products: those behind a product or a convolution of it.
-      blocking: the collectives that have no start and done.
+      blocking: the collectives of at least SMALL bytes that have no start and done, or are in a
+        conditional, which is waited for. What is smaller, such as a flag behind all else, the
+        compiler may well send at once.
     """
 
     sent: float
@@ -51,7 +55,7 @@ def overlap(text: str) -> Overlap:
         name = inside.get(collective.name, collective.name)
         sent += mean
         if name not in done:
-            blocking.append(collective.name)
+            blocking += [collective.name] if mean >= SMALL else []
             continue
         kernels = [line for line in lines[at[name] : done[name]] if _is_backward(line)]
         hidden += mean if kernels else 0

@@ -19,8 +19,6 @@ KNOWN = {
     # Exponents go through memory, to be packed with the signs behind them.
     "cnat all encode": 4.2,
     "cnat all decode and sum": 2.4,
-    # A bit per entry is written, counted and looked up.
-    "compact 1 %": 1.36,
 }
 
 FUSED = """

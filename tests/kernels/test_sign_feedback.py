@@ -21,7 +21,7 @@ def interpreted(x: jax.Array, residual: jax.Array, scale: jax.Array) -> Any:
         pytest.skip("this jax has no interpreter of Mosaic GPU kernels; the newest has")
     from jaxcomm.kernels.sign_feedback import mosaic
 
-    return mosaic.sign_feedback(x, residual, scale, interpret=True)
+    return mosaic.sign_feedback(x, residual, scale, interpret=plgpu.InterpretGPUParams())
 
 
 IMPLEMENTATIONS = {

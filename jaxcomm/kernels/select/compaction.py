@@ -164,10 +164,8 @@ def _chunk_of_slots(
     mark the slot of the next that is not.
     """
     regions, chunks = bounds.size - 1, before.size - 1
-    region = jnp.zeros_like(before, shape=(chunks,))
-    if regions > 1:  # else XLA would work out a sum of zeros when it compiles, in a minute or more
-        begun = jnp.zeros_like(before, shape=(chunks + 1,)).at[bounds[1:-1]].add(1)
-        region = jnp.cumsum(begun)[:-1]
+    begun = jnp.zeros_like(before, shape=(chunks + 1,)).at[bounds[1:-1]].add(1)
+    region = jnp.cumsum(begun)[:-1]
     first = before[:-1] - base[region]
     mark = jnp.where(first < capacity, region * capacity + first, regions * capacity)
     marks = jnp.zeros_like(before, shape=(regions * capacity,)).at[mark].add(1, mode="drop")

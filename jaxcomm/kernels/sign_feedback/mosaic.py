@@ -1,4 +1,4 @@
-"""Signs with error feedback as one kernel, for any length: both inputs are read only once."""
+"""Signs with error feedback as one kernel: everything is read once and written once."""
 
 from typing import Any
 
@@ -12,9 +12,12 @@ _AT_ONCE = 8  # rows that are loaded before the first is stored: loads do not pa
 
 
 def sign_feedback(
-    x: jax.Array, residual: jax.Array, scale: jax.Array, *, interpret: bool = False
+    x: jax.Array, residual: jax.Array, scale: jax.Array, *, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """As the specification. A length that is no multiple of 32 is padded first, at a copy each."""
+    """As the specification; `interpret` as in `over_columns`.
+
+    Where the length is no multiple of 32, x and the residual are padded first, at a copy each.
+    """
     n, rows = x.size, bitplanes.BITS
     width = bitplanes.words_for(n)
     padding = (0, rows * width - n)

@@ -1,0 +1,169 @@
+"""How near the kernels come to the memory's own speed: every implementation beside a copy.
+
+    python -m benchmarks.kernels [--mib=1,16,256] [--repeats=20] [--implementations=xla,mosaic]
+
+`--mib` lists sizes of the float32 vector that each operation is about. Before anything is timed,
+every implementation is compared with numpy, on random data that is new in every run. GB/s are of
+the bytes that must move: everything read once and written once. `of copy` is this over what copying
+a vector of the same size reaches in the same run.
+
+On a GPU, each call is given other buffers than the calls before it, more in all than the cache
+holds, and calls are timed in batches between two waits, so that what it costs to start them is
+hidden. On CPU the numbers say how fast XLA's code for CPU is, and nothing about a GPU; the table
+says so.
+"""
+
+import argparse
+import functools
+import importlib.metadata
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomm.kernels import bitplanes
+from jaxcomm.kernels.sign_feedback import sign_feedback
+
+CACHE = 2**28  # bytes; more than the last cache of any GPU of today holds
+CALLS = 8  # between two waits
+
+
+class Case(NamedTuple):
+    """An operation: its name, who can do it, its arguments from numpy's random numbers, a check."""
+
+    name: str
+    implementations: dict[str, Callable[..., Any]]
+    arguments: Callable[[np.random.Generator, int], tuple[np.ndarray, ...]]
+    expected: Callable[..., tuple[np.ndarray, ...]]
+
+
+def packed(bits: np.ndarray) -> np.ndarray:
+    width = -(-len(bits) // 32)
+    streams = np.pad(bits, (0, 32 * width - len(bits))).reshape(32, width)
+    words = np.zeros(width, np.uint32)
+    for b, stream in enumerate(streams):
+        words |= stream.astype(np.uint32) << np.uint32(b)
+    return words
+
+
+def normal(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
+    return (rng.standard_normal(n, np.float32),)
+
+
+def owed(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
+    """Small integers, whose sums are exact, and a scale."""
+    x, residual = rng.integers(-99, 99, (2, n)).astype(np.float32)
+    return x, residual, np.float32(2)
+
+
+def kept(x: np.ndarray, residual: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, ...]:
+    total = x + residual
+    return packed(total > 0), total - np.where(total > 0, scale, -scale)
+
+
+def votes(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
+    return tuple(rng.integers(0, 2**32, (6, bitplanes.words_for(n)), np.uint32))
+
+
+def majority(*planes: jax.Array) -> tuple[jax.Array]:
+    return (bitplanes.exceeds(bitplanes.add(planes[:3], planes[3:], 4), 7),)
+
+
+def majority_of(*planes: np.ndarray) -> tuple[np.ndarray]:
+    bits = np.stack([np.unpackbits(p.view(np.uint8)).astype(np.int8) for p in planes])
+    weights = np.int8([1, 2, 4, 1, 2, 4])[:, None]
+    return (np.packbits((bits * weights).sum(0) > 7).view(np.uint32),)
+
+
+CASES = (
+    # Of a plain copy XLA may make nothing; a changed sign has to be written.
+    Case("copy", {"xla": lambda x: (-x,)}, normal, lambda x: (-x,)),
+    Case("pack", {"xla": lambda x: (bitplanes.pack(x),)}, normal, lambda x: (packed(x > 0),)),
+    Case(
+        "sign_feedback",
+        {name: functools.partial(sign_feedback, implementation=name) for name in ("xla", "mosaic")},
+        owed,
+        kept,
+    ),
+    Case("add and majority", {"xla": majority}, votes, majority_of),
+)
+
+
+class Timed:
+    """One implementation at one size, checked and then timed."""
+
+    def __init__(self, case: Case, f: Callable[..., Any], n: int, rng: np.random.Generator):
+        args = case.arguments(rng, n)
+        self.call, self.seconds = jax.jit(f), []
+        results = self.call(*map(jnp.asarray, args))  # raises where it cannot run
+        for found, wanted in zip(results, case.expected(*args), strict=True):
+            np.testing.assert_array_equal(found, wanted, case.name)
+        self.bytes = sum(a.nbytes for a in [*args, *results])
+        turns = max(CALLS, -(-CACHE // self.bytes)) if jax.default_backend() != "cpu" else 1
+        self.buffers = [tuple(jnp.array(a) for a in args) for _ in range(turns)]
+        self.turn = 0
+
+    def run(self) -> None:
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            result = self.call(*self.buffers[self.turn % len(self.buffers)])
+            self.turn += 1
+        jax.block_until_ready(result)  # calls run in order
+        self.seconds.append((time.perf_counter() - start) / CALLS)
+
+    @property
+    def speed(self) -> float:
+        return self.bytes / statistics.median(self.seconds)
+
+
+def measured(
+    mib: float, repeats: int, chosen: list[str], rng: np.random.Generator
+) -> dict[tuple[str, str], Timed | None]:
+    """All that run at one size; None stands for an implementation that this device lacks."""
+    timed: dict[tuple[str, str], Timed | None] = {}
+    for case in CASES:
+        for name, f in case.implementations.items():
+            if name in chosen:
+                try:
+                    timed[case.name, name] = Timed(case, f, int(mib * 2**18), rng)
+                except NotImplementedError:
+                    timed[case.name, name] = None
+    for _ in range(repeats):  # all in turn, so that other load meets all of them
+        for t in timed.values():
+            if t is not None:
+                t.run()
+    return timed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="time kernels beside a copy")
+    parser.add_argument("--mib", default="1,16,256", help="sizes of the float32 vector")
+    parser.add_argument("--repeats", type=int, default=20, help="rounds; medians are shown")
+    parser.add_argument("--implementations", default="xla,mosaic")
+    args = parser.parse_args()
+    device, rng = jax.devices()[0], np.random.default_rng()
+    print(f"jax {importlib.metadata.version('jax')}, {device.device_kind}, {args.repeats} rounds")
+    if device.platform == "cpu":
+        print(f"CPU, {len(os.sched_getaffinity(0))} cores: NOT a measurement of GPU kernels")
+    print(f"{'':20}{'':8}{'MiB':>8}{'us':>12}{'GB/s':>9}{'of copy':>9}")
+    for mib in map(float, args.mib.split(",")):
+        timed = measured(mib, args.repeats, ["xla", *args.implementations.split(",")], rng)
+        copy = timed["copy", "xla"]
+        for (name, implementation), t in timed.items():
+            label = f"{name:20}{implementation:8}{mib:8.0f}"
+            if t is None or copy is None:
+                print(f"{label}  not on this device")
+            else:
+                seconds = t.bytes / t.speed
+                print(
+                    f"{label}{1e6 * seconds:12.1f}{t.speed / 1e9:9.2f}{t.speed / copy.speed:9.2f}"
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Each method's exchange of one matrix over eight GPUs: what the compiled program sends.
+
+`python -m gpu_aot.exchanges TARGET N` prints, as JSON, bytes by kind of collective, and the dtypes.
+"""
+
+import json
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxcomm
+from gpu_aot.targets import mesh_of
+
+DENSITY = 0.01
+METHODS: dict[str, Any] = {
+    "mean": lambda: jaxcomm.mean("data"),
+    "bfloat16": lambda: jaxcomm.mean("data", "bfloat16"),
+    "bfloat16 native": lambda: jaxcomm.mean("data", "bfloat16", "native"),
+    "bfloat16 ring": lambda: jaxcomm.mean("data", "bfloat16", "ring"),
+    "bfloat16 halving_doubling": lambda: jaxcomm.mean("data", "bfloat16", "halving_doubling"),
+    "bfloat16 circulant": lambda: jaxcomm.mean("data", "bfloat16", "circulant"),
+    "cnat": lambda: jaxcomm.mean("data", "cnat"),
+    "int8": lambda: jaxcomm.mean("data", "int8"),
+    "scaled_sign": lambda: jaxcomm.mean("data", "scaled_sign", error_feedback=True),
+    "vote direct": lambda: jaxcomm.majority_vote("data", "direct"),
+    "vote circulant": lambda: jaxcomm.majority_vote("data"),
+    "vote halving_doubling": lambda: jaxcomm.majority_vote("data", "halving_doubling"),
+    "vote ring": lambda: jaxcomm.majority_vote("data", "ring"),
+    "one_bit_adam": lambda: jaxcomm.one_bit_adam(1e-3, "data", warmup_steps=10),
+    "topk_allgather": lambda: jaxcomm.sparse_mean("data", DENSITY, "topk_allgather"),
+    "gtopk": lambda: jaxcomm.sparse_mean("data", DENSITY, "gtopk"),
+}
+
+
+def sent(mesh: Any, method: str, n: int) -> dict[str, Any]:
+    tx = METHODS[method]()
+    params = {"w": jax.ShapeDtypeStruct((n // 64, 64), jnp.float32, sharding=everywhere(mesh))}
+    specs = jaxcomm.state_spec(tx, params, mesh)
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)),
+        jax.eval_shape(tx.init, params),
+        specs,
+    )
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    grads = {"w": jax.ShapeDtypeStruct((mesh.size, n // 64, 64), jnp.float32, sharding=split)}
+    text = jax.jit(tx.update).trace(grads, state, params).lower().compile().as_text()
+    report = jaxcomm.wire_report(text)
+    kinds = sorted({c.op for c in report.collectives})
+    return {
+        "bytes": {kind: float(report.only(kind).bytes_max) for kind in kinds},
+        "dtypes": sorted({dtype for c in report.collectives for dtype in c.dtypes}),
+    }
+
+
+def everywhere(mesh: Any) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def main(target: str, n: str) -> None:
+    mesh = mesh_of(target)
+    with jax.set_mesh(mesh):
+        print(json.dumps({method: sent(mesh, method, int(n)) for method in METHODS}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
