@@ -96,13 +96,14 @@ def test_both_views_compile_to_the_same_collectives(codec: str, model: int) -> N
             report = jaxcomm.wire_report(step.lower(grads, tx.init(params)).compile())
         found.append(sorted((c.op, str(c.dtypes), c.sent) for c in report.collectives))
     assert all(other == found[0] for other in found[1:])
-    # One for the exempt leaves and the flag, one that agrees on float16's scale, two exchanges;
-    # XLA merges all float32 all-reduces into one. With a further axis there are two buckets, as
-    # leaves sharded over it travel apart, and the flag goes along it too.
-    assert (
-        len(found[0])
-        == {"float32": (1, 2), "bfloat16": (3, 6), "float16": (4, 7)}[codec][model - 1]
-    )
+    # One for the exempt leaves and the flag, and a bucket's: one in float32, or two of 16 bits and
+    # one that agrees on float16's scale. With a further axis there are two buckets, as leaves
+    # sharded over it travel apart, and the flag goes along it too. XLA before jax 0.12 joins
+    # all-reduces of one type though they take turns.
+    buckets, of_a_bucket = model, {"float32": 1, "bfloat16": 2, "float16": 3}[codec]
+    exchanges = 1 + buckets * of_a_bucket + (model > 1)
+    joined = {"float32": buckets, "bfloat16": 0, "float16": model - 1}[codec]
+    assert exchanges - joined <= len(found[0]) <= exchanges
 
 
 @pytest.mark.newest
