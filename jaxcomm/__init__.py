@@ -23,6 +23,7 @@ from jaxcomm.mesh import data_mesh, global_batch, replicate
 from jaxcomm.transforms import (
     accumulate,
     backward_order,
+    control_variates,
     local,
     majority_vote,
     mean,
@@ -43,6 +44,7 @@ __all__ = [
     "backward_order",
     "circulant",
     "codecs",
+    "control_variates",
     "data_mesh",
     "direct",
     "gaussiank",

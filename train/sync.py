@@ -16,13 +16,16 @@ AXIS = "data"
 
 
 def majority_vote(
-    axis_name: str, *, local_momentum: float, **options: Any
+    axis_name: str, *, local_momentum: float, correct_every: int, **options: Any
 ) -> optax.GradientTransformation:
-    """The majority of signs: of gradients, or of each device's momentum as in Signum."""
-    vote = jaxcomm.majority_vote(axis_name, **options)
-    if not local_momentum:
-        return vote
-    return optax.chain(jaxcomm.local(optax.ema(local_momentum), axis_name), vote)
+    """The majority of signs: of gradients, corrected or not, or of each device's momentum."""
+    chain = [jaxcomm.majority_vote(axis_name, **options)]
+    if local_momentum:
+        chain.insert(0, jaxcomm.local(optax.ema(local_momentum), axis_name))
+    if correct_every:
+        mean = jaxcomm.mean(axis_name, "bfloat16", bucket_order=options.get("bucket_order"))
+        chain.insert(0, jaxcomm.control_variates(mean, correct_every))
+    return optax.chain(*chain)
 
 
 def one_bit_adam(axis_name: str, **options: Any) -> optax.GradientTransformation:
@@ -70,6 +73,7 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "zero",
             "error_feedback",
             "local_momentum",
+            "correct_every",
             "exempt",
             "bucket_mib",
             "bucket_order",

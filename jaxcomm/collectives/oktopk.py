@@ -167,24 +167,29 @@ class OkTopk(Sparse):
         room = self._common_room(n, world)
         found = select.compact(sums, threshold, min(n, world * room))
         counts = jax.lax.all_gather(found.count, axis_name)
+        ends = jnp.cumsum(counts)
         # Its number among all large sums; beyond the room of all messages there is none.
-        rank = jnp.sum(jnp.where(jnp.arange(world) < me, counts, 0))
-        rank = rank + jnp.arange(found.values.size, dtype=jnp.int32)
+        rank = ends[me] - counts[me] + jnp.arange(found.values.size, dtype=jnp.int32)
         fits = (found.indices < n) & (rank < world * room)
         entries = _region_entries(self.values, n, world)
         rounded = jnp.where(fits, entries.rounded(found.values), 0.0)
+        offsets = jnp.where(fits, found.indices - boundaries[me], 0)
 
-        def from_owners() -> jax.Array:
-            offsets = jnp.where(fits, found.indices - boundaries[me], 0)
-            payload = entries.encode(rounded[:room], offsets[:room])
-            values, offsets = entries.decode(jax.lax.all_gather(payload, axis_name))
-            places = jnp.where(values == 0, n, offsets + boundaries[:-1, None])
-            return add_lists(jnp.zeros_like(sums), values, places)
-
-        def handed_over() -> jax.Array:
-            return _hand_over(rounded, found.indices, rank, room, n, axis_name, self.values)
-
-        total = jax.lax.cond(jnp.max(counts) <= room, from_owners, handed_over)
+        is_balanced = jnp.max(counts) <= room
+        values, offsets = jax.lax.cond(
+            is_balanced,
+            lambda: (rounded[:room], offsets[:room]),
+            lambda: _handed_over(rounded, offsets, rank, room, entries, axis_name),
+        )
+        # Not in the conditional, so that it travels while something else is computed.
+        everyones = jax.lax.all_gather(entries.encode(values, offsets), axis_name)
+        values, offsets = entries.decode(everyones)
+        # The number of an entry says in which region it lies.
+        first = jnp.where(is_balanced, ends - counts, jnp.arange(world) * room)
+        number = jnp.add.outer(first, jnp.arange(room))
+        region = jnp.searchsorted(ends[:-1], number, side="right", method="compare_all")
+        places = jnp.where(values == 0, n, offsets + boundaries[region])
+        total = add_lists(jnp.zeros_like(sums), values, places)
         left = jnp.where(fits, found.values - rounded, 0.0)
         lost = jnp.zeros_like(sums).at[found.indices].add(left, mode="drop")
         return _Gathered(total, jnp.sum(counts), lost)
@@ -194,26 +199,23 @@ class OkTopk(Sparse):
         return min(n, max(1, -int(-self.common_slack * self.k(n) // world)))
 
 
-def _hand_over(
+def _handed_over(
     values: jax.Array,
-    indices: jax.Array,
+    offsets: jax.Array,
     rank: jax.Array,
     room: int,
-    n: int,
+    entries: Entries,
     axis_name: AxisName,
-    format_: str,
-) -> jax.Array:
-    """The total, after entry number r has gone to device r // room, which sends it to all."""
-    world, entries = jax.lax.axis_size(axis_name), Entries(format_, n)
+) -> tuple[jax.Array, jax.Array]:
+    """What each device then has: entry number r has gone to device r // room."""
+    world = jax.lax.axis_size(axis_name)
     slot = jnp.where(values == 0, world * room, rank)
     slots = jnp.zeros(world * room).at[slot].set(values, mode="drop").reshape(world, room)
-    places = jnp.zeros(world * room, jnp.int32).at[slot].set(indices, mode="drop")
+    places = jnp.zeros(world * room, jnp.int32).at[slot].set(offsets, mode="drop")
     payload = entries.encode(slots, places.reshape(world, room))
-    values, places = entries.decode(jax.lax.all_to_all(payload, axis_name, 0, 0, tiled=True))
+    values, offsets = entries.decode(jax.lax.all_to_all(payload, axis_name, 0, 0, tiled=True))
     # A slot is filled by one device, and zero from all others.
-    mine, places = jnp.sum(values, axis=0), jnp.sum(jnp.where(values == 0, 0, places), axis=0)
-    values, places = entries.decode(jax.lax.all_gather(entries.encode(mine, places), axis_name))
-    return add_lists(jnp.zeros(n), values, jnp.where(values == 0, n, places))
+    return jnp.sum(values, axis=0), jnp.sum(jnp.where(values == 0, 0, offsets), axis=0)
 
 
 def _is_narrow(n: int, world: int) -> bool:

@@ -1,5 +1,6 @@
 """optax transformations: state, pytrees, buckets, and the two views of one step."""
 
+from jaxcomm.transforms.control_variates import ControlVariatesState, control_variates
 from jaxcomm.transforms.gradients import ValueAndGrad, accumulate, backward_order, value_and_grad
 from jaxcomm.transforms.local import LocalState, local
 from jaxcomm.transforms.majority_vote import MajorityVoteState, majority_vote
@@ -12,6 +13,7 @@ from jaxcomm.transforms.sparse_mean import SparseMeanState, SparseReport, sparse
 from jaxcomm.transforms.stages import StagesState, stages, warmup
 
 __all__ = [
+    "ControlVariatesState",
     "LocalState",
     "MajorityVoteState",
     "MeanState",
@@ -25,6 +27,7 @@ __all__ = [
     "ValueAndGrad",
     "accumulate",
     "backward_order",
+    "control_variates",
     "local",
     "majority_vote",
     "mean",

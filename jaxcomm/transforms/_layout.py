@@ -103,6 +103,11 @@ def _check_patterns(patterns: Sequence[str], paths: Sequence[str]) -> None:
             )
 
 
+def filled_leaves(layout: Layout) -> list[int]:
+    """The indices of leaves that have elements; XLA does not keep empty ones sharded."""
+    return [i for i, leaf in enumerate(layout.leaves) if 0 not in leaf.shape]
+
+
 def axis_of(state: Any, who: str) -> AxisName:
     """The one axis that the transformations in a state exchange over; `who` asks.
 

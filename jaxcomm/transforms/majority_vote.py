@@ -59,8 +59,10 @@ def majority_vote(
     keeps what these, scaled by the mean magnitude of the leaf, leave over. The update is the vote
     times the mean of the devices' scales, so it has the size of a gradient; exempt leaves are
     then their means. Where a leaf is sharded over a further axis, each shard has its own scale.
-    Where shards of the data differ, votes are biased even so; `jaxcomm.mean("data",
-    codec="scaled_sign", error_feedback=True)` is not, for 2(N-1)/N bits a coordinate.
+
+    Where shards of the data differ, votes are biased, with and without error feedback. Put
+    `jaxcomm.control_variates` before them, or take `jaxcomm.mean("data", codec="scaled_sign",
+    error_feedback=True)`, which is not biased, for 2(N-1)/N bits a coordinate.
 
     If any gradient on any device is not finite, every update on every device is NaN and the
     residuals stay as they are.

@@ -7,7 +7,13 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomm import _compat
-from jaxcomm.transforms._layout import Layout, axis_of, check_gradients, layout_of
+from jaxcomm.transforms._layout import (
+    Layout,
+    axis_of,
+    check_gradients,
+    filled_leaves,
+    layout_of,
+)
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, zeros_per_device
 
@@ -54,7 +60,7 @@ def multi_steps(inner: optax.GradientTransformation, k: int) -> optax.GradientTr
         refuse_wrappers()
         state = inner.init(params)
         layout = layout_of(params, axis_of(state, "multi_steps"))
-        own = zeros_per_device(layout, params, _filled(layout))
+        own = zeros_per_device(layout, params, filled_leaves(layout))
         return MultiStepsState(layout, jnp.zeros((), jnp.int32), own, state)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -88,13 +94,8 @@ def _add(grads: list[jax.Array], state: MultiStepsState) -> dict[int, jax.Array]
     weight = 1 / (state.mini_step + 1).astype(jnp.float32)
     return {
         i: old + (grads[i].reshape(old.shape).astype(jnp.float32) - old) * weight
-        for i, old in zip(_filled(state.layout), state.accumulated.values, strict=True)
+        for i, old in zip(filled_leaves(state.layout), state.accumulated.values, strict=True)
     }
-
-
-def _filled(layout: Layout) -> list[int]:
-    """The leaves that have elements."""
-    return [i for i, leaf in enumerate(layout.leaves) if 0 not in leaf.shape]
 
 
 def _zeros_like(updates: Any, grads: list[jax.Array], layout: Layout) -> Any:

@@ -103,11 +103,12 @@ def one_bit_adam(
       TypeError, ValueError: at once for bad arguments; by `update` if weight decay lacks the
         parameters; else as `jaxcomm.mean`.
 
-    Wire: in the warm-up 8(N-1)/N bytes a parameter; then, for each bucket of n values, 2(N-1)
-    messages of 1 + ceil(ceil(n/N) / 32) uint32 words, which is 2(N-1)/N bits a value and a scale
-    in each message. Both are branches of a conditional for each bucket. In both stages one float32
-    all-reduce of all exempt values and one flag; on a mesh of several axes, one int32 over the
-    others, and with `variance_stability` one float32.
+    Wire: for each bucket of n values, 2(N-1) messages of 1 + ceil(ceil(n/N) / 32) uint32 words,
+    which is 2(N-1)/N bits a value and a scale in each message; one float32 all-reduce of all exempt
+    values and one flag; on a mesh of several axes, one int32 over the others, and with
+    `variance_stability` one float32. In the warm-up, 8(N-1)/N bytes a parameter more, in a branch
+    of a conditional; the bits travel then too, and are not used, because on GPUs nothing that is
+    in a conditional travels while gradients are computed.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -266,30 +267,29 @@ def _exchange(
     _, exempt = split_off_exempt(layout)
     reduction, native = collectives.mean_of("float32", "native")
 
-    def in_float32(x: jax.Array, *errors: jax.Array) -> tuple[jax.Array, ...]:
-        return collectives.all_reduce(x, axis_name, reduction, native), *errors
-
-    def in_one_bit(x: jax.Array, worker: jax.Array, server: jax.Array) -> tuple[jax.Array, ...]:
-        return one_bit_mean(x, worker, server, axis_name)
+    def in_float32(vectors: dict[int, jax.Array]) -> Arrays:
+        return [collectives.all_reduce(x, axis_name, reduction, native) for x in vectors.values()]
 
     def on_one(sent: Arrays, own: Arrays, compressed: jax.Array) -> tuple[Arrays, Arrays]:
-        kept, results = list(own), []
+        vectors, results, errors = {}, [], []
         for b, bucket in enumerate(buckets):
-
-            def reduce(x: jax.Array, b: int = b) -> jax.Array:
-                errors = own[b], own[number + b]
-                mean, *errors = jax.lax.cond(compressed, in_one_bit, in_float32, x, *errors)
-                kept[b], kept[number + b] = errors
-                return mean
-
             parts, results = in_turn({i: sent[i] for i in bucket}, results)
-            results.append(reduce(joined(parts)))
+            vectors[b] = joined(parts)
+            # In the warm-up for nothing, but a conditional would be waited for ever after.
+            mean, *unsaid = one_bit_mean(vectors[b], own[b], own[number + b], axis_name)
+            results.append(mean)
+            errors.append(unsaid)
         agreed, finite, results = exact_means(
             {i: sent[i] for i in exempt}, sent, axis_name, results=results
         )
-        for bucket, mean in zip(buckets, results, strict=True):
-            agreed |= split(mean, {i: sent[i] for i in bucket})
-        kept = [jnp.where(finite, new, old) for new, old in zip(kept, own, strict=True)]
+        vectors, results = in_turn(vectors, results)
+        exact = jax.lax.cond(
+            compressed, lambda v: [jnp.zeros_like(x) for x in v.values()], in_float32, vectors
+        )
+        for bucket, one_bit, mean in zip(buckets, results, exact, strict=True):
+            agreed |= split(jnp.where(compressed, one_bit, mean), {i: sent[i] for i in bucket})
+        new = [worker for worker, _ in errors] + [server for _, server in errors]
+        kept = [jnp.where(finite & compressed, *pair) for pair in zip(new, own, strict=True)]
         return [agreed[i] for i in range(len(layout.leaves))] + [finite.astype(jnp.float32)], kept
 
     # The flag comes back as one more leaf.

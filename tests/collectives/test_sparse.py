@@ -248,7 +248,6 @@ def sent(algorithm: collectives.Sparse, world: int, n: int, mesh: Mesh) -> jaxco
 def test_bytes_are_those_of_the_formulas(make_mesh: MakeMesh, world: int, n: int) -> None:
     k, mesh, others = round(n * DENSITY), make_mesh(world), world - 1
     entry = 6 if n <= 2**16 else 8
-    ceil = lambda a: -int(-a)  # noqa: E731
 
     room = int(np.ceil(1.25 * k))
     assert sent(jaxcomm.topk_allgather(), world, n, mesh).bytes_max == others * room * entry
@@ -267,10 +266,10 @@ def test_bytes_are_those_of_the_formulas(make_mesh: MakeMesh, world: int, n: int
     entry = 6 if n <= world * 2**16 else 8
     common = int(np.ceil(1.5 * k / world))
     report = sent(jaxcomm.oktopk(), world, n, mesh)
-    assert report.only("all-to-all").bytes_max == others * room * entry + others * common * (
-        6 if n <= 2**16 else 8
-    )
-    del ceil
+    # The second all-to-all hands over.
+    assert report.only("all-to-all").bytes_max == others * (room + common) * entry
+    gathered = [c.bytes_max for c in report.only("all-gather").collectives]
+    assert sorted(gathered) == sorted(others * x for x in (4, common * 4, common * entry))
 
 
 @pytest.mark.parametrize("name", ["topk_allgather", "topk_dsa", "gaussiank", "oktopk"])

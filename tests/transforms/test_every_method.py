@@ -45,6 +45,11 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "Signum": lambda: optax.chain(
         jaxcomm.local(optax.trace(0.9), "data"), jaxcomm.majority_vote("data"), optax.sgd(0.01)
     ),
+    "votes on corrected gradients": lambda: optax.chain(
+        jaxcomm.control_variates(jaxcomm.mean("data", "bfloat16"), 2),
+        jaxcomm.majority_vote("data"),
+        optax.sgd(0.01),
+    ),
     "Ok-Topk": lambda: optax.chain(jaxcomm.sparse_mean("data", 0.1), SGD),
     "TopkA with momentum correction": lambda: optax.chain(
         jaxcomm.sparse_mean("data", 0.1, "topk_allgather", momentum_correction=0.9), optax.sgd(0.05)

@@ -1,0 +1,137 @@
+"""Gradients without what sets a device's data apart, as an optax transformation."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomm import _compat
+from jaxcomm.transforms._layout import (
+    Layout,
+    axis_of,
+    check_gradients,
+    filled_leaves,
+    layout_of,
+)
+from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms.per_device import PerDevice, zeros_per_device
+
+
+class ControlVariatesState(NamedTuple):
+    """The state of `control_variates`.
+
+    Attributes:
+      layout: what `init` saw of the parameters.
+      step: int32, steps since the last exchange.
+      average: the sum of each device's gradients in these steps, over `every`.
+      correction: what each device adds to its gradients.
+      inner: the state of the mean.
+    """
+
+    layout: Layout
+    step: jax.Array
+    average: PerDevice
+    correction: PerDevice
+    inner: Any
+
+
+def control_variates(
+    inner: optax.GradientTransformation, every: int = 8
+) -> optax.GradientTransformation:
+    """Corrects local gradients by what they lately differed from their mean.
+
+    Where devices hold different data, most of them may agree on a sign that the mean does not
+    have. Every few steps, each device learns the mean of all gradients since the last time, and
+    until the next adds what its own lacked of it. These differences add up to nothing, so the mean
+    stays what it is, but what the devices then vote on is nearer to it:
+
+        optax.chain(
+            jaxcomm.control_variates(jaxcomm.mean("data", "bfloat16"), every=8),
+            jaxcomm.majority_vote("data"),
+            optax.sgd(1e-3, momentum=0.9),
+        )
+
+    What `inner` rounds off is added on all devices alike, and then it is not quite the mean that
+    is voted on; with error feedback in `inner` it is made up for later.
+
+    What is not finite is passed on, for the exchange behind to find, and left out of averages.
+
+    Args:
+      inner: how the mean is taken: `jaxcomm.mean`.
+      every: the number of steps that are averaged, and between two exchanges. Until the first
+        exchange, gradients are as they were.
+
+    Returns:
+      A transformation for the place before `jaxcomm.majority_vote`, and before a `jaxcomm.local`:
+      it takes local gradients and returns local gradients. Every device keeps two float32 copies
+      of them.
+
+    Raises:
+      ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
+        over several axes.
+
+    Wire: that of `inner` every so many steps, in a branch of a conditional; else nothing.
+
+    References:
+      S. P. Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
+      ICML 2020, arXiv:1910.06378.
+
+    Differs from the paper: devices take all steps together, so that it is the vote that drifts, not
+    their parameters; and the averages are of gradients that are computed anyway.
+    """
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise ValueError(f"control_variates needs a positive number of steps, got {every!r}.")
+
+    def init_fn(params: Any) -> Any:
+        refuse_wrappers()
+        state = inner.init(params)
+        layout = layout_of(params, axis_of(state, "control_variates"))
+        average, correction = (
+            zeros_per_device(layout, params, filled_leaves(layout)) for _ in range(2)
+        )
+        return ControlVariatesState(layout, jnp.zeros((), jnp.int32), average, correction, state)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        refuse_wrappers()
+        grads, treedef = jax.tree.flatten(updates)
+        check_gradients(grads, state.layout)
+        filled, is_local = filled_leaves(state.layout), _compat.is_manual(state.layout.axis_name)
+        own = {
+            i: grads[i].reshape(old.shape).astype(jnp.float32)
+            for i, old in zip(filled, state.average.values, strict=True)
+        }
+        averages = {
+            i: old + jnp.where(jnp.isfinite(own[i]), own[i], 0.0) / every
+            for i, old in zip(filled, state.average.values, strict=True)
+        }
+
+        def exchange() -> tuple[Any, Any]:
+            local = list(grads)
+            for i, average in averages.items():
+                local[i] = average[0] if is_local else average
+            means, inner_state = inner.update(treedef.unflatten(local), state.inner, params)
+            means = jax.tree.leaves(means)
+            # A format can overflow where no average does.
+            means = [means[i][None] for i in averages]
+            lacks = [m - a for m, a in zip(means, averages.values(), strict=True)]
+            lacks = [jnp.where(jnp.isfinite(m), x, 0) for m, x in zip(means, lacks, strict=True)]
+            return lacks, inner_state
+
+        is_last = state.step == every - 1
+        correction, inner_state = jax.lax.cond(
+            is_last, exchange, lambda: (state.correction.values, state.inner)
+        )
+        corrected = list(grads)
+        for i, c in zip(filled, state.correction.values, strict=True):
+            corrected[i] = (own[i] + c).astype(grads[i].dtype).reshape(grads[i].shape)
+        state = ControlVariatesState(
+            state.layout,
+            (state.step + 1) % every,
+            PerDevice([jnp.where(is_last, 0.0, a) for a in averages.values()], state.average.specs),
+            PerDevice(correction, state.correction.specs),
+            inner_state,
+        )
+        return treedef.unflatten(corrected), state
+
+    return optax.GradientTransformation(init_fn, update_fn)
