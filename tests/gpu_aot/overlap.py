@@ -22,17 +22,19 @@ class Overlap(NamedTuple):
     """Of one step: the bytes that a device sends on average, and which collectives block.
 
     Attributes:
-      sent: all bytes.
+      sent: all bytes outside of conditionals, which every step sends.
       hidden: those behind any kernel of the backward pass.
       behind_products: those behind a product or a convolution of it.
-      blocking: the collectives of at least SMALL bytes that have no start and done, or are in a
-        conditional, which is waited for. What is smaller, such as a flag behind all else, the
-        compiler may well send at once.
+      in_conditionals: what steps that take all branches send beside. It is waited for.
+      blocking: the collectives outside of conditionals of at least SMALL bytes that have no start
+        and done. What is smaller, such as a flag behind all else, the compiler may well send at
+        once.
     """
 
     sent: float
     hidden: float
     behind_products: float
+    in_conditionals: float
     blocking: tuple[str, ...]
 
 
@@ -48,11 +50,14 @@ def overlap(text: str) -> Overlap:
     }
     at = {line.name: i for i, line in enumerate(lines)}
     done = {line.operands[0]: i for i, line in enumerate(lines) if line.op.endswith("-done")}
-    sent = hidden = behind_products = Fraction(0)
+    sent = hidden = behind_products = in_conditionals = Fraction(0)
     blocking = []
     for collective in jaxcomm.wire_report(text).collectives:
         mean = Fraction(sum(collective.sent)) / len(collective.sent) * (collective.times or 0)
         name = inside.get(collective.name, collective.name)
+        if collective.branch:
+            in_conditionals += mean
+            continue
         sent += mean
         if name not in done:
             blocking += [collective.name] if mean >= SMALL else []
@@ -60,7 +65,8 @@ def overlap(text: str) -> Overlap:
         kernels = [line for line in lines[at[name] : done[name]] if _is_backward(line)]
         hidden += mean if kernels else 0
         behind_products += mean if any(_PRODUCT.search(line.text) for line in kernels) else 0
-    return Overlap(float(sent), float(hidden), float(behind_products), tuple(blocking))
+    amounts = map(float, (sent, hidden, behind_products, in_conditionals))
+    return Overlap(*amounts, tuple(blocking))
 
 
 def _is_backward(line: Instruction) -> bool:

@@ -99,6 +99,7 @@ def row(compiled: Any) -> dict[str, Any]:
         "MB sent": round(found.sent / 1e6, 3),
         "hidden": round(found.hidden / found.sent, 3),
         "behind products": round(found.behind_products / found.sent, 3),
+        "MB in conditionals": round(found.in_conditionals / 1e6, 3),
         "collectives": len(report.collectives),
         "blocking": len(found.blocking),
         "dtypes": sorted({dtype for c in report.collectives for dtype in c.dtypes}),

@@ -21,6 +21,15 @@ HloModule jit_step, is_scheduled=true, num_partitions=2
   ROOT %negative = f32[100]{0} negate(%p)
 }
 
+%quiet (q: f32[100]) -> f32[100] {
+  ROOT %q = f32[100]{0} parameter(0)
+}
+
+%loud (l: f32[100]) -> f32[100] {
+  %l = f32[100]{0} parameter(0)
+  ROOT %said = f32[100]{0} all-reduce(%l), replica_groups={{0,1}}, to_apply=%add
+}
+
 ENTRY %main (a: f32[100], b: f32[300], one: f32[1]) -> f32[100] {
   %one = f32[1]{0} parameter(2)
   %a = f32[100]{0} parameter(0)
@@ -38,7 +47,10 @@ metadata={op_name="jit(step)/transpose(jvp())/mul"}
 metadata={op_name="jit(step)/jvp()/dot_general"}
   %third-done = f32[100]{0} all-reduce-done(%third)
   %flag = f32[1]{0} all-reduce(%one), replica_groups={{0,1}}, to_apply=%add
-  ROOT %last = f32[100]{0} all-reduce(%third-done), replica_groups={{0,1}}, to_apply=%add
+  %taken = pred[] constant(true)
+  %perhaps = f32[100]{0} conditional(%taken, %third-done, %third-done), \
+true_computation=%loud, false_computation=%quiet
+  ROOT %last = f32[100]{0} all-reduce(%perhaps), replica_groups={{0,1}}, to_apply=%add
 }
 """
 
@@ -46,7 +58,7 @@ metadata={op_name="jit(step)/jvp()/dot_general"}
 def test_overlap_of_a_program_that_can_be_read() -> None:
     found = overlap(STEP)
     assert (found.sent, found.hidden, found.behind_products) == (2404, 1600, 400)
-    assert found.blocking == ("last",)
+    assert (found.in_conditionals, found.blocking) == (400, ("last",))
 
 
 @needs_gpu_aot
