@@ -12,8 +12,6 @@ from nbclient.exceptions import CellExecutionError
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 SECONDS = 300
 
-pytestmark = pytest.mark.multiprocess
-
 
 def run_notebook(path: Path) -> None:
     """Executes a notebook as its readers do: in its folder, with no flags but its own."""
