@@ -39,17 +39,20 @@ def memorise(name: str, rate: float, limit: int, **change: Any) -> tuple[int, fl
     pytest.fail(f"after {limit} steps the accuracy is {float(accuracy):.3f}")
 
 
+SLOW = (pytest.mark.slow, pytest.mark.timeout(1500))
+
+
 @pytest.mark.parametrize(
     ("name", "rate", "limit", "change"),
     [
         ("cifar_resnet20", 0.1, 200, {"large_stem": True}),
-        pytest.param("cifar_resnet20", 0.1, 200, {}, marks=pytest.mark.slow),
+        pytest.param("cifar_resnet20", 0.1, 200, {}, marks=SLOW),
         ("cifar_alexnet", 0.05, 400, {"width": 0.125}),
         ("cifar_vgg", 0.05, 200, {"width": 0.125}),
-        pytest.param("cifar_vgg", 0.02, 200, {}, marks=pytest.mark.slow),
+        pytest.param("cifar_vgg", 0.02, 200, {}, marks=SLOW),
         # ResNet-110 on 8 x 8 pixels behind the stem: all of its depth, and a shallower one.
         ("cifar_resnet110", 0.1, 200, {"large_stem": True, "stages": (6, 6, 6)}),
-        pytest.param("cifar_resnet110", 0.1, 200, {"large_stem": True}, marks=pytest.mark.slow),
+        pytest.param("cifar_resnet110", 0.1, 200, {"large_stem": True}, marks=SLOW),
     ],
     ids=[
         "resnet20_large_stem",
