@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm.kernels import bitplanes
+from jaxcomm.kernels import bitplanes, integer_blocks
 from jaxcomm.kernels.sign_feedback import sign_feedback
 
 CACHE = 2**28  # bytes; more than the last cache of any GPU of today holds
@@ -80,6 +80,24 @@ def majority_of(*planes: np.ndarray) -> tuple[np.ndarray]:
     return (np.packbits((bits * weights).sum(0) > 7).view(np.uint32),)
 
 
+def int8_payload(x: np.ndarray) -> tuple[np.ndarray]:
+    blocks = x.reshape(-1, 256)
+    scale = np.abs(blocks).max(axis=1) * np.float32(1 / 127)
+    unit = ((scale.view(np.uint32) + 253) >> 8 << 8).view(np.float32)
+    numbers = np.minimum(np.abs(blocks * (1 / unit)[:, None]), 127).astype(np.float64)
+    levels = np.copysign(np.floor(numbers + 0.5), blocks).astype(np.int8)
+    return (np.concatenate([levels.reshape(-1).view(np.uint8), unit.view(np.uint8)]),)
+
+
+def on_both(f: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """An operation with one result, by the names of its implementations."""
+
+    def called(name: str) -> Callable[..., Any]:
+        return lambda *args: (f(*args, implementation=name),)
+
+    return {name: called(name) for name in ("xla", "mosaic")}
+
+
 CASES = (
     # Of a plain copy XLA may make nothing; a changed sign has to be written.
     Case("copy", {"xla": lambda x: (-x,)}, normal, lambda x: (-x,)),
@@ -89,6 +107,12 @@ CASES = (
         {name: functools.partial(sign_feedback, implementation=name) for name in ("xla", "mosaic")},
         owed,
         kept,
+    ),
+    Case(
+        "int8 encode",
+        on_both(functools.partial(integer_blocks.encode, levels=127, size=256)),
+        normal,
+        int8_payload,
     ),
     Case("add and majority", {"xla": majority}, votes, majority_of),
 )

@@ -7,7 +7,8 @@ import jax
 
 from jaxcomm.codecs import _uniform
 from jaxcomm.codecs._blocks import BlockScaled
-from jaxcomm.codecs._rounding import ROUNDINGS, require_choice
+from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, require_key
+from jaxcomm.kernels import integer_blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +46,10 @@ class Integer(BlockScaled):
         """The levels."""
         return self.levels
 
-    def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
-        """Levels, rounded."""
-        return _uniform.encode(numbers, bits, self.levels)
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """float32 `(..., n)` to uint8 `(..., m)`, codes before units."""
+        key = require_key(self, key) if self.is_random else None
+        return integer_blocks.encode(x, self.levels, self.block_size, key)
 
     def numbers(self, codes: jax.Array, size: int) -> jax.Array:
         """Integers."""

@@ -1,9 +1,10 @@
-"""Mosaic GPU kernels that go down the columns of arrays: what they have in common.
+"""What the Mosaic GPU kernels have in common: how they are launched, and rows of flat arrays.
 
 They use plain loads and stores, without asynchronous copies or barriers, so that one source serves
 every GPU from compute capability 8.0 on.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,50 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxcomm import _compat
 
 THREADS = 128
-VECTOR = 4  # 32-bit words that a thread loads at once, where every row begins at a multiple of it
+VECTOR = 4  # elements that a thread loads at once, where every row begins at a multiple of it
+WARPS, LANES = 4, 32
+
+# In newer jax the index is part of the reference, and stores have a function of their own.
+_EVERYTHING = {"idx": ...} if "idx" in inspect.signature(plgpu.load).parameters else {}
+
+
+def launch(
+    body: Callable[..., None],
+    inputs: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    programs: int,
+    *,
+    interpret: Any = None,
+) -> list[jax.Array]:
+    """Runs a kernel, also under the checks of `jax.shard_map`.
+
+    Args:
+      body: gets the program's number, then references to all inputs and outputs in global memory.
+      inputs: arrays.
+      outputs: their shapes and dtypes.
+      programs: how many there are, each of 128 threads.
+      interpret: the parameters of Pallas' interpreter, to run on CPU in tests; None compiles.
+
+    Returns:
+      The outputs, which vary over the axes over which any of the inputs does.
+    """
+    varying = frozenset().union(*map(_compat.varying_axes, inputs))
+    inputs = [_compat.as_varying(x, varying) for x in inputs]
+    mat = jax.typeof(inputs[0]).mat
+
+    def kernel(*refs: Any) -> None:
+        body(jax.lax.axis_index("program"), *refs)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=mat) for out in outputs
+        ],
+        grid=(programs,),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )(*inputs)
 
 
 def over_columns(
@@ -32,7 +76,7 @@ def over_columns(
       inputs: arrays of 4 bytes an element, `(rows, W)` each with another number of rows; or
         `(1,)`, which has no columns. At least one has columns.
       outputs: rows and dtype of each `(rows, W)`.
-      interpret: the parameters of Pallas' interpreter, to run on CPU in tests; None compiles.
+      interpret: as in `launch`.
 
     Returns:
       The outputs. Columns at the end may be computed twice: a body must not update in place.
@@ -45,21 +89,74 @@ def over_columns(
     wide = room % VECTOR == 0 and room >= VECTOR * THREADS
     lanes = VECTOR * THREADS if wide else THREADS
 
-    def kernel(*refs: Any) -> None:
-        start = jnp.minimum(jax.lax.axis_index("slice") * lanes, room - lanes)
+    def on_slice(program: jax.Array, *refs: Any) -> None:
+        start = jnp.minimum(program * lanes, room - lanes)
         body(pl.ds(start, lanes), *refs)
 
-    varying = frozenset().union(*map(_compat.varying_axes, inputs))
-    inputs = [_compat.as_varying(x, varying) for x in inputs]
-    mat = jax.typeof(inputs[0]).mat
-    results = plgpu.kernel(
-        kernel,
-        out_type=[
-            jax.ShapeDtypeStruct((rows, room), dtype, manual_axis_type=mat)
-            for rows, dtype in outputs
-        ],
-        grid=(-(-room // lanes),),
-        grid_names=("slice",),
-        interpret=interpret,
-    )(*inputs)
+    shapes = [jax.ShapeDtypeStruct((rows, room), dtype) for rows, dtype in outputs]
+    results = launch(on_slice, inputs, shapes, -(-room // lanes), interpret=interpret)
     return tuple(result[:, :width] for result in results)
+
+
+def rows_layout(lanes: int, vector: int) -> tuple[int, Any]:
+    """A layout in which so many lanes of a warp lie side by side in a row, each with a vector.
+
+    Args:
+      lanes: a power of two up to 32.
+      vector: the neighbouring elements of a lane.
+
+    Returns:
+      How many rows all threads together take at once, and the layout of `(rows, columns)`, whose
+      columns are a multiple of `lanes * vector`. Along the columns, no reduction leaves a warp.
+    """
+    high, wide = LANES // lanes, lanes * vector
+    rows = WARPS * high
+    if lanes == LANES:
+        tiles, warp, lane = ((rows, wide), (vector,)), (-3,), (-2,)
+    elif lanes == 1:
+        tiles, warp, lane = ((rows, wide), (high, wide)), (-4,), (-2,)
+    else:
+        tiles, warp, lane = ((rows, wide), (high, wide), (vector,)), (-5,), (-3, -2)
+    layout = plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warp, lane_dims=lane, vector_dim=-1)
+    return rows, layout
+
+
+class Rows:
+    """A part of a flat array in global memory, as rows.
+
+    Pallas' interpreter has no references of another shape: it gets all of the rows as they lie.
+    """
+
+    def __init__(self, ref: Any, start: Any, shape: tuple[int, int], interpret: Any) -> None:
+        self.flat, self.shape = ref.at[pl.ds(start, shape[0] * shape[1])], shape
+        self.interpreted = interpret is not None
+
+    def load(self, first: int, size: int, layout: Any) -> jax.Array:
+        """Columns from the first on, `(rows, size)`."""
+        if self.interpreted:
+            return self.flat[...].reshape(self.shape)[:, first : first + size]
+        columns = self.flat.reshape(*self.shape).at[:, pl.ds(first, size)]
+        return plgpu.load(columns, layout=layout, optimized=False, **_EVERYTHING)
+
+    def store(self, value: jax.Array) -> None:
+        """All columns, `(rows, columns)`."""
+        if self.interpreted:
+            self.flat[...] = value.reshape(-1)
+        else:
+            _store(self.flat.reshape(*self.shape), value)
+
+    def store_columns(self, columns: Sequence[jax.Array]) -> None:
+        """All columns, `(rows,)` each."""
+        if self.interpreted:
+            self.store(jnp.stack(columns, axis=1))
+            return
+        for i, column in enumerate(columns):
+            _store(self.flat.reshape(*self.shape).at[:, i], column)
+
+
+def _store(ref: Any, value: jax.Array) -> None:
+    store = getattr(plgpu, "store", None)
+    if store is None:
+        ref[...] = value
+    else:
+        store(ref, value, optimized=False)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from gpu_aot.program import read_program
 from gpu_aot.targets import mesh_of
 from gpu_aot.traffic import kernels, moved
+from jaxcomm.kernels import integer_blocks
 from jaxcomm.kernels.sign_feedback import sign_feedback
 
 SPLIT, EVERYWHERE = P("data"), P()
@@ -25,7 +26,17 @@ SPLIT, EVERYWHERE = P("data"), P()
 def kernel(name: str, n: int) -> tuple[Callable[..., Any], list[Any], tuple[P, ...]]:
     """A function, what it takes on eight devices, and which of this is split over them."""
     x, scalar = jax.ShapeDtypeStruct((8 * n,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
-    return {"sign_feedback": (sign_feedback, [x, x, scalar], (SPLIT, SPLIT, EVERYWHERE))}[name]
+
+    def integers(levels: int, size: int, seed: int | None) -> Callable[..., Any]:
+        key = None if seed is None else jax.random.key(seed)
+        return functools.partial(integer_blocks.encode, levels=levels, size=size, key=key)
+
+    return {
+        "sign_feedback": (sign_feedback, [x, x, scalar], (SPLIT, SPLIT, EVERYWHERE)),
+        "int8": (integers(127, 256, None), [x], (SPLIT,)),
+        "int8 random": (integers(127, 256, 0), [x], (SPLIT,)),
+        "int4 random": (integers(7, 64, 0), [x], (SPLIT,)),
+    }[name]
 
 
 def main(target: str, name: str, n: str) -> None:

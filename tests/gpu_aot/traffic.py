@@ -31,7 +31,7 @@ def kernels(program: Program, computation: str = "") -> list[Kernel]:
     for line in lines:
         if line.op in ("while", "conditional", "call"):
             found += [kernel for name in line.calls for kernel in kernels(program, name)]
-        elif line.op == "fusion":
+        elif line.op in ("fusion", "fusion-start"):
             found.append(_fusion(line, program.computations[line.calls[0]], sizes))
         elif line.op == "dynamic-update-slice":
             update = sizes[line.operands[1]]

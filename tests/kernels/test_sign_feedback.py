@@ -87,3 +87,12 @@ def test_bad_arguments() -> None:
         sign_feedback(x, jnp.zeros(5), scale)
     with pytest.raises(ValueError, match="a scalar"):
         sign_feedback(x, x, jnp.zeros(4))
+
+
+def test_more_elements_than_indices_is_refused() -> None:
+    many, scale = jax.ShapeDtypeStruct((2**31,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    mosaic = functools.partial(sign_feedback, implementation="mosaic")
+    with pytest.raises(ValueError, match=r"at most 2\^31 - 1 elements"):
+        jax.eval_shape(mosaic, many, many, scale)
+    words, kept = jax.eval_shape(sign_feedback, many, many, scale)
+    assert (words.shape, kept.shape) == ((2**26,), (2**31,))

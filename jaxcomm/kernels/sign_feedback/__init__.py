@@ -30,11 +30,12 @@ def sign_feedback(
 
     Raises:
       TypeError: for other dtypes.
-      ValueError: for other shapes.
+      ValueError: for other shapes, and for more than 2^31 - 1 elements with "mosaic".
       NotImplementedError: for an implementation that does not exist here.
     """
     _check(x, residual, scale)
-    if _device.choose("sign_feedback", implementation, ("xla", "mosaic")) == "mosaic" and x.size:
+    chosen = _device.choose("sign_feedback", implementation, ("xla", "mosaic"), x.size)
+    if chosen == "mosaic" and x.size:
         from jaxcomm.kernels.sign_feedback import mosaic  # Pallas takes long to import
 
         return mosaic.sign_feedback(x, residual, scale)

@@ -1,0 +1,146 @@
+"""Integers in blocks against numpy, and every implementation against the plain one, bit by bit."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import codec_oracles as expected
+from jaxcomm import codecs
+from jaxcomm.kernels import integer_blocks
+from jaxcomm.kernels.random_bits import random_bits
+
+KEY = jax.random.key(5)
+
+
+def interpreted(x: jax.Array, levels: int, size: int, key: jax.Array | None = None) -> Any:
+    """The Mosaic kernel, on CPU."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        pytest.skip("this jax has no interpreter of Mosaic GPU kernels; the newest has")
+    from jaxcomm.kernels.integer_blocks import mosaic
+
+    return mosaic.encode(x, levels, size, key, interpret=plgpu.InterpretGPUParams())
+
+
+IMPLEMENTATIONS = {
+    "xla": functools.partial(integer_blocks.encode, implementation="xla"),
+    "mosaic, interpreted": interpreted,
+    "mosaic": pytest.param(
+        functools.partial(integer_blocks.encode, implementation="mosaic"), marks=pytest.mark.gpu
+    ),
+}
+every_implementation = pytest.mark.parametrize(
+    "encode", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys()
+)
+
+
+CODECS = {127: codecs.int8, 7: codecs.int4}
+
+
+def there_and_back(
+    encode: Callable, x: np.ndarray, levels: int, size: int, key: jax.Array | None
+) -> tuple[np.ndarray, ...]:
+    """The payload, the plain one, what the first is decoded to, and the words for each value."""
+
+    def run(x: jax.Array) -> tuple[jax.Array, ...]:
+        payload = encode(x, levels, size, key)
+        decoded = CODECS[levels](size).decode(payload, x.shape[-1])
+        return (
+            payload,
+            integer_blocks.encode(x, levels, size, key),
+            decoded,
+            random_bits(KEY, x.shape),
+        )
+
+    return tuple(map(np.asarray, jax.jit(run)(x)))
+
+
+# Two programs, of which the second takes blocks of the first again, and a block that is cut short;
+# messages of more than one; blocks that begin anywhere, fewer than a program takes; no whole block.
+CASES = [
+    (127, 256, (17 * 256 + 13,), True),
+    (7, 64, (2, 65 * 64), True),
+    (7, 64, (66 * 64 + 3,), False),
+    (127, 37, (2, 3 * 37 + 5), False),
+    (127, 256, (255,), True),
+]
+
+
+@pytest.mark.newest
+@every_implementation
+@pytest.mark.parametrize(("levels", "size", "shape", "is_random"), CASES)
+def test_equals_the_oracle_and_the_specification(
+    levels: int, size: int, shape: tuple[int, ...], is_random: bool, encode: Callable
+) -> None:
+    rng = np.random.default_rng(levels + size)
+    x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-20, 4, shape)).astype(np.float32)
+    key = KEY if is_random else None
+    payload, plain, decoded, words = there_and_back(encode, x, levels, size, key)
+    np.testing.assert_array_equal(payload, plain)
+    rows = (array.reshape(-1, shape[-1]) for array in (x, words, decoded))
+    for row, bits, found in zip(*rows, strict=True):
+        own = bits if is_random else expected.HALF
+        wanted = expected.blockwise(row, own, size, levels, "max")
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.newest
+@every_implementation
+def test_special_values(encode: Callable) -> None:
+    """Of blocks that are not finite only the unit matters."""
+    blocks = np.zeros((16, 256), np.float32)
+    blocks[1:9, 3] = [np.nan, np.inf, -np.inf, 2.0**-149, 2.0**-126, 127 / 2**125, -3.4e38, 127]
+    blocks[1:9, 4] = [1, 1, 1, 0, 0, 0, 1, 126.5]
+    *_, decoded, _ = there_and_back(encode, blocks.reshape(-1), 127, 256, None)
+    decoded = decoded.reshape(blocks.shape)
+    assert np.isnan(decoded[1:4]).all()
+    np.testing.assert_array_equal(decoded[[0, 4, 5, *range(9, 16)]], 0)
+    np.testing.assert_array_equal(decoded[[6, 8], 3], np.float32([127 / 2**125, 127]))
+    assert (decoded[8, 4], decoded[7, 4]) == (127, 0)
+    np.testing.assert_allclose(decoded[7, 3], -3.4e38, rtol=1e-4)
+
+
+def test_nothing_is_nothing() -> None:
+    for shape in ((0,), (3, 0)):
+        encode = functools.partial(integer_blocks.encode, levels=127, size=256)
+        assert jax.eval_shape(encode, jnp.zeros(shape)).shape == shape
+
+
+def test_a_named_one_that_cannot_run_is_refused() -> None:
+    x = jnp.zeros(512)
+    with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
+        integer_blocks.encode(x, 127, 256, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match="no implementation 'triton'"):
+        integer_blocks.encode(x, 127, 256, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("levels", "size", "says"),
+    [(3, 64, "got 3 bits"), (7, 63, "blocks of 63"), (127, 4096, "no room for blocks of 4096")],
+)
+def test_what_the_kernel_does_not_do_is_refused(levels: int, size: int, says: str) -> None:
+    from jaxcomm.kernels.integer_blocks import mosaic
+
+    with pytest.raises(NotImplementedError, match=says):
+        mosaic.encode(jnp.zeros(2 * size), levels, size, None)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(TypeError, match="takes float32, got bfloat16"):
+        integer_blocks.encode(jnp.zeros(4, jnp.bfloat16), 127, 256)
+    with pytest.raises(ValueError, match="got a scalar"):
+        integer_blocks.encode(jnp.float32(1), 127, 256)
+
+
+def test_more_elements_than_indices_is_refused() -> None:
+    many = jax.ShapeDtypeStruct((2**31,), jnp.float32)
+    encode = functools.partial(integer_blocks.encode, levels=127, size=256)
+    with pytest.raises(ValueError, match=r"at most 2\^31 - 1 elements"):
+        jax.eval_shape(functools.partial(encode, implementation="mosaic"), many)
+    assert jax.eval_shape(encode, many).shape == (2**31 + 2**25,)
