@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm.kernels import bitplanes, integer_blocks
+from jaxcomm.kernels import bitplanes, cnat_all, integer_blocks
 from jaxcomm.kernels.sign_feedback import sign_feedback
 
 CACHE = 2**28  # bytes; more than the last cache of any GPU of today holds
@@ -89,6 +89,36 @@ def int8_payload(x: np.ndarray) -> tuple[np.ndarray]:
     return (np.concatenate([levels.reshape(-1).view(np.uint8), unit.view(np.uint8)]),)
 
 
+def cnat_payload(x: np.ndarray) -> tuple[np.ndarray]:
+    pattern = np.abs(x).view(np.uint32)
+    exponent = (pattern + 2**22) >> 23
+    signs = packed((x < 0) & (exponent > 0))
+    return (np.concatenate([exponent.astype(np.uint8), signs.view(np.uint8)]),)
+
+
+MESSAGES = 8
+
+
+def payloads(rng: np.random.Generator, n: int) -> tuple[np.ndarray]:
+    """Messages that are as many values together as the vector."""
+    each = n // MESSAGES
+    x = rng.integers(-8, 9, (MESSAGES, each)).astype(np.float32)
+    return (np.stack([cnat_payload(row)[0] for row in x]),)
+
+
+def cnat_total(payloads: np.ndarray) -> tuple[np.ndarray]:
+    n = payloads.shape[1] * 8 // 9
+    exponents, words = payloads[:, :n], np.ascontiguousarray(payloads[:, n:]).view(np.uint32)
+    signs = np.concatenate([words >> b & 1 for b in range(32)], axis=1)
+    values = np.where(exponents > 0, 2.0 ** (exponents.astype(np.int32) - 127), 0)
+    return (np.sum(np.where(signs, -values, values), axis=0).astype(np.float32),)
+
+
+def cnat_sum(payloads: jax.Array, implementation: str) -> jax.Array:
+    n = payloads.shape[1] * 8 // 9
+    return cnat_all.decode_and_sum(payloads, n, implementation=implementation)
+
+
 def on_both(f: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """An operation with one result, by the names of its implementations."""
 
@@ -114,6 +144,8 @@ CASES = (
         normal,
         int8_payload,
     ),
+    Case("cnat all encode", on_both(cnat_all.encode), normal, cnat_payload),
+    Case("cnat all sum", on_both(cnat_sum), payloads, cnat_total),
     Case("add and majority", {"xla": majority}, votes, majority_of),
 )
 

@@ -121,6 +121,22 @@ def rows_layout(lanes: int, vector: int) -> tuple[int, Any]:
     return rows, layout
 
 
+# Of `(columns,)`, a multiple of THREADS: neighbours in neighbouring threads.
+LINE = plgpu.Layout.TILED(
+    plgpu.Tiling(((THREADS,), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+)
+
+
+def load(ref: Any, start: Any, size: int) -> jax.Array:
+    """`(size,)` from a place on in a flat array."""
+    return _load(ref.at[pl.ds(start, size)], LINE)
+
+
+def store(ref: Any, start: Any, value: jax.Array) -> None:
+    """Puts `(size,)` into a flat array from a place on."""
+    _store(ref.at[pl.ds(start, value.size)], value)
+
+
 class Rows:
     """A part of a flat array in global memory, as rows.
 
@@ -136,7 +152,14 @@ class Rows:
         if self.interpreted:
             return self.flat[...].reshape(self.shape)[:, first : first + size]
         columns = self.flat.reshape(*self.shape).at[:, pl.ds(first, size)]
-        return plgpu.load(columns, layout=layout, optimized=False, **_EVERYTHING)
+        return _load(columns, layout)
+
+    def load_columns(self) -> list[jax.Array]:
+        """All columns, `(rows,)` each; the rows are a multiple of THREADS."""
+        if self.interpreted:
+            return list(self.flat[...].reshape(self.shape).T)
+        rows = self.flat.reshape(*self.shape)
+        return [_load(rows.at[:, i], LINE) for i in range(self.shape[1])]
 
     def store(self, value: jax.Array) -> None:
         """All columns, `(rows, columns)`."""
@@ -152,6 +175,10 @@ class Rows:
             return
         for i, column in enumerate(columns):
             _store(self.flat.reshape(*self.shape).at[:, i], column)
+
+
+def _load(ref: Any, layout: Any) -> jax.Array:
+    return plgpu.load(ref, layout=layout, optimized=False, **_EVERYTHING)
 
 
 def _store(ref: Any, value: jax.Array) -> None:

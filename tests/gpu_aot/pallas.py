@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from gpu_aot.program import read_program
 from gpu_aot.targets import mesh_of
 from gpu_aot.traffic import kernels, moved
-from jaxcomm.kernels import integer_blocks
+from jaxcomm.kernels import cnat_all, integer_blocks
 from jaxcomm.kernels.sign_feedback import sign_feedback
 
 SPLIT, EVERYWHERE = P("data"), P()
@@ -31,11 +31,19 @@ def kernel(name: str, n: int) -> tuple[Callable[..., Any], list[Any], tuple[P, .
         key = None if seed is None else jax.random.key(seed)
         return functools.partial(integer_blocks.encode, levels=levels, size=size, key=key)
 
+    def summed(n: int, payloads: jax.Array, **which: Any) -> jax.Array:
+        return cnat_all.decode_and_sum(payloads.reshape(8, -1), n, **which)
+
+    payloads = jax.ShapeDtypeStruct((64 * cnat_all.message_bytes(n),), jnp.uint8)
+    random_cnat = functools.partial(cnat_all.encode, key=jax.random.key(0))
     return {
         "sign_feedback": (sign_feedback, [x, x, scalar], (SPLIT, SPLIT, EVERYWHERE)),
         "int8": (integers(127, 256, None), [x], (SPLIT,)),
         "int8 random": (integers(127, 256, 0), [x], (SPLIT,)),
         "int4 random": (integers(7, 64, 0), [x], (SPLIT,)),
+        "cnat all": (cnat_all.encode, [x], (SPLIT,)),
+        "cnat all random": (random_cnat, [x], (SPLIT,)),
+        "cnat all sum": (functools.partial(summed, n), [payloads], (SPLIT,)),
     }[name]
 
 

@@ -9,7 +9,15 @@ from gpu_aot.targets import TARGETS, compiled_in_a_process, needs_gpu_aot
 from jaxcomm import _compat
 
 pytestmark = [needs_gpu_aot, pytest.mark.gpu_aot]
-KERNELS = ("sign_feedback", "int8", "int8 random", "int4 random")
+KERNELS = (
+    "sign_feedback",
+    "int8",
+    "int8 random",
+    "int4 random",
+    "cnat all",
+    "cnat all random",
+    "cnat all sum",
+)
 # Below capability 9.0 the older Mosaic ends the process, so it must not be asked.
 REFUSED = {"a10"} if _compat.jax_version() < (0, 11) else set()
 
@@ -32,7 +40,9 @@ def test_one_kernel_that_spills_nothing(
     assert "sm_90" in ptxas if target == "h100" else "sm_86" in ptxas
 
 
-@pytest.mark.parametrize("name", ("sign_feedback", "int8 random"))
+@pytest.mark.parametrize(
+    "name", ("sign_feedback", "int8 random", "cnat all random", "cnat all sum")
+)
 def test_short_and_odd_lengths_compile(name: str) -> None:
     for n in (17, 2**20 + 17, 2**20 + 32):
         report = compiled_in_a_process("pallas", "h100", name, str(n))
