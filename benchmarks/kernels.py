@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm.kernels import bitplanes, cnat_all, integer_blocks
+from jaxcomm.kernels import bitplanes, cnat_all, integer_blocks, select
 from jaxcomm.kernels.sign_feedback import sign_feedback
 
 CACHE = 2**28  # bytes; more than the last cache of any GPU of today holds
@@ -70,8 +70,8 @@ def votes(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
     return tuple(rng.integers(0, 2**32, (6, bitplanes.words_for(n)), np.uint32))
 
 
-def majority(*planes: jax.Array) -> tuple[jax.Array]:
-    return (bitplanes.exceeds(bitplanes.add(planes[:3], planes[3:], 4), 7),)
+def majority(*planes: jax.Array, implementation: str) -> jax.Array:
+    return bitplanes.majority(planes[:3], planes[3:], 7, implementation=implementation)
 
 
 def majority_of(*planes: np.ndarray) -> tuple[np.ndarray]:
@@ -119,6 +119,24 @@ def cnat_sum(payloads: jax.Array, implementation: str) -> jax.Array:
     return cnat_all.decode_and_sum(payloads, n, implementation=implementation)
 
 
+def packed_signs(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
+    x = rng.integers(-99, 99, n).astype(np.float32)
+    return x, packed(rng.random(n) < 0.5), np.float32(2)
+
+
+def added_signs(x: np.ndarray, words: np.ndarray, scale: np.float32) -> tuple[np.ndarray]:
+    bits = np.concatenate([words >> b & 1 for b in range(32)])[: len(x)]
+    return (x + np.where(bits, scale, -scale),)
+
+
+def counted(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
+    return *normal(rng, n), np.float32(2)
+
+
+def count_of(x: np.ndarray, threshold: np.float32) -> tuple[np.ndarray]:
+    return (np.count_nonzero(np.abs(x) >= threshold),)
+
+
 def on_both(f: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """An operation with one result, by the names of its implementations."""
 
@@ -146,7 +164,9 @@ CASES = (
     ),
     Case("cnat all encode", on_both(cnat_all.encode), normal, cnat_payload),
     Case("cnat all sum", on_both(cnat_sum), payloads, cnat_total),
-    Case("add and majority", {"xla": majority}, votes, majority_of),
+    Case("add and majority", on_both(majority), votes, majority_of),
+    Case("add_signs", on_both(bitplanes.add_signs), packed_signs, added_signs),
+    Case("count", on_both(select.count_at_least), counted, count_of),
 )
 
 

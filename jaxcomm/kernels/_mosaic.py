@@ -121,15 +121,18 @@ def rows_layout(lanes: int, vector: int) -> tuple[int, Any]:
     return rows, layout
 
 
-# Of `(columns,)`, a multiple of THREADS: neighbours in neighbouring threads.
-LINE = plgpu.Layout.TILED(
-    plgpu.Tiling(((THREADS,), (LANES,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-)
+def line(vector: int = 1) -> Any:
+    """The layout of `(columns,)`: each thread has a vector of neighbours, beside the next one's.
+
+    The columns are a multiple of `THREADS * vector`.
+    """
+    tiles = ((THREADS * vector,), (LANES * vector,), (vector,))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
-def load(ref: Any, start: Any, size: int) -> jax.Array:
-    """`(size,)` from a place on in a flat array."""
-    return _load(ref.at[pl.ds(start, size)], LINE)
+def load(ref: Any, start: Any, size: int, layout: Any = None) -> jax.Array:
+    """`(size,)` from a place on in a flat array; the layout is `line()` if none is given."""
+    return _load(ref.at[pl.ds(start, size)], layout or line())
 
 
 def store(ref: Any, start: Any, value: jax.Array) -> None:
@@ -159,7 +162,7 @@ class Rows:
         if self.interpreted:
             return list(self.flat[...].reshape(self.shape).T)
         rows = self.flat.reshape(*self.shape)
-        return [_load(rows.at[:, i], LINE) for i in range(self.shape[1])]
+        return [_load(rows.at[:, i], line()) for i in range(self.shape[1])]
 
     def store(self, value: jax.Array) -> None:
         """All columns, `(rows, columns)`."""

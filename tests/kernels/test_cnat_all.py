@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,39 +9,11 @@ import numpy as np
 import pytest
 
 import codec_oracles as expected
+from implementations import every_implementation
 from jaxcomm.kernels import cnat_all
 from jaxcomm.kernels.random_bits import random_bits
 
 KEY = jax.random.key(6)
-
-
-def interpreted(name: str) -> Callable[..., Any]:
-    """A Mosaic kernel, on CPU."""
-
-    def run(*args: Any) -> Any:
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        if not hasattr(plgpu, "InterpretGPUParams"):
-            pytest.skip("this jax has no interpreter of Mosaic GPU kernels; the newest has")
-        from jaxcomm.kernels.cnat_all import mosaic
-
-        return getattr(mosaic, name)(*args, interpret=plgpu.InterpretGPUParams())
-
-    return run
-
-
-def every_implementation(name: str) -> pytest.MarkDecorator:
-    """Each as the argument f: the plain one, the kernel interpreted, and the kernel on a GPU."""
-    public = getattr(cnat_all, name)
-    mosaic = functools.partial(public, implementation="mosaic")
-    return pytest.mark.parametrize(
-        "f",
-        [
-            pytest.param(functools.partial(public, implementation="xla"), id="xla"),
-            pytest.param(interpreted(name), id="mosaic, interpreted"),
-            pytest.param(mosaic, id="mosaic", marks=pytest.mark.gpu),
-        ],
-    )
 
 
 def floats(*shape: int) -> np.ndarray:
@@ -60,7 +31,7 @@ CASES = [
 
 
 @pytest.mark.newest
-@every_implementation("encode")
+@every_implementation(cnat_all.encode)
 @pytest.mark.parametrize(("shape", "is_random"), CASES)
 def test_encode(shape: tuple[int, ...], is_random: bool, f: Callable) -> None:
     x, key = floats(*shape), KEY if is_random else None
@@ -77,7 +48,7 @@ def test_encode(shape: tuple[int, ...], is_random: bool, f: Callable) -> None:
 
 
 @pytest.mark.newest
-@every_implementation("encode")
+@every_implementation(cnat_all.encode)
 def test_special_values(f: Callable) -> None:
     x = np.zeros(32 * 128, np.float32)
     x[:8] = [np.nan, -np.nan, np.inf, -np.inf, -0.0, 3.4e38, -(2.0**-149), -1]
@@ -88,7 +59,7 @@ def test_special_values(f: Callable) -> None:
 
 
 @pytest.mark.newest
-@every_implementation("decode_and_sum")
+@every_implementation(cnat_all.decode_and_sum)
 @pytest.mark.parametrize(("messages", "n"), [(3, 32 * 130), (1, 32 * 128), (2, 37), (2, 4485)])
 def test_decode_and_sum(messages: int, n: int, f: Callable) -> None:
     """Powers of two that are near to each other: no sum of them is rounded."""

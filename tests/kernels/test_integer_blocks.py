@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 import codec_oracles as expected
+from implementations import every_implementation
 from jaxcomm import codecs
 from jaxcomm.kernels import integer_blocks
 from jaxcomm.kernels.random_bits import random_bits
@@ -17,39 +17,16 @@ from jaxcomm.kernels.random_bits import random_bits
 KEY = jax.random.key(5)
 
 
-def interpreted(x: jax.Array, levels: int, size: int, key: jax.Array | None = None) -> Any:
-    """The Mosaic kernel, on CPU."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if not hasattr(plgpu, "InterpretGPUParams"):
-        pytest.skip("this jax has no interpreter of Mosaic GPU kernels; the newest has")
-    from jaxcomm.kernels.integer_blocks import mosaic
-
-    return mosaic.encode(x, levels, size, key, interpret=plgpu.InterpretGPUParams())
-
-
-IMPLEMENTATIONS = {
-    "xla": functools.partial(integer_blocks.encode, implementation="xla"),
-    "mosaic, interpreted": interpreted,
-    "mosaic": pytest.param(
-        functools.partial(integer_blocks.encode, implementation="mosaic"), marks=pytest.mark.gpu
-    ),
-}
-every_implementation = pytest.mark.parametrize(
-    "encode", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys()
-)
-
-
 CODECS = {127: codecs.int8, 7: codecs.int4}
 
 
 def there_and_back(
-    encode: Callable, x: np.ndarray, levels: int, size: int, key: jax.Array | None
+    f: Callable, x: np.ndarray, levels: int, size: int, key: jax.Array | None
 ) -> tuple[np.ndarray, ...]:
     """The payload, the plain one, what the first is decoded to, and the words for each value."""
 
     def run(x: jax.Array) -> tuple[jax.Array, ...]:
-        payload = encode(x, levels, size, key)
+        payload = f(x, levels, size, key)
         decoded = CODECS[levels](size).decode(payload, x.shape[-1])
         return (
             payload,
@@ -73,15 +50,15 @@ CASES = [
 
 
 @pytest.mark.newest
-@every_implementation
+@every_implementation(integer_blocks.encode)
 @pytest.mark.parametrize(("levels", "size", "shape", "is_random"), CASES)
 def test_equals_the_oracle_and_the_specification(
-    levels: int, size: int, shape: tuple[int, ...], is_random: bool, encode: Callable
+    levels: int, size: int, shape: tuple[int, ...], is_random: bool, f: Callable
 ) -> None:
     rng = np.random.default_rng(levels + size)
     x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-20, 4, shape)).astype(np.float32)
     key = KEY if is_random else None
-    payload, plain, decoded, words = there_and_back(encode, x, levels, size, key)
+    payload, plain, decoded, words = there_and_back(f, x, levels, size, key)
     np.testing.assert_array_equal(payload, plain)
     rows = (array.reshape(-1, shape[-1]) for array in (x, words, decoded))
     for row, bits, found in zip(*rows, strict=True):
@@ -91,13 +68,13 @@ def test_equals_the_oracle_and_the_specification(
 
 
 @pytest.mark.newest
-@every_implementation
-def test_special_values(encode: Callable) -> None:
+@every_implementation(integer_blocks.encode)
+def test_special_values(f: Callable) -> None:
     """Of blocks that are not finite only the unit matters."""
     blocks = np.zeros((16, 256), np.float32)
     blocks[1:9, 3] = [np.nan, np.inf, -np.inf, 2.0**-149, 2.0**-126, 127 / 2**125, -3.4e38, 127]
     blocks[1:9, 4] = [1, 1, 1, 0, 0, 0, 1, 126.5]
-    *_, decoded, _ = there_and_back(encode, blocks.reshape(-1), 127, 256, None)
+    *_, decoded, _ = there_and_back(f, blocks.reshape(-1), 127, 256, None)
     decoded = decoded.reshape(blocks.shape)
     assert np.isnan(decoded[1:4]).all()
     np.testing.assert_array_equal(decoded[[0, 4, 5, *range(9, 16)]], 0)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxcomm.kernels import bitplanes, cnat_all, powers_of_two
-from jaxcomm.kernels._mosaic import LINE, THREADS, Rows, launch, load, store
+from jaxcomm.kernels._mosaic import THREADS, Rows, launch, line, load, store
 from jaxcomm.kernels.random_bits import key_words, threefry2x32
 
 _AT_ONCE = 8  # rows that are loaded before the first is stored: loads do not pass stores;
@@ -71,7 +71,7 @@ def _encode(
 
 def _words(key: Any, message: jax.Array, start: jax.Array) -> jax.Array:
     """What `random_bits` has for THREADS values from `start` on."""
-    place = plgpu.broadcasted_iota(jnp.uint32, (THREADS,), 0, layout=LINE)
+    place = plgpu.broadcasted_iota(jnp.uint32, (THREADS,), 0, layout=line())
     place += start.astype(jnp.uint32)
     return threefry2x32((key[0], key[1]), (place, message.astype(jnp.uint32)))[0]
 
