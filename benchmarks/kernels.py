@@ -99,11 +99,28 @@ def cnat_payload(x: np.ndarray) -> tuple[np.ndarray]:
 MESSAGES = 8
 
 
-def payloads(rng: np.random.Generator, n: int) -> tuple[np.ndarray]:
-    """Messages that are as many values together as the vector."""
-    each = n // MESSAGES
-    x = rng.integers(-8, 9, (MESSAGES, each)).astype(np.float32)
-    return (np.stack([cnat_payload(row)[0] for row in x]),)
+def payloads(encode: Callable[..., tuple[np.ndarray]]) -> Callable[..., tuple[np.ndarray]]:
+    """Messages of small integers, as many values together as the vector has."""
+
+    def arguments(rng: np.random.Generator, n: int) -> tuple[np.ndarray]:
+        x = rng.integers(-8, 9, (MESSAGES, n // MESSAGES)).astype(np.float32)
+        x[:, ::256] = 127
+        return (np.stack([encode(row)[0] for row in x]),)
+
+    return arguments
+
+
+def int8_total(payloads: np.ndarray) -> tuple[np.ndarray]:
+    n = payloads.shape[1] * 64 // 65
+    units = np.ascontiguousarray(payloads[:, n:]).view(np.float32)
+    values = payloads[:, :n].view(np.int8) * np.repeat(units, 256, axis=1)
+    return (np.sum(values, axis=0, dtype=np.float32),)
+
+
+def int8_sum(payloads: jax.Array, implementation: str) -> jax.Array:
+    n = payloads.shape[1] * 64 // 65
+    sums = functools.partial(integer_blocks.decode_and_sum, implementation=implementation)
+    return sums(payloads, n, 127, 256)
 
 
 def cnat_total(payloads: np.ndarray) -> tuple[np.ndarray]:
@@ -162,8 +179,9 @@ CASES = (
         normal,
         int8_payload,
     ),
+    Case("int8 sum", on_both(int8_sum), payloads(int8_payload), int8_total),
     Case("cnat all encode", on_both(cnat_all.encode), normal, cnat_payload),
-    Case("cnat all sum", on_both(cnat_sum), payloads, cnat_total),
+    Case("cnat all sum", on_both(cnat_sum), payloads(cnat_payload), cnat_total),
     Case("add and majority", on_both(majority), votes, majority_of),
     Case("add_signs", on_both(bitplanes.add_signs), packed_signs, added_signs),
     Case("count", on_both(select.count_at_least), counted, count_of),

@@ -69,17 +69,7 @@ class BlockScaled(Codec):
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
         """uint8 `(..., m)` to float32 `(..., n)`."""
-        first_unit = self.message_bytes(n) - 4 * -(-n // self.block_size)
-        units = layout.cut(payload, first_unit, payload.shape[-1], 4)
-        units = jax.lax.bitcast_convert_type(units, jnp.float32)
-        values, byte, block = [], 0, 0
-        for size, start, stop in layout.pieces(n, self.block_size):
-            count, width = (stop - start) // size, self.code_bytes(size)
-            codes = layout.cut(payload, byte, byte + count * width, width)
-            unit = units[..., block : block + count, None]
-            values.append(layout.joined(self.numbers(codes, size) * unit))
-            byte, block = byte + count * width, block + count
-        return values[0] if len(values) == 1 else jnp.concatenate(values, axis=-1)
+        return layout.decode(payload, n, self.block_size, self.code_bytes, self.numbers)
 
     def message_bytes(self, n: int) -> int:
         """Those of the codes, and 4 ceil(n / block_size) of units."""

@@ -5,10 +5,10 @@ from typing import ClassVar
 
 import jax
 
-from jaxcomm.codecs import _uniform
 from jaxcomm.codecs._blocks import BlockScaled
 from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, require_key
 from jaxcomm.kernels import integer_blocks
+from jaxcomm.kernels.levels import bytes_for, unpack_levels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Integer(BlockScaled):
 
     def numbers(self, codes: jax.Array, size: int) -> jax.Array:
         """Integers."""
-        return _uniform.decode(codes, size, self.levels)
+        return unpack_levels(codes, size, self.levels)
 
     def code_bytes(self, size: int) -> int:
         """Those of 8 or 4 bits a value."""
-        return _uniform.code_bytes(size, self.levels)
+        return bytes_for(size, self.levels)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,27 +157,24 @@ class Rows:
         columns = self.flat.reshape(*self.shape).at[:, pl.ds(first, size)]
         return _load(columns, layout)
 
-    def load_columns(self) -> list[jax.Array]:
-        """All columns, `(rows,)` each; the rows are a multiple of THREADS."""
+    def load_columns(self, layout: Any) -> list[jax.Array]:
+        """All columns, `(rows,)` each."""
         if self.interpreted:
             return list(self.flat[...].reshape(self.shape).T)
         rows = self.flat.reshape(*self.shape)
-        return [_load(rows.at[:, i], line()) for i in range(self.shape[1])]
+        return [_load(rows.at[:, i], layout) for i in range(self.shape[1])]
 
-    def store(self, value: jax.Array) -> None:
-        """All columns, `(rows, columns)`."""
+    def store(self, *parts: jax.Array) -> None:
+        """All columns: parts side by side, each `(rows, columns)` or one column `(rows,)`."""
         if self.interpreted:
-            self.flat[...] = value.reshape(-1)
-        else:
-            _store(self.flat.reshape(*self.shape), value)
-
-    def store_columns(self, columns: Sequence[jax.Array]) -> None:
-        """All columns, `(rows,)` each."""
-        if self.interpreted:
-            self.store(jnp.stack(columns, axis=1))
+            parts = tuple(part.reshape(self.shape[0], -1) for part in parts)
+            self.flat[...] = jnp.concatenate(parts, axis=1).reshape(-1)
             return
-        for i, column in enumerate(columns):
-            _store(self.flat.reshape(*self.shape).at[:, i], column)
+        rows, start = self.flat.reshape(*self.shape), 0
+        for part in parts:
+            size = 1 if part.ndim == 1 else part.shape[1]
+            _store(rows.at[:, start if part.ndim == 1 else pl.ds(start, size)], part)
+            start += size
 
 
 def _load(ref: Any, layout: Any) -> jax.Array:

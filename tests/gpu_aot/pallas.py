@@ -44,6 +44,12 @@ def kernel(name: str, n: int) -> tuple[Callable[..., Any], list[Any], tuple[P, .
         return select.count_at_least(*args, **which)[None]
 
     words = jax.ShapeDtypeStruct((8 * bitplanes.words_for(n),), jnp.uint32)
+
+    def integers_summed(payloads: jax.Array, **which: Any) -> jax.Array:
+        return integer_blocks.decode_and_sum(payloads.reshape(8, -1), n, 127, 256, **which)
+
+    integer_bytes = integer_blocks.message_bytes(n, 127, 256)
+    integer_payloads = jax.ShapeDtypeStruct((64 * integer_bytes,), jnp.uint8)
     payloads = jax.ShapeDtypeStruct((64 * cnat_all.message_bytes(n),), jnp.uint8)
     random_cnat = functools.partial(cnat_all.encode, key=jax.random.key(0))
     return {
@@ -55,6 +61,7 @@ def kernel(name: str, n: int) -> tuple[Callable[..., Any], list[Any], tuple[P, .
         "int8": (integers(127, 256, None), [x], (SPLIT,)),
         "int8 random": (integers(127, 256, 0), [x], (SPLIT,)),
         "int4 random": (integers(7, 64, 0), [x], (SPLIT,)),
+        "int8 sum": (integers_summed, [integer_payloads], (SPLIT,)),
         "cnat all": (cnat_all.encode, [x], (SPLIT,)),
         "cnat all random": (random_cnat, [x], (SPLIT,)),
         "cnat all sum": (functools.partial(summed, n), [payloads], (SPLIT,)),

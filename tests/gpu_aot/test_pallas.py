@@ -14,6 +14,7 @@ KERNELS = (
     "int8",
     "int8 random",
     "int4 random",
+    "int8 sum",
     "cnat all",
     "cnat all random",
     "cnat all sum",
@@ -45,7 +46,7 @@ def test_one_kernel_that_spills_nothing(
 
 
 @pytest.mark.parametrize(
-    "name", ("sign_feedback", "int8 random", "cnat all random", "cnat all sum")
+    "name", ("sign_feedback", "int8 random", "int8 sum", "cnat all random", "cnat all sum")
 )
 def test_short_and_odd_lengths_compile(name: str) -> None:
     for n in (17, 2**20 + 17, 2**20 + 32):

@@ -44,7 +44,7 @@ CASES = [
     (127, 256, (17 * 256 + 13,), True),
     (7, 64, (2, 65 * 64), True),
     (7, 64, (66 * 64 + 3,), False),
-    (127, 37, (2, 3 * 37 + 5), False),
+    (127, 36, (2, 3 * 36 + 5), False),
     (127, 256, (255,), True),
 ]
 
@@ -83,6 +83,31 @@ def test_special_values(f: Callable) -> None:
     np.testing.assert_allclose(decoded[7, 3], -3.4e38, rtol=1e-4)
 
 
+@pytest.mark.newest
+@every_implementation(integer_blocks.decode_and_sum)
+@pytest.mark.parametrize(
+    ("levels", "size", "messages", "n"),
+    [(127, 256, 3, 17 * 256 + 13), (7, 64, 2, 65 * 64), (127, 37, 2, 3 * 37 + 5), (7, 64, 1, 63)],
+)
+def test_decode_and_sum(levels: int, size: int, messages: int, n: int, f: Callable) -> None:
+    """Units are powers of two that are near to each other: no sum is rounded."""
+    rng = np.random.default_rng(n)
+    x = rng.integers(-levels, levels + 1, (messages, n)).astype(np.float32)
+    x[:, ::size] = levels
+    x *= 2.0 ** (np.arange(n) // size % 4)
+    x[0, n // 2] = np.nan
+
+    def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        payloads = integer_blocks.encode(x, levels, size)
+        return f(payloads, n, levels, size), integer_blocks.decode(payloads, n, levels, size)
+
+    total, values = map(np.asarray, jax.jit(run)(x))
+    lost = np.arange(n) // size == n // 2 // size
+    np.testing.assert_array_equal(np.isnan(total), lost)
+    np.testing.assert_array_equal(total[~lost], x[:, ~lost].sum(axis=0))
+    np.testing.assert_array_equal(values[1:], x[1:])
+
+
 def test_nothing_is_nothing() -> None:
     for shape in ((0,), (3, 0)):
         encode = functools.partial(integer_blocks.encode, levels=127, size=256)
@@ -113,6 +138,15 @@ def test_bad_arguments() -> None:
         integer_blocks.encode(jnp.zeros(4, jnp.bfloat16), 127, 256)
     with pytest.raises(ValueError, match="got a scalar"):
         integer_blocks.encode(jnp.float32(1), 127, 256)
+    for levels, size in ((0, 256), (128, 256), (127, 0)):
+        with pytest.raises(ValueError, match="levels are 1 to 127"):
+            integer_blocks.encode(jnp.zeros(4), levels, size)
+    with pytest.raises(TypeError, match="a payload is uint8, got uint32"):
+        integer_blocks.decode(jnp.zeros(8, jnp.uint32), 4, 127, 256)
+    with pytest.raises(ValueError, match="4 values of 127 levels in blocks of 256 are 8 bytes"):
+        integer_blocks.decode(jnp.zeros(9, jnp.uint8), 4, 127, 256)
+    with pytest.raises(ValueError, match=r"takes messages \(N, m\)"):
+        integer_blocks.decode_and_sum(jnp.zeros(8, jnp.uint8), 4, 127, 256)
 
 
 def test_more_elements_than_indices_is_refused() -> None:
@@ -121,3 +155,8 @@ def test_more_elements_than_indices_is_refused() -> None:
     with pytest.raises(ValueError, match=r"at most 2\^31 - 1 elements"):
         jax.eval_shape(functools.partial(encode, implementation="mosaic"), many)
     assert jax.eval_shape(encode, many).shape == (2**31 + 2**25,)
+    payloads = jax.ShapeDtypeStruct((8, 2**28 + 2**22), jnp.uint8)
+    total = functools.partial(integer_blocks.decode_and_sum, n=2**28, levels=127, size=256)
+    with pytest.raises(ValueError, match=r"at most 2\^31 - 1 elements"):
+        jax.eval_shape(functools.partial(total, implementation="mosaic"), payloads)
+    assert jax.eval_shape(total, payloads).shape == (2**28,)

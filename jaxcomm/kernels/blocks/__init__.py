@@ -66,6 +66,37 @@ def encode(
     return jnp.concatenate([*codes, *units], axis=-1)
 
 
+def decode(
+    payload: jax.Array,
+    n: int,
+    size: int,
+    code_bytes: Callable[[int], int],
+    numbers: Callable[[jax.Array, int], jax.Array],
+) -> jax.Array:
+    """The values of messages, numbers times units.
+
+    Args:
+      payload: uint8 array `(..., m)`.
+      n: the values of a message.
+      size: of a block.
+      code_bytes: the bytes of the codes of a block, by the values that it has.
+      numbers: from codes, uint8 `(..., b, c)`, and the size s to numbers, float32 `(..., b, s)`.
+
+    Returns:
+      float32 array `(..., n)`.
+    """
+    units = cut(payload, payload.shape[-1] - 4 * -(-n // size), payload.shape[-1], 4)
+    units = jax.lax.bitcast_convert_type(units, jnp.float32)
+    values, byte, block = [], 0, 0
+    for length, start, stop in pieces(n, size):
+        count, width = (stop - start) // length, code_bytes(length)
+        codes = cut(payload, byte, byte + count * width, width)
+        unit = units[..., block : block + count, None]
+        values.append(joined(numbers(codes, length) * unit))
+        byte, block = byte + count * width, block + count
+    return values[0] if len(values) == 1 else jnp.concatenate(values, axis=-1)
+
+
 def unit_and_factor(top: jax.Array, scale: jax.Array, most: float) -> tuple[jax.Array, jax.Array]:
     """The unit of which `most` make up the scale of a block, and what to multiply with for numbers.
 

@@ -62,7 +62,7 @@ def _encode(
                 word |= jnp.where(sign, jnp.uint32(1 << row), jnp.uint32(0))
                 store(out, start + row * room + column, exponent.astype(jnp.uint8))
         signs = Rows(out, start + _ROWS * room + 4 * column, (THREADS, 4), interpret)
-        signs.store_columns([(word >> (8 * i)).astype(jnp.uint8) for i in range(4)])
+        signs.store(*[(word >> (8 * i)).astype(jnp.uint8) for i in range(4)])
 
     inputs = [x] + ([] if key is None else [key_words(key)])
     out = jax.ShapeDtypeStruct((messages * size,), jnp.uint8)
@@ -113,7 +113,7 @@ def _decode_and_sum(payloads: jax.Array, n: int, room: int, interpret: Any) -> j
         words = []
         for message in range(messages):
             start = message * size + n + 4 * column
-            parts = Rows(ref, start, (THREADS, 4), interpret).load_columns()
+            parts = Rows(ref, start, (THREADS, 4), interpret).load_columns(line())
             words.append(sum(part.astype(jnp.uint32) << (8 * i) for i, part in enumerate(parts)))
 
         def step(i: jax.Array, _: None) -> None:

@@ -1,16 +1,36 @@
-"""Integers from -levels to levels: numbers rounded to them, to nearest or at random.
+"""Integers from -levels to levels: numbers rounded to them, to nearest or at random, and packed.
 
-The plain version below is the specification, and so far the only one: XLA fuses it with what makes
-the numbers and with the packing behind it, and kernels call it for what they hold in registers.
+The plain versions below are the specification, and so far the only ones: XLA fuses them with what
+makes the numbers, and kernels call them for what they hold in registers.
 """
 
 import jax
 import jax.numpy as jnp
 
+from jaxcomm.kernels import codes
+
 
 def width_for(levels: int) -> int:
     """The bits of a code that counts from -levels to levels: ceil(log2(2 levels + 1))."""
     return (2 * levels).bit_length()
+
+
+def bytes_for(n: int, levels: int) -> int:
+    """The bytes of n packed codes."""
+    return codes.bytes_for(n, width_for(levels))
+
+
+def pack_levels(numbers: jax.Array, bits: jax.Array, levels: int) -> jax.Array:
+    """`round_to_levels`, in two's complement and packed: uint8 `(..., bytes_for(n, levels))`."""
+    return codes.pack(round_to_levels(numbers, bits, levels).astype(jnp.uint8), width_for(levels))
+
+
+def unpack_levels(packed: jax.Array, n: int, levels: int) -> jax.Array:
+    """The integers, as float32 `(..., n)`."""
+    width = width_for(levels)
+    code = codes.unpack(packed, n, width)
+    high = jax.lax.bitcast_convert_type(code << (8 - width), jnp.int8)
+    return (high >> (8 - width)).astype(jnp.float32)
 
 
 def round_to_levels(
