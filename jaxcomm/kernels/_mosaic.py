@@ -66,36 +66,45 @@ def over_columns(
     body: Callable[..., None],
     inputs: Sequence[jax.Array],
     outputs: Sequence[tuple[int, Any]],
+    width: int,
+    columns: int,
     *,
     interpret: Any = None,
-) -> tuple[jax.Array, ...]:
+) -> list[jax.Array]:
     """Runs a kernel on slices of columns.
 
     Args:
-      body: gets a slice of columns, then references to all inputs and outputs in global memory.
-      inputs: arrays of 4 bytes an element, `(rows, W)` each with another number of rows; or
-        `(1,)`, which has no columns. At least one has columns.
-      outputs: rows and dtype of each `(rows, W)`.
+      body: gets a function from a row to its slice of a flat array, then references to all inputs
+        and outputs in global memory.
+      inputs: flat arrays of 4 bytes an element, whose rows begin at multiples of the width.
+      outputs: length and dtype of each, flat likewise.
+      width: from the beginning of a row to that of the next.
+      columns: how many are visited, at least THREADS.
       interpret: as in `launch`.
 
     Returns:
       The outputs. Columns at the end may be computed twice: a body must not update in place.
     """
-    width = max(x.shape[-1] for x in inputs if x.ndim == 2)
-    # A slice is not longer than a row: short ones are padded, to one slice.
-    room = max(width, THREADS)
-    padding = ((0, 0), (0, room - width))
-    inputs = [jnp.pad(x, padding) if x.ndim == 2 and room > width else x for x in inputs]
-    wide = room % VECTOR == 0 and room >= VECTOR * THREADS
+    wide = width % VECTOR == columns % VECTOR == 0 and columns >= VECTOR * THREADS
     lanes = VECTOR * THREADS if wide else THREADS
 
     def on_slice(program: jax.Array, *refs: Any) -> None:
-        start = jnp.minimum(program * lanes, room - lanes)
-        body(pl.ds(start, lanes), *refs)
+        start = jnp.minimum(program * lanes, columns - lanes)
+        body(lambda row: pl.ds(row * width + start, lanes), *refs)
 
-    shapes = [jax.ShapeDtypeStruct((rows, room), dtype) for rows, dtype in outputs]
-    results = launch(on_slice, inputs, shapes, -(-room // lanes), interpret=interpret)
-    return tuple(result[:, :width] for result in results)
+    shapes = [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in outputs]
+    return launch(on_slice, inputs, shapes, -(-columns // lanes), interpret=interpret)
+
+
+def widened(x: jax.Array, rows: int, width: int) -> jax.Array:
+    """A flat array of rows, the last of which may be cut short, as rows of THREADS or more."""
+    whole = jnp.pad(x, (0, rows * width - x.size)).reshape(rows, width)
+    return jnp.pad(whole, ((0, 0), (0, max(THREADS - width, 0)))).reshape(-1)
+
+
+def narrowed(x: jax.Array, rows: int, width: int) -> jax.Array:
+    """What `widened` had, and zeros where the last row was cut short."""
+    return x.reshape(rows, -1)[:, :width].reshape(-1)
 
 
 def rows_layout(lanes: int, vector: int) -> tuple[int, Any]:

@@ -49,7 +49,7 @@ def test_majority(threshold: int, f: Callable) -> None:
 
 @pytest.mark.newest
 @every_implementation(bitplanes.add_signs)
-@pytest.mark.parametrize("n", [5, 32 * 129, 32 * 512, 32 * 130 + 7])
+@pytest.mark.parametrize("n", [5, 32 * 129, 32 * 512, 32 * 130 + 7, 32 * 170 + 5])
 def test_add_signs(n: int, f: Callable) -> None:
     rng = np.random.default_rng(n)
     x, positive = rng.standard_normal(n).astype(np.float32), rng.random(n) < 0.5

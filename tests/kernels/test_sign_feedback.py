@@ -24,7 +24,7 @@ def case(n: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
 
 @pytest.mark.newest
 @every_implementation(sign_feedback)
-@pytest.mark.parametrize("n", [1, 31, 32, 33, 1000, 32 * 129, 32 * 640])
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 1000, 32 * 129, 32 * 170 + 5, 32 * 640])
 def test_sent_and_kept_are_what_was_owed(n: int, f: Implementation) -> None:
     x, residual, scale = case(n)
     words, kept = f(jnp.asarray(x), jnp.asarray(residual), jnp.asarray(scale))

@@ -22,7 +22,16 @@ from jaxcomm.kernels.bitplanes.counting import (
     majority,
     planes_for,
 )
-from jaxcomm.kernels.bitplanes.packing import BITS, add_signs, pack, signs, unpack, votes, words_for
+from jaxcomm.kernels.bitplanes.packing import (
+    BITS,
+    add_signs,
+    pack,
+    places_of_short_words,
+    signs,
+    unpack,
+    votes,
+    words_for,
+)
 
 __all__ = [
     "BITS",
@@ -34,6 +43,7 @@ __all__ = [
     "greater",
     "majority",
     "pack",
+    "places_of_short_words",
     "planes_for",
     "signs",
     "unpack",

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcomm.kernels import _device
 
@@ -14,6 +15,19 @@ _PATTERNS = {"float32": (jnp.uint32, 0x7F800000), "bfloat16": (jnp.uint16, 0x7F8
 def words_for(n: int) -> int:
     """The number of words that hold n bits, ceil(n / 32)."""
     return -(-n // BITS)
+
+
+def places_of_short_words(n: int) -> np.ndarray:
+    """The places of what is packed into the last words, those that have 31 bits.
+
+    There are `32 * words_for(n) - n` of them, for n from 961 on: below, some have fewer bits.
+
+    Returns:
+      int32 array `(31, words)`; flat, it is packed into just these words.
+    """
+    width = words_for(n)
+    columns = np.arange(n - (BITS - 1) * width, width, dtype=np.int32)
+    return np.arange(BITS - 1, dtype=np.int32)[:, None] * np.int32(width) + columns
 
 
 def pack(x: jax.Array, *, implementation: str | None = None) -> jax.Array:

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxcomm.kernels import bitplanes, cnat_all, powers_of_two
-from jaxcomm.kernels._mosaic import THREADS, Rows, launch, line, load, store
+from jaxcomm.kernels._mosaic import (
+    THREADS,
+    Rows,
+    launch,
+    line,
+    load,
+    narrowed,
+    store,
+    widened,
+)
 from jaxcomm.kernels.random_bits import key_words, threefry2x32
 
 _AT_ONCE = 8  # rows that are loaded before the first is stored: loads do not pass stores;
@@ -21,52 +30,76 @@ _ROWS = bitplanes.BITS
 def encode(x: jax.Array, key: jax.Array | None, *, interpret: Any = None) -> jax.Array:
     """As the specification; `interpret` as in `launch`.
 
-    Where a message is no multiple of 32, or is short, it is padded first and its payload cut, at a
-    copy each.
+    Where n is no multiple of 32, what belongs to the words that have fewer bits is left to the
+    plain version. Short messages are padded first.
     """
     *lead, n = x.shape
-    messages, width = math.prod(lead), bitplanes.words_for(n)
-    room = max(width, THREADS)  # a program takes so many columns
-    rows = jnp.pad(x.reshape(messages, n), ((0, 0), (0, _ROWS * width - n)))
-    rows = jnp.pad(rows.reshape(messages, _ROWS, width), ((0, 0), (0, 0), (0, room - width)))
-    payload = _encode(rows.reshape(-1), messages, width, room, key, interpret)
-    payload = payload.reshape(messages, cnat_all.message_bytes(_ROWS * room))
-    if n < _ROWS * room:
-        exponents = payload[:, : _ROWS * room].reshape(messages, _ROWS, room)[:, :, :width]
-        exponents = exponents.reshape(messages, _ROWS * width)[:, :n]
-        signs = payload[:, _ROWS * room : _ROWS * room + 4 * width]
-        payload = jnp.concatenate([exponents, signs], axis=1)
-    return payload.reshape(*lead, cnat_all.message_bytes(n))
+    x = x.reshape(math.prod(lead), n)
+    width = bitplanes.words_for(n)
+    columns = n - (_ROWS - 1) * width  # of words that have all bits
+    if columns < THREADS:
+        payload = _short(x, width, key, interpret)
+    else:
+        payload = _encode(x, n, width, width, columns, key, interpret)
+    if THREADS <= columns < width:
+        places = bitplanes.places_of_short_words(n)
+        exponent, sign = cnat_all.fields(x[:, places], _words_of_short(key, n, len(x)))
+        payload = payload.at[:, places].set(exponent.astype(jnp.uint8), unique_indices=True)
+        words = bitplanes.pack(sign.reshape(len(x), -1))
+        signs = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(len(x), -1)
+        payload = payload.at[:, n + 4 * columns :].set(signs)
+    return payload.reshape(*lead, -1)
+
+
+def _short(x: jax.Array, width: int, key: jax.Array | None, interpret: Any) -> jax.Array:
+    """Messages in wider rows, out of which their payloads are cut."""
+    messages, n = x.shape
+    room = max(width, THREADS)
+    wide = jax.vmap(lambda row: widened(row, _ROWS, width))(x)
+    payload = _encode(wide, _ROWS * room, width, room, room, key, interpret)
+    exponents, signs = payload[:, : _ROWS * room], payload[:, _ROWS * room :]
+    exponents = jax.vmap(lambda row: narrowed(row, _ROWS, width))(exponents)
+    return jnp.concatenate([exponents[:, :n], signs[:, : 4 * width]], axis=1)
 
 
 def _encode(
-    x: jax.Array, messages: int, width: int, room: int, key: jax.Array | None, interpret: Any
+    x: jax.Array,
+    n: int,
+    width: int,
+    stride: int,
+    columns: int,
+    key: jax.Array | None,
+    interpret: Any,
 ) -> jax.Array:
-    """Messages of rows of `room` columns, of which `width` are of the message."""
-    slices, size = -(-room // THREADS), cnat_all.message_bytes(_ROWS * room)
+    """Some columns of messages of n values, whose rows begin at multiples of the stride.
+
+    Random words are those of rows of `width`.
+    """
+    messages, slices, size = len(x), -(-columns // THREADS), n + 4 * stride
 
     def body(program: jax.Array, x_ref: Any, *refs: Any) -> None:
         *_, out = refs
         message, at = jax.lax.div(program, slices), jax.lax.rem(program, slices)
-        column = jnp.minimum(at * THREADS, room - THREADS)
+        column = jnp.minimum(at * THREADS, columns - THREADS)
         start, word = message * size, jnp.zeros((), jnp.uint32)
         for first in range(0, _ROWS, _AT_ONCE):
             group = range(first, first + _AT_ONCE)
-            begin = message * (_ROWS * room) + column
-            values = [load(x_ref, begin + row * room, THREADS) for row in group]
+            begin = message * n + column
+            values = [load(x_ref, begin + row * stride, THREADS) for row in group]
             for row, value in zip(group, values, strict=True):
                 bits = jnp.uint32(powers_of_two.HALF)
                 if key is not None:
                     bits = _words(refs[0], message, row * width + column)
                 exponent, sign = cnat_all.fields(value, bits)
                 word |= jnp.where(sign, jnp.uint32(1 << row), jnp.uint32(0))
-                store(out, start + row * room + column, exponent.astype(jnp.uint8))
-        signs = Rows(out, start + _ROWS * room + 4 * column, (THREADS, 4), interpret)
+                store(out, start + row * stride + column, exponent.astype(jnp.uint8))
+        signs = Rows(out, start + n + 4 * column, (THREADS, 4), interpret)
         signs.store(*[(word >> (8 * i)).astype(jnp.uint8) for i in range(4)])
 
-    inputs = [x] + ([] if key is None else [key_words(key)])
+    inputs = [x.reshape(-1)] + ([] if key is None else [key_words(key)])
     out = jax.ShapeDtypeStruct((messages * size,), jnp.uint8)
-    return launch(body, inputs, [out], messages * slices, interpret=interpret)[0]
+    (payload,) = launch(body, inputs, [out], messages * slices, interpret=interpret)
+    return payload.reshape(messages, size)
 
 
 def _words(key: Any, message: jax.Array, start: jax.Array) -> jax.Array:
@@ -76,10 +109,23 @@ def _words(key: Any, message: jax.Array, start: jax.Array) -> jax.Array:
     return threefry2x32((key[0], key[1]), (place, message.astype(jnp.uint32)))[0]
 
 
+def _words_of_short(key: jax.Array | None, n: int, messages: int) -> jax.Array:
+    """What `random_bits` has at `places_of_short_words(n)` of each message."""
+    if key is None:
+        return jnp.uint32(powers_of_two.HALF)
+    width = bitplanes.words_for(n)
+    columns = n - (_ROWS - 1) * width
+    own, shape = key_words(key), (messages, _ROWS - 1, width - columns)
+    # Not from an array of places: with a constant key, XLA would take minutes to fold the cipher.
+    message, row, column = (jax.lax.broadcasted_iota(jnp.uint32, shape, i) for i in range(3))
+    place = row * jnp.uint32(width) + column + jnp.uint32(columns)
+    return threefry2x32((own[0], own[1]), (place, message))[0]
+
+
 def decode_and_sum(payloads: jax.Array, n: int, *, interpret: Any = None) -> jax.Array:
     """As the specification; `interpret` as in `launch`.
 
-    Where n is no multiple of 32 the result is copied once more; short payloads are padded.
+    Short words and short messages as in `encode`.
     """
     messages, width = len(payloads), bitplanes.words_for(n)
     if messages > _MESSAGES:
@@ -87,29 +133,33 @@ def decode_and_sum(payloads: jax.Array, n: int, *, interpret: Any = None) -> jax
             f'cnat_all.decode_and_sum: "mosaic" adds up to {_MESSAGES} messages, got {messages}; '
             'add them in groups, or use "xla" or None.'
         )
-    room = max(width, THREADS)
-    if width < room:
-        exponents = jnp.pad(payloads[:, :n], ((0, 0), (0, _ROWS * width - n)))
-        exponents = exponents.reshape(messages, _ROWS, width)
-        signs = payloads[:, n:]
-        exponents = jnp.pad(exponents, ((0, 0), (0, 0), (0, room - width)))
-        signs = jnp.pad(signs, ((0, 0), (0, 4 * (room - width))))
-        payloads = jnp.concatenate([exponents.reshape(messages, -1), signs], axis=1)
-    n_there = _ROWS * room if width < room else n
-    total = _decode_and_sum(payloads, n_there, room, interpret)
-    return total.reshape(_ROWS, room)[:, :width].reshape(-1)[:n]
+    columns = n - (_ROWS - 1) * width
+    if columns < THREADS:
+        room = max(width, THREADS)
+        exponents = jax.vmap(lambda row: widened(row, _ROWS, width))(payloads[:, :n])
+        signs = jnp.pad(payloads[:, n:], ((0, 0), (0, 4 * (room - width))))
+        wide = jnp.concatenate([exponents, signs], axis=1)
+        total = _decode_and_sum(wide, _ROWS * room, room, room, interpret)
+        return narrowed(total, _ROWS, width)[:n]
+    total = _decode_and_sum(payloads, n, width, columns, interpret)
+    if columns == width:
+        return total
+    places = bitplanes.places_of_short_words(n)
+    signs = payloads[:, n + 4 * columns :]
+    rest = jnp.concatenate([payloads[:, places.reshape(-1)], signs], axis=1)
+    rest = cnat_all.decode_and_sum(rest, places.size).reshape(places.shape)
+    return total.at[places].set(rest, unique_indices=True)
 
 
-def _decode_and_sum(payloads: jax.Array, n: int, room: int, interpret: Any) -> jax.Array:
-    """Of payloads of n values in rows of `room`, the last of which may be short.
-
-    What is read behind its end are signs, and what becomes of them is cut off.
-    """
+def _decode_and_sum(
+    payloads: jax.Array, n: int, stride: int, columns: int, interpret: Any
+) -> jax.Array:
+    """Some columns of payloads of n values, whose rows begin at multiples of the stride."""
     messages, size = payloads.shape
     at_once = max(1, min(_AT_ONCE, _LOADS >> (messages - 1).bit_length()))
 
     def body(program: jax.Array, ref: Any, out: Any) -> None:
-        column = jnp.minimum(program * THREADS, room - THREADS)
+        column = jnp.minimum(program * THREADS, columns - THREADS)
         words = []
         for message in range(messages):
             start = message * size + n + 4 * column
@@ -119,16 +169,16 @@ def _decode_and_sum(payloads: jax.Array, n: int, room: int, interpret: Any) -> j
         def step(i: jax.Array, _: None) -> None:
             rows = [i * at_once + k for k in range(at_once)]
             exponents = [
-                [load(ref, m * size + row * room + column, THREADS) for m in range(messages)]
+                [load(ref, m * size + row * stride + column, THREADS) for m in range(messages)]
                 for row in rows
             ]
             for row, group in zip(rows, exponents, strict=True):
                 signs = [((word >> row.astype(jnp.uint32)) & 1) == 1 for word in words]
                 total = functools.reduce(jnp.add, map(cnat_all.value, group, signs))
-                store(out, row * room + column, total)
+                store(out, row * stride + column, total)
 
         jax.lax.fori_loop(0, _ROWS // at_once, step, None)
 
-    out = jax.ShapeDtypeStruct((_ROWS * room,), jnp.float32)
-    programs = -(-room // THREADS)
+    out = jax.ShapeDtypeStruct((n,), jnp.float32)
+    programs = -(-columns // THREADS)
     return launch(body, [payloads.reshape(-1)], [out], programs, interpret=interpret)[0]

@@ -39,6 +39,11 @@ def sign_feedback(
         from jaxcomm.kernels.sign_feedback import mosaic  # Pallas takes long to import
 
         return mosaic.sign_feedback(x, residual, scale)
+    return plain(x, residual, scale)
+
+
+def plain(x: jax.Array, residual: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`sign_feedback` of what was checked."""
     owed = x + residual
     # From the votes, not from the packed words: those would have to be complete before.
     votes = bitplanes.votes(owed)
