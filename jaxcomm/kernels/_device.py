@@ -42,9 +42,9 @@ def require_mosaic(name: str) -> None:
 def choose(name: str, implementation: str | None, available: tuple[str, ...], elements: int) -> str:
     """The implementation to run for so many elements.
 
-    None is "xla" on every device. Where XLA reads and writes everything once, as it does for the
-    operations in `kernels/`, only a measurement can be a reason for another choice, and there is
-    none: these kernels are compiled for GPUs and interpreted on CPU, but have never been timed.
+    None is "xla" on every device. Most operations XLA reads and writes once; of some the kernels
+    move half as much, but only a measurement can be a reason for another choice, and there is none:
+    these kernels are compiled for GPUs and interpreted on CPU, and have never been timed.
 
     Raises:
       ValueError: for "mosaic" with more than 2^31 - 1 elements, which its indices do not reach.
