@@ -81,18 +81,23 @@ def _encode(
         *_, out = refs
         message, at = jax.lax.div(program, slices), jax.lax.rem(program, slices)
         column = jnp.minimum(at * THREADS, columns - THREADS)
-        start, word = message * size, jnp.zeros((), jnp.uint32)
-        for first in range(0, _ROWS, _AT_ONCE):
-            group = range(first, first + _AT_ONCE)
-            begin = message * n + column
-            values = [load(x_ref, begin + row * stride, THREADS) for row in group]
-            for row, value in zip(group, values, strict=True):
+        start, begin = message * size, message * n + column
+
+        def step(i: jax.Array, word: jax.Array) -> jax.Array:
+            rows = [i * _AT_ONCE + k for k in range(_AT_ONCE)]
+            values = [load(x_ref, begin + row * stride, THREADS) for row in rows]
+            for row, value in zip(rows, values, strict=True):
                 bits = jnp.uint32(powers_of_two.HALF)
                 if key is not None:
                     bits = _words(refs[0], message, row * width + column)
                 exponent, sign = cnat_all.fields(value, bits)
-                word |= jnp.where(sign, jnp.uint32(1 << row), jnp.uint32(0))
+                digit = jnp.uint32(1) << row.astype(jnp.uint32)
+                word |= jnp.where(sign, digit, jnp.uint32(0))
                 store(out, start + row * stride + column, exponent.astype(jnp.uint8))
+            return word
+
+        zeros = plgpu.layout_cast(jnp.zeros((THREADS,), jnp.uint32), line())
+        word = jax.lax.fori_loop(0, _ROWS // _AT_ONCE, step, zeros)
         signs = Rows(out, start + n + 4 * column, (THREADS, 4), interpret)
         signs.store(*[(word >> (8 * i)).astype(jnp.uint8) for i in range(4)])
 
