@@ -11,8 +11,8 @@ import pytest
 from implementations import every_implementation
 from jaxcomm.kernels import bitplanes
 
-# Words: padded to a program, two programs that share columns, vectors and none.
-WIDTHS = [5, 129, 512, 516]
+# Words: padded to a program; two programs that share columns; and with vectors.
+WIDTHS = [5, 129, 516]
 
 
 def planes(count: int, width: int) -> np.ndarray:
@@ -36,9 +36,9 @@ def test_add(width: int, f: Callable) -> None:
 
 @pytest.mark.newest
 @every_implementation(bitplanes.majority)
-@pytest.mark.parametrize("threshold", [-1, 4, 10])
+@pytest.mark.parametrize("threshold", [-1, 4])
 def test_majority(threshold: int, f: Callable) -> None:
-    """The largest sum is 10."""
+    """Of counts up to 7 and up to 3."""
     x = planes(5, 2 * 129).reshape(5, 2, 129)
     words = jax.jit(lambda *x: f(x[:3], x[3:], threshold))(*x)
     assert words.shape == (2, 129)
@@ -49,7 +49,7 @@ def test_majority(threshold: int, f: Callable) -> None:
 
 @pytest.mark.newest
 @every_implementation(bitplanes.add_signs)
-@pytest.mark.parametrize("n", [5, 32 * 129, 32 * 512, 32 * 130 + 7, 32 * 170 + 5])
+@pytest.mark.parametrize("n", [5, 32 * 516, 32 * 130 + 7, 32 * 170 + 5])
 def test_add_signs(n: int, f: Callable) -> None:
     rng = np.random.default_rng(n)
     x, positive = rng.standard_normal(n).astype(np.float32), rng.random(n) < 0.5
