@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm.kernels import bitplanes
+from jaxcomm.kernels import bitplanes, cnat_all, integer_blocks, select
 from jaxcomm.kernels.sign_feedback import sign_feedback
 
 CACHE = 2**28  # bytes; more than the last cache of any GPU of today holds
@@ -70,14 +70,97 @@ def votes(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
     return tuple(rng.integers(0, 2**32, (6, bitplanes.words_for(n)), np.uint32))
 
 
-def majority(*planes: jax.Array) -> tuple[jax.Array]:
-    return (bitplanes.exceeds(bitplanes.add(planes[:3], planes[3:], 4), 7),)
+def majority(*planes: jax.Array, implementation: str) -> jax.Array:
+    return bitplanes.majority(planes[:3], planes[3:], 7, implementation=implementation)
 
 
 def majority_of(*planes: np.ndarray) -> tuple[np.ndarray]:
     bits = np.stack([np.unpackbits(p.view(np.uint8)).astype(np.int8) for p in planes])
     weights = np.int8([1, 2, 4, 1, 2, 4])[:, None]
     return (np.packbits((bits * weights).sum(0) > 7).view(np.uint32),)
+
+
+def int8_payload(x: np.ndarray) -> tuple[np.ndarray]:
+    blocks = x.reshape(-1, 256)
+    scale = np.abs(blocks).max(axis=1) * np.float32(1 / 127)
+    unit = ((scale.view(np.uint32) + 253) >> 8 << 8).view(np.float32)
+    numbers = np.minimum(np.abs(blocks * (1 / unit)[:, None]), 127).astype(np.float64)
+    levels = np.copysign(np.floor(numbers + 0.5), blocks).astype(np.int8)
+    return (np.concatenate([levels.reshape(-1).view(np.uint8), unit.view(np.uint8)]),)
+
+
+def cnat_payload(x: np.ndarray) -> tuple[np.ndarray]:
+    pattern = np.abs(x).view(np.uint32)
+    exponent = (pattern + 2**22) >> 23
+    signs = packed((x < 0) & (exponent > 0))
+    return (np.concatenate([exponent.astype(np.uint8), signs.view(np.uint8)]),)
+
+
+MESSAGES = 8
+
+
+def payloads(encode: Callable[..., tuple[np.ndarray]]) -> Callable[..., tuple[np.ndarray]]:
+    """Messages of small integers, as many values together as the vector has."""
+
+    def arguments(rng: np.random.Generator, n: int) -> tuple[np.ndarray]:
+        x = rng.integers(-8, 9, (MESSAGES, n // MESSAGES)).astype(np.float32)
+        x[:, ::256] = 127
+        return (np.stack([encode(row)[0] for row in x]),)
+
+    return arguments
+
+
+def int8_total(payloads: np.ndarray) -> tuple[np.ndarray]:
+    n = payloads.shape[1] * 64 // 65
+    units = np.ascontiguousarray(payloads[:, n:]).view(np.float32)
+    values = payloads[:, :n].view(np.int8) * np.repeat(units, 256, axis=1)
+    return (np.sum(values, axis=0, dtype=np.float32),)
+
+
+def int8_sum(payloads: jax.Array, implementation: str) -> jax.Array:
+    n = payloads.shape[1] * 64 // 65
+    sums = functools.partial(integer_blocks.decode_and_sum, implementation=implementation)
+    return sums(payloads, n, 127, 256)
+
+
+def cnat_total(payloads: np.ndarray) -> tuple[np.ndarray]:
+    n = payloads.shape[1] * 8 // 9
+    exponents, words = payloads[:, :n], np.ascontiguousarray(payloads[:, n:]).view(np.uint32)
+    signs = np.concatenate([words >> b & 1 for b in range(32)], axis=1)
+    values = np.where(exponents > 0, 2.0 ** (exponents.astype(np.int32) - 127), 0)
+    return (np.sum(np.where(signs, -values, values), axis=0).astype(np.float32),)
+
+
+def cnat_sum(payloads: jax.Array, implementation: str) -> jax.Array:
+    n = payloads.shape[1] * 8 // 9
+    return cnat_all.decode_and_sum(payloads, n, implementation=implementation)
+
+
+def packed_signs(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
+    x = rng.integers(-99, 99, n).astype(np.float32)
+    return x, packed(rng.random(n) < 0.5), np.float32(2)
+
+
+def added_signs(x: np.ndarray, words: np.ndarray, scale: np.float32) -> tuple[np.ndarray]:
+    bits = np.concatenate([words >> b & 1 for b in range(32)])[: len(x)]
+    return (x + np.where(bits, scale, -scale),)
+
+
+def counted(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
+    return *normal(rng, n), np.float32(2)
+
+
+def count_of(x: np.ndarray, threshold: np.float32) -> tuple[np.ndarray]:
+    return (np.count_nonzero(np.abs(x) >= threshold),)
+
+
+def on_both(f: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """An operation with one result, by the names of its implementations."""
+
+    def called(name: str) -> Callable[..., Any]:
+        return lambda *args: (f(*args, implementation=name),)
+
+    return {name: called(name) for name in ("xla", "mosaic")}
 
 
 CASES = (
@@ -90,7 +173,18 @@ CASES = (
         owed,
         kept,
     ),
-    Case("add and majority", {"xla": majority}, votes, majority_of),
+    Case(
+        "int8 encode",
+        on_both(functools.partial(integer_blocks.encode, levels=127, size=256)),
+        normal,
+        int8_payload,
+    ),
+    Case("int8 sum", on_both(int8_sum), payloads(int8_payload), int8_total),
+    Case("cnat all encode", on_both(cnat_all.encode), normal, cnat_payload),
+    Case("cnat all sum", on_both(cnat_sum), payloads(cnat_payload), cnat_total),
+    Case("add and majority", on_both(majority), votes, majority_of),
+    Case("add_signs", on_both(bitplanes.add_signs), packed_signs, added_signs),
+    Case("count", on_both(select.count_at_least), counted, count_of),
 )
 
 

@@ -22,12 +22,17 @@ def rounding_bits(codec: Codec, key: jax.Array | None, shape: tuple[int, ...]) -
     """
     if not codec.is_random:
         return jnp.uint32(HALF)
+    return random_bits(require_key(codec, key), shape)
+
+
+def require_key(codec: Codec, key: jax.Array | None) -> jax.Array:
+    """The key; raises a ValueError if there is none."""
     if key is None:
         raise ValueError(
             f"{codec.name} rounds at random and needs a key, got None; "
             "write encode(x, key) with key = jax.random.key(seed), another one in every step."
         )
-    return random_bits(key, shape)
+    return key
 
 
 def require_integer(name: str, value: Any, lowest: int, highest: int | None = None) -> None:

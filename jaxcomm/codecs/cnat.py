@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm.codecs._codec import Codec
-from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, rounding_bits
-from jaxcomm.kernels import bitplanes, powers_of_two, reductions
+from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, require_key, rounding_bits
+from jaxcomm.kernels import cnat_all, powers_of_two, reductions
 
 BIAS = 127  # of float32's exponent field
 WINDOW = 127  # the exponents that 7 bits tell apart beside zero
@@ -120,34 +120,20 @@ class CnatFixed(Cnat):
 class CnatAll(Cnat):
     """9 bits a value: every power of two that float32 has; a plane of signs after the exponents.
 
-    Exponents are float32's field of 8 bits, 255 for infinity. Signs are packed 32 to a word, 1 for
-    negative values and for NaN, whose exponent is 0.
+    `kernels.cnat_all` says how they are laid out.
     """
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to uint8 `(..., n + 4 ceil(n / 32))`."""
-        bits = rounding_bits(self, key, x.shape)
-        isnan = jnp.isnan(x)
-        exponent = jnp.where(isnan, jnp.uint32(0), powers_of_two.exponents(x, bits))
-        negative = jax.lax.bitcast_convert_type(x, jnp.int32) < 0
-        signs = bitplanes.pack((negative & (exponent > 0)) | isnan)
-        signs = jax.lax.bitcast_convert_type(signs, jnp.uint8).reshape(
-            *x.shape[:-1], 4 * bitplanes.words_for(x.shape[-1])
-        )
-        return jnp.concatenate([exponent.astype(jnp.uint8), signs], axis=-1)
+        return cnat_all.encode(x, require_key(self, key) if self.is_random else None)
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
         """uint8 `(..., n + 4 ceil(n / 32))` to float32 `(..., n)`."""
-        exponent = payload[..., :n].astype(jnp.uint32)
-        words = payload[..., n:].reshape(*payload.shape[:-1], bitplanes.words_for(n), 4)
-        words = jax.lax.bitcast_convert_type(words, jnp.uint32)
-        negative = bitplanes.unpack(words, n)
-        value = powers_of_two.values(exponent, negative.astype(jnp.uint32))
-        return jnp.where(negative & (exponent == 0), jnp.float32(jnp.nan), value)
+        return cnat_all.decode(payload, n)
 
     def message_bytes(self, n: int) -> int:
         """n + 4 ceil(n / 32)."""
-        return n + 4 * bitplanes.words_for(n)
+        return cnat_all.message_bytes(n)
 
 
 EXPONENTS = {"window": CnatWindow, "fixed": CnatFixed, "all": CnatAll}

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 import jax
 
-from jaxcomm.codecs import _uniform
 from jaxcomm.codecs._blocks import BlockScaled
-from jaxcomm.codecs._rounding import ROUNDINGS, require_choice
+from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, require_key
+from jaxcomm.kernels import integer_blocks
+from jaxcomm.kernels.levels import bytes_for, unpack_levels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,17 +46,18 @@ class Integer(BlockScaled):
         """The levels."""
         return self.levels
 
-    def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
-        """Levels, rounded."""
-        return _uniform.encode(numbers, bits, self.levels)
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """float32 `(..., n)` to uint8 `(..., m)`, codes before units."""
+        key = require_key(self, key) if self.is_random else None
+        return integer_blocks.encode(x, self.levels, self.block_size, key)
 
     def numbers(self, codes: jax.Array, size: int) -> jax.Array:
         """Integers."""
-        return _uniform.decode(codes, size, self.levels)
+        return unpack_levels(codes, size, self.levels)
 
     def code_bytes(self, size: int) -> int:
         """Those of 8 or 4 bits a value."""
-        return _uniform.code_bytes(size, self.levels)
+        return bytes_for(size, self.levels)
 
 
 @dataclasses.dataclass(frozen=True)

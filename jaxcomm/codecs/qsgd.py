@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.codecs import _uniform
 from jaxcomm.codecs._blocks import BlockScaled, norm_and_unit
 from jaxcomm.codecs._rounding import require_integer
+from jaxcomm.kernels.levels import bytes_for, pack_levels, unpack_levels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +59,15 @@ class Qsgd(BlockScaled):
 
     def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
         """Levels, rounded at random."""
-        return _uniform.encode(numbers, bits, self.levels)
+        return pack_levels(numbers, bits, self.levels)
 
     def numbers(self, codes: jax.Array, size: int) -> jax.Array:
         """Levels."""
-        return _uniform.decode(codes, size, self.levels)
+        return unpack_levels(codes, size, self.levels)
 
     def code_bytes(self, size: int) -> int:
         """Those of ceil(log2(2s + 1)) bits a value."""
-        return _uniform.code_bytes(size, self.levels)
+        return bytes_for(size, self.levels)
 
 
 def qsgd(levels: int = 7, block_size: int = 512) -> Qsgd:

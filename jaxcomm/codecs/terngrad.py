@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.codecs import _uniform
 from jaxcomm.codecs._blocks import BlockScaled, norm_and_unit
+from jaxcomm.kernels.levels import bytes_for, pack_levels, unpack_levels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +70,15 @@ class TernGrad(BlockScaled):
 
     def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
         """-1, 0 or 1, at random."""
-        return _uniform.encode(numbers, bits, 1)
+        return pack_levels(numbers, bits, 1)
 
     def numbers(self, codes: jax.Array, size: int) -> jax.Array:
         """-1, 0 or 1."""
-        return _uniform.decode(codes, size, 1)
+        return unpack_levels(codes, size, 1)
 
     def code_bytes(self, size: int) -> int:
         """Those of 2 bits a value."""
-        return _uniform.code_bytes(size, 1)
+        return bytes_for(size, 1)
 
 
 def terngrad(block_size: int = 512, clip: float | None = None) -> TernGrad:

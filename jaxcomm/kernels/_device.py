@@ -10,6 +10,8 @@ import jax
 
 from jaxcomm import _compat
 
+MOST_ELEMENTS = 2**31 - 1  # kernels count in int32
+
 
 def capability() -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU, such as (9, 0); None on anything else."""
@@ -37,14 +39,15 @@ def require_mosaic(name: str) -> None:
         )
 
 
-def choose(name: str, implementation: str | None, available: tuple[str, ...]) -> str:
-    """The implementation to run.
+def choose(name: str, implementation: str | None, available: tuple[str, ...], elements: int) -> str:
+    """The implementation to run for so many elements.
 
-    None is "xla" on every device. Where XLA reads and writes everything once, as it does for the
-    operations in `kernels/`, only a measurement can be a reason for another choice, and there is
-    none: these kernels are compiled for GPUs and interpreted on CPU, but have never been timed.
+    None is "xla" on every device. Most operations XLA reads and writes once; of some the kernels
+    move half as much, but only a measurement can be a reason for another choice, and there is none:
+    these kernels are compiled for GPUs and interpreted on CPU, and have never been timed.
 
     Raises:
+      ValueError: for "mosaic" with more than 2^31 - 1 elements, which its indices do not reach.
       NotImplementedError: for an implementation that does not exist, or not for this device.
     """
     if implementation is None:
@@ -55,5 +58,10 @@ def choose(name: str, implementation: str | None, available: tuple[str, ...]) ->
             f"{name} has no implementation {implementation!r}; use {quoted} or None."
         )
     if implementation == "mosaic":
+        if elements > MOST_ELEMENTS:
+            raise ValueError(
+                f'{name}: the implementation "mosaic" takes at most 2^31 - 1 elements, got '
+                f'{elements}; cut the array, or use "xla" or None.'
+            )
         require_mosaic(name)
     return implementation

@@ -1,9 +1,10 @@
-"""Mosaic GPU kernels that go down the columns of arrays: what they have in common.
+"""What the Mosaic GPU kernels have in common: how they are launched, and rows of flat arrays.
 
 They use plain loads and stores, without asynchronous copies or barriers, so that one source serves
 every GPU from compute capability 8.0 on.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,51 +16,183 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxcomm import _compat
 
 THREADS = 128
-VECTOR = 4  # 32-bit words that a thread loads at once, where every row begins at a multiple of it
+VECTOR = 4  # elements that a thread loads at once, where every row begins at a multiple of it
+WARPS, LANES = 4, 32
+
+# In newer jax the index is part of the reference, and stores have a function of their own.
+_EVERYTHING = {"idx": ...} if "idx" in inspect.signature(plgpu.load).parameters else {}
+
+
+def launch(
+    body: Callable[..., None],
+    inputs: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    programs: int,
+    *,
+    interpret: Any = None,
+) -> list[jax.Array]:
+    """Runs a kernel, also under the checks of `jax.shard_map`.
+
+    Args:
+      body: gets the program's number, then references to all inputs and outputs in global memory.
+      inputs: arrays.
+      outputs: their shapes and dtypes.
+      programs: how many there are, each of 128 threads.
+      interpret: the parameters of Pallas' interpreter, to run on CPU in tests; None compiles.
+
+    Returns:
+      The outputs, which vary over the axes over which any of the inputs does.
+    """
+    varying = frozenset().union(*map(_compat.varying_axes, inputs))
+    inputs = [_compat.as_varying(x, varying) for x in inputs]
+    mat = jax.typeof(inputs[0]).mat
+
+    def kernel(*refs: Any) -> None:
+        body(jax.lax.axis_index("program"), *refs)
+
+    return plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=mat) for out in outputs
+        ],
+        grid=(programs,),
+        grid_names=("program",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )(*inputs)
 
 
 def over_columns(
     body: Callable[..., None],
     inputs: Sequence[jax.Array],
     outputs: Sequence[tuple[int, Any]],
+    width: int,
+    columns: int,
     *,
     interpret: Any = None,
-) -> tuple[jax.Array, ...]:
+) -> list[jax.Array]:
     """Runs a kernel on slices of columns.
 
     Args:
-      body: gets a slice of columns, then references to all inputs and outputs in global memory.
-      inputs: arrays of 4 bytes an element, `(rows, W)` each with another number of rows; or
-        `(1,)`, which has no columns. At least one has columns.
-      outputs: rows and dtype of each `(rows, W)`.
-      interpret: the parameters of Pallas' interpreter, to run on CPU in tests; None compiles.
+      body: gets a function from a row to its slice of a flat array, then references to all inputs
+        and outputs in global memory.
+      inputs: flat arrays of 4 bytes an element, whose rows begin at multiples of the width.
+      outputs: length and dtype of each, flat likewise.
+      width: from the beginning of a row to that of the next.
+      columns: how many are visited, at least THREADS.
+      interpret: as in `launch`.
 
     Returns:
       The outputs. Columns at the end may be computed twice: a body must not update in place.
     """
-    width = max(x.shape[-1] for x in inputs if x.ndim == 2)
-    # A slice is not longer than a row: short ones are padded, to one slice.
-    room = max(width, THREADS)
-    padding = ((0, 0), (0, room - width))
-    inputs = [jnp.pad(x, padding) if x.ndim == 2 and room > width else x for x in inputs]
-    wide = room % VECTOR == 0 and room >= VECTOR * THREADS
+    wide = width % VECTOR == columns % VECTOR == 0 and columns >= VECTOR * THREADS
     lanes = VECTOR * THREADS if wide else THREADS
 
-    def kernel(*refs: Any) -> None:
-        start = jnp.minimum(jax.lax.axis_index("slice") * lanes, room - lanes)
-        body(pl.ds(start, lanes), *refs)
+    def on_slice(program: jax.Array, *refs: Any) -> None:
+        start = jnp.minimum(program * lanes, columns - lanes)
+        body(lambda row: pl.ds(row * width + start, lanes), *refs)
 
-    varying = frozenset().union(*map(_compat.varying_axes, inputs))
-    inputs = [_compat.as_varying(x, varying) for x in inputs]
-    mat = jax.typeof(inputs[0]).mat
-    results = plgpu.kernel(
-        kernel,
-        out_type=[
-            jax.ShapeDtypeStruct((rows, room), dtype, manual_axis_type=mat)
-            for rows, dtype in outputs
-        ],
-        grid=(-(-room // lanes),),
-        grid_names=("slice",),
-        interpret=interpret,
-    )(*inputs)
-    return tuple(result[:, :width] for result in results)
+    shapes = [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in outputs]
+    return launch(on_slice, inputs, shapes, -(-columns // lanes), interpret=interpret)
+
+
+def widened(x: jax.Array, rows: int, width: int) -> jax.Array:
+    """A flat array of rows, the last of which may be cut short, as rows of THREADS or more."""
+    whole = jnp.pad(x, (0, rows * width - x.size)).reshape(rows, width)
+    return jnp.pad(whole, ((0, 0), (0, max(THREADS - width, 0)))).reshape(-1)
+
+
+def narrowed(x: jax.Array, rows: int, width: int) -> jax.Array:
+    """What `widened` had, and zeros where the last row was cut short."""
+    return x.reshape(rows, -1)[:, :width].reshape(-1)
+
+
+def rows_layout(lanes: int, vector: int) -> tuple[int, Any]:
+    """A layout in which so many lanes of a warp lie side by side in a row, each with a vector.
+
+    Args:
+      lanes: a power of two up to 32.
+      vector: the neighbouring elements of a lane.
+
+    Returns:
+      How many rows all threads together take at once, and the layout of `(rows, columns)`, whose
+      columns are a multiple of `lanes * vector`. Along the columns, no reduction leaves a warp.
+    """
+    high, wide = LANES // lanes, lanes * vector
+    rows = WARPS * high
+    if lanes == LANES:
+        tiles, warp, lane = ((rows, wide), (vector,)), (-3,), (-2,)
+    elif lanes == 1:
+        tiles, warp, lane = ((rows, wide), (high, wide)), (-4,), (-2,)
+    else:
+        tiles, warp, lane = ((rows, wide), (high, wide), (vector,)), (-5,), (-3, -2)
+    layout = plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=warp, lane_dims=lane, vector_dim=-1)
+    return rows, layout
+
+
+def line(vector: int = 1) -> Any:
+    """The layout of `(columns,)`: each thread has a vector of neighbours, beside the next one's.
+
+    The columns are a multiple of `THREADS * vector`.
+    """
+    tiles = ((THREADS * vector,), (LANES * vector,), (vector,))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+
+
+def load(ref: Any, start: Any, size: int, layout: Any = None) -> jax.Array:
+    """`(size,)` from a place on in a flat array; the layout is `line()` if none is given."""
+    return _load(ref.at[pl.ds(start, size)], layout or line())
+
+
+def store(ref: Any, start: Any, value: jax.Array) -> None:
+    """Puts `(size,)` into a flat array from a place on."""
+    _store(ref.at[pl.ds(start, value.size)], value)
+
+
+class Rows:
+    """A part of a flat array in global memory, as rows.
+
+    Pallas' interpreter has no references of another shape: it gets all of the rows as they lie.
+    """
+
+    def __init__(self, ref: Any, start: Any, shape: tuple[int, int], interpret: Any) -> None:
+        self.flat, self.shape = ref.at[pl.ds(start, shape[0] * shape[1])], shape
+        self.interpreted = interpret is not None
+
+    def load(self, first: int, size: int, layout: Any) -> jax.Array:
+        """Columns from the first on, `(rows, size)`."""
+        if self.interpreted:
+            return self.flat[...].reshape(self.shape)[:, first : first + size]
+        columns = self.flat.reshape(*self.shape).at[:, pl.ds(first, size)]
+        return _load(columns, layout)
+
+    def load_columns(self, layout: Any) -> list[jax.Array]:
+        """All columns, `(rows,)` each."""
+        if self.interpreted:
+            return list(self.flat[...].reshape(self.shape).T)
+        rows = self.flat.reshape(*self.shape)
+        return [_load(rows.at[:, i], layout) for i in range(self.shape[1])]
+
+    def store(self, *parts: jax.Array) -> None:
+        """All columns: parts side by side, each `(rows, columns)` or one column `(rows,)`."""
+        if self.interpreted:
+            parts = tuple(part.reshape(self.shape[0], -1) for part in parts)
+            self.flat[...] = jnp.concatenate(parts, axis=1).reshape(-1)
+            return
+        rows, start = self.flat.reshape(*self.shape), 0
+        for part in parts:
+            size = 1 if part.ndim == 1 else part.shape[1]
+            _store(rows.at[:, start if part.ndim == 1 else pl.ds(start, size)], part)
+            start += size
+
+
+def _load(ref: Any, layout: Any) -> jax.Array:
+    return plgpu.load(ref, layout=layout, optimized=False, **_EVERYTHING)
+
+
+def _store(ref: Any, value: jax.Array) -> None:
+    store = getattr(plgpu, "store", None)
+    if store is None:
+        ref[...] = value
+    else:
+        store(ref, value, optimized=False)

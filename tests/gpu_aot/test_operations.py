@@ -45,6 +45,30 @@ ENTRY %main (a: f32[1024], b: f32[4096]) -> f32[512] {
 """
 
 
+SCATTERED = """
+HloModule jit_f, is_scheduled=true
+
+%fused (param_0: f32[4096], param_1: s32[16,1], param_2: f32[16]) -> f32[4096] {
+  %param_0 = f32[4096]{0} parameter(0)
+  %param_1 = s32[16,1]{1,0} parameter(1)
+  %param_2 = f32[16]{0} parameter(2)
+  ROOT %scattered = f32[4096]{0} scatter(%param_0, %param_1, %param_2), to_apply=%second
+}
+
+ENTRY %main (a: f32[4096], b: s32[16,1], c: f32[16]) -> f32[4096] {
+  %a = f32[4096]{0} parameter(0)
+  %b = s32[16,1]{1,0} parameter(1)
+  %c = f32[16]{0} parameter(2)
+  %start = ((f32[4096]{0}), f32[4096]{0}, u32[]) fusion-start(%a, %b, %c), kind=kInput, calls=%fused
+  ROOT %done = f32[4096]{0} fusion-done(%start)
+}
+"""
+
+
+def test_what_is_put_into_an_array_in_place() -> None:
+    assert kernels(read_program(SCATTERED)) == [Kernel("start", 64 + 64, 64)]
+
+
 def test_kernels_are_charged_with_the_parts_that_they_touch() -> None:
     assert kernels(read_program(FUSED)) == [
         Kernel("fusion", 4096, 4096 + 4096),  # of b, in place, what is new; what is read is there

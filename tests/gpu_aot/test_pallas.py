@@ -9,7 +9,20 @@ from gpu_aot.targets import TARGETS, compiled_in_a_process, needs_gpu_aot
 from jaxcomm import _compat
 
 pytestmark = [needs_gpu_aot, pytest.mark.gpu_aot]
-KERNELS = ("sign_feedback",)
+KERNELS = (
+    "sign_feedback",
+    "int8",
+    "int8 random",
+    "int4 random",
+    "int8 sum",
+    "cnat all",
+    "cnat all random",
+    "cnat all sum",
+    "add",
+    "majority",
+    "add_signs",
+    "count",
+)
 # Below capability 9.0 the older Mosaic ends the process, so it must not be asked.
 REFUSED = {"a10"} if _compat.jax_version() < (0, 11) else set()
 
@@ -25,13 +38,20 @@ def test_one_kernel_that_spills_nothing(
     if target in REFUSED:
         assert "needs compute capability 9.0" in report["refused"]
         return
-    assert report["moved"] / report["ideal"] < 1.001 and len(report["kernels"]) == 1, report
+    large = [kernel for kernel in report["kernels"] if kernel[1] + kernel[2] > 1000]  # not keys
+    assert report["moved"] / report["ideal"] < 1.001 and len(large) == 1, report
     ptxas = "".join(path.read_text() for path in tmp_path.glob("*.ptxas"))
     assert re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", ptxas) == [("0", "0")]
     assert "sm_90" in ptxas if target == "h100" else "sm_86" in ptxas
 
 
-def test_short_and_odd_lengths_compile() -> None:
-    for n in (17, 2**20 + 17, 2**20 + 32):
-        report = compiled_in_a_process("pallas", "h100", "sign_feedback", str(n))
-        assert "kernels" in report, report
+# Of which the rows or the blocks are cut short, or begin anywhere.
+CUT = ("sign_feedback", "add_signs", "int8 random", "int8 sum", "cnat all random", "cnat all sum")
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_odd_lengths_cost_no_more(name: str) -> None:
+    for n in (2**20 + 17, 2**20 + 32):
+        report = compiled_in_a_process("pallas", "h100", name, str(n))
+        assert report["moved"] / report["ideal"] < 1.05, report
+    assert "kernels" in compiled_in_a_process("pallas", "h100", name, "17")

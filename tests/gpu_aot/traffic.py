@@ -12,6 +12,7 @@ from gpu_aot.program import Instruction, Program
 # These move nothing: they name a value, or parts of one.
 FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all"}
 _PARTS = {"slice", "dynamic-slice", "gather"}  # read as much as they return of their first operand
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # which operand is what is new
 _NAMES = {"bitcast", "reshape", "copy", "convert"}  # of a parameter, looked through inside a kernel
 
 
@@ -31,7 +32,7 @@ def kernels(program: Program, computation: str = "") -> list[Kernel]:
     for line in lines:
         if line.op in ("while", "conditional", "call"):
             found += [kernel for name in line.calls for kernel in kernels(program, name)]
-        elif line.op == "fusion":
+        elif line.op in ("fusion", "fusion-start"):
             found.append(_fusion(line, program.computations[line.calls[0]], sizes))
         elif line.op == "dynamic-update-slice":
             update = sizes[line.operands[1]]
@@ -62,8 +63,8 @@ def _fusion(line: Instruction, inside: list[Instruction], sizes: dict[str, int])
     for result in results:
         while result.op in ("bitcast", "copy") and result.operands[0] in by_name:
             result = by_name[result.operands[0]]
-        if result.op == "dynamic-update-slice":  # in place: only what is new is written
-            written += by_name[result.operands[1]].nbytes
+        if result.op in _UPDATES:  # in place: only what is new is written
+            written += by_name[result.operands[_UPDATES[result.op]]].nbytes
             updated.add(_origin(result.operands[0], by_name))
         else:
             written += result.nbytes

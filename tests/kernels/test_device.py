@@ -28,11 +28,17 @@ def test_where_mosaic_works(
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: [device])
     monkeypatch.setattr(_compat, "jax_version", lambda: version)
     if works:
-        assert _device.choose("f", "mosaic", ("xla", "mosaic")) == "mosaic"
+        assert _device.choose("f", "mosaic", ("xla", "mosaic"), 1) == "mosaic"
     else:
         with pytest.raises(NotImplementedError, match="f: the implementation"):
-            _device.choose("f", "mosaic", ("xla", "mosaic"))
+            _device.choose("f", "mosaic", ("xla", "mosaic"), 1)
 
 
 def test_none_is_xla_everywhere() -> None:
-    assert _device.choose("f", None, ("xla", "mosaic")) == "xla"
+    assert _device.choose("f", None, ("xla", "mosaic"), 1) == "xla"
+
+
+def test_indices_of_32_bits_reach_all_elements() -> None:
+    with pytest.raises(ValueError, match=r"f: .* at most 2\^31 - 1 elements, got 2147483648"):
+        _device.choose("f", "mosaic", ("xla", "mosaic"), 2**31)
+    assert _device.choose("f", "xla", ("xla", "mosaic"), 2**31) == "xla"

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
+from implementations import every_implementation
 from jaxcomm.kernels import select
 from jaxcomm.kernels.select import words
 
@@ -284,3 +285,21 @@ def test_boundaries_that_do_not_fit(boundaries: tuple[int, ...]) -> None:
         select.compact_regions(jnp.ones(600), jnp.float32(1), bounds.astype(np.int64), 5)
     with pytest.raises(ValueError, match=r"R \+ 1 boundaries, got shape \(1,\)"):
         select.compact_regions(jnp.ones(600), jnp.float32(1), bounds[:1], 5)
+
+
+@pytest.mark.newest
+@every_implementation(select.count_at_least)
+@pytest.mark.parametrize("n", [7, 20_000, 4 * 4096 + 1])
+def test_every_implementation_counts_each_entry_once(n: int, f: Callable) -> None:
+    for x in samples(n, n)[0:6:2]:
+        for threshold in (0.5, TINY):
+            got = jax.jit(f)(jnp.asarray(x), jnp.float32(threshold))
+            assert got == len(selected(x, threshold)), (threshold, x[:8])
+
+
+def test_a_named_implementation_never_falls_back() -> None:
+    mosaic = partial(select.count_at_least, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
+        mosaic(jnp.zeros(4), jnp.float32(1))
+    with pytest.raises(ValueError, match=r"1 to 2\^31 - 256 elements"):
+        jax.eval_shape(mosaic, jax.ShapeDtypeStruct((2**31,), jnp.float32), jnp.float32(1))

@@ -2,38 +2,16 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from implementations import every_implementation
 from jaxcomm.kernels import bitplanes
 from jaxcomm.kernels.sign_feedback import sign_feedback
 
-
-def interpreted(x: jax.Array, residual: jax.Array, scale: jax.Array) -> Any:
-    """The Mosaic kernel, on CPU."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if not hasattr(plgpu, "InterpretGPUParams"):
-        pytest.skip("this jax has no interpreter of Mosaic GPU kernels; the newest has")
-    from jaxcomm.kernels.sign_feedback import mosaic
-
-    return mosaic.sign_feedback(x, residual, scale, interpret=plgpu.InterpretGPUParams())
-
-
-IMPLEMENTATIONS = {
-    "xla": functools.partial(sign_feedback, implementation="xla"),
-    "mosaic, interpreted": interpreted,
-    "mosaic": pytest.param(
-        functools.partial(sign_feedback, implementation="mosaic"), marks=pytest.mark.gpu
-    ),
-}
-every_implementation = pytest.mark.parametrize(
-    "f", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS.keys()
-)
 Implementation = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
@@ -45,8 +23,8 @@ def case(n: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
 
 
 @pytest.mark.newest
-@every_implementation
-@pytest.mark.parametrize("n", [1, 31, 32, 33, 1000, 32 * 129, 32 * 640])
+@every_implementation(sign_feedback)
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 1000, 32 * 129, 32 * 170 + 5, 32 * 640])
 def test_sent_and_kept_are_what_was_owed(n: int, f: Implementation) -> None:
     x, residual, scale = case(n)
     words, kept = f(jnp.asarray(x), jnp.asarray(residual), jnp.asarray(scale))
@@ -56,7 +34,7 @@ def test_sent_and_kept_are_what_was_owed(n: int, f: Implementation) -> None:
 
 
 @pytest.mark.newest
-@every_implementation
+@every_implementation(sign_feedback)
 def test_special_values(f: Implementation) -> None:
     x = np.float32([np.nan, np.inf, -np.inf, 0.0, -0.0, 2.0**-126, -(2.0**-126)])
     words, kept = f(jnp.asarray(x), jnp.zeros(7), jnp.float32(1))
@@ -87,3 +65,12 @@ def test_bad_arguments() -> None:
         sign_feedback(x, jnp.zeros(5), scale)
     with pytest.raises(ValueError, match="a scalar"):
         sign_feedback(x, x, jnp.zeros(4))
+
+
+def test_more_elements_than_indices_is_refused() -> None:
+    many, scale = jax.ShapeDtypeStruct((2**31,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    mosaic = functools.partial(sign_feedback, implementation="mosaic")
+    with pytest.raises(ValueError, match=r"at most 2\^31 - 1 elements"):
+        jax.eval_shape(mosaic, many, many, scale)
+    words, kept = jax.eval_shape(sign_feedback, many, many, scale)
+    assert (words.shape, kept.shape) == ((2**26,), (2**31,))

@@ -5,6 +5,7 @@ import operator
 import jax
 import jax.numpy as jnp
 
+from jaxcomm.kernels import _device
 from jaxcomm.kernels.bitplanes.packing import require_words
 
 Planes = tuple[jax.Array, ...]
@@ -21,7 +22,7 @@ def planes_for(k: int) -> int:
     return k.bit_length()
 
 
-def add(a: Planes, b: Planes, width: int) -> Planes:
+def add(a: Planes, b: Planes, width: int, *, implementation: str | None = None) -> Planes:
     """The sums of two counts per coordinate.
 
     Args:
@@ -29,13 +30,16 @@ def add(a: Planes, b: Planes, width: int) -> Planes:
       b: planes of the same shape; there may be more or fewer of them.
       width: the number of planes of the result. What does not fit into them is lost: a sum of two
         counts up to i and k needs `planes_for(i + k)`.
+      implementation: "xla", "mosaic" (on NVIDIA GPUs), or None, which is "xla".
 
     Returns:
       `width` planes.
 
     Raises:
       TypeError: if a or b is not a tuple of uint32 arrays.
-      ValueError: if width is less than the planes of a or b, or the shapes differ.
+      ValueError: if width is less than the planes of a or b, or the shapes differ; and for 2^31
+        words or more with "mosaic".
+      NotImplementedError: for an implementation that does not exist here.
     """
     _require_planes(a, b)
     if width < max(len(a), len(b)):
@@ -43,6 +47,16 @@ def add(a: Planes, b: Planes, width: int) -> Planes:
             f"a sum of {len(a)} and {len(b)} planes cannot have {width}; "
             f"pass a width of at least {max(len(a), len(b))}."
         )
+    chosen = _device.choose("bitplanes.add", implementation, ("xla", "mosaic"), a[0].size)
+    if chosen == "mosaic" and a[0].size:
+        from jaxcomm.kernels.bitplanes import mosaic  # Pallas takes long to import
+
+        return mosaic.add(a, b, width)
+    return ripple_carry(a, b, width)
+
+
+def ripple_carry(a: Planes, b: Planes, width: int) -> Planes:
+    """`add` of planes that were checked."""
     carry = zero = jnp.zeros_like(a[0])
     sums = []
     for x, y in zip(_extend(a, width, zero), _extend(b, width, zero), strict=True):
@@ -50,6 +64,39 @@ def add(a: Planes, b: Planes, width: int) -> Planes:
         sums.append(either ^ carry)
         carry = (x & y) | (either & carry)
     return tuple(sums)
+
+
+def majority(
+    a: Planes, b: Planes, threshold: int, *, implementation: str | None = None
+) -> jax.Array:
+    """A bit per coordinate: whether the sum of two counts is greater than the threshold.
+
+    Args:
+      a: planes, least significant first.
+      b: planes of the same shape; there may be more or fewer of them.
+      threshold: an integer, also one that sums cannot reach.
+      implementation: as for `add`.
+
+    Returns:
+      uint32 words of the planes' shape, `exceeds` of the whole sum.
+
+    Raises:
+      TypeError: if a or b is not a tuple of uint32 arrays, or the threshold no integer.
+      ValueError: if the shapes differ; and for 2^31 words or more with "mosaic".
+      NotImplementedError: for an implementation that does not exist here.
+    """
+    _require_planes(a, b)
+    chosen = _device.choose("bitplanes.majority", implementation, ("xla", "mosaic"), a[0].size)
+    if chosen == "mosaic" and a[0].size:
+        from jaxcomm.kernels.bitplanes import mosaic
+
+        return mosaic.majority(a, b, threshold)
+    return exceeds(ripple_carry(a, b, width_of_sum(a, b)), threshold)
+
+
+def width_of_sum(a: Planes, b: Planes) -> int:
+    """The planes that hold all sums of two counts."""
+    return planes_for(2 ** len(a) + 2 ** len(b) - 2)
 
 
 def exceeds(planes: Planes, threshold: int) -> jax.Array:

@@ -2,6 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from jaxcomm.kernels import _device
 
 BITS = 32
 
@@ -12,6 +15,19 @@ _PATTERNS = {"float32": (jnp.uint32, 0x7F800000), "bfloat16": (jnp.uint16, 0x7F8
 def words_for(n: int) -> int:
     """The number of words that hold n bits, ceil(n / 32)."""
     return -(-n // BITS)
+
+
+def places_of_short_words(n: int) -> np.ndarray:
+    """The places of what is packed into the last words, those that have 31 bits.
+
+    There are `32 * words_for(n) - n` of them, for n from 961 on: below, some have fewer bits.
+
+    Returns:
+      int32 array `(31, words)`; flat, it is packed into just these words.
+    """
+    width = words_for(n)
+    columns = np.arange(n - (BITS - 1) * width, width, dtype=np.int32)
+    return np.arange(BITS - 1, dtype=np.int32)[:, None] * np.int32(width) + columns
 
 
 def pack(x: jax.Array, *, implementation: str | None = None) -> jax.Array:
@@ -83,6 +99,41 @@ def signs(words: jax.Array, n: int, *, implementation: str | None = None) -> jax
     """
     _require_xla("signs", implementation)
     return jnp.where(unpack(words, n), jnp.float32(1), jnp.float32(-1))
+
+
+def add_signs(
+    x: jax.Array, words: jax.Array, scale: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
+    """`x` plus the scale for every bit that is one, and minus it for every other.
+
+    Args:
+      x: float32 array `(n,)`.
+      words: uint32 array `(ceil(n / 32),)`.
+      scale: float32 scalar.
+      implementation: "xla", "mosaic" (on NVIDIA GPUs), or None, which is "xla".
+
+    Returns:
+      float32 array `(n,)`.
+
+    Raises:
+      TypeError: for other dtypes.
+      ValueError: for other shapes; and for more than 2^31 - 1 elements with "mosaic".
+      NotImplementedError: for an implementation that does not exist here.
+    """
+    require_words(words)
+    if x.dtype != jnp.float32 or scale.dtype != jnp.float32:
+        raise TypeError(f"add_signs takes float32, got {x.dtype} and a scale of {scale.dtype}.")
+    if x.ndim != 1 or scale.ndim or words.shape != (words_for(x.size),):
+        raise ValueError(
+            "add_signs takes x (n,), words (ceil(n / 32),) and a scalar, got "
+            f"{x.shape}, {words.shape} and {scale.shape}."
+        )
+    chosen = _device.choose("bitplanes.add_signs", implementation, ("xla", "mosaic"), x.size)
+    if chosen == "mosaic" and x.size:
+        from jaxcomm.kernels.bitplanes import mosaic  # Pallas takes long to import
+
+        return mosaic.add_signs(x, words, scale)
+    return x + jnp.where(unpack(words, x.size), scale, -scale)
 
 
 def votes(x: jax.Array) -> jax.Array:

@@ -46,12 +46,16 @@ def random_bits(
         raise NotImplementedError(
             f'random_bits has no implementation {implementation!r}; use "xla" or None.'
         )
-    # A key of our own: under the caller's, counters would repeat what it splits and folds into.
-    own = jax.random.bits(key, (2,), jnp.uint32)
+    own = key_words(key)
     *lead, n = shape
     rows = jnp.arange(math.prod(lead), dtype=jnp.uint32).reshape(*lead, 1)
     columns = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
     return threefry2x32((own[0], own[1]), (columns, jnp.broadcast_to(rows, shape)))[0]
+
+
+def key_words(key: jax.Array) -> jax.Array:
+    """The cipher's key, uint32 `(2,)`: under the caller's, counters would repeat what it splits."""
+    return jax.random.bits(key, (2,), jnp.uint32)
 
 
 def threefry2x32(

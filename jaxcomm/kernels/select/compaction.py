@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomm.kernels import _device
 from jaxcomm.kernels.select.words import (
     CHUNK,
     LANES,
@@ -31,12 +32,20 @@ class Selected(NamedTuple):
     count: jax.Array
 
 
-def count_at_least(x: jax.Array, threshold: jax.Array) -> jax.Array:
+def count_at_least(
+    x: jax.Array, threshold: jax.Array, *, implementation: str | None = None
+) -> jax.Array:
     """How many entries have `|x| >= threshold`, without zeros and NaN; int32 scalar.
 
-    Takes and raises what `compact` does.
+    Takes and raises what `compact` does. The implementation is "xla", "mosaic" (on NVIDIA GPUs), or
+    None, which is "xla"; one that does not exist here raises a NotImplementedError.
     """
     x, low = _arguments("count_at_least", x, threshold)
+    chosen = _device.choose("count_at_least", implementation, ("xla", "mosaic"), x.size)
+    if chosen == "mosaic":
+        from jaxcomm.kernels.select import mosaic  # Pallas takes long to import
+
+        return mosaic.count_at_least(x, threshold)
     return count_from(patterns_of(x), low[None])[0]
 
 

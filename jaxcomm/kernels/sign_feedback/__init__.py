@@ -30,14 +30,20 @@ def sign_feedback(
 
     Raises:
       TypeError: for other dtypes.
-      ValueError: for other shapes.
+      ValueError: for other shapes, and for more than 2^31 - 1 elements with "mosaic".
       NotImplementedError: for an implementation that does not exist here.
     """
     _check(x, residual, scale)
-    if _device.choose("sign_feedback", implementation, ("xla", "mosaic")) == "mosaic" and x.size:
+    chosen = _device.choose("sign_feedback", implementation, ("xla", "mosaic"), x.size)
+    if chosen == "mosaic" and x.size:
         from jaxcomm.kernels.sign_feedback import mosaic  # Pallas takes long to import
 
         return mosaic.sign_feedback(x, residual, scale)
+    return plain(x, residual, scale)
+
+
+def plain(x: jax.Array, residual: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`sign_feedback` of what was checked."""
     owed = x + residual
     # From the votes, not from the packed words: those would have to be complete before.
     votes = bitplanes.votes(owed)

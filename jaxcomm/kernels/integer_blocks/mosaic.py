@@ -1,0 +1,222 @@
+"""Integers in blocks as one kernel: x is read once and the payload is written once."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxcomm.kernels import blocks, integer_blocks
+from jaxcomm.kernels._mosaic import LANES, VECTOR, Rows, launch, rows_layout
+from jaxcomm.kernels.levels import round_to_levels, width_for
+from jaxcomm.kernels.random_bits import key_words, random_bits, threefry2x32
+
+_ELEMENTS = 32  # of x in the registers of a thread, where a block leaves room for others,
+_MOST = 64  # and what fits into them
+
+
+class Plan(NamedTuple):
+    """How messages are encoded.
+
+    A block is in parts of so many columns, one above the other in each byte as in `codes.pack`.
+
+    Attributes:
+      n: the values of a message.
+      size: of a block.
+      levels: the largest integer.
+      columns: the bytes of a block.
+      units: the byte at which the units of a message begin.
+      payload: the bytes of a message.
+      rows: the blocks that a program encodes.
+      layout: of `(rows, columns)`.
+    """
+
+    n: int
+    size: int
+    levels: int
+    columns: int
+    units: int
+    payload: int
+    rows: int
+    layout: Any
+
+
+def encode(
+    x: jax.Array, levels: int, size: int, key: jax.Array | None, *, interpret: Any = None
+) -> jax.Array:
+    """As the specification; `interpret` as in `launch`.
+
+    A block that is cut short is left to the plain version, whose bytes are put into the payload.
+    """
+    *lead, n = x.shape
+    whole, messages = n // size, math.prod(lead)
+    plan = _plan(messages, n, levels, size)
+    if messages * whole == 0:
+        return integer_blocks.encode(x, levels, size, key)
+    if whole < plan.rows:
+        payload = _few(x, plan, key, interpret)
+    else:
+        payload = _encode_whole(x, plan, key, interpret)
+    start, byte = whole * size, whole * plan.columns
+    if start == n:
+        return payload
+    bits = jnp.uint32(integer_blocks.HALF)
+    if key is not None:
+        bits = random_bits(key, x.shape)[..., start:]
+    short = integer_blocks.plain(x[..., start:], bits, levels, size)
+    payload = payload.at[..., byte : plan.units].set(short[..., :-4])
+    return payload.at[..., -4:].set(short[..., -4:])
+
+
+def _plan(messages: int, n: int, levels: int, size: int) -> Plan:
+    width = width_for(levels)
+    if width not in (4, 8) or size * width % 8:
+        raise NotImplementedError(
+            'integer_blocks: "mosaic" packs 4 or 8 bits a value and whole bytes a block, '
+            f'got {width} bits and blocks of {size}; use "xla" or None.'
+        )
+    columns = size * width // 8
+    payload = integer_blocks.message_bytes(n, levels, size)
+    starts = (columns, n, payload) if messages > 1 else (columns,)
+    vector = VECTOR if all(start % VECTOR == 0 for start in starts) else 1
+    lanes = math.gcd(columns // vector, LANES)
+    if size > _MOST * lanes:
+        raise NotImplementedError(
+            f'integer_blocks: "mosaic" has no room for blocks of {size} in its registers; '
+            'take a power of two up to 2048, or use "xla" or None.'
+        )
+    at_once, layout = rows_layout(lanes, vector)
+    rows = at_once * max(1, _ELEMENTS * lanes // size)
+    units = payload - 4 * -(-n // size)
+    return Plan(n, size, levels, columns, units, payload, rows, layout)
+
+
+def _padded(plan: Plan) -> Plan:
+    """The same for as many whole blocks as a program encodes."""
+    n = plan.rows * plan.size
+    payload = integer_blocks.message_bytes(n, plan.levels, plan.size)
+    return plan._replace(n=n, units=payload - 4 * plan.rows, payload=payload)
+
+
+def _few(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: Any) -> jax.Array:
+    """The whole blocks where a program encodes more: zeros go with them, and are cut off again."""
+    whole = plan.n // plan.size
+    padded, codes = _padded(plan), whole * plan.columns
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, padded.n - whole * plan.size)]
+    found = _encode_whole(jnp.pad(x[..., : whole * plan.size], padding), padded, key, interpret)
+    payload = jnp.zeros((*x.shape[:-1], plan.payload), jnp.uint8)
+    payload = payload.at[..., :codes].set(found[..., :codes])
+    units = found[..., padded.units : padded.units + 4 * whole]
+    return payload.at[..., plan.units : plan.units + 4 * whole].set(units)
+
+
+def _encode_whole(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: Any) -> jax.Array:
+    """All whole blocks; the bytes of a block that is cut short are not written."""
+    n, size, columns, rows, layout = plan.n, plan.size, plan.columns, plan.rows, plan.layout
+    *lead, _ = x.shape
+    whole = n // size
+    programs = -(-whole // rows)  # of a message
+
+    def body(program: jax.Array, x_ref: Any, *refs: Any) -> None:
+        message, group = jax.lax.div(program, programs), jax.lax.rem(program, programs)
+        first = jnp.minimum(group * rows, whole - rows)
+        read = Rows(x_ref, message * n + first * size, (rows, size), interpret)
+        parts = [read.load(start, columns, layout) for start in range(0, size, columns)]
+        unit, factor = _units(parts, plan.levels)
+        factor = jax.lax.broadcast_in_dim(factor, (rows, columns), (0,))
+        factor = plgpu.layout_cast(factor, layout)
+        code = jnp.zeros((), jnp.int32)
+        for i, part in enumerate(parts):
+            bits = jnp.uint32(integer_blocks.HALF)
+            if key is not None:
+                bits = _words(refs[0], message, first * size + i * columns, plan)
+            level = round_to_levels(part * factor, bits, plan.levels)
+            width = 8 * columns // size
+            code |= (level & (2**width - 1)) << (i * width)
+        *_, out = refs
+        start = message * plan.payload
+        Rows(out, start + first * columns, (rows, columns), interpret).store(code.astype(jnp.uint8))
+        pattern = jax.lax.bitcast_convert_type(unit, jnp.uint32)
+        Rows(out, start + plan.units + 4 * first, (rows, 4), interpret).store(
+            *[(pattern >> (8 * i)).astype(jnp.uint8) for i in range(4)]
+        )
+
+    messages = math.prod(lead)
+    out = jax.ShapeDtypeStruct((messages * plan.payload,), jnp.uint8)
+    inputs = [x.reshape(-1)] + ([] if key is None else [key_words(key)])
+    (payload,) = launch(body, inputs, [out], messages * programs, interpret=interpret)
+    return payload.reshape(*lead, plan.payload)
+
+
+def decode_and_sum(
+    payloads: jax.Array, n: int, levels: int, size: int, *, interpret: Any = None
+) -> jax.Array:
+    """As the specification; `interpret` as in `launch`, a block cut short as in `encode`."""
+    messages, whole = len(payloads), n // size
+    plan = _plan(messages, n, levels, size)
+    start, byte, end = whole * size, whole * plan.columns, plan.units + 4 * whole
+    if whole < plan.rows:
+        room = _padded(plan)
+        padding = ((0, 0), (0, room.units - byte)), ((0, 0), (0, 4 * (plan.rows - whole)))
+        codes = jnp.pad(payloads[:, :byte], padding[0])
+        units = jnp.pad(payloads[:, plan.units : end], padding[1])
+        total = _sum_whole(jnp.concatenate([codes, units], axis=1), room, interpret)
+        total = jnp.zeros(n, jnp.float32).at[:start].set(total[:start])
+    else:
+        total = _sum_whole(payloads, plan, interpret)
+    if start == n:
+        return total
+    short = jnp.concatenate([payloads[:, byte : plan.units], payloads[:, end:]], axis=1)
+    return total.at[start:].set(integer_blocks.decode_and_sum(short, n - start, levels, size))
+
+
+def _sum_whole(payloads: jax.Array, plan: Plan, interpret: Any) -> jax.Array:
+    """All whole blocks; the values of a block that is cut short are not written."""
+    n, size, columns, rows, layout = plan.n, plan.size, plan.columns, plan.rows, plan.layout
+    whole, width, streams = n // size, 8 * columns // size, size // columns
+
+    def body(program: jax.Array, ref: Any, out: Any) -> None:
+        first = jnp.minimum(program * rows, whole - rows)
+
+        def add(message: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            start = message * plan.payload
+            code = Rows(ref, start + first * columns, (rows, columns), interpret).load(
+                0, columns, layout
+            )
+            parts = Rows(ref, start + plan.units + 4 * first, (rows, 4), interpret).load_columns(
+                layout.reduce(1)
+            )
+            pattern = sum(part.astype(jnp.uint32) << (8 * i) for i, part in enumerate(parts))
+            unit = jax.lax.bitcast_convert_type(pattern, jnp.float32)
+            unit = jax.lax.broadcast_in_dim(unit, (rows, columns), (0,))
+            unit = plgpu.layout_cast(unit, layout)
+            high = [code.astype(jnp.int32) << (32 - width * (s + 1)) for s in range(streams)]
+            numbers = [(part >> (32 - width)).astype(jnp.float32) for part in high]
+            return tuple(t + unit * x for t, x in zip(totals, numbers, strict=True))
+
+        zeros = plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), layout)
+        totals = jax.lax.fori_loop(0, len(payloads), add, (zeros,) * streams)
+        Rows(out, first * size, (rows, size), interpret).store(*totals)
+
+    out = jax.ShapeDtypeStruct((n,), jnp.float32)
+    programs = -(-whole // rows)
+    return launch(body, [payloads.reshape(-1)], [out], programs, interpret=interpret)[0]
+
+
+def _units(parts: list[jax.Array], levels: int) -> tuple[jax.Array, jax.Array]:
+    top = jnp.uint32(0)
+    for part in parts:
+        top = jnp.maximum(top, jax.lax.bitcast_convert_type(part, jnp.uint32) & 0x7FFFFFFF)
+    top = jnp.max(top, axis=1)
+    return blocks.unit_and_factor(top, jax.lax.bitcast_convert_type(top, jnp.float32), levels)
+
+
+def _words(key: Any, message: jax.Array, start: jax.Array, plan: Plan) -> jax.Array:
+    """What `random_bits` has for the values from `start` on, `size` further in each row."""
+    shape = (plan.rows, plan.columns)
+    row, column = (
+        plgpu.broadcasted_iota(jnp.uint32, shape, axis, layout=plan.layout) for axis in (0, 1)
+    )
+    place = start.astype(jnp.uint32) + row * jnp.uint32(plan.size) + column
+    return threefry2x32((key[0], key[1]), (place, message.astype(jnp.uint32)))[0]

@@ -1,0 +1,162 @@
+"""Integers in blocks against numpy, and every implementation against the plain one, bit by bit."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import codec_oracles as expected
+from implementations import every_implementation
+from jaxcomm import codecs
+from jaxcomm.kernels import integer_blocks
+from jaxcomm.kernels.random_bits import random_bits
+
+KEY = jax.random.key(5)
+
+
+CODECS = {127: codecs.int8, 7: codecs.int4}
+
+
+def there_and_back(
+    f: Callable, x: np.ndarray, levels: int, size: int, key: jax.Array | None
+) -> tuple[np.ndarray, ...]:
+    """The payload, the plain one, what the first is decoded to, and the words for each value."""
+
+    def run(x: jax.Array) -> tuple[jax.Array, ...]:
+        payload = f(x, levels, size, key)
+        decoded = CODECS[levels](size).decode(payload, x.shape[-1])
+        return (
+            payload,
+            integer_blocks.encode(x, levels, size, key),
+            decoded,
+            random_bits(KEY, x.shape),
+        )
+
+    return tuple(map(np.asarray, jax.jit(run)(x)))
+
+
+# Two programs, of which the second takes blocks of the first again, and a block that is cut short;
+# messages of more than one; blocks that begin anywhere, fewer than a program takes; no whole block.
+CASES = [
+    (127, 256, (17 * 256 + 13,), True),
+    (7, 64, (2, 65 * 64), True),
+    (7, 64, (66 * 64 + 3,), False),
+    (127, 36, (2, 3 * 36 + 5), False),
+    (127, 256, (255,), True),
+]
+
+
+@pytest.mark.newest
+@every_implementation(integer_blocks.encode)
+@pytest.mark.parametrize(("levels", "size", "shape", "is_random"), CASES)
+def test_equals_the_oracle_and_the_specification(
+    levels: int, size: int, shape: tuple[int, ...], is_random: bool, f: Callable
+) -> None:
+    rng = np.random.default_rng(levels + size)
+    x = (rng.standard_normal(shape) * 2.0 ** rng.integers(-20, 4, shape)).astype(np.float32)
+    key = KEY if is_random else None
+    payload, plain, decoded, words = there_and_back(f, x, levels, size, key)
+    np.testing.assert_array_equal(payload, plain)
+    rows = (array.reshape(-1, shape[-1]) for array in (x, words, decoded))
+    for row, bits, found in zip(*rows, strict=True):
+        own = bits if is_random else expected.HALF
+        wanted = expected.blockwise(row, own, size, levels, "max")
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.newest
+@every_implementation(integer_blocks.encode)
+def test_special_values(f: Callable) -> None:
+    """Of blocks that are not finite only the unit matters."""
+    blocks = np.zeros((16, 256), np.float32)
+    blocks[1:9, 3] = [np.nan, np.inf, -np.inf, 2.0**-149, 2.0**-126, 127 / 2**125, -3.4e38, 127]
+    blocks[1:9, 4] = [1, 1, 1, 0, 0, 0, 1, 126.5]
+    *_, decoded, _ = there_and_back(f, blocks.reshape(-1), 127, 256, None)
+    decoded = decoded.reshape(blocks.shape)
+    assert np.isnan(decoded[1:4]).all()
+    np.testing.assert_array_equal(decoded[[0, 4, 5, *range(9, 16)]], 0)
+    np.testing.assert_array_equal(decoded[[6, 8], 3], np.float32([127 / 2**125, 127]))
+    assert (decoded[8, 4], decoded[7, 4]) == (127, 0)
+    np.testing.assert_allclose(decoded[7, 3], -3.4e38, rtol=1e-4)
+
+
+@pytest.mark.newest
+@every_implementation(integer_blocks.decode_and_sum)
+@pytest.mark.parametrize(
+    ("levels", "size", "messages", "n"),
+    [(127, 256, 3, 17 * 256 + 13), (7, 64, 2, 65 * 64), (127, 37, 2, 3 * 37 + 5), (7, 64, 1, 63)],
+)
+def test_decode_and_sum(levels: int, size: int, messages: int, n: int, f: Callable) -> None:
+    """Units are powers of two that are near to each other: no sum is rounded."""
+    rng = np.random.default_rng(n)
+    x = rng.integers(-levels, levels + 1, (messages, n)).astype(np.float32)
+    x[:, ::size] = levels
+    x *= 2.0 ** (np.arange(n) // size % 4)
+    x[0, n // 2] = np.nan
+
+    def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        payloads = integer_blocks.encode(x, levels, size)
+        return f(payloads, n, levels, size), integer_blocks.decode(payloads, n, levels, size)
+
+    total, values = map(np.asarray, jax.jit(run)(x))
+    lost = np.arange(n) // size == n // 2 // size
+    np.testing.assert_array_equal(np.isnan(total), lost)
+    np.testing.assert_array_equal(total[~lost], x[:, ~lost].sum(axis=0))
+    np.testing.assert_array_equal(values[1:], x[1:])
+
+
+def test_nothing_is_nothing() -> None:
+    for shape in ((0,), (3, 0)):
+        encode = functools.partial(integer_blocks.encode, levels=127, size=256)
+        assert jax.eval_shape(encode, jnp.zeros(shape)).shape == shape
+
+
+def test_a_named_one_that_cannot_run_is_refused() -> None:
+    x = jnp.zeros(512)
+    with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
+        integer_blocks.encode(x, 127, 256, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match="no implementation 'triton'"):
+        integer_blocks.encode(x, 127, 256, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("levels", "size", "says"),
+    [(3, 64, "got 3 bits"), (7, 63, "blocks of 63"), (127, 4096, "no room for blocks of 4096")],
+)
+def test_what_the_kernel_does_not_do_is_refused(levels: int, size: int, says: str) -> None:
+    from jaxcomm.kernels.integer_blocks import mosaic
+
+    with pytest.raises(NotImplementedError, match=says):
+        mosaic.encode(jnp.zeros(2 * size), levels, size, None)
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(TypeError, match="takes float32, got bfloat16"):
+        integer_blocks.encode(jnp.zeros(4, jnp.bfloat16), 127, 256)
+    with pytest.raises(ValueError, match="got a scalar"):
+        integer_blocks.encode(jnp.float32(1), 127, 256)
+    for levels, size in ((0, 256), (128, 256), (127, 0)):
+        with pytest.raises(ValueError, match="levels are 1 to 127"):
+            integer_blocks.encode(jnp.zeros(4), levels, size)
+    with pytest.raises(TypeError, match="a payload is uint8, got uint32"):
+        integer_blocks.decode(jnp.zeros(8, jnp.uint32), 4, 127, 256)
+    with pytest.raises(ValueError, match="4 values of 127 levels in blocks of 256 are 8 bytes"):
+        integer_blocks.decode(jnp.zeros(9, jnp.uint8), 4, 127, 256)
+    with pytest.raises(ValueError, match=r"takes messages \(N, m\)"):
+        integer_blocks.decode_and_sum(jnp.zeros(8, jnp.uint8), 4, 127, 256)
+
+
+def test_more_elements_than_indices_is_refused() -> None:
+    many = jax.ShapeDtypeStruct((2**31,), jnp.float32)
+    encode = functools.partial(integer_blocks.encode, levels=127, size=256)
+    with pytest.raises(ValueError, match=r"at most 2\^31 - 1 elements"):
+        jax.eval_shape(functools.partial(encode, implementation="mosaic"), many)
+    assert jax.eval_shape(encode, many).shape == (2**31 + 2**25,)
+    payloads = jax.ShapeDtypeStruct((8, 2**28 + 2**22), jnp.uint8)
+    total = functools.partial(integer_blocks.decode_and_sum, n=2**28, levels=127, size=256)
+    with pytest.raises(ValueError, match=r"at most 2\^31 - 1 elements"):
+        jax.eval_shape(functools.partial(total, implementation="mosaic"), payloads)
+    assert jax.eval_shape(total, payloads).shape == (2**28,)
