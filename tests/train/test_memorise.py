@@ -49,7 +49,7 @@ SLOW = (pytest.mark.slow, pytest.mark.timeout(1500))
         pytest.param("cifar_resnet20", 0.1, 200, {}, marks=SLOW),
         ("cifar_alexnet", 0.05, 400, {"width": 0.125}),
         ("cifar_vgg", 0.05, 200, {"width": 0.125}),
-        pytest.param("cifar_vgg", 0.02, 200, {}, marks=SLOW),
+        pytest.param("cifar_vgg", 0.001, 200, {}, marks=SLOW),
         # ResNet-110 on 8 x 8 pixels behind the stem: all of its depth, and a shallower one.
         ("cifar_resnet110", 0.1, 200, {"large_stem": True, "stages": (6, 6, 6)}),
         pytest.param("cifar_resnet110", 0.1, 200, {"large_stem": True}, marks=SLOW),
