@@ -151,6 +151,10 @@ def one_bit_adam(
         refuse_wrappers()
         grads, treedef = jax.tree.flatten(updates)
         check_gradients(grads, state.layout)
+        if weight_decay and params is None:
+            raise ValueError(
+                "weight decay needs the parameters: call tx.update(grads, state, params)."
+            )
         old_m, old_v = jax.tree.leaves(state.m), jax.tree.leaves(state.v)
         large, _ = split_off_exempt(state.layout)
         buckets = buckets_of(state.layout, large, bucket_order, limit)
@@ -234,10 +238,6 @@ class _Adam:
             for m, v in zip(m, v, strict=True)
         ]
         if self.weight_decay:
-            if params is None:
-                raise ValueError(
-                    "weight decay needs the parameters: call tx.update(grads, state, params)."
-                )
             weights = [w.astype(jnp.float32) for w in jax.tree.leaves(params)]
             steps = [s + self.weight_decay * w for s, w in zip(steps, weights, strict=True)]
         return [-rate * step for step in steps]
