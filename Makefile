@@ -15,7 +15,9 @@ PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 VERSIONS = $(VENV)/bin/python -c "import platform, importlib.metadata as m; print( \
 	'Python', platform.python_version(), *(f'{p} {m.version(p)}' for p in ('jax', 'optax', 'numpy')))"
 # The tests that start other processes run one at a time and beside nothing else. XLA_TEST_FLAGS are
-# for the others; most of their time is compiling.
+# for the others. Most of their time is compiling: without LLVM's optimizations they take two thirds
+# of it. With them run those that start other processes, and all of `make test-oldest`.
+WITHOUT_OPTIMIZATIONS = --xla_backend_optimization_level=0
 define run_tests
 	@$(VERSIONS)
 	XLA_FLAGS="$$XLA_FLAGS $(XLA_TEST_FLAGS)" \
@@ -42,7 +44,8 @@ test: $(VENV)/.installed-test  ## lint, the whole suite, and a subset on the new
 	fi; \
 	$(MAKE) --no-print-directory test-suite || exit 1; \
 	if [ -n "$$newest" ]; then \
-	  $(MAKE) --no-print-directory test-subset VENV=.venv-newest PYTHON="$$newest"; \
+	  $(MAKE) --no-print-directory test-subset VENV=.venv-newest PYTHON="$$newest" \
+	    XLA_TEST_FLAGS="$(WITHOUT_OPTIMIZATIONS)"; \
 	fi
 
 .PHONY: lint
@@ -52,9 +55,8 @@ lint: $(VENV)/.installed-test  ## ruff, pyright, sizes of modules and functions
 	$(VENV)/bin/pyright
 	$(VENV)/bin/python tests/test_structure.py
 
-# Without LLVM's optimizations the suite takes two thirds of the time. The subsets run with them.
 .PHONY: test-suite
-test-suite: XLA_TEST_FLAGS = --xla_backend_optimization_level=0
+test-suite: XLA_TEST_FLAGS = $(WITHOUT_OPTIMIZATIONS)
 test-suite: $(VENV)/.installed-test  ## all tests but the slow ones, on the default Python
 	$(call run_tests,not slow and not gpu)
 

@@ -208,6 +208,23 @@ def test_all_that_is_selected_in_one_region(make_mesh: MakeMesh, world: int) -> 
         assert (outcome.delivered == outcome.selected).all()
 
 
+@pytest.mark.parametrize("world", [3, 8])
+def test_what_is_handed_over_comes_to_its_place(make_mesh: MakeMesh, world: int) -> None:
+    """Owners of several regions have large sums, the last more than its message has room for."""
+    mesh = make_mesh(world)
+    algorithm = jaxcomm.oktopk(slack=20.0, common_slack=world / 2, recompute_every=1)
+    _, carried = exchanged(normal(world), mesh, algorithm)
+    x = normal(world, seed=1) * np.linspace(1, 3, N, dtype=np.float32)
+    outcome, _ = exchanged(x, mesh, algorithm, 1, carried)
+    assert_law(x, outcome)
+    assert (outcome.delivered == outcome.selected).all()
+    applied = outcome.mean[0] != 0
+    per_region = np.add.reduceat(applied, np.arange(world) * N // world)
+    assert per_region[-1] > K // 2 and (per_region > 0).sum() > 1
+    wanted = sparse_oracles.topk_sum(x, K)
+    np.testing.assert_allclose(world * outcome.mean[0][applied], wanted[applied], rtol=1e-5)
+
+
 def test_thresholds_are_reused_and_follow_the_count(mesh8: Mesh) -> None:
     algorithm = jaxcomm.oktopk(recompute_every=4, tolerance=None)
     x = normal(8)

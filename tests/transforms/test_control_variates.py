@@ -117,8 +117,9 @@ def test_what_is_not_finite_is_passed_on_once(view: Any) -> None:
     batches = [gradients(WORLD, seed) for seed in range(4)]
     batches[1]["head"][2, 0] = np.nan
     tx = jaxcomm.control_variates(jaxcomm.mean("data"), 2)
-    means, _, _ = trained(optax.chain(tx, jaxcomm.mean("data")), view, batches)
+    means, corrections, _ = trained(optax.chain(tx, jaxcomm.mean("data")), view, batches)
     assert [np.isnan(update["head"]).any() for update in means] == [False, True, False, False]
+    assert min(np.abs(c).max() for c in corrections[2]) > 0.1  # of what was finite
 
 
 @pytest.mark.parametrize("every", [0, 1.5, True])
