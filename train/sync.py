@@ -23,7 +23,8 @@ def majority_vote(
     if local_momentum:
         chain.insert(0, jaxcomm.local(optax.ema(local_momentum), axis_name))
     if correct_every:
-        mean = jaxcomm.mean(axis_name, "bfloat16", bucket_order=options.get("bucket_order"))
+        shared = {"exempt", "bucket_mib", "bucket_order"} & options.keys()
+        mean = jaxcomm.mean(axis_name, "bfloat16", **{name: options[name] for name in shared})
         chain.insert(0, jaxcomm.control_variates(mean, correct_every))
     return optax.chain(*chain)
 

@@ -5,19 +5,19 @@ from typing import ClassVar
 
 import jax
 
-from jaxcomm.codecs._blocks import BlockScaled
-from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, require_key
+from jaxcomm.codecs._codec import Codec
+from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, require_integer, require_key
 from jaxcomm.kernels import integer_blocks
-from jaxcomm.kernels.levels import bytes_for, unpack_levels
 
 
 @dataclasses.dataclass(frozen=True)
-class Integer(BlockScaled):
+class Integer(Codec):
     """Two's complement from -levels to levels, the largest magnitude of the block being `levels`.
 
     The range is symmetric: its lowest code is not used. Rounded to nearest, ties away from zero,
     with an error of at most half a level; or at random, with one of less than a level and
-    unbiased but for float32's own rounding.
+    unbiased but for float32's own rounding. Blocks that are not finite, tiny or huge are treated,
+    and the payload is laid out, as in `_blocks.BlockScaled`.
 
     Attributes:
       block_size: the values that share a scale.
@@ -28,12 +28,13 @@ class Integer(BlockScaled):
       arXiv:1511.04561 (8 bits on the wire; its data types are others).
     """
 
+    block_size: int
     rounding: str
     levels: ClassVar[int]
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        super().__post_init__()
+        require_integer("block_size", self.block_size, 1)
         require_choice("rounding", self.rounding, ROUNDINGS)
 
     @property
@@ -41,23 +42,18 @@ class Integer(BlockScaled):
         """Where it rounds so."""
         return self.rounding == "random"
 
-    @property
-    def most(self) -> float:
-        """The levels."""
-        return self.levels
-
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to uint8 `(..., m)`, codes before units."""
         key = require_key(self, key) if self.is_random else None
         return integer_blocks.encode(x, self.levels, self.block_size, key)
 
-    def numbers(self, codes: jax.Array, size: int) -> jax.Array:
-        """Integers."""
-        return unpack_levels(codes, size, self.levels)
+    def decode(self, payload: jax.Array, n: int) -> jax.Array:
+        """uint8 `(..., m)` to float32 `(..., n)`."""
+        return integer_blocks.decode(payload, n, self.levels, self.block_size)
 
-    def code_bytes(self, size: int) -> int:
-        """Those of 8 or 4 bits a value."""
-        return bytes_for(size, self.levels)
+    def message_bytes(self, n: int) -> int:
+        """Those of 8 or 4 bits a value, and 4 ceil(n / block_size) of units."""
+        return integer_blocks.message_bytes(n, self.levels, self.block_size)
 
 
 @dataclasses.dataclass(frozen=True)
