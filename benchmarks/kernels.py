@@ -1,11 +1,11 @@
 """How near the kernels come to the memory's own speed: every implementation beside a copy.
 
-    python -m benchmarks.kernels [--mib=1,16,256] [--repeats=20] [--implementations=xla,mosaic]
+    python -m benchmarks.kernels [--mib=1,16,256] [--repeats=20] [--implementations=...]
 
-`--mib` lists sizes of the float32 vector that each operation is about. Before anything is timed,
-every implementation is compared with numpy, on random data that is new in every run. GB/s are of
-the bytes that must move: everything read once and written once. `of copy` is this over what copying
-a vector of the same size reaches in the same run.
+`--mib` lists sizes of the float32 vector that each operation is about; the implementations are xla,
+mosaic and triton. Before anything is timed, every one is compared with numpy, on random data that
+is new in every run. GB/s are of the bytes that must move: everything read once and written once.
+`of copy` is this over what copying a vector of the same size reaches in the same run.
 
 On a GPU, each call is given other buffers than the calls before it, more in all than the cache
 holds, and calls are timed in batches between two waits, so that what it costs to start them is
@@ -154,6 +154,25 @@ def count_of(x: np.ndarray, threshold: np.float32) -> tuple[np.ndarray]:
     return (np.count_nonzero(np.abs(x) >= threshold),)
 
 
+SHARE = 100  # one of so many is selected, as near as it goes
+
+
+def compacted(x: jax.Array, threshold: jax.Array, implementation: str) -> tuple[jax.Array, ...]:
+    capacity = x.size // SHARE
+    return tuple(select.compact(x, threshold, capacity, implementation=implementation))
+
+
+def selectable(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
+    x = rng.standard_normal(n, np.float32)
+    return x, np.partition(np.abs(x), n - n // SHARE)[n - n // SHARE]
+
+
+def compaction_of(x: np.ndarray, threshold: np.float32) -> tuple[np.ndarray, ...]:
+    i = np.flatnonzero(np.abs(x) >= threshold)
+    i = i[np.lexsort((i, i % 8, i // select.CHUNK))][: len(x) // SHARE].astype(np.int32)
+    return x[i], i, np.int32(np.count_nonzero(np.abs(x) >= threshold))
+
+
 def on_both(f: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """An operation with one result, by the names of its implementations."""
 
@@ -185,6 +204,12 @@ CASES = (
     Case("add and majority", on_both(majority), votes, majority_of),
     Case("add_signs", on_both(bitplanes.add_signs), packed_signs, added_signs),
     Case("count", on_both(select.count_at_least), counted, count_of),
+    Case(
+        "compact 1 %",
+        {name: functools.partial(compacted, implementation=name) for name in ("xla", "triton")},
+        selectable,
+        compaction_of,
+    ),
 )
 
 
@@ -238,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="time kernels beside a copy")
     parser.add_argument("--mib", default="1,16,256", help="sizes of the float32 vector")
     parser.add_argument("--repeats", type=int, default=20, help="rounds; medians are shown")
-    parser.add_argument("--implementations", default="xla,mosaic")
+    parser.add_argument("--implementations", default="xla,mosaic,triton")
     args = parser.parse_args()
     device, rng = jax.devices()[0], np.random.default_rng()
     print(f"jax {importlib.metadata.version('jax')}, {device.device_kind}, {args.repeats} rounds")

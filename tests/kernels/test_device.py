@@ -17,7 +17,8 @@ from jaxcomm.kernels import _device
         ("8.6", (0, 10, 2), False),
         ("8.6", (0, 11, 0), True),
         ("9.0", (0, 10, 2), True),
-        ("10.0", (0, 10, 0), True),
+        ("9.0", (0, 10, 1), False),
+        ("10.0", (0, 10, 2), True),
         ("gfx942", (0, 12, 0), False),
     ],
 )
@@ -32,6 +33,24 @@ def test_where_mosaic_works(
     else:
         with pytest.raises(NotImplementedError, match="f: the implementation"):
             _device.choose("f", "mosaic", ("xla", "mosaic"), 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "works"), [(None, False), ("7.5", False), ("8.0", True), ("9.0", True)]
+)
+def test_where_triton_works(
+    found: str | None, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = SimpleNamespace() if found is None else SimpleNamespace(compute_capability=found)
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [device])
+    if works:
+        assert _device.choose("f", "triton", ("xla", "triton"), 1) == "triton"
+    else:
+        with pytest.raises(NotImplementedError, match=r"f: .*triton.* capability 8.0"):
+            _device.choose("f", "triton", ("xla", "triton"), 1)
+    monkeypatch.setattr(_device, "find_spec", lambda module: None)
+    with pytest.raises(NotImplementedError, match="f: this jax has no Triton"):
+        _device.choose("f", "triton", ("xla", "triton"), 1)
 
 
 def test_none_is_xla_everywhere() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
-from implementations import every_implementation
+from implementations import every_implementation, interpreted
 from jaxcomm.kernels import select
 from jaxcomm.kernels.select import words
 
@@ -23,7 +23,6 @@ CHUNK = select.CHUNK
 threshold_for = jax.jit(select.threshold_for, static_argnums=1)
 count_at_least = jax.jit(select.count_at_least)
 compact = jax.jit(select.compact, static_argnums=2)
-compact_regions = jax.jit(select.compact_regions, static_argnums=3)
 boundaries_for = jax.jit(select.boundaries_for, static_argnums=2)
 
 
@@ -92,9 +91,11 @@ def test_the_documented_order() -> None:
 
 
 @pytest.mark.newest
+@every_implementation(select.compact, "triton")
 @pytest.mark.parametrize("n", LENGTHS)
-def test_compact(n: int) -> None:
-    for capacity in {max(1, n // 5), n + 3}:
+def test_compact(n: int, f: Callable) -> None:
+    compact = jax.jit(f, static_argnums=2)
+    for capacity in {max(1, n // 50), max(1, n // 5), n + 3}:  # tiles run out of room, or do not
         for x in samples(n, n):
             for t in THRESHOLDS if n < 30_000 else THRESHOLDS[:2]:
                 got = compact(x, jnp.float32(t), capacity)
@@ -153,7 +154,9 @@ def test_threshold_for_large(k: int) -> None:
     ],
 )
 @pytest.mark.parametrize("capacity", [5, 256])  # a chunk of ones fills the second
-def test_compact_regions(n: int, boundaries: tuple[int, ...], capacity: int) -> None:
+@every_implementation(select.compact_regions, "triton")
+def test_compact_regions(f: Callable, n: int, boundaries: tuple[int, ...], capacity: int) -> None:
+    compact_regions = jax.jit(f, static_argnums=3)
     bounds = np.array(boundaries, np.int32)
     on_device = jnp.asarray(bounds)
     for x in samples(n, n):
@@ -297,7 +300,57 @@ def test_every_implementation_counts_each_entry_once(n: int, f: Callable) -> Non
             assert got == len(selected(x, threshold)), (threshold, x[:8])
 
 
+@pytest.mark.newest
+def test_tiles_that_are_full_beside_empty_ones() -> None:
+    """Room is for four shares of the capacity; a region begins and ends inside of tiles."""
+    from jaxcomm.kernels.select import triton
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(41 * triton.TILE + 5).astype(np.float32)
+    full = np.zeros(len(x), bool)
+    for start in (0, 7 * triton.TILE + 256, 40 * triton.TILE):
+        full[start : start + triton.TILE] = True
+    x = np.where(full, x, np.where(rng.random(len(x)) < 0.03, x, 0)).astype(np.float32)
+    bounds = np.int32([0, 256, 7 * triton.TILE + 512, 7 * triton.TILE + 512, len(x)])
+    assert triton.room_for(len(x), 4 * 100) < triton.TILE / 2
+    compact_regions = interpreted(select.compact_regions, "triton")
+    for capacity in (100, 2000):
+        got = compact_regions(jnp.asarray(x), jnp.float32(0), jnp.asarray(bounds), capacity)
+        want = select.compact_regions(x, jnp.float32(0), bounds, capacity)
+        for found, expected in zip(got, want, strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_what_has_no_slot_does_not_take_one_of_the_next_region() -> None:
+    """The last entry of all, when the slots of the empty region behind it are long filled."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(9000), jnp.float32)
+    bounds = jnp.asarray([0, len(x), len(x)], jnp.int32)
+    compact_regions = interpreted(select.compact_regions, "triton")
+    capacity = int(select.count_at_least(x, jnp.float32(2))) - 1
+    got = compact_regions(x, jnp.float32(2), bounds, capacity)
+    np.testing.assert_array_equal(got.count, [capacity + 1, 0])
+    np.testing.assert_array_equal(got.indices[1], len(x))
+
+
+def test_more_than_the_kernels_can_number() -> None:
+    triton = interpreted(select.compact, "triton")
+    for n, capacity in ((2**31 - 256, 1), (8, 2**30 + 1)):
+        x = jax.ShapeDtypeStruct((n,), jnp.float32)
+        with pytest.raises(ValueError, match=rf"slots, got {n} and {capacity}; cut the array"):
+            jax.eval_shape(lambda x, c=capacity: triton(x, jnp.float32(1), c), x)
+
+
 def test_a_named_implementation_never_falls_back() -> None:
+    x, t = jnp.zeros(4), jnp.float32(1)
+    bounds = np.array([0, 4], np.int32)
+    for call in (
+        lambda which: select.compact(x, t, 1, implementation=which),
+        lambda which: select.compact_regions(x, t, bounds, 1, implementation=which),
+    ):
+        with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
+            call("triton")
+        with pytest.raises(NotImplementedError, match="no implementation 'mosaic'"):
+            call("mosaic")
     mosaic = partial(select.count_at_least, implementation="mosaic")
     with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
         mosaic(jnp.zeros(4), jnp.float32(1))

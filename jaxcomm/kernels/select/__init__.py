@@ -4,7 +4,8 @@ A threshold divides the entries: those with `|x| >= threshold` are selected, inf
 never zeros or NaN. One pass packs a bit per entry; all that follows works on these words, and on
 as many slots as there is space for entries.
 
-The plain versions below are the specification, and counting has a second one for CPU.
+The plain versions below are the specification, and counting has a second one for CPU. For GPUs
+there are kernels beside them: of counting in Mosaic, and of compaction in Triton.
 """
 
 from jaxcomm.kernels.select.compaction import (

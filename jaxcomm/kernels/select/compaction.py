@@ -11,6 +11,7 @@ from jaxcomm.kernels.select.words import (
     CHUNK,
     LANES,
     PAST_INFINITY,
+    bit_with_rank,
     count_from,
     lowest_for,
     patterns_of,
@@ -49,7 +50,9 @@ def count_at_least(
     return count_from(patterns_of(x), low[None])[0]
 
 
-def compact(x: jax.Array, threshold: jax.Array, capacity: int) -> Selected:
+def compact(
+    x: jax.Array, threshold: jax.Array, capacity: int, *, implementation: str | None = None
+) -> Selected:
     """The entries with `|x| >= threshold`.
 
     They are in the order of the chunks of CHUNK entries; within a chunk in the order of i mod 8,
@@ -60,6 +63,7 @@ def compact(x: jax.Array, threshold: jax.Array, capacity: int) -> Selected:
       threshold: float32 scalar. One that is not positive selects all but zeros and NaN, which no
         threshold selects; NaN selects nothing.
       capacity: the number of entries that there is space for, at least 1; also more than n.
+      implementation: "xla", "triton" (on NVIDIA GPUs), or None, which is "xla".
 
     Returns:
       `Selected` with arrays of `(capacity,)`.
@@ -67,13 +71,24 @@ def compact(x: jax.Array, threshold: jax.Array, capacity: int) -> Selected:
     Raises:
       TypeError: for another dtype.
       ValueError: if x is not a vector, the threshold no scalar, or the capacity not positive.
+      NotImplementedError: for an implementation that does not exist here.
     """
     x, low = _arguments("compact", x, threshold)
+    _require_capacity(capacity)
+    if _device.choose("compact", implementation, ("xla", "triton"), x.size) == "triton":
+        from jaxcomm.kernels.select import triton
+
+        return triton.compact(x, threshold, capacity)
     return compact_band(x, low, jnp.uint32(PAST_INFINITY), capacity)
 
 
 def compact_regions(
-    x: jax.Array, threshold: jax.Array, boundaries: jax.Array, capacity: int
+    x: jax.Array,
+    threshold: jax.Array,
+    boundaries: jax.Array,
+    capacity: int,
+    *,
+    implementation: str | None = None,
 ) -> Selected:
     """For each region of x, its entries with `|x| >= threshold`; the indices are places in x.
 
@@ -84,6 +99,7 @@ def compact_regions(
         is `x[boundaries[r]:boundaries[r + 1]]`, and may be empty. A numpy array is checked.
         Others may not be known yet; there, what is no multiple is rounded up to the next.
       capacity: the number of entries that each region has space for.
+      implementation: as for `compact`.
 
     Returns:
       `Selected` with arrays of `(R, capacity)`, and R counts.
@@ -91,9 +107,15 @@ def compact_regions(
     Raises:
       TypeError: for another dtype.
       ValueError: as `compact`, and for boundaries that are wrong.
+      NotImplementedError: as `compact`.
     """
     x, low = _arguments("compact_regions", x, threshold)
     boundaries = _require_boundaries(boundaries, x.size)
+    _require_capacity(capacity)
+    if _device.choose("compact_regions", implementation, ("xla", "triton"), x.size) == "triton":
+        from jaxcomm.kernels.select import triton
+
+        return triton.compact_regions(x, threshold, boundaries, capacity)
     return _compact_band(x, low, jnp.uint32(PAST_INFINITY), boundaries, capacity)
 
 
@@ -140,8 +162,6 @@ def compact_band(x: jax.Array, low: jax.Array, past: jax.Array, capacity: int) -
 def _compact_band(
     x: jax.Array, low: jax.Array, past: jax.Array, boundaries: jax.Array | np.ndarray, capacity: int
 ) -> Selected:
-    if capacity < 1:
-        raise ValueError(f"the capacity is at least 1, got {capacity}.")
     # Without the barriers XLA repeats some of the passes over words in what uses them.
     words = jax.lax.optimization_barrier(words_in(x, low, past))
     before = jax.lax.optimization_barrier(_starts(words))
@@ -173,8 +193,10 @@ def _chunk_of_slots(
     mark the slot of the next that is not.
     """
     regions, chunks = bounds.size - 1, before.size - 1
-    begun = jnp.zeros_like(before, shape=(chunks + 1,)).at[bounds[1:-1]].add(1)
-    region = jnp.cumsum(begun)[:-1]
+    region = jnp.zeros_like(before, shape=(chunks,))
+    if regions > 1:  # else XLA would sum up constants, and take minutes for millions of entries
+        begun = jnp.zeros_like(before, shape=(chunks + 1,)).at[bounds[1:-1]].add(1)
+        region = jnp.cumsum(begun)[:-1]
     first = before[:-1] - base[region]
     mark = jnp.where(first < capacity, region * capacity + first, regions * capacity)
     marks = jnp.zeros_like(before, shape=(regions * capacity,)).at[mark].add(1, mode="drop")
@@ -193,18 +215,7 @@ def _place(words: jax.Array, chunk: jax.Array, rank: jax.Array) -> jax.Array:
         lane, left = jnp.where(here, j, lane), jnp.where(here, rank, left)
         word = jnp.where(here, candidate, word)
         rank = rank - count
-    return chunk * CHUNK + _bit(word, left) * LANES + lane
-
-
-def _bit(word: jax.Array, rank: jax.Array) -> jax.Array:
-    """The place, from 0 to 31, of the bit with this rank, from 0, among those set in its word."""
-    place = jnp.zeros_like(rank)
-    for half in (16, 8, 4, 2, 1):
-        lower = word >> place.astype(jnp.uint32) & (2**half - 1)
-        count = jax.lax.population_count(lower).astype(jnp.int32)
-        place = jnp.where(rank < count, place, place + half)
-        rank = jnp.where(rank < count, rank, rank - count)
-    return place
+    return chunk * CHUNK + bit_with_rank(word, left) * LANES + lane
 
 
 def _arguments(name: str, x: jax.Array, threshold: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -231,6 +242,11 @@ def require_vector(name: str, x: jax.Array) -> jax.Array:
             "write x.reshape(-1)."
         )
     return x
+
+
+def _require_capacity(capacity: int) -> None:
+    if capacity < 1:
+        raise ValueError(f"the capacity is at least 1, got {capacity}.")
 
 
 def _require_boundaries(boundaries: jax.Array | np.ndarray, n: int) -> jax.Array:

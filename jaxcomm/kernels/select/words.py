@@ -65,6 +65,17 @@ def count_from(patterns: jax.Array, lows: jax.Array) -> jax.Array:
     )
 
 
+def bit_with_rank(word: jax.Array, rank: jax.Array) -> jax.Array:
+    """The place, from 0 to 31, of the bit with this rank, from 0, among those set in its word."""
+    place = jnp.zeros_like(rank)
+    for half in (16, 8, 4, 2, 1):
+        lower = (word >> place.astype(word.dtype)).astype(jnp.int32) & (2**half - 1)
+        count = jax.lax.population_count(lower)
+        place = jnp.where(rank < count, place, place + half)
+        rank = jnp.where(rank < count, rank, rank - count)
+    return place
+
+
 def _pack(x: jax.Array, low: jax.Array, past: jax.Array) -> jax.Array:
     inside = patterns_of(x) - low < past - low
     rows = inside.reshape(-1, CHUNK // LANES, LANES).astype(jnp.uint32)

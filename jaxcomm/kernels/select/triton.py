@@ -1,0 +1,255 @@
+"""Compaction as two kernels, which read x once and move beside it only what was selected.
+
+The first takes x in tiles. For each it counts, and puts what it selects into room of the tile's
+own. XLA adds the counts up; then the second kernel takes everything to its slot. A tile that
+selects more than it has room for is read again by the second kernel.
+
+They are for Triton: Mosaic GPU has no stores to places that are computed one by one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from jaxcomm import _compat
+from jaxcomm.kernels.select.compaction import Selected
+from jaxcomm.kernels.select.words import (
+    CHUNK,
+    LANES,
+    PAST_INFINITY,
+    bit_with_rank,
+    lowest_for,
+    patterns_of,
+)
+
+TILE = 512  # entries: CHUNK times a power of two
+_GROUP = 32  # of ranks, looked for at once
+_LEAST_ROOM = 32
+_SHARES = 4  # of the capacity, that a tile has room for
+_MOST_SLOTS = 2**30
+
+
+def compact(
+    x: jax.Array, threshold: jax.Array, capacity: int, *, interpret: bool = False
+) -> Selected:
+    """As the specification; `interpret` runs it on CPU, in tests."""
+    whole = jnp.asarray([0, x.size], jnp.int32)
+    one = compact_regions(x, threshold, whole, capacity, interpret=interpret)
+    return Selected(*(leaf[0] for leaf in one))
+
+
+def compact_regions(
+    x: jax.Array,
+    threshold: jax.Array,
+    boundaries: jax.Array,
+    capacity: int,
+    *,
+    interpret: bool = False,
+) -> Selected:
+    """As the specification; `interpret` runs it on CPU, in tests.
+
+    Raises:
+      ValueError: for more elements or slots than the kernels can number.
+    """
+    regions, tiles = boundaries.size - 1, -(-x.size // TILE)
+    slots = regions * capacity
+    if slots > _MOST_SLOTS or x.size > 2**31 - TILE:
+        raise ValueError(
+            f'the implementation "triton" takes at most 2^31 - {TILE} elements and 2^30 slots, got '
+            f'{x.size} and {slots}; cut the array, or use "xla" or None.'
+        )
+    room = room_for(x.size, slots)
+    low = jnp.reshape(lowest_for(threshold), 1)
+    *entries, counts = _call(
+        _select,
+        [x, low],
+        [(tiles * room, jnp.float32), (tiles * room, jnp.uint16), (tiles, jnp.int32)],
+        tiles,
+        interpret,
+    )
+    before = jnp.concatenate([jnp.zeros_like(counts, shape=(1,)), jnp.cumsum(counts)])
+    boundaries = jnp.minimum(-(-boundaries // CHUNK), -(-x.size // CHUNK)) * CHUNK
+    base = _before_boundaries(x, low, before, boundaries)
+    values, places = _call(
+        _arrange,
+        [x, low, *entries, before, boundaries, base],
+        [(slots, jnp.float32), (slots, jnp.int32)],
+        max(tiles, -(-slots // TILE)),
+        interpret,
+    )
+    shape = (regions, capacity)
+    return Selected(values.reshape(shape), places.reshape(shape), base[1:] - base[:-1])
+
+
+def room_for(n: int, slots: int) -> int:
+    """The entries that each tile of n has room for; it is touched as far as it is filled."""
+    share = -(-slots // -(-n // TILE))
+    return min(TILE, max(_LEAST_ROOM, _power_of_two(_SHARES * share)))
+
+
+def _before_boundaries(
+    x: jax.Array, low: jax.Array, before: jax.Array, boundaries: jax.Array
+) -> jax.Array:
+    """How many entries are selected before each boundary; x is read in its tile only."""
+    inner = boundaries[1:-1]
+    tile, rest = inner // TILE, inner % TILE
+    offset = jax.lax.broadcasted_iota(jnp.int32, (inner.size, TILE), 1)
+    near = x.at[tile[:, None] * TILE + offset].get(mode="fill", fill_value=0)
+    ahead = _inside(near, low[0]) & (offset < rest[:, None])
+    inner = before[tile] + jnp.sum(ahead, axis=1, dtype=jnp.int32)
+    return jnp.concatenate([before[:1], inner, before[-1:]])
+
+
+def _select(x_ref: Any, low_ref: Any, values_ref: Any, places_ref: Any, counts_ref: Any) -> None:
+    """Counts what a tile selects, and puts as much of it as it has room for side by side."""
+    tile, room = pl.program_id(0), values_ref.shape[0] // counts_ref.shape[0]
+    words, ends = _words(x_ref, low_ref, tile)
+    count = jnp.max(ends)
+    counts_ref[tile] = count
+    kept = jnp.minimum(count, room)
+
+    def put(rank: jax.Array) -> None:
+        place, mask = _place(words, ends, rank), rank < kept
+        value = plt.load(x_ref.at[tile * TILE + place], mask=mask, other=0)
+        entry = (values_ref, value), (places_ref, place.astype(jnp.uint16))
+        _scatter(tile * room + rank, mask, *entry)
+
+    _by_groups(kept, put)
+
+
+def _arrange(
+    x_ref: Any,
+    low_ref: Any,
+    values_ref: Any,
+    places_ref: Any,
+    before_ref: Any,
+    bounds_ref: Any,
+    base_ref: Any,
+    *out_refs: Any,
+) -> None:
+    """Takes what a tile selects to its slots, and fills slots that nothing belongs to."""
+    program, tiles = pl.program_id(0), before_ref.shape[0] - 1
+    room, regions = values_ref.shape[0] // tiles, base_ref.shape[0] - 1
+    capacity = out_refs[0].shape[0] // regions
+    tile = jnp.minimum(program, tiles - 1)
+    first = before_ref[tile]
+    count = jnp.where(program < tiles, before_ref[tile + 1] - first, 0)
+
+    def put(value: jax.Array, place: jax.Array, rank: jax.Array, mask: jax.Array) -> None:
+        def onward(r: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            beyond = place >= bounds_ref[r]
+            return jnp.where(beyond, r, found[0]), jnp.where(beyond, base_ref[r], found[1])
+
+        zeros = jnp.zeros_like(place)
+        region, base = jax.lax.fori_loop(1, regions, onward, (zeros, zeros))
+        slot = first + rank - base
+        mask &= slot < capacity
+        _scatter(region * capacity + slot, mask, (out_refs[0], value), (out_refs[1], place))
+
+    def put_found(rank: jax.Array) -> None:
+        slot, mask = tile * room + rank, rank < count
+        value = plt.load(values_ref.at[slot], mask=mask, other=0)
+        place = plt.load(places_ref.at[slot], mask=mask, other=0)
+        put(value, tile * TILE + place.astype(jnp.int32), rank, mask)
+
+    @pl.when(count <= room)
+    def _() -> None:
+        _by_groups(count, put_found)
+
+    @pl.when(count > room)
+    def _() -> None:
+        words, ends = _words(x_ref, low_ref, tile)
+
+        def put_again(rank: jax.Array) -> None:
+            place, mask = tile * TILE + _place(words, ends, rank), rank < count
+            put(plt.load(x_ref.at[place], mask=mask, other=0), place, rank, mask)
+
+        _by_groups(count, put_again)
+
+    _fill(program, base_ref, x_ref.shape[0], out_refs)
+
+
+def _by_groups(count: jax.Array, put: Callable[[jax.Array], None]) -> None:
+    """Calls it with the ranks from 0 up to the count, and some beyond, a group at a time."""
+    jax.lax.fori_loop(
+        0,
+        jax.lax.div(count + (_GROUP - 1), _GROUP),
+        lambda i, _: put(i * _GROUP + jax.lax.iota(jnp.int32, _GROUP)),
+        None,
+    )
+
+
+def _fill(program: jax.Array, base_ref: Any, n: int, out_refs: Sequence[Any]) -> None:
+    """Writes zeros, and n as places, to this program's share of the slots, but not over entries."""
+    slots, regions = out_refs[0].shape[0], base_ref.shape[0] - 1
+    share = _power_of_two(-(-slots // pl.num_programs(0)))
+    slot = program * share + jax.lax.iota(jnp.int32, share)
+    region = jnp.minimum(jax.lax.div(slot, slots // regions), regions - 1)
+    count = plt.load(base_ref.at[region + 1]) - plt.load(base_ref.at[region])
+    empty = (slot < slots) & (slot - region * (slots // regions) >= count)
+    nothing = jnp.zeros((share,), jnp.float32), jnp.full((share,), n, jnp.int32)
+    _scatter(slot, empty, *zip(out_refs, nothing, strict=True))
+
+
+def _words(x_ref: Any, low_ref: Any, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A bit per entry of a tile, as `words_in` has them, and how many are set up to each word."""
+    place = tile * TILE + jax.lax.iota(jnp.int32, TILE)
+    x = plt.load(x_ref.at[place], mask=place < x_ref.shape[0], other=0)
+    rows = _inside(x, low_ref[0]).astype(jnp.int32).reshape(-1, CHUNK // LANES, LANES)
+    words = jnp.sum(rows << jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1), axis=1).reshape(-1)
+    return words, jnp.cumsum(jax.lax.population_count(words))
+
+
+def _place(words: jax.Array, ends: jax.Array, rank: jax.Array) -> jax.Array:
+    """The places in a tile of the entries with these ranks; anything beyond the last."""
+    # With the ranks along the rows, a thread has one of them, and reductions stay within it.
+    number = jax.lax.broadcasted_iota(jnp.int32, (words.size, rank.size), 0)
+    past = ends[:, None] <= rank[None]
+    index = jnp.sum(past.astype(jnp.int32), axis=0)
+    ahead = jnp.max(jnp.where(past, ends[:, None], 0), axis=0)
+    word = jnp.sum(jnp.where(number == index[None], words[:, None], 0), axis=0)
+    bit = bit_with_rank(word, rank - ahead)
+    return jax.lax.div(index, LANES) * CHUNK + bit * LANES + jax.lax.rem(index, LANES)
+
+
+def _inside(x: jax.Array, low: jax.Array) -> jax.Array:
+    return patterns_of(x) - low < PAST_INFINITY - low
+
+
+def _scatter(slot: jax.Array, mask: jax.Array, *pairs: tuple[Any, jax.Array]) -> None:
+    """Stores values at slots of flat arrays where the mask is set.
+
+    The other slots lie beyond the end, as the interpreter writes to all of them.
+    """
+    for ref, value in pairs:
+        plt.store(ref.at[jnp.where(mask, slot, ref.shape[0])], value, mask=mask)
+
+
+def _call(
+    kernel: Callable[..., None],
+    inputs: Sequence[jax.Array],
+    outputs: Sequence[tuple[int, Any]],
+    programs: int,
+    interpret: bool,
+) -> list[jax.Array]:
+    """Runs a kernel on flat arrays, also under the checks of `jax.shard_map`."""
+    varying = frozenset().union(*map(_compat.varying_axes, inputs))
+    inputs = [_compat.as_varying(x, varying) for x in inputs]
+    mat = jax.typeof(inputs[0]).mat
+    shapes = [jax.ShapeDtypeStruct((n,), dtype, manual_axis_type=mat) for n, dtype in outputs]
+    call = pl.pallas_call(
+        kernel,
+        out_shape=shapes,
+        grid=(programs,),
+        compiler_params=plt.CompilerParams(num_warps=1),
+        interpret=interpret,
+    )
+    return call(*inputs)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,19 @@
+"""Compaction reads everything once and moves little beside it, on GPUs that are not there."""
+
+import pytest
+
+from gpu_aot.targets import TARGETS, compiled_in_a_process, needs_gpu_aot
+
+N = 2**22
+LIMIT = 1.05
+XLA = 1.3  # its words and its marks of slots go through memory several times
+
+
+@needs_gpu_aot
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("regions", [1, 8])
+@pytest.mark.parametrize("n", [N, N + 17])
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_moved_beside_the_entries(target: str, n: int, regions: int) -> None:
+    ratios = compiled_in_a_process("compaction", target, str(n), "0.01", str(regions))
+    assert 1 < ratios["triton"] < LIMIT < ratios["xla"] < XLA, ratios
