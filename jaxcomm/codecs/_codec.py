@@ -1,9 +1,11 @@
 """What every wire format for floats offers."""
 
 import dataclasses
+import functools
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,11 @@ class Codec:
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
         """The float32 `(..., n)` that a payload `(..., m)` stands for."""
         raise NotImplementedError
+
+    def decode_and_sum(self, payloads: jax.Array, n: int) -> jax.Array:
+        """The sum, float32 `(n,)`, of what N payloads `(N, m)` stand for, added in their order."""
+        values = self.decode(payloads, n)
+        return functools.reduce(jnp.add, [values[r] for r in range(len(payloads))])
 
     def message_bytes(self, n: int) -> int:
         """The bytes of the payload of one message of n values, scales included."""

@@ -131,6 +131,10 @@ class CnatAll(Cnat):
         """uint8 `(..., n + 4 ceil(n / 32))` to float32 `(..., n)`."""
         return cnat_all.decode(payload, n)
 
+    def decode_and_sum(self, payloads: jax.Array, n: int) -> jax.Array:
+        """uint8 `(N, n + 4 ceil(n / 32))` to float32 `(n,)`."""
+        return cnat_all.decode_and_sum(payloads, n)
+
     def message_bytes(self, n: int) -> int:
         """n + 4 ceil(n / 32)."""
         return cnat_all.message_bytes(n)

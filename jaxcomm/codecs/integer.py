@@ -51,6 +51,10 @@ class Integer(Codec):
         """uint8 `(..., m)` to float32 `(..., n)`."""
         return integer_blocks.decode(payload, n, self.levels, self.block_size)
 
+    def decode_and_sum(self, payloads: jax.Array, n: int) -> jax.Array:
+        """uint8 `(N, m)` to float32 `(n,)`."""
+        return integer_blocks.decode_and_sum(payloads, n, self.levels, self.block_size)
+
     def message_bytes(self, n: int) -> int:
         """Those of 8 or 4 bits a value, and 4 ceil(n / block_size) of units."""
         return integer_blocks.message_bytes(n, self.levels, self.block_size)

@@ -1,6 +1,7 @@
 """What every reduction offers: the meaning of a message, and how two of them become one."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -64,6 +65,19 @@ class Reduction:
     def decode(self, message: Any, counts: tuple[int, ...], like: Any) -> Any:
         """The partial in a message, shaped as `like`."""
         raise NotImplementedError
+
+    def total(self, messages: Any, counts: tuple[int, ...], like: Any) -> Any:
+        """The partial of one block that several messages about it add up to, in their order.
+
+        `like` is shaped as the partials in the messages, which are side by side.
+        """
+        return self.merged(self.decode(messages, counts, like))
+
+    def merged(self, partials: Any) -> Any:
+        """The partial of one block that those side by side add up to, in their order."""
+        count = jax.tree.leaves(partials)[0].shape[0]
+        parts = [jax.tree.map(lambda p, r=r: p[r : r + 1], partials) for r in range(count)]
+        return functools.reduce(self.merge, parts)
 
     def finish(self, partial: Any, beside: Any, world: int) -> Any:
         """From a partial of all devices to the encoded value."""

@@ -1,7 +1,6 @@
 """Everyone sends everyone its block: two exchanges, one rounding of the sum."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -56,16 +55,13 @@ class Direct(Algorithm):
             lambda m: jax.lax.all_to_all(m, axis_name, split_axis=0, concat_axis=0, tiled=True),
             message,
         )
-        partials, unsaid = reduction.decode(arrived, counts, partial), None
-        if reduction.keeps_errors:
-            partials = put_block(partials, take_block(partial, me), me)
-            unsaid = reduction.unsaid(partial, message)
-            unsaid = put_block(unsaid, jnp.zeros_like(unsaid[:1]), me)
-        mine = functools.reduce(
-            reduction.merge,
-            [jax.tree.map(lambda p, r=r: p[r : r + 1], partials) for r in range(world)],
-        )
-        return mine, unsaid
+        if not reduction.keeps_errors:
+            return reduction.total(arrived, counts, partial), None
+        partials = reduction.decode(arrived, counts, partial)
+        partials = put_block(partials, take_block(partial, me), me)
+        unsaid = reduction.unsaid(partial, message)
+        unsaid = put_block(unsaid, jnp.zeros_like(unsaid[:1]), me)
+        return reduction.merged(partials), unsaid
 
     def all_gather(self, value: Any, axis_name: AxisName) -> Any:
         """See `Algorithm.all_gather`."""

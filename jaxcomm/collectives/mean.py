@@ -85,6 +85,11 @@ class Mean(Reduction):
         del counts
         return self.codec.decode(message, like.shape[-1])
 
+    def total(self, messages: jax.Array, counts: tuple[int, ...], like: jax.Array) -> jax.Array:
+        """The codec's sum."""
+        del counts
+        return self.codec.decode_and_sum(messages, like.shape[-1])[None]
+
     def finish(self, partial: jax.Array, beside: None, world: int) -> jax.Array:
         """The encoded mean."""
         del beside

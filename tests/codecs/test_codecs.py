@@ -83,6 +83,15 @@ def test_messages_are_independent(case: Case) -> None:
 
 
 @each
+def test_sums_are_of_decoded_values_in_order(case: Case) -> None:
+    payloads = compiled(case.codec)[0](sample("normal", 5 * 300).reshape(5, 300), KEY)
+    total = np.zeros(300, np.float32)
+    for values in np.asarray(compiled(case.codec)[1](payloads, 300)):
+        total = total + values
+    np.testing.assert_array_equal(case.codec.decode_and_sum(payloads, 300), total)
+
+
+@each
 def test_blocks_have_any_number_of_leading_axes(case: Case) -> None:
     x = sample("normal", 2 * 3 * 50).reshape(2, 3, 50)
     payload = compiled(case.codec)[0](x, KEY)

@@ -37,9 +37,18 @@ METHODS: dict[str, Callable[[Order], optax.GradientTransformation]] = {
     "majority_vote, direct": lambda o: optax.chain(
         jaxcomm.majority_vote("data", "direct", bucket_order=o), SGD
     ),
-    "oktopk": lambda o: optax.chain(jaxcomm.sparse_mean("data", 0.01, bucket_order=o), SGD),
     "one_bit_adam": lambda o: jaxcomm.one_bit_adam(1e-3, "data", warmup_steps=100, bucket_order=o),
 }
+
+
+def sparse(algorithm: str) -> Callable[[Order], optax.GradientTransformation]:
+    return lambda order: optax.chain(
+        jaxcomm.sparse_mean("data", 0.01, algorithm, bucket_order=order), SGD
+    )
+
+
+SPARSE = ("oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussiank")
+METHODS |= {algorithm: sparse(algorithm) for algorithm in SPARSE}
 
 
 def shaped(tree: Any, mesh: Any, specs: Any) -> Any:

@@ -68,9 +68,10 @@ def _fusion(line: Instruction, inside: list[Instruction], sizes: dict[str, int])
             updated.add(_origin(result.operands[0], by_name))
         else:
             written += result.nbytes
+    shares: dict[str, float] = {}
     for number, name in enumerate(line.operands):
         if parameters[number].name not in updated:
-            read += round(sizes[name] * _share(parameters[number].name, inside))
+            read += round(sizes[name] * _share(parameters[number].name, by_name, shares))
     return Kernel(line.name, read, written)
 
 
@@ -80,13 +81,22 @@ def _origin(name: str, by_name: dict[str, Instruction]) -> str:
     return name
 
 
-def _share(name: str, inside: list[Instruction]) -> float:
+def _share(name: str, by_name: dict[str, Instruction], known: dict[str, float]) -> float:
     """Which share of a value a kernel looks at: less than all, if only parts are made of it."""
-    by_name = {line.name: line for line in inside}
-    elements, share = by_name[name].elements, 0.0
-    for user in (line for line in inside if name in line.operands):
-        is_part = user.op in _PARTS and name not in user.operands[1:]
-        if user.op == "tuple" or not (is_part or user.elements == elements):
-            return 1.0
-        share += user.elements / elements * (1.0 if user.is_root else _share(user.name, inside))
-    return min(share, 1.0)
+    if name not in known:
+        known[name] = min(
+            1.0, sum(_share_of_user(name, user, by_name, known) for user in by_name.values())
+        )
+    return known[name]
+
+
+def _share_of_user(
+    name: str, user: Instruction, by_name: dict[str, Instruction], known: dict[str, float]
+) -> float:
+    if name not in user.operands:
+        return 0.0
+    is_part = user.op in _PARTS and name not in user.operands[1:]
+    elements = by_name[name].elements
+    if user.op == "tuple" or not (is_part or user.elements == elements):
+        return 1.0
+    return user.elements / elements * (1.0 if user.is_root else _share(user.name, by_name, known))

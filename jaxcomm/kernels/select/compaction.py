@@ -194,7 +194,7 @@ def _chunk_of_slots(
     """
     regions, chunks = bounds.size - 1, before.size - 1
     region = jnp.zeros_like(before, shape=(chunks,))
-    if regions > 1:  # else XLA would sum up constants, and take minutes for millions of entries
+    if regions > 1:  # the XLA of jax 0.10.0 takes minutes to sum up millions of constants
         begun = jnp.zeros_like(before, shape=(chunks + 1,)).at[bounds[1:-1]].add(1)
         region = jnp.cumsum(begun)[:-1]
     first = before[:-1] - base[region]
