@@ -31,6 +31,9 @@ def kernel(name: str, n: int) -> tuple[Callable[..., Any], list[Any], tuple[P, .
         key = None if seed is None else jax.random.key(seed)
         return functools.partial(integer_blocks.encode, levels=levels, size=size, key=key)
 
+    def messages(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, **which: f(x.reshape(8, -1), **which)
+
     def summed(n: int, payloads: jax.Array, **which: Any) -> jax.Array:
         return cnat_all.decode_and_sum(payloads.reshape(8, -1), n, **which)
 
@@ -61,8 +64,10 @@ def kernel(name: str, n: int) -> tuple[Callable[..., Any], list[Any], tuple[P, .
         "int8": (integers(127, 256, None), [x], (SPLIT,)),
         "int8 random": (integers(127, 256, 0), [x], (SPLIT,)),
         "int4 random": (integers(7, 64, 0), [x], (SPLIT,)),
+        "int8 messages": (messages(integers(127, 256, None)), [x], (SPLIT,)),
         "int8 sum": (integers_summed, [integer_payloads], (SPLIT,)),
         "cnat all": (cnat_all.encode, [x], (SPLIT,)),
+        "cnat all messages": (messages(cnat_all.encode), [x], (SPLIT,)),
         "cnat all random": (random_cnat, [x], (SPLIT,)),
         "cnat all sum": (functools.partial(summed, n), [payloads], (SPLIT,)),
     }[name]

@@ -28,6 +28,7 @@ KERNELS = (
 REFUSED = {"a10": "needs compute capability 9.0"} if _compat.jax_version() < (0, 11) else {}
 if _compat.jax_version() < (0, 10, 2):
     REFUSED = dict.fromkeys(TARGETS, "needs jax 0.10.2 or newer")
+NONE = "this jax has no Mosaic kernels; 0.10.2 and newer do"
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -52,10 +53,17 @@ def test_one_kernel_that_spills_nothing(
 CUT = ("sign_feedback", "add_signs", "int8 random", "int8 sum", "cnat all random", "cnat all sum")
 
 
-@pytest.mark.skipif("h100" in REFUSED, reason="this jax has no Mosaic kernels; 0.10.2 and newer do")
+@pytest.mark.skipif("h100" in REFUSED, reason=NONE)
 @pytest.mark.parametrize("name", CUT)
 def test_odd_lengths_cost_no_more(name: str) -> None:
     for n in (2**20 + 17, 2**20 + 32):
         report = compiled_in_a_process("pallas", "h100", name, str(n))
         assert report["moved"] / report["ideal"] < 1.05, report
     assert "kernels" in compiled_in_a_process("pallas", "h100", name, "17")
+
+
+@pytest.mark.skipif("h100" in REFUSED, reason=NONE)
+@pytest.mark.parametrize("name", ["int8 messages", "cnat all messages"])
+def test_messages_whose_ends_are_put_in_later_are_not_copied(name: str) -> None:
+    report = compiled_in_a_process("pallas", "h100", name, str(8 * (2**17 + 17)))
+    assert report["moved"] / report["ideal"] < 1.05, report

@@ -65,8 +65,9 @@ def encode(
     if key is not None:
         bits = random_bits(key, x.shape)[..., start:]
     short = integer_blocks.plain(x[..., start:], bits, levels, size)
-    payload = payload.at[..., byte : plan.units].set(short[..., :-4])
-    return payload.at[..., -4:].set(short[..., -4:])
+    front = (0,) * (x.ndim - 1)
+    payload = jax.lax.dynamic_update_slice(payload, short[..., :-4], (*front, byte))
+    return jax.lax.dynamic_update_slice(payload, short[..., -4:], (*front, plan.payload - 4))
 
 
 def _plan(messages: int, n: int, levels: int, size: int) -> Plan:
