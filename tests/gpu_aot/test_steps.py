@@ -4,6 +4,7 @@ import pytest
 
 from gpu_aot.overlap import overlap
 from gpu_aot.targets import compiled_in_a_process, needs_gpu_aot
+from jaxcomm import _compat
 
 BUCKETED = ("bfloat16", "majority_vote", "one_bit_adam", "oktopk")
 
@@ -64,8 +65,17 @@ def test_overlap_of_a_program_that_can_be_read() -> None:
 @needs_gpu_aot
 @pytest.mark.gpu_aot
 def test_buckets_travel_behind_products() -> None:
-    """Three of four buckets; a vote has six hops, and there are too few products for all."""
-    limits = {"mean": 0.74, "bfloat16": 0.74, "majority_vote": 0.4}
+    """Three of four buckets; a vote has six hops, and there are too few products for all.
+
+    The compiler of jax 0.10.0 waits for each all-to-all and each permute as soon as it has begun
+    it, whatever its estimate of latencies is told.
+    """
+    late = _compat.jax_version() < (0, 10, 2)
+    limits = {
+        "mean": 0.74,
+        "bfloat16": 0.37 if late else 0.74,
+        "majority_vote": 0.1 if late else 0.4,
+    }
     shares = compiled_in_a_process("layers", "h100")
     assert shares.keys() == limits.keys()
     assert {name: share for name, share in shares.items() if share < limits[name]} == {}
