@@ -79,6 +79,8 @@ test-gpu:  ## the tests that run on a GPU
 .PHONY: test-gpu-here
 test-gpu-here: $(VENV)/.installed-gpu
 	@$(VERSIONS)
+	@$(VENV)/bin/python -c 'import jax; print(*jax.devices("cuda"))' 2>/dev/null || { \
+	  echo "JAX finds no NVIDIA GPU here, so there is nothing to run these tests on."; exit 1; }
 	JAX_PLATFORMS=cuda,cpu $(VENV)/bin/python -m pytest -m gpu -rs
 
 .PHONY: test-gpu-aot

@@ -7,21 +7,38 @@ from typing import Any
 
 import pytest
 
+from jaxcomm.kernels import _device
+
 
 def every_implementation(f: Callable[..., Any], kernel: str = "mosaic") -> pytest.MarkDecorator:
-    """The argument f of a test: the plain version; the kernel, interpreted; and on a GPU.
+    """The argument f of a test: the plain version; the kernel, interpreted; and both on a GPU.
 
     The kernel is "mosaic" or "triton".
     """
-    compiled = functools.partial(f, implementation=kernel)
+    plain = functools.partial(f, implementation="xla")
     return pytest.mark.parametrize(
         "f",
         [
-            pytest.param(functools.partial(f, implementation="xla"), id="xla"),
+            pytest.param(plain, id="xla"),
             pytest.param(interpreted(f, kernel), id=f"{kernel}, interpreted"),
-            pytest.param(compiled, id=kernel, marks=pytest.mark.gpu),
+            pytest.param(plain, id="xla on GPU", marks=pytest.mark.gpu),
+            pytest.param(compiled(f, kernel), id=f"{kernel} on GPU", marks=pytest.mark.gpu),
         ],
     )
+
+
+def compiled(f: Callable[..., Any], kernel: str) -> Callable[..., Any]:
+    """An operation as its kernel, where the device has it."""
+
+    def run(*args: Any) -> Any:
+        require = {"mosaic": _device.require_mosaic, "triton": _device.require_triton}[kernel]
+        try:
+            require(f.__name__)
+        except NotImplementedError as error:
+            pytest.skip(str(error))
+        return f(*args, implementation=kernel)
+
+    return run
 
 
 def interpreted(f: Callable[..., Any], kernel: str = "mosaic") -> Callable[..., Any]:
