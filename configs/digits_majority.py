@@ -63,7 +63,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.error_feedback = False
     config.sync.local_momentum = 0.0  # Of each device's gradients: Signum.
     config.sync.correct_every = 0  # Steps between means, in bfloat16, that correct the gradients.
-    config.sync.bucket_mib = 8.0
+    config.sync.bucket_mib = 16.0
 
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 100

@@ -19,6 +19,7 @@ from jaxcomm.collectives import (
     topk_allgather,
     topk_dsa,
 )
+from jaxcomm.compiling import compiler_options
 from jaxcomm.mesh import data_mesh, global_batch, replicate
 from jaxcomm.transforms import (
     accumulate,
@@ -44,6 +45,7 @@ __all__ = [
     "backward_order",
     "circulant",
     "codecs",
+    "compiler_options",
     "control_variates",
     "data_mesh",
     "direct",

@@ -20,7 +20,7 @@ FOLDERS = ("jaxcomm", "train", "configs", "tests", "benchmarks")
 
 # Each layer of jaxcomm imports only itself and those to its left; `jaxcomm` itself is __init__.
 STACK = ("kernels", "codecs", "collectives", "transforms")
-BESIDE = ("mesh", "wire", "_compat")  # import nothing of the stack
+BESIDE = ("compiling", "mesh", "wire", "_compat")  # import nothing of the stack
 LIBRARIES = {  # who may import what; nothing else is a dependency of jaxcomm
     "flax": ("train",),
     "jax": ("jaxcomm", "train"),

@@ -81,7 +81,8 @@ def make_train_step(
 
 def compile_step(step: Callable[..., Any], state: TrainState, batch: Any) -> Any:
     """Compiles a training step for a state and a batch like these; it takes the state's memory."""
-    return jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+    jitted = jax.jit(step, donate_argnums=0, compiler_options=jaxcomm.compiler_options())
+    return jitted.lower(state, batch).compile()
 
 
 def make_eval_step(forward: Forward) -> Callable[[Any, Any], Metrics]:

@@ -40,7 +40,7 @@ def majority_vote(
     error_feedback: bool = False,
     seed: int = 0,
     exempt: Exempt = (),
-    bucket_mib: float = 8.0,
+    bucket_mib: float = 16.0,
     bucket_order: Sequence[str] | None = None,
 ) -> optax.GradientTransformation:
     """Replaces local gradients by the signs on which most devices agree.
@@ -77,7 +77,8 @@ def majority_vote(
       error_feedback: whether devices keep what their votes do not say.
       seed: of the coins.
       exempt: what else is not compressed, as in `jaxcomm.mean`.
-      bucket_mib: MiB of float32 gradients that a bucket holds at most.
+      bucket_mib: MiB of float32 gradients that a bucket holds at most; each takes several hops, so
+        more than in other methods.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
 

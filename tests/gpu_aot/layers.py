@@ -54,8 +54,8 @@ def behind_products(mesh: Any, method: str) -> float:
         jaxcomm.state_spec(tx, params, mesh),
     )
     x = placed((mesh.size * BATCH, WIDTH), jnp.float32, PartitionSpec("data"))
-    lowered = jax.jit(step, donate_argnums=(0, 1)).trace(params, state, x).lower()
-    found = overlap(lowered.compile().as_text())
+    jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=jaxcomm.compiler_options())
+    found = overlap(jitted.trace(params, state, x).lower().compile().as_text())
     return found.behind_products / found.sent
 
 

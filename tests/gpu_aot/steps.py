@@ -19,7 +19,7 @@ from gpu_aot.overlap import overlap
 from gpu_aot.targets import mesh_of
 from train.models.resnet import ResNet
 from train.state import TrainState
-from train.step import make_forward, make_gradient, make_train_step
+from train.step import compile_step, make_forward, make_gradient, make_train_step
 
 BATCH = 64  # images a device
 SGD = optax.sgd(0.1, momentum=0.9)
@@ -94,8 +94,7 @@ def compiled_step(mesh: Any, method: str) -> Any:
     opt_state = shaped(jax.eval_shape(tx.init, params), mesh, jaxcomm.state_spec(tx, params, mesh))
     step = shaped(jax.ShapeDtypeStruct((), jnp.int32), mesh, PartitionSpec())
     state = TrainState(step, params, opt_state)
-    jitted = jax.jit(make_train_step(gradient, tx), donate_argnums=0)
-    return jitted.trace(state, batch).lower().compile()
+    return compile_step(make_train_step(gradient, tx), state, batch)
 
 
 def row(compiled: Any) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""ResNet-50's training step on eight H100s: what travels while gradients are computed."""
+"""ResNet-50's training step on eight GPUs: what travels while gradients are computed."""
 
 import pytest
 
 from gpu_aot.overlap import overlap
-from gpu_aot.targets import compiled_in_a_process, needs_gpu_aot
+from gpu_aot.targets import TARGETS, compiled_in_a_process, needs_gpu_aot
 from jaxcomm import _compat
 
 BUCKETED = ("bfloat16", "majority_vote", "one_bit_adam", "oktopk")
@@ -64,26 +64,27 @@ def test_overlap_of_a_program_that_can_be_read() -> None:
 
 @needs_gpu_aot
 @pytest.mark.gpu_aot
-def test_buckets_travel_behind_products() -> None:
+@pytest.mark.parametrize("target", TARGETS)
+def test_buckets_travel_behind_products(target: str) -> None:
     """Three of four buckets; a vote has six hops, and there are too few products for all.
 
-    The compiler of jax 0.10.0 waits for each all-to-all and each permute as soon as it has begun
-    it, whatever its estimate of latencies is told.
+    Where XLA has no estimate of how long an all-to-all and a permute take, as for an A10 and in jax
+    0.10.0, there are too few for the two exchanges of a bucket as well.
     """
-    late = _compat.jax_version() < (0, 10, 2)
+    late = target == "a10" or _compat.jax_version() < (0, 10, 2)
     limits = {
         "mean": 0.74,
         "bfloat16": 0.37 if late else 0.74,
         "majority_vote": 0.1 if late else 0.4,
     }
-    shares = compiled_in_a_process("layers", "h100")
+    shares = compiled_in_a_process("layers", target)
     assert shares.keys() == limits.keys()
     assert {name: share for name, share in shares.items() if share < limits[name]} == {}
 
 
-@pytest.fixture(scope="module")
-def steps() -> dict[str, dict]:
-    return compiled_in_a_process("steps", "h100", "mean", *BUCKETED, timeout=2700)
+@pytest.fixture(scope="module", params=TARGETS)
+def steps(request: pytest.FixtureRequest) -> dict[str, dict]:
+    return compiled_in_a_process("steps", request.param, "mean", *BUCKETED, timeout=2700)
 
 
 @needs_gpu_aot
@@ -91,7 +92,9 @@ def steps() -> dict[str, dict]:
 @pytest.mark.slow
 @pytest.mark.timeout(2800)
 def test_buckets_travel_while_gradients_are_computed(steps: dict[str, dict]) -> None:
-    assert {name: row["blocking"] for name, row in steps.items() if row["blocking"]} == {}
+    """Only what is last, and has nothing left to travel behind, is waited for at once."""
+    waited = {name: row["blocking"] / row["collectives"] for name, row in steps.items()}
+    assert max(waited.values()) <= 0.11, waited
     shares = {name: row["hidden"] for name, row in steps.items()}
     assert min(shares.values()) >= 0.8, shares
 
