@@ -57,7 +57,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.measure_xi = False  # The distance to the true top-k in the metrics: costs a mean.
     config.sync.exempt = ()  # Patterns of further leaves that travel in float32.
     config.sync.dense_steps = 0  # Steps in float32 before the first sparse one.
-    config.sync.bucket_mib = 8.0
+    config.sync.bucket_mib = 16.0
 
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 100

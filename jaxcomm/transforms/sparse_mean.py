@@ -76,7 +76,7 @@ def sparse_mean(
     warmup_steps: int = 0,
     measure_xi: bool = False,
     exempt: Exempt = (),
-    bucket_mib: float = 8.0,
+    bucket_mib: float = 16.0,
     bucket_order: Sequence[str] | None = None,
 ) -> optax.GradientTransformation:
     """Replaces local gradients by the mean of their largest values over a mesh axis.
