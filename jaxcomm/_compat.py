@@ -4,7 +4,7 @@ This is the one file that may look at `jax.__version__`; it imports nothing of j
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -62,6 +62,17 @@ def as_varying(x: Any, axes: frozenset[str]) -> Any:
     """`x`, typed as varying over `axes` too; nothing moves."""
     missing = tuple(sorted(axes - varying_axes(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def alike_varying(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, all typed as varying over the axes over which any of them does."""
+    axes = frozenset().union(*map(varying_axes, arrays))
+    return [as_varying(x, axes) for x in arrays]
+
+
+def shape_beside(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """The type of a result that varies over the same axes as `x`."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).mat)
 
 
 def manual_axes() -> frozenset[str]:

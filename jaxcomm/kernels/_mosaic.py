@@ -43,18 +43,14 @@ def launch(
     Returns:
       The outputs, which vary over the axes over which any of the inputs does.
     """
-    varying = frozenset().union(*map(_compat.varying_axes, inputs))
-    inputs = [_compat.as_varying(x, varying) for x in inputs]
-    mat = jax.typeof(inputs[0]).mat
+    inputs = _compat.alike_varying(inputs)
 
     def kernel(*refs: Any) -> None:
         body(jax.lax.axis_index("program"), *refs)
 
     return plgpu.kernel(
         kernel,
-        out_type=[
-            jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=mat) for out in outputs
-        ],
+        out_type=[_compat.shape_beside(inputs[0], out.shape, out.dtype) for out in outputs],
         grid=(programs,),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),

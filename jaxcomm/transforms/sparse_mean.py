@@ -104,7 +104,8 @@ def sparse_mean(
       measure_xi: whether the report has the distance to the true top-k: for studies, as it takes
         float32 means of everything.
       exempt: what else is not compressed, as in `jaxcomm.mean`.
-      bucket_mib: MiB of float32 gradients that a bucket holds at most; k is of a bucket.
+      bucket_mib: MiB of float32 gradients that a bucket holds at most; k is of a bucket. More than
+        for dense means: a bucket's messages are small, and each costs time to compile.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
 

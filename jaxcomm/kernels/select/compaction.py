@@ -76,7 +76,7 @@ def compact(
     x, low = _arguments("compact", x, threshold)
     _require_capacity(capacity)
     if _device.choose("compact", implementation, ("xla", "triton"), x.size) == "triton":
-        from jaxcomm.kernels.select import triton
+        from jaxcomm.kernels.select import triton  # Pallas takes long to import
 
         return triton.compact(x, threshold, capacity)
     return compact_band(x, low, jnp.uint32(PAST_INFINITY), capacity)

@@ -237,13 +237,10 @@ def _call(
     interpret: bool,
 ) -> list[jax.Array]:
     """Runs a kernel on flat arrays, also under the checks of `jax.shard_map`."""
-    varying = frozenset().union(*map(_compat.varying_axes, inputs))
-    inputs = [_compat.as_varying(x, varying) for x in inputs]
-    mat = jax.typeof(inputs[0]).mat
-    shapes = [jax.ShapeDtypeStruct((n,), dtype, manual_axis_type=mat) for n, dtype in outputs]
+    inputs = _compat.alike_varying(inputs)
     call = pl.pallas_call(
         kernel,
-        out_shape=shapes,
+        out_shape=[_compat.shape_beside(inputs[0], (n,), dtype) for n, dtype in outputs],
         grid=(programs,),
         compiler_params=plt.CompilerParams(num_warps=1),
         interpret=interpret,
