@@ -152,9 +152,9 @@ def sparse(form: str, name: str, batch: Any) -> tuple[Any, tuple[Any, ...]]:
     import jax.numpy as jnp
 
     import jaxcomm
-    from jaxcomm import collectives
+    from jaxcomm.collectives import sparse
 
-    algorithm = collectives.sparse_from_name(name)
+    algorithm = sparse.from_name(name)
     if name != "gaussiank":
         algorithm = dataclasses.replace(algorithm, recompute_every=32)
     n = batch.shape[1]

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxcomm
-from jaxcomm import collectives
+from jaxcomm.collectives import sparse
 from jaxcomm.wire import WireReport
 
 WORLDS = (2, 4, 8, 16)
@@ -43,8 +43,8 @@ def report_of(name: str, n: int, density: float, world: int) -> WireReport:
     if name == "dense":
         one = lambda x, step: jaxcomm.pmean(x[0], "data")[None]  # noqa: E731
     else:
-        algorithm = dataclasses.replace(collectives.sparse_from_name(name), density=density)
-        carried = collectives.Carried.unpacked(jnp.ones(world + 3), n)
+        algorithm = dataclasses.replace(sparse.from_name(name), density=density)
+        carried = sparse.Carried.unpacked(jnp.ones(world + 3), n)
 
         def one(x: jax.Array, step: jax.Array) -> jax.Array:
             outcome, new = algorithm.exchange(x[0], carried, step, "data")

@@ -5,8 +5,8 @@ python -m train.launch --processes=4 -- --config=configs/digits_majority.py
 Test accuracy 99.7 % (seed 0). A vote forgets how large gradients are, so on shards that hold
 different classes (`--config.data.shards=by_label`) it is biased: 98.1 % (98.6, 97.8 and 98.1 for
 seeds 0 to 2), where the float32 mean has 98.6 % (98.6 for each). Ties that decide nothing matter
-there: with `--config.sync.tie=random` it is 97.6 %. Signum is worse: 95.3 % with
-`--config.sync.tie=random --config.sync.local_momentum=0.9 --config.optimizer.momentum=0.0
+there: with `--config.sync.ties=random` it is 97.6 %. Signum is worse: 95.3 % with
+`--config.sync.ties=random --config.sync.local_momentum=0.9 --config.optimizer.momentum=0.0
 --config.optimizer.learning_rate=0.01` (seed 0).
 
 On Fashion-MNIST dealt by label the bias shows: 84.1 % where float32 has 89.8 %; gradients that are
@@ -58,8 +58,8 @@ def get_config() -> config_dict.ConfigDict:
     config.sync = config_dict.ConfigDict()
     config.sync.method = "majority_vote"
     config.sync.algorithm = config_dict.placeholder(str)  # None: jaxcomm chooses.
-    config.sync.tie = "zero"  # Half the votes each way move nothing.
-    config.sync.zero = "random"
+    config.sync.ties = "zero"  # Half the votes each way move nothing.
+    config.sync.zeros = "random"
     config.sync.error_feedback = False
     config.sync.local_momentum = 0.0  # Of each device's gradients: Signum.
     config.sync.correct_every = 0  # Steps between means, in bfloat16, that correct the gradients.

@@ -5,7 +5,7 @@ python -m train.launch --processes=4 -- --config=configs/digits_one_bit_adam.py
 Test accuracy 98.6 % (seed 0); on shards that hold different classes
 (`--config.data.shards=by_label`) 98.6 % (97.8, 99.4 and 98.6 for seeds 0 to 2), where the float32
 mean with momentum has 98.6 % (98.6 for each), and Adam that never leaves the warm-up 98.6 %
-(`--config.sync.warmup_steps=10000`, seed 0).
+(`--config.sync.dense_steps=10000`, seed 0).
 """
 
 from ml_collections import config_dict
@@ -50,7 +50,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.b1 = 0.9
     config.sync.b2 = 0.99
     config.sync.eps = 1e-4  # Variances that are small when they are frozen stay small.
-    config.sync.warmup_steps = 100  # With the float32 mean; then the variance is frozen.
+    config.sync.dense_steps = 100  # With the float32 mean; then the variance is frozen.
     config.sync.variance_stability = config_dict.placeholder(float)  # Ends the warm-up instead.
     config.sync.bucket_mib = 8.0
 

@@ -1,30 +1,27 @@
 """Communication-efficient data-parallel training for JAX.
 
-The contents, in reading order: the mesh, gradients that stay local, the transformation that
-exchanges them, what it is made of, and what it sent.
+The contents, in reading order: the mesh, gradients that stay local, the transformations that
+exchange them, what these are made of, and what they sent.
 """
 
 from jaxcomm import codecs
-from jaxcomm.collectives import (
-    circulant,
-    direct,
-    gaussiank,
-    gtopk,
-    halving_doubling,
-    hierarchical,
-    native,
-    oktopk,
-    pmean,
-    ring,
-    topk_allgather,
-    topk_dsa,
-)
+from jaxcomm.collectives import algorithms, pmean, sparse
 from jaxcomm.compiling import compiler_options
+from jaxcomm.gradients import accumulate, backward_order, value_and_grad
 from jaxcomm.mesh import data_mesh, global_batch, replicate
 from jaxcomm.transforms import (
-    accumulate,
-    backward_order,
+    ControlVariatesState,
+    LocalState,
+    MajorityVoteState,
+    MeanState,
+    MultiStepsState,
+    NoExchangeState,
+    OneBitAdamState,
+    SparseMeanState,
+    SparseReport,
+    StagesState,
     control_variates,
+    dense_first,
     local,
     majority_vote,
     mean,
@@ -34,43 +31,44 @@ from jaxcomm.transforms import (
     sparse_mean,
     stages,
     state_spec,
-    value_and_grad,
-    warmup,
 )
 from jaxcomm.wire import WireReport, wire_report
 
+__version__ = "0.1.0"
+
 __all__ = [
+    "ControlVariatesState",
+    "LocalState",
+    "MajorityVoteState",
+    "MeanState",
+    "MultiStepsState",
+    "NoExchangeState",
+    "OneBitAdamState",
+    "SparseMeanState",
+    "SparseReport",
+    "StagesState",
     "WireReport",
     "accumulate",
+    "algorithms",
     "backward_order",
-    "circulant",
     "codecs",
     "compiler_options",
     "control_variates",
     "data_mesh",
-    "direct",
-    "gaussiank",
+    "dense_first",
     "global_batch",
-    "gtopk",
-    "halving_doubling",
-    "hierarchical",
     "local",
     "majority_vote",
     "mean",
     "multi_steps",
-    "native",
     "no_exchange",
-    "oktopk",
     "one_bit_adam",
     "pmean",
     "replicate",
-    "ring",
+    "sparse",
     "sparse_mean",
     "stages",
     "state_spec",
-    "topk_allgather",
-    "topk_dsa",
     "value_and_grad",
-    "warmup",
     "wire_report",
 ]

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxcomm import _compat
-from jaxcomm._compat import AxisName
+from jaxcomm import _axes, _paths
+from jaxcomm._axes import AxisName
 
 
 def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:
@@ -40,7 +40,7 @@ def replicate(tree: Any) -> Any:
     Raises:
       ValueError: if no mesh is set.
     """
-    _compat.current_mesh()
+    _axes.current_mesh()
     sharding = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
     return jax.device_put(tree, sharding)
 
@@ -63,21 +63,21 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
       ValueError: if no mesh is set, it has no such axis, the local leading axis is not a multiple
         of the number of local devices along it, or the batch is global already.
     """
-    _compat.axis_size(axis_name)
+    _axes.axis_size(axis_name)
     mesh = jax.sharding.get_mesh()
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
-    local = math.prod(mesh.local_mesh.shape[name] for name in _compat.names_of(axis_name))
+    local = math.prod(mesh.local_mesh.shape[name] for name in _axes.names_of(axis_name))
     for path, leaf in jax.tree_util.tree_leaves_with_path(local_batch):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(
-                f"{_compat.path_name(path) or 'the batch'} is global already: it spans devices of "
+                f"{_paths.path_name(path) or 'the batch'} is global already: it spans devices of "
                 "other processes, as all that jnp makes does while a mesh is set; pass this "
                 "process's own rows as a numpy array."
             )
         rows = np.shape(leaf)[0] if np.ndim(leaf) else 0
         if rows == 0 or rows % local:
             raise ValueError(
-                f"the local batch has {rows} rows at {_compat.path_name(path) or 'its leaf'}, "
+                f"the local batch has {rows} rows at {_paths.path_name(path) or 'its leaf'}, "
                 f"which do not divide over the {local} local devices of axis {axis_name!r}; "
                 f"pass a positive multiple of {local} rows."
             )

@@ -11,7 +11,7 @@ import jaxcomm
 MODULES = ["jaxcomm"] + [m.name for m in pkgutil.walk_packages(jaxcomm.__path__, "jaxcomm.")]
 WITH_EXAMPLES = [
     "jaxcomm.collectives.all_reduce",
-    "jaxcomm.transforms.gradients",
+    "jaxcomm.gradients",
     "jaxcomm.transforms.local",
     "jaxcomm.transforms.mean",
     "jaxcomm.transforms.one_bit_adam",

@@ -19,8 +19,9 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("jaxcomm", "train", "configs", "tests", "benchmarks")
 
 # Each layer of jaxcomm imports only itself and those to its left; `jaxcomm` itself is __init__.
+ANYWHERE = ("_axes", "_compat", "_paths")  # any layer may import these
 STACK = ("kernels", "codecs", "collectives", "transforms")
-BESIDE = ("compiling", "mesh", "wire", "_compat")  # import nothing of the stack
+BESIDE = ("compiling", "gradients", "mesh", "wire", *ANYWHERE)  # import nothing of the stack
 LIBRARIES = {  # who may import what; nothing else is a dependency of jaxcomm
     "flax": ("train",),
     "jax": ("jaxcomm", "train"),
@@ -61,14 +62,14 @@ def attributes(source: str) -> Iterator[str]:
 
 
 def layers(module: str, source: str) -> list[str]:
-    """Inside jaxcomm, a layer imports only itself, those below it and `_compat`."""
+    """Inside jaxcomm, a layer imports only itself, those below it and the axis helpers."""
     if not within(module, "jaxcomm") or within(module, "jaxcomm.__init__"):
         return []
     own = module.split(".")[1]
     if own not in STACK + BESIDE:
         return [f"{module} belongs to no layer"]
     below = STACK[: STACK.index(own) + 1] if own in STACK else ()
-    allowed = tuple(f"jaxcomm.{layer}" for layer in (*below, own, "_compat"))
+    allowed = tuple(f"jaxcomm.{layer}" for layer in (*below, own, *ANYWHERE))
     mine = [name for name in imports(source, module) if within(name, "jaxcomm")]
     return [f"{module} imports {name}" for name in mine if not within(name, allowed)]
 

@@ -21,7 +21,7 @@ def majority_vote(
     """The majority of signs: of gradients, corrected or not, or of each device's momentum."""
     chain = [jaxcomm.majority_vote(axis_name, **options)]
     if local_momentum:
-        chain.insert(0, jaxcomm.local(optax.ema(local_momentum), axis_name))
+        chain.insert(0, jaxcomm.local(axis_name, optax.ema(local_momentum)))
     if correct_every:
         shared = {"exempt", "bucket_mib", "bucket_order"} & options.keys()
         mean = jaxcomm.mean(axis_name, "bfloat16", **{name: options[name] for name in shared})
@@ -31,25 +31,14 @@ def majority_vote(
 
 def one_bit_adam(axis_name: str, **options: Any) -> optax.GradientTransformation:
     """1-bit Adam, an optimizer of its own: the one behind it only scales (`scale`)."""
-    return jaxcomm.one_bit_adam(1.0, axis_name, **options)
+    return jaxcomm.one_bit_adam(axis_name, 1.0, **options)
 
 
 # Field -> what a call in it may name.
 CALLS: dict[str, dict[str, Callable[..., Any]]] = {
     "codec": jaxcomm.codecs.BY_NAME,
     "second_hop": jaxcomm.codecs.BY_NAME,
-    "algorithm": {
-        "native": jaxcomm.native,
-        "direct": jaxcomm.direct,
-        "ring": jaxcomm.ring,
-        "halving_doubling": jaxcomm.halving_doubling,
-        "circulant": jaxcomm.circulant,
-        "oktopk": jaxcomm.oktopk,
-        "topk_allgather": jaxcomm.topk_allgather,
-        "topk_dsa": jaxcomm.topk_dsa,
-        "gtopk": jaxcomm.gtopk,
-        "gaussiank": jaxcomm.gaussiank,
-    },
+    "algorithm": jaxcomm.algorithms.BY_NAME | jaxcomm.sparse.BY_NAME,
 }
 
 # Name -> (factory, the arguments it takes of config.sync and of the order of the gradients).
@@ -70,8 +59,8 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
         majority_vote,
         (
             "algorithm",
-            "tie",
-            "zero",
+            "ties",
+            "zeros",
             "error_feedback",
             "local_momentum",
             "correct_every",
@@ -86,7 +75,7 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "b1",
             "b2",
             "eps",
-            "warmup_steps",
+            "dense_steps",
             "variance_stability",
             "exempt",
             "bucket_mib",
@@ -131,7 +120,9 @@ def build(config: Any, bucket_order: Sequence[str]) -> optax.GradientTransformat
         options[field] = read_call(options[field], CALLS[field], f"config.sync.{field}")
     try:
         tx = factory(AXIS, **{name: options[name] for name in names if name in options})
-        return jaxcomm.warmup(tx, options.get("dense_steps", 0))
+        if "dense_steps" in names:  # the method has dense steps of its own
+            return tx
+        return jaxcomm.dense_first(tx, options.get("dense_steps", 0))
     except (TypeError, ValueError) as error:
         raise UserError(f"config.sync: {error}") from error
 

@@ -7,44 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm import _compat, codecs
-from jaxcomm._compat import AxisName
-from jaxcomm.collectives._algorithm import Algorithm
-from jaxcomm.collectives._reduction import Reduction
-from jaxcomm.collectives.circulant import circulant
-from jaxcomm.collectives.direct import direct
-from jaxcomm.collectives.halving_doubling import halving_doubling
-from jaxcomm.collectives.mean import Mean
-from jaxcomm.collectives.native import native
-from jaxcomm.collectives.random_k import RandomKMean
-from jaxcomm.collectives.ring import ring
-
-BY_NAME = {
-    "native": native,
-    "direct": direct,
-    "ring": ring,
-    "halving_doubling": halving_doubling,
-    "circulant": circulant,
-}
-
-
-def from_name(algorithm: str | Algorithm) -> Algorithm:
-    """The algorithm that a string is short for, with its defaults.
-
-    Raises:
-      ValueError: for an unknown name.
-      TypeError: for anything that is neither a name nor an algorithm.
-    """
-    if isinstance(algorithm, Algorithm):
-        return algorithm
-    if not isinstance(algorithm, str):
-        raise TypeError(
-            f"algorithm must be a name ({', '.join(BY_NAME)}) or an algorithm, got {algorithm!r}; "
-            "a factory must be called: jaxcomm.ring()."
-        )
-    if algorithm not in BY_NAME:
-        raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {', '.join(BY_NAME)}.")
-    return BY_NAME[algorithm]()
+from jaxcomm import _axes, _paths, codecs
+from jaxcomm._axes import AxisName
+from jaxcomm.collectives import algorithms
+from jaxcomm.collectives.algorithms import Algorithm
+from jaxcomm.collectives.reductions import CodedMean, RandomKMean, Reduction
 
 
 def mean_of(
@@ -52,7 +19,7 @@ def mean_of(
     algorithm: str | Algorithm | None,
     second_hop: str | codecs.Codec | None = None,
     error_feedback: bool | str = False,
-) -> tuple[Mean, Algorithm]:
+) -> tuple[CodedMean, Algorithm]:
     """The reduction and the algorithm behind `jaxcomm.mean` and `jaxcomm.pmean`.
 
     Without an algorithm, float32 travels by XLA's own all-reduce and every other format directly,
@@ -72,7 +39,7 @@ def mean_of(
         raise ValueError("random_k draws once for both hops; name the format of its values.")
     if algorithm is None:
         algorithm = "native" if sent == back == codecs.float32() else "direct"
-    chosen = from_name(algorithm)
+    chosen = algorithms.from_name(algorithm)
     if chosen.name == "native":
         _check_native(sent, back, error_feedback)
     if (sent.needs_error_feedback and not error_feedback) or (
@@ -92,7 +59,7 @@ def mean_of(
             )
     if isinstance(codec, codecs.RandomK):
         return RandomKMean(sent, back, error_feedback, selection=codec), chosen
-    return Mean(sent, back, error_feedback), chosen
+    return CodedMean(sent, back, error_feedback), chosen
 
 
 def _check_native(
@@ -134,19 +101,19 @@ def all_reduce(
 
     def reduced(x: jax.Array) -> jax.Array:
         flat = x.reshape(-1).astype(jnp.float32)
-        result, _ = exchange(flat, axis_name, reduction, algorithm)
+        result, _ = all_reduce_with_residual(flat, axis_name, reduction, algorithm)
         return result.reshape(x.shape).astype(x.dtype)
 
-    if not _compat.checks_on(axis_name):
+    if not _axes.checks_on(axis_name):
         return reduced(x)
-    elsewhere = _compat.varying_axes(x).difference(_compat.names_of(axis_name))
-    return _compat.as_varying(_compat.unchecked(reduced)(x), elsewhere)
+    elsewhere = _axes.varying_axes(x).difference(_axes.names_of(axis_name))
+    return _axes.as_varying(_axes.unchecked(reduced)(x), elsewhere)
 
 
-def exchange(
+def all_reduce_with_residual(
     x: jax.Array, axis_name: AxisName, reduction: Reduction, algorithm: Algorithm
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Reduces a vector as `all_reduce` does, and says what the result lacks of it.
+    """Reduces a vector as `all_reduce` does, and returns what the result lacks of it.
 
     Args:
       x: float32[n], another on every device, where the checks of `jax.shard_map` are off.
@@ -155,17 +122,19 @@ def exchange(
       algorithm: who talks to whom.
 
     Returns:
-      The reduced values, equal on all devices of the axis, and this device's errors, float32[n],
-      or None if `reduction` does not keep them: the sum over all devices of x and of what they
-      get for it differs by the sum of the errors.
+      The reduced values, equal on all devices of the axis. And this device's residual, float32[n],
+      or None if `reduction` keeps no errors: summed over all devices, the vectors are N times the
+      result plus the residuals.
     """
     if x.size == 0:
         return x, (x if reduction.keeps_errors else None)
-    reduction = reduction.on_this_device(axis_name)
-    lifted = reduction.lift(x, axis_name)
-    result, unsaid = algorithm.all_reduce(lifted, axis_name, reduction)
-    result = reduction.lower(result, lifted.agreed, x.size)
-    return result, reduction.errors(x, unsaid, lifted.agreed) if reduction.keeps_errors else None
+    reduction = reduction.for_this_device(axis_name)
+    prepared = reduction.prepare(x, axis_name)
+    result, errors = algorithm.all_reduce(prepared, axis_name, reduction)
+    result = reduction.restore(result, prepared.shared_scale, x.size)
+    if not reduction.keeps_errors:
+        return result, None
+    return result, reduction.residual(x, errors, prepared.shared_scale)
 
 
 def pmean(
@@ -220,7 +189,7 @@ def pmean(
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            where = _compat.path_name(path) or "x"
+            where = _paths.path_name(path) or "x"
             raise TypeError(
                 f"pmean needs float arrays, got {leaf.dtype} at {where}; "
                 "convert it first, or average it with jax.lax.pmean."
@@ -238,8 +207,8 @@ def pmean(
 
 def require_axis(axis_name: AxisName) -> None:
     """Raises a NameError where the axis is not manual."""
-    if not _compat.is_manual(axis_name):
+    if not _axes.is_manual(axis_name):
         raise NameError(
             f"axis {axis_name!r} is not manual here (manual axes: "
-            f"{sorted(_compat.manual_axes()) or 'none'}); call this inside jax.shard_map over it."
+            f"{sorted(_axes.manual_axes()) or 'none'}); call this inside jax.shard_map over it."
         )

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm._compat import AxisName
+from jaxcomm._axes import AxisName
 from jaxcomm.codecs import sign
-from jaxcomm.collectives._algorithm import cut, join
+from jaxcomm.collectives.algorithms._algorithm import cut, join
 
 
 def chunk_length(n: int, world: int) -> int:

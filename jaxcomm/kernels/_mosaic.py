@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxcomm import _compat
+from jaxcomm import _axes
 
 THREADS = 128
 VECTOR = 4  # elements that a thread loads at once, where every row begins at a multiple of it
@@ -43,14 +43,14 @@ def launch(
     Returns:
       The outputs, which vary over the axes over which any of the inputs does.
     """
-    inputs = _compat.alike_varying(inputs)
+    inputs = _axes.varying_alike(inputs)
 
     def kernel(*refs: Any) -> None:
         body(jax.lax.axis_index("program"), *refs)
 
     return plgpu.kernel(
         kernel,
-        out_type=[_compat.shape_beside(inputs[0], out.shape, out.dtype) for out in outputs],
+        out_type=[_axes.shape_varying_like(inputs[0], out.shape, out.dtype) for out in outputs],
         grid=(programs,),
         grid_names=("program",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),

@@ -1,7 +1,6 @@
 """optax transformations: state, pytrees, buckets, and the two views of one step."""
 
 from jaxcomm.transforms.control_variates import ControlVariatesState, control_variates
-from jaxcomm.transforms.gradients import ValueAndGrad, accumulate, backward_order, value_and_grad
 from jaxcomm.transforms.local import LocalState, local
 from jaxcomm.transforms.majority_vote import MajorityVoteState, majority_vote
 from jaxcomm.transforms.mean import MeanState, mean
@@ -10,7 +9,7 @@ from jaxcomm.transforms.no_exchange import NoExchangeState, no_exchange
 from jaxcomm.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
 from jaxcomm.transforms.per_device import PerDevice, state_spec
 from jaxcomm.transforms.sparse_mean import SparseMeanState, SparseReport, sparse_mean
-from jaxcomm.transforms.stages import StagesState, stages, warmup
+from jaxcomm.transforms.stages import StagesState, dense_first, stages
 
 __all__ = [
     "ControlVariatesState",
@@ -24,10 +23,8 @@ __all__ = [
     "SparseMeanState",
     "SparseReport",
     "StagesState",
-    "ValueAndGrad",
-    "accumulate",
-    "backward_order",
     "control_variates",
+    "dense_first",
     "local",
     "majority_vote",
     "mean",
@@ -37,6 +34,4 @@ __all__ = [
     "sparse_mean",
     "stages",
     "state_spec",
-    "value_and_grad",
-    "warmup",
 ]

@@ -1,7 +1,12 @@
-"""Which leaves travel together, and in which order."""
+"""Which leaves travel together, in which order, and as which vector."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jaxcomm.transforms._layout import Layout, names_in
 
@@ -50,3 +55,34 @@ def buckets_of(
         current[axes].append(i)
         room[axes] -= size
     return tuple(map(tuple, buckets))
+
+
+def joined(parts: Mapping[Any, jax.Array]) -> jax.Array:
+    """The arrays as one float32 vector."""
+    return jnp.concatenate([part.reshape(-1).astype(jnp.float32) for part in parts.values()])
+
+
+def split(vector: jax.Array, parts: Mapping[Any, jax.Array]) -> dict[Any, jax.Array]:
+    """The reverse of `joined`, in the shapes of `parts`."""
+    ends = np.cumsum([part.size for part in parts.values()])
+    pieces = jnp.split(vector, ends[:-1])
+    return {
+        key: piece.reshape(part.shape)
+        for (key, part), piece in zip(parts.items(), pieces, strict=True)
+    }
+
+
+def bytes_of(bucket_mib: Any) -> int:
+    """The size of a bucket in bytes, from MiB.
+
+    Raises:
+      TypeError, ValueError: for anything but a positive Python number.
+    """
+    if isinstance(bucket_mib, jax.Array):
+        raise TypeError(
+            "bucket_mib decides shapes and must be a Python number; under "
+            'optax.inject_hyperparams pass static_args=("bucket_mib",).'
+        )
+    if not (isinstance(bucket_mib, int | float) and 0 < bucket_mib < math.inf):
+        raise ValueError(f"bucket_mib must be a positive number, got {bucket_mib!r}.")
+    return max(int(bucket_mib * 2**20), 1)

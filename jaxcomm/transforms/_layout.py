@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxcomm import _compat
-from jaxcomm._compat import AxisName
+from jaxcomm import _axes, _paths
+from jaxcomm._axes import AxisName
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -66,10 +66,10 @@ def layout_of(params: Any, axis_name: AxisName, exempt: Exempt = ()) -> Layout:
       ValueError: if no mesh is set, it has no such axis, a leaf is sharded over the axis, its
         sharding cannot be seen here, or a pattern fits no path.
     """
-    world = _compat.axis_size(axis_name)
+    world = _axes.axis_size(axis_name)
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = _compat.path_name(path)
+        name = _paths.path_name(path)
         dtype = jnp.result_type(leaf)
         if dtype not in FLOATS:
             raise TypeError(
@@ -138,12 +138,12 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
             f"the state was made for {len(layout.leaves)} parameters and got {len(grads)} "
             "gradients; call tx.init again on these parameters."
         )
-    if layout.world != _compat.axis_size(axis):
+    if layout.world != _axes.axis_size(axis):
         raise ValueError(
             f"the state was made for {layout.world} devices along {axis!r}, and the mesh now has "
-            f"{_compat.axis_size(axis)}; call tx.init again under this mesh."
+            f"{_axes.axis_size(axis)}; call tx.init again under this mesh."
         )
-    manual = _compat.is_manual(axis)
+    manual = _axes.is_manual(axis)
     for grad, leaf in zip(grads, layout.leaves, strict=True):
         if manual:
             _check_local(grad, leaf, axis)
@@ -157,7 +157,7 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
 
 
 def _check_local(grad: Any, leaf: Leaf, axis: AxisName) -> None:
-    if _compat.checks_on(axis) and not _compat.varies(grad, axis):
+    if _axes.checks_on(axis) and not _axes.varies(grad, axis):
         raise ValueError(
             f"the gradient of {leaf.path} is equal on all devices of {axis!r}: it is already "
             f"summed. Make it with jaxcomm.value_and_grad(loss_fn, {axis!r}), or cast the "
@@ -172,7 +172,7 @@ def _check_local(grad: Any, leaf: Leaf, axis: AxisName) -> None:
 
 def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
     """How a parameter is sharded over axes that are not manual here and have several devices."""
-    current, own = _compat.current_mesh(), _compat.names_of(axis_name)
+    current, own = _axes.current_mesh(), _axes.names_of(axis_name)
     kinds = dict(zip(current.axis_names, current.axis_types, strict=True))
     further = frozenset(
         axis
@@ -187,7 +187,7 @@ def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
         )
     sharding = getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    if names_in(spec).intersection(own) and _compat.axis_size(axis_name) > 1:
+    if names_in(spec).intersection(own) and _axes.axis_size(axis_name) > 1:
         raise ValueError(
             f"parameter {name} is sharded over {axis_name!r}; data-parallel parameters are equal "
             "on all devices of it. Place them with jaxcomm.replicate, or shard over another axis."

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomm import _compat
+from jaxcomm import _axes
 from jaxcomm.transforms._layout import (
     Layout,
     axis_of,
@@ -96,7 +96,7 @@ def control_variates(
         refuse_wrappers()
         grads, treedef = jax.tree.flatten(updates)
         check_gradients(grads, state.layout)
-        filled, is_local = filled_leaves(state.layout), _compat.is_manual(state.layout.axis_name)
+        filled, is_local = filled_leaves(state.layout), _axes.is_manual(state.layout.axis_name)
         own = {
             i: grads[i].reshape(old.shape).astype(jnp.float32)
             for i, old in zip(filled, state.average.values, strict=True)

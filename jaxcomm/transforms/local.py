@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxcomm import _compat
-from jaxcomm._compat import AxisName
+from jaxcomm import _axes, _paths
+from jaxcomm._axes import AxisName
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms.per_device import PerDevice
 
@@ -54,11 +54,11 @@ class LocalState(NamedTuple):
     inner: PerDevice
 
 
-def local(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.GradientTransformation:
+def local(axis_name: AxisName, inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Applies a transformation to each device's own gradients, before they are exchanged.
 
-    Local momentum for Signum is `jaxcomm.local(optax.trace(0.9), "data")`, clipping on every
-    device `jaxcomm.local(optax.clip_by_global_norm(1.0), "data")`. Without it, in the global view
+    Local momentum for Signum is `jaxcomm.local("data", optax.trace(0.9))`, clipping on every
+    device `jaxcomm.local("data", optax.clip_by_global_norm(1.0))`. Without it, in the global view
     a transformation before the exchange would see the gradients of all devices as one.
 
     In the manual view it sees what the device holds. Where parameters are sharded over a further
@@ -66,8 +66,8 @@ def local(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.Gra
     global view.
 
     Args:
-      inner: a transformation that exchanges nothing.
       axis_name: the mesh axis, or axes, over which the batch is spread.
+      inner: a transformation that exchanges nothing.
 
     Returns:
       A transformation for the place before `jaxcomm.mean` or `jaxcomm.majority_vote`. Every device
@@ -77,7 +77,7 @@ def local(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.Gra
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm, optax
-      >>> clip = jaxcomm.local(optax.clip_by_global_norm(1.0), "data")
+      >>> clip = jaxcomm.local("data", optax.clip_by_global_norm(1.0))
       >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
       ...     state = clip.init(jnp.zeros(2))
       ...     clipped, _ = clip.update(jnp.array([[3.0, 4.0], [0.5, 0.0]]), state)
@@ -85,7 +85,7 @@ def local(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.Gra
       Array([[0.6, 0.8],
              [0.5, 0. ]], dtype=float32)
     """
-    _compat.names_of(axis_name)
+    _axes.names_of(axis_name)
 
     def init_fn(params: Any) -> Any:
         layout = layout_of(params, axis_name)
@@ -94,10 +94,10 @@ def local(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.Gra
         empty = [None if x.size else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
         structure = _Structure(treedef, tuple(empty))
         kept, specs = structure.arrays_of(state), structure.arrays_of(_specs_of(state, layout))
-        if _compat.is_manual(axis_name):
-            checked = _compat.checks_on(axis_name)
-            axes = frozenset(_compat.names_of(axis_name) if checked else ())
-            values = [_compat.as_varying(x[None], axes) for x in kept]
+        if _axes.is_manual(axis_name):
+            checked = _axes.checks_on(axis_name)
+            axes = frozenset(_axes.names_of(axis_name) if checked else ())
+            values = [_axes.as_varying(x[None], axes) for x in kept]
         else:
             spread = jax.jit(
                 lambda xs: [jnp.broadcast_to(x, (layout.world, *x.shape)) for x in xs],
@@ -112,7 +112,7 @@ def local(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.Gra
             updates, inner_state = inner.update(updates, inner_state, params)
             return updates, state.structure.arrays_of(inner_state)
 
-        if _compat.is_manual(axis_name):
+        if _axes.is_manual(axis_name):
             updates, leaves = one(updates, [x[0] for x in state.inner.values])
             leaves = [x[None] for x in leaves]
         else:
@@ -131,7 +131,7 @@ def _specs_of(state: Any, layout: Layout) -> Any:
     known = {(leaf.path, leaf.shape): leaf.spec for leaf in layout.leaves}
 
     def spec_of(path: Any, x: Any) -> PartitionSpec:
-        endings = (_compat.path_name(path[i:]) for i in range(len(path) + 1))
+        endings = (_paths.path_name(path[i:]) for i in range(len(path) + 1))
         spec = next((known[e, x.shape] for e in endings if (e, x.shape) in known), ())
         return PartitionSpec(layout.axis_name, *spec)
 

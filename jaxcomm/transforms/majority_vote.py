@@ -1,5 +1,6 @@
 """The majority of signs over devices, as an optax transformation."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,11 +9,21 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomm import collectives
-from jaxcomm._compat import AxisName, names_of
-from jaxcomm.transforms._buckets import buckets_of, split_off_exempt
-from jaxcomm.transforms._fusion import bytes_of, exact_means, in_turn, joined, split
-from jaxcomm.transforms._layout import Exempt, Layout, check_gradients, layout_of
-from jaxcomm.transforms._views import Arrays, on_every_device
+from jaxcomm._axes import AxisName, names_of
+from jaxcomm.collectives import algorithms
+from jaxcomm.collectives.reductions import Majority, check_majority
+from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, split_off_exempt
+from jaxcomm.transforms._exchange import (
+    Arrays,
+    Own,
+    by_leaf,
+    exchange_buckets,
+    kept_if,
+    local_leaves,
+    on_every_device,
+    updates_of,
+)
+from jaxcomm.transforms._layout import Exempt, Layout, layout_of
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
 
@@ -33,10 +44,10 @@ class MajorityVoteState(NamedTuple):
 
 def majority_vote(
     axis_name: AxisName,
-    algorithm: str | collectives.Algorithm | None = None,
+    algorithm: str | algorithms.Algorithm | None = None,
     *,
-    tie: str = "random",
-    zero: str = "random",
+    ties: str = "random",
+    zeros: str = "random",
     error_feedback: bool = False,
     seed: int = 0,
     exempt: Exempt = (),
@@ -47,13 +58,13 @@ def majority_vote(
 
     signSGD with majority vote is `optax.chain(jaxcomm.majority_vote("data"), optax.sgd(lr))`.
     With each device's own momentum before the vote it is Signum:
-    `optax.chain(jaxcomm.local(optax.trace(0.9), "data"), jaxcomm.majority_vote("data"), ...)`.
+    `optax.chain(jaxcomm.local("data", optax.trace(0.9)), jaxcomm.majority_vote("data"), ...)`.
 
     Leaves of at most one dimension are averaged exactly in float32 and become the signs of their
     means, so that one learning rate fits all.
 
-    One bit cannot say zero, so the sign of a zero is a choice: with zero="random" a parameter
-    without gradient walks at random, with zero="abstain" it stays exactly where it is.
+    One bit cannot say zero, so the sign of a zero is a choice: with zeros="random" a parameter
+    without gradient walks at random, with zeros="abstain" it stays exactly where it is.
 
     With error feedback, a device votes with the signs of its gradient plus its residual, and
     keeps what these, scaled by the mean magnitude of the leaf, leave over. The update is the vote
@@ -70,10 +81,10 @@ def majority_vote(
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
       algorithm: "circulant", "ring", "halving_doubling", "direct" or an algorithm such as
-        `jaxcomm.direct(aggregator=0)`; None is "circulant".
-      tie: what an equal number of votes gives: "random" (a fair coin that all devices share),
+        `jaxcomm.algorithms.direct(aggregator=0)`; None is "circulant".
+      ties: what an equal number of votes gives: "random" (a fair coin that all devices share),
         "zero", "positive" or "negative".
-      zero: what a zero votes: "random" (a fair coin of each device) or "abstain".
+      zeros: what a zero votes: "random" (a fair coin of each device) or "abstain".
       error_feedback: whether devices keep what their votes do not say.
       seed: of the coins.
       exempt: what else is not compressed, as in `jaxcomm.mean`.
@@ -90,7 +101,7 @@ def majority_vote(
       ValueError, TypeError: at once for bad arguments; else as `jaxcomm.mean`.
 
     Wire: a message of k devices has ceil(log2(k+1)) bits a coordinate, the way back one, or two if
-    the result can be zero (tie="zero" at an even number of devices, or zero="abstain", which also
+    the result can be zero (ties="zero" at an even number of devices, or zeros="abstain", which also
     doubles the bits of the votes). Bits a coordinate for N = 2^q devices: direct 2(N-1)/N,
     circulant and halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, ring log2 N. Exempt leaves,
     scales and one flag travel in one float32 all-reduce.
@@ -106,8 +117,8 @@ def majority_vote(
     signs are not averaged but voted on, which is what lets them be all-reduced in few bits.
     """
     names_of(axis_name)
-    collectives.check_majority(tie, zero)
-    chosen = collectives.from_name("circulant" if algorithm is None else algorithm)
+    check_majority(ties, zeros)
+    chosen = algorithms.from_name("circulant" if algorithm is None else algorithm)
     if chosen.name == "native":
         raise ValueError("XLA has no majority vote of its own; choose another algorithm.")
     limit = bytes_of(bucket_mib)
@@ -119,52 +130,48 @@ def majority_vote(
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
         return MajorityVoteState(layout, jnp.zeros((), jnp.int32), residual)
 
-    def exchange(
-        grads: Arrays, own: Arrays, step: jax.Array, layout: Layout
-    ) -> tuple[Arrays, Arrays]:
-        large, exempt = split_off_exempt(layout)
+    def on_device(grads: Arrays, own: Own, step: jax.Array, layout: Layout) -> tuple[Arrays, Own]:
+        large, exempt_ = split_off_exempt(layout)
+        buckets = buckets_of(layout, large, bucket_order, limit)
         key = jax.random.fold_in(jax.random.key(seed), step)
-        ballot = dict(zip(large, own, strict=True)) if error_feedback else {}
-        ballot = {i: grads[i].astype(jnp.float32) + ballot.get(i, 0.0) for i in large}
-        scales = {("scale", i): jnp.mean(jnp.abs(x)) for i, x in ballot.items() if error_feedback}
-        votes = ballot
+        (old,) = own
+        ballots = {i: grads[i].astype(jnp.float32) for i in large}
+        votes, scales = ballots, {}
         if error_feedback:
-            votes = _decided(ballot, zero, jax.random.fold_in(key, 0), axis_name)
-        buckets, results = buckets_of(layout, large, bucket_order, limit), []
-        for number, bucket in enumerate(buckets):
-            parts, results = in_turn({i: votes[i] for i in bucket}, results)
-            reduction = collectives.Majority(tie, zero, jax.random.fold_in(key, number + 1))
-            results.append(collectives.all_reduce(joined(parts), axis_name, reduction, chosen))
-        # A scale can overflow where no gradient does, and must not end up in a residual.
-        exact, finite, results = exact_means(
-            {i: grads[i] for i in exempt} | scales,
-            [*grads, *scales.values()],
-            axis_name,
-            results=results,
+            ballots = {i: ballots[i] + r for i, r in zip(large, old, strict=True)}
+            votes = _decided(ballots, zeros, jax.random.fold_in(key, 0), axis_name)
+            scales = {("scale", i): jnp.mean(jnp.abs(x)) for i, x in ballots.items()}
+
+        def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, None]:
+            reduction = Majority(ties, zeros, jax.random.fold_in(key, number + 1))
+            return collectives.all_reduce(joined(parts), axis_name, reduction, chosen), None
+
+        done = exchange_buckets(
+            votes,
+            buckets,
+            on_bucket,
+            small={i: grads[i] for i in exempt_} | scales,
+            # A scale can overflow where no gradient does, and must not end up in a residual.
+            must_be_finite=[*grads, *scales.values()],
+            axis_name=axis_name,
         )
-        result = {i: exact[i] if error_feedback else jnp.sign(exact[i]) for i in exempt}
-        for bucket, agreed in zip(buckets, results, strict=True):
-            signs = split(agreed, {i: ballot[i] for i in bucket})
-            result |= {i: signs[i] * exact.get(("scale", i), 1.0) for i in bucket}
-        kept = own
+        signs = by_leaf(done.buckets, buckets, grads)
         if error_feedback:
-            left = [ballot[i] - scales["scale", i] * votes[i] for i in large]
-            kept = [jnp.where(finite, new, old) for new, old in zip(left, own, strict=True)]
-        updates = [
-            jnp.where(finite, result[i], jnp.nan).astype(g.dtype) for i, g in enumerate(grads)
-        ]
-        return updates, kept
+            results = {i: s * done.exact["scale", i] for i, s in signs.items()}
+            results |= {i: done.exact[i] for i in exempt_}
+        else:
+            results = signs | {i: jnp.sign(done.exact[i]) for i in exempt_}
+        left = [ballots[i] - scales["scale", i] * votes[i] for i in large if error_feedback]
+        return updates_of(results, done.finite, grads), (kept_if(done.finite, left, old),)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        refuse_wrappers()
-        grads, treedef = jax.tree.flatten(updates)
-        check_gradients(grads, state.layout)
-        votes, residual = on_every_device(
-            lambda g, own, step: exchange(g, own, step, state.layout),
+        grads, treedef = local_leaves(updates, state.layout)
+        votes, (residual,) = on_every_device(
+            functools.partial(on_device, layout=state.layout),
             grads,
             state.layout,
-            state.residual,
+            (state.residual,),
             state.step,
         )
         return treedef.unflatten(votes), MajorityVoteState(state.layout, state.step + 1, residual)
@@ -173,14 +180,14 @@ def majority_vote(
 
 
 def _decided(
-    ballot: dict[int, jax.Array], zero: str, key: jax.Array, axis_name: AxisName
+    ballots: dict[int, jax.Array], zeros: str, key: jax.Array, axis_name: AxisName
 ) -> dict[int, jax.Array]:
     """The signs that this device votes with: +1, -1, and for zeros a coin or 0."""
     key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
     signs = {}
-    for i, x in ballot.items():
+    for i, x in ballots.items():
         coins = jnp.zeros_like(x)
-        if zero == "random":
+        if zeros == "random":
             heads = jax.random.bernoulli(jax.random.fold_in(key, i), shape=x.shape)
             coins = jnp.where(heads, 1.0, -1.0).astype(x.dtype)
         signs[i] = jnp.where(x == 0, coins, jnp.sign(x))

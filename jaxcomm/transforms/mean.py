@@ -1,6 +1,7 @@
 """The mean of gradients over devices, as an optax transformation."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,12 +9,20 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomm import _compat, codecs, collectives
-from jaxcomm._compat import AxisName
-from jaxcomm.transforms._buckets import buckets_of, split_off_exempt
-from jaxcomm.transforms._fusion import bytes_of, exact_means, in_turn, joined, split
-from jaxcomm.transforms._layout import Exempt, Layout, check_gradients, layout_of
-from jaxcomm.transforms._views import Arrays, on_every_device
+from jaxcomm import _axes, codecs, collectives
+from jaxcomm._axes import AxisName
+from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, split_off_exempt
+from jaxcomm.transforms._exchange import (
+    Arrays,
+    Own,
+    by_leaf,
+    exchange_buckets,
+    kept_if,
+    local_leaves,
+    on_every_device,
+    updates_of,
+)
+from jaxcomm.transforms._layout import Exempt, Layout, layout_of
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
 
@@ -36,7 +45,7 @@ class MeanState(NamedTuple):
 def mean(
     axis_name: AxisName,
     codec: str | codecs.Codec = "float32",
-    algorithm: str | collectives.Algorithm | None = None,
+    algorithm: str | collectives.algorithms.Algorithm | None = None,
     *,
     error_feedback: bool | str = False,
     second_hop: str | codecs.Codec | None = None,
@@ -71,8 +80,8 @@ def mean(
       codec: a name in `jaxcomm.codecs.BY_NAME`, such as "bfloat16", "cnat" or "int8", or a codec
         such as `jaxcomm.codecs.qsgd(levels=7)`.
       algorithm: "native", "direct", "ring", "halving_doubling", "circulant" or an algorithm such
-        as `jaxcomm.halving_doubling(order="far_first")`; None is "native" for float32 and
-        "direct" for everything else.
+        as `jaxcomm.algorithms.halving_doubling(order="far_first")`; None is "native" for float32
+        and "direct" for everything else.
       error_feedback: whether devices keep what their messages do not say, in one float32 copy of
         the gradients; "first_hop" keeps nothing of what brings the mean back.
       second_hop: the format of the mean on its way back, as `codec`; None is the same.
@@ -122,7 +131,7 @@ def mean(
     Differs from the paper: an owner's error is not a second state but joins its residual, in the
     block that it owns and does not send.
     """
-    _compat.names_of(axis_name)
+    _axes.names_of(axis_name)
     reduction, chosen = collectives.mean_of(codec, algorithm, second_hop, error_feedback)
     limit = bytes_of(bucket_mib)
 
@@ -133,42 +142,42 @@ def mean(
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
         return MeanState(layout, jnp.zeros((), jnp.int32), residual)
 
-    def exchange(
-        grads: Arrays, own: Arrays, step: jax.Array, layout: Layout
-    ) -> tuple[Arrays, Arrays]:
+    def on_device(grads: Arrays, own: Own, step: jax.Array, layout: Layout) -> tuple[Arrays, Own]:
         large, exempt_ = split_off_exempt(layout)
-        key = jax.random.fold_in(jax.random.key(seed), step)
-        tagged = key if reduction.is_shared else None
-        residual, errors, results = dict(zip(large, own, strict=False)), {}, []
         buckets = buckets_of(layout, large, bucket_order, limit)
-        for number, bucket in enumerate(buckets):
-            ready, results = in_turn({i: grads[i] for i in bucket}, results)
-            parts = {i: g.astype(jnp.float32) + residual.get(i, 0.0) for i, g in ready.items()}
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        (old,) = own
+        residual = dict(zip(large, old, strict=True)) if error_feedback else {}
+
+        def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, Any]:
+            vector = joined(
+                {i: g.astype(jnp.float32) + residual.get(i, 0.0) for i, g in parts.items()}
+            )
             keyed = dataclasses.replace(reduction, key=jax.random.fold_in(key, number))
-            result, unsaid = collectives.exchange(joined(parts), axis_name, keyed, chosen)
-            results.append(result)
-            errors |= {} if unsaid is None else split(unsaid, parts)
-        means, finite, results = exact_means(
-            {i: grads[i] for i in exempt_}, grads, axis_name, tagged, results
+            return collectives.all_reduce_with_residual(vector, axis_name, keyed, chosen)
+
+        done = exchange_buckets(
+            dict(enumerate(grads)),
+            buckets,
+            on_bucket,
+            small={i: grads[i] for i in exempt_},
+            must_be_finite=grads,
+            axis_name=axis_name,
+            equal_key=key if reduction.needs_equal_keys else None,
         )
-        for bucket, result in zip(buckets, results, strict=True):
-            means |= split(result, {i: grads[i] for i in bucket})
-        kept = [jnp.where(finite, errors[i], residual[i]) for i in residual]
-        updates = [
-            jnp.where(finite, means[i], jnp.nan).astype(g.dtype) for i, g in enumerate(grads)
-        ]
-        return updates, kept
+        means = done.exact | by_leaf(done.buckets, buckets, grads)
+        left = by_leaf(done.kept, buckets, grads) if error_feedback else {}
+        kept = kept_if(done.finite, [left[i] for i in residual], old)
+        return updates_of(means, done.finite, grads), (kept,)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        refuse_wrappers()
-        grads, treedef = jax.tree.flatten(updates)
-        check_gradients(grads, state.layout)
-        means, residual = on_every_device(
-            lambda g, own, step: exchange(g, own, step, state.layout),
+        grads, treedef = local_leaves(updates, state.layout)
+        means, (residual,) = on_every_device(
+            functools.partial(on_device, layout=state.layout),
             grads,
             state.layout,
-            state.residual,
+            (state.residual,),
             state.step,
         )
         return treedef.unflatten(means), MeanState(state.layout, state.step + 1, residual)

@@ -1,4 +1,4 @@
-"""Gradient accumulation over steps: one exchange in k."""
+"""Gradient accumulation over steps: one exchange in several steps."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomm import _compat
+from jaxcomm import _axes
 from jaxcomm.transforms._layout import (
     Layout,
     axis_of,
@@ -34,27 +34,27 @@ class MultiStepsState(NamedTuple):
     inner: Any
 
 
-def multi_steps(inner: optax.GradientTransformation, k: int) -> optax.GradientTransformation:
-    """Averages the gradients of k steps on each device, then exchanges and applies them once.
+def multi_steps(inner: optax.GradientTransformation, every: int) -> optax.GradientTransformation:
+    """Averages the gradients of several steps on each device, then exchanges and applies them once.
 
-    `optax.MultiSteps` for local gradients: in the k-1 steps between, the updates are zero and
+    `optax.MultiSteps` for local gradients: in the steps between, the updates are zero and
     nothing is sent. `jaxcomm.accumulate` does the same for the microbatches of one step.
 
     Args:
       inner: a chain that contains a jaxcomm transformation, and usually the optimizer.
-      k: the number of steps.
+      every: how many steps there are to an exchange.
 
     Returns:
       A transformation used as `inner` is. It keeps one float32 copy of the gradients per device.
 
     Raises:
-      ValueError: if k is not a positive integer; by `init` if `inner` exchanges nothing, or over
-        several axes.
+      ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
+        over several axes.
 
-    Wire: that of `inner` every k-th step, in a branch of a conditional; else nothing.
+    Wire: that of `inner` in one step of `every`, in a branch of a conditional; else nothing.
     """
-    if not isinstance(k, int) or k < 1:
-        raise ValueError(f"multi_steps needs a positive number of steps, got {k!r}.")
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"multi_steps needs a positive number of steps, got {every!r}.")
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -68,7 +68,7 @@ def multi_steps(inner: optax.GradientTransformation, k: int) -> optax.GradientTr
         grads, treedef = jax.tree.flatten(updates)
         check_gradients(grads, state.layout)
         total = _add(grads, state)
-        is_local = _compat.is_manual(state.layout.axis_name)
+        is_local = _axes.is_manual(state.layout.axis_name)
         means = list(grads)
         for i, t in total.items():
             means[i] = (t[0] if is_local else t).astype(grads[i].dtype)
@@ -79,11 +79,11 @@ def multi_steps(inner: optax.GradientTransformation, k: int) -> optax.GradientTr
         def wait() -> tuple[Any, Any]:
             return _zeros_like(jax.eval_shape(exchange)[0], grads, state.layout), state.inner
 
-        is_last = state.mini_step == k - 1
+        is_last = state.mini_step == every - 1
         outgoing, inner_state = jax.lax.cond(is_last, exchange, wait)
         kept = [jnp.where(is_last, 0.0, t) for t in total.values()]
         accumulated = PerDevice(kept, state.accumulated.specs)
-        mini_step = (state.mini_step + 1) % k
+        mini_step = (state.mini_step + 1) % every
         return outgoing, MultiStepsState(state.layout, mini_step, accumulated, inner_state)
 
     return optax.GradientTransformation(init_fn, update_fn)
@@ -102,9 +102,9 @@ def _zeros_like(updates: Any, grads: list[jax.Array], layout: Layout) -> Any:
     """Zero updates, typed as what the exchange makes of these gradients."""
     leaves, treedef = jax.tree.flatten(updates)
     zeros = [
-        _compat.as_varying(
+        _axes.as_varying(
             jnp.zeros(u.shape, u.dtype),
-            _compat.varying_axes(g).difference(_compat.names_of(layout.axis_name)),
+            _axes.varying_axes(g).difference(_axes.names_of(layout.axis_name)),
         )
         for u, g in zip(leaves, grads, strict=True)
     ]

@@ -2,15 +2,13 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import optax
 
-from jaxcomm import _compat
-from jaxcomm._compat import AxisName
-from jaxcomm.transforms._layout import Layout, check_gradients, layout_of
-from jaxcomm.transforms._views import on_every_device
+from jaxcomm import _axes
+from jaxcomm._axes import AxisName
+from jaxcomm.transforms._exchange import local_leaves, on_every_device
+from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._wrappers import refuse_wrappers
-from jaxcomm.transforms.per_device import NOTHING
 
 
 class NoExchangeState(NamedTuple):
@@ -35,7 +33,7 @@ def no_exchange(axis_name: AxisName) -> optax.GradientTransformation:
 
     Wire: nothing.
     """
-    _compat.names_of(axis_name)
+    _axes.names_of(axis_name)
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -43,12 +41,8 @@ def no_exchange(axis_name: AxisName) -> optax.GradientTransformation:
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        refuse_wrappers()
-        grads, treedef = jax.tree.flatten(updates)
-        check_gradients(grads, state.layout)
-        alone, _ = on_every_device(
-            lambda grads, own, shared: (grads, own), grads, state.layout, NOTHING
-        )
+        grads, treedef = local_leaves(updates, state.layout)
+        alone, _ = on_every_device(lambda grads, own, shared: (grads, own), grads, state.layout)
         return treedef.unflatten(alone), state
 
     return optax.GradientTransformation(init_fn, update_fn)

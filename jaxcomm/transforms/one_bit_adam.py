@@ -11,13 +11,21 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxcomm import _compat, collectives
-from jaxcomm._compat import AxisName
+from jaxcomm import _axes, collectives
+from jaxcomm._axes import AxisName
 from jaxcomm.collectives.one_bit import chunk_length, one_bit_mean
-from jaxcomm.transforms._buckets import Bucket, buckets_of, split_off_exempt
-from jaxcomm.transforms._fusion import bytes_of, exact_means, in_turn, joined, split
-from jaxcomm.transforms._layout import Exempt, Layout, Leaf, check_gradients, layout_of, names_in
-from jaxcomm.transforms._views import Arrays, on_every_device
+from jaxcomm.transforms._buckets import Bucket, buckets_of, bytes_of, joined, split_off_exempt
+from jaxcomm.transforms._exchange import (
+    Arrays,
+    Own,
+    by_leaf,
+    exchange_buckets,
+    in_turn,
+    kept_if,
+    local_leaves,
+    on_every_device,
+)
+from jaxcomm.transforms._layout import Exempt, Layout, layout_of, names_in
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, zeros_per_bucket
 
@@ -47,14 +55,14 @@ class OneBitAdamState(NamedTuple):
 
 
 def one_bit_adam(
-    learning_rate: optax.ScalarOrSchedule,
     axis_name: AxisName,
+    learning_rate: optax.ScalarOrSchedule,
     *,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    warmup_steps: int | None = None,
+    dense_steps: int | None = None,
     variance_stability: float | None = None,
     exempt: Exempt = (),
     bucket_mib: float = 8.0,
@@ -63,7 +71,7 @@ def one_bit_adam(
     """Adam on the mean of local gradients, whose momentum soon travels in one bit a value.
 
     It is optimizer and exchange in one: its updates are final, and nothing like `jaxcomm.mean` or
-    `optax.adam` goes with it. `jaxcomm.local(optax.clip_by_global_norm(1.0), "data")` may come
+    `optax.adam` goes with it. `jaxcomm.local("data", optax.clip_by_global_norm(1.0))` may come
     before it.
 
     In the warm-up it is `optax.adamw` on the exact mean. Then the variance v is frozen for all
@@ -85,7 +93,7 @@ def one_bit_adam(
       b2: decay of the variance, in [0, 1).
       eps: added to the root of the variance, >= 0.
       weight_decay: decoupled, as in `optax.adamw`; the update needs the parameters then.
-      warmup_steps: the number of steps before v is frozen. Give this or `variance_stability`.
+      dense_steps: the number of steps before v is frozen. Give this or `variance_stability`.
       variance_stability: v is frozen when its L1 norm and that of 1/(1-b2) steps ago, both
         corrected for their start at 0, differ little: the smaller over the larger is at least
         this number in (0, 1]; the paper's is 0.96. The learning rate's own warm-up should end
@@ -112,7 +120,7 @@ def one_bit_adam(
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
-      >>> tx = jaxcomm.one_bit_adam(0.1, "data", warmup_steps=1)
+      >>> tx = jaxcomm.one_bit_adam("data", 0.1, dense_steps=1)
       >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
       ...     state = tx.init(jnp.zeros((1, 2)))
       ...     grads = jnp.array([[[1.0, -3.0]], [[3.0, 1.0]]])  # of 2 devices; their mean is 2, -1
@@ -133,8 +141,8 @@ def one_bit_adam(
     padding count in scales and errors, asks the user for masks where v = 0, and forgets the errors
     in a checkpoint. GRACE's `onebit` is another method: two means for each tensor, a byte a sign.
     """
-    _compat.names_of(axis_name)
-    adam = _Adam(learning_rate, b1, b2, eps, weight_decay, warmup_steps, variance_stability)
+    _axes.names_of(axis_name)
+    adam = _Adam(learning_rate, b1, b2, eps, weight_decay, dense_steps, variance_stability)
     limit = bytes_of(bucket_mib)
 
     def init_fn(params: Any) -> Any:
@@ -148,9 +156,7 @@ def one_bit_adam(
         return OneBitAdamState(layout, count, m, v, worker, server, frozen_at, norms)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        refuse_wrappers()
-        grads, treedef = jax.tree.flatten(updates)
-        check_gradients(grads, state.layout)
+        grads, treedef = local_leaves(updates, state.layout)
         if weight_decay and params is None:
             raise ValueError(
                 "weight decay needs the parameters: call tx.update(grads, state, params)."
@@ -164,9 +170,9 @@ def one_bit_adam(
 
         grads32 = [g.astype(jnp.float32) for g in grads]
         sent = [jnp.where(in_one_bit[i], adam.m(old_m[i], grads32[i]), grads32[i]) for i in leaves]
-        agreed, finite, worker, server = _exchange(sent, frozen, state, buckets)
-        m = [jnp.where(in_one_bit[i], agreed[i], adam.m(old_m[i], agreed[i])) for i in leaves]
-        v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], agreed[i])) for i in leaves]
+        means, finite, worker, server = _exchange(sent, frozen, state, buckets)
+        m = [jnp.where(in_one_bit[i], means[i], adam.m(old_m[i], means[i])) for i in leaves]
+        v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], means[i])) for i in leaves]
         steps = adam.steps(m, v, state, params)
         updates = [jnp.where(finite, steps[i], jnp.nan).astype(grads[i].dtype) for i in leaves]
 
@@ -189,7 +195,7 @@ class _Adam:
     b2: float
     eps: float
     weight_decay: float
-    warmup_steps: int | None
+    dense_steps: int | None
     variance_stability: float | None
 
     def __post_init__(self) -> None:
@@ -200,15 +206,15 @@ class _Adam:
             _check_number(name, getattr(self, name), lambda x: 0 <= x < 1, "in [0, 1)")
         for name in ("eps", "weight_decay"):
             _check_number(name, getattr(self, name), lambda x: 0 <= x < math.inf, ">= 0")
-        steps, stability = self.warmup_steps, self.variance_stability
+        steps, stability = self.dense_steps, self.variance_stability
         if (steps is None) == (stability is None):
             raise ValueError(
-                "give one end of the warm-up: warmup_steps (a number of steps) or "
+                "give one end of the warm-up: dense_steps (a number of steps) or "
                 f"variance_stability (such as 0.96), got {steps!r} and {stability!r}."
             )
         if steps is not None:
             whole = "a whole number >= 1, as a variance is needed to freeze it"
-            _check_number("warmup_steps", steps, lambda x: isinstance(x, int) and x >= 1, whole)
+            _check_number("dense_steps", steps, lambda x: isinstance(x, int) and x >= 1, whole)
         else:
             _check_number("variance_stability", stability, lambda x: 0 < x <= 1, "in (0, 1]")
 
@@ -248,7 +254,7 @@ class _Adam:
         """The next `frozen_at` and `norms`."""
         threshold = self.variance_stability
         if threshold is None:
-            ended, norms = count >= jnp.int32(self.warmup_steps), ()
+            ended, norms = count >= jnp.int32(self.dense_steps), ()
         else:
             norm = _norm(v, state.layout) / (1 - self.b2 ** count.astype(jnp.float32))
             place = count % self.norms_kept
@@ -261,56 +267,57 @@ class _Adam:
 def _exchange(
     sent: Arrays, compressed: jax.Array, state: OneBitAdamState, buckets: tuple[Bucket, ...]
 ) -> tuple[Arrays, jax.Array, PerDevice, PerDevice]:
-    """What the devices agree on, whether all they sent is finite, and the next errors."""
-    layout, worker, server = state.layout, state.worker_error, state.server_error
-    axis_name, number = layout.axis_name, len(buckets)
-    _, exempt = split_off_exempt(layout)
+    """The means of what was sent, whether all of it is finite, and the next errors."""
+    layout = state.layout
+    axis_name, (_, exempt) = layout.axis_name, split_off_exempt(layout)
     reduction, native = collectives.mean_of("float32", "native")
 
     def in_float32(vectors: dict[int, jax.Array]) -> Arrays:
         return [collectives.all_reduce(x, axis_name, reduction, native) for x in vectors.values()]
 
-    def on_one(sent: Arrays, own: Arrays, compressed: jax.Array) -> tuple[Arrays, Arrays]:
-        vectors, results, errors = {}, [], []
-        for b, bucket in enumerate(buckets):
-            parts, results = in_turn({i: sent[i] for i in bucket}, results)
-            vectors[b] = joined(parts)
-            # In the warm-up for nothing, but a conditional would be waited for ever after.
-            mean, *unsaid = one_bit_mean(vectors[b], own[b], own[number + b], axis_name)
-            results.append(mean)
-            errors.append(unsaid)
-        agreed, finite, results = exact_means(
-            {i: sent[i] for i in exempt}, sent, axis_name, results=results
+    def on_device(sent: Arrays, own: Own, compressed: jax.Array) -> tuple[Arrays, Own]:
+        def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, Any]:
+            # The 1-bit exchange runs during the dense steps too and its result is discarded: XLA
+            # does not overlap collectives inside a conditional.
+            vector = joined(parts)
+            mean, *errors = one_bit_mean(vector, own[0][number], own[1][number], axis_name)
+            return mean, (vector, *errors)
+
+        done = exchange_buckets(
+            dict(enumerate(sent)),
+            buckets,
+            on_bucket,
+            small={i: sent[i] for i in exempt},
+            must_be_finite=sent,
+            axis_name=axis_name,
         )
-        vectors, results = in_turn(vectors, results)
-        exact = jax.lax.cond(
+        vectors, one_bit = in_turn(dict(enumerate(kept[0] for kept in done.kept)), done.buckets)
+        dense = jax.lax.cond(
             compressed, lambda v: [jnp.zeros_like(x) for x in v.values()], in_float32, vectors
         )
-        for bucket, one_bit, mean in zip(buckets, results, exact, strict=True):
-            agreed |= split(jnp.where(compressed, one_bit, mean), {i: sent[i] for i in bucket})
-        new = [worker for worker, _ in errors] + [server for _, server in errors]
-        kept = [jnp.where(finite & compressed, *pair) for pair in zip(new, own, strict=True)]
-        return [agreed[i] for i in range(len(layout.leaves))] + [finite.astype(jnp.float32)], kept
+        means = [jnp.where(compressed, *pair) for pair in zip(one_bit, dense, strict=True)]
+        means = done.exact | by_leaf(means, buckets, sent)
+        new = [[kept[hop] for kept in done.kept] for hop in (1, 2)]
+        kept = tuple(
+            kept_if(done.finite & compressed, *pair) for pair in zip(new, own, strict=True)
+        )
+        return [means[i] for i in range(len(sent))] + [done.finite], kept
 
-    # The flag comes back as one more leaf.
-    flagged = dataclasses.replace(
-        layout, leaves=(*layout.leaves, Leaf("finite", (), jnp.float32, PartitionSpec()))
+    own = (state.worker_error, state.server_error)
+    (*means, finite), (worker, server) = on_every_device(
+        on_device, sent, layout, own, compressed, further_results=1
     )
-    flag = jnp.zeros(() if _compat.is_manual(axis_name) else (layout.world,))
-    own = PerDevice(worker.values + server.values, worker.specs + server.specs)
-    (*agreed, finite), own = on_every_device(on_one, [*sent, flag], flagged, own, compressed)
-    worker = PerDevice(own.values[:number], worker.specs)
-    return agreed, finite == 1, worker, PerDevice(own.values[number:], server.specs)
+    return means, finite, worker, server
 
 
 def _zeros(params: Any, layout: Layout, norms_kept: int) -> tuple[Any, ...]:
     """m, v, count, frozen_at and norms of zero, placed as the update will place them."""
     leaves, treedef = jax.tree.flatten(params)
     counter, norms = jnp.zeros((), jnp.int32), jnp.zeros(norms_kept) if norms_kept else ()
-    if _compat.is_manual(layout.axis_name):
-        own = _compat.names_of(layout.axis_name)
+    if _axes.is_manual(layout.axis_name):
+        own = _axes.names_of(layout.axis_name)
         moment = treedef.unflatten(
-            _compat.as_varying(jnp.zeros(jnp.shape(x)), _compat.varying_axes(x).difference(own))
+            _axes.as_varying(jnp.zeros(jnp.shape(x)), _axes.varying_axes(x).difference(own))
             for x in leaves
         )
         return moment, moment, counter, counter, norms
@@ -327,18 +334,18 @@ def _zeros(params: Any, layout: Layout, norms_kept: int) -> tuple[Any, ...]:
 
 def _norm(v: Arrays, layout: Layout) -> jax.Array:
     """The L1 norm of v, equal on all devices."""
-    mesh, own = _compat.current_mesh(), _compat.names_of(layout.axis_name)
+    mesh, own = _axes.current_mesh(), _axes.names_of(layout.axis_name)
     # In the manual view we see parts of leaves that are sharded over further axes. What `init` has
     # not seen as sharded weighs less; what counts is that all devices get the same.
-    further = _compat.manual_axes().difference(own)
+    further = _axes.manual_axes().difference(own)
     norm = jnp.zeros(())
     for x, leaf in zip(v, layout.leaves, strict=True):
         shards = math.prod(mesh.shape[axis] for axis in names_in(leaf.spec) & further)
         norm += jnp.sum(x) * shards
     if not further:
         return norm
-    if _compat.checks_on(layout.axis_name):
-        norm = _compat.as_varying(norm, further)
+    if _axes.checks_on(layout.axis_name):
+        norm = _axes.as_varying(norm, further)
     return jax.lax.pmean(norm, tuple(sorted(further)))
 
 

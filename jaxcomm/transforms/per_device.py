@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxcomm import _compat
+from jaxcomm import _axes
 from jaxcomm.transforms._layout import Layout, Leaf, names_in, restrict
 
 
@@ -36,14 +36,12 @@ NOTHING = PerDevice([], ())
 def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDevice:
     """A float32 zero on every device for every element of some parameters, none of them empty."""
     specs = tuple(PartitionSpec(layout.axis_name, *layout.leaves[i].spec) for i in which)
-    if _compat.is_manual(layout.axis_name):
-        checked = _compat.checks_on(layout.axis_name)
-        axes = frozenset(_compat.names_of(layout.axis_name) if checked else ())
+    if _axes.is_manual(layout.axis_name):
+        checked = _axes.checks_on(layout.axis_name)
+        axes = frozenset(_axes.names_of(layout.axis_name) if checked else ())
         leaves = jax.tree.leaves(params)
         values = [
-            _compat.as_varying(
-                jnp.zeros((1, *leaves[i].shape)), axes | _compat.varying_axes(leaves[i])
-            )
+            _axes.as_varying(jnp.zeros((1, *leaves[i].shape)), axes | _axes.varying_axes(leaves[i]))
             for i in which
         ]
         return PerDevice(values, specs)
@@ -67,12 +65,12 @@ def zeros_per_bucket(
     leaves, flat, zeros = jax.tree.leaves(params), [], []
     for number, bucket in enumerate(buckets):
         axes = tuple(sorted(names_in(layout.leaves[bucket[0]].spec)))
-        shards = math.prod(_compat.axis_size(axis) for axis in axes)
+        shards = math.prod(_axes.axis_size(axis) for axis in axes)
         n = sum(math.prod(layout.leaves[i].shape) for i in bucket) // shards
         spec = PartitionSpec(axes) if axes else PartitionSpec()
         flat.append(Leaf(f"bucket {number}", (shards * size(n),), jnp.float32, spec))
-        like = frozenset().union(*(_compat.varying_axes(leaves[i]) for i in bucket))
-        zeros.append(_compat.as_varying(jnp.zeros(shards * size(n)), like))
+        like = frozenset().union(*(_axes.varying_axes(leaves[i]) for i in bucket))
+        zeros.append(_axes.as_varying(jnp.zeros(shards * size(n)), like))
     made = dataclasses.replace(layout, leaves=tuple(flat))
     return zeros_per_device(made, zeros, range(len(flat)))
 
@@ -80,7 +78,7 @@ def zeros_per_bucket(
 def state_spec(
     tx: optax.GradientTransformation,
     params: Any,
-    over: jax.sharding.Mesh,
+    mesh: jax.sharding.Mesh,
     axis_names: Set[str] | None = None,
 ) -> Any:
     """How a transformation's state is sharded: the specs to give `jax.shard_map`.
@@ -88,7 +86,7 @@ def state_spec(
     Args:
       tx: a transformation, alone or in a chain.
       params: placed parameters, or `jax.ShapeDtypeStruct`s with shardings.
-      over: the mesh of the `jax.shard_map` that the state is passed to.
+      mesh: the mesh of the `jax.shard_map` that the state is passed to.
       axis_names: its axes that are manual, as `jax.shard_map` takes them; None is all.
 
     Returns:
@@ -105,7 +103,7 @@ def state_spec(
       >>> jax.tree.leaves(spec) == [jax.sharding.PartitionSpec()] * 2  # a counter, the momentum
       True
     """
-    with jax.set_mesh(over):
+    with jax.set_mesh(mesh):
         state = jax.eval_shape(lambda: tx.init(params))
     specs = {
         (jax.tree_util.keystr(path), jnp.shape(leaf)): leaf.sharding.spec
@@ -113,7 +111,7 @@ def state_spec(
         if isinstance(getattr(leaf, "sharding", None), NamedSharding)
     }
 
-    manual = frozenset(over.axis_names if axis_names is None else axis_names)
+    manual = frozenset(mesh.axis_names if axis_names is None else axis_names)
 
     def spec_of(path: Any, x: Any) -> Any:
         if isinstance(x, PerDevice):

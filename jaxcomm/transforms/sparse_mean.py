@@ -1,6 +1,7 @@
 """The mean of the largest gradients over devices, as an optax transformation."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,13 +9,22 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomm import _compat, collectives
-from jaxcomm._compat import AxisName
+from jaxcomm import _axes
+from jaxcomm._axes import AxisName
+from jaxcomm.collectives import sparse
 from jaxcomm.kernels import select
-from jaxcomm.transforms._buckets import Bucket, buckets_of, split_off_exempt
-from jaxcomm.transforms._fusion import bytes_of, exact_means, in_turn, joined, split
-from jaxcomm.transforms._layout import Exempt, Layout, check_gradients, layout_of
-from jaxcomm.transforms._views import Arrays, on_every_device
+from jaxcomm.transforms._buckets import Bucket, buckets_of, bytes_of, joined, split_off_exempt
+from jaxcomm.transforms._exchange import (
+    Arrays,
+    Own,
+    by_leaf,
+    exchange_buckets,
+    kept_if,
+    local_leaves,
+    on_every_device,
+    updates_of,
+)
+from jaxcomm.transforms._layout import Exempt, Layout, layout_of
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import (
     NOTHING,
@@ -22,7 +32,7 @@ from jaxcomm.transforms.per_device import (
     zeros_per_bucket,
     zeros_per_device,
 )
-from jaxcomm.transforms.stages import warmup
+from jaxcomm.transforms.stages import dense_first
 
 
 class SparseReport(NamedTuple):
@@ -69,11 +79,11 @@ class SparseMeanState(NamedTuple):
 def sparse_mean(
     axis_name: AxisName,
     density: float = 0.01,
-    algorithm: str | collectives.Sparse = "oktopk",
+    algorithm: str | sparse.SparseAllReduce = "oktopk",
     *,
     error_feedback: bool = True,
     momentum_correction: float | None = None,
-    warmup_steps: int = 0,
+    dense_steps: int = 0,
     measure_xi: bool = False,
     exempt: Exempt = (),
     bucket_mib: float = 16.0,
@@ -97,10 +107,10 @@ def sparse_mean(
       axis_name: the mesh axis, or axes, over which the batch is spread.
       density: the share k/n of the values of a bucket that are selected, in (0, 1].
       algorithm: "oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussiank" or one with options,
-        such as `jaxcomm.oktopk(values="bfloat16", recompute_every=128)`.
+        such as `jaxcomm.sparse.oktopk(values="bfloat16", recompute_every=128)`.
       error_feedback: whether what is not sent is kept; without it, it is lost.
       momentum_correction: the decay of each device's momentum in [0, 1), or None.
-      warmup_steps: steps of the float32 mean before the first sparse one.
+      dense_steps: steps of the float32 mean before the first sparse one.
       measure_xi: whether the report has the distance to the true top-k: for studies, as it takes
         float32 means of everything.
       exempt: what else is not compressed, as in `jaxcomm.mean`.
@@ -125,8 +135,8 @@ def sparse_mean(
       S. Li and T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
       2022, arXiv:2201.07598.
     """
-    _compat.names_of(axis_name)
-    chosen = dataclasses.replace(collectives.sparse_from_name(algorithm), density=density)
+    _axes.names_of(axis_name)
+    chosen = dataclasses.replace(sparse.from_name(algorithm), density=density)
     if not isinstance(error_feedback, bool):
         raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}.")
     m = momentum_correction
@@ -151,24 +161,14 @@ def sparse_mean(
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        refuse_wrappers()
-        grads, treedef = jax.tree.flatten(updates)
-        check_gradients(grads, state.layout)
-        parts = (state.residual, state.velocity, state.carried)
-        own = PerDevice(
-            [v for part in parts for v in part.values], sum((part.specs for part in parts), ())
-        )
-        (*means, report), own = on_every_device(
-            lambda g, own, step: exchange(g, own, step, state.layout),
+        grads, treedef = local_leaves(updates, state.layout)
+        (*means, report), (residual, velocity, carried) = on_every_device(
+            functools.partial(exchange, layout=state.layout),
             grads,
             state.layout,
-            own,
+            (state.residual, state.velocity, state.carried),
             state.step,
             further_results=1,
-        )
-        values = iter(own.values)
-        residual, velocity, carried = (
-            PerDevice([next(values) for _ in part.values], part.specs) for part in parts
         )
         new = SparseMeanState(
             state.layout, state.step + 1, residual, velocity, carried, SparseReport(*report)
@@ -176,21 +176,23 @@ def sparse_mean(
         return treedef.unflatten(means), new
 
     tx = optax.GradientTransformation(init_fn, update_fn)
-    return warmup(tx, warmup_steps)
+    return dense_first(tx, dense_steps)
 
 
-class _Own(NamedTuple):
-    """What a device has of its own of each compressed leaf."""
+class _Bucket(NamedTuple):
+    """What one device keeps of the exchange of a bucket.
 
-    residual: dict[int, jax.Array]
-    velocity: dict[int, jax.Array]
+    Attributes:
+      residual: float32 vector, the next residual.
+      velocity: float32 vector, the next momentum.
+      carried: the next thresholds and boundaries, packed.
+      counts: float32[6]: the counts of `SparseResult`, and the two numbers of `_distance`.
+    """
 
-    @classmethod
-    def of(cls, own: Arrays, large: Bucket, moving: bool) -> "_Own":
-        """Sorts the arrays of a device's state."""
-        residual = dict(zip(large, own, strict=False))
-        velocity = dict(zip(large, own[len(large) :], strict=False)) if moving else {}
-        return cls(residual, velocity)
+    residual: jax.Array
+    velocity: jax.Array
+    carried: jax.Array
+    counts: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +200,7 @@ class _Exchange:
     """The arguments of `sparse_mean`, and what a device does with them."""
 
     axis_name: AxisName
-    algorithm: collectives.Sparse
+    algorithm: sparse.SparseAllReduce
     error_feedback: bool
     momentum: float | None
     measure_xi: bool
@@ -209,62 +211,67 @@ class _Exchange:
         """The leaves that travel together."""
         return buckets_of(layout, large, self.bucket_order, self.limit)
 
-    def of_bucket(
-        self, grads: dict[int, jax.Array], old: _Own, carried: jax.Array, step: jax.Array
-    ) -> tuple[collectives.SparseMean, jax.Array, jax.Array, jax.Array, Arrays]:
-        """The outcome for one bucket; its next residual, velocity and what is carried; and xi's."""
-        velocity = joined({i: g.astype(jnp.float32) for i, g in grads.items()})
-        if self.momentum is not None:
-            velocity += self.momentum * joined({i: old.velocity[i] for i in grads})
-        x = joined({i: old.residual[i] for i in grads}) + velocity
-        outcome, new = self.algorithm.exchange(
-            x, collectives.Carried.unpacked(carried, x.size), step, self.axis_name
-        )
-        residual = outcome.errors if self.error_feedback else jnp.zeros_like(x)
-        distance = [jnp.zeros(()), jnp.zeros(())]
-        if self.measure_xi:
-            distance = _distance(
-                x, velocity, outcome.mean, self.algorithm.k(x.size), self.axis_name
-            )
-        # Factor masking: where a value was sent, its momentum starts anew.
-        velocity = jnp.where(outcome.errors == x, velocity, 0.0)
-        return outcome, residual, velocity, new.packed(), distance
-
     def __call__(
-        self, grads: Arrays, own: Arrays, step: jax.Array, layout: Layout
-    ) -> tuple[Arrays, Arrays]:
+        self, grads: Arrays, own: Own, step: jax.Array, layout: Layout
+    ) -> tuple[Arrays, Own]:
         """What one device does in a step: the updates and a report, and its next state."""
         large, exempt_ = split_off_exempt(layout)
         buckets = self.buckets(layout, large)
-        old = _Own.of(own, large, self.momentum is not None)
-        carried = own[len(own) - len(buckets) :]
-        residual, velocity, carried_on, results = {}, {}, [], []
-        k, counts = 0, jnp.zeros(6)
-        for bucket, carry in zip(buckets, carried, strict=True):
-            parts, results = in_turn({i: grads[i] for i in bucket}, results)
-            outcome, left, moving, carry, distance = self.of_bucket(parts, old, carry, step)
-            results.append(outcome.mean)
-            residual |= split(left, parts)
-            velocity |= split(moving, parts)
-            carried_on.append(carry)
-            counts += jnp.stack([*(c.astype(jnp.float32) for c in outcome[2:]), *distance])
-            k += self.algorithm.k(left.size)
-        means, finite, results = exact_means(
-            {i: grads[i] for i in exempt_}, grads, self.axis_name, results=results
+        residual, velocity = ({i: x for i, x in zip(large, part, strict=False)} for part in own[:2])
+
+        def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, _Bucket]:
+            moving = joined(parts)
+            if self.momentum is not None:
+                moving += self.momentum * joined({i: velocity[i] for i in parts})
+            x = joined({i: residual[i] for i in parts}) + moving
+            return self._on_bucket(x, moving, own[2][number], step)
+
+        done = exchange_buckets(
+            dict(enumerate(grads)),
+            buckets,
+            on_bucket,
+            small={i: grads[i] for i in exempt_},
+            must_be_finite=grads,
+            axis_name=self.axis_name,
         )
-        for bucket, mean in zip(buckets, results, strict=True):
-            means |= split(mean, {i: grads[i] for i in bucket})
-        new = [residual[i] for i in large]
-        new += [velocity[i] for i in large if self.momentum is not None]
-        kept = [jnp.where(finite, n, o) for n, o in zip(new + carried_on, own, strict=True)]
-        updates = [
-            jnp.where(finite, means[i], jnp.nan).astype(g.dtype) for i, g in enumerate(grads)
-        ]
-        counts = jax.lax.pmean(counts, tuple(sorted(_compat.manual_axes())))
-        # A ratio of sums over buckets and shards of the squares, as these are means of both.
-        xi = jnp.sqrt(counts[4] / jnp.where(counts[5] > 0, counts[5], 1.0))
-        report = jnp.stack([jnp.float32(k), *counts[:4], xi])
-        return [*updates, report], kept
+        means = done.exact | by_leaf(done.buckets, buckets, grads)
+        residual = by_leaf([kept.residual for kept in done.kept], buckets, grads)
+        velocity = by_leaf([kept.velocity for kept in done.kept], buckets, grads)
+        new = (
+            [residual[i] for i in large],
+            [velocity[i] for i in large if self.momentum is not None],
+            [kept.carried for kept in done.kept],
+        )
+        new = tuple(kept_if(done.finite, *pair) for pair in zip(new, own, strict=True))
+        k = sum(self.algorithm.k(vector.size) for vector in done.buckets)
+        report = _report(k, sum((kept.counts for kept in done.kept), jnp.zeros(6)))
+        return [*updates_of(means, done.finite, grads), report], new
+
+    def _on_bucket(
+        self, x: jax.Array, velocity: jax.Array, carried: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, _Bucket]:
+        """The mean of a bucket, of which this device holds x, and what is kept of it."""
+        result, after = self.algorithm.exchange(
+            x, sparse.Carried.unpacked(carried, x.size), step, self.axis_name
+        )
+        distance = [jnp.zeros(()), jnp.zeros(())]
+        if self.measure_xi:
+            k = self.algorithm.k(x.size)
+            distance = _distance(x, velocity, result.mean, k, self.axis_name)
+        counts = (result.selected, result.delivered, result.wanted, result.applied)
+        counts = jnp.stack([*(c.astype(jnp.float32) for c in counts), *distance])
+        residual = result.errors if self.error_feedback else jnp.zeros_like(x)
+        # Factor masking: where a value was sent, its momentum starts anew.
+        velocity = jnp.where(result.errors == x, velocity, 0.0)
+        return result.mean, _Bucket(residual, velocity, after.packed(), counts)
+
+
+def _report(k: int, counts: jax.Array) -> jax.Array:
+    """The numbers of a `SparseReport`, from the sums over a device's buckets of their counts."""
+    counts = jax.lax.pmean(counts, tuple(sorted(_axes.manual_axes())))
+    # A ratio of sums over buckets and shards of the squares, as these are means of both.
+    xi = jnp.sqrt(counts[4] / jnp.where(counts[5] > 0, counts[5], 1.0))
+    return jnp.stack([jnp.float32(k), *counts[:4], xi])
 
 
 def _distance(

@@ -22,7 +22,7 @@ class _Slots:
 
 
 class StagesState(NamedTuple):
-    """The state of `stages` and `warmup`.
+    """The state of `stages` and `dense_first`.
 
     Attributes:
       step: int32, the steps taken.
@@ -95,7 +95,7 @@ def stages(*plan: tuple[int, optax.GradientTransformation]) -> optax.GradientTra
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def warmup(
+def dense_first(
     inner: optax.GradientTransformation,
     steps: int,
     dense: optax.GradientTransformation | None = None,
@@ -103,9 +103,10 @@ def warmup(
     """Exchanges gradients in full for some steps, and then as `inner` does.
 
     Args:
-      inner: what comes after the warm-up.
-      steps: the length of the warm-up; 0 is none.
-      dense: what comes before; None is `jaxcomm.mean` in float32 over the axis of `inner`.
+      inner: how gradients are exchanged after these steps.
+      steps: how many steps are dense; 0 is none.
+      dense: how gradients are exchanged in these steps; None is `jaxcomm.mean` in float32 over the
+        axis of `inner`.
 
     Returns:
       A transformation used as `inner` is.
@@ -117,20 +118,20 @@ def warmup(
 
     Example:
       >>> import jaxcomm
-      >>> tx = jaxcomm.warmup(jaxcomm.mean("data", codec="int4", error_feedback=True), steps=100)
+      >>> tx = jaxcomm.dense_first(jaxcomm.mean("data", "int4", error_feedback=True), steps=100)
     """
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        raise ValueError(f"warmup needs a number of steps of at least 0, got {steps!r}.")
+        raise ValueError(f"dense_first needs a number of steps of at least 0, got {steps!r}.")
     if steps == 0:
         return inner
-    return stages((0, dense or _mean_beside(inner)), (steps, inner))
+    return stages((0, dense or _mean_over_same_axis(inner)), (steps, inner))
 
 
-def _mean_beside(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The float32 mean over the axis of another transformation, which its state knows."""
+def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The float32 mean over the axis of `inner`, which the state of `inner` knows."""
 
     def init_fn(params: Any) -> Any:
-        return mean(axis_of(inner.init(params), "warmup")).init(params)
+        return mean(axis_of(inner.init(params), "dense_first")).init(params)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return mean(state.layout.axis_name).update(updates, state, params)

@@ -99,7 +99,7 @@ def test_bytes_and_operations_of_the_compiled_program(
 @pytest.mark.parametrize("order", ["near_first", "far_first"])
 @pytest.mark.parametrize("world", WORLDS)
 def test_orders_of_halving_doubling(make_mesh: MakeMesh, world: int, order: str) -> None:
-    algorithm = jaxcomm.halving_doubling(order)
+    algorithm = jaxcomm.algorithms.halving_doubling(order)
     inputs = vectors(world)
     outputs = all_devices(make_mesh(world), codec="bfloat16", algorithm=algorithm)(inputs)
     for x, y in zip(inputs, outputs, strict=True):
@@ -167,11 +167,11 @@ def test_bfloat16_moves_half_of_float32_and_native_on_cpu_does_not(mesh8: Mesh) 
 
 
 def test_names() -> None:
-    assert sorted(collectives.BY_NAME) == sorted([*ALGORITHMS, "native"])
+    assert sorted(collectives.algorithms.BY_NAME) == sorted([*ALGORITHMS, "native"])
     with pytest.raises(ValueError, match="unknown algorithm 'tree'; choose one of native, direct"):
-        collectives.from_name("tree")
+        collectives.algorithms.from_name("tree")
     with pytest.raises(TypeError, match="must be called"):
-        collectives.from_name(jaxcomm.ring)  # pyright: ignore[reportArgumentType]
+        collectives.algorithms.from_name(jaxcomm.algorithms.ring)  # pyright: ignore[reportArgumentType]
 
 
 def test_integers_are_refused(mesh8: Mesh) -> None:

@@ -20,19 +20,19 @@ CODECS: dict[str, codecs.Codec] = {
     "random_k of bfloat16": codecs.random_k(0.25, codecs.bfloat16()),
     "scaled_sign": codecs.scaled_sign(96),
 }
-ALGORITHMS: dict[str, collectives.Algorithm] = {
-    "direct": jaxcomm.direct(),
-    "one aggregator": jaxcomm.direct(aggregator=0),
-    "ring": jaxcomm.ring(),
-    "halving_doubling": jaxcomm.halving_doubling(),
-    "circulant": jaxcomm.circulant(),
+ALGORITHMS: dict[str, collectives.algorithms.Algorithm] = {
+    "direct": jaxcomm.algorithms.direct(),
+    "one aggregator": jaxcomm.algorithms.direct(aggregator=0),
+    "ring": jaxcomm.algorithms.ring(),
+    "halving_doubling": jaxcomm.algorithms.halving_doubling(),
+    "circulant": jaxcomm.algorithms.circulant(),
 }
 
 MakeMesh = Callable[[int], Mesh]
 
 
 def exchanged(
-    x: np.ndarray, mesh: Mesh, algorithm: collectives.Algorithm, **options: Any
+    x: np.ndarray, mesh: Mesh, algorithm: collectives.algorithms.Algorithm, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """The result on every device and its errors, both (world, n), from (world, n)."""
     axis: Any = mesh.axis_names if len(mesh.axis_names) > 1 else "data"
@@ -40,7 +40,7 @@ def exchanged(
 
     def one(x: jax.Array, key: jax.Array) -> Any:
         keyed = dataclasses.replace(reduction, key=key)
-        result, errors = collectives.exchange(x[0], axis, keyed, algorithm)
+        result, errors = collectives.all_reduce_with_residual(x[0], axis, keyed, algorithm)
         assert errors is not None
         return result[None], errors[None]
 
@@ -88,7 +88,7 @@ def test_also_near_links_first(codec: str, near: str, far: str, shape: tuple[int
     kinds, devices = (AxisType.Auto, AxisType.Auto), jax.devices()[: shape[0] * shape[1]]
     mesh = jax.make_mesh(shape, ("far", "near"), kinds, devices=devices)
     x = normal(len(devices))
-    algorithm = jaxcomm.hierarchical(ALGORITHMS[near], ALGORITHMS[far])
+    algorithm = jaxcomm.algorithms.hierarchical(ALGORITHMS[near], ALGORITHMS[far])
     result, errors = exchanged(x, mesh, algorithm, codec=CODECS[codec], error_feedback=True)
     assert_conserved(x, result, errors)
 

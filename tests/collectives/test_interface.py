@@ -48,11 +48,13 @@ world, rank = jax.process_count(), jax.process_index()
 shape = (2, world // 2) if world % 2 == 0 else (1, world)
 grid = jax.make_mesh(shape, ("far", "near"), (AxisType.Auto,) * 2)
 PLACES = {
-    "ring": ("data", jaxcomm.ring()),
-    "circulant": ("data", jaxcomm.circulant()),
-    "halving_doubling": ("data", jaxcomm.halving_doubling()),
-    "direct": ("data", jaxcomm.direct()),
-    "hierarchical": (("far", "near"), jaxcomm.hierarchical(jaxcomm.ring(), jaxcomm.direct())),
+    "ring": ("data", jaxcomm.algorithms.ring()),
+    "circulant": ("data", jaxcomm.algorithms.circulant()),
+    "halving_doubling": ("data", jaxcomm.algorithms.halving_doubling()),
+    "direct": ("data", jaxcomm.algorithms.direct()),
+    "hierarchical": (("far", "near"), jaxcomm.algorithms.hierarchical(
+        jaxcomm.algorithms.ring(), jaxcomm.algorithms.direct()
+    )),
 }
 
 

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec
 import jaxcomm
 import oracles
 from jaxcomm import collectives
-from jaxcomm.collectives import Algorithm, Majority
+from jaxcomm.collectives.algorithms import Algorithm
+from jaxcomm.collectives.reductions import Majority
 from processes import run_processes
 
 LENGTHS = [1, 1000]
@@ -23,12 +24,12 @@ KEY = 7
 
 def algorithms(world: int) -> dict[str, Algorithm]:
     return {
-        "ring": jaxcomm.ring(),
-        "near_first": jaxcomm.halving_doubling(),
-        "far_first": jaxcomm.halving_doubling("far_first"),
-        "circulant": jaxcomm.circulant(),
-        "direct": jaxcomm.direct(),
-        "aggregator": jaxcomm.direct(aggregator=world // 2),
+        "ring": jaxcomm.algorithms.ring(),
+        "near_first": jaxcomm.algorithms.halving_doubling(),
+        "far_first": jaxcomm.algorithms.halving_doubling("far_first"),
+        "circulant": jaxcomm.algorithms.circulant(),
+        "direct": jaxcomm.algorithms.direct(),
+        "aggregator": jaxcomm.algorithms.direct(aggregator=world // 2),
     }
 
 
@@ -104,9 +105,10 @@ for world in (9, 12, 16):
         np.testing.assert_array_equal(y, expected)
         checked += 1
 mesh = jax.make_mesh((4, 4), ("far", "near"), (AxisType.Auto,) * 2)
-shifted = [jaxcomm.halving_doubling("shifted", 4, grid) for grid in (None, (2, 2))]
-pairs = [(jaxcomm.direct(), jaxcomm.circulant()), (jaxcomm.ring(), jaxcomm.halving_doubling())]
-for algorithm in [*shifted, *(jaxcomm.hierarchical(near, far) for near, far in pairs)]:
+shifted = [jaxcomm.algorithms.halving_doubling("shifted", 4, grid) for grid in (None, (2, 2))]
+a = jaxcomm.algorithms
+pairs = [(a.direct(), a.circulant()), (a.ring(), a.halving_doubling())]
+for algorithm in [*shifted, *(a.hierarchical(near, far) for near, far in pairs)]:
     (y,) = compiled_vote(mesh, algorithm, "random", "random", [1000], ("far", "near"))([x])
     np.testing.assert_array_equal(y, expected)
     checked += 1
@@ -153,7 +155,7 @@ def test_bits_are_those_of_the_closed_forms(make_mesh: Any, world: int) -> None:
 def test_padding_is_to_words_and_blocks(make_mesh: Any, world: int) -> None:
     words = -(-1000 // 32)
     block = 4 * -(-words // world)
-    assert sent(make_mesh(world), jaxcomm.direct(), "random", "random", 1000) == (
+    assert sent(make_mesh(world), jaxcomm.algorithms.direct(), "random", "random", 1000) == (
         2 * (world - 1) * block
     )
 
@@ -161,18 +163,20 @@ def test_padding_is_to_words_and_blocks(make_mesh: Any, world: int) -> None:
 @pytest.mark.parametrize("world", [4, 5])
 def test_a_result_that_can_be_zero_has_a_second_plane(make_mesh: Any, world: int) -> None:
     n, mesh = 32 * 20, make_mesh(world)
-    plain = sent(mesh, jaxcomm.ring(), "random", "random", n)
+    plain = sent(mesh, jaxcomm.algorithms.ring(), "random", "random", n)
     plane = (world - 1) / world * n / 8
     # An odd number of votes is never tied.
     second = plane if world % 2 == 0 else 0
-    assert sent(mesh, jaxcomm.ring(), "zero", "random", n) == plain + second
-    assert sent(mesh, jaxcomm.ring(), "random", "abstain", n) == 2 * plain
+    assert sent(mesh, jaxcomm.algorithms.ring(), "zero", "random", n) == plain + second
+    assert sent(mesh, jaxcomm.algorithms.ring(), "random", "abstain", n) == 2 * plain
 
 
 def test_hierarchical_sends_little_on_the_far_axis(mesh4x2: Any) -> None:
     """Far: circulant over 4 of the half that a device owns; its votes are of 2 devices each."""
     n = 32 * 64
-    algorithm = jaxcomm.hierarchical(near=jaxcomm.direct(), far=jaxcomm.circulant())
+    algorithm = jaxcomm.algorithms.hierarchical(
+        near=jaxcomm.algorithms.direct(), far=jaxcomm.algorithms.circulant()
+    )
     vote = compiled_vote(mesh4x2, algorithm, "random", "random", [n], ("data", "model"))
     report = jaxcomm.wire_report(vote)
     far = report.only("collective-permute").bytes_max
@@ -183,10 +187,13 @@ def test_hierarchical_sends_little_on_the_far_axis(mesh4x2: Any) -> None:
     assert near == n / 8 * (1 / 2 + 1 / 2)
 
 
-@pytest.mark.parametrize("near", [jaxcomm.ring(), jaxcomm.halving_doubling(), jaxcomm.direct()])
+@pytest.mark.parametrize(
+    "near",
+    [jaxcomm.algorithms.ring(), jaxcomm.algorithms.halving_doubling(), jaxcomm.algorithms.direct()],
+)
 def test_means_are_hierarchical_too(mesh4x2: Any, near: Algorithm) -> None:
     x = np.random.default_rng(0).integers(-64, 64, (8, 37)).astype(np.float32) * 8
-    algorithm = jaxcomm.hierarchical(near=near, far=jaxcomm.circulant())
+    algorithm = jaxcomm.algorithms.hierarchical(near=near, far=jaxcomm.algorithms.circulant())
     axes = ("data", "model")
     f = jax.shard_map(
         lambda x: jaxcomm.pmean(x[0], axes, "float32", algorithm),
@@ -201,7 +208,9 @@ def test_means_are_hierarchical_too(mesh4x2: Any, near: Algorithm) -> None:
 def test_means_in_the_shifted_order(mesh8: Any, order: tuple) -> None:
     x = np.random.default_rng(0).integers(-64, 64, (8, 37)).astype(np.float32) * 8
     f = jax.shard_map(
-        lambda x: jaxcomm.pmean(x[0], "data", "float32", jaxcomm.halving_doubling(*order)),
+        lambda x: jaxcomm.pmean(
+            x[0], "data", "float32", jaxcomm.algorithms.halving_doubling(*order)
+        ),
         mesh=mesh8,
         in_specs=PartitionSpec("data"),
         out_specs=PartitionSpec(),
@@ -215,7 +224,9 @@ def test_bad_input(mesh8: Any) -> None:
     with pytest.raises(ValueError, match="unknown zero 'skip'; choose one of random, abstain"):
         Majority("random", "skip", jax.random.key(0))
     with pytest.raises(TypeError, match="for each axis, got Native"):
-        jaxcomm.hierarchical(jaxcomm.native(), jaxcomm.ring())
-    hierarchical = jaxcomm.hierarchical(jaxcomm.ring(), jaxcomm.ring())
+        jaxcomm.algorithms.hierarchical(jaxcomm.algorithms.native(), jaxcomm.algorithms.ring())
+    hierarchical = jaxcomm.algorithms.hierarchical(
+        jaxcomm.algorithms.ring(), jaxcomm.algorithms.ring()
+    )
     with pytest.raises(ValueError, match="needs two different mesh axes"):
         compiled_vote(mesh8, hierarchical, "random", "random", [8])

@@ -125,7 +125,9 @@ def test_the_second_hop_has_a_format_of_its_own(
 @pytest.mark.parametrize("aggregator", ["sharded", 2])
 def test_one_aggregator_adds_rounds_and_returns(make_mesh: MakeMesh, aggregator: Any) -> None:
     world, x, codec = 4, normal(4, 256), codecs.cnat(rounding="nearest")
-    f = on_all_devices(make_mesh(world), codec=codec, algorithm=jaxcomm.direct(aggregator))
+    f = on_all_devices(
+        make_mesh(world), codec=codec, algorithm=jaxcomm.algorithms.direct(aggregator)
+    )
     y = np.asarray(f(x, jax.random.key(0)))
     assert (y == y[:1]).all()
     rounding = rounding_of(codec)

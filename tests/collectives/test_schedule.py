@@ -5,8 +5,8 @@ from fractions import Fraction
 
 import pytest
 
-from jaxcomm import circulant, direct, halving_doubling, ring
-from jaxcomm.collectives import Algorithm, Schedule
+from jaxcomm.collectives.algorithms import Algorithm, circulant, direct, halving_doubling, ring
+from jaxcomm.collectives.algorithms.schedule import Schedule
 
 WORLDS = [*range(1, 18), 24, 31, 32, 33, 64]
 ALGORITHMS = {

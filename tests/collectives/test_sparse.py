@@ -14,19 +14,21 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jaxcomm
 import sparse_oracles
-from jaxcomm import collectives
-from jaxcomm.collectives import Carried, SparseMean
+from jaxcomm import sparse
+from jaxcomm.collectives.sparse import Carried, SparseResult
 
 WORLDS = [1, 2, 3, 4, 5, 8]
 N, DENSITY = 4096, 0.02
 K = round(N * DENSITY)
 # With room for all, and thresholds that are exact in every step.
-ROOMY: dict[str, collectives.Sparse] = {
-    "topk_allgather": jaxcomm.topk_allgather(),
-    "topk_dsa": jaxcomm.topk_dsa(slack=20.0),
-    "gtopk": jaxcomm.gtopk(),
-    "gaussiank": jaxcomm.gaussiank(),
-    "oktopk": jaxcomm.oktopk(slack=20.0, common_slack=20.0, recompute_every=1, rebalance_every=1),
+ROOMY: dict[str, sparse.SparseAllReduce] = {
+    "topk_allgather": jaxcomm.sparse.topk_allgather(),
+    "topk_dsa": jaxcomm.sparse.topk_dsa(slack=20.0),
+    "gtopk": jaxcomm.sparse.gtopk(),
+    "gaussiank": jaxcomm.sparse.gaussiank(),
+    "oktopk": jaxcomm.sparse.oktopk(
+        slack=20.0, common_slack=20.0, recompute_every=1, rebalance_every=1
+    ),
 }
 
 MakeMesh = Callable[[int], Mesh]
@@ -34,7 +36,7 @@ MakeMesh = Callable[[int], Mesh]
 
 @functools.cache  # inputs are many, programs few
 def compiled(
-    mesh: Mesh, algorithm: collectives.Sparse, density: float = DENSITY
+    mesh: Mesh, algorithm: sparse.SparseAllReduce, density: float = DENSITY
 ) -> Callable[..., Any]:
     """From (world, n), packed carried (world, N + 3) and a step to what every device has."""
     algorithm = dataclasses.replace(algorithm, density=density)
@@ -55,11 +57,11 @@ def compiled(
 def exchanged(
     x: np.ndarray,
     mesh: Mesh,
-    algorithm: collectives.Sparse,
+    algorithm: sparse.SparseAllReduce,
     step: int = 0,
     carried: np.ndarray | None = None,
     **options: Any,
-) -> tuple[SparseMean, np.ndarray]:
+) -> tuple[SparseResult, np.ndarray]:
     """One step: the outcome, with a leading device axis, and what is carried on."""
     world = len(x)
     if carried is None:
@@ -72,7 +74,7 @@ def normal(world: int, n: int = N, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((world, n)).astype(np.float32)
 
 
-def assert_law(x: np.ndarray, outcome: SparseMean) -> None:
+def assert_law(x: np.ndarray, outcome: SparseResult) -> None:
     """What is in the mean and what is kept is all there was, and everyone has the same mean."""
     mean = np.asarray(outcome.mean)
     assert (mean == mean[:1]).all()
@@ -120,7 +122,7 @@ def test_oktopk_keeps_what_was_not_applied(make_mesh: MakeMesh, world: int) -> N
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_gaussiank_selects_about_k(make_mesh: MakeMesh, world: int) -> None:
     for x in (normal(world), normal(world) ** 3):
-        outcome, _ = exchanged(x, make_mesh(world), jaxcomm.gaussiank(slack=2.0))
+        outcome, _ = exchanged(x, make_mesh(world), jaxcomm.sparse.gaussiank(slack=2.0))
         assert_law(x, outcome)
         assert (outcome.selected > K / 2).all()
         assert (outcome.selected < 2 * K).all()
@@ -172,7 +174,7 @@ def unusual() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("case", unusual())
 def test_the_law_holds_whatever_comes(make_mesh: MakeMesh, case: str, name: str) -> None:
     x, mesh = unusual()[case], make_mesh(4)
-    tight = dataclasses.replace(collectives.SPARSE_BY_NAME[name](), slack=1.0)
+    tight = dataclasses.replace(sparse.BY_NAME[name](), slack=1.0)
     for algorithm in (ROOMY[name], tight):
         carried, residual = None, np.zeros_like(x)
         for step in range(3):
@@ -190,7 +192,7 @@ def test_the_law_holds_whatever_comes(make_mesh: MakeMesh, case: str, name: str)
 def test_all_that_is_selected_in_one_region(make_mesh: MakeMesh, world: int) -> None:
     """With boundaries from another distribution, min(1, slack / N) is delivered all the same."""
     mesh, slack = make_mesh(world), 2.0
-    algorithm = jaxcomm.oktopk(slack=slack, common_slack=1.0)
+    algorithm = jaxcomm.sparse.oktopk(slack=slack, common_slack=1.0)
     _, carried = exchanged(normal(world), mesh, algorithm)
     x = np.zeros((world, N), np.float32)
     x[:, -N // (2 * world) :] = normal(world, N // (2 * world)) + np.float32(5)
@@ -212,7 +214,7 @@ def test_all_that_is_selected_in_one_region(make_mesh: MakeMesh, world: int) -> 
 def test_what_is_handed_over_comes_to_its_place(make_mesh: MakeMesh, world: int) -> None:
     """Owners of several regions have large sums, the last more than its message has room for."""
     mesh = make_mesh(world)
-    algorithm = jaxcomm.oktopk(slack=20.0, common_slack=world / 2, recompute_every=1)
+    algorithm = jaxcomm.sparse.oktopk(slack=20.0, common_slack=world / 2, recompute_every=1)
     _, carried = exchanged(normal(world), mesh, algorithm)
     x = normal(world, seed=1) * np.linspace(1, 3, N, dtype=np.float32)
     outcome, _ = exchanged(x, mesh, algorithm, 1, carried)
@@ -226,7 +228,7 @@ def test_what_is_handed_over_comes_to_its_place(make_mesh: MakeMesh, world: int)
 
 
 def test_thresholds_are_reused_and_follow_the_count(mesh8: Mesh) -> None:
-    algorithm = jaxcomm.oktopk(recompute_every=4, tolerance=None)
+    algorithm = jaxcomm.sparse.oktopk(recompute_every=4, tolerance=None)
     x = normal(8)
     _, first = exchanged(x, mesh8, algorithm, 0)
     outcome, second = exchanged(2 * x, mesh8, algorithm, 1, first)
@@ -241,7 +243,7 @@ def test_thresholds_are_reused_and_follow_the_count(mesh8: Mesh) -> None:
 
 @pytest.mark.parametrize("factor", [2.0, 0.5])
 def test_thresholds_far_off_are_found_anew(mesh8: Mesh, factor: float) -> None:
-    algorithm = jaxcomm.oktopk(recompute_every=100, tolerance=1.5)
+    algorithm = jaxcomm.sparse.oktopk(recompute_every=100, tolerance=1.5)
     x = normal(8)
     _, first = exchanged(x, mesh8, algorithm, 0)
     outcome, second = exchanged(factor * x, mesh8, algorithm, 1, first)
@@ -255,7 +257,7 @@ def test_thresholds_far_off_are_found_anew(mesh8: Mesh, factor: float) -> None:
     assert (outcome.selected != K).all()
 
 
-def sent(algorithm: collectives.Sparse, world: int, n: int, mesh: Mesh) -> jaxcomm.WireReport:
+def sent(algorithm: sparse.SparseAllReduce, world: int, n: int, mesh: Mesh) -> jaxcomm.WireReport:
     f = compiled(mesh, algorithm)
     arguments = jnp.zeros((world, n)), jnp.zeros((world, world + 3)), jnp.int32(0)
     return jaxcomm.wire_report(f.lower(*arguments).compile())
@@ -268,22 +270,24 @@ def test_bytes_are_those_of_the_formulas(make_mesh: MakeMesh, world: int, n: int
     entry = 6 if n <= 2**16 else 8
 
     room = int(np.ceil(1.25 * k))
-    assert sent(jaxcomm.topk_allgather(), world, n, mesh).bytes_max == others * room * entry
+    assert sent(jaxcomm.sparse.topk_allgather(), world, n, mesh).bytes_max == others * room * entry
     room = int(np.ceil(1.5 * k))
-    assert sent(jaxcomm.gaussiank(), world, n, mesh).bytes_max == others * room * entry
+    assert sent(jaxcomm.sparse.gaussiank(), world, n, mesh).bytes_max == others * room * entry
 
     q = int(np.log2(world))
     fold = (k * entry + k) * (world > 2**q)
-    assert sent(jaxcomm.gtopk(), world, n, mesh).bytes_max == q * k * entry + fold
+    assert sent(jaxcomm.sparse.gtopk(), world, n, mesh).bytes_max == q * k * entry + fold
 
     room, width = int(np.ceil(2 * k / world)), -(-n // (world * 256)) * 256
     entry = 6 if width <= 2**16 else 8
     back = min(min(world * room, width) * entry, 4 * width)
-    assert sent(jaxcomm.topk_dsa(), world, n, mesh).bytes_max == others * (room * entry + back)
+    assert sent(jaxcomm.sparse.topk_dsa(), world, n, mesh).bytes_max == others * (
+        room * entry + back
+    )
 
     entry = 6 if n <= world * 2**16 else 8
     common = int(np.ceil(1.5 * k / world))
-    report = sent(jaxcomm.oktopk(), world, n, mesh)
+    report = sent(jaxcomm.sparse.oktopk(), world, n, mesh)
     # The second all-to-all hands over.
     assert report.only("all-to-all").bytes_max == others * (room + common) * entry
     gathered = [max(c.sent) for c in report.only("all-gather").collectives]
@@ -292,7 +296,7 @@ def test_bytes_are_those_of_the_formulas(make_mesh: MakeMesh, world: int, n: int
 
 @pytest.mark.parametrize("name", ["topk_allgather", "topk_dsa", "gaussiank", "oktopk"])
 def test_nothing_is_sorted(make_mesh: MakeMesh, name: str) -> None:
-    f = compiled(make_mesh(4), collectives.SPARSE_BY_NAME[name]())
+    f = compiled(make_mesh(4), sparse.BY_NAME[name]())
     arguments = jnp.zeros((4, N)), jnp.zeros((4, 7)), jnp.int32(0)
     text = f.lower(*arguments).compile().as_text()
     assert not re.search(r"\b(sort|topk|top-k|TopK)\b", text)
@@ -301,25 +305,45 @@ def test_nothing_is_sorted(make_mesh: MakeMesh, name: str) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: jaxcomm.topk_allgather(values="float16"), ValueError, '"float32" or "bfloat16"'),
-        (lambda: jaxcomm.topk_dsa(slack=0.5), ValueError, "slack must be at least 1, got 0.5"),
-        (lambda: jaxcomm.oktopk(common_slack=0), ValueError, "common_slack must be at least 1"),
         (
-            lambda: jaxcomm.oktopk(recompute_every=0),
+            lambda: jaxcomm.sparse.topk_allgather(values="float16"),
+            ValueError,
+            '"float32" or "bfloat16"',
+        ),
+        (
+            lambda: jaxcomm.sparse.topk_dsa(slack=0.5),
+            ValueError,
+            "slack must be at least 1, got 0.5",
+        ),
+        (
+            lambda: jaxcomm.sparse.oktopk(common_slack=0),
+            ValueError,
+            "common_slack must be at least 1",
+        ),
+        (
+            lambda: jaxcomm.sparse.oktopk(recompute_every=0),
             ValueError,
             "recompute_every must be a positive",
         ),
-        (lambda: jaxcomm.gtopk(scaling=0.9), ValueError, "scaling must be at least 1, got 0.9"),
-        (lambda: jaxcomm.oktopk(tolerance=1.0), ValueError, "tolerance must be more than 1, or No"),
-        (lambda: jaxcomm.oktopk(rebalance_every=1.5), ValueError, "rebalance_every must be"),  # pyright: ignore
         (
-            lambda: collectives.sparse_from_name("topk"),
+            lambda: jaxcomm.sparse.gtopk(scaling=0.9),
+            ValueError,
+            "scaling must be at least 1, got 0.9",
+        ),
+        (
+            lambda: jaxcomm.sparse.oktopk(tolerance=1.0),
+            ValueError,
+            "tolerance must be more than 1, or No",
+        ),
+        (lambda: jaxcomm.sparse.oktopk(rebalance_every=1.5), ValueError, "rebalance_every must be"),  # pyright: ignore
+        (
+            lambda: sparse.from_name("topk"),
             ValueError,
             "unknown sparse algorithm 'topk'",
         ),
-        (lambda: collectives.sparse_from_name(jaxcomm.oktopk), TypeError, "must be called"),  # pyright: ignore
+        (lambda: sparse.from_name(jaxcomm.sparse.oktopk), TypeError, "must be called"),  # pyright: ignore
         (
-            lambda: dataclasses.replace(jaxcomm.gtopk(), values="bfloat16"),
+            lambda: dataclasses.replace(jaxcomm.sparse.gtopk(), values="bfloat16"),
             ValueError,
             'gtopk needs values="float32"',
         ),

@@ -29,7 +29,7 @@ METHODS: dict[str, Any] = {
     "vote circulant": lambda: jaxcomm.majority_vote("data"),
     "vote halving_doubling": lambda: jaxcomm.majority_vote("data", "halving_doubling"),
     "vote ring": lambda: jaxcomm.majority_vote("data", "ring"),
-    "one_bit_adam": lambda: jaxcomm.one_bit_adam(1e-3, "data", warmup_steps=10),
+    "one_bit_adam": lambda: jaxcomm.one_bit_adam("data", 1e-3, dense_steps=10),
     "topk_allgather": lambda: jaxcomm.sparse_mean("data", DENSITY, "topk_allgather"),
     "gtopk": lambda: jaxcomm.sparse_mean("data", DENSITY, "gtopk"),
 }

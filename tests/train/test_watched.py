@@ -32,7 +32,7 @@ def test_the_field_is_found_wherever_it_lies() -> None:
 
 
 def test_the_field_is_jaxcomms() -> None:
-    tx = optax.chain(jaxcomm.one_bit_adam(0.1, "data", warmup_steps=2), optax.scale(1.0))
+    tx = optax.chain(jaxcomm.one_bit_adam("data", 0.1, dense_steps=2), optax.scale(1.0))
     with jax.set_mesh(jaxcomm.data_mesh()):
         params = jaxcomm.replicate({"w": jnp.ones((4, 4))})
         opt_state, update, found = tx.init(params), jax.jit(tx.update), []
@@ -90,7 +90,7 @@ def test_a_run(
     other = read_config("digits_one_bit_adam")
     for field in ("eval_every", "measure_steps", "checkpoint", "network", "data"):
         other[field] = config[field]
-    other.steps, other.sync.warmup_steps = 4, 3
+    other.steps, other.sync.dense_steps = 4, 3
     summary = loop.train(other, tmp_path, 0.0)
     shown = capsys.readouterr()
     assert summary["frozen_at"] == 3

@@ -43,7 +43,7 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
         jaxcomm.majority_vote("data", error_feedback=True), SGD
     ),
     "Signum": lambda: optax.chain(
-        jaxcomm.local(optax.trace(0.9), "data"), jaxcomm.majority_vote("data"), optax.sgd(0.01)
+        jaxcomm.local("data", optax.trace(0.9)), jaxcomm.majority_vote("data"), optax.sgd(0.01)
     ),
     "votes on corrected gradients": lambda: optax.chain(
         jaxcomm.control_variates(jaxcomm.mean("data", "bfloat16"), 2),
@@ -54,9 +54,9 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "TopkA with momentum correction": lambda: optax.chain(
         jaxcomm.sparse_mean("data", 0.1, "topk_allgather", momentum_correction=0.9), optax.sgd(0.05)
     ),
-    "1-bit Adam": lambda: jaxcomm.one_bit_adam(1e-2, "data", warmup_steps=2),
+    "1-bit Adam": lambda: jaxcomm.one_bit_adam("data", 1e-2, dense_steps=2),
     "warm-up, then qsgd": lambda: optax.chain(
-        jaxcomm.warmup(jaxcomm.mean("data", "qsgd"), 2), optax.adamw(1e-2, weight_decay=1e-3)
+        jaxcomm.dense_first(jaxcomm.mean("data", "qsgd"), 2), optax.adamw(1e-2, weight_decay=1e-3)
     ),
     "multi_steps": lambda: jaxcomm.multi_steps(
         optax.chain(jaxcomm.mean("data", "bfloat16"), optax.clip_by_global_norm(1.0), SGD), 2

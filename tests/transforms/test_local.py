@@ -49,7 +49,7 @@ def momenta(batches: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]
 @pytest.mark.newest
 @each_view
 def test_every_device_has_its_own_momentum(view: View) -> None:
-    tx = optax.chain(jaxcomm.local(optax.trace(DECAY), "data"), jaxcomm.mean("data"))
+    tx = optax.chain(jaxcomm.local("data", optax.trace(DECAY)), jaxcomm.mean("data"))
     batches = [gradients(WORLD, seed) for seed in range(3)]
     names = [name for name in SHAPES if name != "empty"]
     for expected, (updates, state) in zip(momenta(batches), run(view, tx, batches), strict=True):
@@ -66,7 +66,7 @@ def test_every_device_has_its_own_momentum(view: View) -> None:
     "view", [GLOBAL, MANUAL, CHECKED, GLOBAL_BY_MODEL], ids=lambda view: view.name
 )
 def test_every_device_clips_by_its_own_norm(view: View) -> None:
-    tx = optax.chain(jaxcomm.local(optax.clip_by_global_norm(1.0), "data"), jaxcomm.mean("data"))
+    tx = optax.chain(jaxcomm.local("data", optax.clip_by_global_norm(1.0)), jaxcomm.mean("data"))
     sizes = np.float32([0.01, 1, 100])
     grads = {
         name: g * sizes.reshape(-1, *[1] * (g.ndim - 1)) for name, g in gradients(WORLD).items()
@@ -80,7 +80,7 @@ def test_every_device_clips_by_its_own_norm(view: View) -> None:
 
 
 def test_the_result_stays_on_its_device() -> None:
-    tx = jaxcomm.local(optax.scale(2.0), "data")
+    tx = jaxcomm.local("data", optax.scale(2.0))
     with jax.set_mesh(GLOBAL.mesh(4)):
         grads = place(GLOBAL, gradients(4), "data")
         state = tx.init({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
@@ -96,7 +96,7 @@ def test_the_result_stays_on_its_device() -> None:
 def test_counters_and_several_moments_are_kept_too(view: View) -> None:
     inner = optax.scale_by_adam()
     batches = [gradients(WORLD, seed) for seed in range(2)]
-    tx = optax.chain(jaxcomm.local(inner, "data"), jaxcomm.mean("data"))
+    tx = optax.chain(jaxcomm.local("data", inner), jaxcomm.mean("data"))
     steps = run(view, tx, batches)
     expected = []
     for r in range(WORLD):
@@ -111,7 +111,7 @@ def test_counters_and_several_moments_are_kept_too(view: View) -> None:
 
 @pytest.mark.parametrize("view", VIEWS[3:], ids=lambda view: view.name)
 def test_parameters_of_one_shape_may_be_sharded_differently(view: View) -> None:
-    tx = optax.chain(jaxcomm.local(optax.trace(DECAY), "data"), jaxcomm.mean("data"))
+    tx = optax.chain(jaxcomm.local("data", optax.trace(DECAY)), jaxcomm.mean("data"))
     specs = {
         "kernel": PartitionSpec(None, "model"),
         "out": PartitionSpec("model"),
@@ -150,7 +150,7 @@ def test_parameters_of_one_shape_may_be_sharded_differently(view: View) -> None:
 
 def signum(axis_name: Any = "data") -> optax.GradientTransformation:
     return optax.chain(
-        jaxcomm.local(optax.trace(DECAY), axis_name),
+        jaxcomm.local(axis_name, optax.trace(DECAY)),
         jaxcomm.majority_vote(axis_name),
         optax.sgd(RATE),
     )
@@ -227,15 +227,15 @@ def test_init_inside_the_manual_region_holds_one_device() -> None:
 
 def test_swapped_arguments_are_refused_at_once() -> None:
     with pytest.raises(TypeError, match="axis_name must be the name of a mesh axis"):
-        jaxcomm.local("data", optax.trace(DECAY))
+        jaxcomm.local(optax.trace(DECAY), "data")  # pyright: ignore[reportArgumentType]
 
 
 def test_bad_parameters_and_meshes_are_refused() -> None:
-    tx = jaxcomm.local(optax.trace(DECAY), "batch")
+    tx = jaxcomm.local("batch", optax.trace(DECAY))
     with pytest.raises(ValueError, match="no mesh is set; call jax.set_mesh"):
         tx.init({"w": jnp.zeros(3)})
     with jax.set_mesh(GLOBAL.mesh(2)):
         with pytest.raises(ValueError, match="axis 'batch' is not in the mesh"):
             tx.init({"w": jnp.zeros(3)})
         with pytest.raises(TypeError, match="parameter n is int32"):
-            jaxcomm.local(optax.trace(DECAY), "data").init({"n": jnp.zeros(3, jnp.int32)})
+            jaxcomm.local("data", optax.trace(DECAY)).init({"n": jnp.zeros(3, jnp.int32)})

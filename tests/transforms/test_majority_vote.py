@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcomm
 import oracles
+from jaxcomm import algorithms
 from transforms.both_views import (
     SHAPES,
     VIEWS,
@@ -30,8 +31,8 @@ BAD = 1  # the step with a NaN
 ALGORITHMS = {
     "ring": "ring",
     "direct": "direct",
-    "aggregator": jaxcomm.direct(aggregator=1),
-    "far_first": jaxcomm.halving_doubling("far_first"),
+    "aggregator": algorithms.direct(aggregator=1),
+    "far_first": algorithms.halving_doubling("far_first"),
 }
 
 each_view = pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
@@ -104,7 +105,7 @@ def test_a_row_without_gradient_walks_at_random_or_stays(zero: str) -> None:
     grads["head"][:, 1] = 0
     grads["head"][:3, 2] = 0  # of those who do not abstain, all vote alike
     with jax.set_mesh(GLOBAL.mesh(4)):
-        tx = jaxcomm.majority_vote("data", "direct", zero=zero)
+        tx = jaxcomm.majority_vote("data", "direct", zeros=zero)
         state = tx.init(place(GLOBAL, {name: jnp.zeros(s) for name, s in SHAPES.items()}))
 
         def step(state: Any, _: None) -> Any:
@@ -129,7 +130,7 @@ def test_a_row_without_gradient_walks_at_random_or_stays(zero: str) -> None:
 def test_rules_for_ties(tie: str) -> None:
     grads = {"kernel": np.broadcast_to(np.float32([[[1]], [[-2]]]), (2, 8, 8)).copy()}
     grads["kernel"][:, 0] = 3
-    ((updates, _),) = run(GLOBAL, jaxcomm.majority_vote("data", tie=tie), [grads])
+    ((updates, _),) = run(GLOBAL, jaxcomm.majority_vote("data", ties=tie), [grads])
     vote = np.asarray(updates["kernel"])
     np.testing.assert_array_equal(vote[0], 1)
     expected = {"random": {-1, 1}, "zero": {0}, "positive": {1}, "negative": {-1}}[tie]
@@ -214,7 +215,7 @@ def test_a_scale_that_overflows_spoils_no_residual() -> None:
 def test_with_error_feedback_what_a_zero_voted_is_kept(zero: str) -> None:
     grads = gradients(2)
     grads["head"][:, 1] = 0
-    tx = jaxcomm.majority_vote("data", zero=zero, error_feedback=True)
+    tx = jaxcomm.majority_vote("data", zeros=zero, error_feedback=True)
     ((updates, state),) = run(GLOBAL, tx, [grads])
     kept = residuals(state)["head"][:, 1]
     scale = np.abs(grads["head"]).mean((1, 2)) * (zero == "random")
@@ -281,7 +282,7 @@ def test_bytes_are_those_of_the_formula(
 def test_bits_are_those_of_the_closed_forms(
     algorithm: str | None, zero: str, known: str, planes: int
 ) -> None:
-    tx, n, flag = jaxcomm.majority_vote("data", algorithm, zero=zero), 64 * 32, 6
+    tx, n, flag = jaxcomm.majority_vote("data", algorithm, zeros=zero), 64 * 32, 6
     votes = planes * n / 8 * oracles.majority_bits(4, known)
     assert bytes_of(tx, 4, {"w": (64, 32)}) == votes + flag
 
@@ -290,7 +291,7 @@ def test_bits_are_those_of_the_closed_forms(
 def test_one_device_has_its_own_sign(view: View) -> None:
     grads = gradients(1)
     grads["head"][0, 1] = 0
-    ((updates, _),) = run(view, jaxcomm.majority_vote("data", zero="abstain"), [grads])
+    ((updates, _),) = run(view, jaxcomm.majority_vote("data", zeros="abstain"), [grads])
     for name, update in updates.items():
         np.testing.assert_array_equal(update, np.sign(grads[name][0]))
 
@@ -338,7 +339,7 @@ def test_a_tree_without_large_leaves() -> None:
 def test_two_axes_near_links_first() -> None:
     axes, kinds = ("host", "device"), (AxisType.Auto, AxisType.Auto)
     mesh = jax.make_mesh((2, 2), axes, kinds, devices=jax.devices()[:4])
-    algorithm = jaxcomm.hierarchical(near=jaxcomm.direct(), far=jaxcomm.circulant())
+    algorithm = algorithms.hierarchical(near=algorithms.direct(), far=algorithms.circulant())
     tx = jaxcomm.majority_vote(axes, algorithm, seed=7)
     sharding = NamedSharding(mesh, PartitionSpec(axes))
     with jax.set_mesh(mesh):
@@ -365,11 +366,11 @@ def test_wrappers_that_cannot_work_are_refused(wrap: Any, cure: str) -> None:
     [
         ({"axis_name": 0}, TypeError, "name of a mesh axis or a tuple of names, got 0"),
         ({"algorithm": "tree"}, ValueError, "unknown algorithm 'tree'; choose one of"),
-        ({"algorithm": jaxcomm.ring}, TypeError, "a factory must be called: jaxcomm.ring"),
+        ({"algorithm": algorithms.ring}, TypeError, "a factory must be called"),
         ({"algorithm": "native"}, ValueError, "XLA has no majority vote of its own; choose"),
-        ({"algorithm": jaxcomm.native()}, ValueError, "XLA has no majority vote of its own"),
-        ({"tie": "coin"}, ValueError, "unknown tie 'coin'; choose one of random, zero"),
-        ({"zero": "skip"}, ValueError, "unknown zero 'skip'; choose one of random, abstain"),
+        ({"algorithm": algorithms.native()}, ValueError, "XLA has no majority vote of its own"),
+        ({"ties": "coin"}, ValueError, "ties must be one of random, zero.* got 'coin'"),
+        ({"zeros": "skip"}, ValueError, "zeros must be one of random, abstain, got 'skip'"),
         ({"bucket_mib": 0}, ValueError, "positive number, got 0"),
     ],
 )
@@ -384,15 +385,15 @@ def test_leaves_that_are_not_float_are_refused(dtype: Any) -> None:
         jaxcomm.majority_vote("data").init({"n": jnp.zeros((3, 3), dtype)})
 
 
-HIERARCHICAL = jaxcomm.hierarchical(jaxcomm.direct(), jaxcomm.ring())
+HIERARCHICAL = algorithms.hierarchical(algorithms.direct(), algorithms.ring())
 
 
 @pytest.mark.parametrize(
     ("algorithm", "message"),
     [
-        (jaxcomm.direct(aggregator=4), "aggregator 4 is not on the axis, which has 4 devices"),
+        (algorithms.direct(aggregator=4), "aggregator 4 is not on the axis, which has 4 devices"),
         (HIERARCHICAL, r"two different mesh axes, \(far, near\), got 'data'"),
-        (jaxcomm.halving_doubling("shifted", 3), "shifted"),
+        (algorithms.halving_doubling("shifted", 3), "shifted"),
     ],
 )
 def test_algorithms_that_do_not_fit_the_mesh(algorithm: Any, message: str) -> None:

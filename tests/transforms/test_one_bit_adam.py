@@ -152,7 +152,7 @@ def expected_step(oracles: Any, grads: dict[str, np.ndarray]) -> dict[str, np.nd
 
 
 def follow(view: View, world: int, warmup: int, steps: int) -> None:
-    tx = one_bit_adam(0.5, "data", warmup_steps=warmup, **OPTIONS)
+    tx = one_bit_adam("data", 0.5, dense_steps=warmup, **OPTIONS)
     oracles = oracles_of(world, view, warmup)
     with jax.set_mesh(view.mesh(world)):
         params = zeros(view)
@@ -185,7 +185,7 @@ def test_every_view_follows_the_algorithm_and_compiles_once(view: View) -> None:
     "rate", [0.1, optax.cosine_decay_schedule(0.1, 8)], ids=["rate", "schedule"]
 )
 def test_the_warm_up_is_adamw_on_the_mean(rate: Any) -> None:
-    tx = one_bit_adam(rate, "data", weight_decay=0.1, warmup_steps=9)
+    tx = one_bit_adam("data", rate, weight_decay=0.1, dense_steps=9)
     reference = optax.adamw(rate, weight_decay=0.1)
     with jax.set_mesh(GLOBAL.mesh(4)):
         params = expected = {name: x + 1 for name, x in zeros(GLOBAL).items()}
@@ -209,7 +209,7 @@ def test_the_warm_up_is_adamw_on_the_mean(rate: Any) -> None:
 @pytest.mark.newest
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_bytes_of_each_stage_are_those_of_the_formula(world: int) -> None:
-    tx = one_bit_adam(0.1, "data", warmup_steps=1)
+    tx = one_bit_adam("data", 0.1, dense_steps=1)
     with jax.set_mesh(GLOBAL.mesh(world)):
         grads = place(GLOBAL, gradients(world), "data")
         step = jax.jit(tx.update).lower(grads, tx.init(zeros(GLOBAL)))
@@ -223,7 +223,7 @@ def test_bytes_of_each_stage_are_those_of_the_formula(world: int) -> None:
 
 
 def test_each_bucket_has_its_payloads_and_its_errors() -> None:
-    tx = one_bit_adam(0.1, "data", warmup_steps=1, bucket_mib=1e-4, bucket_order=("head",))
+    tx = one_bit_adam("data", 0.1, dense_steps=1, bucket_mib=1e-4, bucket_order=("head",))
     with jax.set_mesh(GLOBAL.mesh(4)):
         state = tx.init(zeros(GLOBAL))
         step = jax.jit(tx.update).lower(place(GLOBAL, gradients(4), "data"), state)
@@ -239,7 +239,7 @@ def test_each_bucket_has_its_payloads_and_its_errors() -> None:
 @pytest.mark.parametrize("view", [GLOBAL, CHECKED, VIEWS[4]], ids=lambda v: v.name)
 @pytest.mark.parametrize("where", ["head", "bias"])
 def test_a_bad_gradient_makes_every_update_nan_and_leaves_the_state(view: View, where: str) -> None:
-    tx = one_bit_adam(0.1, "data", warmup_steps=2)
+    tx = one_bit_adam("data", 0.1, dense_steps=2)
     good, bad = gradients(4), gradients(4)
     bad[where][2].flat[3] = np.inf
     with jax.set_mesh(view.mesh(4)):
@@ -260,7 +260,7 @@ def test_a_bad_gradient_makes_every_update_nan_and_leaves_the_state(view: View, 
 def test_the_warm_up_ends_when_the_variance_is_stable(view: View) -> None:
     b2, threshold = 0.75, 0.9  # norms 4 steps apart are compared
     sizes = [4.0, 3.0, 2.0, 1.5, 1.0, 1.5, 2.5, 4.0, *[6.0] * 12]
-    tx = one_bit_adam(0.1, "data", b2=b2, variance_stability=threshold)
+    tx = one_bit_adam("data", 0.1, b2=b2, variance_stability=threshold)
     grads, v, norms, expected = gradients(4), 0.0, [], 0
     for t, size in enumerate(sizes, 1):
         v = b2 * v + (1 - b2) * size**2  # the variance is this times one and the same tree
@@ -282,7 +282,7 @@ def test_the_warm_up_ends_when_the_variance_is_stable(view: View) -> None:
 
 
 def test_what_never_had_a_gradient_stays_where_it_is() -> None:
-    tx = one_bit_adam(0.1, "data", warmup_steps=2)
+    tx = one_bit_adam("data", 0.1, dense_steps=2)
     with jax.set_mesh(GLOBAL.mesh(4)):
         state = tx.init(zeros(GLOBAL))
         update = jax.jit(tx.update)
@@ -296,7 +296,7 @@ def test_what_never_had_a_gradient_stays_where_it_is() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_moments_of_16_bit_gradients_are_float32(dtype: Any) -> None:
-    tx = one_bit_adam(0.1, "data", weight_decay=0.1, warmup_steps=1)
+    tx = one_bit_adam("data", 0.1, weight_decay=0.1, dense_steps=1)
     with jax.set_mesh(GLOBAL.mesh(2)):
         params = {"w": jnp.ones((4, 3), dtype)}
         state, update = tx.init(params), jax.jit(tx.update)
@@ -330,12 +330,12 @@ def test_devices_that_disagree_find_the_common_optimum() -> None:
         return max(np.abs(shard.data - best).max() for shard in w.addressable_shards)
 
     rate = optax.cosine_decay_schedule(0.2, steps)
-    assert distance(one_bit_adam(rate, "data", warmup_steps=30)) < 0.05
+    assert distance(one_bit_adam("data", rate, dense_steps=30)) < 0.05
     assert distance(optax.chain(jaxcomm.no_exchange("data"), optax.adam(rate))) > 1
 
 
 def test_without_large_leaves_it_is_adam_with_a_frozen_variance() -> None:
-    tx = one_bit_adam(0.1, "data", warmup_steps=1)
+    tx = one_bit_adam("data", 0.1, dense_steps=1)
     with jax.set_mesh(GLOBAL.mesh(2)):
         state, update = tx.init(jnp.zeros(3)), jax.jit(tx.update)
         for g in (1.0, 2.0):
@@ -347,12 +347,12 @@ def test_without_large_leaves_it_is_adam_with_a_frozen_variance() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"warmup_steps": None}, ValueError, "give one end of the warm-up"),
+        ({"dense_steps": None}, ValueError, "give one end of the warm-up"),
         ({"variance_stability": 0.96}, ValueError, "give one end of the warm-up"),
-        ({"warmup_steps": 0}, ValueError, "warmup_steps must be a whole number >= 1"),
-        ({"warmup_steps": 1.5}, ValueError, "warmup_steps must be a whole number >= 1"),
-        ({"warmup_steps": "10"}, TypeError, "warmup_steps must be a Python number"),
-        ({"warmup_steps": None, "variance_stability": 1.1}, ValueError, r"be in \(0, 1\], got 1.1"),
+        ({"dense_steps": 0}, ValueError, "dense_steps must be a whole number >= 1"),
+        ({"dense_steps": 1.5}, ValueError, "dense_steps must be a whole number >= 1"),
+        ({"dense_steps": "10"}, TypeError, "dense_steps must be a Python number"),
+        ({"dense_steps": None, "variance_stability": 1.1}, ValueError, r"be in \(0, 1\], got 1.1"),
         ({"b1": 1.0}, ValueError, r"b1 must be in \[0, 1\), got 1.0"),
         ({"b2": -0.1}, ValueError, r"b2 must be in \[0, 1\), got -0.1"),
         ({"b2": np.ones(())}, TypeError, "static_args must name all other numbers"),
@@ -364,13 +364,13 @@ def test_without_large_leaves_it_is_adam_with_a_frozen_variance() -> None:
     ],
 )
 def test_bad_arguments_raise_at_once(options: Any, error: Any, message: str) -> None:
-    good = {"learning_rate": 0.1, "axis_name": "data", "warmup_steps": 10}
+    good = {"learning_rate": 0.1, "axis_name": "data", "dense_steps": 10}
     with pytest.raises(error, match=message):
         one_bit_adam(**(good | options))
 
 
 def test_bad_input_raises() -> None:
-    tx = one_bit_adam(0.1, "data", weight_decay=0.1, warmup_steps=1)
+    tx = one_bit_adam("data", 0.1, weight_decay=0.1, dense_steps=1)
     with jax.set_mesh(GLOBAL.mesh(2)):
         with pytest.raises(TypeError, match="parameter n is int32"):
             tx.init({"n": jnp.zeros((2, 2), jnp.int32)})
@@ -382,9 +382,9 @@ def test_bad_input_raises() -> None:
 
 
 def test_the_learning_rate_can_be_injected() -> None:
-    numbers = ("b1", "b2", "eps", "weight_decay", "warmup_steps", "bucket_mib")
+    numbers = ("b1", "b2", "eps", "weight_decay", "dense_steps", "bucket_mib")
     make = optax.inject_hyperparams(one_bit_adam, static_args=numbers)
-    tx = make(0.25, axis_name="data", warmup_steps=1)
+    tx = make("data", learning_rate=0.25, dense_steps=1)
     with jax.set_mesh(GLOBAL.mesh(2)):
         state = tx.init(jnp.zeros((2, 2)))
         updates, _ = jax.jit(tx.update)(jnp.ones((2, 2, 2)), state)

@@ -20,7 +20,7 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "int8, errors fed back": lambda: jaxcomm.mean("data", "int8", error_feedback=True),
     "majority vote": lambda: jaxcomm.majority_vote("data", error_feedback=True),
     "Ok-Topk": lambda: jaxcomm.sparse_mean("data", 0.2, momentum_correction=0.9),
-    "warm-up": lambda: jaxcomm.warmup(jaxcomm.mean("data", "cnat"), 1),
+    "warm-up": lambda: jaxcomm.dense_first(jaxcomm.mean("data", "cnat"), 1),
 }
 
 
@@ -48,7 +48,7 @@ def clipped(tree: Any, norm: float) -> Any:
 
 def test_clip_locally_exchange_clip_the_mean_step_decay() -> None:
     tx = optax.chain(
-        jaxcomm.local(optax.clip_by_global_norm(3.0), "data"),
+        jaxcomm.local("data", optax.clip_by_global_norm(3.0)),
         jaxcomm.mean("data"),
         optax.clip_by_global_norm(1.0),
         optax.adamw(0.1, weight_decay=0.01),

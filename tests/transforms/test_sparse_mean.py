@@ -9,12 +9,12 @@ import pytest
 
 import jaxcomm
 import sparse_oracles
-from jaxcomm import collectives
+from jaxcomm import sparse
 from transforms.both_views import SHAPES, VIEWS, View, gradients, jit_update, place
 
 WORLD = 4
 LARGE = ("head", "kernel")
-ALGORITHMS = list(collectives.SPARSE_BY_NAME)
+ALGORITHMS = list(sparse.BY_NAME)
 
 
 def ids(view: View) -> str:
@@ -99,7 +99,7 @@ def test_without_error_feedback_nothing_is_kept() -> None:
 
 def test_the_report_and_the_distance_to_the_true_top_k() -> None:
     grads = [gradients(WORLD)]
-    exact = jaxcomm.oktopk(slack=9.0, common_slack=9.0, recompute_every=1)
+    exact = jaxcomm.sparse.oktopk(slack=9.0, common_slack=9.0, recompute_every=1)
     tx = jaxcomm.sparse_mean("data", 1.0, exact, measure_xi=True)
     _, (state,), _ = run(VIEWS[0], tx, grads)
     n = sum(int(np.prod(SHAPES[name])) for name in LARGE)
@@ -117,7 +117,7 @@ def test_the_report_and_the_distance_to_the_true_top_k() -> None:
 
 
 def test_a_dense_warmup_first() -> None:
-    tx = jaxcomm.sparse_mean("data", 0.1, warmup_steps=1)
+    tx = jaxcomm.sparse_mean("data", 0.1, dense_steps=1)
     (first, second), _, _ = run(VIEWS[0], tx, [gradients(WORLD)] * 2)
     np.testing.assert_allclose(first["head"], gradients(WORLD)["head"].mean(0), atol=1e-6)
     assert (second["head"] == 0).mean() > 0.5
@@ -132,7 +132,7 @@ def test_a_dense_warmup_first() -> None:
         ({"algorithm": "topk"}, ValueError, "choose one of oktopk, topk_allgather"),
         ({"error_feedback": "first_hop"}, ValueError, "True or False"),
         ({"momentum_correction": 1.0}, ValueError, r"a number in \[0, 1\), got 1.0"),
-        ({"warmup_steps": -1}, ValueError, "at least 0, got -1"),
+        ({"dense_steps": -1}, ValueError, "at least 0, got -1"),
     ],
 )
 def test_bad_arguments_are_refused(options: Any, error: type[Exception], message: str) -> None:

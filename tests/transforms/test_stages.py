@@ -32,7 +32,7 @@ def test_a_stage_begins_at_its_step(view: View) -> None:
     tx = jaxcomm.stages(
         (0, jaxcomm.mean("data")),
         (2, jaxcomm.mean("data", "bfloat16")),
-        (3, jaxcomm.majority_vote("data", tie="positive", zero="abstain")),
+        (3, jaxcomm.majority_vote("data", ties="positive", zeros="abstain")),
     )
     updates, state, update = run(view, tx, 5)
     mean = gradients(WORLD)["kernel"].mean(0)
@@ -62,8 +62,8 @@ def test_a_residual_is_handed_on(view: View) -> None:
 
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
 def test_warmup_is_the_mean_at_first(view: View) -> None:
-    vote = jaxcomm.majority_vote("data", tie="positive", error_feedback=True)
-    tx = optax.chain(jaxcomm.warmup(vote, 2), optax.scale(-1.0))
+    vote = jaxcomm.majority_vote("data", ties="positive", error_feedback=True)
+    tx = optax.chain(jaxcomm.dense_first(vote, 2), optax.scale(-1.0))
     updates, (state, _), update = run(view, tx, 4)
     mean = gradients(WORLD)["kernel"].mean(0)
     for exact in updates[:2]:
@@ -75,12 +75,12 @@ def test_warmup_is_the_mean_at_first(view: View) -> None:
 
 def test_a_warmup_of_no_steps_is_none() -> None:
     inner = jaxcomm.mean("data", "int8")
-    assert jaxcomm.warmup(inner, 0) is inner
+    assert jaxcomm.dense_first(inner, 0) is inner
 
 
 def test_each_stage_sends_its_own_bytes() -> None:
     view, n = VIEWS[0], 4096
-    tx = jaxcomm.warmup(jaxcomm.mean("data", "bfloat16"), 10)
+    tx = jaxcomm.dense_first(jaxcomm.mean("data", "bfloat16"), 10)
     with jax.set_mesh(view.mesh(WORLD)):
         params = jnp.zeros((64, 64))
         state = tx.init(params)
@@ -103,10 +103,10 @@ def test_each_stage_sends_its_own_bytes() -> None:
             (0, jaxcomm.mean("data", "int4", error_feedback=True)),
             (2, jaxcomm.mean("data", "int4", error_feedback=True, exempt=["head"])),
         ),
-        lambda: jaxcomm.warmup(
+        lambda: jaxcomm.dense_first(
             jaxcomm.majority_vote("data"),
             3,
-            dense=optax.chain(jaxcomm.local(optax.trace(0.9), "data"), jaxcomm.mean("data")),
+            dense=optax.chain(jaxcomm.local("data", optax.trace(0.9)), jaxcomm.mean("data")),
         ),
     ],
 )
@@ -124,11 +124,11 @@ def test_a_residual_without_a_place_is_refused(tx: Any) -> None:
             lambda: jaxcomm.stages((0, jaxcomm.mean("data")), (0, jaxcomm.mean("data"))),
             r"ascend from 0, got \[0, 0\]",
         ),
-        (lambda: jaxcomm.warmup(jaxcomm.mean("data"), -1), "at least 0, got -1"),
-        (lambda: jaxcomm.warmup(jaxcomm.mean("data"), 1.5), "at least 0, got 1.5"),
+        (lambda: jaxcomm.dense_first(jaxcomm.mean("data"), -1), "at least 0, got -1"),
+        (lambda: jaxcomm.dense_first(jaxcomm.mean("data"), 1.5), "at least 0, got 1.5"),
         (
-            lambda: jaxcomm.warmup(optax.identity(), 1).init(jnp.zeros((2, 2))),
-            "warmup needs inner transformations that exchange over one axis, found none",
+            lambda: jaxcomm.dense_first(optax.identity(), 1).init(jnp.zeros((2, 2))),
+            "dense_first needs inner transformations that exchange over one axis, found none",
         ),
     ],
 )

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxcomm import _compat
+from jaxcomm import _axes
 from jaxcomm.kernels.select.compaction import compact_band, require_vector
 from jaxcomm.kernels.select.words import PAST_INFINITY, count_from, patterns_of
 
@@ -82,5 +82,5 @@ def _kth(patterns: jax.Array, k: jax.Array) -> jax.Array:
         enough = count_from(patterns, jnp.minimum(lows, PAST_INFINITY)) >= k
         return prefix + (jnp.sum(enough, dtype=jnp.uint32) << shift)
 
-    zero = _compat.as_varying(jnp.uint32(0), _compat.varying_axes(patterns))
+    zero = _axes.as_varying(jnp.uint32(0), _axes.varying_axes(patterns))
     return jax.lax.fori_loop(0, 32 // _DIGIT, step, zero)

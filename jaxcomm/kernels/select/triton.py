@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from jaxcomm import _compat
+from jaxcomm import _axes
 from jaxcomm.kernels.select.compaction import Selected
 from jaxcomm.kernels.select.words import (
     CHUNK,
@@ -237,10 +237,10 @@ def _call(
     interpret: bool,
 ) -> list[jax.Array]:
     """Runs a kernel on flat arrays, also under the checks of `jax.shard_map`."""
-    inputs = _compat.alike_varying(inputs)
+    inputs = _axes.varying_alike(inputs)
     call = pl.pallas_call(
         kernel,
-        out_shape=[_compat.shape_beside(inputs[0], (n,), dtype) for n, dtype in outputs],
+        out_shape=[_axes.shape_varying_like(inputs[0], (n,), dtype) for n, dtype in outputs],
         grid=(programs,),
         compiler_params=plt.CompilerParams(num_warps=1),
         interpret=interpret,

@@ -5,13 +5,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._compat import AxisName
+from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
-from jaxcomm.collectives._sparse import (
+from jaxcomm.collectives.sparse._sparse import (
     SMALLEST,
     Carried,
-    Sparse,
-    SparseMean,
+    SparseAllReduce,
+    SparseResult,
     add_lists,
     take_out,
 )
@@ -19,7 +19,7 @@ from jaxcomm.kernels import bfloat16, select
 
 
 @dataclasses.dataclass(frozen=True)
-class TopkDsa(Sparse):
+class TopkDsa(SparseAllReduce):
     """A sparse reduce-scatter over N equal regions, then an all-gather of what they hold.
 
     A region's owner adds what arrives. Its sums go back as entries, or as the whole region where
@@ -40,8 +40,8 @@ class TopkDsa(Sparse):
 
     def exchange(
         self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
-    ) -> tuple[SparseMean, Carried]:
-        """See `Sparse.exchange`."""
+    ) -> tuple[SparseResult, Carried]:
+        """See `SparseAllReduce.exchange`."""
         world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
         n, k, room = x.size, self.k(x.size), self.room(x.size, world)
         width = region_width(n, world)
@@ -65,7 +65,7 @@ class TopkDsa(Sparse):
         mean = sums[:n] / world
         delivered = jnp.sum(jnp.minimum(found.count, room))
         applied = jnp.sum(mean != 0, dtype=jnp.int32)
-        outcome = SparseMean(mean, errors, jnp.sum(found.count), delivered, applied, applied)
+        outcome = SparseResult(mean, errors, jnp.sum(found.count), delivered, applied, applied)
         local = self.scaled(threshold, outcome.selected, k)
         return outcome, carried._replace(local=local)
 
@@ -95,3 +95,20 @@ class TopkDsa(Sparse):
 def region_width(n: int, world: int) -> int:
     """The length of N equal regions in whole chunks, the last ones shorter or empty."""
     return -(-n // (world * select.CHUNK)) * select.CHUNK
+
+
+def topk_dsa(
+    values: str = "float32",
+    slack: float = 2.0,
+    recompute_every: int = 1,
+    scaling: float = 1.012,
+    tolerance: float | None = 2.0,
+) -> TopkDsa:
+    """TopkDSA: split by region and add there, then gather as is cheapest; see `topk_allgather`."""
+    return TopkDsa(
+        values=values,
+        slack=slack,
+        recompute_every=recompute_every,
+        scaling=scaling,
+        tolerance=tolerance,
+    )

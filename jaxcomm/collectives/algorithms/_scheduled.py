@@ -1,16 +1,30 @@
-"""Carries out a schedule with any reduction: a reduce-scatter, and its mirror image."""
+"""Carries out a schedule with any reduction: a reduce-scatter, and its mirror image.
+
+A schedule says for every round t which devices send to which (`pairs`), which positions of their
+blocks they send (`send`), and at which positions the target merges them (`into`). Device r keeps
+its blocks in an order of its own, `order[r]`, chosen so that these positions are the same on every
+device. So all devices run one program with static slices, and nothing is indexed by the device but
+the two reorderings at the ends.
+
+    reduce-scatter  round 0, 1, ...: encode the blocks at `send`, ppermute, decode, merge at `into`
+    all-gather      the same rounds backwards, with the pairs reversed: what was merged at `into` is
+                    complete now, and goes back to `send` of the device that it came from
+
+A device that no pair names as a target gets zeros from `ppermute`: it must not merge them.
+"""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm._compat import AxisName
-from jaxcomm.collectives._algorithm import Algorithm, hop_number
-from jaxcomm.collectives._reduction import Reduction
-from jaxcomm.collectives.schedule import Schedule
+from jaxcomm._axes import AxisName
+from jaxcomm.collectives.algorithms._algorithm import Algorithm, message_id
+from jaxcomm.collectives.algorithms.schedule import Schedule
+from jaxcomm.collectives.reductions import Reduction
 
 Order = tuple[tuple[int, ...], ...]
 
@@ -28,7 +42,7 @@ class Scheduled(Algorithm):
         return self.schedule(world).blocks
 
     def owned(self, axis_name: AxisName) -> jax.Array:
-        """See `Algorithm.owned`; the block that stands first in this device's order."""
+        """See `Algorithm.owned`: the block that stands first in this device's order."""
         order = self.schedule(jax.lax.axis_size(axis_name)).order
         return jnp.asarray([row[0] for row in order])[jax.lax.axis_index(axis_name)]
 
@@ -38,41 +52,45 @@ class Scheduled(Algorithm):
         return True if all(owners) else jnp.asarray(owners)[jax.lax.axis_index(axis_name)]
 
     def reduce_scatter(
-        self, partial: Any, axis_name: AxisName, reduction: Reduction, each: int
+        self, partial: Any, axis_name: AxisName, reduction: Reduction, devices_per_partial: int
     ) -> tuple[Any, Any]:
         """See `Algorithm.reduce_scatter`."""
         schedule = self.schedule(jax.lax.axis_size(axis_name))
         me = jax.lax.axis_index(axis_name)
         partial = _reorder(partial, schedule.order, me)
-        unsaid = jax.tree.map(jnp.zeros_like, partial) if reduction.keeps_errors else None
+        errors = jax.tree.map(jnp.zeros_like, partial) if reduction.keeps_errors else None
         for number, (step, counts) in enumerate(zip(schedule.rounds, schedule.counts, strict=True)):
-            counts, said = tuple(each * count for count in counts), _take(partial, *step.send)
-            message = reduction.encode(said, counts, hop_number(each, number))
+            sources, targets = zip(*step.pairs, strict=True)
+            counts = tuple(devices_per_partial * count for count in counts)
+            sent = _take(partial, *step.send)
+            message = reduction.encode(sent, counts, message_id(devices_per_partial, number))
             if reduction.keeps_errors:
-                left, before = reduction.unsaid(said, message), _take(unsaid, *step.send)
-                left = _where_among([s for s, _ in step.pairs], left, before, schedule.world, me)
-                unsaid = _put(unsaid, step.send[0], left)
+                # What is sent is passed on for good: this device keeps the error of each message.
+                error, before = reduction.first_hop_error(sent, message), _take(errors, *step.send)
+                error = _where_among(sources, error, before, schedule.world, me)
+                errors = _put(errors, step.send[0], error)
             arrived = _permute(message, axis_name, step.pairs)
             mine = _take(partial, step.into, step.into + step.size)
             merged = reduction.merge(mine, reduction.decode(arrived, counts, mine))
-            merged = _where_among([t for _, t in step.pairs], merged, mine, schedule.world, me)
+            merged = _where_among(targets, merged, mine, schedule.world, me)
             partial = _put(partial, step.into, merged)
-        return _take(partial, 0, 1), _reorder(unsaid, _inverse(schedule.order), me)
+        return _take(partial, 0, 1), _reorder(errors, _inverse(schedule.order), me)
 
-    def all_gather(self, value: Any, axis_name: AxisName) -> Any:
-        """See `Algorithm.all_gather`; what was merged is complete, and goes back where it came."""
+    def all_gather(self, result: Any, axis_name: AxisName) -> Any:
+        """See `Algorithm.all_gather`."""
         schedule = self.schedule(jax.lax.axis_size(axis_name))
         me = jax.lax.axis_index(axis_name)
+        # Position 0 holds this device's own result; the others are filled round by round.
         empty = [(0, schedule.blocks - 1)]
-        values = jax.tree.map(lambda v: jnp.pad(v, empty + [(0, 0)] * (v.ndim - 1)), value)
+        results = jax.tree.map(lambda v: jnp.pad(v, empty + [(0, 0)] * (v.ndim - 1)), result)
         for step in reversed(schedule.rounds):
             back = [(target, source) for source, target in step.pairs]
-            complete = _take(values, step.into, step.into + step.size)
+            complete = _take(results, step.into, step.into + step.size)
             arrived = _permute(complete, axis_name, back)
-            mine = _take(values, *step.send)
+            mine = _take(results, *step.send)
             arrived = _where_among([t for _, t in back], arrived, mine, schedule.world, me)
-            values = _put(values, step.send[0], arrived)
-        return _reorder(values, _inverse(schedule.order), me)
+            results = _put(results, step.send[0], arrived)
+        return _reorder(results, _inverse(schedule.order), me)
 
 
 def _reorder(blocks: Any, order: Order, me: jax.Array) -> Any:
@@ -106,8 +124,8 @@ def _put(blocks: Any, start: int, new: Any) -> Any:
     )
 
 
-def _where_among(devices: list[int], new: Any, old: Any, world: int, me: jax.Array) -> Any:
-    """`new` on these devices, such as those that a message reached, `old` on all others."""
+def _where_among(devices: Sequence[int], new: Any, old: Any, world: int, me: jax.Array) -> Any:
+    """`new` on these devices, such as the targets of a round, and `old` on all others."""
     if len(devices) == world:
         return new
     among = jnp.isin(me, jnp.asarray(devices))

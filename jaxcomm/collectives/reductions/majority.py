@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._compat import AxisName
-from jaxcomm.collectives._reduction import Lifted, Reduction
+from jaxcomm._axes import AxisName
+from jaxcomm.collectives.reductions._reduction import Prepared, Reduction
 from jaxcomm.kernels import bitplanes
 
 TIES = ("random", "zero", "positive", "negative")
@@ -21,37 +21,39 @@ Planes = tuple[jax.Array, ...]
 class Majority(Reduction):
     """Every device votes with the signs of its values; the result is the sign of most votes.
 
-    A partial is a count for each coordinate, kept bit-sliced: plane p holds bit p of the counts
-    of 32 coordinates a word. Partials are added plane by plane and never unpacked; a message of k
-    devices has ceil(log2(k+1)) planes, the way back one, or two where the result can be zero.
+    A partial is a count of positive votes for each coordinate, bit-sliced: plane p holds bit p of
+    the counts, 32 coordinates to a word. Partials are added plane by plane and never unpacked. A
+    message of k devices has ceil(log2(k+1)) planes. The result has one plane, or two where it can
+    be zero.
 
-    With zero="abstain" a partial has a second count, of negative votes, and messages are twice as
+    With zeros="abstain" a partial has a second count, of negative votes, and messages are twice as
     long.
 
     Attributes:
-      tie: what an equal number of votes gives: "random" (a fair coin that all devices share),
+      ties: what an equal number of votes gives: "random" (a fair coin that all devices share),
         "zero", "positive" or "negative".
-      zero: what a value of zero votes: "random" (a fair coin of each device) or "abstain".
+      zeros: what a value of zero votes: "random" (a fair coin of each device) or "abstain".
       key: for the coins; equal on all devices.
     """
 
-    tie: str
-    zero: str
+    ties: str
+    zeros: str
     key: jax.Array
 
     def __post_init__(self) -> None:
-        check_majority(self.tie, self.zero)
+        check_majority(self.ties, self.zeros)
 
-    def lift(self, x: jax.Array, axis_name: AxisName) -> Lifted:
+    def prepare(self, x: jax.Array, axis_name: AxisName) -> Prepared:
         """Packs the signs into one plane of votes, or two; draws the coins for ties."""
         votes, against = bitplanes.pack(x), bitplanes.pack(-x)
         shared, own = jax.random.split(self.key)
-        if self.zero == "abstain":
+        if self.zeros == "abstain":
             vector = (votes, against)
         else:
             own = jax.random.fold_in(own, jax.lax.axis_index(axis_name))
+            # Neither positive nor negative: a zero or NaN. Each device tosses a coin of its own.
             vector = (votes | (~against & _coins(own, votes.size)),)
-        return Lifted(vector, _coins(shared, votes.size) if self.tie == "random" else None)
+        return Prepared(vector, _coins(shared, votes.size) if self.ties == "random" else None)
 
     def start(self, blocks: Planes, world: int) -> tuple[Planes, ...]:
         """Counts of 0 or 1, with as many planes as the count of all devices needs."""
@@ -62,9 +64,11 @@ class Majority(Reduction):
         """The sums of the counts."""
         return tuple(bitplanes.add(x, y, len(x)) for x, y in zip(a, b, strict=True))
 
-    def encode(self, partial: tuple[Planes, ...], counts: tuple[int, ...], hop: int) -> jax.Array:
-        """One row of words for each plane that a block of that many devices needs."""
-        del hop
+    def encode(
+        self, partial: tuple[Planes, ...], counts: tuple[int, ...], message_id: int
+    ) -> jax.Array:
+        """One row of words for each plane that a count of that many devices needs."""
+        del message_id
         rows = []
         for used, start, stop in _runs(counts):
             planes = [plane[start:stop, None] for stack in partial for plane in stack[:used]]
@@ -86,9 +90,9 @@ class Majority(Reduction):
                 parts[s][p].append(run[:, s * used + p] if p < used else empty)
         return tuple(tuple(jnp.concatenate(runs) for runs in stack) for stack in parts)
 
-    def finish(self, partial: tuple[Planes, ...], beside: Any, world: int) -> jax.Array:
+    def finish(self, partial: tuple[Planes, ...], replicated: Any, world: int) -> jax.Array:
         """The plane of signs, and where the result can be zero, the plane of what is not."""
-        if self.zero == "abstain":
+        if self.zeros == "abstain":
             positive, negative = partial
             won = bitplanes.greater(positive, negative)
             tied = ~(won | bitplanes.greater(negative, positive))
@@ -99,39 +103,38 @@ class Majority(Reduction):
             tied = bitplanes.equals(positive, world // 2) if world % 2 == 0 else None
             voted = None
         signs = won
-        if tied is not None and self.tie in ("random", "positive"):
-            signs = won | (tied & beside if self.tie == "random" else tied)
-        if tied is not None and self.tie == "zero":
+        if tied is not None and self.ties in ("random", "positive"):
+            signs = won | (tied & replicated if self.ties == "random" else tied)
+        if tied is not None and self.ties == "zero":
             voted = ~tied
         planes = (signs,) if voted is None else (signs, voted)
         return jnp.concatenate([plane[:, None] for plane in planes], axis=1)
 
-    def read(self, value: jax.Array, n: int) -> Planes:
+    def decode_result(self, result: jax.Array, n: int) -> Planes:
         """The planes apart."""
         del n
-        return tuple(value[:, p] for p in range(value.shape[1]))
+        return tuple(result[:, p] for p in range(result.shape[1]))
 
-    def lower(self, vector: Planes, agreed: None, n: int) -> jax.Array:
-        """Signs as +1 and -1, and 0."""
-        del agreed
+    def restore(self, vector: Planes, shared_scale: None, n: int) -> jax.Array:
+        """+1 and -1, and 0 where nobody won."""
+        del shared_scale
         signs = bitplanes.signs(vector[0], n)
         if len(vector) == 1:
             return signs
         return jnp.where(bitplanes.unpack(vector[1], n), signs, jnp.zeros_like(signs))
 
-    def native(self, lifted: Lifted, axis_name: AxisName) -> Any:
+    def native(self, prepared: Prepared, axis_name: AxisName) -> Any:
         """XLA has no majority vote."""
         raise ValueError(
             "XLA has no majority vote of its own; choose another algorithm than native."
         )
 
 
-def check_majority(tie: str, zero: str) -> None:
+def check_majority(ties: str, zeros: str) -> None:
     """Raises a ValueError for an unknown rule."""
-    if tie not in TIES:
-        raise ValueError(f"unknown tie {tie!r}; choose one of {', '.join(TIES)}.")
-    if zero not in ZEROS:
-        raise ValueError(f"unknown zero {zero!r}; choose one of {', '.join(ZEROS)}.")
+    for name, rule, known in (("ties", ties, TIES), ("zeros", zeros, ZEROS)):
+        if rule not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}, got {rule!r}.")
 
 
 def _coins(key: jax.Array, words: int) -> jax.Array:

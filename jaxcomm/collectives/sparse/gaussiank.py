@@ -5,16 +5,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._compat import AxisName
-from jaxcomm.collectives._sparse import SMALLEST, Carried, Sparse, SparseMean
-from jaxcomm.collectives.topk_allgather import gathered
+from jaxcomm._axes import AxisName
+from jaxcomm.collectives.sparse._sparse import SMALLEST, Carried, SparseAllReduce, SparseResult
+from jaxcomm.collectives.sparse.topk_allgather import gathered
 from jaxcomm.kernels import select
 
 ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Gaussiank(Sparse):
+class Gaussiank(SparseAllReduce):
     """As `topk_allgather`, but no threshold is ever exact, and none is re-used.
 
     If the values were normally distributed, k of n would be above the mean plus z standard
@@ -35,8 +35,8 @@ class Gaussiank(Sparse):
 
     def exchange(
         self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
-    ) -> tuple[SparseMean, Carried]:
-        """See `Sparse.exchange`."""
+    ) -> tuple[SparseResult, Carried]:
+        """See `SparseAllReduce.exchange`."""
         del step
         threshold = gaussian_threshold(x, self.k(x.size))
         return gathered(x, threshold, self.room(x.size), self.values, axis_name), carried
@@ -60,3 +60,9 @@ def gaussian_threshold(x: jax.Array, k: int) -> jax.Array:
         return jnp.maximum(threshold * factor, SMALLEST)
 
     return jax.lax.fori_loop(0, ROUNDS, adjust, threshold)
+
+
+def gaussiank(values: str = "float32", slack: float = 1.5) -> Gaussiank:
+    """Gaussiank: TopkA with the threshold of a normal distribution; see `topk_allgather`."""
+    # No threshold is re-used, so the rules for re-used ones do not matter.
+    return Gaussiank(values=values, slack=slack, recompute_every=1, scaling=1.0, tolerance=None)

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._compat import AxisName
+from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
-from jaxcomm.collectives._sparse import Carried, Sparse, SparseMean, take_out
+from jaxcomm.collectives.sparse._sparse import Carried, SparseAllReduce, SparseResult, take_out
 from jaxcomm.kernels import select
 
 Pairs = tuple[tuple[int, int], ...]
@@ -22,7 +22,7 @@ class _List(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Gtopk(Sparse):
+class Gtopk(SparseAllReduce):
     """A butterfly in which both of a pair keep the k largest of the sum of their lists.
 
     In round j, device r merges with r XOR 2^j; after log2 N rounds all have the list that the
@@ -54,8 +54,8 @@ class Gtopk(Sparse):
 
     def exchange(
         self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
-    ) -> tuple[SparseMean, Carried]:
-        """See `Sparse.exchange`."""
+    ) -> tuple[SparseResult, Carried]:
+        """See `SparseAllReduce.exchange`."""
         world, n, k = jax.lax.axis_size(axis_name), x.size, self.k(x.size)
         threshold = self.local_threshold(x, step, carried.local)
         entries = Entries(self.values, n)
@@ -64,11 +64,11 @@ class Gtopk(Sparse):
         best, alive = _merged_by_all(_sorted(mine), mine.places, n, entries, axis_name)
 
         mean = jnp.zeros_like(x).at[best.places].add(best.values, mode="drop") / world
-        said = alive & (mine.places < n)
-        errors = take_out(x, mine.values, mine.places, said)
+        survived = alive & (mine.places < n)
+        errors = take_out(x, mine.values, mine.places, survived)
         delivered = jnp.minimum(found.count, k)
         applied = jnp.sum(best.places < n, dtype=jnp.int32)
-        outcome = SparseMean(mean, errors, found.count, delivered, applied, applied)
+        outcome = SparseResult(mean, errors, found.count, delivered, applied, applied)
         local = self.scaled(threshold, found.count, k)
         return outcome, carried._replace(local=local)
 
@@ -143,3 +143,14 @@ def _holds(entries: _List, places: jax.Array) -> jax.Array:
     """Whether each place is in the list, which is in the order of its places."""
     at = jnp.searchsorted(entries.places, places)
     return entries.places[jnp.minimum(at, entries.places.size - 1)] == places
+
+
+def gtopk(recompute_every: int = 1, scaling: float = 1.012, tolerance: float | None = 2.0) -> Gtopk:
+    """gTopk: pairs merge their lists and keep the k largest; see `topk_allgather`."""
+    return Gtopk(
+        values="float32",
+        slack=1.0,
+        recompute_every=recompute_every,
+        scaling=scaling,
+        tolerance=tolerance,
+    )

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._compat import AxisName
+from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
-from jaxcomm.collectives._sparse import (
+from jaxcomm.collectives.sparse._sparse import (
     Carried,
-    Sparse,
-    SparseMean,
+    SparseAllReduce,
+    SparseResult,
     add_lists,
     check_interval,
     take,
@@ -34,8 +34,8 @@ class _Gathered(NamedTuple):
     lost: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class OkTopk(Sparse):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OkTopk(SparseAllReduce):
     """An O(k) sparse all-reduce: what every device sends does not grow with their number.
 
     1. Split and reduce: the values above a local threshold go to the owners of N regions, whose
@@ -71,10 +71,8 @@ class OkTopk(Sparse):
     does not run the balanced all-gather.
     """
 
-    slack: float = 2.0
-    recompute_every: int = 32
-    common_slack: float = 1.5
-    rebalance_every: int = 64
+    common_slack: float
+    rebalance_every: int
     name = "oktopk"
 
     def __post_init__(self) -> None:
@@ -85,8 +83,8 @@ class OkTopk(Sparse):
 
     def exchange(
         self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
-    ) -> tuple[SparseMean, Carried]:
-        """See `Sparse.exchange`."""
+    ) -> tuple[SparseResult, Carried]:
+        """See `SparseAllReduce.exchange`."""
         k, world = self.k(x.size), jax.lax.axis_size(axis_name)
         local = self.local_threshold(x, step, carried.local)
         boundaries = jax.lax.cond(
@@ -105,7 +103,7 @@ class OkTopk(Sparse):
         # Line 6 of the algorithm: only what is in the mean leaves the residual.
         errors = take_out(x, sent.values, sent.indices, take(gathered.total, sent.indices) != 0)
         selected = jnp.sum(sent.count)
-        outcome = SparseMean(
+        outcome = SparseResult(
             mean=gathered.total / world,
             errors=errors + gathered.lost,
             selected=selected,
@@ -226,3 +224,37 @@ def _is_narrow(n: int, world: int) -> bool:
 def _region_entries(values: str, n: int, world: int) -> Entries:
     """Entries whose offsets are relative to their region."""
     return Entries(values, min(n, 2**16) if _is_narrow(n, world) else n)
+
+
+def oktopk(
+    values: str = "float32",
+    slack: float = 2.0,
+    recompute_every: int = 32,
+    common_slack: float = 1.5,
+    rebalance_every: int = 64,
+    scaling: float = 1.012,
+    tolerance: float | None = 2.0,
+) -> OkTopk:
+    """Ok-Topk: O(k) bytes for any number of devices.
+
+    Args:
+      values: "float32" or "bfloat16", on the wire.
+      slack: how many times an equal share of k entries a message to a region's owner has room for.
+      recompute_every: steps between exact thresholds, tau' in the paper.
+      common_slack: as `slack`, for the messages that bring the large sums back.
+      rebalance_every: steps between new boundaries of the regions, tau in the paper.
+      scaling: as of `topk_allgather`, of both thresholds.
+      tolerance: likewise; that for the sums is found anew in the next step.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    return OkTopk(
+        values=values,
+        slack=slack,
+        recompute_every=recompute_every,
+        common_slack=common_slack,
+        rebalance_every=rebalance_every,
+        scaling=scaling,
+        tolerance=tolerance,
+    )

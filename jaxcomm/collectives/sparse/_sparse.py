@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm._compat import AxisName
+from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import check_values
 from jaxcomm.kernels import select
 
@@ -41,7 +41,7 @@ class Carried(NamedTuple):
         return cls(x[0], x[1], jnp.minimum(chunks * select.CHUNK, n))
 
 
-class SparseMean(NamedTuple):
+class SparseResult(NamedTuple):
     """What a sparse all-reduce of vectors x of n values makes of them.
 
     Attributes:
@@ -62,8 +62,8 @@ class SparseMean(NamedTuple):
     applied: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class Sparse:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SparseAllReduce:
     """A sparse all-reduce: who sends which of its largest values to whom.
 
     Attributes:
@@ -78,11 +78,11 @@ class Sparse:
     """
 
     density: float = 0.01
-    values: str = "float32"
-    slack: float = 1.25
-    recompute_every: int = 1
-    scaling: float = 1.012
-    tolerance: float | None = 2.0
+    values: str
+    slack: float
+    recompute_every: int
+    scaling: float
+    tolerance: float | None
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class Sparse:
 
     def exchange(
         self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
-    ) -> tuple[SparseMean, Carried]:
+    ) -> tuple[SparseResult, Carried]:
         """Averages the largest values over a mesh axis, in the manual view.
 
         Args:
@@ -168,9 +168,9 @@ def add_lists(total: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Ar
     return jax.lax.scan(add, total, (values, indices))[0]
 
 
-def take_out(x: jax.Array, values: jax.Array, indices: jax.Array, said: jax.Array) -> jax.Array:
-    """x less the values that were said, at their places."""
-    return x.at[indices.reshape(-1)].add(-jnp.where(said, values, 0).reshape(-1), mode="drop")
+def take_out(x: jax.Array, values: jax.Array, indices: jax.Array, taken: jax.Array) -> jax.Array:
+    """x minus the values at these places, where `taken` is true."""
+    return x.at[indices.reshape(-1)].add(-jnp.where(taken, values, 0).reshape(-1), mode="drop")
 
 
 def take(x: jax.Array, indices: jax.Array) -> jax.Array:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxcomm import _compat
-from jaxcomm._compat import AxisName
+from jaxcomm import _axes, _paths
+from jaxcomm._axes import AxisName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,13 +20,13 @@ class ValueAndGrad:
     loss_fn: Callable[..., Any]
     axis_name: AxisName
     has_aux: bool
-    steps: int = 1
+    microbatches: int = 1
 
     def __call__(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
         """The mean loss over devices, and local gradients."""
-        world = _compat.axis_size(self.axis_name)
-        if _compat.is_manual(self.axis_name):
-            if not _compat.checks_on(self.axis_name):
+        world = _axes.axis_size(self.axis_name)
+        if _axes.is_manual(self.axis_name):
+            if not _axes.checks_on(self.axis_name):
                 self._refuse_averaged_loss(params, batch, args)
             return self._on_one_device(params, batch, *args)
         shares = _shares(batch, world, self.axis_name)
@@ -38,24 +38,24 @@ class ValueAndGrad:
             lambda *inputs: _with_device_axis(self._on_one_device(*inputs)),
             in_specs=(replicated, split) + (replicated,) * len(args),
             out_specs=(replicated, split),
-            axis_names=set(_compat.names_of(self.axis_name)),
+            axis_names=set(_axes.names_of(self.axis_name)),
             check_vma=False,
         )(params, batch, *args)
 
     def _on_one_device(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
-        if _compat.checks_on(self.axis_name):
-            axes = frozenset(_compat.names_of(self.axis_name))
-            params = jax.tree.map(lambda p: _compat.as_varying(p, axes), params)
+        if _axes.checks_on(self.axis_name):
+            axes = frozenset(_axes.names_of(self.axis_name))
+            params = jax.tree.map(lambda p: _axes.as_varying(p, axes), params)
         differentiate = jax.value_and_grad(self._checked_loss, has_aux=True)
-        value, grads = accumulate(differentiate, self.steps)(params, batch, *args)
+        value, grads = accumulate(differentiate, self.microbatches)(params, batch, *args)
         loss, aux = _mean_over(value, self.axis_name)
         return ((loss, aux) if self.has_aux else loss), grads
 
     def _checked_loss(self, params: Any, batch: Any, *args: Any) -> tuple[jax.Array, Any]:
         out = self.loss_fn(params, batch, *args)
         loss, aux = out if self.has_aux else (out, ())
-        on = _compat.checks_on(self.axis_name)
-        if on and not _compat.varies(loss, self.axis_name):
+        on = _axes.checks_on(self.axis_name)
+        if on and not _axes.varies(loss, self.axis_name):
             raise ValueError(_averaged(self.axis_name))
         return loss, aux
 
@@ -70,7 +70,7 @@ class ValueAndGrad:
             out = self.loss_fn(params, batch, *args)
             return out[0] if self.has_aux else out
 
-        for name in _compat.names_of(self.axis_name):
+        for name in _axes.names_of(self.axis_name):
             mapped = _over_devices(loss, self.axis_name, unmapped=name)
             try:
                 jax.eval_shape(mapped, params, _stacked(batch, self.axis_name))
@@ -120,38 +120,43 @@ def value_and_grad(
     return ValueAndGrad(loss_fn, axis_name, has_aux)
 
 
-def accumulate(value_and_grad_fn: Callable[..., Any], steps: int) -> Callable[..., Any]:
+def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Callable[..., Any]:
     """Goes through a batch in microbatches, with the memory of one.
 
     Args:
       value_and_grad_fn: what `jaxcomm.value_and_grad` or, inside `jax.shard_map`,
         `jax.value_and_grad` returned.
-      steps: the number of microbatches. Each device's share of the batch must divide by it.
+      microbatches: how many. Each device's share of the batch must divide by it.
 
     Returns:
       A function as `value_and_grad_fn`: loss, aux and gradients are means over the microbatches,
       accumulated in float32.
 
     Raises:
-      ValueError: if steps is not a positive integer; when called, if the batch does not divide.
+      ValueError: if `microbatches` is not a positive integer; when called, if the batch does not
+        divide.
 
     Wire: that of `value_and_grad_fn`, once for all microbatches of `jaxcomm.value_and_grad`.
     """
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"accumulate needs a positive number of steps, got {steps!r}.")
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(
+            f"accumulate needs a positive number of microbatches, got {microbatches!r}."
+        )
     if isinstance(value_and_grad_fn, ValueAndGrad):
-        return dataclasses.replace(value_and_grad_fn, steps=value_and_grad_fn.steps * steps)
-    if steps == 1:
+        return dataclasses.replace(
+            value_and_grad_fn, microbatches=value_and_grad_fn.microbatches * microbatches
+        )
+    if microbatches == 1:
         return value_and_grad_fn
 
     def accumulated(params: Any, batch: Any, *args: Any) -> Any:
         def microbatch(x: jax.Array) -> jax.Array:
-            if x.shape[0] % steps:
+            if x.shape[0] % microbatches:
                 raise ValueError(
-                    f"{x.shape[0]} examples on a device do not divide into {steps} microbatches; "
-                    "change the batch size or the number of microbatches."
+                    f"{x.shape[0]} examples on a device do not divide into {microbatches} "
+                    "microbatches; change the batch size or the number of microbatches."
                 )
-            return x.reshape(steps, x.shape[0] // steps, *x.shape[1:])
+            return x.reshape(microbatches, x.shape[0] // microbatches, *x.shape[1:])
 
         batches = jax.tree.map(microbatch, batch)
         first = jax.tree.map(lambda x: x[0], batches)
@@ -163,7 +168,7 @@ def accumulate(value_and_grad_fn: Callable[..., Any], steps: int) -> Callable[..
             return jax.tree.map(lambda t, o: t + _in_float32(o), total, out), None
 
         total, _ = jax.lax.scan(add, jax.tree.map(_in_float32, start), rest)
-        return jax.tree.map(lambda t, o: (t / steps).astype(_mean_dtype(o)), total, start)
+        return jax.tree.map(lambda t, o: (t / microbatches).astype(_mean_dtype(o)), total, start)
 
     return accumulated
 
@@ -180,8 +185,8 @@ def backward_order(f: ValueAndGrad, params: Any, batch: Any, *args: Any) -> tupl
     Returns:
       Paths such as "layers/0/kernel", for the `bucket_order` of `jaxcomm.mean`.
     """
-    shares = _shares(batch, _compat.axis_size(f.axis_name), f.axis_name)
-    paths = [_compat.path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+    shares = _shares(batch, _axes.axis_size(f.axis_name), f.axis_name)
+    paths = [_paths.path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
 
     def grad(params: Any, batch: Any) -> Any:
         grads = jax.grad(f.loss_fn, has_aux=f.has_aux)(params, batch, *args)
@@ -212,7 +217,7 @@ def _shares(batch: Any, world: int, axis_name: AxisName) -> Any:
     """The shapes of one device's share of a global batch."""
 
     def share(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-        name = _compat.path_name(path) or "the batch"
+        name = _paths.path_name(path) or "the batch"
         if np.ndim(x) == 0:
             raise ValueError(
                 f"{name} is a scalar and cannot be spread over {axis_name!r}; pass what every "
@@ -240,7 +245,7 @@ def _refuse_unplaced(batch: Any, axis_name: AxisName) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if jax.typeof(leaf).sharding.mesh.empty:
             raise ValueError(
-                f"{_compat.path_name(path) or 'the batch'} is an array of process "
+                f"{_paths.path_name(path) or 'the batch'} is an array of process "
                 f"{jax.process_index()} alone, not of all {jax.process_count()}. Join what the "
                 f"processes read with jaxcomm.global_batch(batch, {axis_name!r}), or place rows "
                 "that are the same in all of them with jaxcomm.replicate(batch)."
@@ -260,7 +265,7 @@ def _over_devices(
     Returns:
       `f` of a batch with a leading axis for each mesh axis.
     """
-    for name in reversed(_compat.names_of(axis_name)):
+    for name in reversed(_axes.names_of(axis_name)):
         out_axes = None if name == unmapped else 0
         f = jax.vmap(f, in_axes=(None, 0), out_axes=out_axes, axis_name=name)
     return f
@@ -268,7 +273,7 @@ def _over_devices(
 
 def _stacked(batch: Any, axis_name: AxisName) -> Any:
     """The shapes of the shares of all devices, with a leading axis for each mesh axis."""
-    sizes = [_compat.axis_size(name) for name in _compat.names_of(axis_name)]
+    sizes = [_axes.axis_size(name) for name in _axes.names_of(axis_name)]
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*sizes, *x.shape), x.dtype), batch)
 
 
@@ -280,8 +285,8 @@ def _with_device_axis(out: tuple[Any, Any]) -> tuple[Any, Any]:
 def _mean_over(tree: Any, axis_name: AxisName) -> Any:
     """The mean of every leaf over the axis, in one all-reduce."""
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
-    axes = frozenset(_compat.names_of(axis_name) if _compat.checks_on(axis_name) else ())
-    flat = [_compat.as_varying(x, axes).reshape(-1).astype(jnp.float32) for x in leaves]
+    axes = frozenset(_axes.names_of(axis_name) if _axes.checks_on(axis_name) else ())
+    flat = [_axes.as_varying(x, axes).reshape(-1).astype(jnp.float32) for x in leaves]
     total = jax.lax.pmean(jnp.concatenate(flat), axis_name)
     pieces = jnp.split(total, np.cumsum([x.size for x in flat])[:-1])
     means = [

@@ -4,8 +4,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from jaxcomm.collectives._scheduled import Scheduled
-from jaxcomm.collectives.schedule import Round, Schedule
+from jaxcomm.collectives.algorithms._scheduled import Scheduled
+from jaxcomm.collectives.algorithms.schedule import Round, Schedule
 
 ORDERS = ("near_first", "far_first", "shifted")
 

@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._compat import AxisName
+from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
-from jaxcomm.collectives._sparse import (
+from jaxcomm.collectives.sparse._sparse import (
     Carried,
-    Sparse,
-    SparseMean,
+    SparseAllReduce,
+    SparseResult,
     add_lists,
     take_out,
 )
@@ -18,7 +18,7 @@ from jaxcomm.kernels import select
 
 
 @dataclasses.dataclass(frozen=True)
-class TopkAllGather(Sparse):
+class TopkAllGather(SparseAllReduce):
     """An all-gather of the k largest values of every device, and a local sum.
 
     The mean has up to N k values. What does not fit into a message stays with its device.
@@ -37,8 +37,8 @@ class TopkAllGather(Sparse):
 
     def exchange(
         self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
-    ) -> tuple[SparseMean, Carried]:
-        """See `Sparse.exchange`."""
+    ) -> tuple[SparseResult, Carried]:
+        """See `SparseAllReduce.exchange`."""
         k = self.k(x.size)
         threshold = self.local_threshold(x, step, carried.local)
         outcome = gathered(x, threshold, self.room(x.size), self.values, axis_name)
@@ -48,7 +48,7 @@ class TopkAllGather(Sparse):
 
 def gathered(
     x: jax.Array, threshold: jax.Array, room: int, values: str, axis_name: AxisName
-) -> SparseMean:
+) -> SparseResult:
     """The mean of all devices' values above their thresholds; `room` of each at most."""
     entries = Entries(values, x.size)
     found = select.compact(x, threshold, room)
@@ -62,9 +62,39 @@ def gathered(
     errors = take_out(x, rounded, found.indices, jnp.ones(rounded.shape, bool))
     claimed = jnp.zeros(x.shape, bool).at[places.reshape(-1)].set(True, mode="drop")
     delivered, applied = jnp.minimum(found.count, room), jnp.sum(claimed, dtype=jnp.int32)
-    return SparseMean(mean, errors, found.count, delivered, applied, applied)
+    return SparseResult(mean, errors, found.count, delivered, applied, applied)
 
 
 def _placed(indices: jax.Array, n: int) -> jax.Array:
     """Offsets that the format can hold: n, which names no place, becomes 0."""
     return jnp.where(indices < n, indices, 0)
+
+
+def topk_allgather(
+    values: str = "float32",
+    slack: float = 1.25,
+    recompute_every: int = 1,
+    scaling: float = 1.012,
+    tolerance: float | None = 2.0,
+) -> TopkAllGather:
+    """TopkA: everyone sends its k largest values to everyone.
+
+    Args:
+      values: "float32" or "bfloat16", on the wire.
+      slack: how many times k entries a message has room for, at least 1.
+      recompute_every: steps between exact thresholds; in between, the last one is re-used.
+      scaling: what a re-used threshold is multiplied or divided by after a step in which more than
+        5/4 k or fewer than 2/3 k values were above it.
+      tolerance: a threshold that would let pass more than so many times k values, or fewer than k
+        over it, is found anew; None waits for `recompute_every`.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    return TopkAllGather(
+        values=values,
+        slack=slack,
+        recompute_every=recompute_every,
+        scaling=scaling,
+        tolerance=tolerance,
+    )

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from jaxcomm.collectives._scheduled import Scheduled
-from jaxcomm.collectives.schedule import Round, Schedule, rotations, shift
+from jaxcomm.collectives.algorithms._scheduled import Scheduled
+from jaxcomm.collectives.algorithms.schedule import Round, Schedule, rotations, shift
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxcomm._compat import AxisName
-from jaxcomm.collectives._algorithm import Algorithm
-from jaxcomm.collectives._reduction import Lifted, Reduction
+from jaxcomm._axes import AxisName
+from jaxcomm.collectives.algorithms._algorithm import Algorithm
+from jaxcomm.collectives.reductions import Prepared, Reduction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +21,11 @@ class Native(Algorithm):
     name = "native"
 
     def all_reduce(
-        self, lifted: Lifted, axis_name: AxisName, reduction: Reduction
+        self, prepared: Prepared, axis_name: AxisName, reduction: Reduction
     ) -> tuple[Any, Any]:
-        """See `Algorithm.all_reduce`; what XLA does to the messages nobody knows."""
-        unsaid = jnp.zeros_like(lifted.vector) if reduction.keeps_errors else None
-        return reduction.native(lifted, axis_name), unsaid
+        """See `Algorithm.all_reduce`; the errors are zero, as only float32 may keep them here."""
+        errors = jnp.zeros_like(prepared.vector) if reduction.keeps_errors else None
+        return reduction.native(prepared, axis_name), errors
 
 
 def native() -> Native:

@@ -6,11 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._compat import AxisName
-from jaxcomm.collectives._algorithm import Algorithm, hop_number, put_block, take_block
-from jaxcomm.collectives._reduction import Reduction
-from jaxcomm.collectives._scheduled import Scheduled
-from jaxcomm.collectives.schedule import Round, Schedule, rotations, shift
+from jaxcomm._axes import AxisName
+from jaxcomm.collectives.algorithms._algorithm import (
+    Algorithm,
+    message_id,
+    put_block,
+    take_block,
+)
+from jaxcomm.collectives.algorithms._scheduled import Scheduled
+from jaxcomm.collectives.algorithms.schedule import Round, Schedule, rotations, shift
+from jaxcomm.collectives.reductions import Reduction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,27 +50,28 @@ class Direct(Algorithm):
         return Schedule(world, world, rotations(world), rounds)
 
     def reduce_scatter(
-        self, partial: Any, axis_name: AxisName, reduction: Reduction, each: int
+        self, partial: Any, axis_name: AxisName, reduction: Reduction, devices_per_partial: int
     ) -> tuple[Any, Any]:
         """See `Algorithm.reduce_scatter`."""
         world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-        counts = (each,) * world
-        message = reduction.encode(partial, counts, hop_number(each, 0))
+        counts = (devices_per_partial,) * world
+        message = reduction.encode(partial, counts, message_id(devices_per_partial, 0))
         arrived = jax.tree.map(
             lambda m: jax.lax.all_to_all(m, axis_name, split_axis=0, concat_axis=0, tiled=True),
             message,
         )
         if not reduction.keeps_errors:
-            return reduction.total(arrived, counts, partial), None
+            return reduction.decode_and_merge(arrived, counts, partial), None
+        # The device's own block needs no message, so it is merged whole and leaves no error.
         partials = reduction.decode(arrived, counts, partial)
         partials = put_block(partials, take_block(partial, me), me)
-        unsaid = reduction.unsaid(partial, message)
-        unsaid = put_block(unsaid, jnp.zeros_like(unsaid[:1]), me)
-        return reduction.merged(partials), unsaid
+        errors = reduction.first_hop_error(partial, message)
+        errors = put_block(errors, jnp.zeros_like(errors[:1]), me)
+        return reduction.merge_all(partials), errors
 
-    def all_gather(self, value: Any, axis_name: AxisName) -> Any:
+    def all_gather(self, result: Any, axis_name: AxisName) -> Any:
         """See `Algorithm.all_gather`."""
-        return jax.tree.map(lambda v: jax.lax.all_gather(v, axis_name, tiled=True), value)
+        return jax.tree.map(lambda v: jax.lax.all_gather(v, axis_name, tiled=True), result)
 
 
 @dataclasses.dataclass(frozen=True)

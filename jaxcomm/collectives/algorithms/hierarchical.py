@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm import _compat
-from jaxcomm._compat import AxisName
-from jaxcomm.collectives._algorithm import (
+from jaxcomm import _axes
+from jaxcomm._axes import AxisName
+from jaxcomm.collectives.algorithms._algorithm import (
     Algorithm,
     add_block,
     cut,
@@ -16,7 +16,7 @@ from jaxcomm.collectives._algorithm import (
     length,
     take_block,
 )
-from jaxcomm.collectives._reduction import Lifted, Reduction
+from jaxcomm.collectives.reductions import Prepared, Reduction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,37 +38,43 @@ class Hierarchical(Algorithm):
     name = "hierarchical"
 
     def all_reduce(
-        self, lifted: Lifted, axis_name: AxisName, reduction: Reduction
+        self, prepared: Prepared, axis_name: AxisName, reduction: Reduction
     ) -> tuple[Any, Any]:
-        """See `Algorithm.all_reduce`."""
+        """See `Algorithm.all_reduce`.
+
+        The near reduce-scatter leaves each device a near block; that is cut again into far blocks,
+        which the far reduce-scatter merges over the hosts. The way back is the same in reverse.
+        """
         far, near = _far_and_near(axis_name)
         world = jax.lax.axis_size(axis_name)
         on_near, on_far = jax.lax.axis_size(near), jax.lax.axis_size(far)
         near_blocks, far_blocks = self.near.blocks(on_near), self.far.blocks(on_far)
 
-        blocks = cut(lifted.vector, near_blocks)
+        blocks = cut(prepared.vector, near_blocks)
         n, near_owned, far_owned = length(blocks), self.near.owned(near), self.far.owned(far)
         partial = reduction.start(blocks, world)
-        mine, unsaid = self.near.reduce_scatter(partial, near, reduction, 1)
+        mine, errors = self.near.reduce_scatter(partial, near, reduction, 1)
         mine = _cut_again(mine, far_blocks)
-        mine, unsaid_far = self.far.reduce_scatter(mine, far, reduction, on_near)
-        beside = take_block(cut(lifted.beside, near_blocks), near_owned)
-        beside = take_block(_cut_again(beside, far_blocks), far_owned)
+        mine, far_errors = self.far.reduce_scatter(mine, far, reduction, on_near)
+        replicated = take_block(cut(prepared.replicated, near_blocks), near_owned)
+        replicated = take_block(_cut_again(replicated, far_blocks), far_owned)
 
-        value = reduction.finish(mine, beside, world)
+        result = reduction.finish(mine, replicated, world)
         if reduction.keeps_errors:
-            owed = jnp.where(self.far.is_owner(far), reduction.owed(mine, value, world), 0)
-            block = join(add_block(unsaid_far, owed, far_owned), n)[None]
-            unsaid = add_block(unsaid, jnp.where(self.near.is_owner(near), block, 0), near_owned)
-        value = self.far.all_gather(value, far)
-        value = jax.tree.map(lambda v: v[None], value)
-        value = self.near.all_gather(value, near)
-        value = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), value)
+            # Far errors are of parts of the near block that this device owns: they belong there.
+            error = reduction.second_hop_error(mine, result, world)
+            error = jnp.where(self.far.is_owner(far), error, 0)
+            block = join(add_block(far_errors, error, far_owned), n)[None]
+            errors = add_block(errors, jnp.where(self.near.is_owner(near), block, 0), near_owned)
+        result = self.far.all_gather(result, far)
+        result = jax.tree.map(lambda v: v[None], result)
+        result = self.near.all_gather(result, near)
+        result = jax.tree.map(lambda v: v.reshape(-1, *v.shape[2:]), result)
 
-        small = reduction.read(value, -(-n // far_blocks))
+        small = reduction.decode_result(result, -(-n // far_blocks))
         large = jax.tree.map(lambda b: b.reshape(near_blocks, -1)[:, :n], small)
-        total = length(lifted.vector)
-        return join(large, total), join(unsaid, total)
+        total = length(prepared.vector)
+        return join(large, total), join(errors, total)
 
 
 def _cut_again(block: Any, blocks: int) -> Any:
@@ -77,7 +83,7 @@ def _cut_again(block: Any, blocks: int) -> Any:
 
 
 def _far_and_near(axis_name: AxisName) -> tuple[str, str]:
-    names = _compat.names_of(axis_name)
+    names = _axes.names_of(axis_name)
     if len(names) != 2 or names[0] == names[1]:
         raise ValueError(
             f"hierarchical needs two different mesh axes, (far, near), got {axis_name!r}; name "
@@ -90,8 +96,8 @@ def hierarchical(near: Algorithm, far: Algorithm) -> Hierarchical:
     """Near links first, over the axes (far, near).
 
     Args:
-      near: such as `jaxcomm.direct()`, for devices that differ in the last axis.
-      far: such as `jaxcomm.circulant()`, for those that differ in the first.
+      near: such as `jaxcomm.algorithms.direct()`, for devices that differ in the last axis.
+      far: such as `jaxcomm.algorithms.circulant()`, for those that differ in the first.
 
     Raises:
       TypeError: if these are not algorithms with a reduce-scatter of their own.

@@ -1,0 +1,118 @@
+"""Mesh axes: what types and the current mesh say about them. It imports nothing of jaxcomm."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+AxisName = str | tuple[str, ...]
+
+
+def names_of(axis_name: AxisName) -> tuple[str, ...]:
+    """The mesh axes that an axis name stands for: itself, or the members of a tuple.
+
+    Raises:
+      TypeError: for anything else.
+      ValueError: for a tuple that names an axis twice.
+    """
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple) or not names or not all(isinstance(n, str) for n in names):
+        raise TypeError(
+            f"axis_name must be the name of a mesh axis or a tuple of names, got {axis_name!r}."
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"axis_name names an axis twice: {axis_name!r}; each may appear once.")
+    return names
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes over which `x` is typed as different from device to device.
+
+    Empty where the checks of `jax.shard_map` are off, and outside of it.
+    """
+    return frozenset(jax.typeof(x).mat.varying)
+
+
+def checks_on(axis_name: AxisName) -> bool:
+    """Whether the surrounding `jax.shard_map` tracks what varies over `axis_name`."""
+    return varies(jax.lax.axis_index(axis_name), axis_name)
+
+
+def varies(x: Any, axis_name: AxisName) -> bool:
+    """Whether `x` is typed as different along every axis of `axis_name`."""
+    return varying_axes(x).issuperset(names_of(axis_name))
+
+
+def is_manual(axis_name: AxisName) -> bool:
+    """Whether this code runs device by device along `axis_name`."""
+    return manual_axes().issuperset(names_of(axis_name))
+
+
+def as_varying(x: Any, axes: frozenset[str]) -> Any:
+    """`x`, typed as varying over `axes` too; nothing moves."""
+    missing = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+
+def varying_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, all typed as varying over the axes over which any of them does."""
+    axes = frozenset().union(*map(varying_axes, arrays))
+    return [as_varying(x, axes) for x in arrays]
+
+
+def shape_varying_like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """The type of a result that varies over the same axes as `x`."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).mat)
+
+
+def manual_axes() -> frozenset[str]:
+    """The axes of the current mesh along which this code runs device by device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return frozenset(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Manual
+    )
+
+
+def current_mesh() -> jax.sharding.AbstractMesh:
+    """The mesh that `jax.set_mesh` set.
+
+    Raises:
+      ValueError: if none is set.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            "no mesh is set; call jax.set_mesh(jaxcomm.data_mesh()) first, "
+            "or use `with jax.set_mesh(mesh):`."
+        )
+    return mesh
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """The number of devices along an axis of the current mesh, or along several together.
+
+    Raises:
+      ValueError: if no mesh is set, or it has no such axis.
+    """
+    mesh = current_mesh()
+    for name in names_of(axis_name):
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"axis {name!r} is not in the mesh, whose axes are "
+                f"{', '.join(map(repr, mesh.axis_names))}; name one of these, or set another mesh."
+            )
+    return math.prod(mesh.shape[name] for name in names_of(axis_name))
+
+
+def unchecked(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f` in the same fully manual region with the checks of `jax.shard_map` off.
+
+    A `shard_map` over no further axis moves nothing. Its results are typed as equal on all
+    devices of every axis, so the caller vouches for that, or casts them back with `as_varying`.
+    """
+    spec = PartitionSpec()
+    return jax.shard_map(f, in_specs=spec, out_specs=spec, check_vma=False)

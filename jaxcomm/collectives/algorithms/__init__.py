@@ -1,0 +1,43 @@
+"""Who talks to whom: all-reduce algorithms, each of which carries out any reduction.
+
+A name in `BY_NAME` is what `algorithm=` takes as a string. To add an algorithm, write its file and
+add its row here.
+"""
+
+from collections.abc import Callable
+
+from jaxcomm.collectives.algorithms._algorithm import Algorithm as Algorithm
+from jaxcomm.collectives.algorithms.circulant import circulant
+from jaxcomm.collectives.algorithms.direct import direct
+from jaxcomm.collectives.algorithms.halving_doubling import halving_doubling
+from jaxcomm.collectives.algorithms.hierarchical import hierarchical as hierarchical
+from jaxcomm.collectives.algorithms.native import native
+from jaxcomm.collectives.algorithms.ring import ring
+
+# `hierarchical` has no name: it needs two algorithms.
+BY_NAME: dict[str, Callable[..., Algorithm]] = {
+    "native": native,
+    "direct": direct,
+    "ring": ring,
+    "halving_doubling": halving_doubling,
+    "circulant": circulant,
+}
+
+
+def from_name(algorithm: str | Algorithm) -> Algorithm:
+    """The algorithm with that name and its defaults; an algorithm is returned as it is.
+
+    Raises:
+      ValueError: for an unknown name.
+      TypeError: for anything that is neither a name nor an algorithm.
+    """
+    if isinstance(algorithm, Algorithm):
+        return algorithm
+    if not isinstance(algorithm, str):
+        raise TypeError(
+            f"algorithm must be a name ({', '.join(BY_NAME)}) or an algorithm, got {algorithm!r}; "
+            "a factory must be called: jaxcomm.algorithms.ring()."
+        )
+    if algorithm not in BY_NAME:
+        raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {', '.join(BY_NAME)}.")
+    return BY_NAME[algorithm]()

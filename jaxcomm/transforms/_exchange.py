@@ -1,0 +1,217 @@
+"""The protocol of an exchange: what every method does around the collective that is its own.
+
+A step of a method, for L leaves of gradients on N devices:
+
+1. `local_leaves` checks the gradients: one for each parameter, local, not yet averaged.
+2. `on_every_device` runs the rest device by device, in one region for both views: the global view
+   (plain `jax.jit`; gradients and per-device state have a leading device axis) and the manual view
+   (inside the user's `jax.shard_map`). Nothing but this file knows which of the two it is.
+3. `exchange_buckets` exchanges the large leaves bucket by bucket, each by the method's own
+   collective, in the order in which their gradients appear. Buckets take turns: bucket b + 1 waits
+   for bucket b, so that XLA neither joins them nor starts all of them behind the last gradient.
+4. In the end one float32 all-reduce takes the mean of everything small (exempt leaves, scales),
+   with a flag: how many devices hold a gradient that is not finite.
+5. `updates_of` makes the update NaN on every device if the flag is set anywhere, and `kept_if`
+   leaves residuals as they were before the step. So every device takes the step, or none does.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxcomm import _axes, collectives
+from jaxcomm._axes import AxisName
+from jaxcomm.transforms._buckets import Bucket, joined, split
+from jaxcomm.transforms._layout import Layout, check_gradients, restrict
+from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms.per_device import PerDevice
+
+Arrays = list[jax.Array]
+Own = tuple[Arrays, ...]
+# What one device does: from its gradients, its own state, and what all devices hold alike, to
+# results that are equal on all devices of the axis, and its next state.
+OnDevice = Callable[[Arrays, Own, Any], tuple[Arrays, Own]]
+# How a method exchanges a bucket: from its number and its parts, by leaf, to the result as one
+# float32 vector, equal on all devices, and anything that the method keeps of it.
+OnBucket = Callable[[int, dict[int, jax.Array]], tuple[jax.Array, Any]]
+
+FLAG, TAG = "not finite", "tag of the key"
+
+
+class Exchanged(NamedTuple):
+    """What an exchange ends with, on each device.
+
+    Attributes:
+      buckets: the result of each bucket, float32, equal on all devices.
+      kept: what the method keeps of each bucket.
+      exact: the float32 means of the small arrays, by their keys, equal on all devices.
+      finite: whether everything that had to be finite was, on all devices of the mesh.
+    """
+
+    buckets: Arrays
+    kept: list[Any]
+    exact: dict[Any, jax.Array]
+    finite: jax.Array
+
+
+def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
+    """The leaves of local gradients, checked, and their tree.
+
+    Raises:
+      ValueError: for gradients that are not those of the layout's parameters, or not local; and
+        inside of an optax wrapper that would break the exchange.
+    """
+    refuse_wrappers()
+    grads, treedef = jax.tree.flatten(updates)
+    check_gradients(grads, layout)
+    return grads, treedef
+
+
+def on_every_device(
+    on_device: OnDevice,
+    grads: Arrays,
+    layout: Layout,
+    own: tuple[PerDevice, ...] = (),
+    shared: Any = (),
+    further_results: int = 0,
+) -> tuple[Arrays, tuple[PerDevice, ...]]:
+    """Runs `on_device` on every device, in a region that is manual over all axes of the mesh.
+
+    The region has to be manual over all axes: under an axis that is automatic, flattening a leaf
+    would gather it. The checks of `jax.shard_map` are off in it: `on_device` vouches that its
+    results are equal on all devices of the axis.
+
+    Args:
+      on_device: what one device does; it sees no device axis.
+      grads: the gradients, as they are in the current view.
+      layout: what `init` saw of the parameters.
+      own: state of each device.
+      shared: a pytree of arrays that are equal on all devices.
+      further_results: how many arrays `on_device` returns behind those of the leaves, equal on all
+        devices of the mesh.
+
+    Returns:
+      The results, in the shapes of the parameters in both views, and the next `own`.
+    """
+    specs, own_specs = [leaf.spec for leaf in layout.leaves], [list(part.specs) for part in own]
+    is_manual = _axes.is_manual(layout.axis_name)
+    if is_manual:
+        further = frozenset(_axes.current_mesh().axis_names) - _axes.manual_axes()
+        specs = grad_specs = [restrict(spec, further) for spec in specs]
+        own_specs = [[_behind_device_axis(s, further) for s in part] for part in own_specs]
+    else:
+        grad_specs = [PartitionSpec(layout.axis_name, *spec) for spec in specs]
+
+    def run(grads: Arrays, own: list[Arrays], shared: Any) -> tuple[Arrays, list[Arrays]]:
+        local = grads if is_manual else [g[0] for g in grads]
+        results, kept = on_device(local, tuple([x[0] for x in part] for part in own), shared)
+        return results, [[x[None] for x in part] for part in kept]
+
+    results, kept = jax.shard_map(
+        run,
+        in_specs=(grad_specs, own_specs, PartitionSpec()),
+        out_specs=(specs + [PartitionSpec()] * further_results, own_specs),
+        check_vma=False,
+    )(grads, [list(part.values) for part in own], shared)
+    if is_manual:
+        # Without checks the region's results are typed as equal everywhere: say what varies.
+        names = _axes.names_of(layout.axis_name)
+        leaves = [
+            _axes.as_varying(x, _axes.varying_axes(g).difference(names))
+            for x, g in zip(results[: len(grads)], grads, strict=True)
+        ]
+        results = leaves + results[len(grads) :]
+        kept = [
+            [_axes.as_varying(x, _axes.varying_axes(o)) for x, o in zip(*pair, strict=True)]
+            for pair in zip(kept, [part.values for part in own], strict=True)
+        ]
+    return results, tuple(PerDevice(k, part.specs) for k, part in zip(kept, own, strict=True))
+
+
+def exchange_buckets(
+    parts: Mapping[int, jax.Array],
+    buckets: Sequence[Bucket],
+    on_bucket: OnBucket,
+    small: Mapping[Any, jax.Array],
+    must_be_finite: Arrays,
+    axis_name: AxisName,
+    equal_key: jax.Array | None = None,
+) -> Exchanged:
+    """Exchanges buckets in turn, then everything small and the flag.
+
+    Args:
+      parts: what travels in buckets, by leaf.
+      buckets: which leaves travel together, in order.
+      on_bucket: how the method exchanges a bucket.
+      small: what is averaged exactly, in float32.
+      must_be_finite: the arrays that the flag is about.
+      axis_name: the mesh axis.
+      equal_key: a key that must be equal on all devices; if it is not, `finite` is False.
+
+    Wire: that of `on_bucket` for each bucket; one float32 all-reduce of all small arrays, the flag
+    and, with a key, a tag of it; on a mesh of several axes, one int32 over the other axes.
+    """
+    results, kept = [], []
+    for number, bucket in enumerate(buckets):
+        ready, results = in_turn({i: parts[i] for i in bucket}, results)
+        result, rest = on_bucket(number, ready)
+        results.append(result)
+        kept.append(rest)
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in must_be_finite]))
+    small = {**small, FLAG: 1 - finite.astype(jnp.float32)}
+    if equal_key is not None:
+        # Integers whose sums float32 holds exactly: their mean is one's own only if all are equal.
+        small[TAG] = (jax.random.bits(equal_key) >> 18).astype(jnp.float32)
+    # The flag needs the last gradient. A bucket behind it could not travel while gradients are
+    # computed, so the flag comes last.
+    small, results = in_turn(small, results)
+    reduction, native = collectives.mean_of("float32", "native")
+    exact = split(collectives.all_reduce(joined(small), axis_name, reduction, native), small)
+    finite = exact.pop(FLAG) == 0
+    if equal_key is not None:
+        finite &= jnp.abs(exact.pop(TAG) - small[TAG]) < 0.01
+    further = tuple(sorted(_axes.manual_axes().difference(_axes.names_of(axis_name))))
+    if further:
+        finite = jax.lax.pmin(finite.astype(jnp.int32), further) == 1
+    return Exchanged(results, kept, exact, finite)
+
+
+def in_turn(parts: dict[Any, jax.Array], results: Arrays) -> tuple[dict[Any, jax.Array], Arrays]:
+    """The parts of the next exchange and the results of those before, unchanged, in this order.
+
+    The parts cannot be used before the last result is there. XLA joins collectives that do not
+    wait for each other, up to a size of its own, and on GPUs it starts all of them behind the last
+    gradient. As XLA drops outputs of a barrier that nobody uses, use what this returns for both.
+    """
+    if not results:
+        return parts, results
+    last, *values = jax.lax.optimization_barrier((results[-1], *parts.values()))
+    return dict(zip(parts, values, strict=True)), [*results[:-1], last]
+
+
+def by_leaf(
+    vectors: Sequence[jax.Array], buckets: Sequence[Bucket], grads: Arrays
+) -> dict[int, jax.Array]:
+    """Vectors of buckets as arrays by leaf, in the shapes of the gradients."""
+    pieces = {}
+    for vector, bucket in zip(vectors, buckets, strict=True):
+        pieces |= split(vector, {i: grads[i] for i in bucket})
+    return pieces
+
+
+def updates_of(results: Mapping[int, jax.Array], finite: jax.Array, grads: Arrays) -> Arrays:
+    """The updates, in the dtypes of the gradients; NaN on every device if any was not finite."""
+    return [jnp.where(finite, results[i], jnp.nan).astype(g.dtype) for i, g in enumerate(grads)]
+
+
+def kept_if(finite: jax.Array, new: Sequence[jax.Array], old: Sequence[jax.Array]) -> Arrays:
+    """The next per-device state: as it was if the step is not taken."""
+    return [jnp.where(finite, a, b) for a, b in zip(new, old, strict=True)]
+
+
+def _behind_device_axis(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
+    """A spec for per-device state in the manual view, where its leading axis is local."""
+    return PartitionSpec(None, *restrict(PartitionSpec(*spec[1:]), axes))
