@@ -34,7 +34,8 @@ class MajorityVoteState(NamedTuple):
     Attributes:
       layout: what `init` saw of the parameters.
       step: int32, from which the coins are drawn.
-      residual: with error feedback, what each device has not contributed yet.
+      residual: with error feedback, what of each device's gradients its votes have not expressed;
+        else nothing.
     """
 
     layout: Layout
@@ -60,36 +61,38 @@ def majority_vote(
     With each device's own momentum before the vote it is Signum:
     `optax.chain(jaxcomm.local("data", optax.trace(0.9)), jaxcomm.majority_vote("data"), ...)`.
 
-    Leaves of at most one dimension are averaged exactly in float32 and become the signs of their
-    means, so that one learning rate fits all.
+    Leaves of at most one dimension are averaged exactly in float32 and replaced by the signs of
+    their means, so that one learning rate fits all leaves.
 
-    One bit cannot say zero, so the sign of a zero is a choice: with zeros="random" a parameter
-    without gradient walks at random, with zeros="abstain" it stays exactly where it is.
+    One bit has no code for zero, so the vote of a zero gradient is a choice. With zeros="random" a
+    parameter without gradient does a random walk; with zeros="abstain" it does not move.
 
-    With error feedback, a device votes with the signs of its gradient plus its residual, and
-    keeps what these, scaled by the mean magnitude of the leaf, leave over. The update is the vote
-    times the mean of the devices' scales, so it has the size of a gradient; exempt leaves are
-    then their means. Where a leaf is sharded over a further axis, each shard has its own scale.
+    With error feedback, a device votes with the signs of its gradient plus its residual. Its next
+    residual is that sum minus the signs times the mean magnitude of the leaf. The update is the
+    vote times the mean of the devices' scales, so it has the size of a gradient; the updates of
+    exempt leaves are then their means. Where a leaf is sharded over a further axis, each shard has
+    a scale of its own.
 
-    Where shards of the data differ, votes are biased, with and without error feedback. Put
-    `jaxcomm.control_variates` before them, or take `jaxcomm.mean("data", codec="scaled_sign",
-    error_feedback=True)`, which is not biased, for 2(N-1)/N bits a coordinate.
+    Votes are biased where the devices' data differ, with and without error feedback. In that case
+    put `jaxcomm.control_variates` before the vote, or take `jaxcomm.mean("data",
+    codec="scaled_sign", error_feedback=True)`, which is not biased and sends 2(N-1)/N bits a
+    coordinate.
 
     If any gradient on any device is not finite, every update on every device is NaN and the
-    residuals stay as they are.
+    residuals stay as they were.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
       algorithm: "circulant", "ring", "halving_doubling", "direct" or an algorithm such as
         `jaxcomm.algorithms.direct(aggregator=0)`; None is "circulant".
-      ties: what an equal number of votes gives: "random" (a fair coin that all devices share),
+      ties: the result of an equal number of votes: "random" (a fair coin that all devices share),
         "zero", "positive" or "negative".
-      zeros: what a zero votes: "random" (a fair coin of each device) or "abstain".
-      error_feedback: whether devices keep what their votes do not say.
-      seed: of the coins.
-      exempt: what else is not compressed, as in `jaxcomm.mean`.
-      bucket_mib: MiB of float32 gradients that a bucket holds at most; each takes several hops, so
-        more than in other methods.
+      zeros: the vote of a zero: "random" (a fair coin of each device) or "abstain".
+      error_feedback: whether each device keeps what its votes do not express.
+      seed: the seed of the coins.
+      exempt: which leaves are not compressed, as in `jaxcomm.mean`.
+      bucket_mib: MiB of float32 gradients that a bucket holds at most. A bucket takes several hops,
+        so the default is larger than that of `jaxcomm.mean`.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
 
@@ -100,8 +103,8 @@ def majority_vote(
     Raises:
       ValueError, TypeError: at once for bad arguments; else as `jaxcomm.mean`.
 
-    Wire: a message of k devices has ceil(log2(k+1)) bits a coordinate, the way back one, or two if
-    the result can be zero (ties="zero" at an even number of devices, or zeros="abstain", which also
+    Wire: a message of k devices has ceil(log2(k+1)) bits a coordinate. The result has one bit, or
+    two if it can be zero (ties="zero" at an even number of devices, or zeros="abstain", which also
     doubles the bits of the votes). Bits a coordinate for N = 2^q devices: direct 2(N-1)/N,
     circulant and halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, ring log2 N. Exempt leaves,
     scales and one flag travel in one float32 all-reduce.
@@ -112,9 +115,9 @@ def majority_vote(
       S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
       Schemes", ICML 2019, arXiv:1901.09847.
 
-    Differs from the paper: ties are a fair coin by default, where the paper's winner is fixed; the
-    learning rate is not part of the residual, as it is in EF-signSGD; and several devices' scaled
-    signs are not averaged but voted on, which is what lets them be all-reduced in few bits.
+    Differs from the paper: ties are decided by a fair coin by default; in the paper one sign always
+    wins. The learning rate is no part of the residual, unlike in EF-signSGD. Devices vote on signs
+    instead of averaging scaled signs: only votes can be all-reduced in few bits.
     """
     names_of(axis_name)
     check_majority(ties, zeros)
@@ -182,7 +185,7 @@ def majority_vote(
 def _decided(
     ballots: dict[int, jax.Array], zeros: str, key: jax.Array, axis_name: AxisName
 ) -> dict[int, jax.Array]:
-    """The signs that this device votes with: +1, -1, and for zeros a coin or 0."""
+    """This device's votes: +1 or -1; for a zero a coin, or 0 if zeros abstain."""
     key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
     signs = {}
     for i, x in ballots.items():

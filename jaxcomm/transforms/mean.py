@@ -34,7 +34,7 @@ class MeanState(NamedTuple):
       layout: what `init` saw of the parameters.
       step: int32, from which the keys are made.
       residual: with error feedback, what of each device's gradients is in no update yet; else
-        nothing. Divided by the number of devices, their sum is what the updates still owe.
+        nothing. The mean of the residuals over devices is what the updates still lack.
     """
 
     layout: Layout
@@ -56,24 +56,26 @@ def mean(
 ) -> optax.GradientTransformation:
     """Replaces local gradients by their mean over a mesh axis.
 
-    Put it before the optimizer, and once. What comes after it sees the mean, so clipping there is
-    what everyone is used to:
-    `optax.chain(jaxcomm.mean("data"), optax.clip_by_global_norm(1.0), optax.adam(1e-3))`. What
-    comes before it must be `jaxcomm.local`.
+    Put it into a chain once, before the optimizer. Transformations behind it see the mean, so
+    clipping there works as usual:
+    `optax.chain(jaxcomm.mean("data"), optax.clip_by_global_norm(1.0), optax.adam(1e-3))`. A
+    transformation in front of it must be wrapped in `jaxcomm.local`.
 
     Leaves of at most one dimension (norms, biases) travel together in float32, by XLA's own
-    all-reduce. All others are exchanged in buckets, each in one message per hop.
+    all-reduce. All other leaves are exchanged in buckets; a bucket is one message per hop.
 
-    With error feedback, nothing that rounding takes away is lost: each device keeps what its own
-    messages did not say, on every hop, and adds it to its next gradients. Whoever owns a block
-    keeps so, N times, what the encoded mean did not say. Over all steps, updates and residuals add
-    up to the mean of the gradients. Codecs whose error can exceed the value (`Codec.variance`),
-    such as qsgd with few levels in large blocks, are not for this: their residuals may grow
-    without end, and a UserWarning says so.
+    With error feedback, each device keeps the rounding errors of its own messages, on every hop,
+    and adds them to its next gradients. The owner of a block also keeps N times the rounding error
+    of the encoded mean. Over all steps, the updates and the mean of the residuals add up to the
+    mean of the gradients. Error feedback suits SGD, with or without momentum behind it. In front of
+    Adam a codec of few bits loses accuracy all the same, because Adam is not linear in the gradient
+    (H. Tang et al., 2021): take int4 or more bits there, or `jaxcomm.one_bit_adam`. If a codec's
+    error can exceed the value (`Codec.variance`), residuals may grow without end; a UserWarning
+    says so.
 
-    If any gradient on any device is not finite, every update on every device is NaN, so that
-    `optax.apply_if_finite` around the optimizer skips the step everywhere, and the residuals stay
-    as they are. So it is if devices have different seeds, where they must draw alike.
+    If any gradient on any device is not finite, every update on every device is NaN, and the
+    residuals stay as they were. `optax.apply_if_finite` around the optimizer then skips the step on
+    all devices. The same happens with random_k if devices were given different seeds.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
@@ -82,14 +84,14 @@ def mean(
       algorithm: "native", "direct", "ring", "halving_doubling", "circulant" or an algorithm such
         as `jaxcomm.algorithms.halving_doubling(order="far_first")`; None is "native" for float32
         and "direct" for everything else.
-      error_feedback: whether devices keep what their messages do not say, in one float32 copy of
-        the gradients; "first_hop" keeps nothing of what brings the mean back.
-      second_hop: the format of the mean on its way back, as `codec`; None is the same.
-      exempt: what else travels in float32: patterns of paths such as ["head/*"] for leaves beside
-        those of at most one dimension, or a function of path and shape in place of both rules.
-      seed: of codecs that round or draw at random.
+      error_feedback: whether each device keeps the errors of its messages, in one float32 copy of
+        the gradients; "first_hop" keeps no error of the second hop.
+      second_hop: the codec of the mean in the all-gather; None is `codec`.
+      exempt: which leaves travel in float32. Patterns of paths such as ["head/*"] add to the leaves
+        of at most one dimension; a function of path and shape decides about all leaves.
+      seed: the seed of codecs that round or draw at random.
       bucket_mib: MiB of float32 gradients that a bucket holds at most; a larger leaf has a bucket
-        of its own. Smaller buckets start earlier, larger ones waste less on latency.
+        of its own. Smaller buckets start earlier, larger ones spend less time on latency.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
 
@@ -104,9 +106,9 @@ def mean(
         float or sharded over the axis, or when no mesh is set; by `update` for gradients that
         are not local.
 
-    Wire: for each bucket of n elements, that of `jaxcomm.pmean`; and one float32 all-reduce of
-    all exempt elements and one flag (with random_k also a tag of the key); on a mesh of several
-    axes, one int32 over the others.
+    Wire: for each bucket of n elements, that of `jaxcomm.pmean`. Once a step, one float32
+    all-reduce of all exempt elements and one flag (with random_k also a tag of the key), and on a
+    mesh of several axes one int32 over the other axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -128,8 +130,8 @@ def mean(
       H. Tang et al., "DoubleSqueeze: Parallel Stochastic Gradient Descent with Double-pass
       Error-Compensated Compression", ICML 2019, arXiv:1905.05957 (errors on both hops).
 
-    Differs from the paper: an owner's error is not a second state but joins its residual, in the
-    block that it owns and does not send.
+    Differs from the paper: the owner of a block has no second state for the error of the mean; it
+    adds that error to its residual, in the block that it owns and never sends.
     """
     _axes.names_of(axis_name)
     reduction, chosen = collectives.mean_of(codec, algorithm, second_hop, error_feedback)

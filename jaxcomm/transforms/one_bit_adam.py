@@ -38,9 +38,9 @@ class OneBitAdamState(NamedTuple):
       count: int32, the steps taken; steps that were not finite do not count.
       m: float32 momentum, shaped and sharded as the parameters, equal on all devices.
       v: float32 variance, likewise.
-      worker_error: for each bucket, what each device has not contributed yet.
-      server_error: for each bucket, what each device still owes of the chunk that it owns.
-      frozen_at: int32, the value of `count` at which the warm-up ended; 0 until it has.
+      worker_error: for each bucket, each device's first-hop error.
+      server_error: for each bucket, each device's second-hop error, of the chunk that it owns.
+      frozen_at: int32, the value of `count` at which the dense steps ended; 0 before.
       norms: float32, the last 1/(1-b2) norms of v in a ring, with `variance_stability`; else ().
     """
 

@@ -40,12 +40,12 @@ class SparseReport(NamedTuple):
 
     Attributes:
       k: the number of values to select.
-      selected: how many a device wanted to send, the mean over devices.
-      delivered: how many of these found room in a message.
-      wanted: the places that the update would have values at if it had room.
-      applied: those at which it has.
-      xi: with `measure_xi`, how far the update is from the k largest values of the mean of what the
-        devices hold, over the norm of the mean gradient; else 0.
+      selected: the number of values above a device's threshold, averaged over devices.
+      delivered: the number of selected values that fit into messages, averaged over devices.
+      wanted: the number of sums above the common threshold.
+      applied: the number of values that the update has.
+      xi: with `measure_xi`, the distance between the update and the k largest values of the exact
+        mean (of gradients plus residuals), over the norm of the mean gradient; else 0.
     """
 
     k: jax.Array
@@ -64,7 +64,7 @@ class SparseMeanState(NamedTuple):
       step: int32.
       residual: what of each device's gradients is in no update yet.
       velocity: with momentum correction, each device's momentum.
-      carried: for each bucket, the thresholds and boundaries that are re-used.
+      carried: for each bucket, the thresholds and boundaries for the next step.
       report: of the last step.
     """
 
@@ -91,31 +91,32 @@ def sparse_mean(
 ) -> optax.GradientTransformation:
     """Replaces local gradients by the mean of their largest values over a mesh axis.
 
-    What of a device's gradients is not in an update stays in its residual and is added to its next
-    gradients: over all steps, updates and residuals add up to the mean of the gradients. Leaves of
-    at most one dimension are averaged exactly.
+    A value that is not in the update stays in its device's residual, which is added to the next
+    gradients. Over all steps, the updates and the mean of the residuals add up to the mean of the
+    gradients. Leaves of at most one dimension are averaged exactly.
 
-    With momentum correction, a device's momentum is what is added up and selected, so that what
-    waits keeps its momentum; both are cleared where they were sent. The optimizer then needs no
-    momentum of its own: `optax.chain(jaxcomm.sparse_mean("data", 0.01, momentum_correction=0.9),
+    With momentum correction, each device adds up its momentum instead of its gradients and selects
+    from that sum, so that values that wait keep their momentum. Where a value was sent, its sum and
+    its momentum start from zero. The optimizer then needs no momentum of its own: `optax.chain(jaxcomm.sparse_mean("data", 0.01, momentum_correction=0.9),
     optax.sgd(lr))`.
 
     If any gradient on any device is not finite, every update on every device is NaN and the state
-    stays as it is.
+    stays as it was.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
       density: the share k/n of the values of a bucket that are selected, in (0, 1].
       algorithm: "oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussiank" or one with options,
         such as `jaxcomm.sparse.oktopk(values="bfloat16", recompute_every=128)`.
-      error_feedback: whether what is not sent is kept; without it, it is lost.
+      error_feedback: whether residuals are kept; without them, values that are not sent are lost.
       momentum_correction: the decay of each device's momentum in [0, 1), or None.
-      dense_steps: steps of the float32 mean before the first sparse one.
-      measure_xi: whether the report has the distance to the true top-k: for studies, as it takes
-        float32 means of everything.
-      exempt: what else is not compressed, as in `jaxcomm.mean`.
-      bucket_mib: MiB of float32 gradients that a bucket holds at most; k is of a bucket. More than
-        for dense means: a bucket's messages are small, and each costs time to compile.
+      dense_steps: the number of steps with the float32 mean before the first sparse step.
+      measure_xi: whether the report has the distance to the true top-k. It is meant for studies: it
+        takes float32 means of everything.
+      exempt: which leaves are not compressed, as in `jaxcomm.mean`.
+      bucket_mib: MiB of float32 gradients that a bucket holds at most; k is of a bucket. The
+        default is larger than that of `jaxcomm.mean`, because messages are small and every bucket
+        costs time to compile.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
 
@@ -269,7 +270,7 @@ class _Exchange:
 def _report(k: int, counts: jax.Array) -> jax.Array:
     """The numbers of a `SparseReport`, from the sums over a device's buckets of their counts."""
     counts = jax.lax.pmean(counts, tuple(sorted(_axes.manual_axes())))
-    # A ratio of sums over buckets and shards of the squares, as these are means of both.
+    # Both are means over devices of sums of squares, so their ratio is that of the sums.
     xi = jnp.sqrt(counts[4] / jnp.where(counts[5] > 0, counts[5], 1.0))
     return jnp.stack([jnp.float32(k), *counts[:4], xi])
 
