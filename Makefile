@@ -102,7 +102,7 @@ notebooks: $(VENV)/.installed-test  ## run the notebooks
 .PHONY: clean
 clean:  ## remove the environments, the caches and what runs left behind
 	rm -rf .venv .venv-newest .venv-oldest .venv-gpu .venv-gpu-aot .venv-gpu-aot-oldest workdir build dist *.egg-info
-	rm -rf .pytest_cache .ruff_cache .hypothesis
+	rm -rf .jax_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Installed again whenever pyproject.toml changes; `test` holds all that `train` needs.
