@@ -58,12 +58,13 @@ def local(axis_name: AxisName, inner: optax.GradientTransformation) -> optax.Gra
     """Applies a transformation to each device's own gradients, before they are exchanged.
 
     Local momentum for Signum is `jaxcomm.local("data", optax.trace(0.9))`, clipping on every
-    device `jaxcomm.local("data", optax.clip_by_global_norm(1.0))`. Without it, in the global view
-    a transformation before the exchange would see the gradients of all devices as one.
-
-    In the manual view it sees what the device holds. Where parameters are sharded over a further
-    axis, that is their shards, so there a norm is not that of the whole gradient: clip in the
+    device `jaxcomm.local("data", optax.clip_by_global_norm(1.0))`. Without `local`, a
+    transformation before the exchange takes the gradients of all devices for one gradient, in the
     global view.
+
+    In the manual view `inner` sees what the device holds. Where parameters are sharded over a
+    further axis these are shards, and a norm is not that of the whole gradient: clip in the global
+    view.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.

@@ -37,7 +37,7 @@ class MultiStepsState(NamedTuple):
 def multi_steps(inner: optax.GradientTransformation, every: int) -> optax.GradientTransformation:
     """Averages the gradients of several steps on each device, then exchanges and applies them once.
 
-    `optax.MultiSteps` for local gradients: in the steps between, the updates are zero and
+    It is `optax.MultiSteps` for local gradients: in the steps between, the updates are zero and
     nothing is sent. `jaxcomm.accumulate` does the same for the microbatches of one step.
 
     Args:

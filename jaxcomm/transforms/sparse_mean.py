@@ -97,8 +97,8 @@ def sparse_mean(
 
     With momentum correction, each device adds up its momentum instead of its gradients and selects
     from that sum, so that values that wait keep their momentum. Where a value was sent, its sum and
-    its momentum start from zero. The optimizer then needs no momentum of its own: `optax.chain(jaxcomm.sparse_mean("data", 0.01, momentum_correction=0.9),
-    optax.sgd(lr))`.
+    its momentum start from zero. The optimizer then needs no momentum of its own:
+    `optax.chain(jaxcomm.sparse_mean("data", 0.01, momentum_correction=0.9), optax.sgd(lr))`.
 
     If any gradient on any device is not finite, every update on every device is NaN and the state
     stays as it was.

@@ -38,9 +38,9 @@ class StagesState(NamedTuple):
 def stages(*plan: tuple[int, optax.GradientTransformation]) -> optax.GradientTransformation:
     """Exchanges gradients in one way after another, such as with fewer and fewer levels.
 
-    All stages are branches of one compiled program, chosen by the step: a short list, not one
-    for each step. Neighbouring stages whose states look alike hand theirs on, residual and all:
-    give every `jaxcomm.mean` of a plan the same `error_feedback` and `exempt`.
+    All stages are branches of one compiled program, chosen by the step, so a plan should be short.
+    A stage hands its state, residuals included, to the next one if both states have the same
+    structure: give every `jaxcomm.mean` of a plan the same `error_feedback` and `exempt`.
 
     Args:
       *plan: the first step of each stage, and what it does, in order; the first is step 0.
