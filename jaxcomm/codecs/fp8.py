@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.codecs._blocks import BlockScaled
+from jaxcomm.codecs._block_scaled import BlockScaled
 from jaxcomm.kernels import float8
 
 

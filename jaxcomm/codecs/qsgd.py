@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.codecs._blocks import BlockScaled, norm_and_unit
+from jaxcomm.codecs._block_scaled import BlockScaled, norm_and_unit
 from jaxcomm.codecs._rounding import require_integer
-from jaxcomm.kernels.levels import bytes_for, pack_levels, unpack_levels
+from jaxcomm.kernels.block_quantization.rounding import bytes_for, pack_levels, unpack_levels
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.codecs._blocks import BlockScaled, norm_and_unit
-from jaxcomm.kernels.levels import bytes_for, pack_levels, unpack_levels
+from jaxcomm.codecs._block_scaled import BlockScaled, norm_and_unit
+from jaxcomm.kernels.block_quantization.rounding import bytes_for, pack_levels, unpack_levels
 
 
 @dataclasses.dataclass(frozen=True)

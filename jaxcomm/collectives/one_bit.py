@@ -1,5 +1,7 @@
 """The mean over devices in one bit a value each way, with an error kept at both ends."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,12 @@ def chunk_length(n: int, world: int) -> int:
 
 
 def one_bit_mean(
-    x: jax.Array, worker_error: jax.Array, server_error: jax.Array, axis_name: AxisName
+    x: jax.Array,
+    worker_error: jax.Array,
+    server_error: jax.Array,
+    axis_name: AxisName,
+    *,
+    implementation: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Averages one vector over a mesh axis in signs and scales, in the manual view.
 
@@ -32,6 +39,7 @@ def one_bit_mean(
       worker_error: float32[n], this device's.
       server_error: float32[ceil(n/N)], of the chunk that this device owns.
       axis_name: the mesh axis.
+      implementation: of `sign.encode_with_feedback`; None is "xla".
 
     Returns:
       The mean, float32[n] and bitwise equal on all devices, and the next two errors.
@@ -49,17 +57,20 @@ def one_bit_mean(
     width = chunk_length(n, world)
     counts = jnp.asarray(np.clip(n - width * np.arange(world), 0, width), jnp.int32)
 
-    corrected = x + worker_error
-    message = sign.encode(cut(corrected, world), counts)
-    worker_error = corrected - join(sign.decode(message, width), n)
+    message, worker_error = sign.encode_with_feedback(
+        cut(x, world), cut(worker_error, world), counts, implementation=implementation
+    )
 
     arrived = jax.lax.all_to_all(message, axis_name, split_axis=0, concat_axis=0, tiled=True)
     count = counts[jax.lax.axis_index(axis_name)]
     padding = jnp.arange(width) >= count
     average = jnp.sum(sign.decode(arrived, width), axis=0) / world
-    corrected = jnp.where(padding, 0.0, average + server_error)
-    answer = sign.encode(corrected, count)
-    server_error = jnp.where(padding, 0.0, corrected - sign.decode(answer, width))
+    answer, server_error = sign.encode_with_feedback(
+        jnp.where(padding, 0.0, average),
+        jnp.where(padding, 0.0, server_error),
+        count,
+        implementation=implementation,
+    )
 
     answers = jax.lax.all_gather(answer, axis_name)
-    return join(sign.decode(answers, width), n), worker_error, server_error
+    return join(sign.decode(answers, width), n), join(worker_error, n), server_error

@@ -296,3 +296,42 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_a_factory_that_was_not_called_is_named() -> None:
     with pytest.raises(TypeError, match="must be called"):
         codecs.from_name(codecs.bfloat16)  # pyright: ignore[reportArgumentType]
+
+
+WITH_KERNELS = [case for case in TABLE if case.codec.operations]
+
+
+def test_the_codecs_with_kernels() -> None:
+    assert {case.codec.name for case in WITH_KERNELS} == {"int8", "int4", "cnat"}
+    assert codecs.random_k(0.1, codecs.int8()).operations == codecs.int8().operations
+
+
+@pytest.mark.parametrize("case", WITH_KERNELS, ids=lambda case: case.name)
+def test_the_option_reaches_the_kernels_of_a_codec(case: Case) -> None:
+    codec = case.codec.with_implementation("mosaic")
+    assert codec == case.codec and codec.implementation == "mosaic"
+    x = jnp.zeros(8)
+    payloads = jax.eval_shape(case.codec.encode, x[None], KEY)
+    for call in (lambda: codec.encode(x, KEY), lambda: codec.decode_and_sum(payloads, 8)):
+        with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
+            call()
+    option = {codec.operations[0]: "xla"}
+    one = case.codec.with_implementation(option)
+    assert one.implementation == tuple(option.items()) and hash(one) == hash(case.codec)
+    jax.eval_shape(one.encode, x, KEY)
+
+
+def test_the_option_reaches_the_values_of_random_k() -> None:
+    codec = codecs.random_k(0.5, codecs.int8()).with_implementation("mosaic")
+    assert codec.values.implementation == "mosaic"
+    with pytest.raises(NotImplementedError, match="integers.encode: .* no NVIDIA GPU"):
+        codec.encode(jnp.zeros(8), KEY)
+
+
+def test_a_codec_refuses_options_that_it_has_not() -> None:
+    with pytest.raises(ValueError, match="bfloat16 has only the plain version"):
+        codecs.bfloat16().with_implementation("xla")
+    with pytest.raises(ValueError, match="int8: integers.decode_and_sum has|int8: integers.encode"):
+        codecs.int8().with_implementation("triton")
+    with pytest.raises(ValueError, match='"select.compact", which int4 does not use'):
+        codecs.int4().with_implementation({"select.compact": "triton"})

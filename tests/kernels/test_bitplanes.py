@@ -315,17 +315,3 @@ def test_a_sum_is_not_narrower_than_what_is_added(P: int, Q: int, width: int) ->
 def test_numbers_to_compare_with_are_integers(f: Callable) -> None:
     with pytest.raises(TypeError, match="integer"):
         f((jnp.zeros(2, jnp.uint32),), 1.5)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda name: bitplanes.pack(jnp.zeros(3), implementation=name),
-        lambda name: bitplanes.unpack(jnp.zeros(1, jnp.uint32), 3, implementation=name),
-        lambda name: bitplanes.signs(jnp.zeros(1, jnp.uint32), 3, implementation=name),
-    ],
-)
-def test_a_named_implementation_never_falls_back(call: Callable) -> None:
-    call("xla")
-    with pytest.raises(NotImplementedError, match='use "xla" or None'):
-        call("mosaic")

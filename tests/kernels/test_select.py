@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from implementations import every_implementation, interpreted
 from jaxcomm.kernels import select
-from jaxcomm.kernels.select import words
+from jaxcomm.kernels.select import magnitudes as bands
 
 INFINITY = 0x7F800000
 TINY = np.uint32(1).view(np.float32)
@@ -190,12 +190,12 @@ def test_boundaries_for(n: int, regions: int) -> None:
 
 
 def test_the_two_formulations_count_alike() -> None:
-    lows = jnp.asarray([1, 3, 0x3F000000, INFINITY, words.PAST_INFINITY], jnp.uint32)
+    lows = jnp.asarray([1, 3, 0x3F000000, INFINITY, bands.PAST_INFINITY], jnp.uint32)
     for n in (1, 1023, 1024, 5000):
         for x in samples(n, n):
-            patterns = words.patterns_of(jnp.asarray(x))
-            tiled = jax.jit(words._count_in_tiles)(patterns, lows)
-            np.testing.assert_array_equal(tiled, words._count_one_by_one(patterns, lows))
+            patterns = bands.patterns_of(jnp.asarray(x))
+            tiled = jax.jit(bands._count_in_tiles)(patterns, lows)
+            np.testing.assert_array_equal(tiled, bands._count_one_by_one(patterns, lows))
 
 
 def every_function(x: jax.Array) -> tuple[jax.Array, ...]:
