@@ -57,6 +57,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.exempt = ()  # Patterns of further leaves that travel in float32.
     config.sync.dense_steps = 0  # Steps in float32 before any compression.
     config.sync.bucket_mib = 8.0
+    config.sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
 
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 100

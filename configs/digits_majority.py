@@ -64,6 +64,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.local_momentum = 0.0  # Of each device's gradients: Signum.
     config.sync.correct_every = 0  # Steps between means, in bfloat16, that correct the gradients.
     config.sync.bucket_mib = 16.0
+    config.sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
 
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 100

@@ -58,6 +58,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.exempt = ()  # Patterns of further leaves that travel in float32.
     config.sync.dense_steps = 0  # Steps in float32 before the first sparse one.
     config.sync.bucket_mib = 16.0
+    config.sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
 
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 100

@@ -53,6 +53,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.dense_steps = 100  # With the float32 mean; then the variance is frozen.
     config.sync.variance_stability = config_dict.placeholder(float)  # Ends the warm-up instead.
     config.sync.bucket_mib = 8.0
+    config.sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
 
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 100

@@ -58,12 +58,13 @@ def check(option: Option, operations: Sequence[str], method: str) -> str | Pairs
     Raises:
       TypeError: if the option is neither None, a string nor a mapping of strings.
       ValueError: for an unknown implementation or operation, for an operation that the method does
-        not use, and for an implementation that one of its operations does not have.
+        not use, and for an implementation that one of its operations does not have. "xla" and
+        "measure" are right for every method.
     """
     option = _pairs(option)
     if option is None:
         return None
-    if not operations:
+    if not operations and option not in (PLAIN, MEASURE):
         raise ValueError(f"{method} has only the plain version; leave out implementation=.")
     named = ((each, option) for each in operations) if isinstance(option, str) else option
     for operation, name in named:

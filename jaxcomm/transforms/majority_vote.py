@@ -12,6 +12,7 @@ from jaxcomm import collectives
 from jaxcomm._axes import AxisName, names_of
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.reductions import Majority, check_majority
+from jaxcomm.kernels import _implementations
 from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, split_off_exempt
 from jaxcomm.transforms._exchange import (
     Arrays,
@@ -54,6 +55,7 @@ def majority_vote(
     exempt: Exempt = (),
     bucket_mib: float = 16.0,
     bucket_order: Sequence[str] | None = None,
+    implementation: _implementations.Option = None,
 ) -> optax.GradientTransformation:
     """Replaces local gradients by the signs on which most devices agree.
 
@@ -95,6 +97,7 @@ def majority_vote(
         so the default is larger than that of `jaxcomm.mean`.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+      implementation: which version of a kernel runs where there are several, as in `jaxcomm.mean`.
 
     Returns:
       A transformation used as `jaxcomm.mean` is. Its updates are +1, -1 or 0, or with error
@@ -125,6 +128,7 @@ def majority_vote(
     if chosen.name == "native":
         raise ValueError("XLA has no majority vote of its own; choose another algorithm.")
     limit = bytes_of(bucket_mib)
+    option = _implementations.check(implementation, Majority.operations, "majority_vote")
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -146,7 +150,7 @@ def majority_vote(
             scales = {("scale", i): jnp.mean(jnp.abs(x)) for i, x in ballots.items()}
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, None]:
-            reduction = Majority(ties, zeros, jax.random.fold_in(key, number + 1))
+            reduction = Majority(ties, zeros, jax.random.fold_in(key, number + 1), option)
             return collectives.all_reduce(joined(parts), axis_name, reduction, chosen), None
 
         done = exchange_buckets(

@@ -13,7 +13,9 @@ from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, collectives
 from jaxcomm._axes import AxisName
+from jaxcomm.codecs import sign
 from jaxcomm.collectives.one_bit import chunk_length, one_bit_mean
+from jaxcomm.kernels import _implementations
 from jaxcomm.transforms._buckets import Bucket, buckets_of, bytes_of, joined, split_off_exempt
 from jaxcomm.transforms._exchange import (
     Arrays,
@@ -67,6 +69,7 @@ def one_bit_adam(
     exempt: Exempt = (),
     bucket_mib: float = 8.0,
     bucket_order: Sequence[str] | None = None,
+    implementation: _implementations.Option = None,
 ) -> optax.GradientTransformation:
     """Adam on the mean of local gradients; after some dense steps its momentum travels in one bit.
 
@@ -103,6 +106,7 @@ def one_bit_adam(
       bucket_mib: MiB of float32 gradients that a bucket holds at most.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+      implementation: which version of a kernel runs where there are several, as in `jaxcomm.mean`.
 
     Returns:
       A transformation whose `update` takes local gradients (from `jaxcomm.value_and_grad`) in
@@ -145,6 +149,7 @@ def one_bit_adam(
     _axes.names_of(axis_name)
     adam = _Adam(learning_rate, b1, b2, eps, weight_decay, dense_steps, variance_stability)
     limit = bytes_of(bucket_mib)
+    option = _implementations.check(implementation, sign.OPERATIONS, "one_bit_adam")
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -171,7 +176,7 @@ def one_bit_adam(
 
         grads32 = [g.astype(jnp.float32) for g in grads]
         sent = [jnp.where(in_one_bit[i], adam.m(old_m[i], grads32[i]), grads32[i]) for i in leaves]
-        means, finite, worker, server = _exchange(sent, frozen, state, buckets)
+        means, finite, worker, server = _exchange(sent, frozen, state, buckets, option)
         m = [jnp.where(in_one_bit[i], means[i], adam.m(old_m[i], means[i])) for i in leaves]
         v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], means[i])) for i in leaves]
         steps = adam.steps(m, v, state, params)
@@ -266,7 +271,11 @@ class _Adam:
 
 
 def _exchange(
-    sent: Arrays, compressed: jax.Array, state: OneBitAdamState, buckets: tuple[Bucket, ...]
+    sent: Arrays,
+    compressed: jax.Array,
+    state: OneBitAdamState,
+    buckets: tuple[Bucket, ...],
+    implementation: _implementations.Option,
 ) -> tuple[Arrays, jax.Array, PerDevice, PerDevice]:
     """The means of what was sent, whether all of it is finite, and the next errors."""
     layout = state.layout
@@ -281,7 +290,8 @@ def _exchange(
             # The 1-bit exchange runs during the dense steps too and its result is discarded: XLA
             # does not overlap collectives inside a conditional.
             vector = joined(parts)
-            mean, *errors = one_bit_mean(vector, own[0][number], own[1][number], axis_name)
+            errors = own[0][number], own[1][number]
+            mean, *errors = one_bit_mean(vector, *errors, axis_name, implementation=implementation)
             return mean, (vector, *errors)
 
         done = exchange_buckets(

@@ -330,7 +330,7 @@ def test_the_option_reaches_the_values_of_random_k() -> None:
 
 def test_a_codec_refuses_options_that_it_has_not() -> None:
     with pytest.raises(ValueError, match="bfloat16 has only the plain version"):
-        codecs.bfloat16().with_implementation("xla")
+        codecs.bfloat16().with_implementation("mosaic")
     with pytest.raises(ValueError, match="int8: integers.decode_and_sum has|int8: integers.encode"):
         codecs.int8().with_implementation("triton")
     with pytest.raises(ValueError, match='"select.compact", which int4 does not use'):

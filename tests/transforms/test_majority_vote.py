@@ -53,7 +53,6 @@ def majority(x: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def voted(view: View, algorithm: Any = "circulant", seed: int = 7) -> list[Any]:
-    """Two steps on equal ballots."""
     tx = jaxcomm.majority_vote("data", algorithm, seed=seed)
     return [updates for updates, _ in run(view, tx, [ballots(4)] * 2)]
 

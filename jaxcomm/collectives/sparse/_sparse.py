@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import check_values
-from jaxcomm.kernels import select
+from jaxcomm.kernels import _implementations, select
 
 # The least magnitude that counts as a value: XLA may treat smaller ones as zeros.
 SMALLEST = float(np.finfo(np.float32).tiny)
@@ -75,6 +75,8 @@ class SparseAllReduce:
         5/4 k or fewer than 2/3 k values were above it.
       tolerance: a threshold that would let pass more than so many times k values, or fewer than k
         over it, is found anew; None waits for `recompute_every`.
+      implementation: how kernels select, see `kernels._implementations`.
+      operations: the kernels' operations that have more than one implementation.
     """
 
     density: float = 0.01
@@ -83,7 +85,9 @@ class SparseAllReduce:
     recompute_every: int
     scaling: float
     tolerance: float | None
+    implementation: _implementations.Option = None
     name: ClassVar[str]
+    operations: ClassVar[tuple[str, ...]] = ("select.compact", "select.count_at_least")
 
     def __post_init__(self) -> None:
         check_values(self.values)
@@ -112,8 +116,24 @@ class SparseAllReduce:
         k = self.k(x.size)
         due = step % self.recompute_every == 0
         if self.tolerance is not None:
-            due |= self.is_off(select.count_at_least(x, last), k)
+            due |= self.is_off(self.count_at_least(x, last), k)
         return jax.lax.cond(due, lambda: select.threshold_for(x, k), lambda: last)
+
+    def count_at_least(self, x: jax.Array, threshold: jax.Array) -> jax.Array:
+        """`select.count_at_least` in the chosen implementation."""
+        return select.count_at_least(x, threshold, implementation=self.implementation)
+
+    def compact(self, x: jax.Array, threshold: jax.Array, capacity: int) -> select.Selected:
+        """`select.compact` in the chosen implementation."""
+        return select.compact(x, threshold, capacity, implementation=self.implementation)
+
+    def compact_regions(
+        self, x: jax.Array, threshold: jax.Array, boundaries: jax.Array, capacity: int
+    ) -> select.Selected:
+        """`select.compact_regions` in the chosen implementation."""
+        return select.compact_regions(
+            x, threshold, boundaries, capacity, implementation=self.implementation
+        )
 
     def is_off(self, count: jax.Array, k: int) -> jax.Array:
         """Whether a threshold with `count` values above it is beyond the tolerance."""

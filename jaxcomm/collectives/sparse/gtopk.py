@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives.sparse._sparse import Carried, SparseAllReduce, SparseResult, take_out
-from jaxcomm.kernels import select
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -59,7 +58,7 @@ class Gtopk(SparseAllReduce):
         world, n, k = jax.lax.axis_size(axis_name), x.size, self.k(x.size)
         threshold = self.local_threshold(x, step, carried.local)
         entries = Entries(self.values, n)
-        found = select.compact(x, threshold, k)
+        found = self.compact(x, threshold, k)
         mine = _List(entries.rounded(found.values), found.indices)
         best, alive = _merged_by_all(_sorted(mine), mine.places, n, entries, axis_name)
 

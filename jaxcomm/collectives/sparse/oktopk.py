@@ -74,6 +74,7 @@ class OkTopk(SparseAllReduce):
     common_slack: float
     rebalance_every: int
     name = "oktopk"
+    operations = ("select.compact", "select.compact_regions", "select.count_at_least")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,7 +142,7 @@ class OkTopk(SparseAllReduce):
         """
         n, world = x.size, jax.lax.axis_size(axis_name)
         entries, me = _region_entries(self.values, n, world), jax.lax.axis_index(axis_name)
-        found = select.compact_regions(x, threshold, boundaries, self.room(n, world))
+        found = self.compact_regions(x, threshold, boundaries, self.room(n, world))
         offsets = jnp.where(found.indices < n, found.indices - boundaries[:-1, None], 0)
         payload = entries.encode(found.values, offsets)
         arrived = jax.lax.all_to_all(payload, axis_name, 0, 0, tiled=True)
@@ -153,7 +154,7 @@ class OkTopk(SparseAllReduce):
     def _common_threshold(self, sums: jax.Array, k: int, axis_name: AxisName) -> jax.Array:
         """The k-th largest of all sums, of which each device shows its c largest."""
         room = self._common_room(sums.size, jax.lax.axis_size(axis_name))
-        largest = select.compact(sums, select.threshold_for(sums, room), room).values
+        largest = self.compact(sums, select.threshold_for(sums, room), room).values
         everyones = jax.lax.all_gather(largest, axis_name, tiled=True)
         return select.threshold_for(everyones, min(k, everyones.size))
 
@@ -163,7 +164,7 @@ class OkTopk(SparseAllReduce):
         """Sends the large sums to everyone, from their owners if they have room for all."""
         world, me, n = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name), sums.size
         room = self._common_room(n, world)
-        found = select.compact(sums, threshold, min(n, world * room))
+        found = self.compact(sums, threshold, min(n, world * room))
         counts = jax.lax.all_gather(found.count, axis_name)
         ends = jnp.cumsum(counts)
         # Its number among all large sums; beyond the room of all messages there is none.

@@ -14,7 +14,6 @@ from jaxcomm.collectives.sparse._sparse import (
     add_lists,
     take_out,
 )
-from jaxcomm.kernels import select
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,17 +40,17 @@ class TopkAllGather(SparseAllReduce):
         """See `SparseAllReduce.exchange`."""
         k = self.k(x.size)
         threshold = self.local_threshold(x, step, carried.local)
-        outcome = gathered(x, threshold, self.room(x.size), self.values, axis_name)
+        outcome = gathered(self, x, threshold, axis_name)
         local = self.scaled(threshold, outcome.selected, k)
         return outcome, carried._replace(local=local)
 
 
 def gathered(
-    x: jax.Array, threshold: jax.Array, room: int, values: str, axis_name: AxisName
+    algorithm: SparseAllReduce, x: jax.Array, threshold: jax.Array, axis_name: AxisName
 ) -> SparseResult:
-    """The mean of all devices' values above their thresholds; `room` of each at most."""
-    entries = Entries(values, x.size)
-    found = select.compact(x, threshold, room)
+    """The mean of all devices' values above their thresholds, as many as messages have room for."""
+    entries, room = Entries(algorithm.values, x.size), algorithm.room(x.size)
+    found = algorithm.compact(x, threshold, room)
     rounded = entries.rounded(found.values)
     payload = entries.encode(found.values, _placed(found.indices, x.size))
     arrived, places = entries.decode(jax.lax.all_gather(payload, axis_name))
