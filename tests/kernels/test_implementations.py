@@ -88,8 +88,13 @@ def test_check_says_what_is_wrong(option: Any, error: type, message: str) -> Non
         check(option, SELECTION, "oktopk")
 
 
-@pytest.mark.parametrize("option", ["xla", "measure", {"sign_feedback": "xla"}])
-def test_a_method_without_kernels_takes_no_option(option: Any) -> None:
+@pytest.mark.parametrize("option", [None, "xla", "measure"])
+def test_what_every_method_has_is_always_right(option: Any) -> None:
+    assert check(option, (), "bfloat16") == option
+
+
+@pytest.mark.parametrize("option", ["mosaic", {"sign_feedback": "xla"}])
+def test_a_method_without_kernels_takes_no_other_option(option: Any) -> None:
     with pytest.raises(ValueError, match="bfloat16 has only the plain version; leave out"):
         check(option, (), "bfloat16")
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,27 @@ import pytest
 from jaxcomm.kernels import _implementations, _measure
 from processes import run_processes
 
-Calls = list[str]
+
+class Calls(list[str]):
+    """The implementations that the device ran, in order, and a clock that only they move."""
+
+    seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
-    """The implementations that the device ran, in order; an empty cache; and operations."""
+    """No calls yet; an empty cache; and operations."""
+    calls = Calls()
+    monkeypatch.setattr(_measure, "time", calls)
     monkeypatch.setenv("JAXCOMM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(_measure, "_chosen", {})
     for name in ("slow", "fast", "wrong", "broken", "absent"):
         names = ("xla", name) if name != "fast" else ("xla", "wrong", "fast")
         monkeypatch.setitem(_implementations.OPERATIONS, f"test.{name}", names)
-    return []
+    return calls
 
 
 def operation(calls: Calls, name: str) -> Callable[..., jax.Array]:
@@ -34,7 +42,7 @@ def operation(calls: Calls, name: str) -> Callable[..., jax.Array]:
 
     def wait(seconds: float, which: str, x: np.ndarray) -> np.ndarray:
         calls.append(which)
-        time.sleep(seconds)
+        calls.seconds += seconds
         return x
 
     def run(which: str, x: jax.Array) -> jax.Array:
@@ -196,7 +204,7 @@ def test_all_processes_take_the_choice_of_the_first(tmp_path: Path) -> None:
 
         def run(name, x):
             def wait(x):
-                time.sleep(0.01 if (name == "xla") == (rank == 0) else 0)
+                time.sleep(0.05 if (name == "xla") == (rank == 0) else 0)
                 return x
             return jax.pure_callback(wait, x, x)
 
