@@ -20,7 +20,7 @@ def get_config() -> config_dict.ConfigDict:
     config.microbatches = 1  # Parts of a device's share that are computed one after another.
     config.label_smoothing = 0.1
     config.eval_every = 100
-    config.measure_steps = 40  # With and without the exchange, after training.
+    config.measure_steps = 40  # Timed with and without the exchange, after training.
 
     config.data = config_dict.ConfigDict()
     config.data.name = "digits"
