@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxcomm.kernels._implementations import OPERATIONS
 from processes import run_processes
 from test_readme import BLOCK, program
 
@@ -93,6 +94,14 @@ def test_the_programs_of_a_page_run(page: Path) -> None:
     assert reasons == []
     assert jax.device_count() == 8
     exec(compile(source, str(page), "exec"), {})
+
+
+def test_the_page_on_kernels_names_all_of_them() -> None:
+    rows = re.findall(
+        r"^\| (`.*`) \| .* \| (Mosaic|Triton) \|$", (ROOT / "docs/kernels.md").read_text(), re.M
+    )
+    named = {name: ("xla", kernel.lower()) for names, kernel in rows for name in names.split(", ")}
+    assert {name.strip("`"): kernels for name, kernels in named.items()} == OPERATIONS
 
 
 BYTES = """
