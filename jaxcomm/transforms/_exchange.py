@@ -5,7 +5,7 @@ A step of a method, for L leaves of gradients on N devices:
 1. `local_leaves` checks the gradients: one for each parameter, local, not yet averaged.
 2. `on_every_device` runs the rest device by device, in one region for both views: the global view
    (plain `jax.jit`; gradients and per-device state have a leading device axis) and the manual view
-   (inside the user's `jax.shard_map`). Nothing but this file knows which of the two it is.
+   (inside the user's `jax.shard_map`). A method's exchange need not know which of them it is.
 3. `exchange_buckets` exchanges the large leaves bucket by bucket, each by the method's own
    collective, in the order in which their gradients appear. Buckets take turns: bucket b + 1 waits
    for bucket b, so that XLA neither joins them nor starts all of them behind the last gradient.

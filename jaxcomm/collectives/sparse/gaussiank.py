@@ -14,11 +14,11 @@ ROUNDS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Gaussiank(SparseAllReduce):
-    """As `topk_allgather`, but no threshold is ever exact, and none is re-used.
+    """TopkA with a threshold that is estimated in every step, and never exact.
 
-    If the values were normally distributed, k of n would be above the mean plus z standard
-    deviations; then the threshold is halved or raised by half, up to four times, until between
-    2k/3 and 4k/3 values are above it. Each try is one count.
+    The first guess holds for normally distributed values: k of n are above the mean plus z standard
+    deviations. Then the threshold is halved or raised by half, up to four times, until between 2k/3
+    and 4k/3 values are above it. Each try is one count.
 
     Wire: that of `topk_allgather`.
 

@@ -20,7 +20,7 @@ from jaxcomm.collectives.sparse._sparse import (
 class TopkAllGather(SparseAllReduce):
     """An all-gather of the k largest values of every device, and a local sum.
 
-    The mean has up to N k values. What does not fit into a message stays with its device.
+    The mean has up to N k values. A value that has no room in a message stays with its device.
 
     Wire: (N-1) * ceil(slack k) entries of 8 bytes (6 or 4 in bfloat16, or where n <= 2^16), in one
     all-gather: linear in N.
@@ -84,8 +84,8 @@ def topk_allgather(
       recompute_every: steps between exact thresholds; in between, the last one is re-used.
       scaling: what a re-used threshold is multiplied or divided by after a step in which more than
         5/4 k or fewer than 2/3 k values were above it.
-      tolerance: a threshold that would let pass more than so many times k values, or fewer than k
-        over it, is found anew; None waits for `recompute_every`.
+      tolerance: a re-used threshold is computed anew if the number of values above it is more than
+        `tolerance` times k, or less than k over `tolerance`; None waits for `recompute_every`.
 
     Raises:
       ValueError: for anything else.

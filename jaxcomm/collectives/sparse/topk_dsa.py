@@ -22,9 +22,9 @@ from jaxcomm.kernels import bfloat16, select
 class TopkDsa(SparseAllReduce):
     """A sparse reduce-scatter over N equal regions, then an all-gather of what they hold.
 
-    A region's owner adds what arrives. Its sums go back as entries, or as the whole region where
-    that is fewer bytes. Room is for what `slack` times an equal share of the selected takes; what
-    does not fit stays with its device.
+    The owner of a region adds the entries that arrive. Its sums go back as entries, or as the whole
+    region if that is fewer bytes. A message has room for `slack` times an equal share of k entries;
+    an entry without room stays with its device.
 
     Wire: (N-1) * c entries to the owners, c = ceil(slack k / N); then (N-1) * min(N c entries, the
     ceil(n/N) values of a region) back: 2 collective operations.
