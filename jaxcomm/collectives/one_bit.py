@@ -27,9 +27,9 @@ def one_bit_mean(
     """Averages one vector over a mesh axis in signs and scales, in the manual view.
 
     Every device adds its worker error to its vector, cuts the sum into N chunks and sends the
-    signs and the scale of chunk j to device j, its owner. The owner averages the N decoded messages,
-    adds its server error, and sends the signs and the scale of that to all devices. On both hops
-    the next error is what encoding lost: sent + next error = vector + previous error.
+    signs and the scale of chunk j to device j, its owner. The owner averages the N decoded
+    messages, adds its server error, and sends the signs and the scale of that to all devices. On
+    both hops the next error is what encoding lost: sent + next error = vector + previous error.
 
     Padding, at the end of the last chunks, changes no scale and leaves no error.
 

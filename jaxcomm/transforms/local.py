@@ -1,6 +1,7 @@
 """Any optax transformation, on every device's own gradients."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +63,9 @@ def local(axis_name: AxisName, inner: optax.GradientTransformation) -> optax.Gra
     transformation before the exchange takes the gradients of all devices for one gradient, in the
     global view.
 
+    If `inner` returns anything that is not finite on any device, the state of every device stays as
+    it was, so that a NaN costs one step and does not stay in a momentum.
+
     In the manual view `inner` sees what the device holds. Where parameters are sharded over a
     further axis these are shards, and a norm is not that of the whole gradient: clip in the global
     view.
@@ -74,7 +78,7 @@ def local(axis_name: AxisName, inner: optax.GradientTransformation) -> optax.Gra
       A transformation for the place before `jaxcomm.mean` or `jaxcomm.majority_vote`. Every device
       has a state of its own.
 
-    Wire: nothing.
+    Wire: one int32 or bool, for the flag.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm, optax
@@ -118,9 +122,26 @@ def local(axis_name: AxisName, inner: optax.GradientTransformation) -> optax.Gra
             leaves = [x[None] for x in leaves]
         else:
             updates, leaves = jax.vmap(one, spmd_axis_name=axis_name)(updates, state.inner.values)
+        finite = _all_finite(updates)
+        leaves = [
+            jnp.where(finite, new, old) for new, old in zip(leaves, state.inner.values, strict=True)
+        ]
         return updates, state._replace(inner=PerDevice(leaves, state.inner.specs))
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _all_finite(updates: Any) -> jax.Array:
+    """Whether all updates of all devices are finite, equal on all devices of the mesh."""
+    finite = functools.reduce(
+        jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)), jnp.bool_(1)
+    )
+    axes = _axes.manual_axes()
+    if not axes:
+        return finite
+    varying = axes if any(map(_axes.checks_on, axes)) else frozenset()
+    flag = _axes.as_varying(finite.astype(jnp.int32), varying)
+    return jax.lax.pmin(flag, tuple(sorted(axes))) == 1
 
 
 def _specs_of(state: Any, layout: Layout) -> Any:

@@ -168,7 +168,7 @@ class OkTopk(SparseAllReduce):
         found = self.compact(sums, threshold, min(n, world * room))
         counts = jax.lax.all_gather(found.count, axis_name)
         ends = jnp.cumsum(counts)
-        # Each sum's number among all large sums; numbers beyond the room of all messages are lost.
+        # Each sum's number among all large sums. Sums beyond the room of all messages have to wait.
         rank = ends[me] - counts[me] + jnp.arange(found.values.size, dtype=jnp.int32)
         fits = (found.indices < n) & (rank < world * room)
         entries = _region_entries(self.values, n, world)
