@@ -38,7 +38,7 @@ class ControlVariatesState(NamedTuple):
 
 def control_variates(
     inner: optax.GradientTransformation, every: int = 8
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Corrects local gradients by their recent difference from the mean.
 
     Where devices hold different data, most of them may agree on a sign that the mean does not
@@ -84,6 +84,7 @@ def control_variates(
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"control_variates needs a positive number of steps, got {every!r}.")
+    inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -94,7 +95,9 @@ def control_variates(
         )
         return ControlVariatesState(layout, jnp.zeros((), jnp.int32), average, correction, state)
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
         refuse_wrappers()
         grads, treedef = jax.tree.flatten(updates)
         check_gradients(grads, state.layout)
@@ -112,7 +115,9 @@ def control_variates(
             local = list(grads)
             for i, average in averages.items():
                 local[i] = average[0] if is_local else average
-            means, inner_state = inner.update(treedef.unflatten(local), state.inner, params)
+            means, inner_state = inner.update(
+                treedef.unflatten(local), state.inner, params, **extra_args
+            )
             means = jax.tree.leaves(means)
             # A codec can overflow where no average does.
             means = [means[i][None] for i in averages]
@@ -136,4 +141,4 @@ def control_variates(
         )
         return treedef.unflatten(corrected), state
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

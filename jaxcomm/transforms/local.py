@@ -55,7 +55,9 @@ class LocalState(NamedTuple):
     inner: PerDevice
 
 
-def local(axis_name: AxisName, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+def local(
+    axis_name: AxisName, inner: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
     """Applies a transformation to each device's own gradients, before they are exchanged.
 
     Local momentum for Signum is `jaxcomm.local("data", optax.trace(0.9))`, clipping on every
@@ -91,6 +93,7 @@ def local(axis_name: AxisName, inner: optax.GradientTransformation) -> optax.Gra
              [0.5, 0. ]], dtype=float32)
     """
     _axes.names_of(axis_name)
+    inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: Any) -> Any:
         layout = layout_of(params, axis_name)
@@ -111,10 +114,12 @@ def local(axis_name: AxisName, inner: optax.GradientTransformation) -> optax.Gra
             values = spread(kept)
         return LocalState(layout, structure, PerDevice(values, tuple(specs)))
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
         def one(updates: Any, leaves: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
             inner_state = state.structure.state_of(leaves)
-            updates, inner_state = inner.update(updates, inner_state, params)
+            updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
             return updates, state.structure.arrays_of(inner_state)
 
         if _axes.is_manual(axis_name):
@@ -128,7 +133,7 @@ def local(axis_name: AxisName, inner: optax.GradientTransformation) -> optax.Gra
         ]
         return updates, state._replace(inner=PerDevice(leaves, state.inner.specs))
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _all_finite(updates: Any) -> jax.Array:
