@@ -161,6 +161,7 @@ def majority_vote(
             # A scale can overflow where no gradient does, and must not end up in a residual.
             must_be_finite=[*grads, *scales.values()],
             axis_name=axis_name,
+            results_are_finite=True,
         )
         signs = by_leaf(done.buckets, buckets, grads)
         if error_feedback:

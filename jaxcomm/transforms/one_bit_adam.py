@@ -20,12 +20,14 @@ from jaxcomm.transforms._buckets import Bucket, buckets_of, bytes_of, joined, sp
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
+    all_finite,
     by_leaf,
     exchange_buckets,
     in_turn,
     kept_if,
     local_leaves,
     on_every_device,
+    on_further_axes,
 )
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of, names_in
 from jaxcomm.transforms._wrappers import refuse_wrappers
@@ -307,12 +309,11 @@ def _exchange(
             compressed, lambda v: [jnp.zeros_like(x) for x in v.values()], in_float32, vectors
         )
         means = [jnp.where(compressed, *pair) for pair in zip(one_bit, dense, strict=True)]
+        finite = on_further_axes(done.finite & all_finite(means), axis_name)
         means = done.exact | by_leaf(means, buckets, sent)
         new = [[kept[hop] for kept in done.kept] for hop in (1, 2)]
-        kept = tuple(
-            kept_if(done.finite & compressed, *pair) for pair in zip(new, own, strict=True)
-        )
-        return [means[i] for i in range(len(sent))] + [done.finite], kept
+        kept = tuple(kept_if(finite & compressed, *pair) for pair in zip(new, own, strict=True))
+        return [means[i] for i in range(len(sent))] + [finite], kept
 
     own = (state.worker_error, state.server_error)
     (*means, finite), (worker, server) = on_every_device(

@@ -238,6 +238,7 @@ class _Exchange:
             small={i: grads[i] for i in exempt_},
             must_be_finite=grads,
             axis_name=self.axis_name,
+            state_of=lambda kept: (kept.residual, kept.velocity),
         )
         means = done.exact | by_leaf(done.buckets, buckets, grads)
         residual = by_leaf([kept.residual for kept in done.kept], buckets, grads)

@@ -32,15 +32,18 @@ WORLD = 4
 GLOBAL, _, CHECKED, _, MODEL, _ = VIEWS
 
 
-def run(view: View, tx: optax.GradientTransformation, steps: list[Any]) -> tuple[list[Any], Any]:
-    """The updates of each step, and the last state."""
+def run(
+    view: View, tx: optax.GradientTransformation, steps: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The updates and the state of each step."""
     with jax.set_mesh(view.mesh(WORLD)):
         params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
-        state, update, found = tx.init(params), jit_update(view, tx, params), []
+        state, update, found, states = tx.init(params), jit_update(view, tx, params), [], []
         for grads in steps:
             updates, state = update(place(view, grads, "data"), state)
             found.append(jax.tree.map(np.asarray, updates))
-    return found, jax.tree.map(np.asarray, state)
+            states.append(jax.tree.map(np.asarray, state))
+    return found, states
 
 
 def bad(value: float) -> dict[str, np.ndarray]:
@@ -66,9 +69,9 @@ def bad(value: float) -> dict[str, np.ndarray]:
 def test_a_bad_step_changes_nothing(view: View, method: str, inner: str, value: float) -> None:
     tx = optax.chain(jaxcomm.local("data", LOCAL[inner]()), METHODS[method]())
     good = [gradients(WORLD, seed) for seed in (0, 2)]
-    (first, nothing, second), state = run(view, tx, [good[0], bad(value), good[1]])
+    (first, nothing, second), (*_, state) = run(view, tx, [good[0], bad(value), good[1]])
     assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(nothing) if leaf.size)
-    (alone, then), expected = run(view, tx, good)
+    (alone, then), (*_, expected) = run(view, tx, good)
     jax.tree.map(np.testing.assert_array_equal, first, alone)
     jax.tree.map(np.testing.assert_array_equal, second, then)
     (own, exchange), (own_expected, exchange_expected) = state, expected
@@ -89,3 +92,42 @@ def test_a_transformation_that_mends_its_gradients_goes_on() -> None:
     mended["kernel"][2, 1, 3] = 0
     expected = (gradients(WORLD)["kernel"] * 0.9 + mended["kernel"]).mean(0)
     np.testing.assert_allclose(second["kernel"], expected, rtol=1e-5, atol=1e-6)
+
+
+OVERFLOW: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "float32": lambda: jaxcomm.mean("data"),
+    "cnat": lambda: jaxcomm.mean("data", "cnat"),
+    **{
+        f"{codec}, errors fed back": lambda codec=codec: jaxcomm.mean(
+            "data", codec, error_feedback=True
+        )
+        for codec in ("bfloat16", "int8", "int4", "cnat", "fp8_e4m3", "scaled_sign")
+    },
+    "bfloat16 on a ring": lambda: jaxcomm.mean("data", "bfloat16", "ring", error_feedback=True),
+    "votes with scales": lambda: jaxcomm.majority_vote("data", error_feedback=True),
+    "TopkA": lambda: jaxcomm.sparse_mean("data", 0.2, "topk_allgather"),
+    "1-bit Adam": lambda: jaxcomm.one_bit_adam("data", 0.1, dense_steps=9),
+}
+
+
+def huge(value: float) -> dict[str, np.ndarray]:
+    """Finite gradients whose sum over devices is not; in one weight and in one exempt value."""
+    grads = gradients(WORLD, seed=1)
+    grads["kernel"][:, 1, 3] = grads["bias"][:, 2] = value
+    return grads
+
+
+def state_of(state: Any) -> list[np.ndarray]:
+    """The numbers that a method keeps, without counters and reports."""
+    if hasattr(state, "report"):
+        state = state._replace(report=())
+    return [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+@pytest.mark.parametrize("name", OVERFLOW)
+def test_finite_gradients_whose_sum_overflows_cost_one_step(name: str) -> None:
+    steps = [gradients(WORLD), huge(3e38), gradients(WORLD, seed=2)]
+    (_, nothing, last), (before, after, state) = run(GLOBAL, OVERFLOW[name](), steps)
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(nothing) if leaf.size)
+    jax.tree.map(np.testing.assert_array_equal, state_of(after), state_of(before))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves([last, state_of(state)]))
