@@ -13,7 +13,7 @@ from jaxcomm._axes import AxisName, names_of
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.reductions import Majority, check_majority
 from jaxcomm.kernels import _implementations
-from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, split_off_exempt
+from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, key_of, split_off_exempt
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
@@ -146,11 +146,12 @@ def majority_vote(
         votes, scales = ballots, {}
         if error_feedback:
             ballots = {i: ballots[i] + r for i, r in zip(large, old, strict=True)}
-            votes = _decided(ballots, zeros, jax.random.fold_in(key, 0), axis_name)
+            keys = {i: key_of(key, layout, (i,)) for i in large}
+            votes = {i: _decided(x, zeros, keys[i], axis_name) for i, x in ballots.items()}
             scales = {("scale", i): jnp.mean(jnp.abs(x)) for i, x in ballots.items()}
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, None]:
-            reduction = Majority(ties, zeros, jax.random.fold_in(key, number + 1), option)
+            reduction = Majority(ties, zeros, key_of(key, layout, buckets[number]), option)
             return collectives.all_reduce(joined(parts), axis_name, reduction, chosen), None
 
         done = exchange_buckets(
@@ -187,16 +188,11 @@ def majority_vote(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _decided(
-    ballots: dict[int, jax.Array], zeros: str, key: jax.Array, axis_name: AxisName
-) -> dict[int, jax.Array]:
+def _decided(ballot: jax.Array, zeros: str, key: jax.Array, axis_name: AxisName) -> jax.Array:
     """This device's votes: +1 or -1; for a zero a coin, or 0 if zeros abstain."""
-    key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
-    signs = {}
-    for i, x in ballots.items():
-        coins = jnp.zeros_like(x)
-        if zeros == "random":
-            heads = jax.random.bernoulli(jax.random.fold_in(key, i), shape=x.shape)
-            coins = jnp.where(heads, 1.0, -1.0).astype(x.dtype)
-        signs[i] = jnp.where(x == 0, coins, jnp.sign(x))
-    return signs
+    coins = jnp.zeros_like(ballot)
+    if zeros == "random":
+        own = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+        heads = jax.random.bernoulli(own, shape=ballot.shape)
+        coins = jnp.where(heads, 1.0, -1.0).astype(ballot.dtype)
+    return jnp.where(ballot == 0, coins, jnp.sign(ballot))

@@ -12,7 +12,7 @@ import optax
 from jaxcomm import _axes, codecs, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm.kernels import _implementations
-from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, split_off_exempt
+from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, key_of, split_off_exempt
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
@@ -162,7 +162,7 @@ def mean(
             vector = joined(
                 {i: g.astype(jnp.float32) + residual.get(i, 0.0) for i, g in parts.items()}
             )
-            keyed = dataclasses.replace(reduction, key=jax.random.fold_in(key, number))
+            keyed = dataclasses.replace(reduction, key=key_of(key, layout, buckets[number]))
             return collectives.all_reduce_with_residual(vector, axis_name, keyed, chosen)
 
         done = exchange_buckets(
