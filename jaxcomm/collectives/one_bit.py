@@ -1,7 +1,5 @@
 """The mean over devices in one bit a value on both hops, with the errors of both fed back."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import numpy as np
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs import sign
 from jaxcomm.collectives.algorithms._algorithm import cut, join
+from jaxcomm.kernels._implementations import Option
 
 
 def chunk_length(n: int, world: int) -> int:
@@ -22,7 +21,7 @@ def one_bit_mean(
     server_error: jax.Array,
     axis_name: AxisName,
     *,
-    implementation: Any = None,
+    implementation: Option = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Averages one vector over a mesh axis in signs and scales, in the manual view.
 
