@@ -204,14 +204,15 @@ FRAMEWORKS: dict[str, Callable[[optax.GradientTransformation], Any]] = {
 # Where a method runs beside a dict in the global view on a mesh with a further axis, which all do.
 # Methods whose states are of different kinds meet every framework: counters, residuals, momenta of
 # each device, thresholds of each bucket, an optimizer, stages, accumulated gradients.
-EVERYWHERE = ["mean in bfloat16", "int8, errors fed back", "TopkA with momentum correction"]
+EVERYWHERE = ["mean in bfloat16", "int8, errors fed back"]
+TOPK = "TopkA with momentum correction"
 FURTHER = {
-    "shard_map": [*EVERYWHERE, "1-bit Adam"],
+    "shard_map": [*EVERYWHERE, "1-bit Adam", "multi_steps"],
     "shard_map with checks": METHODS,
-    "nnx": [*EVERYWHERE, "Signum", "1-bit Adam", "multi_steps"],
-    "TrainState": [*EVERYWHERE, "votes with scales, errors fed back", "warm-up, then qsgd"],
+    "nnx": [*EVERYWHERE, "Signum", "1-bit Adam"],
+    "TrainState": [*EVERYWHERE, TOPK, "votes with scales, errors fed back", "warm-up, then qsgd"],
 }
-ON_ONE_AXIS = [*EVERYWHERE, "votes on corrected gradients", "multi_steps"]
+ON_ONE_AXIS = [*EVERYWHERE, TOPK, "votes on corrected gradients"]
 
 
 def moved(params: Any) -> bool:
