@@ -59,6 +59,14 @@ def by_name(value: Any) -> str | None:
     return value.name if isinstance(value, View) else None
 
 
+# The newest jax, whose views may differ, has those that differ most.
+each_view = pytest.mark.parametrize(
+    "view",
+    [pytest.param(view, marks=[pytest.mark.newest] if view in APART else []) for view in VIEWS],
+    ids=by_name,
+)
+
+
 def in_views(members: Iterable[Any], everywhere: Sequence[Any]) -> list[Any]:
     """Cases (member, view): some members in all views, the others in one of `APART` in turn.
 

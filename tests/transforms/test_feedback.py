@@ -94,6 +94,19 @@ def test_seeds_and_steps_round_differently() -> None:
     assert len(rounded) == 4
 
 
+def test_rounding_is_independent_between_devices_and_buckets() -> None:
+    """cnat rounds x in [1, 2) to 1 or 2 with a variance of (x - 1)(2 - x); a mean has 1/N of it."""
+    x = np.random.default_rng(0).uniform(1, 2, (16, 64)).astype(np.float32)
+    grads = {name: np.broadcast_to(x, (WORLD, *x.shape)) for name in ("one", "two")}
+    tx = jaxcomm.mean("data", "cnat", second_hop="float32", bucket_mib=1e-9)
+    ((updates, _),) = run(GLOBAL, tx, [grads])
+    one, two = (np.asarray(updates[name]) - x for name in ("one", "two"))
+    variance = np.mean((x - 1) * (2 - x))
+    for error in (one, two):
+        assert np.mean(error**2) == pytest.approx(variance / WORLD, rel=0.2)
+    assert abs(np.mean(one * two)) < 0.2 * variance / WORLD
+
+
 @pytest.mark.parametrize("view", APART, ids=by_name)
 def test_another_format_for_the_second_hop(view: View) -> None:
     tx = jaxcomm.mean("data", "float32", second_hop="bfloat16", algorithm="direct")

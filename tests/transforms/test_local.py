@@ -17,6 +17,7 @@ from transforms.both_views import (
     Program,
     View,
     by_name,
+    each_view,
     gradients,
     place,
     run,
@@ -35,8 +36,7 @@ def momenta(batches: list[dict[str, np.ndarray]]) -> list[dict[str, np.ndarray]]
     return result
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("view", VIEWS, ids=by_name)
+@each_view
 def test_every_device_has_its_own_momentum(view: View) -> None:
     tx = optax.chain(jaxcomm.local("data", optax.trace(DECAY)), jaxcomm.mean("data"))
     batches = [gradients(WORLD, seed) for seed in range(3)]

@@ -21,6 +21,7 @@ from transforms.both_views import (
     Program,
     View,
     by_name,
+    each_view,
     gradients,
     nan_everywhere,
     place,
@@ -61,11 +62,7 @@ def voted(view: View, algorithm: str = "circulant", seed: int = 7) -> list[Any]:
     return [updates for updates, _ in steps]
 
 
-@pytest.mark.parametrize(
-    "view",
-    [pytest.param(v, marks=[pytest.mark.newest] if v in APART else []) for v in VIEWS],
-    ids=by_name,
-)
+@each_view
 def test_every_view_gives_the_majority(view: View) -> None:
     grads = ballots(4)
     for updates in voted(view):
@@ -151,6 +148,13 @@ def test_rules_for_ties(tie: str) -> None:
     np.testing.assert_array_equal(vote[0], 1)
     expected = {"random": {-1, 1}, "zero": {0}, "positive": {1}, "negative": {-1}}[tie]
     assert set(vote[1:].flat) == expected
+
+
+def test_buckets_have_coins_of_their_own() -> None:
+    tied = np.broadcast_to(np.float32([[[1]], [[-2]]]), (2, 8, 8))
+    tx = jaxcomm.majority_vote("data", "direct", bucket_mib=1e-9)
+    ((updates, _),) = run(GLOBAL, tx, [{"one": tied, "two": tied}])
+    assert (np.asarray(updates["one"]) != np.asarray(updates["two"])).any()
 
 
 def parts(view: View, name: str, x: np.ndarray) -> list[np.ndarray]:
@@ -301,18 +305,6 @@ def test_one_device_has_its_own_sign() -> None:
     ((updates, _),) = run(CHECKED, jaxcomm.majority_vote("data", zeros="abstain"), [grads])
     for name, update in updates.items():
         np.testing.assert_array_equal(update, np.sign(grads[name][0]))
-
-
-def test_accumulated_over_steps() -> None:
-    tx = jaxcomm.majority_vote("data", "direct", error_feedback=True)
-    batches = [gradients(3, seed) for seed in range(4)]
-    steps = run(CHECKED, jaxcomm.multi_steps(optax.chain(tx, optax.sgd(1.0)), 2), batches)
-    means = [{n: (a[n] + b[n]) / 2 for n in a} for a, b in (batches[:2], batches[2:])]
-    expected = fed_back(CHECKED).run(*means)
-    for waiting, done, reference in zip(steps[::2], steps[1::2], expected, strict=True):
-        for name in SHAPES:
-            np.testing.assert_array_equal(waiting[0][name], 0)
-            np.testing.assert_allclose(done[0][name], -reference[0][name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ from jaxcomm.collectives.one_bit import chunk_length, one_bit_mean
 from jaxcomm.transforms.one_bit_adam import one_bit_adam
 from transforms import one_bit_oracle
 from transforms.both_views import (
-    APART,
     SHAPES,
     VIEWS,
     Program,
     View,
     by_name,
+    each_view,
     gradients,
     nan_everywhere,
     place,
@@ -34,11 +34,6 @@ from transforms.both_views import (
 GLOBAL = VIEWS[0]
 OPTIONS = {"b1": 0.9, "b2": 0.99, "eps": 1e-6}
 WARMUP = 2
-each_view = pytest.mark.parametrize(
-    "view",
-    [pytest.param(v, marks=[pytest.mark.newest] if v in APART else []) for v in VIEWS],
-    ids=by_name,
-)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from transforms.both_views import APART, SHAPES, VIEWS, Program, View, by_name, 
 WORLD = 4
 
 
-each_view = pytest.mark.parametrize("view", APART, ids=by_name)
+two_views = pytest.mark.parametrize("view", APART, ids=by_name)
 
 
 def run(view: View, tx: Any, steps: int) -> tuple[list[Any], Any]:
@@ -26,7 +26,7 @@ def run(view: View, tx: Any, steps: int) -> tuple[list[Any], Any]:
 
 
 @pytest.mark.newest
-@each_view
+@two_views
 def test_a_stage_begins_at_its_step(view: View) -> None:
     tx = jaxcomm.stages(
         (0, jaxcomm.mean("data")),
@@ -43,7 +43,7 @@ def test_a_stage_begins_at_its_step(view: View) -> None:
     assert int(state.step) == 5
 
 
-@each_view
+@two_views
 def test_a_residual_is_handed_on(view: View) -> None:
     coarse, fine = jaxcomm.codecs.int4(), jaxcomm.codecs.int8()
     tx = jaxcomm.stages(
@@ -58,7 +58,7 @@ def test_a_residual_is_handed_on(view: View) -> None:
         np.testing.assert_allclose(total, 4 * gradients(WORLD)[name].mean(0), atol=1e-5)
 
 
-@each_view
+@two_views
 def test_warmup_is_the_mean_at_first(view: View) -> None:
     vote = jaxcomm.majority_vote("data", "direct", ties="positive", error_feedback=True)
     tx = optax.chain(jaxcomm.dense_first(vote, 2), optax.scale(-1.0))
