@@ -25,7 +25,7 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "warm-up": lambda: jaxcomm.dense_first(jaxcomm.mean("data", "bfloat16"), 1),
 }
 # Those whose states are of different kinds.
-ACCUMULATED = ["mean", "int8, errors fed back", "TopkA", "warm-up"]
+ACCUMULATED = ["mean", "int8, errors fed back", "votes with scales", "TopkA", "warm-up"]
 
 
 class Training:
