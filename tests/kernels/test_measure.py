@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,21 +15,16 @@ import pytest
 from jaxcomm.kernels import _implementations, _measure
 from processes import run_processes
 
-
-class Calls(list[str]):
-    """The implementations that the device ran, in order, and a clock that only they move."""
-
-    seconds = 0.0
-
-    def perf_counter(self) -> float:
-        return self.seconds
+Calls = list[str]
+SECONDS = {"slow": 0.02, "xla": 0.002}  # on a clock that only operations move; others take none
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
-    """No calls yet; an empty cache; and operations."""
-    calls = Calls()
-    monkeypatch.setattr(_measure, "time", calls)
+    """The implementations that the device ran, in order; an empty cache; and operations."""
+    calls: Calls = []
+    clock = SimpleNamespace(perf_counter=lambda: sum(SECONDS.get(name, 0) for name in calls))
+    monkeypatch.setattr(_measure, "time", clock)
     monkeypatch.setenv("JAXCOMM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(_measure, "_chosen", {})
     for name in ("slow", "fast", "wrong", "broken", "absent"):
@@ -38,11 +34,10 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calls:
 
 
 def operation(calls: Calls, name: str) -> Callable[..., jax.Array]:
-    """x + 1 by an implementation; the plain one takes 2 ms, the slow one 20."""
+    """x + 1 by an implementation that records its call."""
 
-    def wait(seconds: float, which: str, x: np.ndarray) -> np.ndarray:
+    def record(which: str, x: np.ndarray) -> np.ndarray:
         calls.append(which)
-        calls.seconds += seconds
         return x
 
     def run(which: str, x: jax.Array) -> jax.Array:
@@ -50,8 +45,7 @@ def operation(calls: Calls, name: str) -> Callable[..., jax.Array]:
             raise ValueError("no such tile size")
         if which == "absent":
             raise NotImplementedError
-        seconds = {"slow": 0.02, "xla": 0.002}.get(which, 0)
-        x = jax.pure_callback(lambda x: wait(seconds, which, x), x, x, vmap_method="sequential")
+        x = jax.pure_callback(lambda x: record(which, x), x, x, vmap_method="sequential")
         return jnp.where(x > 1, x, x + 1) if which == "wrong" else x + 1
 
     def call(x: jax.Array) -> jax.Array:
@@ -194,7 +188,8 @@ def test_random_arguments_are_like_the_given_ones() -> None:
 def test_all_processes_take_the_choice_of_the_first(tmp_path: Path) -> None:
     """Which is slow with the other implementation in the second process."""
     script = """
-        import json, os, time
+        import json, os
+        from types import SimpleNamespace
         import jax.numpy as jnp
         from jaxcomm.kernels import _implementations, _measure
 
@@ -202,9 +197,12 @@ def test_all_processes_take_the_choice_of_the_first(tmp_path: Path) -> None:
         os.environ["JAXCOMM_CACHE_DIR"] += f"/{rank}"
         _implementations.OPERATIONS["test"] = ("xla", "other")
 
+        clock = [0]
+        _measure.time = SimpleNamespace(perf_counter=lambda: clock[0])
+
         def run(name, x):
             def wait(x):
-                time.sleep(0.05 if (name == "xla") == (rank == 0) else 0)
+                clock[0] += (name == "xla") == (rank == 0)
                 return x
             return jax.pure_callback(wait, x, x)
 
