@@ -61,11 +61,12 @@ def test_bytes_over_k_steps(view: View) -> None:
     assert all(c.branch for c in once_in_k.collectives)
 
 
-def test_a_bad_gradient_spoils_its_k_steps_and_no_further() -> None:
+@pytest.mark.parametrize("view", [GLOBAL, VIEWS[5]], ids=by_name)
+def test_a_bad_gradient_spoils_its_k_steps_and_no_further(view: View) -> None:
     tx = jaxcomm.multi_steps(jaxcomm.mean("data"), 2)
     good, bad = gradients(4), gradients(4)
     bad["kernel"][1, 0, 0] = np.nan
-    steps = [updates for updates, _ in run(GLOBAL, tx, [bad, good, good, good])]
+    steps = [updates for updates, _ in run(view, tx, [bad, good, good, good])]
     for updates, expected in zip(steps, [0.0, np.nan, 0.0], strict=False):
         np.testing.assert_array_equal(updates["bias"], np.full(6, expected))
     np.testing.assert_allclose(steps[3]["bias"], good["bias"].mean(0), atol=1e-6)
