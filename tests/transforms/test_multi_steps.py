@@ -17,7 +17,9 @@ GLOBAL, K = VIEWS[0], 3
 
 @functools.cache
 def program(codec: str, view: View) -> Program:
-    inner = optax.chain(jaxcomm.mean("data", codec), optax.sgd(1.0, momentum=0.9))
+    """In bfloat16 with state of each device, which both branches of the conditional hand on."""
+    mean = jaxcomm.mean("data", codec, error_feedback=codec == "bfloat16")
+    inner = optax.chain(mean, optax.sgd(1.0, momentum=0.9))
     return Program(view, jaxcomm.multi_steps(inner, K), gradients(4))
 
 
@@ -26,6 +28,7 @@ def program(codec: str, view: View) -> Program:
     [
         *(("float32", view) for view in VIEWS),
         *(pytest.param("bfloat16", view, marks=pytest.mark.newest) for view in APART),
+        ("bfloat16", VIEWS[5]),
     ],
     ids=by_name,
 )
@@ -58,11 +61,12 @@ def test_bytes_over_k_steps(view: View) -> None:
     assert all(c.branch for c in once_in_k.collectives)
 
 
-def test_a_bad_gradient_spoils_its_k_steps_and_no_further() -> None:
+@pytest.mark.parametrize("view", [GLOBAL, VIEWS[5]], ids=by_name)
+def test_a_bad_gradient_spoils_its_k_steps_and_no_further(view: View) -> None:
     tx = jaxcomm.multi_steps(jaxcomm.mean("data"), 2)
     good, bad = gradients(4), gradients(4)
     bad["kernel"][1, 0, 0] = np.nan
-    steps = [updates for updates, _ in run(GLOBAL, tx, [bad, good, good, good])]
+    steps = [updates for updates, _ in run(view, tx, [bad, good, good, good])]
     for updates, expected in zip(steps, [0.0, np.nan, 0.0], strict=False):
         np.testing.assert_array_equal(updates["bias"], np.full(6, expected))
     np.testing.assert_allclose(steps[3]["bias"], good["bias"].mean(0), atol=1e-6)
