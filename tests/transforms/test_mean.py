@@ -116,7 +116,7 @@ def test_bytes_are_those_of_the_formula(world: int) -> None:
         report = jaxcomm.wire_report(jax.jit(tx.update).lower(grads, tx.init(params)).compile())
     bucket, exempt_and_flag = 21 + 40, 6 + 1 + 1
     exact = Fraction(2 * (world - 1), world) * 4 * exempt_and_flag
-    assert report.bytes_max == oracles.bytes_sent(bucket, 2, world, "direct") + exact
+    assert report.bytes_max == oracles.bytes_sent(bucket, 2, world) + exact
 
 
 @each_view
