@@ -1,7 +1,7 @@
 """A few rows of a product in which every pair of values occurs, for tests of many dimensions."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -21,13 +21,17 @@ def covering(rows: Iterable[Row], strength: int) -> list[Row]:
     return chosen
 
 
-def every_pair(newest: bool = False, **factors: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrizes a test with rows of the product of the factors.
+def every_pair(
+    newest: bool = False,
+    possible: Callable[[Row], bool] = lambda row: True,
+    **factors: Iterable[Any],
+) -> pytest.MarkDecorator:
+    """Parametrizes a test with the possible rows of the product of the factors.
 
     Every two values of two factors are together in a row; the other rows of the product are marked
     slow. With `newest`, so few rows that every value occurs are marked so.
     """
-    product = list(itertools.product(*factors.values()))
+    product = [row for row in itertools.product(*factors.values()) if possible(row)]
     pairs = covering(product, min(2, len(factors)))
     core = covering(pairs, 1) if newest else []
     rows = [
