@@ -29,7 +29,7 @@ class Case:
       oracle: of (N, n) and the k of each device to the sum, and to what leaves each residual.
       sent: of the algorithm, n and the number of devices to the bytes of each operation.
       is_exact: whether k values are selected, not about k.
-      sorts: whether the program of several devices sorts.
+      sorts: whether the program may sort.
     """
 
     roomy: SparseAllReduce
