@@ -154,9 +154,7 @@ def test_the_interface_sends_the_bits_of_the_formulas(world: int, names: list[st
     formulas = {name: FORMULAS[world][name] for name in names}
     if "direct" in names:
         formulas["direct twice"] = 2 * formulas["direct"]
-    # What is sent does not depend on LLVM's optimizations, and compiling takes longest here.
-    flags = "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0"
-    env = {"LENGTH": str(LENGTH), "NOISE": str(NOISE), "NAMES": " ".join(names), "XLA_FLAGS": flags}
+    env = {"LENGTH": str(LENGTH), "NOISE": str(NOISE), "NAMES": " ".join(names)}
     finished = run_processes(world, SCRIPT, timeout=240, env=env)
     found = json.loads(finished[0].stdout.splitlines()[-1])
     print(f"\n{world} processes, bits per coordinate and device")
