@@ -44,7 +44,7 @@ class Case:
     operations: dict[str, int] | None = None
 
     def schedule(self, world: int) -> Schedule:
-        return self.of(world).schedule(world)  # pyright: ignore[reportAttributeAccessIssue]
+        return self.of(world).schedule(world)
 
     def program_operations(self, world: int) -> dict[str, int]:
         if world == 1:
