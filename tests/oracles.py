@@ -109,6 +109,15 @@ def circulant(x: np.ndarray, rounding: Rounding) -> np.ndarray:
     return np.concatenate(done)[: x.shape[1]]
 
 
+def aggregator(x: np.ndarray, rounding: Rounding) -> np.ndarray:
+    """Bernstein et al. 2019: the device in the middle adds what the others send to its own."""
+    middle = len(x) // 2
+    total = x[middle]
+    for r, row in enumerate(x):
+        total = total if r == middle else total + rounding(row)
+    return rounding(total * np.float32(1 / len(x)))
+
+
 ALGORITHMS = {
     "direct": direct,
     "ring": ring,
@@ -119,37 +128,18 @@ ALGORITHMS = {
 
 def mean(x: np.ndarray, codec: str, algorithm: str) -> np.ndarray:
     """What every device must end with, bit for bit, for x of shape (world, length)."""
+    return scaled(ALGORITHMS[algorithm], x, codec)
+
+
+def scaled(oracle: Callable[..., np.ndarray], x: np.ndarray, codec: str) -> np.ndarray:
+    """An algorithm's mean, with all devices' vectors in the codec's range."""
     scale = shared_exponent(x, codec)
-    return ALGORITHMS[algorithm](x * scale, ROUNDING[codec]) / scale
+    return oracle(x * scale, ROUNDING[codec]) / scale
 
 
-def bytes_sent(n: int, message: int | Callable[[int], int], world: int, algorithm: str) -> int:
-    """Bytes that the busiest device sends for a vector of n elements; shapes are padded.
-
-    `message` is the bytes of an element, or from the length of a message to its bytes.
-    """
-    if n == 0 or world == 1:
-        return 0
-    size = message if callable(message) else lambda length: length * message
-    if algorithm == "halving_doubling":
-        q = int(math.log2(world))
-        block = -(-n // 2**q)
-        fold = 2**q if world > 2**q else 0
-        return (2 * (2**q - 1) + fold) * size(block)
-    return 2 * (world - 1) * size(-(-n // world))
-
-
-def rounds(world: int, algorithm: str) -> int:
-    """Sequential communication steps of reduce-scatter and all-gather together."""
-    if world == 1:
-        return 0
-    q = int(math.log2(world))
-    return {
-        "direct": 2,
-        "ring": 2 * (world - 1),
-        "halving_doubling": 2 * (q + (world > 2**q)),
-        "circulant": 2 * math.ceil(math.log2(world)),
-    }[algorithm]
+def bytes_sent(n: int, message: int, world: int) -> int:
+    """Of a device in direct, ring and circulant: each value twice, but for its own block."""
+    return 2 * (world - 1) * message * -(-n // world)
 
 
 def majority(x: np.ndarray, tie: str, zero: str, shared: np.ndarray, own: np.ndarray) -> np.ndarray:

@@ -11,20 +11,25 @@ def largest(x: np.ndarray, k: int) -> np.ndarray:
     return kept
 
 
-def topk_sum(x: np.ndarray, k: int) -> np.ndarray:
-    """TopkA: the sum of every device's k largest values, one device after the other."""
-    total = np.zeros(x.shape[1], np.float32)
-    for row in x:
-        total = total + largest(row, k)
-    return total
+def topk(x: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """TopkA: the sum of every device's k largest values, one device after the other.
+
+    Returns:
+        float32[n], and bool[N, n]: what leaves the residual of each device.
+    """
+    total, taken = np.zeros(x.shape[1], np.float32), np.zeros(x.shape, bool)
+    for r, row in enumerate(x):
+        total = total + largest(row, k[r])
+        taken[r] = largest(row, k[r]) != 0
+    return total, taken
 
 
-def gtopk_sum(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Shi et al. 2019, algorithm 2, as a tree; and whose places survived, bool (N, n).
+def gtopk(x: np.ndarray, ks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Shi et al. 2019, algorithm 2, as a tree; whose places survived leaves the residual.
 
     Below the tree, device 2e joins 2e + 1 where N is not a power of two.
     """
-    world = len(x)
+    world, k = len(x), ks[0]
     q = world.bit_length() - 1
     extra = world - 2**q
     groups = [({2 * e, 2 * e + 1}) for e in range(extra)]
@@ -48,6 +53,8 @@ def gtopk_sum(x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     return lists[0], alive
 
 
-def oktopk_sum(x: np.ndarray, k: int) -> np.ndarray:
+def oktopk(x: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Li and Hoefler 2022, equation 1: the k largest of the sum of local selections."""
-    return largest(topk_sum(x, k), k)
+    total, sent = topk(x, k)
+    total = largest(total, k[0])
+    return total, sent & (total != 0)

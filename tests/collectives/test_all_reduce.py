@@ -1,8 +1,9 @@
 """The table of properties of every algorithm with every codec, on simulated devices."""
 
+import collections
 import functools
 from collections.abc import Callable
-from typing import Any
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -12,112 +13,94 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jaxcomm
 import oracles
-from jaxcomm import collectives
+from algorithm_table import CASES, NAMED, SCHEDULED, bytes_sent, mean_on_all, mean_program
+from jaxcomm.collectives import algorithms
+from pairwise import every_pair
 
 WORLDS = [1, 2, 3, 4, 5, 8]
-LENGTHS = [0, 1, 7, 37, 1000]
-CODECS = ["float32", "bfloat16", "float16"]
-ALGORITHMS = list(oracles.ALGORITHMS)
+LENGTHS = [1, 7, 37, 1000]
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 MakeMesh = Callable[[int], Mesh]
 
 
-def vectors(world: int, seed: int = 0) -> list[np.ndarray]:
-    """A vector of every length for every device, of very different sizes on each."""
-    rng = np.random.default_rng(seed)
+def vectors(world: int, n: int) -> np.ndarray:
+    """A vector for every device, of very different sizes on each."""
+    rng = np.random.default_rng(n)
     size = np.float32(10.0) ** rng.integers(-3, 4, (world, 1)).astype(np.float32)
-    return [rng.standard_normal((world, n)).astype(np.float32) * size for n in LENGTHS]
+    return rng.standard_normal((world, n)).astype(np.float32) * size
 
 
-def all_devices(mesh: Mesh, **options: Any) -> Callable[..., Any]:
-    """From (world, n) to (world, n): what each device ends with, in rows."""
-    mean = functools.partial(jaxcomm.pmean, axis_name="data", **options)
-    return jax.jit(
-        jax.shard_map(
-            lambda xs: jax.tree.map(lambda x: mean(x[0])[None], xs),
-            mesh=mesh,
-            in_specs=PartitionSpec("data"),
-            out_specs=PartitionSpec("data"),
-            check_vma=False,
-        )
-    )
+def assert_not_finite_reaches_all(program: jax.stages.Compiled, world: int, n: int) -> None:
+    """A NaN or an infinity of one device comes to all of them."""
+    for bad in (np.nan, np.inf):
+        x = np.ones((world, n), np.float32)
+        x[world - 1, n // 3] = bad
+        y = np.asarray(program(x, jax.random.key(0)))
+        assert not np.isfinite(y[:, n // 3]).any()
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("world", WORLDS)
-def test_every_device_has_the_oracle_bits(
-    make_mesh: MakeMesh, world: int, codec: str, algorithm: str
+@every_pair(newest=True, algorithm=SCHEDULED, world=WORLDS, codec=ITEMSIZE, n=LENGTHS)
+def test_oracle_bits_on_every_device_bytes_operations_and_what_is_not_finite(
+    make_mesh: MakeMesh, algorithm: str, world: int, codec: str, n: int
 ) -> None:
-    inputs = vectors(world)
-    outputs = all_devices(make_mesh(world), codec=codec, algorithm=algorithm)(inputs)
-    for x, y in zip(inputs, outputs, strict=True):
-        expected = oracles.mean(x, codec, algorithm)
-        np.testing.assert_array_equal(y, np.broadcast_to(expected, x.shape))
+    case = CASES[algorithm]
+    program = mean_program(make_mesh(world), n, codec=codec, algorithm=case.of(world))
+    x = vectors(world, n)
+    assert case.oracle is not None
+    expected = oracles.scaled(case.oracle, x, codec)
+    np.testing.assert_array_equal(mean_on_all(program, x), expected)
+    assert_not_finite_reaches_all(program, world, n)
 
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("world", WORLDS)
-def test_native_is_the_mean_within_rounding(make_mesh: MakeMesh, world: int, codec: str) -> None:
-    for x, y in zip(
-        inputs := vectors(world),
-        all_devices(make_mesh(world), codec=codec, algorithm="native")(inputs),
-        strict=True,
-    ):
-        assert (np.asarray(y) == np.asarray(y)[:1]).all()
-        tolerance = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}[codec]
-        np.testing.assert_allclose(y[0], x.mean(0), atol=tolerance * np.abs(x).max(initial=1e-9))
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("world", WORLDS)
-def test_bytes_and_operations_of_the_compiled_program(
-    make_mesh: MakeMesh, world: int, codec: str, algorithm: str
-) -> None:
-    n = 1000
-    f = all_devices(make_mesh(world), codec=codec, algorithm=algorithm)
-    report = jaxcomm.wire_report(f.lower(jnp.ones((world, n))).compile())
+    report = jaxcomm.wire_report(program)
     exchange = report.only("collective-permute", "all-to-all", "all-gather")
-    assert exchange.bytes_max == oracles.bytes_sent(n, ITEMSIZE[codec], world, algorithm)
-    operations = sorted({c.op for c in exchange.collectives})
-    if world == 1:
-        assert report.bytes_max == 0
-    elif algorithm == "direct":
-        assert operations == ["all-gather", "all-to-all"]
-    else:
-        assert operations == ["collective-permute"]
-        assert exchange.rounds == oracles.rounds(world, algorithm)
-    others = [c for c in report.collectives if c not in exchange.collectives]
+    size = ITEMSIZE[codec]
+    assert exchange.bytes_max == bytes_sent(case, n, lambda length: length * size, world)
+    moving = [c for c in exchange.collectives if any(c.sent)]
+    assert collections.Counter(c.op for c in moving) == case.program_operations(world)
+    assert exchange.rounds == len(moving)
     # float16 agrees on an exponent first: one int32. Nothing else, and no silent psum.
     agreed = 8 * (world - 1) / world if codec == "float16" else 0
+    others = [c for c in report.collectives if c not in exchange.collectives]
     assert sum(float(max(c.sent)) for c in others) == agreed
 
 
-@pytest.mark.parametrize("order", ["near_first", "far_first"])
-@pytest.mark.parametrize("world", WORLDS)
-def test_orders_of_halving_doubling(make_mesh: MakeMesh, world: int, order: str) -> None:
-    algorithm = jaxcomm.algorithms.halving_doubling(order)
-    inputs = vectors(world)
-    outputs = all_devices(make_mesh(world), codec="bfloat16", algorithm=algorithm)(inputs)
-    for x, y in zip(inputs, outputs, strict=True):
-        expected = oracles.halving_doubling(x, oracles.round_bfloat16, order)
-        np.testing.assert_array_equal(y, np.broadcast_to(expected, x.shape))
+@every_pair(world=[1, 3, 8], codec=ITEMSIZE, n=LENGTHS)
+def test_native_is_the_mean_within_rounding(
+    make_mesh: MakeMesh, world: int, codec: str, n: int
+) -> None:
+    program = mean_program(make_mesh(world), n, codec=codec, algorithm="native")
+    x = vectors(world, n)
+    tolerance = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}[codec]
+    y = mean_on_all(program, x)
+    np.testing.assert_allclose(y, x.mean(0), atol=tolerance * np.abs(x).max())
+    assert_not_finite_reaches_all(program, world, n)
+    size = 2 if codec == "float16" else 4  # XLA promotes bfloat16 on CPU.
+    sent = jaxcomm.wire_report(program).only("all-reduce").bytes_max
+    exponent = 4 if codec == "float16" else 0
+    assert sent == Fraction(2 * (world - 1), world) * (n * size + exponent)
+
+
+@pytest.mark.parametrize("order", [("shifted", 2), ("shifted", 2, (2, 2)), ("shifted", 4)])
+def test_means_in_the_shifted_order(mesh8: Mesh, order: tuple) -> None:
+    algorithm = jaxcomm.algorithms.halving_doubling(*order)
+    x = np.random.default_rng(0).integers(-64, 64, (8, 37)).astype(np.float32) * 8
+    program = mean_program(mesh8, 37, codec="float32", algorithm=algorithm)
+    np.testing.assert_array_equal(mean_on_all(program, x), x.mean(0))
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("algorithm", [*ALGORITHMS, "native"])
+@pytest.mark.parametrize("algorithm", CASES)
 def test_the_result_is_typed_as_equal_under_the_checks(mesh8: Mesh, algorithm: str) -> None:
-    mean = functools.partial(jaxcomm.pmean, axis_name="data", codec="bfloat16", algorithm=algorithm)
+    mean = functools.partial(
+        jaxcomm.pmean, axis_name="data", codec="bfloat16", algorithm=CASES[algorithm].of(8)
+    )
     f = jax.shard_map(mean, mesh=mesh8, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
     x = np.arange(8 * 5, dtype=np.float32).reshape(8, 5)
     np.testing.assert_array_equal(jax.jit(f)(x), x.mean(0, keepdims=True))
 
 
-@pytest.mark.parametrize("axis", ["data", "model"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@every_pair(axis=["data", "model"], algorithm=NAMED)
 def test_one_axis_of_two(mesh4x2: Mesh, axis: str, algorithm: str) -> None:
     """Each row, or column, of the mesh has a mean of its own."""
     x = np.random.default_rng(0).integers(-8, 8, (4, 2, 16)).astype(np.float32) * 4
@@ -133,50 +116,41 @@ def test_one_axis_of_two(mesh4x2: Mesh, axis: str, algorithm: str) -> None:
 
 
 def test_float16_neither_overflows_nor_vanishes(mesh8: Mesh) -> None:
-    f = all_devices(mesh8, codec="float16", algorithm="ring")
+    program = mean_program(mesh8, 3, codec="float16", algorithm="ring")
     for size in (1e30, 1e-30, 60000.0):
         x = np.float32(size) * np.arange(1, 9, dtype=np.float32)[:, None] * np.ones(3, np.float32)
-        np.testing.assert_allclose(f([x])[0][0], x.mean(0), rtol=2e-3)
+        np.testing.assert_allclose(mean_on_all(program, x), x.mean(0), rtol=2e-3)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_reaches_every_device(
-    mesh8: Mesh, algorithm: str, codec: str, bad: float
-) -> None:
-    x = np.ones((8, 37), np.float32)
-    x[5, 11] = bad
-    y = np.asarray(all_devices(mesh8, codec=codec, algorithm=algorithm)([x])[0])
-    assert not np.isfinite(y[:, 11]).any()
-
-
-def test_dtype_and_shape_are_kept(mesh8: Mesh) -> None:
-    x = jnp.ones((8, 3, 5), jnp.bfloat16)
-    (y,) = all_devices(mesh8, codec="float32")([x])
-    assert y.shape == x.shape and y.dtype == x.dtype
-
-
-def test_bfloat16_moves_half_of_float32_and_native_on_cpu_does_not(mesh8: Mesh) -> None:
-    def sent(**options: Any) -> float:
-        f = all_devices(mesh8, **options)
-        return float(jaxcomm.wire_report(f.lower(jnp.ones((8, 4096))).compile()).bytes_max)
-
-    assert sent(codec="bfloat16") == sent(codec="float32") / 2
-    assert sent(codec="bfloat16", algorithm="native") == sent(codec="float32")  # promoted by XLA
+def test_a_pytree_keeps_its_dtypes_and_shapes_and_empty_arrays(mesh4x2: Mesh) -> None:
+    x = {"empty": jnp.zeros((8, 0)), "matrix": jnp.ones((8, 3, 5), jnp.bfloat16)}
+    spec = PartitionSpec(("data", "model"))
+    for algorithm in NAMED:
+        mean = functools.partial(jaxcomm.pmean, axis_name=("data", "model"), algorithm=algorithm)
+        f = jax.shard_map(mean, mesh=mesh4x2, in_specs=spec, out_specs=PartitionSpec())
+        y = jax.eval_shape(f, x)
+        assert y["empty"].shape == (1, 0)
+        assert y["matrix"].shape == (1, 3, 5) and y["matrix"].dtype == jnp.bfloat16
+    y = jax.jit(f)(x)
+    np.testing.assert_array_equal(y["matrix"].astype(jnp.float32), np.ones((1, 3, 5)))
 
 
 def test_names() -> None:
-    assert sorted(collectives.algorithms.BY_NAME) == sorted([*ALGORITHMS, "native"])
     with pytest.raises(ValueError, match="unknown algorithm 'tree'; choose one of native, direct"):
-        collectives.algorithms.from_name("tree")
+        algorithms.from_name("tree")
     with pytest.raises(TypeError, match="must be called"):
-        collectives.algorithms.from_name(jaxcomm.algorithms.ring)  # pyright: ignore[reportArgumentType]
+        algorithms.from_name(jaxcomm.algorithms.ring)  # pyright: ignore[reportArgumentType]
 
 
 def test_integers_are_refused(mesh8: Mesh) -> None:
+    f = jax.shard_map(
+        lambda x: jaxcomm.pmean([x], "data"),
+        mesh=mesh8,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec(),
+    )
     with pytest.raises(TypeError, match="pmean needs float arrays, got int32"):
-        all_devices(mesh8)([jnp.ones((8, 3), jnp.int32)])
+        jax.eval_shape(f, jnp.ones((8, 3), jnp.int32))
 
 
 def test_outside_of_shard_map_says_where_to_call_it(mesh8: Mesh) -> None:

@@ -1,7 +1,7 @@
 """Codecs with scales, and those that round at random, through every algorithm."""
 
+import itertools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +11,17 @@ from jax.sharding import Mesh, PartitionSpec
 
 import jaxcomm
 import oracles
+from algorithm_table import CASES, NAMED, bytes_sent, mean_on_all, mean_program
+from codec_oracles import HALF, blockwise, cnat_window, fp8
 from jaxcomm import codecs
+from pairwise import every_pair
 
-ALGORITHMS = list(oracles.ALGORITHMS)
-DETERMINISTIC: dict[str, codecs.Codec] = {
-    "int8": codecs.int8(block_size=32),
-    "int4": codecs.int4(block_size=32),
-    "fp8_e4m3": codecs.fp8_e4m3(block_size=32),
-    "cnat": codecs.cnat(rounding="nearest"),
+NEAREST = codecs.cnat(rounding="nearest")
+DETERMINISTIC: dict[str, tuple[codecs.Codec, oracles.Rounding]] = {
+    "int8": (codecs.int8(32), lambda x: blockwise(x, HALF, 32, 127, "max")),
+    "int4": (codecs.int4(32), lambda x: blockwise(x, HALF, 32, 7, "max")),
+    "fp8_e4m3": (codecs.fp8_e4m3(32), lambda x: fp8(x, 32, 4, 448)),
+    "cnat": (NEAREST, lambda x: cnat_window(x, HALF)),
 }
 RANDOM: dict[str, codecs.Codec] = {
     "cnat": codecs.cnat(),
@@ -31,75 +34,76 @@ RANDOM: dict[str, codecs.Codec] = {
 MakeMesh = Callable[[int], Mesh]
 
 
-def on_all_devices(mesh: Mesh, **options: Any) -> Callable[..., Any]:
-    """From (world, n) and a key to (world, n): what each device ends with, in rows."""
-    spec = PartitionSpec("data")
-
-    def one(x: jax.Array, key: jax.Array) -> jax.Array:
-        return jaxcomm.pmean(x[0], "data", key=key, **options)[None]
-
-    f = jax.shard_map(
-        one, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec, check_vma=False
-    )
-    return jax.jit(f)
-
-
 def normal(world: int, n: int = 300) -> np.ndarray:
     return np.random.default_rng(world).standard_normal((world, n)).astype(np.float32)
 
 
-def rounding_of(codec: codecs.Codec) -> oracles.Rounding:
-    """What the codec makes of each message, as its own tests hold it to."""
-    return lambda x: np.asarray(codec.decode(codec.encode(jnp.asarray(x)), x.shape[-1]))
+def by_message(rounding: oracles.Rounding) -> oracles.Rounding:
+    """The oracle of a codec is of one message; leading axes are messages of their own."""
+    return lambda x: np.apply_along_axis(rounding, -1, x)
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("codec", DETERMINISTIC)
-@pytest.mark.parametrize("world", [1, 3, 8])
-def test_every_device_has_the_oracle_values(
+def assert_bytes(program: jax.stages.Compiled, codec: codecs.Codec, world: int, name: str) -> None:
+    n = 300
+    if isinstance(codec, codecs.RandomK):  # Only the drawn values travel.
+        n, codec = codec.drawn(n), codec.values
+    expected = bytes_sent(CASES[name], n, codec.message_bytes, world)
+    assert jaxcomm.wire_report(program).bytes_max == expected
+
+
+@every_pair(newest=True, world=[1, 3, 8], codec=DETERMINISTIC, algorithm=NAMED)
+def test_oracle_values_on_every_device_and_bytes(
     make_mesh: MakeMesh, world: int, codec: str, algorithm: str
 ) -> None:
-    x, chosen = normal(world), DETERMINISTIC[codec]
-    y = on_all_devices(make_mesh(world), codec=chosen, algorithm=algorithm)(x, jax.random.key(0))
-    expected = oracles.ALGORITHMS[algorithm](x, rounding_of(chosen))
-    assert (np.asarray(y) == np.asarray(y)[:1]).all()
-    np.testing.assert_allclose(y[0], expected, rtol=1e-6, atol=1e-7)
+    x, (chosen, rounding), case = normal(world), DETERMINISTIC[codec], CASES[algorithm]
+    program = mean_program(make_mesh(world), 300, codec=chosen, algorithm=case.of(world))
+    assert case.oracle is not None
+    expected = case.oracle(x, by_message(rounding))
+    np.testing.assert_allclose(mean_on_all(program, x), expected, rtol=1e-6, atol=1e-7)
+    assert_bytes(program, chosen, world, algorithm)
 
 
-@pytest.mark.parametrize("algorithm", ["direct", "ring"])
-@pytest.mark.parametrize("codec", RANDOM)
-def test_the_mean_of_many_means_is_the_mean(
-    make_mesh: MakeMesh, codec: str, algorithm: str
+@every_pair(newest=True, codec=RANDOM, algorithm=NAMED, world=[3, 4])
+def test_the_mean_of_many_means_is_the_mean_and_bytes(
+    make_mesh: MakeMesh, codec: str, algorithm: str, world: int
 ) -> None:
-    world, draws = 4, 300
-    x = normal(world, 64)
-    f = on_all_devices(make_mesh(world), codec=RANDOM[codec], algorithm=algorithm)
-    means = []
-    for draw in range(draws):
-        y = np.asarray(f(x, jax.random.key(draw)))
-        assert (y == y[:1]).all()
-        means.append(y[0])
-    means = np.array(means, np.float64)
+    draws, x, case = 100, normal(world), CASES[algorithm]
+    program = mean_program(make_mesh(world), 300, codec=RANDOM[codec], algorithm=case.of(world))
+    assert_bytes(program, RANDOM[codec], world, algorithm)
+    means = np.array([mean_on_all(program, x, seed=draw) for draw in range(draws)], np.float64)
     error = means.mean(0) - x.mean(0)
     deviation = means.std(0) / np.sqrt(draws)
     assert (means.std(0) > 0).mean() > 0.9
-    assert (np.abs(error) < 5 * deviation + 1e-4).all()
+    # Of rare roundings few are seen, so the deviation of a single value may seem too small.
+    assert (np.abs(error) < 5 * np.maximum(deviation, np.median(deviation))).all()
+    assert np.square(error).mean() < 1.5 * np.square(deviation).mean()
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("codec", [*RANDOM, "int8", "fp8_e4m3"])
-@pytest.mark.parametrize("world", [3, 4])
-def test_bytes_are_those_of_the_messages(
-    make_mesh: MakeMesh, world: int, codec: str, algorithm: str
-) -> None:
-    n, chosen = 1000, (RANDOM | DETERMINISTIC)[codec]
-    f = on_all_devices(make_mesh(world), codec=chosen, algorithm=algorithm)
-    compiled = f.lower(jnp.ones((world, n)), jax.random.key(0)).compile()
-    if isinstance(chosen, codecs.RandomK):  # Only the drawn values travel.
-        n, chosen = chosen.drawn(n), chosen.values
-    expected = oracles.bytes_sent(n, chosen.message_bytes, world, algorithm)
-    assert jaxcomm.wire_report(compiled).bytes_max == expected
+def test_devices_round_independently(make_mesh: MakeMesh) -> None:
+    """Of N equal inputs, which each become 1 or 2, the mean has 1/N of the variance of one."""
+    world, n = 4, 1024
+    program = mean_program(make_mesh(world), n, codec=codecs.cnat(), second_hop="float32")
+    y = mean_on_all(program, np.full((world, n), 1.5, np.float32))
+    assert y.mean() == pytest.approx(1.5, abs=0.05)
+    assert y.var() == pytest.approx(0.25 / world, rel=0.2)
+    assert set(y) == {1, 1.25, 1.5, 1.75, 2}
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "circulant"])
+def test_rounds_round_independently(make_mesh: MakeMesh, algorithm: str) -> None:
+    """Only device 0 has values to round; it sends its blocks in different rounds."""
+    world, n = 4, 1024
+    program = mean_program(
+        make_mesh(world), n, codec=codecs.cnat(), second_hop="float32", algorithm=algorithm
+    )
+    x = np.zeros((world, n), np.float32)
+    x[0] = 1.5
+    sums = 4 * mean_on_all(program, x).reshape(world, -1)
+    sent = [block for block in sums if set(block) != {1.5}]
+    assert len(sent) == world - 1  # and one is its own
+    for one, other in itertools.combinations(sent, 2):
+        assert set(one) == set(other) == {1, 2}
+        assert 0.35 < (one == other).mean() < 0.65
 
 
 @pytest.mark.parametrize(
@@ -110,42 +114,26 @@ def test_the_second_hop_has_a_format_of_its_own(
     make_mesh: MakeMesh, second_hop: str, step: float
 ) -> None:
     world, n = 4, 1024
-    f = on_all_devices(make_mesh(world), codec="int8", second_hop=second_hop)
+    program = mean_program(make_mesh(world), n, codec="int8", second_hop=second_hop)
     x = normal(world, n)
-    report = jaxcomm.wire_report(f.lower(x, jax.random.key(0)).compile())
+    report = jaxcomm.wire_report(program)
     there, back = codecs.int8(), codecs.from_name(second_hop)
     assert report.only("all-to-all").bytes_max == 3 * there.message_bytes(n // 4)
     assert report.only("all-gather").bytes_max == 3 * back.message_bytes(n // 4)
-    y = np.asarray(f(x, jax.random.key(0)))
-    assert (y == y[:1]).all()
     first = np.abs(x).max() / 127  # The step of int8, in its largest block.
-    np.testing.assert_allclose(y[0], x.mean(0), rtol=step, atol=(1 + step) * first)
+    y = mean_on_all(program, x)
+    np.testing.assert_allclose(y, x.mean(0), rtol=step, atol=(1 + step) * first)
 
 
-@pytest.mark.parametrize("aggregator", ["sharded", 2])
-def test_one_aggregator_adds_rounds_and_returns(make_mesh: MakeMesh, aggregator: Any) -> None:
-    world, x, codec = 4, normal(4, 256), codecs.cnat(rounding="nearest")
-    f = on_all_devices(
-        make_mesh(world), codec=codec, algorithm=jaxcomm.algorithms.direct(aggregator)
-    )
-    y = np.asarray(f(x, jax.random.key(0)))
-    assert (y == y[:1]).all()
-    rounding = rounding_of(codec)
-    # The aggregator's own values stay whole; between equals they are rounded like the others'.
-    rows = [row if r == aggregator else rounding(row) for r, row in enumerate(x)]
-    if aggregator == "sharded":
-        expected = oracles.direct(x, rounding)
-    else:
-        total = rows[2] + rows[0] + rows[1] + rows[3]
-        expected = rounding(total * np.float32(1 / 4))
-    np.testing.assert_allclose(y[0], expected, rtol=1e-6)
-    report = jaxcomm.wire_report(f.lower(x, jax.random.key(0)).compile())
-    sent = [float(b) for b in report.bytes_per_device]
-    message = codec.message_bytes(256)
-    if aggregator == 2:
-        assert sent == [message, message, 3 * message, message]
-    else:
-        assert sent == [6 * codec.message_bytes(64)] * 4
+def test_one_aggregator_adds_rounds_and_returns(make_mesh: MakeMesh) -> None:
+    world, x, case = 4, normal(4, 256), CASES["aggregator"]
+    program = mean_program(make_mesh(world), 256, codec=NEAREST, algorithm=case.of(world))
+    assert case.oracle is not None
+    expected = case.oracle(x, by_message(DETERMINISTIC["cnat"][1]))
+    np.testing.assert_allclose(mean_on_all(program, x), expected, rtol=1e-6)
+    message = NEAREST.message_bytes(256)
+    sent = [float(b) for b in jaxcomm.wire_report(program).bytes_per_device]
+    assert sent == [message, message, 3 * message, message]
 
 
 def test_random_rounding_without_a_key_is_refused(mesh8: Mesh) -> None:
@@ -156,19 +144,20 @@ def test_random_rounding_without_a_key_is_refused(mesh8: Mesh) -> None:
         out_specs=PartitionSpec(),
     )
     with pytest.raises(ValueError, match="cnat rounds at random and needs a key"):
-        f(jnp.ones((8, 4)))
+        jax.eval_shape(f, jnp.ones((8, 4)))
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("codec", RANDOM)
-def test_under_the_checks_of_shard_map(mesh8: Mesh, codec: str) -> None:
+@pytest.mark.parametrize(
+    "codec", [pytest.param(c, marks=[pytest.mark.newest] * (c == "random_k")) for c in RANDOM]
+)
+def test_under_the_checks_of_shard_map(make_mesh: MakeMesh, codec: str) -> None:
+    mesh, x = make_mesh(3), normal(3)
     f = jax.shard_map(
         lambda x, key: jaxcomm.pmean(x, "data", codec=RANDOM[codec], key=key),
-        mesh=mesh8,
+        mesh=mesh,
         in_specs=(PartitionSpec("data"), PartitionSpec()),
         out_specs=PartitionSpec(),
     )
-    x = normal(8)
     y = jax.jit(f)(x, jax.random.key(1))
-    unchecked = on_all_devices(mesh8, codec=RANDOM[codec])(x, jax.random.key(1))
-    np.testing.assert_array_equal(y[0], unchecked[0])
+    unchecked = mean_program(mesh, 300, codec=RANDOM[codec], algorithm=CASES["direct"].of(3))
+    np.testing.assert_array_equal(y[0], mean_on_all(unchecked, x, seed=1))

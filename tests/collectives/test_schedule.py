@@ -1,114 +1,79 @@
 """Schedules are plain values: everything about them is checked without a device."""
 
+import dataclasses
 import math
 from fractions import Fraction
 
 import pytest
 
-from jaxcomm.collectives.algorithms import Algorithm, circulant, direct, halving_doubling, ring
+import oracles
+from algorithm_table import CASES, SCHEDULED, vote_bits
+from jaxcomm.collectives import algorithms
+from jaxcomm.collectives.algorithms import circulant, direct, halving_doubling, ring
 from jaxcomm.collectives.algorithms.schedule import Schedule
 
 WORLDS = [*range(1, 18), 24, 31, 32, 33, 64]
-ALGORITHMS = {
-    "ring": ring(),
-    "near_first": halving_doubling("near_first"),
-    "far_first": halving_doubling("far_first"),
-    "circulant": circulant(),
-    "direct": direct(),
-}
+every = pytest.mark.parametrize("name", SCHEDULED)
 
 
-def each(*names: str):
-    return pytest.mark.parametrize("algorithm", [ALGORITHMS[n] for n in names], ids=names)
-
-
-every = each(*ALGORITHMS)
-at_every_world = pytest.mark.parametrize("world", WORLDS)
-
-
-def majority_bits(schedule: Schedule, *, whole_messages: bool = False) -> Fraction:
-    """Bits per coordinate that the busiest device sends: a sum of k signs has ceil(log2(k+1)).
-
-    With `whole_messages`, all blocks of a message are as wide as its widest.
-    """
-    sent = [0] * schedule.world
-    for step, counts in zip(schedule.rounds, schedule.counts, strict=True):
-        if whole_messages:
-            counts = (max(counts),) * len(counts)
-        for source, target in step.pairs:
-            sent[source] += sum(math.ceil(math.log2(k + 1)) for k in counts)
-            sent[target] += step.size  # the way back: one bit
-    return Fraction(max(sent), schedule.blocks)
-
-
-@every
-@at_every_world
-def test_every_block_is_complete_on_exactly_one_core_device(algorithm: Algorithm, world: int):
-    schedule = algorithm.schedule(world)
-    everyone = frozenset(range(world))
+def complete(schedule: Schedule) -> bool:
+    """Every block is complete on exactly one device."""
+    everyone = frozenset(range(schedule.world))
     owners = {block: set() for block in range(schedule.blocks)}
-    for r in range(world):
+    for r in range(schedule.world):
         for i, held in enumerate(schedule.holdings[-1][r]):
             if held == everyone:
                 owners[schedule.order[r][i]].add(r)
-    assert all(len(devices) == 1 for devices in owners.values())
+    return all(len(devices) == 1 for devices in owners.values())
 
 
-@every
-@at_every_world
-def test_no_device_is_counted_twice(algorithm: Algorithm, world: int):
-    schedule = algorithm.schedule(world)
+def assert_reduce_scatter(schedule: Schedule) -> None:
+    """Nobody is counted twice, blocks are added to themselves, every block ends complete."""
+    assert all(sorted(row) == list(range(schedule.blocks)) for row in schedule.order)
     for step, before in zip(schedule.rounds, schedule.holdings, strict=False):
+        sources, targets = zip(*step.pairs, strict=True)
+        assert len(set(sources)) == len(sources) and len(set(targets)) == len(targets)
         for source, target in step.pairs:
+            assert source != target
+            sent = schedule.order[source][slice(*step.send)]
+            assert sent == schedule.order[target][step.into : step.into + step.size]
             for k in range(step.size):
                 arriving = before[source][step.send[0] + k]
                 assert not arriving & before[target][step.into + k]
+    assert complete(schedule)
+
+
+def test_every_name_has_a_row():
+    for name, make in algorithms.BY_NAME.items():
+        assert name in CASES, f"{name} has no row in tests/algorithm_table.py"
+        assert CASES[name].of(2) == make()
+        assert name in SCHEDULED or make is algorithms.BY_NAME["native"]
 
 
 @every
-@at_every_world
-def test_a_message_is_added_to_the_same_blocks(algorithm: Algorithm, world: int):
-    schedule = algorithm.schedule(world)
-    for step in schedule.rounds:
-        for source, target in step.pairs:
-            sent = schedule.order[source][slice(*step.send)]
-            assert sent == schedule.order[target][step.into : step.into + step.size]
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_schedule_is_a_reduce_scatter(name: str, world: int):
+    case = CASES[name]
+    schedule = case.schedule(world)
+    assert_reduce_scatter(schedule)
+    assert len(schedule.rounds) == case.rounds(world)
+    assert max(schedule.blocks_sent) == case.blocks_sent(world)
+    least = 2 * (world - 1)
+    if schedule.blocks == world and case.blocks_sent(world) == least:
+        assert set(schedule.blocks_sent) == {least}
 
 
-@every
-@at_every_world
-def test_order_is_a_permutation_and_pairs_are_a_matching(algorithm: Algorithm, world: int):
-    schedule = algorithm.schedule(world)
-    assert all(sorted(row) == list(range(schedule.blocks)) for row in schedule.order)
-    for step in schedule.rounds:
-        sources, targets = zip(*step.pairs, strict=True)
-        assert len(set(sources)) == len(sources) and len(set(targets)) == len(targets)
-        assert all(source != target for source, target in step.pairs)
-
-
-@each("ring", "circulant", "direct")
-@at_every_world
-def test_everyone_sends_the_least_possible(algorithm: Algorithm, world: int):
-    assert set(algorithm.schedule(world).blocks_sent) == {2 * (world - 1)}
-
-
-@each("near_first", "far_first")
-@at_every_world
-def test_halving_doubling_sends_the_whole_vector_once_more_to_fold(
-    algorithm: Algorithm, world: int
-):
-    schedule = algorithm.schedule(world)
-    core = schedule.blocks
-    fold = core if world > core else 0
-    assert max(schedule.blocks_sent) == 2 * (core - 1) + fold
-
-
-@at_every_world
-def test_rounds(world: int):
-    q, up = int(math.log2(world)), math.ceil(math.log2(world))
-    assert len(ring().schedule(world).rounds) == world - 1
-    assert len(circulant().schedule(world).rounds) == up
-    assert len(halving_doubling().schedule(world).rounds) == q + (world > 2**q)
+def test_a_schedule_that_is_none_is_noticed():
+    whole = ring().schedule(4)
+    short = dataclasses.replace(whole, rounds=whole.rounds[:-1])
+    twice = dataclasses.replace(whole, rounds=whole.rounds + whole.rounds[-1:])
+    backwards = tuple((target, source) for source, target in whole.rounds[0].pairs)
+    other = dataclasses.replace(
+        whole, rounds=tuple(dataclasses.replace(step, pairs=backwards) for step in whole.rounds)
+    )
+    for schedule in (short, twice, other):
+        with pytest.raises(AssertionError):
+            assert_reduce_scatter(schedule)
 
 
 def test_near_first_keeps_the_largest_messages_between_neighbours():
@@ -129,12 +94,9 @@ SWITCHES = [(1, (4,)), (2, (2,)), (4, (4,)), (4, (16,)), (2, (4, 4)), (4, (2, 8)
 @pytest.mark.parametrize(("per_switch", "grid"), SWITCHES)
 def test_the_shifted_order_is_a_reduce_scatter_too(per_switch: int, grid: tuple[int, ...]):
     world = per_switch * math.prod(grid)
-    algorithm = halving_doubling("shifted", per_switch, grid)
-    test_every_block_is_complete_on_exactly_one_core_device(algorithm, world)
-    test_no_device_is_counted_twice(algorithm, world)
-    test_a_message_is_added_to_the_same_blocks(algorithm, world)
-    test_order_is_a_permutation_and_pairs_are_a_matching(algorithm, world)
-    assert set(algorithm.schedule(world).blocks_sent) == {2 * (world - 1)}
+    schedule = halving_doubling("shifted", per_switch, grid).schedule(world)
+    assert_reduce_scatter(schedule)
+    assert set(schedule.blocks_sent) == {2 * (world - 1)}
 
 
 def test_the_shifted_order_stays_in_the_switch_first_and_then_spreads_over_shortcuts():
@@ -191,15 +153,30 @@ def test_an_aggregator_that_is_not_on_the_axis_is_refused():
 
 
 def test_counts_give_the_published_bits_of_a_majority_vote():
+    """A sum of k signs has ceil(log2(k+1)) bits; the programs send what the schedules say."""
     for world, bits in {3: 4 / 3, 5: 1.8, 6: 2.0, 7: 15 / 7, 9: 20 / 9}.items():
         schedule = circulant().schedule(world)
-        assert float(majority_bits(schedule, whole_messages=True)) == pytest.approx(bits)
-        assert majority_bits(schedule) <= majority_bits(schedule, whole_messages=True)
+        # As published, all blocks of a message are as wide as its widest.
+        widest = [max(counts) for counts in schedule.counts]
+        whole = sum(
+            step.size * (math.ceil(math.log2(most + 1)) + 1)
+            for step, most in zip(schedule.rounds, widest, strict=True)
+        )
+        assert whole / world == pytest.approx(bits)
+        assert vote_bits(schedule) <= Fraction(whole, world)
     for world in WORLDS[1:]:
-        on_ring = sum(math.ceil(math.log2(i + 1)) for i in range(1, world)) + world - 1
-        assert majority_bits(ring().schedule(world)) == Fraction(on_ring, world)
-        assert majority_bits(circulant().schedule(world)) < 3
-        assert majority_bits(circulant().schedule(world)) <= Fraction(on_ring, world)
+        found = {name: vote_bits(CASES[name].schedule(world)) for name in SCHEDULED}
+        for name in ("ring", "direct"):
+            assert float(found[name]) == pytest.approx(oracles.majority_bits(world, name))
+        assert found["circulant"] < 3 and found["circulant"] <= found["ring"]
+        assert found["aggregator"] == world - 1
+        near, far = found["halving_doubling"], found["far_first"]
+        if world & (world - 1) == 0:
+            expected = oracles.majority_bits(world, "halving_doubling")
+            assert near == far == found["circulant"] == pytest.approx(expected)
+        else:  # each pair folds once more: a bit there, and the finished bit back
+            q = world.bit_length() - 1
+            assert near <= 1 + sum((j + 1) / 2**j for j in range(1, q + 1)) + 1 - 2.0**-q
 
 
 def test_an_unknown_order_is_refused_at_once():

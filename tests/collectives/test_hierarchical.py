@@ -1,0 +1,42 @@
+"""Two algorithms on two mesh axes."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from algorithm_table import CASES, mean_on_all, mean_program
+from jaxcomm import codecs
+from jaxcomm.collectives import algorithms
+
+
+@pytest.mark.parametrize("near", ["ring", "halving_doubling", "direct"])
+def test_means_are_exact(mesh4x2: Mesh, near: str) -> None:
+    x = np.random.default_rng(0).integers(-64, 64, (8, 37)).astype(np.float32) * 8
+    algorithm = algorithms.hierarchical(near=CASES[near].of(2), far=algorithms.circulant())
+    program = mean_program(mesh4x2, 37, codec="float32", algorithm=algorithm)
+    np.testing.assert_array_equal(mean_on_all(program, x), x.mean(0))
+
+
+def test_rounding_on_both_levels_is_independent() -> None:
+    """One device's 1.5 is rounded on its way, to 1 or 2, half near and a quarter far; 0 is not."""
+    kinds, n = (AxisType.Auto, AxisType.Auto), 256
+    mesh = jax.make_mesh((2, 2), ("far", "near"), kinds, devices=jax.devices()[:4])
+    algorithm = algorithms.hierarchical(algorithms.ring(), algorithms.ring())
+    program = mean_program(mesh, n, codec=codecs.cnat(), second_hop="float32", algorithm=algorithm)
+    x = np.zeros((4, n), np.float32)
+    x[0] = 1.5
+    sums = 4 * mean_on_all(program, x).reshape(4, -1)
+    (far,) = [q for q in range(4) if set(sums[q]) == {1, 2} and 1.5 in sums[q ^ 1]]
+    assert set(sums[far ^ 1]) == {1.5}  # the block that the device owns
+    for near in {0, 1, 2, 3} - {far, far ^ 1}:
+        assert set(sums[near]) == {1, 2}
+        assert 0.2 < (sums[near] == sums[far]).mean() < 0.8
+
+
+def test_the_axes_are_two_and_the_algorithms_have_a_reduce_scatter(mesh8: Mesh) -> None:
+    with pytest.raises(TypeError, match="for each axis, got Native"):
+        algorithms.hierarchical(algorithms.native(), algorithms.ring())
+    algorithm = algorithms.hierarchical(algorithms.ring(), algorithms.ring())
+    with pytest.raises(ValueError, match="needs two different mesh axes"):
+        mean_program(mesh8, 8, algorithm=algorithm)

@@ -1,0 +1,146 @@
+"""Every sparse all-reduce as a row of a table: what is true of it for any number of devices."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+import sparse_oracles
+from jaxcomm import sparse
+from jaxcomm.collectives.sparse import Carried, SparseAllReduce, SparseResult
+
+N, DENSITY = 4096, 0.02
+K = round(N * DENSITY)
+
+Sent = dict[str, list[float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A sparse all-reduce, and what must be true of it.
+
+    Attributes:
+      roomy: with room for all that is selected, and thresholds that are exact in every step.
+      oracle: of (N, n) and the k of each device to the sum, and to what leaves each residual.
+      sent: of the algorithm, n and the number of devices to the bytes of each operation.
+      is_exact: whether k values are selected, not about k.
+      sorts: whether the program may sort.
+    """
+
+    roomy: SparseAllReduce
+    oracle: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+    sent: Callable[[Any, int, int], Sent]
+    is_exact: bool = True
+    sorts: bool = False
+
+
+def ceil(share: float) -> int:
+    return int(np.ceil(share))
+
+
+def entry_bytes(algorithm: SparseAllReduce, places: int) -> int:
+    """A value, and an index of 2 bytes where that is enough."""
+    return {"float32": 4, "bfloat16": 2}[algorithm.values] + (2 if places <= 2**16 else 4)
+
+
+def sent_by_all_gather(algorithm: SparseAllReduce, n: int, world: int) -> Sent:
+    room = min(n, ceil(algorithm.slack * algorithm.k(n)))
+    return {"all-gather": [(world - 1) * room * entry_bytes(algorithm, n)]}
+
+
+def sent_by_dsa(algorithm: SparseAllReduce, n: int, world: int) -> Sent:
+    room = min(n, ceil(algorithm.slack * algorithm.k(n) / world))
+    width = -(-n // (world * 256)) * 256
+    entry = entry_bytes(algorithm, width)
+    whole = {"float32": 4, "bfloat16": 2}[algorithm.values] * width
+    back = min(min(world * room, width) * entry, whole)
+    return {"all-to-all": [(world - 1) * room * entry], "all-gather": [(world - 1) * back]}
+
+
+def sent_by_gtopk(algorithm: SparseAllReduce, n: int, world: int) -> Sent:
+    """By a device that folds, once more, and who answers says which places survived."""
+    q, k = world.bit_length() - 1, algorithm.k(n)
+    size = k * entry_bytes(algorithm, n)
+    return {"collective-permute": [size] * q + [size, size, k] * (world > 2**q)}
+
+
+def sent_by_oktopk(algorithm: Any, n: int, world: int) -> Sent:
+    k, others = algorithm.k(n), world - 1
+    entry = entry_bytes(algorithm, n if n > world * 2**16 else min(n, 2**16))
+    room = min(n, ceil(algorithm.slack * k / world))
+    common = min(n, ceil(algorithm.common_slack * k / world))
+    return {
+        "all-to-all": [others * room * entry, others * common * entry],  # the second hands over
+        "all-gather": [others * 4, others * common * 4, others * common * entry],
+    }
+
+
+CASES: dict[str, Case] = {
+    "oktopk": Case(
+        sparse.oktopk(slack=20.0, common_slack=20.0, recompute_every=1, rebalance_every=1),
+        sparse_oracles.oktopk,
+        sent_by_oktopk,
+    ),
+    "topk_allgather": Case(sparse.topk_allgather(), sparse_oracles.topk, sent_by_all_gather),
+    "topk_dsa": Case(sparse.topk_dsa(slack=20.0), sparse_oracles.topk, sent_by_dsa),
+    "gtopk": Case(sparse.gtopk(), sparse_oracles.gtopk, sent_by_gtopk, sorts=True),
+    "gaussiank": Case(
+        sparse.gaussiank(slack=20.0), sparse_oracles.topk, sent_by_all_gather, is_exact=False
+    ),
+}
+
+
+@functools.cache  # inputs are many, programs few
+def compiled(mesh: Mesh, algorithm: SparseAllReduce, n: int = N) -> jax.stages.Compiled:
+    """From (N, n), packed carried (N, N + 3) and a step to what every device has."""
+    algorithm = dataclasses.replace(algorithm, density=DENSITY)
+
+    def one(x: jax.Array, carried: jax.Array, step: jax.Array) -> Any:
+        before = Carried.unpacked(carried[0], x.shape[1])
+        outcome, after = algorithm.exchange(x[0], before, step, "data")
+        return jax.tree.map(lambda y: y[None], (outcome, after.packed()))
+
+    spec = PartitionSpec("data")
+    f = jax.shard_map(
+        one, mesh=mesh, in_specs=(spec, spec, PartitionSpec()), out_specs=spec, check_vma=False
+    )
+    world = mesh.size
+    return (
+        jax.jit(f)
+        .lower(jnp.zeros((world, n)), jnp.zeros((world, world + 3)), jnp.int32(0))
+        .compile()
+    )
+
+
+def exchanged(
+    x: np.ndarray,
+    mesh: Mesh,
+    algorithm: SparseAllReduce,
+    step: int = 0,
+    carried: np.ndarray | None = None,
+) -> tuple[SparseResult, np.ndarray]:
+    """One step: the outcome, with a leading device axis, and what is carried on.
+
+    The law holds: what is in the mean and what is kept is all there was, and everyone has the same
+    mean.
+    """
+    world = len(x)
+    if carried is None:
+        carried = np.zeros((world, world + 3), np.float32)
+    outcome, carried = jax.tree.map(
+        np.asarray, compiled(mesh, algorithm, x.shape[1])(x, carried, jnp.int32(step))
+    )
+    assert (outcome.mean == outcome.mean[:1]).all()
+    total = outcome.errors.astype(np.float64).sum(0) + world * outcome.mean[0].astype(np.float64)
+    scale = np.abs(x).max(initial=1e-30)
+    np.testing.assert_allclose(total, x.astype(np.float64).sum(0), atol=2e-6 * world * scale)
+    return outcome, carried
+
+
+def normal(world: int, n: int = N, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((world, n)).astype(np.float32)
