@@ -35,7 +35,7 @@ train: $(VENV)/.installed-train  ## the main job: PROCESSES=4 processes train CO
 
 # The closing line of pytest is the last line, so what is not run is said first.
 .PHONY: test
-test: $(VENV)/.installed-test  ## lint, the whole suite, and a subset on the newest jax
+test: $(VENV)/.installed-test  ## lint, the whole suite, and a small part of it on the newest jax
 	@$(MAKE) --no-print-directory lint
 	@newest=$$(.ci/newest_python.sh $(VENV)/bin/python) || exit 1; \
 	if [ -z "$$newest" ]; then \
@@ -67,6 +67,11 @@ test-slow: $(VENV)/.installed-test  ## the slow tests
 .PHONY: test-subset
 test-subset: $(VENV)/.installed-test
 	$(call run_tests,newest and not slow and not gpu)
+
+.PHONY: test-newest
+test-newest:  ## all tests but the slow ones on the newest jax, with all interpreted kernels
+	@newest=$$(.ci/newest_python.sh "$(PYTHON)"); \
+	$(MAKE) --no-print-directory test-suite VENV=.venv-newest PYTHON="$${newest:-$(PYTHON)}"
 
 .PHONY: test-oldest
 test-oldest:  ## the subset on the lower bounds of jax, optax and numpy
