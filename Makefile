@@ -6,7 +6,7 @@ CONFIG ?= configs/digits_resnet.py
 PROCESSES ?= 4
 WORKERS ?= 2
 
-# Versions to hold in the environment, e.g. jax==0.10.0 (`make test-oldest` fills this in).
+# Versions to hold in the environment, e.g. jax==0.10.2 (`make test-oldest` fills this in).
 PINS ?=
 # The lower bounds of the library's own dependencies, as pins.
 OLDEST = $(shell sed -nE 's/^    "(jax|numpy|optax)>=([0-9.]+)",$$/\1==\2/p' pyproject.toml)

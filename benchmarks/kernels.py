@@ -26,7 +26,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm.kernels import bitplanes, cnat_all, integer_blocks, select
+from jaxcomm.kernels import bitplanes, select
+from jaxcomm.kernels.block_quantization import integers
+from jaxcomm.kernels.powers_of_two import nine_bits
 from jaxcomm.kernels.sign_feedback import sign_feedback
 
 CACHE = 2**28  # bytes; more than the last cache of any GPU of today holds
@@ -70,14 +72,14 @@ def votes(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
     return tuple(rng.integers(0, 2**32, (6, bitplanes.words_for(n)), np.uint32))
 
 
-def majority(*planes: jax.Array, implementation: str) -> jax.Array:
-    return bitplanes.majority(planes[:3], planes[3:], 7, implementation=implementation)
+def added(*planes: jax.Array, implementation: str) -> tuple[jax.Array, ...]:
+    return bitplanes.add(planes[:3], planes[3:], 4, implementation=implementation)
 
 
-def majority_of(*planes: np.ndarray) -> tuple[np.ndarray]:
+def sums_of(*planes: np.ndarray) -> tuple[np.ndarray, ...]:
     bits = np.stack([np.unpackbits(p.view(np.uint8)).astype(np.int8) for p in planes])
-    weights = np.int8([1, 2, 4, 1, 2, 4])[:, None]
-    return (np.packbits((bits * weights).sum(0) > 7).view(np.uint32),)
+    sums = (bits * np.int8([1, 2, 4, 1, 2, 4])[:, None]).sum(0)
+    return tuple(np.packbits(sums >> p & 1).view(np.uint32) for p in range(4))
 
 
 def int8_payload(x: np.ndarray) -> tuple[np.ndarray]:
@@ -119,7 +121,7 @@ def int8_total(payloads: np.ndarray) -> tuple[np.ndarray]:
 
 def int8_sum(payloads: jax.Array, implementation: str) -> jax.Array:
     n = payloads.shape[1] * 64 // 65
-    sums = functools.partial(integer_blocks.decode_and_sum, implementation=implementation)
+    sums = functools.partial(integers.decode_and_sum, implementation=implementation)
     return sums(payloads, n, 127, 256)
 
 
@@ -133,17 +135,7 @@ def cnat_total(payloads: np.ndarray) -> tuple[np.ndarray]:
 
 def cnat_sum(payloads: jax.Array, implementation: str) -> jax.Array:
     n = payloads.shape[1] * 8 // 9
-    return cnat_all.decode_and_sum(payloads, n, implementation=implementation)
-
-
-def packed_signs(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
-    x = rng.integers(-99, 99, n).astype(np.float32)
-    return x, packed(rng.random(n) < 0.5), np.float32(2)
-
-
-def added_signs(x: np.ndarray, words: np.ndarray, scale: np.float32) -> tuple[np.ndarray]:
-    bits = np.concatenate([words >> b & 1 for b in range(32)])[: len(x)]
-    return (x + np.where(bits, scale, -scale),)
+    return nine_bits.decode_and_sum(payloads, n, implementation=implementation)
 
 
 def counted(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
@@ -194,15 +186,19 @@ CASES = (
     ),
     Case(
         "int8 encode",
-        on_both(functools.partial(integer_blocks.encode, levels=127, size=256)),
+        on_both(functools.partial(integers.encode, levels=127, size=256)),
         normal,
         int8_payload,
     ),
     Case("int8 sum", on_both(int8_sum), payloads(int8_payload), int8_total),
-    Case("cnat all encode", on_both(cnat_all.encode), normal, cnat_payload),
+    Case("cnat all encode", on_both(nine_bits.encode), normal, cnat_payload),
     Case("cnat all sum", on_both(cnat_sum), payloads(cnat_payload), cnat_total),
-    Case("add and majority", on_both(majority), votes, majority_of),
-    Case("add_signs", on_both(bitplanes.add_signs), packed_signs, added_signs),
+    Case(
+        "add 3 planes",
+        {name: functools.partial(added, implementation=name) for name in ("xla", "mosaic")},
+        votes,
+        sums_of,
+    ),
     Case("count", on_both(select.count_at_least), counted, count_of),
     Case(
         "compact 1 %",

@@ -4,12 +4,13 @@ Four processes on this machine; the data set is where TFDS_DATA_DIR says, prepar
 
     python -m train.launch --processes=4 -- --config=configs/cifar_resnet110.py
 
-That is 64,000 steps, 164 epochs: for a GPU, and not measured. It has 1.73 M parameters.
+It has 1.73 M parameters and runs for 64,000 steps, 164 epochs. That takes a GPU, and was not
+measured.
 
-Differs from that paper: groups of channels are normalised instead of batches, the shortcuts that
-change the shape are projections, momentum is Nesterov's, and the learning rate rises over 400 steps
-and then falls as a cosine, instead of by ten at steps 32,000 and 48,000. ResNet-110 on CIFAR-10
-is one of the cases of the natural compression paper.
+Differs from the authors' paper: groups of channels are normalised instead of batches, the shortcuts
+that change the shape are projections, momentum is Nesterov's, and the learning rate rises over 400
+steps and then falls as a cosine, instead of by ten at steps 32,000 and 48,000. ResNet-110 on
+CIFAR-10 is one of the cases of the natural compression paper.
 
 References:
   K. He, X. Zhang, S. Ren, J. Sun, "Deep Residual Learning for Image Recognition", 2016,
@@ -28,7 +29,7 @@ def get_config() -> config_dict.ConfigDict:
     config.microbatches = 1  # Parts of a device's share that are computed one after another.
     config.label_smoothing = 0.0
     config.eval_every = 2000
-    config.measure_steps = 40  # With and without the exchange, after training.
+    config.measure_steps = 40  # Timed with and without the exchange, after training.
 
     config.data = config_dict.ConfigDict()
     config.data.name = "cifar10"
@@ -65,6 +66,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.exempt = ()  # Patterns of further leaves that travel in float32.
     config.sync.dense_steps = 0  # Steps in float32 before any compression.
     config.sync.bucket_mib = 8.0
+    config.sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
 
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 2000

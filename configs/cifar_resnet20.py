@@ -4,22 +4,27 @@ Four processes on this machine; the data set is where TFDS_DATA_DIR says, prepar
 
     python -m train.launch --processes=4 -- --config=configs/cifar_resnet20.py
 
-That is 64,000 steps, 164 epochs: for a GPU, and not measured. What 2 CPU cores do in minutes: four
-devices that hold different classes, a fifth of the images, and a stem that quarters their sides:
+It runs for 64,000 steps, 164 epochs. That takes a GPU, and was not measured. A smaller run takes
+minutes on 2 CPU cores: four devices that hold different classes, a fifth of the images, and a stem
+that quarters their sides:
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 NPROC=16 python -m train \
       --config=configs/cifar_resnet20.py --config.sync.codec=float32 --config.steps=1500 \
       --config.data.train_split='train[:10000]' --config.data.shards=by_label \
       --config.model.large_stem=True --config.optimizer.warmup_steps=100 --config.eval_every=500
 
-Test accuracy 55.1, 54.9 and 55.5 % (seeds 0 to 2), in 193 to 346 s on 2 CPU cores that had much
-other work; measured on a copy of which 97 images are JPEG decodes. With
-`--config.sync.codec=cnat` 55.2, 56.5 and 54.8 %, at 1.53 bytes a parameter and device for 6.00; the
-training losses lie within 0.02 of each other (means of 3 seeds and 100 steps).
+Test accuracy with seeds 0 to 2, and bytes a parameter and device:
 
-Differs from that paper: groups of channels are normalised instead of batches, the shortcuts that
-change the shape are projections, momentum is Nesterov's, and the learning rate rises over 400 steps
-and then falls as a cosine, instead of by ten at steps 32,000 and 48,000.
+    as above                    55.1, 54.9, 55.5 %      6.00
+    --config.sync.codec=cnat    55.2, 56.5, 54.8 %      1.53
+
+The training losses lie within 0.02 of each other (means of 3 seeds and 100 steps). The float32 runs
+took 193 to 346 s on 2 CPU cores that had much other work. Of the images in this copy of the data
+set, 97 are JPEG decodes.
+
+Differs from the authors' paper: groups of channels are normalised instead of batches, the shortcuts
+that change the shape are projections, momentum is Nesterov's, and the learning rate rises over 400
+steps and then falls as a cosine, instead of by ten at steps 32,000 and 48,000.
 
 References:
   K. He, X. Zhang, S. Ren, J. Sun, "Deep Residual Learning for Image Recognition", 2016,
@@ -37,7 +42,7 @@ def get_config() -> config_dict.ConfigDict:
     config.microbatches = 1  # Parts of a device's share that are computed one after another.
     config.label_smoothing = 0.0
     config.eval_every = 2000
-    config.measure_steps = 40  # With and without the exchange, after training.
+    config.measure_steps = 40  # Timed with and without the exchange, after training.
 
     config.data = config_dict.ConfigDict()
     config.data.name = "cifar10"
@@ -74,6 +79,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.exempt = ()  # Patterns of further leaves that travel in float32.
     config.sync.dense_steps = 0  # Steps in float32 before any compression.
     config.sync.bucket_mib = 8.0
+    config.sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
 
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 2000

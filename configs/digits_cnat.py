@@ -20,7 +20,7 @@ def get_config() -> config_dict.ConfigDict:
     config.microbatches = 1  # Parts of a device's share that are computed one after another.
     config.label_smoothing = 0.1
     config.eval_every = 100
-    config.measure_steps = 40  # With and without the exchange, after training.
+    config.measure_steps = 40  # Timed with and without the exchange, after training.
 
     config.data = config_dict.ConfigDict()
     config.data.name = "digits"
@@ -57,6 +57,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.exempt = ()  # Patterns of further leaves that travel in float32.
     config.sync.dense_steps = 0  # Steps in float32 before any compression.
     config.sync.bucket_mib = 8.0
+    config.sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
 
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 100

@@ -4,8 +4,8 @@ Four processes on this machine, which prepare the data set themselves:
 
     python -m train.launch --processes=4 -- --config=configs/digits_resnet.py
 
-Test accuracy 98.1 % (seed 0), in 64 s on 2 CPU cores that had other work too: 70 s of CPU time,
-compilation in all four processes included.
+Test accuracy 98.1 % (seed 0), in 64 s on 2 CPU cores that had other work too. CPU time was 70 s,
+with the compilation in all four processes.
 """
 
 from ml_collections import config_dict
@@ -19,7 +19,7 @@ def get_config() -> config_dict.ConfigDict:
     config.microbatches = 1  # Parts of a device's share that are computed one after another.
     config.label_smoothing = 0.1
     config.eval_every = 100
-    config.measure_steps = 40  # With and without the exchange, after training.
+    config.measure_steps = 40  # Timed with and without the exchange, after training.
 
     config.data = config_dict.ConfigDict()
     config.data.name = "digits"
@@ -56,6 +56,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync.exempt = ()  # Patterns of further leaves that travel in float32.
     config.sync.dense_steps = 0  # Steps in float32 before any compression.
     config.sync.bucket_mib = 8.0
+    config.sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
 
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 100

@@ -193,8 +193,17 @@ SAMPLES = {
 }
 
 
+ROWS, N = 14, 700  # one shape for most properties, so that each codec is compiled once for them
+
+
 def sample(kind: str, n: int, seed: int = 0) -> np.ndarray:
     return SAMPLES[kind](np.random.default_rng(seed), n).astype(np.float32)
+
+
+def samples(seed: int = 0) -> np.ndarray:
+    """`(ROWS, N)` of all kinds in turn."""
+    kinds = [*SAMPLES] * ROWS
+    return np.stack([sample(kinds[row], N, ROWS * seed + row) for row in range(ROWS)])
 
 
 @functools.cache

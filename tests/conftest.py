@@ -22,16 +22,17 @@ os.environ.setdefault("NPROC", "16")
 # numpy's and scikit-learn's own threads would only take the cores from the devices.
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
-TESTS = Path(__file__).parent
 # Most of the time goes into compiling, and many tests compile programs that others have compiled,
 # in this process or another. They share the compiled programs, and the next run finds them too.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(TESTS.parent / ".jax_cache"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import pytest
 from jax.sharding import AxisType, Mesh
+
+TESTS = Path(__file__).parent
 
 # For `from processes import run_processes`. Last, so that `train` stays the program, not its tests.
 sys.path.append(str(TESTS))

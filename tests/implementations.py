@@ -11,7 +11,7 @@ from jaxcomm.kernels import _device
 
 
 def every_implementation(f: Callable[..., Any], kernel: str = "mosaic") -> pytest.MarkDecorator:
-    """The argument f of a test: the plain version; the kernel, interpreted; and both on a GPU.
+    """Parametrizes f: the plain version; the kernel, interpreted; and both on a GPU.
 
     The kernel is "mosaic" or "triton".
     """
@@ -42,7 +42,7 @@ def compiled(f: Callable[..., Any], kernel: str) -> Callable[..., Any]:
 
 
 def interpreted(f: Callable[..., Any], kernel: str = "mosaic") -> Callable[..., Any]:
-    """The kernel of an operation, on CPU: what has its name in `mosaic` or `triton` beside it."""
+    """The kernel of an operation, on CPU: the function of its name in the same folder's module."""
 
     def run(*args: Any) -> Any:
         package = ".".join(f.__module__.split(".")[:3])  # jaxcomm.kernels.<op>

@@ -6,17 +6,17 @@ import numpy as np
 
 Augment = Callable[[np.ndarray, np.random.Generator], np.ndarray]
 
-PADDING = 4  # Pixels at each side, of which a crop leaves the original size.
+PADDING = 4  # Pixels at each side; a crop cuts the image back to its size.
 
 
 def crop_flip(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Mirrors images at random, pads them with 4 black pixels and cuts their size out anywhere.
+    """Mirrors images at random, pads them with 4 black pixels, and crops them at a random place.
 
     Each of the 81 places is equally likely, and so is either direction.
 
     Args:
       images: uint8 `[images, height, width, channels]`.
-      rng: of the places and directions, drawn for each image.
+      rng: draws place and direction of each image.
 
     Returns:
       New images of the same shape.

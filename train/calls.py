@@ -8,11 +8,12 @@ from train.errors import UserError, choose
 
 
 def read_call(text: Any, factories: Mapping[str, Callable[..., Any]], field: str) -> Any:
-    """What a call such as `qsgd(levels=7)` makes; anything but a call is returned as it is.
+    """The object that a call such as `qsgd(levels=7)` makes; other values are returned unchanged.
 
     Args:
-      text: of the field; arguments are named, and numbers, strings, tuples or calls themselves.
-      factories: what may be called.
+      text: the value of the field. Arguments of a call are named; each is a number, a string, a
+        tuple or a call.
+      factories: what may be called, by name.
       field: the name of the field, for messages.
 
     Raises:

@@ -1,7 +1,7 @@
 """Checkpoints with orbax: the state of every device, and each process's input position.
 
-A checkpoint is written beside its final name and renamed when it is complete, so one that a
-killed run left half written is not seen. All processes must see the same directory.
+A checkpoint is written under another name and renamed when it is complete. So a checkpoint that a
+killed run left half written is never read. All processes must see the same directory.
 """
 
 from pathlib import Path

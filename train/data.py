@@ -1,8 +1,9 @@
-"""Images and labels from TensorFlow Datasets to batches: one fixed shard of rows for each device.
+"""Batches of images and labels from TensorFlow Datasets: one fixed shard of rows for each device.
 
-A device draws from its own shard only, in an order that is new in every epoch and depends on the
-seed alone. A process decodes the rows of its own devices, once, to uint8 in memory: made for sets
-that fit there. Its batches are laid out device by device, as `jaxcomm.global_batch` wants them.
+A device draws from its own shard only. The order is new in every epoch and depends on the seed
+alone. A process decodes the rows of its own devices once and keeps them in memory as uint8, so the
+data set must fit there. Batches are laid out device by device, as `jaxcomm.global_batch` wants
+them.
 """
 
 import functools
@@ -186,10 +187,10 @@ def stream(
 
 
 def shuffled_block(size: int, share: int, seed: tuple[int, int], block: int) -> np.ndarray:
-    """Block number `block`, of `share` rows, in an endless order of 0 .. size-1, new every epoch.
+    """The rows of block number `block`, in an endless order of 0 .. size-1 that is new every epoch.
 
-    A whole permutation at a time: grain's own `shuffle` draws each index by itself, and 80 us an
-    image is more than the gradient of a small model takes.
+    A whole permutation is drawn at a time. Grain's own `shuffle` draws each index by itself, which
+    takes 80 us an image: more than the gradient of a small model.
     """
     positions = block * share + np.arange(share)
     epochs, within = np.divmod(positions, size)

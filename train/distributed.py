@@ -7,10 +7,10 @@ from train.errors import UserError
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
-    """Joins the other processes, or stays alone where nobody says that there are others.
+    """Joins the other processes that the arguments or a scheduler name.
 
-    With the three arguments, `jax.distributed` takes them; without them it asks the scheduler
-    (SLURM, Open MPI, Kubernetes), and where there is none, this is the only process.
+    `jax.distributed` takes the three arguments. Without them it asks the scheduler (SLURM, Open
+    MPI, Kubernetes). Without a scheduler, this is the only process.
 
     Raises:
       UserError: if only some of the arguments are given, or the coordinator's port is taken, or

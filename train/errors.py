@@ -1,4 +1,4 @@
-"""What is wrong with a run, said in one line before anything is compiled."""
+"""Mistakes in a config or on the command line: one line each, before anything is compiled."""
 
 import difflib
 from collections.abc import Mapping

@@ -1,13 +1,13 @@
 """Starts the processes of one machine: `python -m train.launch --processes=4 -- --config=...`.
 
 Flags: --processes=N on this machine; --cluster=FILE, one of configs/cluster; --port=P of process 0,
-by default a free one. What follows `--` are flags of `python -m train`.
+by default a free one. The flags of `python -m train` follow `--`.
 
 Process 0 writes to this terminal, the others to files whose last lines are shown if they fail. The
 first failure ends the others; so does Ctrl-C.
 
-Variables that must be set before jax starts come from a cluster file, and are printed. With more
-than one process a machine this program also tells them how to find each other; with one, the flags
+Variables that must be set before jax starts come from a cluster file, and are printed. If a machine
+has several processes, this program also tells them how to find each other. If it has one, the flags
 after `--` or the scheduler do.
 """
 

@@ -1,4 +1,4 @@
-"""A run, from the config to its report: the page to read."""
+"""One run, from the config to its report: read this page first."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Flags, joining the other processes, and what is said when a run cannot go on."""
+"""Reads the flags, joins the other processes, and reports why a run cannot go on."""
 
 import os
 import sys

@@ -24,7 +24,7 @@ from train.sync import AXIS
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
-BLOCKS = 8  # Alternations of steps with and without exchange: both meet the same disturbances.
+BLOCKS = 8  # Alternations of steps with and without exchange: other load disturbs both alike.
 COUNTERS = Path("/proc/net/dev")  # Linux only; elsewhere no bytes are reported.
 
 
@@ -96,7 +96,7 @@ def measure_steps(
 
 
 def bandwidth(network: Any) -> Bandwidth:
-    """How fast a device sends: what the config says, or else measured now.
+    """How fast a device sends: a number in the config, or else one that is measured now.
 
     Args:
       network: `config.network`: `gigabits`, or None and the `probe_mib` MiB to measure with.

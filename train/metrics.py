@@ -1,4 +1,4 @@
-"""What a run says while it runs: a line a step in metrics.jsonl, TensorBoard, a progress bar."""
+"""Metrics while a run runs: one line a step in metrics.jsonl, TensorBoard, a progress bar."""
 
 import contextlib
 import json
@@ -20,14 +20,14 @@ from train.watched import FIELD
 
 
 class Recorder:
-    """Writes measurements on process 0; elsewhere it only keeps pace with the devices.
+    """Writes measurements on process 0; on other processes it only waits for the devices.
 
     Args:
       workdir: directory of `metrics.jsonl` and the TensorBoard events.
-      start: steps taken before this run; what an earlier run wrote beyond them is dropped.
+      start: steps taken before this run; lines of an earlier run about later steps are dropped.
       steps: steps after which the run ends.
-      frozen_at: where the optimizer's own warm-up ended before this run, as `train.watched` says;
-        0 if it did not.
+      frozen_at: the step at which the optimizer's own warm-up ended in an earlier run, as
+        `train.watched` reads it; 0 if it did not end.
 
     Attributes:
       frozen_at: the same as of the last step written.
@@ -110,7 +110,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """For what is not a step: writes the last one before, and starts the clock again after."""
+        """Surrounds work that is no step: writes the last step first, restarts the clock after."""
         self.flush()
         yield
         self._time = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a run carries from step to step, and the optimizer that changes it."""
+"""The state that a run carries from step to step, and its optimizer."""
 
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ def adamw(config: Any, schedule: optax.Schedule) -> optax.GradientTransformation
 
 
 def scale(config: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """The learning rate alone, behind a method of `train.sync` that is an optimizer itself."""
+    """The learning rate alone, after a method of `train.sync` that is an optimizer itself."""
     del config
     return optax.scale_by_schedule(schedule)
 

@@ -45,9 +45,9 @@ def make_gradient(forward: Forward, smoothing: float, microbatches: int) -> Any:
     """Loss, metrics and the gradient of each device's own part of a batch.
 
     Args:
-      forward: of `make_forward`.
+      forward: what `make_forward` returned.
       smoothing: share of the label that is spread evenly over all classes.
-      microbatches: equal parts of a device's batch, of which one at a time needs memory.
+      microbatches: equal parts of a device's batch; only one at a time needs memory.
 
     Returns:
       `f(params, global_batch) -> ((loss, metrics), local gradients)`.
@@ -62,7 +62,7 @@ def make_train_step(
     """The training step: local gradients, their exchange inside `tx`, the update.
 
     Args:
-      gradient: of `make_gradient`.
+      gradient: what `make_gradient` returned.
       tx: the exchange and the optimizer.
 
     Returns:
@@ -86,7 +86,7 @@ def compile_step(step: Callable[..., Any], state: TrainState, batch: Any) -> Any
 
 
 def make_eval_step(forward: Forward) -> Callable[[Any, Any], Metrics]:
-    """The evaluation step: sums over a global batch of everything that has weight.
+    """The evaluation step: weighted sums over a global batch, in which padding has weight 0.
 
     Returns:
       `step(params, global_batch) -> sums` of `loss`, `accuracy` and `weight`, jitted.
@@ -112,7 +112,7 @@ def evaluate(
     """Mean loss and accuracy over the whole test set.
 
     Args:
-      eval_step: of `make_eval_step`.
+      eval_step: what `make_eval_step` returned.
       params: the parameters.
       batches: all global test batches.
 

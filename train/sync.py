@@ -1,6 +1,6 @@
 """How the devices agree on a gradient: one row for each method of jaxcomm.
 
-A later method enters by a row here and its options in `config.sync`.
+A new method needs a row in METHODS, and its options in `config.sync`.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def majority_vote(
 
 
 def one_bit_adam(axis_name: str, **options: Any) -> optax.GradientTransformation:
-    """1-bit Adam, an optimizer of its own: the one behind it only scales (`scale`)."""
+    """1-bit Adam, an optimizer of its own: the one after it only scales (`scale`)."""
     return jaxcomm.one_bit_adam(axis_name, 1.0, **options)
 
 
@@ -53,6 +53,7 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "exempt",
             "bucket_mib",
             "bucket_order",
+            "implementation",
         ),
     ),
     "majority_vote": (
@@ -67,6 +68,7 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "exempt",
             "bucket_mib",
             "bucket_order",
+            "implementation",
         ),
     ),
     "one_bit_adam": (
@@ -80,6 +82,7 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "exempt",
             "bucket_mib",
             "bucket_order",
+            "implementation",
         ),
     ),
     "sparse_mean": (
@@ -93,6 +96,7 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "exempt",
             "bucket_mib",
             "bucket_order",
+            "implementation",
         ),
     ),
     "none": (jaxcomm.no_exchange, ()),
@@ -103,9 +107,9 @@ def build(config: Any, bucket_order: Sequence[str]) -> optax.GradientTransformat
     """Makes the transformation that `config.sync` names.
 
     Args:
-      config: `config.sync`: `method` and those of its options that are not to be jaxcomm's
-        defaults; others are not looked at. A codec or an algorithm is a name or a call, such as
-        "qsgd(levels=7)". With `dense_steps`, the method begins after so many steps of float32.
+      config: `config.sync`: `method` and its options. An option that is missing has jaxcomm's
+        default; fields of other methods are ignored. A codec or an algorithm is a name or a call,
+        such as "qsgd(levels=7)". With `dense_steps`, that many float32 steps come first.
       bucket_order: paths of the parameters as `jaxcomm.backward_order` finds them.
 
     Returns:
@@ -128,5 +132,5 @@ def build(config: Any, bucket_order: Sequence[str]) -> optax.GradientTransformat
 
 
 def no_exchange() -> optax.GradientTransformation:
-    """What the same step is without communication, for measuring."""
+    """The exchange of the same step without communication, for measuring."""
     return jaxcomm.no_exchange(AXIS)

@@ -1,7 +1,7 @@
-"""What methods say of themselves in their states.
+"""Reads what methods report in their states.
 
-1-bit Adam says when its warm-up ended, in the field `frozen_at`; a sparse mean what it selected and
-delivered, in the field `report`.
+The field `frozen_at` of 1-bit Adam is the step at which its warm-up ended. The field `report` of a
+sparse mean has what it selected and delivered.
 """
 
 from collections.abc import Callable
@@ -42,10 +42,10 @@ def step_of(opt_state: Any) -> int:
 
 
 def watched(step: Callable[..., tuple[Any, dict[str, Any]]]) -> Callable[..., Any]:
-    """Adds to the metrics of a training step what the optimizer's state says of itself.
+    """Adds to the metrics of a training step what the optimizer's state reports.
 
-    The state's own buffer is gone when the next step starts; a metric is kept, and is read with
-    the others while the devices do the next step.
+    The state's own buffer is gone when the next step starts. A metric is kept, and read with the
+    others while the devices do the next step.
 
     Args:
       step: `(state, batch) -> (state, metrics)`, where `state.opt_state` is the optimizer's.

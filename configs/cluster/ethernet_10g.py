@@ -5,8 +5,8 @@ Started on every machine, i = 0 .. 3, the first of them being node0:
     python -m train.launch --cluster=configs/cluster/ethernet_10g.py -- \
         --coordinator=node0:12345 --num_processes=4 --process_id=$i --config=...
 
-One TCP stream fills 10 Gb/s only with a fast core, so NCCL is given several sockets, served by
-several threads. NCCL allows at most 64 sockets, threads times sockets of a thread, a connection.
+One TCP stream fills 10 Gb/s only with a fast core, so NCCL gets several sockets and several threads
+to serve them. NCCL allows at most 64 sockets a connection: threads times sockets of a thread.
 
 References:
   NVIDIA, "NCCL user guide: environment variables".

@@ -1,4 +1,4 @@
-"""What every wire format for floats offers."""
+"""The interface of all wire formats for floats."""
 
 import dataclasses
 import functools
@@ -7,40 +7,66 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
+from jaxcomm.kernels import _implementations
+
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
     """A wire format for float32 vectors.
 
-    `encode` and `decode` work on the last axis; leading axes are independent messages, so that a
-    block of a message can be sent, kept or decoded by itself. The payload is one array, and the
-    payload of zeros decodes to zeros. Codecs know nothing of other devices.
+    `encode` and `decode` work on the last axis. Leading axes are independent messages, so a block
+    of a message can be sent, kept or decoded separately. The payload is one array. Codecs know
+    nothing of other devices.
 
-    Zeros decode to zeros, and zeros at the end of a message change nothing before them: messages
-    are padded with them. A value that is not finite makes at least itself not finite. Where errors
-    must be fed back, only messages of nothing but zeros decode to zeros.
+    Zeros decode to zeros, and a payload of zero bytes decodes to zeros. Messages are padded with
+    zeros, which change nothing before them. A value that is not finite decodes to one that is not
+    finite. Codecs that need error feedback promise less: only messages of nothing but zeros decode
+    to zeros.
 
     Attributes:
+      implementation: which implementation of its operations runs, see `kernels._implementations`.
+        It changes no bit of a payload, so codecs that differ in it are equal.
       name: the short form that factories accept as a string.
-      largest: the largest finite magnitude the format holds, if sums of gradients may exceed it;
-        None where the range is that of float32.
-      needs_error_feedback: whether a mean in this format is of no use where errors are lost.
+      largest: the largest finite magnitude of the format, if sums of gradients may exceed it; None
+        if the range is that of float32.
+      needs_error_feedback: whether a mean in this format is useless without error feedback.
     """
 
+    implementation: _implementations.Option = dataclasses.field(
+        default=None, kw_only=True, compare=False, repr=False
+    )
     name: ClassVar[str]
     largest: ClassVar[float | None] = None
     needs_error_feedback: ClassVar[bool] = False
 
     @property
+    def operations(self) -> tuple[str, ...]:
+        """The operations of the codec that have more than one implementation."""
+        return ()
+
+    def with_implementation(self, option: _implementations.Option) -> "Codec":
+        """The same codec with another `implementation`.
+
+        Args:
+          option: None, "xla", "mosaic", "triton", "measure", or a mapping from some of `operations`
+            to these.
+
+        Raises:
+          TypeError, ValueError: for an option that is wrong for this codec.
+        """
+        option = _implementations.check(option, self.operations, self.name)
+        return dataclasses.replace(self, implementation=option)
+
+    @property
     def is_random(self) -> bool:
-        """Whether `encode` rounds at random, and so needs a key."""
+        """Whether `encode` rounds at random and needs a key."""
         return False
 
     @property
     def variance(self) -> float:
-        """A bound of E|C(x) - x|^2 / |x|^2 where it can be 1 or more; else 0.
+        """A bound of E|C(x) - x|^2 / |x|^2 if it can be 1 or more; else 0.
 
-        Fed back, such an error may grow from step to step.
+        With error feedback, such an error may grow from step to step.
         """
         return 0.0
 
@@ -49,8 +75,8 @@ class Codec:
 
         Args:
           x: the messages.
-          key: a PRNG key where `is_random`, and not looked at elsewhere; every value of every
-            message is rounded by bits of its own.
+          key: a PRNG key if `is_random`, and ignored otherwise. Every value of every message is
+            rounded with its own random bits.
         """
         raise NotImplementedError
 
@@ -59,7 +85,7 @@ class Codec:
         raise NotImplementedError
 
     def decode_and_sum(self, payloads: jax.Array, n: int) -> jax.Array:
-        """The sum, float32 `(n,)`, of what N payloads `(N, m)` stand for, added in their order."""
+        """The sum, float32 `(n,)`, of the values of N payloads `(N, m)`, added in their order."""
         values = self.decode(payloads, n)
         return functools.reduce(jnp.add, [values[r] for r in range(len(payloads))])
 
@@ -68,10 +94,10 @@ class Codec:
         raise NotImplementedError
 
     def native(self, x: jax.Array) -> jax.Array:
-        """float32 to the dtype in which XLA itself can add these values.
+        """Converts float32 to the dtype in which XLA itself can add these values.
 
         Raises:
-          ValueError: if there is none.
+          ValueError: if there is no such dtype.
         """
         raise ValueError(
             f"XLA cannot add {self.name} codes by itself; choose another algorithm than native, "

@@ -1,32 +1,23 @@
-"""What codecs that round in one of two ways have in common."""
+"""Rounding to nearest or at random, and the checks of the codecs' arguments."""
 
 from collections.abc import Collection
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxcomm.codecs._codec import Codec
-from jaxcomm.kernels.random_bits import random_bits
-
-HALF = 2**31  # the word that rounds to nearest where a random one rounds at random
 
 ROUNDINGS = ("nearest", "random")
 
 
-def rounding_bits(codec: Codec, key: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
-    """A uint32 word for every value if the codec is random, else the scalar HALF.
+def rounding_key(codec: Codec, key: jax.Array | None) -> jax.Array | None:
+    """The key if the codec rounds at random, else None.
 
     Raises:
       ValueError: if the codec is random and there is no key.
     """
     if not codec.is_random:
-        return jnp.uint32(HALF)
-    return random_bits(require_key(codec, key), shape)
-
-
-def require_key(codec: Codec, key: jax.Array | None) -> jax.Array:
-    """The key; raises a ValueError if there is none."""
+        return None
     if key is None:
         raise ValueError(
             f"{codec.name} rounds at random and needs a key, got None; "
@@ -36,7 +27,7 @@ def require_key(codec: Codec, key: jax.Array | None) -> jax.Array:
 
 
 def require_integer(name: str, value: Any, lowest: int, highest: int | None = None) -> None:
-    """Raises where a factory's argument is no integer, or outside of its range."""
+    """Raises if a factory's argument is not an integer in its range."""
     wanted = f"an integer of at least {lowest}"
     if highest is not None:
         wanted = f"an integer from {lowest} to {highest}"
@@ -47,7 +38,7 @@ def require_integer(name: str, value: Any, lowest: int, highest: int | None = No
 
 
 def require_choice(name: str, value: Any, choices: Collection[str]) -> None:
-    """Raises a ValueError where a factory's argument is none of its choices."""
+    """Raises a ValueError if a factory's argument is not one of its choices."""
     if value not in choices:
         quoted = " or ".join(f'"{choice}"' for choice in choices)
         raise ValueError(f"{name} must be {quoted}, got {value!r}.")

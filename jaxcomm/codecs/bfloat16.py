@@ -13,7 +13,8 @@ from jaxcomm.kernels import bfloat16 as kernel
 class BFloat16(Codec):
     """16 bits a value: sign, 8 bits of exponent, 7 of mantissa, rounded to nearest even.
 
-    Relative error at most 2^-8; the range is float32's. Sent as uint16, see the kernel.
+    The relative error is at most 2^-8, and the range is float32's. `kernels.bfloat16` explains why
+    the payload is uint16.
     """
 
     name = "bfloat16"

@@ -1,4 +1,4 @@
-"""Natural compression: powers of two, so that 8 or 9 bits hold what matters of 32."""
+"""Natural compression: powers of two in 8 or 9 bits."""
 
 import dataclasses
 
@@ -6,20 +6,23 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm.codecs._codec import Codec
-from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, require_key, rounding_bits
-from jaxcomm.kernels import cnat_all, powers_of_two, reductions
+from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, rounding_key
+from jaxcomm.kernels import reductions
+from jaxcomm.kernels.powers_of_two import nine_bits
+from jaxcomm.kernels.powers_of_two import rounding as powers
+from jaxcomm.kernels.random_bits import rounding_words
 
 BIAS = 127  # of float32's exponent field
-WINDOW = 127  # the exponents that 7 bits tell apart beside zero
+WINDOW = 127  # the number of exponents that 7 bits hold, besides zero
 
 
 @dataclasses.dataclass(frozen=True)
 class Cnat(Codec):
-    """A value is rounded to one of the powers of two around it, and sent as sign and exponent.
+    """A value is rounded to one of the two powers of two next to it, and sent as sign and exponent.
 
-    Random rounding is up with the probability that keeps the mean: unbiased, and E|C(x)|^2 <=
-    9/8 |x|^2. Nearest rounding has a relative error of at most 1/3, and is biased. Denormals are
-    rounded likewise, to 0 or 2^-126. Magnitudes above 2^127 become 2^127, never infinite.
+    Random rounding goes up with the probability that keeps the mean: it is unbiased, and
+    E|C(x)|^2 <= 9/8 |x|^2. Nearest rounding has a relative error of at most 1/3, and is biased.
+    Denormals are rounded the same way, to 0 or 2^-126. Magnitudes above 2^127 become 2^127.
 
     Attributes:
       rounding: "random" or "nearest".
@@ -38,29 +41,30 @@ class Cnat(Codec):
 
     @property
     def is_random(self) -> bool:
-        """Where it rounds so."""
+        """If `rounding` is "random"."""
         return self.rounding == "random"
 
 
 @dataclasses.dataclass(frozen=True)
 class CnatWindow(Cnat):
-    """8 bits a value in a window of exponents that follows the message, and 8 bits a message.
+    """8 bits a value, for a window of exponents below the largest of the message; one byte more.
 
-    The first byte of the payload is the exponent field of the largest magnitude of the message,
-    rounded up to a power of two: t for 2^(t - 127), 0 if all values are zero, 255 if one of them
-    is not finite, when the whole message becomes NaN. A value is a sign bit above 7 bits c: 0 for
-    zero, else for 2^(t - 127 + c - 127). Values below the window, less than 2^-126 of the largest,
-    are rounded to its lowest power or to zero, unbiased to within 2^-32 of that power.
+    The first byte of the payload is the exponent field t of the largest magnitude of the message,
+    rounded up to a power of two: 2^(t - 127). It is 0 if all values are zero, and 255 if a value is
+    not finite; then the whole message decodes to NaN. Each value is a sign bit above 7 bits c,
+    which are 0 for zero and else stand for 2^(t - 127 + c - 127). A value below the window, less
+    than 2^-126 of the largest, is rounded to the lowest power or to zero, unbiased to within 2^-32
+    of that power.
 
-    Differs from the paper: its 8-bit codes have a window that stays where it is, see `CnatFixed`.
+    Differs from the paper: its 8-bit codes have a fixed window, see `CnatFixed`.
     """
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to uint8 `(..., 1 + n)`."""
-        bits = rounding_bits(self, key, x.shape)
-        top = powers_of_two.ceiling(reductions.largest(x)[..., None])
+        bits = rounding_words(rounding_key(self, key), x.shape)
+        top = powers.ceiling(reductions.largest(x)[..., None])
         lowest = jnp.maximum(top, jnp.uint32(WINDOW)) - (WINDOW - 1)
-        exponent = powers_of_two.exponents(x, bits, lowest=lowest)
+        exponent = powers.exponents(x, bits, lowest=lowest)
         c = jnp.where(exponent > 0, exponent + WINDOW - top, jnp.uint32(0))
         return jnp.concatenate([top.astype(jnp.uint8), _signed(x, c, c > 0)], axis=-1)
 
@@ -70,8 +74,8 @@ class CnatWindow(Cnat):
         top, code = payload[..., :1].astype(jnp.uint32), payload[..., 1:].astype(jnp.uint32)
         c = code & 0x7F
         exponent = jnp.where(c > 0, top + c - WINDOW, jnp.uint32(0))
-        value = powers_of_two.values(exponent, code >> 7)
-        return jnp.where(top == powers_of_two.NONFINITE, jnp.float32(jnp.nan), value)
+        value = powers.values(exponent, code >> 7)
+        return jnp.where(top == powers.NONFINITE, jnp.float32(jnp.nan), value)
 
     def message_bytes(self, n: int) -> int:
         """n + 1."""
@@ -80,23 +84,23 @@ class CnatWindow(Cnat):
 
 @dataclasses.dataclass(frozen=True)
 class CnatFixed(Cnat):
-    """8 bits a value: sign, a bit for not zero, and 6 bits of exponent, 2^-50 to 2^10.
+    """8 bits a value: sign, a bit that is 0 for zero, and 6 bits of exponent, 2^-50 to 2^10.
 
     The exponent e is written as e + 50; 62 stands for infinity and 63 for NaN. Magnitudes below
-    2^-50 are rounded to that or to zero, unbiased to within 2^-32 of it. Those above 2^10 become
-    2^10, which is biased: it is for messages whose range is known.
+    2^-50 are rounded to that or to zero, unbiased to within 2^-32 of it. Magnitudes above 2^10
+    become 2^10, which is biased, so this format is for messages of a known range.
     """
 
     LOWEST, HIGHEST = -50, 10
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to uint8 `(..., n)`."""
-        bits = rounding_bits(self, key, x.shape)
+        bits = rounding_words(rounding_key(self, key), x.shape)
         low, high = jnp.uint32(self.LOWEST + BIAS), jnp.uint32(self.HIGHEST + BIAS)
-        exponent = powers_of_two.exponents(x, bits, lowest=low)
+        exponent = powers.exponents(x, bits, lowest=low)
         number = jnp.minimum(exponent, high) - low
         nonfinite = jnp.where(jnp.isnan(x), jnp.uint32(63), jnp.uint32(62))
-        number = jnp.where(exponent == powers_of_two.NONFINITE, nonfinite, number)
+        number = jnp.where(exponent == powers.NONFINITE, nonfinite, number)
         present = exponent > 0
         return _signed(x, jnp.where(present, 0x40 | number, jnp.uint32(0)), present)
 
@@ -105,10 +109,10 @@ class CnatFixed(Cnat):
         del n
         code = payload.astype(jnp.uint32)
         number = code & 0x3F
-        infinite = jnp.uint32(powers_of_two.NONFINITE)
+        infinite = jnp.uint32(powers.NONFINITE)
         exponent = jnp.where(number < 62, number + (self.LOWEST + BIAS), infinite)
         exponent = jnp.where(code & 0x40 > 0, exponent, jnp.uint32(0))
-        value = powers_of_two.values(exponent, code >> 7)
+        value = powers.values(exponent, code >> 7)
         return jnp.where(code & 0x7F == 0x7F, jnp.float32(jnp.nan), value)
 
     def message_bytes(self, n: int) -> int:
@@ -118,26 +122,28 @@ class CnatFixed(Cnat):
 
 @dataclasses.dataclass(frozen=True)
 class CnatAll(Cnat):
-    """9 bits a value: every power of two that float32 has; a plane of signs after the exponents.
+    """9 bits a value: every power of two of float32; see `kernels.powers_of_two.nine_bits`."""
 
-    `kernels.cnat_all` says how they are laid out.
-    """
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Those of messages in 9 bits a value."""
+        return ("nine_bits.encode", "nine_bits.decode_and_sum")
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to uint8 `(..., n + 4 ceil(n / 32))`."""
-        return cnat_all.encode(x, require_key(self, key) if self.is_random else None)
+        return nine_bits.encode(x, rounding_key(self, key), implementation=self.implementation)
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
         """uint8 `(..., n + 4 ceil(n / 32))` to float32 `(..., n)`."""
-        return cnat_all.decode(payload, n)
+        return nine_bits.decode(payload, n)
 
     def decode_and_sum(self, payloads: jax.Array, n: int) -> jax.Array:
         """uint8 `(N, n + 4 ceil(n / 32))` to float32 `(n,)`."""
-        return cnat_all.decode_and_sum(payloads, n)
+        return nine_bits.decode_and_sum(payloads, n, implementation=self.implementation)
 
     def message_bytes(self, n: int) -> int:
         """n + 4 ceil(n / 32)."""
-        return cnat_all.message_bytes(n)
+        return nine_bits.message_bytes(n)
 
 
 EXPONENTS = {"window": CnatWindow, "fixed": CnatFixed, "all": CnatAll}
@@ -147,7 +153,7 @@ def cnat(exponents: str = "window", rounding: str = "random") -> Cnat:
     """Natural compression.
 
     Args:
-      exponents: which of them a code can hold: "window", 127 of them below the largest magnitude
+      exponents: the exponents that a code can hold: "window", the 127 below the largest magnitude
         of the message; "fixed", those from -50 to 10; "all", with 9 bits a value instead of 8.
       rounding: "random", which is unbiased, or "nearest".
 
@@ -159,6 +165,6 @@ def cnat(exponents: str = "window", rounding: str = "random") -> Cnat:
 
 
 def _signed(x: jax.Array, code: jax.Array, present: jax.Array) -> jax.Array:
-    """uint8: seven bits of a code below the sign of x; zero has none."""
+    """uint8: seven bits of a code below the sign of x; zero has no sign."""
     sign = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 31 << 7
     return jnp.where(present, sign | code, code).astype(jnp.uint8)

@@ -1,4 +1,4 @@
-"""Entries of sparse vectors: a value and its place."""
+"""Entries of sparse vectors: values and their offsets."""
 
 import dataclasses
 
@@ -12,8 +12,8 @@ from jaxcomm.kernels import bfloat16
 class Entries:
     """A list of (value, offset) pairs of static length, as uint16 words.
 
-    Format: the values of all entries, low words first, then their offsets likewise. A slot without
-    an entry has the value 0 and any offset.
+    Format: the low words of all values, then their high words if there are any, then the offsets in
+    the same order. A slot without an entry has the value 0 and any offset.
 
     Attributes:
       values: "float32" (2 words) or "bfloat16" (1 word, rounded to nearest even).
@@ -42,7 +42,7 @@ class Entries:
         return 2 * (self.value_words + self.offset_words)
 
     def rounded(self, values: jax.Array) -> jax.Array:
-        """float32 values as they will arrive."""
+        """The float32 values that `decode` returns for these."""
         if self.values == "float32":
             return values
         return bfloat16.widen_bits(bfloat16.round_to_bits(values))
@@ -73,12 +73,12 @@ def check_values(values: str) -> None:
 
 
 def _words(x: jax.Array, number: int) -> list[jax.Array]:
-    """uint32 as that many uint16, the lowest first."""
+    """uint32 as `number` uint16, the lowest first."""
     return [(x >> (16 * i)).astype(jnp.uint16) for i in range(number)]
 
 
 def _joined(words: list[jax.Array]) -> jax.Array:
-    """The reverse."""
+    """Undoes `_words`."""
     total = words[0].astype(jnp.uint32)
     for i, word in enumerate(words[1:], 1):
         total = total | (word.astype(jnp.uint32) << (16 * i))

@@ -1,4 +1,4 @@
-"""float16: more mantissa than bfloat16, far less range."""
+"""float16: more mantissa than bfloat16, much less range."""
 
 import dataclasses
 
@@ -12,8 +12,8 @@ from jaxcomm.codecs._codec import Codec
 class Float16(Codec):
     """16 bits a value: sign, 5 bits of exponent, 10 of mantissa, rounded to nearest even.
 
-    Relative error at most 2^-11 between 2^-14 and 65504, absolute error 2^-25 below, infinite
-    above. Who sends sums in it scales them first: `largest` says so.
+    The relative error is at most 2^-11 between 2^-14 and 65504, and the absolute error at most
+    2^-25 below. Larger magnitudes become infinite, so `largest` makes a mean scale its sums first.
     """
 
     name = "float16"

@@ -6,16 +6,16 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.codecs._blocks import BlockScaled
+from jaxcomm.codecs._block_scaled import BlockScaled
 from jaxcomm.kernels import float8
 
 
 @dataclasses.dataclass(frozen=True)
 class Fp8(BlockScaled):
-    """8-bit floats of which the largest finite one stands for the largest magnitude of the block.
+    """8-bit floats; the largest finite one stands for the largest magnitude of the block.
 
-    So nothing finite overflows, and what is small beside its block keeps a precision of its own,
-    unlike in `int8`. Rounded to nearest, ties to even.
+    So no finite value overflows. Unlike in `int8`, values much smaller than the largest of their
+    block keep their relative precision. Rounding is to nearest, ties to even.
 
     Attributes:
       block_size: the values that share a scale.
@@ -44,7 +44,7 @@ class Fp8(BlockScaled):
         return float8.widen_bits(codes, self.dtype)
 
     def code_bytes(self, size: int) -> int:
-        """One a value."""
+        """One byte a value."""
         return size
 
 
@@ -52,7 +52,8 @@ class Fp8(BlockScaled):
 class Fp8E4M3(Fp8):
     """8 bits a value, sign, 4 of exponent and 3 of mantissa, and a scale a block; see `Fp8`.
 
-    Relative error at most 2^-4 down to 2^-6 / 448 of the largest, absolute 2^-10 / 448 of it below.
+    The relative error is at most 2^-4 down to 2^-6 / 448 of the largest magnitude. Below that the
+    absolute error is at most 2^-10 / 448 of it.
     """
 
     name = "fp8_e4m3"
@@ -63,8 +64,8 @@ class Fp8E4M3(Fp8):
 class Fp8E5M2(Fp8):
     """8 bits a value, sign, 5 of exponent and 2 of mantissa, and a scale a block; see `Fp8`.
 
-    Relative error at most 2^-3 down to 2^-14 / 57344 of the largest, absolute 2^-17 / 57344 of it
-    below.
+    The relative error is at most 2^-3 down to 2^-14 / 57344 of the largest magnitude. Below that
+    the absolute error is at most 2^-17 / 57344 of it.
     """
 
     name = "fp8_e5m2"

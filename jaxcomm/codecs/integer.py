@@ -6,18 +6,18 @@ from typing import ClassVar
 import jax
 
 from jaxcomm.codecs._codec import Codec
-from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, require_integer, require_key
-from jaxcomm.kernels import integer_blocks
+from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, require_integer, rounding_key
+from jaxcomm.kernels.block_quantization import integers
 
 
 @dataclasses.dataclass(frozen=True)
 class Integer(Codec):
     """Two's complement from -levels to levels, the largest magnitude of the block being `levels`.
 
-    The range is symmetric: its lowest code is not used. Rounded to nearest, ties away from zero,
-    with an error of at most half a level; or at random, with one of less than a level and
-    unbiased but for float32's own rounding. Blocks that are not finite, tiny or huge are treated,
-    and the payload is laid out, as in `_blocks.BlockScaled`.
+    The range is symmetric: its lowest code is not used. Rounding to nearest, ties away from zero,
+    has an error of at most half a level. Random rounding has one of less than a level, and is
+    unbiased but for float32's own rounding. The layout of the payload, and the blocks that are not
+    finite, tiny or huge, are as in `BlockScaled`.
 
     Attributes:
       block_size: the values that share a scale.
@@ -39,25 +39,33 @@ class Integer(Codec):
 
     @property
     def is_random(self) -> bool:
-        """Where it rounds so."""
+        """If `rounding` is "random"."""
         return self.rounding == "random"
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Those of messages of integers."""
+        return ("integers.encode", "integers.decode_and_sum")
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to uint8 `(..., m)`, codes before units."""
-        key = require_key(self, key) if self.is_random else None
-        return integer_blocks.encode(x, self.levels, self.block_size, key)
+        key, option = rounding_key(self, key), self.implementation
+        return integers.encode(x, self.levels, self.block_size, key, implementation=option)
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
         """uint8 `(..., m)` to float32 `(..., n)`."""
-        return integer_blocks.decode(payload, n, self.levels, self.block_size)
+        return integers.decode(payload, n, self.levels, self.block_size)
 
     def decode_and_sum(self, payloads: jax.Array, n: int) -> jax.Array:
         """uint8 `(N, m)` to float32 `(n,)`."""
-        return integer_blocks.decode_and_sum(payloads, n, self.levels, self.block_size)
+        option = self.implementation
+        return integers.decode_and_sum(
+            payloads, n, self.levels, self.block_size, implementation=option
+        )
 
     def message_bytes(self, n: int) -> int:
-        """Those of 8 or 4 bits a value, and 4 ceil(n / block_size) of units."""
-        return integer_blocks.message_bytes(n, self.levels, self.block_size)
+        """The bytes of 8 or 4 bits a value, and 4 ceil(n / block_size) of units."""
+        return integers.message_bytes(n, self.levels, self.block_size)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,18 +5,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.codecs._blocks import BlockScaled, norm_and_unit
+from jaxcomm.codecs._block_scaled import BlockScaled, norm_and_unit
 from jaxcomm.codecs._rounding import require_integer
-from jaxcomm.kernels.levels import bytes_for, pack_levels, unpack_levels
+from jaxcomm.kernels.block_quantization.rounding import bytes_for, pack_levels, unpack_levels
 
 
 @dataclasses.dataclass(frozen=True)
 class Qsgd(BlockScaled):
     """ceil(log2(2s + 1)) bits a value and a scale a block: -s to s, in s-ths of the norm.
 
-    For block v, value i is ||v|| sgn(v_i) xi_i / s, where s |v_i| / ||v|| is rounded at random to
-    the integer xi_i below or above it. Unbiased but for float32's own rounding, with
-    E|Q(v) - v|^2 <= min(d / s^2, sqrt(d) / s) |v|^2 for blocks of d values.
+    For block v, value i decodes to ||v|| sgn(v_i) xi_i / s, where s |v_i| / ||v|| is rounded at
+    random to the integer xi_i below or above it. This is unbiased but for float32's own rounding,
+    and E|Q(v) - v|^2 <= min(d / s^2, sqrt(d) / s) |v|^2 for blocks of d values.
 
     Attributes:
       block_size: the values that share a norm, d (the paper's bucket size).
@@ -26,7 +26,8 @@ class Qsgd(BlockScaled):
       D. Alistarh, D. Grubic, J. Li, R. Tomioka and M. Vojnovic, "QSGD: Communication-Efficient SGD
       via Gradient Quantization and Encoding", NeurIPS 2017, arXiv:1610.02132.
 
-    Differs from the paper: codes have one width, where the paper codes runs of zeros by Elias.
+    Differs from the paper: all codes have the same width. The paper uses Elias codes, which are
+    shorter for runs of zeros.
     """
 
     levels: int
@@ -66,7 +67,7 @@ class Qsgd(BlockScaled):
         return unpack_levels(codes, size, self.levels)
 
     def code_bytes(self, size: int) -> int:
-        """Those of ceil(log2(2s + 1)) bits a value."""
+        """The bytes of ceil(log2(2s + 1)) bits a value."""
         return bytes_for(size, self.levels)
 
 

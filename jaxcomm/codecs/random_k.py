@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomm.codecs._codec import Codec
 from jaxcomm.codecs.float32 import Float32
+from jaxcomm.kernels import _implementations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,10 +15,10 @@ class RandomK(Codec):
     """One value of every `stride` neighbours, drawn at random, times `stride`: unbiased.
 
     Format: the two uint32 words of the key, then ceil(n / stride) values as another codec writes
-    them; all as bytes. In an all-reduce, all devices draw the same places from a common key, so
-    the sums have these places too: only the values travel then, and no key.
+    them; all as bytes. In an all-reduce, all devices draw the same places from a common key, and
+    so the sums have these places too. Then only the values are sent, without the key.
 
-    E|C(x)|^2 = stride * |x|^2. A value that is not drawn is zero, also one that is not finite.
+    E|C(x)|^2 = stride * |x|^2. A value that is not drawn becomes zero, even if it is not finite.
 
     Attributes:
       stride: how many values one is drawn from.
@@ -29,8 +30,9 @@ class RandomK(Codec):
       S. U. Stich, J.-B. Cordonnier and M. Jaggi, "Sparsified SGD with Memory", NeurIPS 2018,
       arXiv:1809.07599 (random-k with error feedback).
 
-    Differs from the paper: the places are stratified, one in every stretch, where the papers draw
-    k of n without replacement. Every value is as likely, and it needs no sort.
+    Differs from the paper: the places are stratified, one for every `stride` neighbours, where the
+    papers draw k of n without replacement. Every value is drawn with the same probability, and no
+    sort is needed.
     """
 
     stride: int
@@ -42,12 +44,21 @@ class RandomK(Codec):
         """Always."""
         return True
 
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Those of the codec of the values."""
+        return self.values.operations
+
+    def with_implementation(self, option: _implementations.Option) -> "RandomK":
+        """The same codec; the option goes to the codec of the values."""
+        return dataclasses.replace(self, values=self.values.with_implementation(option))
+
     def drawn(self, n: int) -> int:
-        """How many of n values are drawn."""
+        """The number of values that are drawn of n."""
         return -(-n // self.stride)
 
     def places(self, key: jax.Array, n: int) -> jax.Array:
-        """int32[drawn(n)]: which value of each stretch of n is drawn."""
+        """int32[drawn(n)]: the index of the drawn value within each `stride` neighbours."""
         return jax.random.randint(key, (self.drawn(n),), 0, self.stride, jnp.int32)
 
     def select(self, x: jax.Array, places: jax.Array) -> jax.Array:
@@ -89,16 +100,16 @@ class RandomK(Codec):
         return jax.vmap(message)(rows).reshape(*payload.shape[:-1], n)
 
     def message_bytes(self, n: int) -> int:
-        """8, and those of ceil(n / stride) values."""
+        """8, and the bytes of ceil(n / stride) values."""
         return 8 + self.values.message_bytes(self.drawn(n))
 
 
 def random_k(density: float = 0.1, values: Codec | None = None) -> RandomK:
-    """Random-k: no indices on the wire, and an error that only many steps average out.
+    """Random-k: no indices on the wire; the error averages out only over many steps.
 
     Args:
       density: the share of values that is sent, in (0, 1]; 1/density is rounded to a whole number.
-      values: the format that they are sent in; None is float32.
+      values: the codec of the values; None is float32.
 
     Raises:
       TypeError, ValueError: for anything else.
@@ -128,6 +139,6 @@ def _as_bytes(x: jax.Array) -> jax.Array:
 
 
 def _from_bytes(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The reverse, of one axis."""
+    """Undoes `_as_bytes`, for one axis."""
     size = jnp.dtype(dtype).itemsize
     return jax.lax.bitcast_convert_type(x if size == 1 else x.reshape(-1, size), dtype)

@@ -5,18 +5,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.codecs._blocks import BlockScaled, in_units_of_largest
-from jaxcomm.kernels import codes
+from jaxcomm.codecs._block_scaled import BlockScaled, in_units_of_largest
+from jaxcomm.kernels.block_quantization import packing
 
 
 @dataclasses.dataclass(frozen=True)
 class ScaledSign(BlockScaled):
-    """1 bit a value, 1 where it is not negative, and a scale a block: its mean magnitude.
+    """1 bit a value, set if it is not negative, and a scale a block: its mean magnitude.
 
-    No code says zero: a zero among other values becomes plus the scale, and zeros of padding make
-    the scale of their block smaller. A block loses at most the share 1 - |x|_1^2 / (d |x|_2^2) of
-    its square, which is less than 1, so errors that are fed back stay bounded. Without error
-    feedback the mean is biased, and refused.
+    There is no code for zero. A zero among other values decodes to plus the scale, and padding with
+    zeros makes the scale of its block smaller. A block loses at most the share
+    1 - |x|_1^2 / (d |x|_2^2) of its squared norm. This is less than 1, so errors stay bounded under
+    error feedback. Without error feedback the mean is biased, and refused.
 
     Attributes:
       block_size: the values that share a scale.
@@ -45,15 +45,15 @@ class ScaledSign(BlockScaled):
     def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
         """The signs; nothing is rounded."""
         del bits
-        return codes.pack((numbers >= 0).astype(jnp.uint8), 1)
+        return packing.pack((numbers >= 0).astype(jnp.uint8), 1)
 
-    def numbers(self, codes_: jax.Array, size: int) -> jax.Array:
+    def numbers(self, codes: jax.Array, size: int) -> jax.Array:
         """-1 or 1."""
-        return jnp.where(codes.unpack(codes_, size, 1) != 0, jnp.float32(1), jnp.float32(-1))
+        return jnp.where(packing.unpack(codes, size, 1) != 0, jnp.float32(1), jnp.float32(-1))
 
     def code_bytes(self, size: int) -> int:
-        """Those of 1 bit a value."""
-        return codes.bytes_for(size, 1)
+        """One bit a value."""
+        return packing.bytes_for(size, 1)
 
 
 def scaled_sign(block_size: int = 1024) -> ScaledSign:

@@ -1,13 +1,16 @@
 """One bit a value and one scale: the wire format of 1-bit Adam.
 
-Functions rather than a `Codec`: a message may end in padding, which the scale must not see, and
-without error feedback nobody should average in this format.
+These are functions rather than a `Codec`. A message may end in padding, which the scale must not
+count, and nobody should average in this format without error feedback.
 """
 
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.kernels import bitplanes
+from jaxcomm.kernels import _implementations, bitplanes
+from jaxcomm.kernels.sign_feedback import sign_feedback
+
+OPERATIONS = ("sign_feedback",)
 
 
 def encode(x: jax.Array, counts: jax.Array) -> jax.Array:
@@ -15,23 +18,57 @@ def encode(x: jax.Array, counts: jax.Array) -> jax.Array:
 
     Args:
       x: float32 `(..., n)`; leading axes are independent messages, each ends in zeros of padding.
-      counts: int32 `(...)`, how many values of each message are not padding.
+      counts: int32 `(...)`, the number of values of each message without the padding.
 
     Returns:
       uint32 `(..., 1 + ceil(n / 32))`: the bits of the scale ||x|| / sqrt(count), then one bit a
       value, 1 if it is positive.
     """
-    # In units of the largest magnitude, as squares of large float32 values are infinite; but not
-    # beyond 2^126, as XLA divides by multiplying with the reciprocal, which is zero there on CPU.
-    largest = jnp.max(jnp.abs(x), axis=-1)
-    unit = jnp.where(largest > 0, jnp.minimum(largest, jnp.float32(2.0**126)), jnp.float32(1))
-    squares = jnp.sum(jnp.square(x / unit[..., None]), axis=-1)
-    scale = unit * jnp.sqrt(squares / jnp.maximum(counts, 1).astype(jnp.float32))
-    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
-    return jnp.concatenate([bits[..., None], bitplanes.pack(x)], axis=-1)
+    return _payload(_scale(x, counts), bitplanes.pack(x))
+
+
+def encode_with_feedback(
+    x: jax.Array,
+    residual: jax.Array,
+    counts: jax.Array,
+    *,
+    implementation: _implementations.Option = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Encodes `x + residual`, and keeps the error.
+
+    Args:
+      x: float32 `(..., n)`; leading axes are independent messages, each ends in zeros of padding.
+      residual: float32 of the same shape, with zeros in the padding.
+      counts: int32 `(...)`, the number of values of each message without the padding.
+      implementation: which implementation of OPERATIONS runs; None is "xla".
+
+    Returns:
+      The payload, `encode(x + residual, counts)`. The next residual, float32 `(..., n)`: the
+      difference of `x + residual` and the decoded payload, and zero in the padding.
+    """
+    scale = _scale(x + residual, counts)
+    words, residual = sign_feedback(x, residual, scale, implementation=implementation)
+    place = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    return _payload(scale, words), jnp.where(place < counts[..., None], residual, jnp.float32(0))
 
 
 def decode(payload: jax.Array, n: int) -> jax.Array:
-    """Plus or minus the scale, as float32 `(..., n)`; padding too is one of these."""
+    """Plus or minus the scale, as float32 `(..., n)`, in the padding too."""
     scale = jax.lax.bitcast_convert_type(payload[..., :1], jnp.float32)
     return bitplanes.signs(payload[..., 1:], n) * scale
+
+
+def _scale(x: jax.Array, counts: jax.Array) -> jax.Array:
+    """The root mean square of each message, float32 `(...)`."""
+    # Values are divided by the largest magnitude first, because squares of large float32 values are
+    # infinite. The divisor is at most 2^126: XLA multiplies with its reciprocal, and the reciprocal
+    # of a larger number is zero on CPU.
+    largest = jnp.max(jnp.abs(x), axis=-1)
+    unit = jnp.where(largest > 0, jnp.minimum(largest, jnp.float32(2.0**126)), jnp.float32(1))
+    squares = jnp.sum(jnp.square(x / unit[..., None]), axis=-1)
+    return unit * jnp.sqrt(squares / jnp.maximum(counts, 1).astype(jnp.float32))
+
+
+def _payload(scale: jax.Array, words: jax.Array) -> jax.Array:
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+    return jnp.concatenate([bits[..., None], words], axis=-1)

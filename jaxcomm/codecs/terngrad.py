@@ -5,29 +5,30 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.codecs._blocks import BlockScaled, norm_and_unit
-from jaxcomm.kernels.levels import bytes_for, pack_levels, unpack_levels
+from jaxcomm.codecs._block_scaled import BlockScaled, norm_and_unit
+from jaxcomm.kernels.block_quantization.rounding import bytes_for, pack_levels, unpack_levels
 
 
 @dataclasses.dataclass(frozen=True)
 class TernGrad(BlockScaled):
     """2 bits a value and a scale a block: two's complement of -1, 0 and 1, times the scale.
 
-    The scale is the largest magnitude, and a value survives with the probability of its share of
-    it. Unbiased but for float32's own rounding, unless it clips.
+    The scale is the largest magnitude of the block. A value becomes plus or minus the scale with
+    probability |value| / scale, and else zero. Without clipping this is unbiased but for float32's
+    own rounding.
 
     Attributes:
       block_size: the values that share a scale.
-      clip: values beyond so many standard deviations of the block are cut to these first, which
-        is biased and less noisy; or None.
+      clip: None, or a number of standard deviations of the block. Values beyond it are clipped
+        first, which is biased and less noisy.
 
     References:
       W. Wen, C. Xu, F. Yan, C. Wu, Y. Wang, Y. Chen and H. Li, "TernGrad: Ternary Gradients to
       Reduce Communication in Distributed Deep Learning", NeurIPS 2017, arXiv:1705.07878.
 
     Differs from the paper: scales are of blocks instead of layers. The standard deviation is the
-    root of the mean square of the values that are not zero, as messages are padded with zeros. The
-    devices do not agree on one scale first.
+    root mean square of the nonzero values, because messages are padded with zeros. Each device has
+    its own scales; the paper's scale sharing, a maximum over the devices, is left out.
     """
 
     clip: float | None
@@ -50,7 +51,7 @@ class TernGrad(BlockScaled):
 
     @property
     def variance(self) -> float:
-        """sqrt(d) - 1 for blocks of d values; with clipping it is no such codec."""
+        """sqrt(d) - 1 for blocks of d values; clipping makes the codec biased, so 0 then."""
         return self.block_size**0.5 - 1 if self.clip is None else 0.0
 
     def clipped(self, blocks: jax.Array) -> jax.Array:
@@ -77,7 +78,7 @@ class TernGrad(BlockScaled):
         return unpack_levels(codes, size, 1)
 
     def code_bytes(self, size: int) -> int:
-        """Those of 2 bits a value."""
+        """Two bits a value."""
         return bytes_for(size, 1)
 
 

@@ -12,6 +12,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.reductions import CodedMean, RandomKMean, Reduction
+from jaxcomm.kernels import _implementations
 
 
 def mean_of(
@@ -19,6 +20,7 @@ def mean_of(
     algorithm: str | Algorithm | None,
     second_hop: str | codecs.Codec | None = None,
     error_feedback: bool | str = False,
+    implementation: _implementations.Option = None,
 ) -> tuple[CodedMean, Algorithm]:
     """The reduction and the algorithm behind `jaxcomm.mean` and `jaxcomm.pmean`.
 
@@ -57,6 +59,9 @@ def mean_of(
                 "without end; use more levels, smaller blocks, clipping or error_feedback=False.",
                 stacklevel=3,
             )
+    operations = tuple(dict.fromkeys((*sent.operations, *back.operations)))
+    option = _implementations.check(implementation, operations, f"a mean in {codec.name}")
+    sent, back = (dataclasses.replace(used, implementation=option) for used in (sent, back))
     if isinstance(codec, codecs.RandomK):
         return RandomKMean(sent, back, error_feedback, selection=codec), chosen
     return CodedMean(sent, back, error_feedback), chosen
@@ -145,6 +150,7 @@ def pmean(
     *,
     second_hop: str | codecs.Codec | None = None,
     key: jax.Array | None = None,
+    implementation: _implementations.Option = None,
 ) -> Any:
     """The mean over a mesh axis, as `jax.lax.pmean`, with a chosen format on the wire.
 
@@ -158,6 +164,7 @@ def pmean(
         None is "native" for float32 and "direct" for everything else.
       second_hop: the format that brings the mean back; None is that of `codec`.
       key: for codecs that round or draw at random: equal on all devices, another in each call.
+      implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.
 
     Returns:
       The means, in the shapes and dtypes of `x`, bitwise equal on all devices of the axis.
@@ -180,7 +187,7 @@ def pmean(
       >>> jax.jit(mean)(jnp.arange(8.0))
       Array([3., 4.], dtype=float32)
     """
-    reduction, chosen = mean_of(codec, algorithm, second_hop)
+    reduction, chosen = mean_of(codec, algorithm, second_hop, implementation=implementation)
     require_axis(axis_name)
     if reduction.is_random and key is None:
         raise ValueError(

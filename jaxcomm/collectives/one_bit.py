@@ -1,4 +1,4 @@
-"""The mean over devices in one bit a value each way, with an error kept at both ends."""
+"""The mean over devices in one bit a value on both hops, with the errors of both fed back."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import numpy as np
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs import sign
 from jaxcomm.collectives.algorithms._algorithm import cut, join
+from jaxcomm.kernels._implementations import Option
 
 
 def chunk_length(n: int, world: int) -> int:
@@ -15,14 +16,19 @@ def chunk_length(n: int, world: int) -> int:
 
 
 def one_bit_mean(
-    x: jax.Array, worker_error: jax.Array, server_error: jax.Array, axis_name: AxisName
+    x: jax.Array,
+    worker_error: jax.Array,
+    server_error: jax.Array,
+    axis_name: AxisName,
+    *,
+    implementation: Option = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Averages one vector over a mesh axis in signs and scales, in the manual view.
 
     Every device adds its worker error to its vector, cuts the sum into N chunks and sends the
-    signs and the scale of chunk j to device j, its owner. The owner averages what the N messages
-    mean, adds its server error, and sends signs and scale of that to all. What is lost on either
-    way is the next error: sent + error = vector + previous error, on both hops.
+    signs and the scale of chunk j to device j, its owner. The owner averages the N decoded
+    messages, adds its server error, and sends the signs and the scale of that to all devices. On
+    both hops the next error is what encoding lost: sent + next error = vector + previous error.
 
     Padding, at the end of the last chunks, changes no scale and leaves no error.
 
@@ -32,6 +38,7 @@ def one_bit_mean(
       worker_error: float32[n], this device's.
       server_error: float32[ceil(n/N)], of the chunk that this device owns.
       axis_name: the mesh axis.
+      implementation: of `sign.encode_with_feedback`; None is "xla".
 
     Returns:
       The mean, float32[n] and bitwise equal on all devices, and the next two errors.
@@ -49,17 +56,20 @@ def one_bit_mean(
     width = chunk_length(n, world)
     counts = jnp.asarray(np.clip(n - width * np.arange(world), 0, width), jnp.int32)
 
-    corrected = x + worker_error
-    message = sign.encode(cut(corrected, world), counts)
-    worker_error = corrected - join(sign.decode(message, width), n)
+    message, worker_error = sign.encode_with_feedback(
+        cut(x, world), cut(worker_error, world), counts, implementation=implementation
+    )
 
     arrived = jax.lax.all_to_all(message, axis_name, split_axis=0, concat_axis=0, tiled=True)
     count = counts[jax.lax.axis_index(axis_name)]
     padding = jnp.arange(width) >= count
     average = jnp.sum(sign.decode(arrived, width), axis=0) / world
-    corrected = jnp.where(padding, 0.0, average + server_error)
-    answer = sign.encode(corrected, count)
-    server_error = jnp.where(padding, 0.0, corrected - sign.decode(answer, width))
+    answer, server_error = sign.encode_with_feedback(
+        jnp.where(padding, 0.0, average),
+        jnp.where(padding, 0.0, server_error),
+        count,
+        implementation=implementation,
+    )
 
     answers = jax.lax.all_gather(answer, axis_name)
-    return join(sign.decode(answers, width), n), worker_error, server_error
+    return join(sign.decode(answers, width), n), join(worker_error, n), server_error

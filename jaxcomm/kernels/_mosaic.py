@@ -1,7 +1,7 @@
-"""What the Mosaic GPU kernels have in common: how they are launched, and rows of flat arrays.
+"""Launching Mosaic GPU kernels, and loading and storing parts of flat arrays in them.
 
-They use plain loads and stores, without asynchronous copies or barriers, so that one source serves
-every GPU from compute capability 8.0 on.
+The kernels use plain loads and stores, without asynchronous copies or barriers. So one source
+serves every GPU from compute capability 8.0 on.
 """
 
 import inspect
@@ -16,10 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxcomm import _axes
 
 THREADS = 128
-VECTOR = 4  # elements that a thread loads at once, where every row begins at a multiple of it
+VECTOR = 4  # elements that a thread loads at once, where every row begins at a multiple of 4
 WARPS, LANES = 4, 32
 
-# In newer jax the index is part of the reference, and stores have a function of their own.
+# In newer jax the index is part of the reference, and there is a function for stores.
 _EVERYTHING = {"idx": ...} if "idx" in inspect.signature(plgpu.load).parameters else {}
 
 
@@ -34,14 +34,15 @@ def launch(
     """Runs a kernel, also under the checks of `jax.shard_map`.
 
     Args:
-      body: gets the program's number, then references to all inputs and outputs in global memory.
+      body: takes the number of the program, then references to all inputs and outputs in global
+        memory.
       inputs: arrays.
-      outputs: their shapes and dtypes.
-      programs: how many there are, each of 128 threads.
+      outputs: the shapes and dtypes of the outputs.
+      programs: the number of programs, each of 128 threads.
       interpret: the parameters of Pallas' interpreter, to run on CPU in tests; None compiles.
 
     Returns:
-      The outputs, which vary over the axes over which any of the inputs does.
+      The outputs. They vary over the mesh axes over which any of the inputs varies.
     """
     inputs = _axes.varying_alike(inputs)
 
@@ -70,16 +71,16 @@ def over_columns(
     """Runs a kernel on slices of columns.
 
     Args:
-      body: gets a function from a row to its slice of a flat array, then references to all inputs
-        and outputs in global memory.
+      body: takes a function from a row to the slice of that row in a flat array, then references to
+        all inputs and outputs in global memory.
       inputs: flat arrays of 4 bytes an element, whose rows begin at multiples of the width.
-      outputs: length and dtype of each, flat likewise.
-      width: from the beginning of a row to that of the next.
-      columns: how many are visited, at least THREADS.
+      outputs: length and dtype of each output, which is flat too.
+      width: the elements from the beginning of a row to that of the next.
+      columns: the number of columns that are visited, at least THREADS.
       interpret: as in `launch`.
 
     Returns:
-      The outputs. Columns at the end may be computed twice: a body must not update in place.
+      The outputs. The last columns may be computed twice, so a body must not update in place.
     """
     wide = width % VECTOR == columns % VECTOR == 0 and columns >= VECTOR * THREADS
     lanes = VECTOR * THREADS if wide else THREADS
@@ -93,26 +94,27 @@ def over_columns(
 
 
 def widened(x: jax.Array, rows: int, width: int) -> jax.Array:
-    """A flat array of rows, the last of which may be cut short, as rows of THREADS or more."""
+    """Pads each row of a flat array, whose last row may be short, to at least THREADS columns."""
     whole = jnp.pad(x, (0, rows * width - x.size)).reshape(rows, width)
     return jnp.pad(whole, ((0, 0), (0, max(THREADS - width, 0)))).reshape(-1)
 
 
 def narrowed(x: jax.Array, rows: int, width: int) -> jax.Array:
-    """What `widened` had, and zeros where the last row was cut short."""
+    """Undoes `widened`; zeros complete a short last row."""
     return x.reshape(rows, -1)[:, :width].reshape(-1)
 
 
 def rows_layout(lanes: int, vector: int) -> tuple[int, Any]:
-    """A layout in which so many lanes of a warp lie side by side in a row, each with a vector.
+    """A layout in which several lanes of a warp share a row, each with a vector of neighbours.
 
     Args:
-      lanes: a power of two up to 32.
+      lanes: the lanes that share a row, a power of two up to 32.
       vector: the neighbouring elements of a lane.
 
     Returns:
-      How many rows all threads together take at once, and the layout of `(rows, columns)`, whose
-      columns are a multiple of `lanes * vector`. Along the columns, no reduction leaves a warp.
+      The number of rows that all threads together take at once, and the layout of arrays
+      `(rows, columns)`. Columns are a multiple of `lanes * vector`. A reduction along the columns
+      stays within a warp.
     """
     high, wide = LANES // lanes, lanes * vector
     rows = WARPS * high
@@ -127,7 +129,7 @@ def rows_layout(lanes: int, vector: int) -> tuple[int, Any]:
 
 
 def line(vector: int = 1) -> Any:
-    """The layout of `(columns,)`: each thread has a vector of neighbours, beside the next one's.
+    """The layout of `(columns,)`: neighbouring threads hold neighbouring vectors.
 
     The columns are a multiple of `THREADS * vector`.
     """
@@ -136,19 +138,19 @@ def line(vector: int = 1) -> Any:
 
 
 def load(ref: Any, start: Any, size: int, layout: Any = None) -> jax.Array:
-    """`(size,)` from a place on in a flat array; the layout is `line()` if none is given."""
+    """Loads `(size,)` from a flat array, beginning at `start`; the default layout is `line()`."""
     return _load(ref.at[pl.ds(start, size)], layout or line())
 
 
 def store(ref: Any, start: Any, value: jax.Array) -> None:
-    """Puts `(size,)` into a flat array from a place on."""
+    """Stores `(size,)` into a flat array, beginning at `start`."""
     _store(ref.at[pl.ds(start, value.size)], value)
 
 
 class Rows:
     """A part of a flat array in global memory, as rows.
 
-    Pallas' interpreter has no references of another shape: it gets all of the rows as they lie.
+    Pallas' interpreter cannot reshape references. In it, all rows are loaded or stored at once.
     """
 
     def __init__(self, ref: Any, start: Any, shape: tuple[int, int], interpret: Any) -> None:
@@ -156,21 +158,21 @@ class Rows:
         self.interpreted = interpret is not None
 
     def load(self, first: int, size: int, layout: Any) -> jax.Array:
-        """Columns from the first on, `(rows, size)`."""
+        """Loads `size` columns beginning at `first`, `(rows, size)`."""
         if self.interpreted:
             return self.flat[...].reshape(self.shape)[:, first : first + size]
         columns = self.flat.reshape(*self.shape).at[:, pl.ds(first, size)]
         return _load(columns, layout)
 
     def load_columns(self, layout: Any) -> list[jax.Array]:
-        """All columns, `(rows,)` each."""
+        """Loads all columns, `(rows,)` each."""
         if self.interpreted:
             return list(self.flat[...].reshape(self.shape).T)
         rows = self.flat.reshape(*self.shape)
         return [_load(rows.at[:, i], layout) for i in range(self.shape[1])]
 
     def store(self, *parts: jax.Array) -> None:
-        """All columns: parts side by side, each `(rows, columns)` or one column `(rows,)`."""
+        """Stores all columns: neighbouring parts `(rows, columns)` or single columns `(rows,)`."""
         if self.interpreted:
             parts = tuple(part.reshape(self.shape[0], -1) for part in parts)
             self.flat[...] = jnp.concatenate(parts, axis=1).reshape(-1)

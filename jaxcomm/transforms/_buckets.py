@@ -1,6 +1,7 @@
 """Which leaves travel together, in which order, and as which vector."""
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,20 @@ def buckets_of(
         current[axes].append(i)
         room[axes] -= size
     return tuple(map(tuple, buckets))
+
+
+def key_of(key: jax.Array, layout: Layout, leaves: Bucket) -> jax.Array:
+    """A key of its own for a bucket, or a leaf: no two of them round alike.
+
+    It follows from the paths of the leaves, so it differs between the transformations of an
+    `optax.partition` too; and from the shard, where the leaves are sharded over a further axis. It
+    is equal on all devices of the exchange's axis.
+    """
+    paths = "\n".join(layout.leaves[i].path for i in leaves)
+    key = jax.random.fold_in(key, zlib.crc32(paths.encode()))
+    for axis in sorted(names_in(layout.leaves[leaves[0]].spec)):
+        key = jax.random.fold_in(key, jax.lax.axis_index(axis))
+    return key
 
 
 def joined(parts: Mapping[Any, jax.Array]) -> jax.Array:

@@ -5,13 +5,15 @@ A step of a method, for L leaves of gradients on N devices:
 1. `local_leaves` checks the gradients: one for each parameter, local, not yet averaged.
 2. `on_every_device` runs the rest device by device, in one region for both views: the global view
    (plain `jax.jit`; gradients and per-device state have a leading device axis) and the manual view
-   (inside the user's `jax.shard_map`). Nothing but this file knows which of the two it is.
+   (inside the user's `jax.shard_map`). A method's exchange need not know which of them it is.
 3. `exchange_buckets` exchanges the large leaves bucket by bucket, each by the method's own
    collective, in the order in which their gradients appear. Buckets take turns: bucket b + 1 waits
    for bucket b, so that XLA neither joins them nor starts all of them behind the last gradient.
 4. In the end one float32 all-reduce takes the mean of everything small (exempt leaves, scales),
-   with a flag: how many devices hold a gradient that is not finite.
-5. `updates_of` makes the update NaN on every device if the flag is set anywhere, and `kept_if`
+   with a flag: how many devices hold a gradient, or a next residual, that is not finite.
+5. The results are equal on all devices, so each device looks at them by itself: sums of finite
+   gradients can overflow too.
+6. `updates_of` makes the update NaN on every device if anything was not finite, and `kept_if`
    leaves residuals as they were before the step. So every device takes the step, or none does.
 """
 
@@ -48,7 +50,7 @@ class Exchanged(NamedTuple):
       buckets: the result of each bucket, float32, equal on all devices.
       kept: what the method keeps of each bucket.
       exact: the float32 means of the small arrays, by their keys, equal on all devices.
-      finite: whether everything that had to be finite was, on all devices of the mesh.
+      finite: whether gradients, results and what is kept are finite, on all devices of the mesh.
     """
 
     buckets: Arrays
@@ -139,6 +141,8 @@ def exchange_buckets(
     must_be_finite: Arrays,
     axis_name: AxisName,
     equal_key: jax.Array | None = None,
+    results_are_finite: bool = False,
+    state_of: Callable[[Any], Any] = lambda kept: kept,
 ) -> Exchanged:
     """Exchanges buckets in turn, then everything small and the flag.
 
@@ -147,9 +151,11 @@ def exchange_buckets(
       buckets: which leaves travel together, in order.
       on_bucket: how the method exchanges a bucket.
       small: what is averaged exactly, in float32.
-      must_be_finite: the arrays that the flag is about.
+      must_be_finite: the arrays that the flag is about, beside the next state.
       axis_name: the mesh axis.
       equal_key: a key that must be equal on all devices; if it is not, `finite` is False.
+      results_are_finite: whether the results of buckets are finite whatever happens, as signs are.
+      state_of: the part of what `on_bucket` keeps that is state, and must be finite.
 
     Wire: that of `on_bucket` for each bucket; one float32 all-reduce of all small arrays, the flag
     and, with a key, a tag of it; on a mesh of several axes, one int32 over the other axes.
@@ -160,7 +166,7 @@ def exchange_buckets(
         result, rest = on_bucket(number, ready)
         results.append(result)
         kept.append(rest)
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in must_be_finite]))
+    finite = all_finite([*must_be_finite, *jax.tree.leaves([state_of(k) for k in kept])])
     small = {**small, FLAG: 1 - finite.astype(jnp.float32)}
     if equal_key is not None:
         # Integers whose sums float32 holds exactly: their mean is one's own only if all are equal.
@@ -173,10 +179,23 @@ def exchange_buckets(
     finite = exact.pop(FLAG) == 0
     if equal_key is not None:
         finite &= jnp.abs(exact.pop(TAG) - small[TAG]) < 0.01
+    computed = [*exact.values(), *([] if results_are_finite else results)]
+    finite = on_further_axes(finite & all_finite(computed), axis_name)
+    return Exchanged(results, kept, exact, finite)
+
+
+def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Whether all elements of all arrays are finite."""
+    checks = [jnp.all(jnp.isfinite(x)) for x in arrays if x.size]
+    return jnp.all(jnp.stack(checks)) if checks else jnp.bool_(True)
+
+
+def on_further_axes(finite: jax.Array, axis_name: AxisName) -> jax.Array:
+    """A flag that is equal along the axis, made equal along the other axes of the mesh too."""
     further = tuple(sorted(_axes.manual_axes().difference(_axes.names_of(axis_name))))
     if further:
         finite = jax.lax.pmin(finite.astype(jnp.int32), further) == 1
-    return Exchanged(results, kept, exact, finite)
+    return finite
 
 
 def in_turn(parts: dict[Any, jax.Array], results: Arrays) -> tuple[dict[Any, jax.Array], Arrays]:

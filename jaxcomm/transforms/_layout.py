@@ -1,4 +1,4 @@
-"""What a transformation knows of the parameters: written down by `init`, checked by `update`."""
+"""What `init` writes down about the parameters, and `update` checks gradients against."""
 
 import dataclasses
 import fnmatch
@@ -21,11 +21,11 @@ class Leaf:
     """One parameter.
 
     Attributes:
-      path: where it stands in the tree, such as "layers/0/kernel".
+      path: its path in the tree, such as "layers/0/kernel".
       shape: its global shape.
       dtype: its dtype.
-      spec: how it is sharded over the axes other than the one that gradients travel on.
-      exempt: whether it is not compressed.
+      spec: how it is sharded over the axes other than the exchange's axis.
+      exempt: whether it travels in float32.
     """
 
     path: str
@@ -38,9 +38,10 @@ class Leaf:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The leaves of the parameters, and the axis that their gradients travel on.
+    """The leaves of the parameters, and the axis of the exchange.
 
-    It is part of the state's structure, not one of its arrays: nothing to shard, save or donate.
+    A layout is static: it belongs to the structure of a state, so there is nothing to shard, save
+    or donate.
     """
 
     axis_name: AxisName
@@ -48,7 +49,7 @@ class Layout:
     leaves: tuple[Leaf, ...]
 
 
-# Which leaves are not compressed: patterns of paths beside the default, or a rule in its place.
+# Which leaves travel in float32: patterns in addition to the default rule, or another rule.
 Exempt = Sequence[str] | Callable[[str, tuple[int, ...]], bool]
 
 
@@ -57,9 +58,9 @@ def layout_of(params: Any, axis_name: AxisName, exempt: Exempt = ()) -> Layout:
 
     Args:
       params: the parameters.
-      axis_name: the axis that their gradients travel on.
-      exempt: patterns of paths, as in `fnmatch`, of leaves that are not compressed beside those of
-        at most one dimension; or, in place of both, a function of a path and a shape.
+      axis_name: the axis of the exchange.
+      exempt: patterns of paths, as in `fnmatch`, of leaves that travel in float32, in addition to
+        leaves of at most one dimension; or a function of path and shape that decides about all.
 
     Raises:
       TypeError: for leaves that are not float32, bfloat16 or float16.
@@ -90,7 +91,7 @@ def _is_exempt(path: str, shape: tuple[int, ...], exempt: Exempt) -> bool:
 
 
 def _check_patterns(patterns: Sequence[str], paths: Sequence[str]) -> None:
-    """Raises for a string in place of a list, and for a pattern that fits nothing."""
+    """Raises for a string in place of a list, and for a pattern that matches no path."""
     if isinstance(patterns, str):
         raise TypeError(
             f"exempt must be a list of patterns, got {patterns!r}; write [{patterns!r}]."
@@ -109,7 +110,7 @@ def filled_leaves(layout: Layout) -> list[int]:
 
 
 def axis_of(state: Any, who: str) -> AxisName:
-    """The one axis that the transformations in a state exchange over; `who` asks.
+    """The one axis that the transformations of a state exchange over; `who` is for messages.
 
     Raises:
       ValueError: if there is none, or more than one.

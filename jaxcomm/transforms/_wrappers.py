@@ -14,7 +14,7 @@ _CURES = {
     ),
     "MultiSteps": (
         "optax.MultiSteps keeps one accumulator for all devices, but gradients are local before "
-        "they are exchanged. Use jaxcomm.multi_steps(inner, k)."
+        "they are exchanged. Use jaxcomm.multi_steps(inner, every)."
     ),
 }
 

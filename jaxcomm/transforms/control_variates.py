@@ -1,4 +1,4 @@
-"""Gradients without what sets a device's data apart, as an optax transformation."""
+"""Local gradients corrected towards their mean (control variates), as an optax transformation."""
 
 from typing import Any, NamedTuple
 
@@ -38,13 +38,14 @@ class ControlVariatesState(NamedTuple):
 
 def control_variates(
     inner: optax.GradientTransformation, every: int = 8
-) -> optax.GradientTransformation:
-    """Corrects local gradients by what they lately differed from their mean.
+) -> optax.GradientTransformationExtraArgs:
+    """Corrects local gradients by their recent difference from the mean.
 
     Where devices hold different data, most of them may agree on a sign that the mean does not
-    have. Every few steps, each device learns the mean of all gradients since the last time, and
-    until the next adds what its own lacked of it. These differences add up to nothing, so the mean
-    stays what it is, but what the devices then vote on is nearer to it:
+    have. Every few steps, the devices exchange the mean of their gradients since the last time.
+    Until the next exchange each device adds the difference between that mean and its own average to
+    its gradients. These corrections add up to zero over devices, so the mean of the gradients does
+    not change, but each device votes on something nearer to it:
 
         optax.chain(
             jaxcomm.control_variates(jaxcomm.mean("data", "bfloat16"), every=8),
@@ -52,15 +53,16 @@ def control_variates(
             optax.sgd(1e-3, momentum=0.9),
         )
 
-    What `inner` rounds off is added on all devices alike, and then it is not quite the mean that
-    is voted on; with error feedback in `inner` it is made up for later.
+    The rounding errors of `inner` are the same on all devices, so they shift the mean that is voted
+    on; error feedback in `inner` corrects that later.
 
-    What is not finite is passed on, for the exchange behind to find, and left out of averages.
+    Values that are not finite are left out of the averages and passed on to the exchange behind,
+    which makes the update NaN.
 
     Args:
-      inner: how the mean is taken: `jaxcomm.mean`.
-      every: the number of steps that are averaged, and between two exchanges. Until the first
-        exchange, gradients are as they were.
+      inner: the exchange that takes the mean: a `jaxcomm.mean`.
+      every: the number of steps between two exchanges, whose gradients are averaged. Before the
+        first exchange gradients are not corrected.
 
     Returns:
       A transformation for the place before `jaxcomm.majority_vote`, and before a `jaxcomm.local`:
@@ -77,11 +79,12 @@ def control_variates(
       S. P. Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",
       ICML 2020, arXiv:1910.06378.
 
-    Differs from the paper: devices take all steps together, so that it is the vote that drifts, not
-    their parameters; and the averages are of gradients that are computed anyway.
+    Differs from the paper: all devices take every step together, so the corrections serve the vote,
+    not local steps; and the averages are of gradients that are computed anyway.
     """
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         raise ValueError(f"control_variates needs a positive number of steps, got {every!r}.")
+    inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -92,7 +95,9 @@ def control_variates(
         )
         return ControlVariatesState(layout, jnp.zeros((), jnp.int32), average, correction, state)
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
         refuse_wrappers()
         grads, treedef = jax.tree.flatten(updates)
         check_gradients(grads, state.layout)
@@ -110,9 +115,11 @@ def control_variates(
             local = list(grads)
             for i, average in averages.items():
                 local[i] = average[0] if is_local else average
-            means, inner_state = inner.update(treedef.unflatten(local), state.inner, params)
+            means, inner_state = inner.update(
+                treedef.unflatten(local), state.inner, params, **extra_args
+            )
             means = jax.tree.leaves(means)
-            # A format can overflow where no average does.
+            # A codec can overflow where no average does.
             means = [means[i][None] for i in averages]
             lacks = [m - a for m, a in zip(means, averages.values(), strict=True)]
             lacks = [jnp.where(jnp.isfinite(m), x, 0) for m, x in zip(means, lacks, strict=True)]
@@ -134,4 +141,4 @@ def control_variates(
         )
         return treedef.unflatten(corrected), state
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

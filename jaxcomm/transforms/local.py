@@ -1,6 +1,7 @@
 """Any optax transformation, on every device's own gradients."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -54,16 +55,22 @@ class LocalState(NamedTuple):
     inner: PerDevice
 
 
-def local(axis_name: AxisName, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+def local(
+    axis_name: AxisName, inner: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
     """Applies a transformation to each device's own gradients, before they are exchanged.
 
     Local momentum for Signum is `jaxcomm.local("data", optax.trace(0.9))`, clipping on every
-    device `jaxcomm.local("data", optax.clip_by_global_norm(1.0))`. Without it, in the global view
-    a transformation before the exchange would see the gradients of all devices as one.
-
-    In the manual view it sees what the device holds. Where parameters are sharded over a further
-    axis, that is their shards, so there a norm is not that of the whole gradient: clip in the
+    device `jaxcomm.local("data", optax.clip_by_global_norm(1.0))`. Without `local`, a
+    transformation before the exchange takes the gradients of all devices for one gradient, in the
     global view.
+
+    If `inner` returns anything that is not finite on any device, the state of every device stays as
+    it was, so that a NaN costs one step and does not stay in a momentum.
+
+    In the manual view `inner` sees what the device holds. Where parameters are sharded over a
+    further axis these are shards, and a norm is not that of the whole gradient: clip in the global
+    view.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
@@ -73,7 +80,7 @@ def local(axis_name: AxisName, inner: optax.GradientTransformation) -> optax.Gra
       A transformation for the place before `jaxcomm.mean` or `jaxcomm.majority_vote`. Every device
       has a state of its own.
 
-    Wire: nothing.
+    Wire: one int32 or bool, for the flag.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm, optax
@@ -86,6 +93,7 @@ def local(axis_name: AxisName, inner: optax.GradientTransformation) -> optax.Gra
              [0.5, 0. ]], dtype=float32)
     """
     _axes.names_of(axis_name)
+    inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: Any) -> Any:
         layout = layout_of(params, axis_name)
@@ -106,10 +114,12 @@ def local(axis_name: AxisName, inner: optax.GradientTransformation) -> optax.Gra
             values = spread(kept)
         return LocalState(layout, structure, PerDevice(values, tuple(specs)))
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
         def one(updates: Any, leaves: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
             inner_state = state.structure.state_of(leaves)
-            updates, inner_state = inner.update(updates, inner_state, params)
+            updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
             return updates, state.structure.arrays_of(inner_state)
 
         if _axes.is_manual(axis_name):
@@ -117,9 +127,26 @@ def local(axis_name: AxisName, inner: optax.GradientTransformation) -> optax.Gra
             leaves = [x[None] for x in leaves]
         else:
             updates, leaves = jax.vmap(one, spmd_axis_name=axis_name)(updates, state.inner.values)
+        finite = _all_finite(updates)
+        leaves = [
+            jnp.where(finite, new, old) for new, old in zip(leaves, state.inner.values, strict=True)
+        ]
         return updates, state._replace(inner=PerDevice(leaves, state.inner.specs))
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _all_finite(updates: Any) -> jax.Array:
+    """Whether all updates of all devices are finite, equal on all devices of the mesh."""
+    finite = functools.reduce(
+        jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)), jnp.bool_(1)
+    )
+    axes = _axes.manual_axes()
+    if not axes:
+        return finite
+    varying = axes if any(map(_axes.checks_on, axes)) else frozenset()
+    flag = _axes.as_varying(finite.astype(jnp.int32), varying)
+    return jax.lax.pmin(flag, tuple(sorted(axes))) == 1
 
 
 def _specs_of(state: Any, layout: Layout) -> Any:

@@ -12,7 +12,8 @@ from jaxcomm import collectives
 from jaxcomm._axes import AxisName, names_of
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.reductions import Majority, check_majority
-from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, split_off_exempt
+from jaxcomm.kernels import _implementations
+from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, key_of, split_off_exempt
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
@@ -54,6 +55,7 @@ def majority_vote(
     exempt: Exempt = (),
     bucket_mib: float = 16.0,
     bucket_order: Sequence[str] | None = None,
+    implementation: _implementations.Option = None,
 ) -> optax.GradientTransformation:
     """Replaces local gradients by the signs on which most devices agree.
 
@@ -95,6 +97,7 @@ def majority_vote(
         so the default is larger than that of `jaxcomm.mean`.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+      implementation: which version of a kernel runs where there are several, as in `jaxcomm.mean`.
 
     Returns:
       A transformation used as `jaxcomm.mean` is. Its updates are +1, -1 or 0, or with error
@@ -125,6 +128,7 @@ def majority_vote(
     if chosen.name == "native":
         raise ValueError("XLA has no majority vote of its own; choose another algorithm.")
     limit = bytes_of(bucket_mib)
+    option = _implementations.check(implementation, Majority.operations, "majority_vote")
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -142,11 +146,12 @@ def majority_vote(
         votes, scales = ballots, {}
         if error_feedback:
             ballots = {i: ballots[i] + r for i, r in zip(large, old, strict=True)}
-            votes = _decided(ballots, zeros, jax.random.fold_in(key, 0), axis_name)
+            keys = {i: key_of(key, layout, (i,)) for i in large}
+            votes = {i: _decided(x, zeros, keys[i], axis_name) for i, x in ballots.items()}
             scales = {("scale", i): jnp.mean(jnp.abs(x)) for i, x in ballots.items()}
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, None]:
-            reduction = Majority(ties, zeros, jax.random.fold_in(key, number + 1))
+            reduction = Majority(ties, zeros, key_of(key, layout, buckets[number]), option)
             return collectives.all_reduce(joined(parts), axis_name, reduction, chosen), None
 
         done = exchange_buckets(
@@ -157,6 +162,7 @@ def majority_vote(
             # A scale can overflow where no gradient does, and must not end up in a residual.
             must_be_finite=[*grads, *scales.values()],
             axis_name=axis_name,
+            results_are_finite=True,
         )
         signs = by_leaf(done.buckets, buckets, grads)
         if error_feedback:
@@ -182,16 +188,11 @@ def majority_vote(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _decided(
-    ballots: dict[int, jax.Array], zeros: str, key: jax.Array, axis_name: AxisName
-) -> dict[int, jax.Array]:
+def _decided(ballot: jax.Array, zeros: str, key: jax.Array, axis_name: AxisName) -> jax.Array:
     """This device's votes: +1 or -1; for a zero a coin, or 0 if zeros abstain."""
-    key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
-    signs = {}
-    for i, x in ballots.items():
-        coins = jnp.zeros_like(x)
-        if zeros == "random":
-            heads = jax.random.bernoulli(jax.random.fold_in(key, i), shape=x.shape)
-            coins = jnp.where(heads, 1.0, -1.0).astype(x.dtype)
-        signs[i] = jnp.where(x == 0, coins, jnp.sign(x))
-    return signs
+    coins = jnp.zeros_like(ballot)
+    if zeros == "random":
+        own = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+        heads = jax.random.bernoulli(own, shape=ballot.shape)
+        coins = jnp.where(heads, 1.0, -1.0).astype(ballot.dtype)
+    return jnp.where(ballot == 0, coins, jnp.sign(ballot))

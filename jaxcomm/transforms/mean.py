@@ -11,7 +11,8 @@ import optax
 
 from jaxcomm import _axes, codecs, collectives
 from jaxcomm._axes import AxisName
-from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, split_off_exempt
+from jaxcomm.kernels import _implementations
+from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, key_of, split_off_exempt
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
@@ -53,6 +54,7 @@ def mean(
     seed: int = 0,
     bucket_mib: float = 8.0,
     bucket_order: Sequence[str] | None = None,
+    implementation: _implementations.Option = None,
 ) -> optax.GradientTransformation:
     """Replaces local gradients by their mean over a mesh axis.
 
@@ -94,6 +96,9 @@ def mean(
         of its own. Smaller buckets start earlier, larger ones spend less time on latency.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+      implementation: which version of a kernel runs where there are several: None, "xla", "mosaic",
+        "triton", "measure" (time them once on this device), or a mapping from operations to these.
+        `jaxcomm/kernels/_implementations.py` lists the operations.
 
     Returns:
       A transformation whose `update` takes local gradients (from `jaxcomm.value_and_grad`) and
@@ -134,7 +139,9 @@ def mean(
     adds that error to its residual, in the block that it owns and never sends.
     """
     _axes.names_of(axis_name)
-    reduction, chosen = collectives.mean_of(codec, algorithm, second_hop, error_feedback)
+    reduction, chosen = collectives.mean_of(
+        codec, algorithm, second_hop, error_feedback, implementation
+    )
     limit = bytes_of(bucket_mib)
 
     def init_fn(params: Any) -> Any:
@@ -155,7 +162,7 @@ def mean(
             vector = joined(
                 {i: g.astype(jnp.float32) + residual.get(i, 0.0) for i, g in parts.items()}
             )
-            keyed = dataclasses.replace(reduction, key=jax.random.fold_in(key, number))
+            keyed = dataclasses.replace(reduction, key=key_of(key, layout, buckets[number]))
             return collectives.all_reduce_with_residual(vector, axis_name, keyed, chosen)
 
         done = exchange_buckets(

@@ -34,10 +34,12 @@ class MultiStepsState(NamedTuple):
     inner: Any
 
 
-def multi_steps(inner: optax.GradientTransformation, every: int) -> optax.GradientTransformation:
+def multi_steps(
+    inner: optax.GradientTransformation, every: int
+) -> optax.GradientTransformationExtraArgs:
     """Averages the gradients of several steps on each device, then exchanges and applies them once.
 
-    `optax.MultiSteps` for local gradients: in the steps between, the updates are zero and
+    It is `optax.MultiSteps` for local gradients: in the steps between, the updates are zero and
     nothing is sent. `jaxcomm.accumulate` does the same for the microbatches of one step.
 
     Args:
@@ -55,6 +57,7 @@ def multi_steps(inner: optax.GradientTransformation, every: int) -> optax.Gradie
     """
     if not isinstance(every, int) or every < 1:
         raise ValueError(f"multi_steps needs a positive number of steps, got {every!r}.")
+    inner = optax.with_extra_args_support(inner)
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -63,7 +66,9 @@ def multi_steps(inner: optax.GradientTransformation, every: int) -> optax.Gradie
         own = zeros_per_device(layout, params, filled_leaves(layout))
         return MultiStepsState(layout, jnp.zeros((), jnp.int32), own, state)
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
         refuse_wrappers()
         grads, treedef = jax.tree.flatten(updates)
         check_gradients(grads, state.layout)
@@ -74,7 +79,7 @@ def multi_steps(inner: optax.GradientTransformation, every: int) -> optax.Gradie
             means[i] = (t[0] if is_local else t).astype(grads[i].dtype)
 
         def exchange() -> tuple[Any, Any]:
-            return inner.update(treedef.unflatten(means), state.inner, params)
+            return inner.update(treedef.unflatten(means), state.inner, params, **extra_args)
 
         def wait() -> tuple[Any, Any]:
             return _zeros_like(jax.eval_shape(exchange)[0], grads, state.layout), state.inner
@@ -86,7 +91,7 @@ def multi_steps(inner: optax.GradientTransformation, every: int) -> optax.Gradie
         mini_step = (state.mini_step + 1) % every
         return outgoing, MultiStepsState(state.layout, mini_step, accumulated, inner_state)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _add(grads: list[jax.Array], state: MultiStepsState) -> dict[int, jax.Array]:

@@ -21,9 +21,9 @@ def no_exchange(axis_name: AxisName) -> optax.GradientTransformation:
     """Leaves every device with its own gradients: for measuring, and as a control.
 
     A step with it is the same step without communication, so the difference in time to `mean` is
-    what communication costs. The updates claim to be equal on all devices and are not: parameters
-    drift apart, and training on them shows what never talking is worth. To look at a device's own
-    copy, use `x.addressable_shards[i].data`; jax takes them all for one.
+    what communication costs. The updates are typed as equal on all devices, but they are not:
+    parameters drift apart, and training on them is the control for what communication is worth.
+    A device's own copy is `x.addressable_shards[i].data`; jax takes all copies for one array.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.

@@ -13,17 +13,21 @@ from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, collectives
 from jaxcomm._axes import AxisName
+from jaxcomm.codecs import sign
 from jaxcomm.collectives.one_bit import chunk_length, one_bit_mean
+from jaxcomm.kernels import _implementations
 from jaxcomm.transforms._buckets import Bucket, buckets_of, bytes_of, joined, split_off_exempt
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
+    all_finite,
     by_leaf,
     exchange_buckets,
     in_turn,
     kept_if,
     local_leaves,
     on_every_device,
+    on_further_axes,
 )
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of, names_in
 from jaxcomm.transforms._wrappers import refuse_wrappers
@@ -67,41 +71,44 @@ def one_bit_adam(
     exempt: Exempt = (),
     bucket_mib: float = 8.0,
     bucket_order: Sequence[str] | None = None,
+    implementation: _implementations.Option = None,
 ) -> optax.GradientTransformation:
-    """Adam on the mean of local gradients, whose momentum soon travels in one bit a value.
+    """Adam on the mean of local gradients; after some dense steps its momentum travels in one bit.
 
-    It is optimizer and exchange in one: its updates are final, and nothing like `jaxcomm.mean` or
-    `optax.adam` goes with it. `jaxcomm.local("data", optax.clip_by_global_norm(1.0))` may come
-    before it.
+    It is optimizer and exchange in one: its updates are final, and neither `jaxcomm.mean` nor
+    `optax.adam` belongs beside it. `jaxcomm.local("data", optax.clip_by_global_norm(1.0))` may
+    stand before it.
 
-    In the warm-up it is `optax.adamw` on the exact mean. Then the variance v is frozen for all
-    leaves. Each device moves the common momentum m by its own gradient, and the new common
-    momentum is the mean of these in signs and scales, with an error kept at both ends
-    (`one_bit_mean`). Leaves of at most one dimension keep their exact float32 mean.
+    In the dense steps it is `optax.adamw` on the exact mean. Then the variance v is frozen for all
+    leaves. From there on, each device adds its own gradient to the common momentum m, and the next
+    common momentum is the mean of the results, exchanged as signs and scales with the errors of
+    both hops fed back (`one_bit_mean`). Leaves of at most one dimension keep their exact float32
+    mean.
 
-    A coordinate whose v is 0 when it is frozen never had a gradient. Its momentum would still
-    come back as plus or minus a scale, to be divided by eps, so it stays where it is for good
-    (but for weight decay). Where v is tiny, a larger eps bounds the step.
+    A coordinate whose v is 0 when v is frozen never had a gradient. Its momentum would still be
+    decoded as plus or minus a scale and then divided by eps, so it is not updated any more, except
+    by weight decay. Where v is tiny, a larger eps bounds the step.
 
     If any gradient on any device is not finite, every update on every device is NaN and the state
-    stays as it is. The exchange of a bucket begins once all gradients of that bucket exist.
+    stays as it was. The exchange of a bucket begins once all gradients of that bucket exist.
 
     Args:
-      learning_rate: a number, or a schedule of `count`.
       axis_name: the mesh axis, or axes, over which the batch is spread.
+      learning_rate: a number, or a schedule of `count`.
       b1: decay of the momentum, in [0, 1).
       b2: decay of the variance, in [0, 1).
       eps: added to the root of the variance, >= 0.
       weight_decay: decoupled, as in `optax.adamw`; the update needs the parameters then.
       dense_steps: the number of steps before v is frozen. Give this or `variance_stability`.
-      variance_stability: v is frozen when its L1 norm and that of 1/(1-b2) steps ago, both
-        corrected for their start at 0, differ little: the smaller over the larger is at least
-        this number in (0, 1]; the paper's is 0.96. The learning rate's own warm-up should end
-        within 1/(1-b2) steps.
-      exempt: what else is not compressed, as in `jaxcomm.mean`.
+      variance_stability: a number in (0, 1]; the paper's is 0.96. v is frozen once its L1 norm and
+        that of 1/(1-b2) steps ago, both corrected for their start at 0, have a ratio (smaller over
+        larger) of at least this number. The warm-up of the learning rate should end within
+        1/(1-b2) steps.
+      exempt: which leaves are not compressed, as in `jaxcomm.mean`.
       bucket_mib: MiB of float32 gradients that a bucket holds at most.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+      implementation: which version of a kernel runs where there are several, as in `jaxcomm.mean`.
 
     Returns:
       A transformation whose `update` takes local gradients (from `jaxcomm.value_and_grad`) in
@@ -112,11 +119,11 @@ def one_bit_adam(
         parameters; else as `jaxcomm.mean`.
 
     Wire: for each bucket of n values, 2(N-1) messages of 1 + ceil(ceil(n/N) / 32) uint32 words,
-    which is 2(N-1)/N bits a value and a scale in each message; one float32 all-reduce of all exempt
-    values and one flag; on a mesh of several axes, one int32 over the others, and with
-    `variance_stability` one float32. In the warm-up, 8(N-1)/N bytes a parameter more, in a branch
-    of a conditional; the bits travel then too, and are not used, because on GPUs nothing that is
-    in a conditional travels while gradients are computed.
+    which is 2(N-1)/N bits a value and a scale in each message. Once a step, one float32 all-reduce
+    of all exempt values and one flag; on a mesh of several axes, one int32 over the other axes, and
+    with `variance_stability` one float32. A dense step sends 8(N-1)/N bytes a parameter more, in a
+    branch of a conditional. The bits travel in dense steps too and are discarded: on GPUs XLA does
+    not overlap a collective that is inside a conditional.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -132,18 +139,19 @@ def one_bit_adam(
       H. Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
       Convergence Speed", ICML 2021, arXiv:2102.02888.
 
-    Differs from the paper: the scale is its own, L2 norm / sqrt(n), but one for each chunk that a
-    worker sends, not for all of its momentum; leaves of at most one dimension are not compressed;
-    both moments are corrected for their start at 0, v for good as of the step at which it was
-    frozen; the test of stability compares corrected norms, and takes growth for unstable too,
-    where the paper looks at v_t / v_{t-D} >= 0.96 alone; coordinates with v = 0 do not move.
-    DeepSpeed shares the scale with the paper, corrects no moment, decodes 0 as +1 (here -1), lets
-    padding count in scales and errors, asks the user for masks where v = 0, and forgets the errors
-    in a checkpoint. GRACE's `onebit` is another method: two means for each tensor, a byte a sign.
+    Differs from the paper: the scale is the paper's, L2 norm / sqrt(n), but each chunk that a
+    worker sends has one, not the whole momentum. Leaves of at most one dimension are not
+    compressed. Both moments are corrected for their start at 0; v keeps the correction of the step
+    at which it was frozen. The test of stability compares corrected norms and rejects growth too;
+    the paper tests v_t / v_{t-D} >= 0.96 only. Coordinates with v = 0 do not move. DeepSpeed has
+    the paper's scale, corrects no moment, decodes 0 as +1 (here -1), counts padding in scales and
+    errors, asks the user for masks where v = 0, and does not save the errors in a checkpoint.
+    GRACE's `onebit` is another method: it sends two means for each tensor and a byte for each sign.
     """
     _axes.names_of(axis_name)
     adam = _Adam(learning_rate, b1, b2, eps, weight_decay, dense_steps, variance_stability)
     limit = bytes_of(bucket_mib)
+    option = _implementations.check(implementation, sign.OPERATIONS, "one_bit_adam")
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -170,7 +178,7 @@ def one_bit_adam(
 
         grads32 = [g.astype(jnp.float32) for g in grads]
         sent = [jnp.where(in_one_bit[i], adam.m(old_m[i], grads32[i]), grads32[i]) for i in leaves]
-        means, finite, worker, server = _exchange(sent, frozen, state, buckets)
+        means, finite, worker, server = _exchange(sent, frozen, state, buckets, option)
         m = [jnp.where(in_one_bit[i], means[i], adam.m(old_m[i], means[i])) for i in leaves]
         v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], means[i])) for i in leaves]
         steps = adam.steps(m, v, state, params)
@@ -265,7 +273,11 @@ class _Adam:
 
 
 def _exchange(
-    sent: Arrays, compressed: jax.Array, state: OneBitAdamState, buckets: tuple[Bucket, ...]
+    sent: Arrays,
+    compressed: jax.Array,
+    state: OneBitAdamState,
+    buckets: tuple[Bucket, ...],
+    implementation: _implementations.Option,
 ) -> tuple[Arrays, jax.Array, PerDevice, PerDevice]:
     """The means of what was sent, whether all of it is finite, and the next errors."""
     layout = state.layout
@@ -280,7 +292,8 @@ def _exchange(
             # The 1-bit exchange runs during the dense steps too and its result is discarded: XLA
             # does not overlap collectives inside a conditional.
             vector = joined(parts)
-            mean, *errors = one_bit_mean(vector, own[0][number], own[1][number], axis_name)
+            errors = own[0][number], own[1][number]
+            mean, *errors = one_bit_mean(vector, *errors, axis_name, implementation=implementation)
             return mean, (vector, *errors)
 
         done = exchange_buckets(
@@ -296,12 +309,11 @@ def _exchange(
             compressed, lambda v: [jnp.zeros_like(x) for x in v.values()], in_float32, vectors
         )
         means = [jnp.where(compressed, *pair) for pair in zip(one_bit, dense, strict=True)]
+        finite = on_further_axes(done.finite & all_finite(means), axis_name)
         means = done.exact | by_leaf(means, buckets, sent)
         new = [[kept[hop] for kept in done.kept] for hop in (1, 2)]
-        kept = tuple(
-            kept_if(done.finite & compressed, *pair) for pair in zip(new, own, strict=True)
-        )
-        return [means[i] for i in range(len(sent))] + [done.finite], kept
+        kept = tuple(kept_if(finite & compressed, *pair) for pair in zip(new, own, strict=True))
+        return [means[i] for i in range(len(sent))] + [finite], kept
 
     own = (state.worker_error, state.server_error)
     (*means, finite), (worker, server) = on_every_device(

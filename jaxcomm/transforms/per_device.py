@@ -90,10 +90,10 @@ def state_spec(
       axis_names: its axes that are manual, as `jax.shard_map` takes them; None is all.
 
     Returns:
-      The pytree of `tx.init(params)` with a `PartitionSpec` for each array: per-device state has
-      its leading axis over the mesh axis; what mirrors a parameter, such as a momentum (its path
-      ends in the parameter's, and the shapes are equal), is sharded as it is; the rest is
-      replicated.
+      The pytree of `tx.init(params)` with a `PartitionSpec` for each array. Per-device state has
+      its leading axis sharded over the mesh axis. An array that mirrors a parameter, such as a
+      momentum (its path ends in the parameter's path, and the shapes are equal), is sharded as the
+      parameter. The rest is replicated.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm, optax

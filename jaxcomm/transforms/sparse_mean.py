@@ -12,7 +12,7 @@ import optax
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives import sparse
-from jaxcomm.kernels import select
+from jaxcomm.kernels import _implementations, select
 from jaxcomm.transforms._buckets import Bucket, buckets_of, bytes_of, joined, split_off_exempt
 from jaxcomm.transforms._exchange import (
     Arrays,
@@ -88,6 +88,7 @@ def sparse_mean(
     exempt: Exempt = (),
     bucket_mib: float = 16.0,
     bucket_order: Sequence[str] | None = None,
+    implementation: _implementations.Option = None,
 ) -> optax.GradientTransformation:
     """Replaces local gradients by the mean of their largest values over a mesh axis.
 
@@ -97,8 +98,8 @@ def sparse_mean(
 
     With momentum correction, each device adds up its momentum instead of its gradients and selects
     from that sum, so that values that wait keep their momentum. Where a value was sent, its sum and
-    its momentum start from zero. The optimizer then needs no momentum of its own: `optax.chain(jaxcomm.sparse_mean("data", 0.01, momentum_correction=0.9),
-    optax.sgd(lr))`.
+    its momentum start from zero. The optimizer then needs no momentum of its own:
+    `optax.chain(jaxcomm.sparse_mean("data", 0.01, momentum_correction=0.9), optax.sgd(lr))`.
 
     If any gradient on any device is not finite, every update on every device is NaN and the state
     stays as it was.
@@ -119,6 +120,7 @@ def sparse_mean(
         costs time to compile.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+      implementation: which version of a kernel runs where there are several, as in `jaxcomm.mean`.
 
     Returns:
       A transformation used as `jaxcomm.mean` is.
@@ -137,7 +139,9 @@ def sparse_mean(
       2022, arXiv:2201.07598.
     """
     _axes.names_of(axis_name)
-    chosen = dataclasses.replace(sparse.from_name(algorithm), density=density)
+    chosen = sparse.from_name(algorithm)
+    option = _implementations.check(implementation, chosen.operations, chosen.name)
+    chosen = dataclasses.replace(chosen, density=density, implementation=option)
     if not isinstance(error_feedback, bool):
         raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}.")
     m = momentum_correction
@@ -234,6 +238,7 @@ class _Exchange:
             small={i: grads[i] for i in exempt_},
             must_be_finite=grads,
             axis_name=self.axis_name,
+            state_of=lambda kept: (kept.residual, kept.velocity),
         )
         means = done.exact | by_leaf(done.buckets, buckets, grads)
         residual = by_leaf([kept.residual for kept in done.kept], buckets, grads)

@@ -35,12 +35,14 @@ class StagesState(NamedTuple):
     inner: tuple[Any, ...]
 
 
-def stages(*plan: tuple[int, optax.GradientTransformation]) -> optax.GradientTransformation:
+def stages(
+    *plan: tuple[int, optax.GradientTransformation],
+) -> optax.GradientTransformationExtraArgs:
     """Exchanges gradients in one way after another, such as with fewer and fewer levels.
 
-    All stages are branches of one compiled program, chosen by the step: a short list, not one
-    for each step. Neighbouring stages whose states look alike hand theirs on, residual and all:
-    give every `jaxcomm.mean` of a plan the same `error_feedback` and `exempt`.
+    All stages are branches of one compiled program, chosen by the step, so a plan should be short.
+    A stage hands its state, residuals included, to the next one if both states have the same
+    structure: give every `jaxcomm.mean` of a plan the same `error_feedback` and `exempt`.
 
     Args:
       *plan: the first step of each stage, and what it does, in order; the first is step 0.
@@ -64,7 +66,7 @@ def stages(*plan: tuple[int, optax.GradientTransformation]) -> optax.GradientTra
     starts = [start for start, _ in plan]
     if not plan or starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)):
         raise ValueError(f"the first steps of stages must ascend from 0, got {starts}.")
-    chain = [tx for _, tx in plan]
+    chain = [optax.with_extra_args_support(tx) for _, tx in plan]
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -77,12 +79,14 @@ def stages(*plan: tuple[int, optax.GradientTransformation]) -> optax.GradientTra
             of.append(len(kept) - 1)
         return StagesState(jnp.zeros((), jnp.int32), _Slots(tuple(of)), tuple(kept))
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
         refuse_wrappers()
 
-        def branch(slot: int, tx: optax.GradientTransformation) -> Any:
+        def branch(slot: int, tx: optax.GradientTransformationExtraArgs) -> Any:
             def run() -> tuple[Any, tuple[Any, ...]]:
-                out, new = tx.update(updates, state.inner[slot], params)
+                out, new = tx.update(updates, state.inner[slot], params, **extra_args)
                 return out, (*state.inner[:slot], new, *state.inner[slot + 1 :])
 
             return run
@@ -92,7 +96,7 @@ def stages(*plan: tuple[int, optax.GradientTransformation]) -> optax.GradientTra
         out, inner = jax.lax.switch(number, branches)
         return out, StagesState(state.step + 1, state.slots, inner)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def dense_first(

@@ -10,7 +10,18 @@ import pytest
 
 import codec_oracles as expected
 import oracles
-from codec_table import KEY, SAMPLES, TABLE, Case, compiled, sample, there_and_back
+from codec_table import (
+    KEY,
+    ROWS,
+    SAMPLES,
+    TABLE,
+    Case,
+    N,
+    compiled,
+    sample,
+    samples,
+    there_and_back,
+)
 from jaxcomm import codecs
 from jaxcomm.codecs import Codec
 from jaxcomm.codecs.cnat import CnatWindow
@@ -34,9 +45,8 @@ def test_every_codec_is_in_the_table() -> None:
 
 @pytest.mark.newest
 @each
-@pytest.mark.parametrize("kind", SAMPLES)
-def test_equals_the_oracle(case: Case, kind: str) -> None:
-    x = sample(kind, 3 * 1000).reshape(3, 1000)
+def test_equals_the_oracle(case: Case) -> None:
+    x = samples()
     words = np.asarray(random_bits(KEY, x.shape))
     out = there_and_back(case.codec, x)
     for row, own, decoded in zip(x, words, out, strict=True):
@@ -46,94 +56,96 @@ def test_equals_the_oracle(case: Case, kind: str) -> None:
 
 
 @each
-@pytest.mark.parametrize("kind", SAMPLES)
 @pytest.mark.parametrize("scale", [2.0**-60, 1, 2.0**100])
-def test_errors_are_within_their_bound(case: Case, kind: str, scale: float) -> None:
+def test_errors_are_within_their_bound(case: Case, scale: float) -> None:
     if scale != 1 and case.name in ("float16", "cnat_fixed", "cnat_fixed_nearest"):
-        scale = 1.0  # these have a range
-    x = sample(kind, 3 * 1000).reshape(3, 1000) * np.float32(scale)
+        return  # these have a range
+    x = samples() * np.float32(scale)
     for row, out in zip(x, there_and_back(case.codec, x), strict=True):
         bound = case.error(row, largest_around(case.codec, row))
         assert (np.abs(out.astype(np.float64) - row) <= (1 + 2.0**-15) * bound).all()
 
 
 @each
-@pytest.mark.parametrize("kind", SAMPLES)
-def test_is_idempotent_on_its_grid(case: Case, kind: str) -> None:
+def test_is_idempotent_on_its_grid(case: Case) -> None:
     if case.codec.is_random and not case.name.startswith("cnat"):
         return  # the values that it decodes to have another norm, or none of its grid
-    once = there_and_back(case.codec, sample(kind, 3 * 1000, seed=5).reshape(3, 1000))
+    once = there_and_back(case.codec, samples(seed=5))
     again = there_and_back(case.codec, once, jax.random.key(8))
     np.testing.assert_array_equal(again, once)
 
 
 @each
 def test_messages_are_independent(case: Case) -> None:
-    x = sample("normal", 4 * 70).reshape(4, 70) * np.float32([[1], [1e3], [1e-3], [0]])
-    whole = np.asarray(compiled(case.codec)[0](x, KEY))
+    encode, decode = compiled(case.codec)
+    x = samples() * np.resize(np.float32([1, 1e3, 1e-3, 0]), (ROWS, 1))
+    whole = np.asarray(encode(x, KEY))
     other = x.copy()
     other[1:] *= 3
-    np.testing.assert_array_equal(compiled(case.codec)[0](other, KEY)[0], whole[0])
+    np.testing.assert_array_equal(encode(other, KEY)[0], whole[0])
     out = there_and_back(case.codec, x)
     for row, payload in zip(out, whole, strict=True):
-        np.testing.assert_array_equal(compiled(case.codec)[1](payload, 70), row)
+        np.testing.assert_array_equal(decode(payload, N), row)
     if not case.codec.is_random:
-        for row, payload in zip(x, whole, strict=True):
-            np.testing.assert_array_equal(compiled(case.codec)[0](row, KEY), payload)
+        for row, same in zip(x, out, strict=True):
+            alone = decode(encode(row, KEY), N)
+            np.testing.assert_allclose(alone, same, rtol=0 if case.exact else 2.0**-15)
 
 
 @each
 def test_sums_are_of_decoded_values_in_order(case: Case) -> None:
-    payloads = compiled(case.codec)[0](sample("normal", 5 * 300).reshape(5, 300), KEY)
-    total = np.zeros(300, np.float32)
-    for values in np.asarray(compiled(case.codec)[1](payloads, 300)):
-        total = total + values
-    np.testing.assert_array_equal(case.codec.decode_and_sum(payloads, 300), total)
+    encode, decode = compiled(case.codec)
+    payloads = encode(samples(), KEY)
+    first, second, third, *_ = np.asarray(decode(payloads, N))
+    total = jax.jit(case.codec.decode_and_sum, static_argnums=1)(payloads[:3], N)
+    np.testing.assert_array_equal(total, first + second + third)
 
 
 @each
 def test_blocks_have_any_number_of_leading_axes(case: Case) -> None:
-    x = sample("normal", 2 * 3 * 50).reshape(2, 3, 50)
-    payload = compiled(case.codec)[0](x, KEY)
-    flat = compiled(case.codec)[0](x.reshape(6, 50), KEY)
-    np.testing.assert_array_equal(payload, flat.reshape(2, 3, -1))
-    decode = compiled(case.codec)[1]
-    assert decode(payload, 50).shape == (2, 3, 50)
-    assert decode(payload[:0], 50).shape == (0, 3, 50)
+    encode, decode = compiled(case.codec)
+    x, lead = samples(), (2, ROWS // 2)
+    payload, flat = encode(x.reshape(*lead, N), KEY), encode(x, KEY)
+    np.testing.assert_array_equal(payload, flat.reshape(*lead, -1))
+    out = decode(payload, N)
+    np.testing.assert_array_equal(out, decode(flat, N).reshape(*lead, N))
+    none = jax.ShapeDtypeStruct((0, *payload.shape[1:]), payload.dtype)
+    assert jax.eval_shape(lambda none: decode(none, N), none).shape == (0, ROWS // 2, N)
 
 
 @each
-@pytest.mark.parametrize("n", [1, 31, 32, 257, 1000])
-def test_payload_has_exactly_the_stated_bytes(case: Case, n: int) -> None:
-    for lead in ((), (3,)):
-        payload = jax.eval_shape(case.codec.encode, jnp.zeros((*lead, n)), KEY)
-        assert payload.shape[:-1] == lead
-        assert payload.shape[-1] * payload.dtype.itemsize == case.bytes(n)
-        decoded = jax.eval_shape(lambda payload: case.codec.decode(payload, n), payload)
-        assert decoded.shape == (*lead, n) and decoded.dtype == jnp.float32
+@pytest.mark.parametrize(("n", "lead"), [(1, ()), (31, (3,)), (32, ()), (257, (3,)), (1000, ())])
+def test_payload_has_exactly_the_stated_bytes(case: Case, n: int, lead: tuple[int, ...]) -> None:
+    x = jax.ShapeDtypeStruct((*lead, n), jnp.float32)
+    payload = jax.eval_shape(case.codec.encode, x, KEY)
+    assert payload.shape[:-1] == lead
+    assert payload.shape[-1] * payload.dtype.itemsize == case.bytes(n)
+    decoded = jax.eval_shape(lambda payload: case.codec.decode(payload, n), payload)
+    assert decoded.shape == (*lead, n) and decoded.dtype == jnp.float32
     assert case.codec.message_bytes(n) == case.bytes(n)
 
 
 @each
 def test_zeros_stay_zeros(case: Case) -> None:
-    zeros = np.float32([[0.0] * 70, [-0.0] * 70])
+    zeros = np.zeros((ROWS, N), np.float32) * np.resize(np.float32([1, -1]), (ROWS, 1))
     np.testing.assert_array_equal(there_and_back(case.codec, zeros), 0)
     encode, decode = compiled(case.codec)
     payload = jnp.zeros_like(encode(zeros, KEY))
-    np.testing.assert_array_equal(decode(payload, 70), 0)
+    np.testing.assert_array_equal(decode(payload, N), 0)
     if case.codec.needs_error_feedback:
         return  # other values give it a sign
-    x = sample("normal", 2 * 70).reshape(2, 70)
+    x = samples()
     x[:, ::3] = 0
     np.testing.assert_array_equal(there_and_back(case.codec, x)[:, ::3], 0)
 
 
-@each
-@pytest.mark.parametrize(("n", "more"), [(1, 89), (90, 510), (512, 88)])
-def test_padding_changes_nothing_before_it(case: Case, n: int, more: int) -> None:
-    x = np.stack([sample("wide", n), sample("normal", n, seed=1)])
+@pytest.mark.parametrize(
+    ("case", "n"), [*((case, 90) for case in TABLE), *((case, 1) for case in TABLE[::3])]
+)
+def test_padding_changes_nothing_before_it(case: Case, n: int) -> None:
+    x = samples()[:, :n]
     alone = there_and_back(case.codec, x)
-    padded = there_and_back(case.codec, np.pad(x, ((0, 0), (0, more))))
+    padded = there_and_back(case.codec, np.pad(x, ((0, 0), (0, N - n))))
     if isinstance(case.codec, codecs.ScaledSign):  # only the scale of the last block shrinks
         before, last = n // case.codec.block_size * case.codec.block_size, n - 1
         np.testing.assert_array_equal(padded[:, :before], alone[:, :before])
@@ -148,22 +160,24 @@ def test_padding_changes_nothing_before_it(case: Case, n: int, more: int) -> Non
 
 @each
 def test_nothing_non_finite_is_lost(case: Case) -> None:
-    good = np.broadcast_to(sample("normal", 700), (13, 700))
+    good = np.broadcast_to(sample("normal", N), (ROWS, N))
     x = good.copy()
-    places = [(bad, place) for bad in (np.nan, -np.nan, np.inf, -np.inf) for place in (0, 130, 699)]
+    places = [
+        (bad, place) for bad in (np.nan, -np.nan, np.inf, -np.inf) for place in (0, 130, N - 1)
+    ]
     for row, (bad, place) in zip(x, places, strict=False):
         row[place] = bad
     good, out = there_and_back(case.codec, good), there_and_back(case.codec, x)
     np.testing.assert_array_equal(out[-1], good[-1])
     for row, same, (bad, place) in zip(out, good, places, strict=False):
         if hasattr(case.codec, "block_size"):
-            lost = np.arange(700) // case.codec.block_size == place // case.codec.block_size
+            lost = np.arange(N) // case.codec.block_size == place // case.codec.block_size
             assert np.isnan(row[lost]).all()
         elif isinstance(case.codec, CnatWindow):
-            lost = np.full(700, True)
+            lost = np.full(N, True)
             assert np.isnan(row).all()
         else:
-            lost = np.arange(700) == place
+            lost = np.arange(N) == place
             np.testing.assert_array_equal(row[place], np.float32(bad))
         np.testing.assert_array_equal(row[~lost], same[~lost])
 
@@ -173,17 +187,17 @@ def test_finite_values_stay_finite(case: Case) -> None:
     if case.codec.largest is not None:
         return
     most, tiny = np.finfo(np.float32).max, np.float32(2.0**-149)
-    x = np.stack(
-        [
-            np.full(600, most),
-            np.where(np.arange(600) % 2 == 0, most, -most / 3),
-            np.where(np.arange(600) % 7 == 0, most, tiny),
-            np.full(600, tiny),
-            np.where(np.arange(600) % 2 == 0, 2.0**-126, -(2.0**-149)),
-            np.full(600, 2.0**-127),
-            np.where(np.arange(600) % 300 == 0, 2.0**-125, 2.0**-126),
-        ]
-    ).astype(np.float32)
+    i = np.arange(N)
+    rows = [
+        np.full(N, most),
+        np.where(i % 2 == 0, most, -most / 3),
+        np.where(i % 7 == 0, most, tiny),
+        np.full(N, tiny),
+        np.where(i % 2 == 0, 2.0**-126, -(2.0**-149)),
+        np.full(N, 2.0**-127),
+        np.where(i % 300 == 0, 2.0**-125, 2.0**-126),
+    ]
+    x = np.resize(np.stack(rows), (ROWS, N)).astype(np.float32)
     out = there_and_back(case.codec, x)
     finite = np.isfinite(out)
     if case.name == "bf16":  # rounds up to infinity above 2^128 - 2^119
@@ -198,7 +212,7 @@ def test_finite_values_stay_finite(case: Case) -> None:
 def test_unbiased_codecs_are_unbiased(case: Case) -> None:
     if case.variance is None:
         return
-    n, draws = 60, 20_000
+    n, draws = 60, 10_000
     for kind in SAMPLES:
         x = sample(kind, n, seed=3)
         out = there_and_back(case.codec, np.broadcast_to(x, (draws, n))).astype(np.float64)
@@ -212,7 +226,7 @@ def test_unbiased_codecs_are_unbiased(case: Case) -> None:
 
 @each
 def test_random_codecs_repeat_themselves_with_a_key(case: Case) -> None:
-    x = np.broadcast_to(sample("normal", 200), (2, 200))
+    x = np.broadcast_to(sample("normal", N), (ROWS, N))
     encode = compiled(case.codec)[0]
     once, again, other = encode(x, KEY), encode(x, KEY), encode(x, jax.random.key(8))
     np.testing.assert_array_equal(once, again)
@@ -266,7 +280,7 @@ def test_arguments_are_checked_at_construction(
         make()
 
 
-@pytest.mark.parametrize("levels", [1, 2, 3, 4, 7, 8, 15, 31, 63, 64, 127])
+@pytest.mark.parametrize("levels", [1, 2, 7, 8, 31, 64, 127])  # codes of 2 to 8 bits
 def test_qsgd_with_any_number_of_levels(levels: int) -> None:
     codec, x = codecs.qsgd(levels, 50), sample("normal", 333)
     wanted = expected.blockwise(x, np.asarray(random_bits(KEY, x.shape)), 50, levels, "l2")
@@ -296,3 +310,42 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_a_factory_that_was_not_called_is_named() -> None:
     with pytest.raises(TypeError, match="must be called"):
         codecs.from_name(codecs.bfloat16)  # pyright: ignore[reportArgumentType]
+
+
+WITH_KERNELS = [case for case in TABLE if case.codec.operations]
+
+
+def test_the_codecs_with_kernels() -> None:
+    assert {case.codec.name for case in WITH_KERNELS} == {"int8", "int4", "cnat"}
+    assert codecs.random_k(0.1, codecs.int8()).operations == codecs.int8().operations
+
+
+@pytest.mark.parametrize("case", WITH_KERNELS, ids=lambda case: case.name)
+def test_the_option_reaches_the_kernels_of_a_codec(case: Case) -> None:
+    codec = case.codec.with_implementation("mosaic")
+    assert codec == case.codec and codec.implementation == "mosaic"
+    x = jnp.zeros(8)
+    payloads = jax.eval_shape(case.codec.encode, x[None], KEY)
+    for call in (lambda: codec.encode(x, KEY), lambda: codec.decode_and_sum(payloads, 8)):
+        with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
+            call()
+    option = {codec.operations[0]: "xla"}
+    one = case.codec.with_implementation(option)
+    assert one.implementation == tuple(option.items()) and hash(one) == hash(case.codec)
+    jax.eval_shape(one.encode, x, KEY)
+
+
+def test_the_option_reaches_the_values_of_random_k() -> None:
+    codec = codecs.random_k(0.5, codecs.int8()).with_implementation("mosaic")
+    assert codec.values.implementation == "mosaic"
+    with pytest.raises(NotImplementedError, match="integers.encode: .* no NVIDIA GPU"):
+        codec.encode(jnp.zeros(8), KEY)
+
+
+def test_a_codec_refuses_options_that_it_has_not() -> None:
+    with pytest.raises(ValueError, match="bfloat16 has only the plain version"):
+        codecs.bfloat16().with_implementation("mosaic")
+    with pytest.raises(ValueError, match="int8: integers.decode_and_sum has|int8: integers.encode"):
+        codecs.int8().with_implementation("triton")
+    with pytest.raises(ValueError, match='"select.compact", which int4 does not use'):
+        codecs.int4().with_implementation({"select.compact": "triton"})

@@ -17,7 +17,9 @@ from jax.sharding import PartitionSpec as P
 from gpu_aot.program import read_program
 from gpu_aot.targets import mesh_of
 from gpu_aot.traffic import kernels, moved
-from jaxcomm.kernels import bitplanes, cnat_all, integer_blocks, select
+from jaxcomm.kernels import bitplanes, select
+from jaxcomm.kernels.block_quantization import integers
+from jaxcomm.kernels.powers_of_two import nine_bits
 from jaxcomm.kernels.sign_feedback import sign_feedback
 
 SPLIT, EVERYWHERE = P("data"), P()
@@ -27,21 +29,18 @@ def kernel(name: str, n: int) -> tuple[Callable[..., Any], list[Any], tuple[P, .
     """A function, what it takes on eight devices, and which of this is split over them."""
     x, scalar = jax.ShapeDtypeStruct((8 * n,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
 
-    def integers(levels: int, size: int, seed: int | None) -> Callable[..., Any]:
+    def encoded(levels: int, size: int, seed: int | None) -> Callable[..., Any]:
         key = None if seed is None else jax.random.key(seed)
-        return functools.partial(integer_blocks.encode, levels=levels, size=size, key=key)
+        return functools.partial(integers.encode, levels=levels, size=size, key=key)
 
     def messages(f: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, **which: f(x.reshape(8, -1), **which)
 
     def summed(n: int, payloads: jax.Array, **which: Any) -> jax.Array:
-        return cnat_all.decode_and_sum(payloads.reshape(8, -1), n, **which)
+        return nine_bits.decode_and_sum(payloads.reshape(8, -1), n, **which)
 
     def added(*planes: jax.Array, **which: Any) -> Any:
         return bitplanes.add(planes[:3], planes[3:], 4, **which)
-
-    def majority(*planes: jax.Array, **which: Any) -> jax.Array:
-        return bitplanes.majority(planes[:3], planes[3:], 4, **which)
 
     def counted(*args: jax.Array, **which: Any) -> jax.Array:
         return select.count_at_least(*args, **which)[None]
@@ -49,25 +48,23 @@ def kernel(name: str, n: int) -> tuple[Callable[..., Any], list[Any], tuple[P, .
     words = jax.ShapeDtypeStruct((8 * bitplanes.words_for(n),), jnp.uint32)
 
     def integers_summed(payloads: jax.Array, **which: Any) -> jax.Array:
-        return integer_blocks.decode_and_sum(payloads.reshape(8, -1), n, 127, 256, **which)
+        return integers.decode_and_sum(payloads.reshape(8, -1), n, 127, 256, **which)
 
-    integer_bytes = integer_blocks.message_bytes(n, 127, 256)
+    integer_bytes = integers.message_bytes(n, 127, 256)
     integer_payloads = jax.ShapeDtypeStruct((64 * integer_bytes,), jnp.uint8)
-    payloads = jax.ShapeDtypeStruct((64 * cnat_all.message_bytes(n),), jnp.uint8)
-    random_cnat = functools.partial(cnat_all.encode, key=jax.random.key(0))
+    payloads = jax.ShapeDtypeStruct((64 * nine_bits.message_bytes(n),), jnp.uint8)
+    random_cnat = functools.partial(nine_bits.encode, key=jax.random.key(0))
     return {
         "sign_feedback": (sign_feedback, [x, x, scalar], (SPLIT, SPLIT, EVERYWHERE)),
         "add": (added, [words] * 6, (SPLIT,) * 6),
-        "majority": (majority, [words] * 6, (SPLIT,) * 6),
-        "add_signs": (bitplanes.add_signs, [x, words, scalar], (SPLIT, SPLIT, EVERYWHERE)),
         "count": (counted, [x, scalar], (SPLIT, EVERYWHERE)),
-        "int8": (integers(127, 256, None), [x], (SPLIT,)),
-        "int8 random": (integers(127, 256, 0), [x], (SPLIT,)),
-        "int4 random": (integers(7, 64, 0), [x], (SPLIT,)),
-        "int8 messages": (messages(integers(127, 256, None)), [x], (SPLIT,)),
+        "int8": (encoded(127, 256, None), [x], (SPLIT,)),
+        "int8 random": (encoded(127, 256, 0), [x], (SPLIT,)),
+        "int4 random": (encoded(7, 64, 0), [x], (SPLIT,)),
+        "int8 messages": (messages(encoded(127, 256, None)), [x], (SPLIT,)),
         "int8 sum": (integers_summed, [integer_payloads], (SPLIT,)),
-        "cnat all": (cnat_all.encode, [x], (SPLIT,)),
-        "cnat all messages": (messages(cnat_all.encode), [x], (SPLIT,)),
+        "cnat all": (nine_bits.encode, [x], (SPLIT,)),
+        "cnat all messages": (messages(nine_bits.encode), [x], (SPLIT,)),
         "cnat all random": (random_cnat, [x], (SPLIT,)),
         "cnat all sum": (functools.partial(summed, n), [payloads], (SPLIT,)),
     }[name]

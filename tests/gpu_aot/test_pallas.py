@@ -19,16 +19,10 @@ KERNELS = (
     "cnat all random",
     "cnat all sum",
     "add",
-    "majority",
-    "add_signs",
     "count",
 )
-# The oldest Mosaic has no shifts; below capability 9.0 the next ends the process, so it must not be
-# asked.
+# Below capability 9.0 the oldest Mosaic ends the process, so it must not be asked.
 REFUSED = {"a10": "needs compute capability 9.0"} if _compat.jax_version() < (0, 11) else {}
-if _compat.jax_version() < (0, 10, 2):
-    REFUSED = dict.fromkeys(TARGETS, "needs jax 0.10.2 or newer")
-NONE = "this jax has no Mosaic kernels; 0.10.2 and newer do"
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -50,10 +44,9 @@ def test_one_kernel_that_spills_nothing(
 
 
 # Of which the rows or the blocks are cut short, or begin anywhere.
-CUT = ("sign_feedback", "add_signs", "int8 random", "int8 sum", "cnat all random", "cnat all sum")
+CUT = ("sign_feedback", "int8 random", "int8 sum", "cnat all random", "cnat all sum")
 
 
-@pytest.mark.skipif("h100" in REFUSED, reason=NONE)
 @pytest.mark.parametrize("name", CUT)
 def test_odd_lengths_cost_no_more(name: str) -> None:
     for n in (2**20 + 17, 2**20 + 32):
@@ -62,7 +55,6 @@ def test_odd_lengths_cost_no_more(name: str) -> None:
     assert "kernels" in compiled_in_a_process("pallas", "h100", name, "17")
 
 
-@pytest.mark.skipif("h100" in REFUSED, reason=NONE)
 @pytest.mark.parametrize("name", ["int8 messages", "cnat all messages"])
 def test_messages_whose_ends_are_put_in_later_are_not_copied(name: str) -> None:
     report = compiled_in_a_process("pallas", "h100", name, str(8 * (2**17 + 17)))

@@ -4,7 +4,6 @@ import pytest
 
 from gpu_aot.overlap import overlap
 from gpu_aot.targets import TARGETS, compiled_in_a_process, needs_gpu_aot
-from jaxcomm import _compat
 
 BUCKETED = ("bfloat16", "majority_vote", "one_bit_adam", "oktopk")
 
@@ -68,10 +67,10 @@ def test_overlap_of_a_program_that_can_be_read() -> None:
 def test_buckets_travel_behind_products(target: str) -> None:
     """Three of four buckets; a vote has six hops, and there are too few products for all.
 
-    For an A10, and in jax 0.10.0, all products go behind the second of a bucket's two exchanges,
-    and none of the flags about latencies changes that; in ResNet-50 there are enough for both.
+    For an A10 all products go behind the second of a bucket's two exchanges, and none of the flags
+    about latencies changes that; in ResNet-50 there are enough for both.
     """
-    late = target == "a10" or _compat.jax_version() < (0, 10, 2)
+    late = target == "a10"
     limits = {
         "mean": 0.74,
         "bfloat16": 0.37 if late else 0.74,

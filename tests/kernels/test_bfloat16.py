@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import oracles
 from jaxcomm.kernels import bfloat16
@@ -35,9 +34,3 @@ def test_widening_is_exact() -> None:
     wide = (bits.astype(np.uint32) << 16).view(np.float32)
     normal = (np.isfinite(wide) & (np.abs(wide) >= 2.0**-126)) | (wide == 0)
     np.testing.assert_array_equal(bfloat16.widen_bits(bits)[normal], wide[normal])
-
-
-@pytest.mark.parametrize("f", [bfloat16.round_to_bits, bfloat16.widen_bits])
-def test_a_named_implementation_never_falls_back(f) -> None:
-    with pytest.raises(NotImplementedError, match='use "xla" or None'):
-        f(jnp.zeros(3, jnp.uint16), implementation="mosaic")

@@ -1,5 +1,6 @@
-"""What a device is said to be able to do."""
+"""Which kernels a device can run."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import jax
@@ -9,55 +10,54 @@ from jaxcomm import _compat
 from jaxcomm.kernels import _device
 
 
+def pretend(capability: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the first device one of this compute capability."""
+    known = {} if capability is None else {"compute_capability": capability}
+    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [SimpleNamespace(**known)])
+
+
+def works(require: Callable[[str], None], message: str) -> bool:
+    try:
+        require("f")
+    except NotImplementedError as error:
+        assert str(error).startswith("f: ") and message in str(error)
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
-    ("found", "version", "works"),
+    ("found", "version", "expected"),
     [
         (None, (0, 12, 0), False),
         ("7.5", (0, 12, 0), False),
         ("8.6", (0, 10, 2), False),
         ("8.6", (0, 11, 0), True),
         ("9.0", (0, 10, 2), True),
-        ("9.0", (0, 10, 1), False),
         ("10.0", (0, 10, 2), True),
         ("gfx942", (0, 12, 0), False),
     ],
 )
 def test_where_mosaic_works(
-    found: str | None, version: tuple[int, ...], works: bool, monkeypatch: pytest.MonkeyPatch
+    found: str | None, version: tuple[int, ...], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = SimpleNamespace() if found is None else SimpleNamespace(compute_capability=found)
-    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [device])
+    pretend(found, monkeypatch)
     monkeypatch.setattr(_compat, "jax_version", lambda: version)
-    if works:
-        assert _device.choose("f", "mosaic", ("xla", "mosaic"), 1) == "mosaic"
-    else:
-        with pytest.raises(NotImplementedError, match="f: the implementation"):
-            _device.choose("f", "mosaic", ("xla", "mosaic"), 1)
+    assert works(_device.require_mosaic, 'implementation "mosaic" needs') == expected
 
 
 @pytest.mark.parametrize(
-    ("found", "works"), [(None, False), ("7.5", False), ("8.0", True), ("9.0", True)]
+    ("found", "expected"), [(None, False), ("7.5", False), ("8.0", True), ("9.0", True)]
 )
 def test_where_triton_works(
-    found: str | None, works: bool, monkeypatch: pytest.MonkeyPatch
+    found: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device = SimpleNamespace() if found is None else SimpleNamespace(compute_capability=found)
-    monkeypatch.setattr(jax, "local_devices", lambda backend=None: [device])
-    if works:
-        assert _device.choose("f", "triton", ("xla", "triton"), 1) == "triton"
-    else:
-        with pytest.raises(NotImplementedError, match=r"f: .*triton.* capability 8.0"):
-            _device.choose("f", "triton", ("xla", "triton"), 1)
+    pretend(found, monkeypatch)
+    assert works(_device.require_triton, "needs compute capability 8.0") == expected
     monkeypatch.setattr(_device, "find_spec", lambda module: None)
-    with pytest.raises(NotImplementedError, match="f: this jax has no Triton"):
-        _device.choose("f", "triton", ("xla", "triton"), 1)
+    assert not works(_device.require_triton, "this jax has no Triton")
 
 
-def test_none_is_xla_everywhere() -> None:
-    assert _device.choose("f", None, ("xla", "mosaic"), 1) == "xla"
-
-
-def test_indices_of_32_bits_reach_all_elements() -> None:
-    with pytest.raises(ValueError, match=r"f: .* at most 2\^31 - 1 elements, got 2147483648"):
-        _device.choose("f", "mosaic", ("xla", "mosaic"), 2**31)
-    assert _device.choose("f", "xla", ("xla", "mosaic"), 2**31) == "xla"
+def test_the_device_that_is_set_is_the_one() -> None:
+    assert _device.current() == jax.local_devices()[0]
+    with jax.default_device(jax.local_devices()[3]):
+        assert _device.current() == jax.local_devices()[3]

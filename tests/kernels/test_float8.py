@@ -66,10 +66,3 @@ def test_other_dtypes_are_refused() -> None:
         float8.widen_bits(jnp.zeros(3, jnp.int8), jnp.float8_e5m2)
     with pytest.raises(ValueError, match="one of float8_e4m3fn, float8_e5m2, got float16"):
         float8.round_to_bits(jnp.zeros(3), jnp.float16)
-
-
-def test_a_named_implementation_never_falls_back() -> None:
-    for f, x in ((float8.round_to_bits, jnp.zeros(3)), (float8.widen_bits, jnp.zeros(3, "uint8"))):
-        f(x, jnp.float8_e5m2, implementation="xla")
-        with pytest.raises(NotImplementedError, match='use "xla" or None'):
-            f(x, jnp.float8_e5m2, implementation="mosaic")

@@ -1,15 +1,13 @@
 """Rounding to powers of two against numpy, which does it in float64."""
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import codec_oracles as expected
-from jaxcomm.kernels import powers_of_two
-from jaxcomm.kernels.powers_of_two import HALF
+from jaxcomm.kernels.powers_of_two import rounding
+from jaxcomm.kernels.random_bits import HALF
 
 
 def any_floats(n: int = 20_000) -> np.ndarray:
@@ -32,20 +30,20 @@ def test_equals_the_oracle(lowest: int, random: bool) -> None:
     x = np.concatenate([x, x[:2000] / np.abs(x[:2000]) * np.float32(2.0**lowest) / 3])
     bits = np.random.default_rng(1).integers(0, 2**32, len(x), dtype=np.uint32)
     words = bits if random else np.uint32(HALF)
-    found = jax.jit(powers_of_two.exponents)(x, words, lowest=jnp.uint32(lowest + 127))
+    found = jax.jit(rounding.exponents)(x, words, lowest=jnp.uint32(lowest + 127))
     np.testing.assert_array_equal(found, rounded(x, words, lowest))
     if lowest == -126:
-        np.testing.assert_array_equal(jax.jit(powers_of_two.exponents)(x, words), found)
+        np.testing.assert_array_equal(jax.jit(rounding.exponents)(x, words), found)
 
 
 def test_the_extreme_words_round_down_and_up() -> None:
     x = np.float32([1.0, 1.0000001, 1.9999999, 2.0**-149, 1.9999999 * 2.0**127])
-    down = powers_of_two.exponents(jnp.asarray(x), jnp.uint32(0))
-    up = powers_of_two.exponents(jnp.asarray(x), jnp.uint32(2**32 - 1))
+    down = rounding.exponents(jnp.asarray(x), jnp.uint32(0))
+    up = rounding.exponents(jnp.asarray(x), jnp.uint32(2**32 - 1))
     np.testing.assert_array_equal(down, [127, 127, 127, 0, 254])
     np.testing.assert_array_equal(up, [127, 128, 128, 1, 254])
     nothing = jnp.float32([0.0, -0.0, 2.0**-149])
-    up = powers_of_two.exponents(nothing, jnp.uint32(2**32 - 1), lowest=jnp.uint32(100))
+    up = rounding.exponents(nothing, jnp.uint32(2**32 - 1), lowest=jnp.uint32(100))
     np.testing.assert_array_equal(up, 0)
 
 
@@ -53,45 +51,29 @@ def test_what_is_not_finite_stays_so() -> None:
     x = jnp.float32([jnp.inf, -jnp.inf, jnp.nan])
     for lowest in (None, jnp.uint32(100)):
         for word in (0, HALF, 2**32 - 1):
-            found = powers_of_two.exponents(x, jnp.uint32(word), lowest=lowest)
+            found = rounding.exponents(x, jnp.uint32(word), lowest=lowest)
             np.testing.assert_array_equal(found, 255)
     patterns = jnp.uint32([0x7F800000, 0x7FC00000, 0x7F800001])
-    np.testing.assert_array_equal(powers_of_two.ceiling(patterns), 255)
+    np.testing.assert_array_equal(rounding.ceiling(patterns), 255)
 
 
 @pytest.mark.newest
 def test_ceiling_is_the_power_above() -> None:
     x = np.abs(any_floats())
     words = np.full(x.shape, 2**32 - 1, np.uint32)
-    found = jax.jit(powers_of_two.ceiling)(x.view(np.uint32))
+    found = jax.jit(rounding.ceiling)(x.view(np.uint32))
     np.testing.assert_array_equal(found, rounded(x, words, -126))
 
 
 def test_values_of_all_fields() -> None:
     fields = np.arange(1, 255, dtype=np.uint32)
     for negative, sign in ((0, 1), (1, -1)):
-        found = powers_of_two.values(jnp.asarray(fields), jnp.uint32(negative))
+        found = rounding.values(jnp.asarray(fields), jnp.uint32(negative))
         np.testing.assert_array_equal(found, np.float32(sign * 2.0 ** (fields.astype(float) - 127)))
-    ends = powers_of_two.values(jnp.uint32([0, 255]), jnp.uint32(1))
+    ends = rounding.values(jnp.uint32([0, 255]), jnp.uint32(1))
     np.testing.assert_array_equal(ends, [0, -np.inf])
 
 
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(TypeError, match="takes float32, got bfloat16"):
-        powers_of_two.exponents(jnp.zeros(3, jnp.bfloat16), jnp.uint32(0))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda name: powers_of_two.exponents(jnp.zeros(3), jnp.uint32(0), implementation=name),
-        lambda name: powers_of_two.ceiling(jnp.zeros(3, jnp.uint32), implementation=name),
-        lambda name: powers_of_two.values(
-            jnp.zeros(3, jnp.uint32), jnp.uint32(0), implementation=name
-        ),
-    ],
-)
-def test_a_named_implementation_never_falls_back(call: Callable) -> None:
-    call("xla")
-    with pytest.raises(NotImplementedError, match='use "xla" or None'):
-        call("mosaic")
+        rounding.exponents(jnp.zeros(3, jnp.bfloat16), jnp.uint32(0))

@@ -90,9 +90,3 @@ def test_keys_may_be_mapped() -> None:
     keys = jax.random.split(jax.random.key(3), 4)
     mapped = jax.vmap(lambda key: random_bits(key, (7,)))(keys)
     np.testing.assert_array_equal(mapped, np.stack([random_bits(key, (7,)) for key in keys]))
-
-
-def test_a_named_implementation_never_falls_back() -> None:
-    random_bits(jax.random.key(0), (3,), implementation="xla")
-    with pytest.raises(NotImplementedError, match='use "xla" or None'):
-        random_bits(jax.random.key(0), (3,), implementation="mosaic")

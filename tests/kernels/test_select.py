@@ -1,7 +1,8 @@
 """Selection against numpy, which sorts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from implementations import every_implementation, interpreted
 from jaxcomm.kernels import select
-from jaxcomm.kernels.select import words
+from jaxcomm.kernels.select import magnitudes as bands
 
 INFINITY = 0x7F800000
 TINY = np.uint32(1).view(np.float32)
@@ -44,7 +45,7 @@ def selected(x: np.ndarray, threshold: float) -> np.ndarray:
 
 def kth(x: np.ndarray, k: int) -> np.float32:
     """The k-th largest magnitude, or the smallest that is positive."""
-    pattern = max(np.sort(magnitudes(x))[len(x) - k], 1)
+    pattern = max(np.partition(magnitudes(x), len(x) - k)[len(x) - k], 1)
     return np.uint32(pattern).view(np.float32)
 
 
@@ -82,6 +83,19 @@ LENGTHS = (1, 7, 255, 256, 257, 513, 2000, 30_001)
 THRESHOLDS = (0.5, 0.0, -0.0, -1.0, TINY, 3 * TINY, 2.5, np.inf, -np.inf, np.nan, -np.nan)
 
 
+def cases(n: int) -> Iterator[tuple[np.ndarray, np.float32]]:
+    """Samples with three thresholds each; all lengths together have every pair of the two."""
+    first = 3 * LENGTHS.index(n)
+    for i, x in enumerate(samples(n, n)):
+        for t in range(first + i, first + i + 3):
+            yield x, np.float32(THRESHOLDS[t % len(THRESHOLDS)])
+
+
+def test_the_lengths_have_every_pair() -> None:
+    found = {(i // 3, t.view(np.uint32)) for n in LENGTHS for i, (_, t) in enumerate(cases(n))}
+    assert len(found) == len(samples(1, 1)) * len(THRESHOLDS)
+
+
 @pytest.mark.newest
 def test_the_documented_order() -> None:
     x = np.zeros(600, np.float32)
@@ -90,23 +104,25 @@ def test_the_documented_order() -> None:
     np.testing.assert_array_equal(got.indices, [0, 8, 248, 1, 255, 256, 264, 257, 599, 600])
 
 
+# Capacities that are too small for most samples, that suffice for some, and that exceed n.
+CAPACITIES = [
+    *((1, 4), (7, 1), (255, 5), (256, 51), (257, 260), (513, 10), (2000, 400), (30_001, 600)),
+]
+
+
 @pytest.mark.newest
 @every_implementation(select.compact, "triton")
-@pytest.mark.parametrize("n", LENGTHS)
-def test_compact(n: int, f: Callable) -> None:
+@pytest.mark.parametrize(("n", "capacity"), CAPACITIES)
+def test_compact(n: int, capacity: int, f: Callable) -> None:
     compact = jax.jit(f, static_argnums=2)
-    for capacity in {max(1, n // 50), max(1, n // 5), n + 3}:  # tiles run out of room, or do not
-        for x in samples(n, n):
-            for t in THRESHOLDS if n < 30_000 else THRESHOLDS[:2]:
-                got = compact(x, jnp.float32(t), capacity)
-                assert_selected(got, x, selected(x, t), capacity)
+    for x, t in [*cases(n)][:: 4 if n > 2000 else 1]:
+        assert_selected(compact(x, t, capacity), x, selected(x, t), capacity)
 
 
 @pytest.mark.parametrize("n", LENGTHS)
 def test_count_at_least(n: int) -> None:
-    for x in samples(n, n):
-        for t in THRESHOLDS:
-            assert count_at_least(x, jnp.float32(t)) == len(selected(x, t))
+    for x, t in cases(n):
+        assert count_at_least(x, t) == len(selected(x, t))
 
 
 @settings(max_examples=60, deadline=None)
@@ -121,18 +137,22 @@ def test_any_patterns(data: st.DataObject) -> None:
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("n", LENGTHS)
-def test_threshold_for(n: int) -> None:
-    for k in {1, max(1, n // 100), -(-n // 2), n}:
-        for x in samples(n, n):
-            t = threshold_for(x, k)
-            assert t.dtype == jnp.float32 and t.shape == ()
-            assert bits_of(t) == bits_of(kth(x, k))
-            nonzero = np.count_nonzero(magnitudes(x))
-            assert min(k, nonzero) <= count_at_least(x, t) <= nonzero
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [(1, 1), (7, 4), (255, 255), (256, 2), (257, 1), (513, 257), (2000, 2000), (30_001, 300)],
+)
+def test_threshold_for(n: int, k: int) -> None:
+    for x in samples(n, n):
+        t = threshold_for(x, k)
+        assert t.dtype == jnp.float32 and t.shape == ()
+        assert bits_of(t) == bits_of(kth(x, k))
+        nonzero = np.count_nonzero(magnitudes(x))
+        assert min(k, nonzero) <= len(selected(x, t)) <= nonzero
 
 
-@pytest.mark.parametrize("k", [1, LARGE // 100, LARGE // 2, LARGE])
+@pytest.mark.parametrize(
+    "k", [1, LARGE // 100, LARGE]
+)  # a sample bounds it from below, both, above
 def test_threshold_for_large(k: int) -> None:
     # The sample, every fourth entry, sees nothing of what is large, and nothing of what is small.
     rng = np.random.default_rng(0)
@@ -144,34 +164,35 @@ def test_threshold_for_large(k: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "boundaries"),
+    ("n", "capacity", "boundaries"),
     [
-        (1, (0, 1)),
-        (256, (0, 256, 256)),
-        (1000, (0, 0, 256, 768, 768, 1000, 1000)),
-        (5000, (0, 1024, 1280, 5000)),
-        (2048, (0, 0, 0, 2048)),
+        (1, 5, [(0, 1)]),
+        (256, 256, [(0, 256, 256), (0, 0, 256)]),  # a chunk of ones fills the slots
+        (1000, 5, [(0, 0, 256, 768, 768, 1000, 1000), (0, 0, 0, 0, 0, 0, 1000)]),
+        (5000, 256, [(0, 1024, 1280, 5000), (0, 5000, 5000, 5000), (0, 512, 4864, 5000)]),
     ],
 )
-@pytest.mark.parametrize("capacity", [5, 256])  # a chunk of ones fills the second
 @every_implementation(select.compact_regions, "triton")
-def test_compact_regions(f: Callable, n: int, boundaries: tuple[int, ...], capacity: int) -> None:
+def test_compact_regions(
+    f: Callable, n: int, capacity: int, boundaries: list[tuple[int, ...]]
+) -> None:
     compact_regions = jax.jit(f, static_argnums=3)
-    bounds = np.array(boundaries, np.int32)
-    on_device = jnp.asarray(bounds)
-    for x in samples(n, n):
-        for t in THRESHOLDS[:4]:
-            got = compact_regions(x, jnp.float32(t), on_device, capacity)
-            places = selected(x, t)
-            assert got.values.shape == got.indices.shape == (len(bounds) - 1, capacity)
-            for r, row in enumerate(zip(*got, strict=True)):
-                inside = places[(places >= bounds[r]) & (places < bounds[r + 1])]
-                assert_selected(select.Selected(*row), x, inside, capacity)
+    for bounds in map(np.int32, boundaries):
+        for x in samples(n, n):
+            for t in map(np.float32, THRESHOLDS[:3:2]):
+                got = compact_regions(x, t, bounds, capacity)
+                places = selected(x, t)
+                assert got.values.shape == got.indices.shape == (len(bounds) - 1, capacity)
+                for r, row in enumerate(zip(*map(np.asarray, got), strict=True)):
+                    inside = places[(places >= bounds[r]) & (places < bounds[r + 1])]
+                    assert_selected(select.Selected(*row), x, inside, capacity)
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("n", LENGTHS)
-@pytest.mark.parametrize("regions", [1, 2, 7])
+@pytest.mark.parametrize(
+    ("n", "regions"),
+    [(1, 2), (7, 1), (255, 7), (256, 2), (257, 7), (513, 1), (513, 7), (2000, 2), (30_001, 7)],
+)
 def test_boundaries_for(n: int, regions: int) -> None:
     for x in samples(n, n):
         bounds = boundaries_for(x, jnp.float32(0.5), regions)
@@ -189,13 +210,15 @@ def test_boundaries_for(n: int, regions: int) -> None:
             assert np.ptp(np.diff(bounds)) <= 2 * CHUNK
 
 
-def test_the_two_formulations_count_alike() -> None:
-    lows = jnp.asarray([1, 3, 0x3F000000, INFINITY, words.PAST_INFINITY], jnp.uint32)
-    for n in (1, 1023, 1024, 5000):
-        for x in samples(n, n):
-            patterns = words.patterns_of(jnp.asarray(x))
-            tiled = jax.jit(words._count_in_tiles)(patterns, lows)
-            np.testing.assert_array_equal(tiled, words._count_one_by_one(patterns, lows))
+@pytest.mark.parametrize("count", [bands._count_in_tiles, bands._count_one_by_one])
+@pytest.mark.parametrize("n", [1, 1023, 1024, 5000])
+def test_both_formulations_count(n: int, count: Callable) -> None:
+    lows = np.uint32([1, 3, 0x3F000000, INFINITY, bands.PAST_INFINITY])
+    run = jax.jit(count)
+    for x in samples(n, n):
+        patterns = x.view(np.uint32) % 2**31
+        wanted = [np.sum((low <= patterns) & (patterns <= INFINITY)) for low in lows]
+        np.testing.assert_array_equal(run(patterns, lows), wanted)
 
 
 def every_function(x: jax.Array) -> tuple[jax.Array, ...]:
@@ -206,20 +229,34 @@ def every_function(x: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(leaf[None] for leaf in (t, select.count_at_least(x, t), bounds, *whole, *parts))
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("n", [3000, LARGE])
-def test_in_shard_map(n: int, make_mesh: Callable[[int], Mesh]) -> None:
+def on_two_devices(f: Callable, mesh: Mesh, n: int) -> tuple[np.ndarray, Any]:
+    """Two vectors, and what `f` makes of each in a checked `jax.shard_map`."""
     x = np.random.default_rng(n).standard_normal(2 * n).astype(np.float32)
     spec = PartitionSpec("data")
-    mapped = jax.shard_map(
-        every_function, mesh=make_mesh(2), in_specs=spec, out_specs=spec, check_vma=True
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=True)
+    return x.reshape(2, n), jax.tree.map(np.asarray, jax.jit(mapped)(x))
+
+
+@pytest.mark.newest
+def test_a_large_threshold_in_shard_map(make_mesh: Callable[[int], Mesh]) -> None:
+    x, got = on_two_devices(
+        lambda x: select.threshold_for(x, LARGE // 50)[None], make_mesh(2), LARGE
     )
-    got = jax.jit(mapped)(x)
-    alone = jax.jit(every_function)
-    expected = [alone(half) for half in x.reshape(2, n)]
-    for leaf, *leaves in zip(got, *expected, strict=True):
-        np.testing.assert_array_equal(leaf, np.concatenate(leaves))
-    assert (np.asarray(got[0]) == [kth(half, n // 50) for half in x.reshape(2, n)]).all()
+    np.testing.assert_array_equal(got, [kth(own, LARGE // 50) for own in x])
+
+
+@pytest.mark.newest
+def test_in_shard_map(make_mesh: Callable[[int], Mesh]) -> None:
+    n = 3000
+    x, got = on_two_devices(every_function, make_mesh(2), n)
+    for own, t, count, bounds, *found in zip(x, *got, strict=True):
+        assert bits_of(t) == bits_of(kth(own, n // 50))
+        places = selected(own, t)
+        assert count == len(places) and bounds[0] == 0 and bounds[-1] == n
+        assert_selected(select.Selected(*found[:3]), own, places, n // 40)
+        for r, row in enumerate(zip(*found[3:], strict=True)):
+            inside = places[(places >= bounds[r]) & (places < bounds[r + 1])]
+            assert_selected(select.Selected(*row), own, inside, n // 100)
 
 
 @pytest.mark.parametrize(
@@ -239,10 +276,11 @@ def test_in_shard_map(n: int, make_mesh: Callable[[int], Mesh]) -> None:
 )
 def test_nothing_is_sorted(f: Callable) -> None:
     x = jax.ShapeDtypeStruct((LARGE,), jnp.float32)
-    program = jax.jit(f).lower(x).compile().as_text().lower()
-    assert not any(word in program for word in (" sort(", "topk", "top_k", "top-k"))
-    control = jax.jit(lambda x: jax.lax.top_k(jnp.sort(x), 5)).lower(x).compile().as_text().lower()
-    assert " sort(" in control and ("topk" in control or "top_k" in control)
+    program = jax.jit(f).lower(x).as_text().lower()
+    assert "bitcast" in program
+    assert not any(word in program for word in ("stablehlo.sort", "top_k", "topk"))
+    control = jax.jit(lambda x: jax.lax.top_k(jnp.sort(x), 5)).lower(x).as_text().lower()
+    assert "stablehlo.sort" in control and "top_k" in control
 
 
 def test_wrong_arguments() -> None:
@@ -306,27 +344,28 @@ def test_tiles_that_are_full_beside_empty_ones() -> None:
     from jaxcomm.kernels.select import triton
 
     rng = np.random.default_rng(0)
-    x = rng.standard_normal(41 * triton.TILE + 5).astype(np.float32)
+    x = rng.standard_normal(11 * triton.TILE + 5).astype(np.float32)
     full = np.zeros(len(x), bool)
-    for start in (0, 7 * triton.TILE + 256, 40 * triton.TILE):
+    for start in (0, 3 * triton.TILE + 256, 10 * triton.TILE):
         full[start : start + triton.TILE] = True
     x = np.where(full, x, np.where(rng.random(len(x)) < 0.03, x, 0)).astype(np.float32)
-    bounds = np.int32([0, 256, 7 * triton.TILE + 512, 7 * triton.TILE + 512, len(x)])
-    assert triton.room_for(len(x), 4 * 100) < triton.TILE / 2
-    compact_regions = interpreted(select.compact_regions, "triton")
-    for capacity in (100, 2000):
-        got = compact_regions(jnp.asarray(x), jnp.float32(0), jnp.asarray(bounds), capacity)
-        want = select.compact_regions(x, jnp.float32(0), bounds, capacity)
-        for found, expected in zip(got, want, strict=True):
-            np.testing.assert_array_equal(found, expected)
+    bounds = np.int32([0, 256, 3 * triton.TILE + 512, 3 * triton.TILE + 512, len(x)])
+    places = selected(x, 0)
+    compact_regions = jax.jit(interpreted(select.compact_regions, "triton"), static_argnums=3)
+    for capacity in (20, 600):
+        assert (triton.room_for(len(x), 4 * capacity) < triton.TILE / 2) == (capacity == 20)
+        got = compact_regions(x, jnp.float32(0), bounds, capacity)
+        for r, row in enumerate(zip(*map(np.asarray, got), strict=True)):
+            inside = places[(places >= bounds[r]) & (places < bounds[r + 1])]
+            assert_selected(select.Selected(*row), x, inside, capacity)
 
 
 def test_what_has_no_slot_does_not_take_one_of_the_next_region() -> None:
     """The last entry of all, when the slots of the empty region behind it are long filled."""
-    x = jnp.asarray(np.random.default_rng(0).standard_normal(9000), jnp.float32)
-    bounds = jnp.asarray([0, len(x), len(x)], jnp.int32)
-    compact_regions = interpreted(select.compact_regions, "triton")
-    capacity = int(select.count_at_least(x, jnp.float32(2))) - 1
+    x = np.random.default_rng(0).standard_normal(9000).astype(np.float32)
+    bounds = np.int32([0, len(x), len(x)])
+    capacity = len(selected(x, 2)) - 1
+    compact_regions = jax.jit(interpreted(select.compact_regions, "triton"), static_argnums=3)
     got = compact_regions(x, jnp.float32(2), bounds, capacity)
     np.testing.assert_array_equal(got.count, [capacity + 1, 0])
     np.testing.assert_array_equal(got.indices[1], len(x))

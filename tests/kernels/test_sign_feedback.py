@@ -24,10 +24,10 @@ def case(n: int) -> tuple[np.ndarray, np.ndarray, np.float32]:
 
 @pytest.mark.newest
 @every_implementation(sign_feedback)
-@pytest.mark.parametrize("n", [1, 31, 32, 33, 1000, 32 * 129, 32 * 170 + 5, 32 * 640])
-def test_sent_and_kept_are_what_was_owed(n: int, f: Implementation) -> None:
+@pytest.mark.parametrize("n", [1, 32, 33, 1000, 32 * 129, 32 * 170 + 5, 32 * 640])
+def test_sent_and_kept_add_up(n: int, f: Implementation) -> None:
     x, residual, scale = case(n)
-    words, kept = f(jnp.asarray(x), jnp.asarray(residual), jnp.asarray(scale))
+    words, kept = jax.jit(f)(x, residual, scale)
     np.testing.assert_array_equal(words, bitplanes.pack(jnp.asarray(x + residual > 0)))
     sent = scale * np.where(x + residual > 0, 1, -1).astype(np.float32)
     np.testing.assert_array_equal(sent + np.asarray(kept), x + residual)
@@ -35,9 +35,24 @@ def test_sent_and_kept_are_what_was_owed(n: int, f: Implementation) -> None:
 
 @pytest.mark.newest
 @every_implementation(sign_feedback)
+@pytest.mark.parametrize(("lead", "n"), [((3,), 33), ((2, 1), 32 * 170 + 5)])
+def test_rows_have_scales_of_their_own(lead: tuple[int, ...], n: int, f: Implementation) -> None:
+    rng = np.random.default_rng(n)
+    x, residual = rng.integers(-8, 9, (2, *lead, n)).astype(np.float32)
+    scale = np.arange(1, 1 + np.prod(lead), dtype=np.float32).reshape(lead)
+    words, kept = map(np.asarray, jax.jit(f)(x, residual, scale))
+    assert words.shape == (*lead, bitplanes.words_for(n)) and kept.shape == (*lead, n)
+    positive = x + residual > 0
+    np.testing.assert_array_equal(bitplanes.unpack(jnp.asarray(words), n), positive)
+    sent = scale[..., None] * np.where(positive, 1, -1)
+    np.testing.assert_array_equal(sent + kept, x + residual)
+
+
+@pytest.mark.newest
+@every_implementation(sign_feedback)
 def test_special_values(f: Implementation) -> None:
     x = np.float32([np.nan, np.inf, -np.inf, 0.0, -0.0, 2.0**-126, -(2.0**-126)])
-    words, kept = f(jnp.asarray(x), jnp.zeros(7), jnp.float32(1))
+    words, kept = jax.jit(f)(x, np.zeros(7, np.float32), np.float32(1))
     np.testing.assert_array_equal(bitplanes.unpack(words, 7), [0, 1, 0, 0, 0, 1, 0])
     np.testing.assert_array_equal(kept, np.float32([np.nan, np.inf, -np.inf, 1, 1, -1, 1]))
 
@@ -63,8 +78,10 @@ def test_bad_arguments() -> None:
         sign_feedback(x, x.astype(jnp.bfloat16), scale)
     with pytest.raises(ValueError, match="of one shape"):
         sign_feedback(x, jnp.zeros(5), scale)
-    with pytest.raises(ValueError, match="a scalar"):
+    with pytest.raises(ValueError, match="one scale for each row"):
         sign_feedback(x, x, jnp.zeros(4))
+    with pytest.raises(ValueError, match="one scale for each row"):
+        sign_feedback(x[None], x[None], scale)
 
 
 def test_more_elements_than_indices_is_refused() -> None:

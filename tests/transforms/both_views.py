@@ -1,12 +1,14 @@
-"""Runs one `update` of a transformation in either view, on a 1-D and on a 2-D mesh."""
+"""Runs updates of a transformation in either view, on a 1-D and on a 2-D mesh."""
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcomm
@@ -48,6 +50,34 @@ VIEWS = [
     View("manual data x model", manual=True, model=2),
     View("manual data x model with checks", manual=True, checks=True, model=2),
 ]
+# Two that differ in all: who makes the region, its checks, the mesh.
+APART = [VIEWS[2], VIEWS[3]]
+
+
+def by_name(value: Any) -> str | None:
+    """The id of a case that has views among its values."""
+    return value.name if isinstance(value, View) else None
+
+
+# The newest jax, whose views may differ, has those that differ most.
+each_view = pytest.mark.parametrize(
+    "view",
+    [pytest.param(view, marks=[pytest.mark.newest] if view in APART else []) for view in VIEWS],
+    ids=by_name,
+)
+
+
+def in_views(members: Iterable[Any], everywhere: Sequence[Any]) -> list[Any]:
+    """Cases (member, view): some members in all views, the others in one of `APART` in turn.
+
+    What a codec or a collective does, it does in the region that `on_every_device` makes in every
+    view, so no member needs all views. The newest jax has those members that do.
+    """
+    return [
+        pytest.param(member, view, marks=[pytest.mark.newest] if member in everywhere else [])
+        for i, member in enumerate(members)
+        for view in (VIEWS if member in everywhere else [APART[i % 2]])
+    ]
 
 
 def gradients(world: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -86,11 +116,61 @@ def jit_update(view: View, tx: optax.GradientTransformation, params: Tree) -> An
     )
 
 
+def types_of(state: Any) -> Any:
+    """What must not change from step to step."""
+    return jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding.spec), state)
+
+
+class Program:
+    """A transformation in a view, compiled once for all the tests that look at it."""
+
+    def __init__(self, view: View, tx: optax.GradientTransformation, like: Tree) -> None:
+        """`like` has the shapes and dtypes of gradients, with a leading device axis."""
+        self.view, self.tx, self.like = view, tx, like
+        self.mesh = view.mesh(len(next(iter(like.values()))))
+        with jax.set_mesh(self.mesh):
+            params = {name: jnp.zeros(g.shape[1:], g.dtype) for name, g in like.items()}
+            self.params = place(view, params)
+            self.start, self.update = tx.init(self.params), jit_update(view, tx, self.params)
+
+    def run(self, *batches: Tree, state: Any = None) -> list[tuple[Tree, Any]]:
+        """The updates and states of several steps, which must not compile twice."""
+        state, steps = self.start if state is None else state, []
+        with jax.set_mesh(self.mesh):
+            for grads in batches:
+                updates, state = self.update(place(self.view, grads, "data"), state)
+                steps.append((updates, state))
+        assert self.update._cache_size() == 1
+        assert jax.tree.structure(state) == jax.tree.structure(self.start)
+        assert types_of(state) == types_of(self.start)
+        return steps
+
+    def lowered(self) -> jax.stages.Lowered:
+        """The program before XLA has it."""
+        with jax.set_mesh(self.mesh):
+            return self.update.lower(place(self.view, self.like, "data"), self.start)
+
+    def report(self) -> jaxcomm.WireReport:
+        """What the compiled program sends."""
+        return jaxcomm.wire_report(self.lowered().compile())
+
+
+def run(view: View, tx: Any, batches: Sequence[Tree]) -> list[tuple[Tree, Any]]:
+    """The updates and states of several steps of a program that no other test needs."""
+    return Program(view, tx, batches[0]).run(*batches)
+
+
 def one_update(view: View, tx: optax.GradientTransformation, grads: Tree) -> tuple[Tree, Any]:
     """The updates and the state after one step on these gradients; the mesh must be set."""
     params = place(view, {name: jnp.zeros(g.shape[1:], g.dtype) for name, g in grads.items()})
     state = tx.init(params)
     return jit_update(view, tx, params)(place(view, grads, "data"), state)
+
+
+def nan_everywhere(updates: Tree) -> bool:
+    """Whether every element of every copy of every leaf is NaN."""
+    shards = (shard for u in updates.values() for shard in u.addressable_shards)
+    return all(np.isnan(shard.data).all() for shard in shards)
 
 
 def same_on_all_devices(x: jax.Array) -> bool:

@@ -1,5 +1,6 @@
 """Corrected gradients: the same mean, and votes that find it where most devices are elsewhere."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,26 +10,21 @@ import optax
 import pytest
 
 import jaxcomm
-from transforms.both_views import VIEWS, gradients, jit_update, place
+from transforms.both_views import APART, VIEWS, Program, View, by_name, gradients, nan_everywhere
 
 GLOBAL, WORLD, LARGE = VIEWS[0], 3, ("kernel", "head")
-each_view = pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
 
 
-def trained(
-    tx: optax.GradientTransformation, view: Any, batches: list[Any]
-) -> tuple[list[dict[str, np.ndarray]], list[list[np.ndarray]], Any]:
-    """The updates of each step, the corrections in each, and the last state."""
-    updates, corrections = [], []
-    with jax.set_mesh(view.mesh(WORLD)):
-        params = place(view, {name: jnp.zeros(g.shape[1:]) for name, g in batches[0].items()})
-        step, state = jit_update(view, tx, params), tx.init(params)
-        for batch in batches:
-            corrections.append([np.asarray(c) for c in state[0].correction.values])
-            update, state = step(place(view, batch, "data"), state)
-            updates.append({name: np.asarray(u) for name, u in update.items()})
-        assert step._cache_size() == 1
-    return updates, corrections, state[0]
+@functools.cache
+def means(view: View) -> Program:
+    """The mean of what is corrected every other step."""
+    tx = jaxcomm.control_variates(jaxcomm.mean("data"), 2)
+    return Program(view, optax.chain(tx, jaxcomm.mean("data")), gradients(WORLD))
+
+
+def corrections(state: Any) -> list[np.ndarray]:
+    """What each device adds to its gradients in the next step."""
+    return [np.asarray(c) for c in state[0].correction.values]
 
 
 def oracle(batches: list[Any], every: int) -> list[dict[str, np.ndarray]]:
@@ -46,36 +42,50 @@ def oracle(batches: list[Any], every: int) -> list[dict[str, np.ndarray]]:
     return result
 
 
-@each_view
-@pytest.mark.parametrize("every", [1, 3])
-def test_votes_are_those_of_the_oracle(view: Any, every: int) -> None:
+@pytest.mark.parametrize(
+    ("every", "view"),
+    [(1, GLOBAL), *(pytest.param(3, v, marks=pytest.mark.newest) for v in APART), (3, VIEWS[4])],
+    ids=by_name,
+)
+def test_votes_are_those_of_the_oracle(every: int, view: View) -> None:
     batches = [gradients(WORLD, seed) for seed in range(7)]
     tx = jaxcomm.control_variates(jaxcomm.mean("data"), every)
-    votes, _, state = trained(optax.chain(tx, jaxcomm.majority_vote("data")), view, batches)
-    assert state.step == 7 % every
-    for step, wanted in enumerate(oracle(batches, every)):
+    tx = optax.chain(tx, jaxcomm.majority_vote("data", "direct"))
+    steps = Program(view, tx, batches[0]).run(*batches)
+    assert steps[-1][1][0].step == 7 % every
+    for (votes, _), wanted in zip(steps, oracle(batches, every), strict=True):
         for name in LARGE:
             majority = np.sign(np.sign(wanted[name]).sum(0))
             sure = (np.abs(wanted[name]) > 1e-4).all(0)
             assert sure.sum() > 0.9 * sure.size
-            np.testing.assert_array_equal(votes[step][name][sure], majority[sure], name)
+            np.testing.assert_array_equal(np.asarray(votes[name])[sure], majority[sure], name)
 
 
-@each_view
-def test_the_mean_stays_what_it_is(view: Any) -> None:
+@pytest.mark.parametrize("view", APART, ids=by_name)
+def test_the_mean_stays_what_it_is(view: View) -> None:
     batches = [gradients(WORLD, seed) for seed in range(5)]
-    tx = jaxcomm.control_variates(jaxcomm.mean("data"), 2)
-    means, corrections, _ = trained(optax.chain(tx, jaxcomm.mean("data")), view, batches)
-    assert max(np.abs(c).max() for c in corrections[4]) > 0.1
-    for batch, update in zip(batches, means, strict=True):
-        for name, value in update.items():
+    steps = means(view).run(*batches)
+    assert max(np.abs(c).max() for c in corrections(steps[3][1])) > 0.1
+    for batch, (updates, _) in zip(batches, steps, strict=True):
+        for name, value in updates.items():
             np.testing.assert_allclose(value, batch[name].mean(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("view", APART, ids=by_name)
+def test_what_is_not_finite_is_passed_on_once(view: View) -> None:
+    batches = [gradients(WORLD, seed) for seed in range(4)]
+    batches[1]["head"][2, 0] = np.nan
+    steps = means(view).run(*batches)
+    assert nan_everywhere(steps[1][0])
+    for updates, _ in [steps[0], *steps[2:]]:
+        assert all(np.isfinite(u).all() for u in updates.values())
+    assert min(np.abs(c).max() for c in corrections(steps[1][1])) > 0.1  # of what was finite
 
 
 def descended(before: list[optax.GradientTransformation]) -> float:
     """Where votes lead three devices whose losses (x - a)^2 / 2 have their minima at 0, 0 and 3."""
     minima = jnp.array([0.0, 0.0, 3.0])[:, None, None]
-    rate = optax.linear_schedule(0.1, 0.0, 400)
+    rate = optax.linear_schedule(0.1, 0.0, 200)
     tx = optax.chain(*before, jaxcomm.majority_vote("data"), optax.sgd(rate))
     with jax.set_mesh(GLOBAL.mesh(3)):
         params = jaxcomm.replicate(jnp.full((1, 1), 2.0))
@@ -86,7 +96,7 @@ def descended(before: list[optax.GradientTransformation]) -> float:
             return optax.apply_updates(params, updates), state
 
         state = tx.init(params)
-        for _ in range(400):
+        for _ in range(200):
             params, state = step(params, state)
     return float(params[0, 0])
 
@@ -97,29 +107,14 @@ def test_votes_find_the_mean_where_most_are_elsewhere() -> None:
     assert abs(descended([jaxcomm.control_variates(mean, 4)]) - 1) < 0.05
 
 
-@pytest.mark.newest
 def test_bytes_are_those_of_the_mean_once_in_a_while() -> None:
     mean = jaxcomm.mean("data", "bfloat16")
-    with jax.set_mesh(GLOBAL.mesh(4)):
-        grads = place(GLOBAL, gradients(4), "data")
-        params = place(GLOBAL, {name: jnp.zeros(g.shape[1:]) for name, g in grads.items()})
-
-        def report(tx: Any) -> jaxcomm.WireReport:
-            return jaxcomm.wire_report(jax.jit(tx.update).lower(grads, tx.init(params)).compile())
-
-        always, seldom = report(mean), report(jaxcomm.control_variates(mean, 5))
+    always, seldom = (
+        Program(GLOBAL, tx, gradients(4)).report()
+        for tx in (mean, jaxcomm.control_variates(mean, 5))
+    )
     assert seldom.bytes_max == always.bytes_max > 0
     assert {c.branch[-1][1] for c in seldom.collectives} == {1}
-
-
-@pytest.mark.parametrize("view", [GLOBAL, VIEWS[2]], ids=lambda view: view.name)
-def test_what_is_not_finite_is_passed_on_once(view: Any) -> None:
-    batches = [gradients(WORLD, seed) for seed in range(4)]
-    batches[1]["head"][2, 0] = np.nan
-    tx = jaxcomm.control_variates(jaxcomm.mean("data"), 2)
-    means, corrections, _ = trained(optax.chain(tx, jaxcomm.mean("data")), view, batches)
-    assert [np.isnan(update["head"]).any() for update in means] == [False, True, False, False]
-    assert min(np.abs(c).max() for c in corrections[2]) > 0.1  # of what was finite
 
 
 @pytest.mark.parametrize("every", [0, 1.5, True])

@@ -1,5 +1,6 @@
 """`jaxcomm.mean` with error feedback, formats of its own for each hop, and exempt leaves."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,19 @@ from jax.sharding import PartitionSpec
 
 import jaxcomm
 from jaxcomm import codecs
-from transforms.both_views import SHAPES, VIEWS, View, gradients, jit_update, one_update, place
+from transforms.both_views import (
+    APART,
+    SHAPES,
+    VIEWS,
+    Program,
+    View,
+    by_name,
+    gradients,
+    in_views,
+    nan_everywhere,
+    run,
+    same_on_all_devices,
+)
 
 CODECS: dict[str, codecs.Codec] = {
     "bfloat16": codecs.bfloat16(),
@@ -20,87 +33,85 @@ CODECS: dict[str, codecs.Codec] = {
     "int4": codecs.int4(),
     "scaled_sign": codecs.scaled_sign(),
 }
-WORLD = 4
+WORLD, GLOBAL = 4, VIEWS[0]
 LARGE = ("head", "kernel")
+BAD = 2  # the step with an infinite gradient
 
 
-def ids(view: View) -> str:
-    return view.name
+@functools.cache
+def fed_back(codec: str, view: View, seed: int = 0) -> Program:
+    tx = jaxcomm.mean("data", CODECS[codec], error_feedback=True, seed=seed)
+    return Program(view, tx, gradients(WORLD))
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("view", VIEWS, ids=ids)
-@pytest.mark.parametrize("codec", CODECS)
-def test_updates_and_residuals_add_up_to_the_gradients(view: View, codec: str) -> None:
-    tx = jaxcomm.mean("data", CODECS[codec], error_feedback=True, bucket_mib=1e-4)
-    steps = [gradients(WORLD, seed) for seed in range(4)]
-    with jax.set_mesh(view.mesh(WORLD)):
-        params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
-        state, update = tx.init(params), jit_update(view, tx, params)
-        applied = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-        for grads in steps:
-            updates, state = update(place(view, grads, "data"), state)
-            for name in SHAPES:
-                applied[name] += np.asarray(updates[name], np.float64)
-        assert update._cache_size() == 1
-    residual = dict(zip(LARGE, state.residual.values, strict=True))
-    for name in SHAPES:
-        wanted = sum(grads[name].astype(np.float64).mean(0) for grads in steps)
-        owed = np.asarray(residual[name], np.float64).mean(0) if name in LARGE else 0
-        np.testing.assert_allclose(applied[name] + owed, wanted, atol=1e-5, err_msg=name)
-    assert all(np.abs(np.asarray(r)).max() > 0 for r in residual.values())
-    assert all(r.sharding.spec[0] == "data" for r in residual.values())
+@functools.cache
+def steps_of(codec: str, view: View) -> tuple[list[Any], list[Any]]:
+    """The gradients of five steps, and what comes of them."""
+    batches = [gradients(WORLD, seed) for seed in range(5)]
+    batches[BAD]["bias"][2, 0] = np.inf
+    return batches, fed_back(codec, view).run(*batches)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_what_is_not_finite_leaves_the_residuals_alone(codec: str) -> None:
-    tx, view = jaxcomm.mean("data", CODECS[codec], error_feedback=True), VIEWS[0]
-    good, bad = gradients(WORLD), gradients(WORLD, 1)
-    bad["bias"][2, 0] = np.inf
-    with jax.set_mesh(view.mesh(WORLD)):
-        params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
-        update = jit_update(view, tx, params)
-        _, before = update(place(view, good, "data"), tx.init(params))
-        kept = [np.asarray(r) for r in before.residual.values]
-        updates, after = update(place(view, bad, "data"), before)
-    assert all(np.isnan(u).all() for u in updates.values())
-    for old, new in zip(kept, after.residual.values, strict=True):
-        np.testing.assert_array_equal(old, new)
-
-
-def test_the_views_agree_bit_for_bit_where_rounding_is_random() -> None:
-    tx = jaxcomm.mean("data", codecs.cnat(), error_feedback=True, seed=3)
-    results = []
-    for view in [v for v in VIEWS if v.model == 1]:
-        with jax.set_mesh(view.mesh(WORLD)):
-            results.append(one_update(view, tx, gradients(WORLD)))
-    for updates, state in results[1:]:
+@pytest.mark.parametrize(("codec", "view"), in_views(CODECS, ["cnat"]), ids=by_name)
+def test_updates_and_residuals_add_up_to_the_gradients(codec: str, view: View) -> None:
+    batches, steps = steps_of(codec, view)
+    applied = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    wanted = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for i, (grads, (updates, state)) in enumerate(zip(batches, steps, strict=True)):
+        assert all(same_on_all_devices(u) for u in updates.values())
+        if i == BAD:
+            assert nan_everywhere(updates)
+            before = steps[BAD - 1][1].residual.values
+            jax.tree.map(np.testing.assert_array_equal, before, state.residual.values)
+            continue
+        residual = dict(zip(LARGE, state.residual.values, strict=True))
         for name in SHAPES:
-            np.testing.assert_array_equal(updates[name], results[0][0][name])
-        for one, other in zip(state.residual.values, results[0][1].residual.values, strict=True):
-            np.testing.assert_array_equal(one, other)
+            applied[name] += np.asarray(updates[name], np.float64)
+            wanted[name] += grads[name].astype(np.float64).mean(0)
+            owed = np.asarray(residual[name], np.float64).mean(0) if name in LARGE else 0
+            np.testing.assert_allclose(applied[name] + owed, wanted[name], atol=1e-5, err_msg=name)
+        assert all(np.abs(np.asarray(r)).max() > 0 for r in residual.values())
+        assert all(r.sharding.spec[0] == "data" for r in residual.values())
+
+
+@pytest.mark.parametrize("model", [1, 2])
+def test_the_views_agree_bit_for_bit_where_rounding_is_random(model: int) -> None:
+    first, *others = (steps_of("cnat", view)[1] for view in VIEWS if view.model == model)
+    for other in others:
+        for step, reference in zip(other, first, strict=True):
+            for one, two in zip(jax.tree.leaves(step), jax.tree.leaves(reference), strict=True):
+                np.testing.assert_array_equal(one, two)
 
 
 def test_seeds_and_steps_round_differently() -> None:
-    view, rounded = VIEWS[0], set()
-    with jax.set_mesh(view.mesh(WORLD)):
-        params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
-        grads = place(view, gradients(WORLD), "data")
-        for seed in range(2):
-            tx = jaxcomm.mean("data", codecs.cnat(), seed=seed)
-            state, update = tx.init(params), jit_update(view, tx, params)
-            for _ in range(2):
-                updates, state = update(grads, state)
-                rounded.add(np.asarray(updates["head"]).tobytes())
+    rounded = set()
+    for seed in range(2):
+        program = fed_back("cnat", APART[0], seed)
+        for step in range(2):
+            state = program.start._replace(step=program.start.step + step)
+            ((updates, _),) = program.run(gradients(WORLD), state=state)
+            rounded.add(np.asarray(updates["head"]).tobytes())
     assert len(rounded) == 4
 
 
-@pytest.mark.parametrize("view", VIEWS, ids=ids)
+def test_rounding_is_independent_between_devices_and_buckets() -> None:
+    """cnat rounds x in [1, 2) to 1 or 2 with a variance of (x - 1)(2 - x); a mean has 1/N of it."""
+    x = np.random.default_rng(0).uniform(1, 2, (16, 64)).astype(np.float32)
+    grads = {name: np.broadcast_to(x, (WORLD, *x.shape)) for name in ("one", "two")}
+    tx = jaxcomm.mean("data", "cnat", second_hop="float32", bucket_mib=1e-9)
+    ((updates, _),) = run(GLOBAL, tx, [grads])
+    one, two = (np.asarray(updates[name]) - x for name in ("one", "two"))
+    variance = np.mean((x - 1) * (2 - x))
+    for error in (one, two):
+        assert np.mean(error**2) == pytest.approx(variance / WORLD, rel=0.2)
+    assert abs(np.mean(one * two)) < 0.2 * variance / WORLD
+
+
+@pytest.mark.parametrize("view", APART, ids=by_name)
 def test_another_format_for_the_second_hop(view: View) -> None:
     tx = jaxcomm.mean("data", "float32", second_hop="bfloat16", algorithm="direct")
     grads = gradients(WORLD)
-    with jax.set_mesh(view.mesh(WORLD)):
-        updates, _ = one_update(view, tx, grads)
+    ((updates, _),) = run(view, tx, [grads])
     for name in LARGE:
         mean = grads[name].mean(0)
         rounded = np.asarray(updates[name])
@@ -129,15 +140,8 @@ def test_devices_that_draw_differently_are_caught() -> None:
 
 
 def test_random_k_without_feedback_is_unbiased() -> None:
-    tx, view, grads = jaxcomm.mean("data", codecs.random_k(0.25)), VIEWS[0], gradients(WORLD)
-    total, steps = 0.0, 400
-    with jax.set_mesh(view.mesh(WORLD)):
-        params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
-        state, update = tx.init(params), jit_update(view, tx, params)
-        placed = place(view, grads, "data")
-        for _ in range(steps):
-            updates, state = update(placed, state)
-            total += np.asarray(updates["kernel"], np.float64)
+    tx, grads, steps = jaxcomm.mean("data", codecs.random_k(0.25)), gradients(WORLD), 400
+    total = sum(np.asarray(u["kernel"], np.float64) for u, _ in run(GLOBAL, tx, [grads] * steps))
     # A draw has a variance of 3 x^2.
     mean = grads["kernel"].mean(0)
     assert (np.abs(total / steps - mean) < 5 * np.sqrt(3 / steps) * np.abs(mean) + 1e-6).all()
@@ -153,9 +157,8 @@ def test_random_k_without_feedback_is_unbiased() -> None:
     ],
 )
 def test_exempt_leaves_are_exact(exempt: Any, compressed: set[str]) -> None:
-    tx, view, grads = jaxcomm.mean("data", "int4", exempt=exempt), VIEWS[0], gradients(WORLD)
-    with jax.set_mesh(view.mesh(WORLD)):
-        updates, _ = one_update(view, tx, grads)
+    tx, grads = jaxcomm.mean("data", "bfloat16", exempt=exempt), gradients(WORLD)
+    ((updates, _),) = run(GLOBAL, tx, [grads])
     rounded = {
         name for name in SHAPES if not np.allclose(updates[name], grads[name].mean(0), atol=1e-6)
     }
@@ -185,13 +188,10 @@ def test_what_cannot_be_is_refused(options: Any, error: type[Exception], message
 
 
 def test_native_float32_sends_all_that_is_left() -> None:
-    coarse = jaxcomm.mean("data", "int4", error_feedback=True)
-    exact = jaxcomm.mean("data", error_feedback=True)
-    view, grads = VIEWS[0], gradients(WORLD)
-    with jax.set_mesh(view.mesh(WORLD)):
-        first, state = one_update(view, coarse, grads)
-        params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
-        second, state = jit_update(view, exact, params)(place(view, grads, "data"), state)
+    view, grads = APART[1], gradients(WORLD)
+    ((first, coarse),) = fed_back("int4", view).run(grads)
+    exact = Program(view, jaxcomm.mean("data", error_feedback=True), grads)
+    ((second, state),) = exact.run(grads, state=coarse)
     assert all((np.asarray(r) == 0).all() for r in state.residual.values)
     for name in SHAPES:
         np.testing.assert_allclose(

@@ -1,5 +1,8 @@
 """The table of properties of the mean of gradients: every view, mesh, codec and algorithm."""
 
+import functools
+import itertools
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -12,43 +15,47 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
 import oracles
+from pairs import pairwise
 from transforms.both_views import (
     SHAPES,
     VIEWS,
+    Program,
     View,
+    by_name,
     gradients,
-    jit_update,
-    one_update,
+    nan_everywhere,
     place,
+    run,
     same_on_all_devices,
 )
 
 LARGE = ["kernel", "head"]  # the bucket: compressed leaves in the tree's order reversed
-OPTIONS = [
-    {"codec": codec, "algorithm": algorithm}
-    for codec in oracles.ROUNDING
-    for algorithm in oracles.ALGORITHMS
-] + [{"codec": "float32"}, {"codec": "bfloat16"}, {"codec": "bfloat16", "algorithm": "native"}]
-
-each_view = pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
-each_option = pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o.values()))
 GLOBAL, MANUAL, CHECKED = VIEWS[:3]
+# With the newest jax too: what every view makes of two hops.
+NEWEST = list(itertools.product(["bfloat16"], ["direct"], VIEWS))
+CASES = [
+    *itertools.product(["float32"], ["native"], VIEWS),
+    *itertools.product(["bfloat16"], ["native"], VIEWS[2:4]),
+    *itertools.product(["float16"], ["direct"], VIEWS),
+    ("float32", "direct", GLOBAL),
+    *pairwise(list(oracles.ROUNDING), [n for n in oracles.ALGORITHMS if n != "direct"], VIEWS),
+]
 
 
-def is_exact(options: dict[str, str]) -> bool:
-    """Whether the oracle knows the order of the additions; XLA's own is its own."""
-    return options.get("algorithm") in oracles.ALGORITHMS or options == {"codec": "bfloat16"}
+@functools.cache
+def program(codec: str, algorithm: str, view: View) -> Program:
+    return Program(view, jaxcomm.mean("data", codec, algorithm), gradients(4))
 
 
-def expected_means(grads: dict[str, np.ndarray], view: View, options: dict[str, str]) -> Any:
+def expected_means(grads: dict[str, np.ndarray], view: View, codec: str, algorithm: str) -> Any:
     """Exempt leaves: the mean. The rest: the oracle's, on the bucket that each column holds."""
     means = {name: g.mean(0) for name, g in grads.items()}
-    if not is_exact(options):
-        return means
+    if algorithm == "native":
+        return means  # XLA's order of the additions is its own
 
     def bucket(*parts: np.ndarray) -> list[np.ndarray]:
         flat = np.concatenate([p.reshape(len(p), -1) for p in parts], axis=1)
-        mean = oracles.mean(flat, options["codec"], options.get("algorithm", "direct"))
+        mean = oracles.mean(flat, codec, algorithm)
         pieces = np.split(mean, np.cumsum([p[0].size for p in parts])[:-1])
         return [piece.reshape(p.shape[1:]) for piece, p in zip(pieces, parts, strict=True)]
 
@@ -60,40 +67,47 @@ def expected_means(grads: dict[str, np.ndarray], view: View, options: dict[str, 
     return means | {"head": np.concatenate(halves, axis=1)}
 
 
-@each_view
-@each_option
-def test_every_view_gives_the_oracle(view: View, options: dict[str, str]) -> None:
-    exact = is_exact(options)
-    grads = gradients(4)
-    with jax.set_mesh(view.mesh(4)):
-        updates, _ = one_update(view, jaxcomm.mean("data", **options), grads)
-    expected = expected_means(grads, view, options)
+@pytest.mark.parametrize(
+    ("codec", "algorithm", "view"),
+    [*CASES, *(pytest.param(*case, marks=pytest.mark.newest) for case in NEWEST)],
+    ids=by_name,
+)
+def test_the_oracle_and_nan_everywhere_if_any_is_bad(
+    codec: str, algorithm: str, view: View
+) -> None:
+    good, bad = gradients(4), gradients(4)
+    bad["head"][1, 2, 7] = np.inf
+    (updates, _), (spoiled, _), (again, _) = program(codec, algorithm, view).run(good, bad, good)
+    expected = expected_means(good, view, codec, algorithm)
     for name, update in updates.items():
         assert update.shape == SHAPES[name]
-        tolerance = 0.0 if exact and name in LARGE else 2e-2 if name in LARGE else 1e-6
+        rounded = 2e-2 if algorithm == "native" else 0.0
+        tolerance = rounded if name in LARGE else 1e-6
         np.testing.assert_allclose(update, expected[name], rtol=0, atol=tolerance, err_msg=name)
-
-
-@each_view
-@each_option
-def test_updates_are_equal_on_all_devices(view: View, options: dict[str, str]) -> None:
-    with jax.set_mesh(view.mesh(4)):
-        updates, _ = one_update(view, jaxcomm.mean("data", **options), gradients(4))
+        np.testing.assert_array_equal(again[name], update)
     assert all(same_on_all_devices(u) for u in updates.values())
+    assert nan_everywhere(spoiled)
 
 
 @pytest.mark.newest
+@pytest.mark.parametrize("view", VIEWS, ids=by_name)
+def test_one_bad_element_anywhere_makes_every_update_nan_everywhere(view: View) -> None:
+    for where, value in itertools.product(["kernel", "head", "bias"], [np.nan, np.inf, -np.inf]):
+        grads = gradients(4)
+        grads[where][2].flat[3] = value
+        ((updates, _),) = program("bfloat16", "direct", view).run(grads)
+        assert nan_everywhere(updates), (where, value)
+
+
 @pytest.mark.parametrize("model", [1, 2])
-@pytest.mark.parametrize("codec", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "codec",
+    [*(pytest.param(c, marks=pytest.mark.newest) for c in ("float32", "bfloat16")), "float16"],
+)
 def test_both_views_compile_to_the_same_collectives(codec: str, model: int) -> None:
-    tx = jaxcomm.mean("data", codec)
     found = []
     for view in [v for v in VIEWS if v.model == model]:
-        with jax.set_mesh(view.mesh(4)):
-            grads = place(view, gradients(4), "data")
-            params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
-            step = jit_update(view, tx, params)
-            report = jaxcomm.wire_report(step.lower(grads, tx.init(params)).compile())
+        report = program(codec, "native" if codec == "float32" else "direct", view).report()
         found.append(sorted((c.op, str(c.dtypes), c.sent) for c in report.collectives))
     assert all(other == found[0] for other in found[1:])
     # One for the exempt leaves and the flag, and a bucket's: one in float32, or two of 16 bits and
@@ -106,103 +120,66 @@ def test_both_views_compile_to_the_same_collectives(codec: str, model: int) -> N
     assert exchanges - joined <= len(found[0]) <= exchanges
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.newest), 8])
 def test_bytes_are_those_of_the_formula(world: int) -> None:
-    with jax.set_mesh(GLOBAL.mesh(world)):
-        grads = place(GLOBAL, gradients(world), "data")
-        params = place(GLOBAL, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
-        tx = jaxcomm.mean("data", "bfloat16")
-        report = jaxcomm.wire_report(jax.jit(tx.update).lower(grads, tx.init(params)).compile())
+    mean = program("bfloat16", "direct", GLOBAL)
+    if world != 4:
+        mean = Program(GLOBAL, jaxcomm.mean("data", "bfloat16"), gradients(world))
     bucket, exempt_and_flag = 21 + 40, 6 + 1 + 1
     exact = Fraction(2 * (world - 1), world) * 4 * exempt_and_flag
-    assert report.bytes_max == oracles.bytes_sent(bucket, 2, world) + exact
+    sent = oracles.bytes_sent(bucket, 2, world) + exact
+    assert mean.report().bytes_max == sent
 
 
-@each_view
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("where", ["kernel", "head", "bias"])
-def test_one_bad_element_makes_every_update_nan_everywhere(
-    view: View, where: str, bad: float
-) -> None:
-    grads = gradients(4)
-    grads[where][2].flat[3] = bad
-    with jax.set_mesh(view.mesh(4)):
-        updates, _ = one_update(view, jaxcomm.mean("data", "bfloat16"), grads)
-    for name, update in updates.items():
-        for shard in update.addressable_shards:
-            assert np.isnan(shard.data).all(), name
-
-
-def test_apply_if_finite_around_the_optimizer_skips_the_step_everywhere() -> None:
-    tx = optax.chain(jaxcomm.mean("data"), optax.apply_if_finite(optax.sgd(1.0), 3))
-    grads = gradients(4)
-    grads["kernel"][1, 0, 0] = np.nan
-    with jax.set_mesh(GLOBAL.mesh(4)):
-        updates, _ = one_update(GLOBAL, tx, grads)
-    for name, update in updates.items():
-        np.testing.assert_array_equal(update, 0, err_msg=name)
-
-
-@pytest.mark.parametrize("view", [GLOBAL, MANUAL, CHECKED], ids=lambda v: v.name)
-def test_state_is_a_fixed_point_and_the_second_step_does_not_compile(view: View) -> None:
-    tx = jaxcomm.mean("data", "bfloat16")
-    with jax.set_mesh(view.mesh(8)):
-        grads = place(view, gradients(8), "data")
-        params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
-        before = tx.init(params)
-        step = jit_update(view, tx, params)
-        _, after = step(grads, before)
-        step(grads, after)
-        assert step._cache_size() == 1
-    assert jax.tree.structure(before) == jax.tree.structure(after)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("view", VIEWS, ids=lambda v: v.name)
-def test_gradients_of_16_bits_are_added_in_32(view: View, dtype: Any) -> None:
-    values = np.float32([256, 1, 1, 1])  # in bfloat16, 256 + 1 is 256
-    grads = {"head": jnp.asarray(np.broadcast_to(values[:, None, None], (4, 4, 10)), dtype)}
+@pytest.mark.parametrize("view", VIEWS, ids=by_name)
+def test_gradients_of_16_bits_are_added_in_32(view: View) -> None:
+    values = np.float32([256, 1, 1, 1])[:, None, None]  # in bfloat16, 256 + 1 is 256
+    grads = {
+        "head": jnp.asarray(np.broadcast_to(values, (4, 4, 10)), jnp.bfloat16),
+        "kernel": jnp.asarray(np.broadcast_to(values, (4, 3, 7)), jnp.float16),
+    }
     rounded = oracles.round_bfloat16(np.float32(259 / 4))
-    with jax.set_mesh(view.mesh(4)):
-        updates, _ = one_update(view, jaxcomm.mean("data", "bfloat16"), grads)
-    assert updates["head"].dtype == dtype
-    np.testing.assert_array_equal(updates["head"], np.full((4, 10), rounded))
+    ((updates, _),) = run(view, jaxcomm.mean("data", "bfloat16"), [grads])
+    for name, g in grads.items():
+        assert updates[name].dtype == g.dtype
+        np.testing.assert_array_equal(updates[name], np.full(g.shape[1:], rounded))
 
 
-def test_buckets_change_nothing_but_the_number_of_exchanges() -> None:
-    grads = {f"w{i}": np.random.default_rng(i).standard_normal((4, 64, 64)) for i in range(5)}
-    grads = {name: g.astype(np.float32) for name, g in grads.items()}
+def test_buckets_take_turns_in_their_order_and_change_nothing() -> None:
+    rng = np.random.default_rng(0)
+    sizes = {"a": 4, "b": 8, "c": 12, "d": 16, "e": 20}  # numbers of values
+    grads = {n: rng.standard_normal((4, 4, s // 4)).astype(np.float32) for n, s in sizes.items()}
 
-    def run(**options: Any) -> tuple[Any, int]:
-        tx = jaxcomm.mean("data", "bfloat16", **options)
-        with jax.set_mesh(GLOBAL.mesh(4)):
-            state = tx.init({name: jnp.zeros((64, 64)) for name in grads})
-            step = jax.jit(tx.update).lower(grads, state).compile()
-            report = jaxcomm.wire_report(step)
-            return step(grads, state)[0], len(report.only("all-to-all").collectives)
+    def exchanged(mib: float, order: Any = None) -> tuple[Any, list[int]]:
+        """The updates, and in order the values in each bucket, and a 0 where one waits."""
+        tx = jaxcomm.mean("data", "bfloat16", bucket_mib=mib, bucket_order=order)
+        buckets = Program(GLOBAL, tx, grads)
+        ((updates, _),) = buckets.run(grads)
+        hop = r"stablehlo\.optimization_barrier|stablehlo\.all_to_all.*-> tensor<4x(\d+)xui16>"
+        found = re.findall(hop, buckets.lowered().as_text())
+        assert len(buckets.report().only("all-to-all").collectives) == len(
+            list(filter(None, found))
+        )
+        return updates, [4 * int(n or 0) for n in found]
 
-    one, exchanges = run()
-    assert exchanges == 1
-    for options, expected in [
-        ({"bucket_mib": 2 * 64 * 64 * 4 / 2**20}, 3),
-        ({"bucket_mib": 0.001}, 5),
-        ({"bucket_mib": 3 * 64 * 64 * 4 / 2**20, "bucket_order": ("w2", "w4")}, 2),
+    one, order = exchanged(8.0)
+    assert order == [60, 0]
+    for mib, bucket_order, expected in [
+        (1e-9, ("b", "e", "a", "d", "c"), [8, 0, 20, 0, 4, 0, 16, 0, 12, 0]),
+        (32 * 4 / 2**20, None, [20, 0, 16 + 12, 0, 8 + 4, 0]),
+        (32 * 4 / 2**20, ("c", "a"), [12 + 4, 0, 20, 0, 16 + 8, 0]),
     ]:
-        several, exchanges = run(**options)
-        assert exchanges == expected
+        several, order = exchanged(mib, bucket_order)
+        assert order == expected
         for name in grads:
             np.testing.assert_array_equal(one[name], several[name])
 
 
 def test_no_exchange_sends_nothing_and_leaves_devices_apart() -> None:
     grads = gradients(4)
-    with jax.set_mesh(GLOBAL.mesh(4)):
-        tx = jaxcomm.no_exchange("data")
-        updates, state = one_update(GLOBAL, tx, grads)
-        placed = place(GLOBAL, grads, "data")
-        report = jaxcomm.wire_report(jax.jit(tx.update).lower(placed, state).compile())
-    assert report.bytes_max == 0
+    alone = Program(GLOBAL, jaxcomm.no_exchange("data"), grads)
+    ((updates, _),) = alone.run(grads)
+    assert alone.report().bytes_max == 0
     for shard in updates["kernel"].addressable_shards:
         np.testing.assert_array_equal(shard.data, grads["kernel"][shard.device.id])
 
@@ -214,8 +191,7 @@ def test_partition_gives_each_leaf_its_own_method(view: View) -> None:
         {"exact": jaxcomm.mean("data"), "half": jaxcomm.mean("data", "bfloat16")}, labels
     )
     grads = gradients(4)
-    with jax.set_mesh(view.mesh(4)):
-        updates, _ = one_update(view, tx, grads)
+    ((updates, _),) = run(view, tx, [grads])
     np.testing.assert_allclose(updates["head"], grads["head"].mean(0), atol=1e-6)
     flat = grads["kernel"].reshape(4, -1)
     half = oracles.mean(flat, "bfloat16", "direct").reshape(3, 7)
@@ -224,12 +200,11 @@ def test_partition_gives_each_leaf_its_own_method(view: View) -> None:
 
 def test_inject_hyperparams() -> None:
     make = optax.inject_hyperparams(jaxcomm.mean, static_args=("bucket_mib",))
-    with jax.set_mesh(GLOBAL.mesh(4)):
-        grads = gradients(4)
-        updates, _ = one_update(GLOBAL, make("data", codec="bfloat16"), grads)
-        np.testing.assert_allclose(updates["kernel"], grads["kernel"].mean(0), atol=2e-2)
-        with pytest.raises(TypeError, match='static_args=\\("bucket_mib",\\)'):
-            one_update(GLOBAL, optax.inject_hyperparams(jaxcomm.mean)("data"), grads)
+    grads = gradients(4)
+    ((updates, _),) = run(GLOBAL, make("data", codec="bfloat16"), [grads])
+    np.testing.assert_allclose(updates["kernel"], grads["kernel"].mean(0), atol=2e-2)
+    with pytest.raises(TypeError, match='static_args=\\("bucket_mib",\\)'):
+        run(GLOBAL, optax.inject_hyperparams(jaxcomm.mean)("data"), [grads])
 
 
 def test_gradients_may_be_donated() -> None:

@@ -1,5 +1,6 @@
 """Accumulation over steps: the same mean, one exchange in k."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,50 +10,45 @@ import optax
 import pytest
 
 import jaxcomm
-from transforms.both_views import VIEWS, gradients, jit_update, place
+from transforms.both_views import APART, VIEWS, Program, View, by_name, gradients, run
 
-GLOBAL = VIEWS[0]
+GLOBAL, K = VIEWS[0], 3
 
 
-@pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.name)
-@pytest.mark.parametrize("codec", ["float32", "bfloat16"])
-def test_k_steps_are_one_step_on_the_mean(view: Any, codec: str) -> None:
-    k, steps = 3, 7
+@functools.cache
+def program(codec: str, view: View) -> Program:
     inner = optax.chain(jaxcomm.mean("data", codec), optax.sgd(1.0, momentum=0.9))
-    tx = jaxcomm.multi_steps(inner, k)
-    batches = [gradients(4, seed) for seed in range(steps)]
-    with jax.set_mesh(view.mesh(4)):
-        params = place(view, {name: jnp.zeros(g.shape[1:]) for name, g in batches[0].items()})
-        step, state = jit_update(view, tx, params), tx.init(params)
-        reference = jit_update(view, inner, params)
-        inner_state = inner.init(params)
-        for i, grads in enumerate(batches):
-            updates, state = step(place(view, grads, "data"), state)
-            if (i + 1) % k:
-                assert all((np.asarray(u) == 0).all() for u in updates.values())
-                continue
-            mean = {n: np.mean([b[n] for b in batches[i + 1 - k : i + 1]], 0) for n in grads}
-            expected, inner_state = reference(place(view, mean, "data"), inner_state)
-            for name in grads:
-                tolerance = 1e-5 if codec == "float32" else 2e-2
-                np.testing.assert_allclose(updates[name], expected[name], atol=tolerance)
-        assert step._cache_size() == 1
-    assert state.mini_step == steps % k
+    return Program(view, jaxcomm.multi_steps(inner, K), gradients(4))
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("view", VIEWS[:2], ids=lambda view: view.name)
-def test_bytes_over_k_steps(view: Any) -> None:
-    inner = jaxcomm.mean("data", "bfloat16")
-    with jax.set_mesh(view.mesh(4)):
-        grads = place(view, gradients(4), "data")
-        params = place(view, {name: jnp.zeros(g.shape[1:]) for name, g in grads.items()})
+@pytest.mark.parametrize(
+    ("codec", "view"),
+    [
+        *(("float32", view) for view in VIEWS),
+        *(pytest.param("bfloat16", view, marks=pytest.mark.newest) for view in APART),
+    ],
+    ids=by_name,
+)
+def test_k_steps_are_one_step_on_the_mean(codec: str, view: View) -> None:
+    batches = [gradients(4, seed) for seed in range(7)]
+    steps = program(codec, view).run(*batches)
+    momentum = {name: np.zeros(g.shape[1:], np.float32) for name, g in batches[0].items()}
+    for i, (updates, _) in enumerate(steps):
+        if (i + 1) % K:
+            assert all((np.asarray(u) == 0).all() for u in updates.values())
+            continue
+        for name in momentum:
+            mean = np.mean([b[name] for b in batches[i + 1 - K : i + 1]], (0, 1))
+            momentum[name] = np.float32(0.9) * momentum[name] + mean
+            tolerance = 1e-5 if codec == "float32" else 2e-2
+            np.testing.assert_allclose(updates[name], -momentum[name], atol=tolerance)
+    assert steps[-1][1].mini_step == len(batches) % K
 
-        def report(tx: Any) -> jaxcomm.WireReport:
-            step = jit_update(view, tx, params).lower(grads, tx.init(params))
-            return jaxcomm.wire_report(step.compile())
 
-        every, once_in_k = report(inner), report(jaxcomm.multi_steps(inner, 5))
+@pytest.mark.parametrize("view", APART, ids=by_name)
+def test_bytes_over_k_steps(view: View) -> None:
+    every = Program(view, jaxcomm.mean("data", "bfloat16"), gradients(4)).report()
+    once_in_k = program("bfloat16", view).report()
     waiting, exchanging = (
         sum(max(c.sent) for c in once_in_k.collectives if c.branch[-1][1] == taken)
         for taken in (0, 1)
@@ -66,14 +62,10 @@ def test_a_bad_gradient_spoils_its_k_steps_and_no_further() -> None:
     tx = jaxcomm.multi_steps(jaxcomm.mean("data"), 2)
     good, bad = gradients(4), gradients(4)
     bad["kernel"][1, 0, 0] = np.nan
-    with jax.set_mesh(GLOBAL.mesh(4)):
-        state = tx.init({name: jnp.zeros(g.shape[1:]) for name, g in good.items()})
-        step = jax.jit(tx.update)
-        for grads, expected in [(bad, 0.0), (good, np.nan), (good, 0.0)]:
-            updates, state = step(grads, state)
-            np.testing.assert_array_equal(updates["bias"], np.full(6, expected))
-        updates, _ = step(good, state)
-    np.testing.assert_allclose(updates["bias"], good["bias"].mean(0), atol=1e-6)
+    steps = [updates for updates, _ in run(GLOBAL, tx, [bad, good, good, good])]
+    for updates, expected in zip(steps, [0.0, np.nan, 0.0], strict=False):
+        np.testing.assert_array_equal(updates["bias"], np.full(6, expected))
+    np.testing.assert_allclose(steps[3]["bias"], good["bias"].mean(0), atol=1e-6)
 
 
 def test_the_accumulator_is_sharded_and_its_spec_says_so(mesh8: Any) -> None:

@@ -1,9 +1,9 @@
 """AlexNet for images of 32 x 32: five convolutions and most of its weights in three dense layers.
 
-The usual adaptation to CIFAR: the channels of the one-GPU network, kernels of 3 x 3, a first stride
-of 2 instead of 4, three poolings of 2 x 2. At width 1 it has 23.3 M parameters, of which 21.0 M are
-in the dense layers: little arithmetic for many gradients, which is why papers on compression use
-it. ImageNet's 62.4 M need images of 224 x 224.
+This is the usual adaptation to CIFAR: the channels of the one-GPU network, kernels of 3 x 3, a
+first stride of 2 instead of 4, three poolings of 2 x 2. At width 1 it has 23.3 M parameters, of
+which 21.0 M are in the dense layers. Papers on compression use it because it has many gradients for
+little arithmetic. The network for ImageNet has 62.4 M, and images of 224 x 224.
 
 Differs from the paper: no dropout (it would need random bits of its own in every step and on every
 device), and normalisation over groups of channels after every convolution instead of local response

@@ -1,10 +1,10 @@
 """Residual networks: from a tiny one for 8x8 digits to ResNet-110 and ResNet-50, by arguments.
 
-Normalisation is over groups of channels of one image, never over the batch. With label-skewed
-shards the batch statistics of a device describe its own classes only, so a network normalised by
-them meets other statistics in evaluation; averaging them over the devices would cost one more
-exchange for every layer in both directions, and hide what the gradient exchange costs. Group
-normalisation has no statistics to exchange and no state to keep.
+Normalisation is over groups of channels of one image, never over the batch. If each device holds
+other classes, its batch statistics describe these classes only, and evaluation meets others. To
+average the statistics over devices would take one more exchange for every layer in both directions,
+and hide what the gradient exchange costs. Group normalisation has no statistics to exchange and no
+state to keep.
 
 References:
   K. He, X. Zhang, S. Ren, J. Sun, "Deep Residual Learning for Image Recognition", 2016,

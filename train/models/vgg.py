@@ -1,7 +1,7 @@
 """VGG-16 for images of 32 x 32: thirteen convolutions, five poolings, one dense layer.
 
-The usual adaptation to CIFAR, with 14,728,266 parameters at width 1: the images have one pixel left
-when the published network would begin its dense layers, so one classifier stands for the three.
+This is the usual adaptation to CIFAR, with 14,728,266 parameters at width 1. Images have one pixel
+left where the published network begins its three dense layers; one classifier stands for them.
 
 Differs from the paper: normalisation over groups of channels after every convolution, with as many
 parameters as over the batch; `train.models.resnet` says why.

@@ -22,13 +22,14 @@ from jaxcomm.collectives.reductions import Reduction
 class Direct(Algorithm):
     """An all-to-all of blocks, a local reduction by each block's owner, an all-gather.
 
-    Every value is encoded once on its way to the owner, and their sum once on its way back, for
-    any number of devices: the owner adds decoded values in float32, in the order of the devices.
-    Its own value goes the same way, unless errors are kept: then it stays whole.
+    Every value is encoded once on its way to the owner, and the sum once on its way back, for any
+    number of devices. The owner adds the decoded values in float32, in the order of the devices.
+    Its own value is encoded and decoded like the others, unless errors are kept: then it is added
+    exactly.
 
-    With a codec this is the in-network aggregation of Horvath et al., where workers send codes and
-    an aggregator adds, rounds and returns them, with every device the aggregator of its shard;
-    `direct(aggregator=0)` is the same with a single one.
+    This is the in-network aggregation of Horvath et al., in which workers send codes and an
+    aggregator adds, rounds and returns them, with each device as the aggregator of its own block.
+    `direct(aggregator=0)` has one aggregator.
 
     Wire: 2(N-1)/N of the vector in 2 collective operations.
 

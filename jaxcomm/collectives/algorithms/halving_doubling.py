@@ -16,18 +16,18 @@ Bits = list[int]
 class HalvingDoubling(Scheduled):
     """Reduce-scatter by recursive halving, all-gather by recursive doubling.
 
-    In each round a device meets the one whose number differs from its own in one bit; the order
-    of the bits decides how far the large messages of the first rounds go.
+    In each round a device exchanges with the one whose number differs from its own in one bit. The
+    order of the bits decides how far the large messages of the first rounds travel.
 
     Wire, N = 2^q: 2(N-1)/N of the vector in 2q rounds. N = 2^q + r: before and after, each of r
     pairs of neighbours folds two devices into one, so the busiest device sends the whole vector
     once more, and there are two more rounds; `circulant` is then the better choice.
 
     Attributes:
-      order: "near_first" meets the device at distance 1 first, so the largest messages stay
-        between neighbours; "far_first" meets the one at distance 2^(q-1) first; "shifted" goes
-        near first inside a switch, then over shortcuts of which every device of a switch uses
-        another one at a time.
+      order: "near_first" begins with distance 1, so the largest messages stay between neighbours;
+        "far_first" begins with distance 2^(q-1); "shifted" is near first inside a switch, and then
+        takes the shortcuts between switches in an order that differs from device to device, so that
+        the devices of a switch use different shortcuts in the same round.
       devices_per_switch: for "shifted": neighbouring devices are on one switch.
       grid: for "shifted": the switches along each dimension; None is a ring of all of them.
 

@@ -5,4 +5,11 @@ from jaxcomm.collectives.reductions.coded_mean import CodedMean
 from jaxcomm.collectives.reductions.majority import Majority, check_majority
 from jaxcomm.collectives.reductions.random_k_mean import RandomKMean
 
-__all__ = ["CodedMean", "Majority", "Prepared", "RandomKMean", "Reduction", "check_majority"]
+__all__ = [
+    "CodedMean",
+    "Majority",
+    "Prepared",
+    "RandomKMean",
+    "Reduction",
+    "check_majority",
+]

@@ -1,4 +1,14 @@
-"""What every sparse all-reduce offers, and what they are made of."""
+"""What every sparse all-reduce offers, and the helpers that they share.
+
+Each of N devices holds x_r, float32[n], its gradient plus its residual. A sparse all-reduce selects
+about k values of each, by a threshold on the magnitude, and sends them as entries (value, place) in
+messages of a static size. It returns the mean m and each device's error e_r, with
+
+    N m + sum of e_r = sum of x_r
+
+so a value that is not selected, has no room in a message, or is rounded stays in its device's error
+and is added to its next gradient.
+"""
 
 import dataclasses
 import math
@@ -10,14 +20,14 @@ import numpy as np
 
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import check_values
-from jaxcomm.kernels import select
+from jaxcomm.kernels import _implementations, select
 
 # The least magnitude that counts as a value: XLA may treat smaller ones as zeros.
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
 class Carried(NamedTuple):
-    """What a sparse all-reduce hands from one step to the next.
+    """The state of a sparse all-reduce between two steps.
 
     Attributes:
       local: float32, the magnitude above which this device's values are selected.
@@ -42,16 +52,15 @@ class Carried(NamedTuple):
 
 
 class SparseResult(NamedTuple):
-    """What a sparse all-reduce of vectors x of n values makes of them.
+    """The result of a sparse all-reduce of n values.
 
     Attributes:
       mean: float32[n], equal on all devices.
-      errors: float32[n], what of this device's x is not in the mean: the sum over all devices of
-        the errors, and N times the mean, are the sum of all x.
-      selected: int32, the values that this device wanted to send.
-      delivered: int32, those of them that found room in a message.
-      wanted: int32, the places that the mean would have values at if it had room; equal on all.
-      applied: int32, those at which it has; equal on all devices.
+      errors: float32[n], the part of this device's x that is not in the mean.
+      selected: int32, the number of this device's values above the threshold.
+      delivered: int32, the number of selected values that had room in a message.
+      wanted: int32, the number of sums above the common threshold; equal on all devices.
+      applied: int32, the number of values in the mean; equal on all devices.
     """
 
     mean: jax.Array
@@ -68,13 +77,15 @@ class SparseAllReduce:
 
     Attributes:
       density: the share k/n of values to select, in (0, 1].
-      values: "float32" or "bfloat16", of the values on the wire.
-      slack: how many times the expected number of entries a message has room for.
+      values: "float32" or "bfloat16", the format of values on the wire.
+      slack: the room of a message, as a multiple of the expected number of entries.
       recompute_every: steps between exact thresholds; in between, the last one is re-used.
       scaling: what a re-used threshold is multiplied or divided by after a step in which more than
         5/4 k or fewer than 2/3 k values were above it.
-      tolerance: a threshold that would let pass more than so many times k values, or fewer than k
-        over it, is found anew; None waits for `recompute_every`.
+      tolerance: a re-used threshold is computed anew if the number of values above it is more than
+        `tolerance` times k, or less than k over `tolerance`; None waits for `recompute_every`.
+      implementation: how kernels select, see `kernels._implementations`.
+      operations: the kernels' operations that have more than one implementation.
     """
 
     density: float = 0.01
@@ -83,7 +94,9 @@ class SparseAllReduce:
     recompute_every: int
     scaling: float
     tolerance: float | None
+    implementation: _implementations.Option = None
     name: ClassVar[str]
+    operations: ClassVar[tuple[str, ...]] = ("select.compact", "select.count_at_least")
 
     def __post_init__(self) -> None:
         check_values(self.values)
@@ -104,16 +117,32 @@ class SparseAllReduce:
         return max(1, round(self.density * n))
 
     def room(self, n: int, parts: int = 1) -> int:
-        """The capacity of a message that one of `parts` equal parts of the selected fits in."""
+        """The entries that a message has room for if it carries one of `parts` equal parts of k."""
         return min(n, max(1, -int(-self.slack * self.k(n) // parts)))
 
     def local_threshold(self, x: jax.Array, step: jax.Array, last: jax.Array) -> jax.Array:
-        """The magnitude above which x has k values: as of the last step, unless it is exact."""
+        """A magnitude above which x has about k values: the last one, or the exact one if due."""
         k = self.k(x.size)
         due = step % self.recompute_every == 0
         if self.tolerance is not None:
-            due |= self.is_off(select.count_at_least(x, last), k)
+            due |= self.is_off(self.count_at_least(x, last), k)
         return jax.lax.cond(due, lambda: select.threshold_for(x, k), lambda: last)
+
+    def count_at_least(self, x: jax.Array, threshold: jax.Array) -> jax.Array:
+        """`select.count_at_least` in the chosen implementation."""
+        return select.count_at_least(x, threshold, implementation=self.implementation)
+
+    def compact(self, x: jax.Array, threshold: jax.Array, capacity: int) -> select.Selected:
+        """`select.compact` in the chosen implementation."""
+        return select.compact(x, threshold, capacity, implementation=self.implementation)
+
+    def compact_regions(
+        self, x: jax.Array, threshold: jax.Array, boundaries: jax.Array, capacity: int
+    ) -> select.Selected:
+        """`select.compact_regions` in the chosen implementation."""
+        return select.compact_regions(
+            x, threshold, boundaries, capacity, implementation=self.implementation
+        )
 
     def is_off(self, count: jax.Array, k: int) -> jax.Array:
         """Whether a threshold with `count` values above it is beyond the tolerance."""
@@ -152,13 +181,12 @@ def check_interval(name: str, steps: Any) -> None:
 
 
 def add_lists(total: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
-    """Adds entries to a vector, one device's list after the other: the same sum everywhere.
+    """Adds entries to a vector, one device's list after the other, so all devices round alike.
 
     Args:
       total: float32[n].
       values: float32[N, c].
-      indices: int32[N, c], without repetition in a list but for those of n and more, which name
-        no place.
+      indices: int32[N, c], without repetition in a list; n and more stand for no place.
     """
 
     def add(total: jax.Array, entries: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:

@@ -8,18 +8,17 @@ import jax.numpy as jnp
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives.sparse._sparse import SMALLEST, Carried, SparseAllReduce, SparseResult
 from jaxcomm.collectives.sparse.topk_allgather import gathered
-from jaxcomm.kernels import select
 
 ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Gaussiank(SparseAllReduce):
-    """As `topk_allgather`, but no threshold is ever exact, and none is re-used.
+    """TopkA with a threshold that is estimated in every step, and never exact.
 
-    If the values were normally distributed, k of n would be above the mean plus z standard
-    deviations; then the threshold is halved or raised by half, up to four times, until between
-    2k/3 and 4k/3 values are above it. Each try is one count.
+    The first guess holds for normally distributed values: k of n are above the mean plus z standard
+    deviations. Then the threshold is halved or raised by half, up to four times, until between 2k/3
+    and 4k/3 values are above it. Each try is one count.
 
     Wire: that of `topk_allgather`.
 
@@ -38,28 +37,28 @@ class Gaussiank(SparseAllReduce):
     ) -> tuple[SparseResult, Carried]:
         """See `SparseAllReduce.exchange`."""
         del step
-        threshold = gaussian_threshold(x, self.k(x.size))
-        return gathered(x, threshold, self.room(x.size), self.values, axis_name), carried
+        threshold = self.gaussian_threshold(x)
+        return gathered(self, x, threshold, axis_name), carried
 
+    def gaussian_threshold(self, x: jax.Array) -> jax.Array:
+        """A magnitude that about k values of x exceed, if they are anything like normal ones."""
+        k = self.k(x.size)
+        largest = jnp.max(jnp.abs(x))
+        unit = jnp.where(largest > 0, largest, 1.0)  # Squares of large values are infinite.
+        scaled = x / unit
+        mean = jnp.mean(scaled)
+        deviation = jnp.sqrt(jnp.mean(jnp.square(scaled - mean)))
+        # |x| > t on both sides: the share above t on one side is half of k / n.
+        z = jax.scipy.special.ndtri(jnp.float32(1 - k / (2 * x.size)))
+        threshold = jnp.clip((jnp.abs(mean) + z * deviation) * unit, SMALLEST, largest)
 
-def gaussian_threshold(x: jax.Array, k: int) -> jax.Array:
-    """A magnitude that about k values of x exceed, if they are anything like normal ones."""
-    largest = jnp.max(jnp.abs(x))
-    unit = jnp.where(largest > 0, largest, 1.0)  # Squares of large values are infinite.
-    scaled = x / unit
-    mean = jnp.mean(scaled)
-    deviation = jnp.sqrt(jnp.mean(jnp.square(scaled - mean)))
-    # |x| > t on both sides: the share above t on one side is half of k / n.
-    z = jax.scipy.special.ndtri(jnp.float32(1 - k / (2 * x.size)))
-    threshold = jnp.clip((jnp.abs(mean) + z * deviation) * unit, SMALLEST, largest)
+        def adjust(_: int, threshold: jax.Array) -> jax.Array:
+            count = self.count_at_least(x, threshold)
+            few, many = count * 3 < 2 * k, count * 3 > 4 * k
+            factor = jnp.where(few, 0.5, jnp.where(many, 1.5, 1.0)).astype(jnp.float32)
+            return jnp.maximum(threshold * factor, SMALLEST)
 
-    def adjust(_: int, threshold: jax.Array) -> jax.Array:
-        count = select.count_at_least(x, threshold)
-        few, many = count * 3 < 2 * k, count * 3 > 4 * k
-        factor = jnp.where(few, 0.5, jnp.where(many, 1.5, 1.0)).astype(jnp.float32)
-        return jnp.maximum(threshold * factor, SMALLEST)
-
-    return jax.lax.fori_loop(0, ROUNDS, adjust, threshold)
+        return jax.lax.fori_loop(0, ROUNDS, adjust, threshold)
 
 
 def gaussiank(values: str = "float32", slack: float = 1.5) -> Gaussiank:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives.sparse._sparse import Carried, SparseAllReduce, SparseResult, take_out
-from jaxcomm.kernels import select
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -25,10 +24,10 @@ class _List(NamedTuple):
 class Gtopk(SparseAllReduce):
     """A butterfly in which both of a pair keep the k largest of the sum of their lists.
 
-    In round j, device r merges with r XOR 2^j; after log2 N rounds all have the list that the
-    published tree gives. A value leaves its device's residual only if its place survived every
+    In round j, device r merges with r XOR 2^j; after log2 N rounds all devices have the list that
+    the published tree gives. A value leaves its device's residual only if its place survived every
     merge on that device's path. At N = 2^q + r devices, r of them first give their lists to a
-    neighbour, and in the end get the result back, and which of their places survived.
+    neighbour. At the end the neighbour returns the result, and which of the places survived.
 
     Wire: log2 N lists of k entries of 8 bytes each, for N = 2^q; else the busiest device sends one
     list and k bits more, in two more rounds. The merges sort 2k entries.
@@ -59,7 +58,7 @@ class Gtopk(SparseAllReduce):
         world, n, k = jax.lax.axis_size(axis_name), x.size, self.k(x.size)
         threshold = self.local_threshold(x, step, carried.local)
         entries = Entries(self.values, n)
-        found = select.compact(x, threshold, k)
+        found = self.compact(x, threshold, k)
         mine = _List(entries.rounded(found.values), found.indices)
         best, alive = _merged_by_all(_sorted(mine), mine.places, n, entries, axis_name)
 
@@ -76,7 +75,7 @@ class Gtopk(SparseAllReduce):
 def _merged_by_all(
     best: _List, mine: jax.Array, n: int, entries: Entries, axis_name: AxisName
 ) -> tuple[_List, jax.Array]:
-    """The list that all agree on, and which of this device's places survived on the way."""
+    """The list that all devices end with, and which of this device's places survived."""
     world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     q = world.bit_length() - 1
     extra = world - 2**q

@@ -26,7 +26,7 @@ class _Gathered(NamedTuple):
     Attributes:
       total: float32[n], the large sums that found room; zero elsewhere.
       wanted: int32, how many sums were large.
-      lost: float32[n], what rounding took from this device's own sums.
+      lost: float32[n], the rounding errors of this device's own sums.
     """
 
     total: jax.Array
@@ -43,9 +43,10 @@ class OkTopk(SparseAllReduce):
     2. Balanced all-gather: the sums above a common threshold go to everyone. If one region holds
        more than a message has room for, its owner first hands some to the others.
 
-    Both thresholds aim at k values. They are exact every `recompute_every` steps, and in between
-    re-used, a little lower or higher where the count is off, and found anew where it is far off.
-    What is not in the mean, for want of size or of room, stays in the residual of its device.
+    Both thresholds aim at k values. They are exact every `recompute_every` steps and re-used in
+    between: scaled a little if the count of values is off, and computed anew if it is far off. A
+    value that is not in the mean, because it is too small or has no room, stays in its device's
+    residual.
 
     Wire, in entries of 8 bytes (6 or 4 in bfloat16, or where n <= 2^16 N, so that regions can be
     kept within 2^16 places): (N-1) c to the owners, (N-1) c' back, and as much again in steps that
@@ -53,8 +54,8 @@ class OkTopk(SparseAllReduce):
     6 k (N-1)/N words of 4 bytes. Then N counts of 4 bytes; in steps that recompute, N-1 times c'
     magnitudes; in those that move the boundaries, an all-reduce of N + 1 numbers.
 
-    If all that is selected lies in one region, 1/N of the room is there for it: at least
-    min(1, slack / N) of the selected is delivered, until the boundaries move.
+    If all selected values lie in one region, only 1/N of the room is there for them: at least
+    min(1, slack / N) of them is delivered, until the boundaries move.
 
     Attributes:
       common_slack: as `slack`, of the messages of step 2.
@@ -64,16 +65,17 @@ class OkTopk(SparseAllReduce):
       S. Li and T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
       2022, arXiv:2201.07598, algorithm 1.
 
-    Differs from the paper: messages have static sizes; the boundaries are multiples of a chunk of
-    values; the common threshold is the k-th largest of at most c sums from each device; thresholds
-    far off do not wait for their turn (`tolerance=None` lets them); balancing is an all-to-all,
-    taken where a message would not have room, not at four times the average. The published program
-    does not run the balanced all-gather.
+    Differs from the paper: messages have static sizes. Boundaries are multiples of a chunk of
+    values. The common threshold is the k-th largest of at most c sums from each device. A threshold
+    that is far off is computed anew at once (with `tolerance=None` it waits, as in the paper).
+    Balancing is an all-to-all, and runs if a message would lack room, not if one device has four
+    times the average. The published program does not run the balanced all-gather.
     """
 
     common_slack: float
     rebalance_every: int
     name = "oktopk"
+    operations = ("select.compact", "select.compact_regions", "select.count_at_least")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,8 +113,8 @@ class OkTopk(SparseAllReduce):
             wanted=gathered.wanted,
             applied=jnp.sum(gathered.total != 0, dtype=jnp.int32),
         )
-        # To count the sums before they are needed would take one more exchange: if the threshold
-        # was far off, it is found anew in the next step.
+        # Counting the sums beforehand would take one more exchange. If the threshold was far off,
+        # it is computed anew in the next step.
         off = self.is_off(gathered.wanted, k)
         common = jnp.where(off, 0.0, self.scaled(common, gathered.wanted, k))
         return outcome, Carried(self.scaled(local, selected, k), common, boundaries)
@@ -141,7 +143,7 @@ class OkTopk(SparseAllReduce):
         """
         n, world = x.size, jax.lax.axis_size(axis_name)
         entries, me = _region_entries(self.values, n, world), jax.lax.axis_index(axis_name)
-        found = select.compact_regions(x, threshold, boundaries, self.room(n, world))
+        found = self.compact_regions(x, threshold, boundaries, self.room(n, world))
         offsets = jnp.where(found.indices < n, found.indices - boundaries[:-1, None], 0)
         payload = entries.encode(found.values, offsets)
         arrived = jax.lax.all_to_all(payload, axis_name, 0, 0, tiled=True)
@@ -153,7 +155,7 @@ class OkTopk(SparseAllReduce):
     def _common_threshold(self, sums: jax.Array, k: int, axis_name: AxisName) -> jax.Array:
         """The k-th largest of all sums, of which each device shows its c largest."""
         room = self._common_room(sums.size, jax.lax.axis_size(axis_name))
-        largest = select.compact(sums, select.threshold_for(sums, room), room).values
+        largest = self.compact(sums, select.threshold_for(sums, room), room).values
         everyones = jax.lax.all_gather(largest, axis_name, tiled=True)
         return select.threshold_for(everyones, min(k, everyones.size))
 
@@ -163,10 +165,10 @@ class OkTopk(SparseAllReduce):
         """Sends the large sums to everyone, from their owners if they have room for all."""
         world, me, n = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name), sums.size
         room = self._common_room(n, world)
-        found = select.compact(sums, threshold, min(n, world * room))
+        found = self.compact(sums, threshold, min(n, world * room))
         counts = jax.lax.all_gather(found.count, axis_name)
         ends = jnp.cumsum(counts)
-        # Its number among all large sums; beyond the room of all messages there is none.
+        # Each sum's number among all large sums. Sums beyond the room of all messages have to wait.
         rank = ends[me] - counts[me] + jnp.arange(found.values.size, dtype=jnp.int32)
         fits = (found.indices < n) & (rank < world * room)
         entries = _region_entries(self.values, n, world)
@@ -205,7 +207,7 @@ def _handed_over(
     entries: Entries,
     axis_name: AxisName,
 ) -> tuple[jax.Array, jax.Array]:
-    """What each device then has: entry number r has gone to device r // room."""
+    """The entries of this device after handing over: entry number r goes to device r // room."""
     world = jax.lax.axis_size(axis_name)
     slot = jnp.where(values == 0, world * room, rank)
     slots = jnp.zeros(world * room).at[slot].set(values, mode="drop").reshape(world, room)
@@ -217,7 +219,7 @@ def _handed_over(
 
 
 def _is_narrow(n: int, world: int) -> bool:
-    """Whether no region has to be wider than 16 bits can say."""
+    """Whether every region can be kept within 2^16 places."""
     return n <= world * 2**16
 
 
@@ -244,7 +246,7 @@ def oktopk(
       common_slack: as `slack`, for the messages that bring the large sums back.
       rebalance_every: steps between new boundaries of the regions, tau in the paper.
       scaling: as of `topk_allgather`, of both thresholds.
-      tolerance: likewise; that for the sums is found anew in the next step.
+      tolerance: likewise; the threshold of the sums is computed anew in the next step.
 
     Raises:
       ValueError: for anything else.

@@ -14,14 +14,13 @@ from jaxcomm.collectives.sparse._sparse import (
     add_lists,
     take_out,
 )
-from jaxcomm.kernels import select
 
 
 @dataclasses.dataclass(frozen=True)
 class TopkAllGather(SparseAllReduce):
     """An all-gather of the k largest values of every device, and a local sum.
 
-    The mean has up to N k values. What does not fit into a message stays with its device.
+    The mean has up to N k values. A value that has no room in a message stays with its device.
 
     Wire: (N-1) * ceil(slack k) entries of 8 bytes (6 or 4 in bfloat16, or where n <= 2^16), in one
     all-gather: linear in N.
@@ -41,17 +40,17 @@ class TopkAllGather(SparseAllReduce):
         """See `SparseAllReduce.exchange`."""
         k = self.k(x.size)
         threshold = self.local_threshold(x, step, carried.local)
-        outcome = gathered(x, threshold, self.room(x.size), self.values, axis_name)
+        outcome = gathered(self, x, threshold, axis_name)
         local = self.scaled(threshold, outcome.selected, k)
         return outcome, carried._replace(local=local)
 
 
 def gathered(
-    x: jax.Array, threshold: jax.Array, room: int, values: str, axis_name: AxisName
+    algorithm: SparseAllReduce, x: jax.Array, threshold: jax.Array, axis_name: AxisName
 ) -> SparseResult:
-    """The mean of all devices' values above their thresholds; `room` of each at most."""
-    entries = Entries(values, x.size)
-    found = select.compact(x, threshold, room)
+    """The mean of all devices' values above their thresholds, as many as messages have room for."""
+    entries, room = Entries(algorithm.values, x.size), algorithm.room(x.size)
+    found = algorithm.compact(x, threshold, room)
     rounded = entries.rounded(found.values)
     payload = entries.encode(found.values, _placed(found.indices, x.size))
     arrived, places = entries.decode(jax.lax.all_gather(payload, axis_name))
@@ -85,8 +84,8 @@ def topk_allgather(
       recompute_every: steps between exact thresholds; in between, the last one is re-used.
       scaling: what a re-used threshold is multiplied or divided by after a step in which more than
         5/4 k or fewer than 2/3 k values were above it.
-      tolerance: a threshold that would let pass more than so many times k values, or fewer than k
-        over it, is found anew; None waits for `recompute_every`.
+      tolerance: a re-used threshold is computed anew if the number of values above it is more than
+        `tolerance` times k, or less than k over `tolerance`; None waits for `recompute_every`.
 
     Raises:
       ValueError: for anything else.

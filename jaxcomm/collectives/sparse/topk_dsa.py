@@ -22,9 +22,9 @@ from jaxcomm.kernels import bfloat16, select
 class TopkDsa(SparseAllReduce):
     """A sparse reduce-scatter over N equal regions, then an all-gather of what they hold.
 
-    A region's owner adds what arrives. Its sums go back as entries, or as the whole region where
-    that is fewer bytes. Room is for what `slack` times an equal share of the selected takes; what
-    does not fit stays with its device.
+    The owner of a region adds the entries that arrive. Its sums go back as entries, or as the whole
+    region if that is fewer bytes. A message has room for `slack` times an equal share of k entries;
+    an entry without room stays with its device.
 
     Wire: (N-1) * c entries to the owners, c = ceil(slack k / N); then (N-1) * min(N c entries, the
     ceil(n/N) values of a region) back: 2 collective operations.
@@ -37,6 +37,7 @@ class TopkDsa(SparseAllReduce):
     """
 
     name = "topk_dsa"
+    operations = ("select.compact", "select.compact_regions", "select.count_at_least")
 
     def exchange(
         self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
@@ -49,7 +50,7 @@ class TopkDsa(SparseAllReduce):
         threshold = self.local_threshold(x, step, carried.local)
 
         entries = Entries(self.values, width)
-        found = select.compact_regions(x, threshold, boundaries, room)
+        found = self.compact_regions(x, threshold, boundaries, room)
         offsets = jnp.where(found.indices < n, found.indices - boundaries[:-1, None], 0)
         payload = entries.encode(found.values, offsets)
         arrived = jax.lax.all_to_all(payload, axis_name, 0, 0, tiled=True)
@@ -75,7 +76,7 @@ class TopkDsa(SparseAllReduce):
         """All regions in a row, and this device's own as the others get it."""
         dense_bytes = region.size * 2 * entries.value_words
         if filled * entries.entry_bytes < dense_bytes:
-            found = select.compact(region, jnp.float32(SMALLEST), filled)
+            found = self.compact(region, jnp.float32(SMALLEST), filled)
             offsets = jnp.where(found.indices < region.size, found.indices, 0)
             arrived = jax.lax.all_gather(entries.encode(found.values, offsets), axis_name)
             values, offsets = entries.decode(arrived)

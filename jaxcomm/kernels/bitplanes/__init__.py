@@ -1,30 +1,22 @@
-"""Bits, 32 to a word, and counts of them in bit planes that are added and compared still packed.
+"""Bits, 32 to a word, and counts in bit planes that are added and compared without unpacking.
 
-Bit b of word j belongs to coordinate `b * W + j`, where W = ceil(n / 32) is the number of words: a
-word takes its bits from 32 streams, each of which is read in order. The bits that no coordinate
-owns are zero when packed.
+Bit b of word j belongs to coordinate `b * W + j`, where W = ceil(n / 32) is the number of words. A
+word takes its bits from 32 streams, and each stream is read in order. `pack` leaves zeros in bits
+without a coordinate.
 
 A count per coordinate is a tuple of planes, least significant first: plane p holds bit p of every
-count, in one uint32 array. P planes count up to 2^P - 1, and logic on words treats 32 counts at a
-time. The planes stay a tuple because stacking them makes XLA read the stack again for each result.
+count in one uint32 array. P planes count up to 2^P - 1, and logic on words treats 32 counts at a
+time. The planes stay a tuple because XLA reads a stack of planes again for each result.
 
-The plain versions below are the specification: XLA fuses each of them with its neighbours. What
-adds planes, and what adds signs to something, are kernels too. On CPU XLA gives every plane of a
-sum a loop of its own, though, which reads again what the planes below it read.
+The plain versions are the specification. XLA on GPU fuses each of them with its neighbours. XLA on
+CPU gives every plane of a sum a loop of its own, which reads again what the lower planes read.
+`add` is also a Mosaic kernel.
 """
 
-from jaxcomm.kernels.bitplanes.counting import (
-    Planes,
-    add,
-    equals,
-    exceeds,
-    greater,
-    majority,
-    planes_for,
-)
+from jaxcomm.kernels.bitplanes.addition import add
+from jaxcomm.kernels.bitplanes.counting import Planes, equals, exceeds, greater, planes_for
 from jaxcomm.kernels.bitplanes.packing import (
     BITS,
-    add_signs,
     pack,
     places_of_short_words,
     signs,
@@ -37,11 +29,9 @@ __all__ = [
     "BITS",
     "Planes",
     "add",
-    "add_signs",
     "equals",
     "exceeds",
     "greater",
-    "majority",
     "pack",
     "places_of_short_words",
     "planes_for",

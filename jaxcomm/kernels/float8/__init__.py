@@ -1,7 +1,7 @@
 """Floats of 8 bits: rounding float32 to their bit patterns, and widening them again.
 
-XLA on CPU converts through other formats, one element after the other; the plain version below
-works on float32's bits instead, and gives the same patterns.
+XLA on CPU converts through other formats, one element after the other. The plain versions below
+work on float32's bits instead and give the same patterns. There are no others.
 """
 
 import math
@@ -13,33 +13,32 @@ import jax.numpy as jnp
 NAN = 0x7F
 
 
-def round_to_bits(x: jax.Array, dtype: Any, *, implementation: str | None = None) -> jax.Array:
+def round_to_bits(x: jax.Array, dtype: Any) -> jax.Array:
     """Rounds to the nearest 8-bit float, ties to even, and returns the bit patterns.
 
     Args:
       x: float32 array of any shape.
       dtype: jnp.float8_e4m3fn or jnp.float8_e5m2.
-      implementation: "xla", or None for the best on this device.
 
     Returns:
-      uint8 array of the same shape. NaN stays NaN; what is too large becomes infinite, or NaN
-      where the format has no infinity.
+      uint8 array of the same shape. NaN stays NaN. Values out of range become infinite, or
+      NaN where the format has no infinity.
 
     Raises:
       TypeError: if x is not float32.
-      NotImplementedError: for an implementation that does not exist here.
     """
-    _require_xla("round_to_bits", implementation)
     if x.dtype != jnp.float32:
         raise TypeError(f"round_to_bits takes float32, got {x.dtype}; write x.astype(float32).")
     mantissa, lowest, beyond = _format(dtype)
     pattern = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign, magnitude = pattern >> 31 << 7, pattern & 0x7FFFFFFF
-    # Half a unit less one bit if even carries into the exponent, whose bias then changes.
+    # Ties go to even: just under half a unit is added, and one bit more if the last bit is odd. A
+    # carry goes into the exponent, whose bias is then changed.
     cut = 23 - mantissa
     rounded = (magnitude + (2 ** (cut - 1) - 1) + (magnitude >> cut & 1)) >> cut
     normal = rounded - ((126 + lowest) << mantissa)
-    # A sum whose last bit is worth the least denormal counts these, and rounds to even.
+    # In a float32 around 2^23 least denormals, the last bit is worth one of them: the addition
+    # itself counts them and rounds to even.
     counter = jnp.float32(2.0 ** (23 + lowest - mantissa))
     counted = jax.lax.bitcast_convert_type(jnp.abs(x) + counter, jnp.uint32)
     denormal = counted - jax.lax.bitcast_convert_type(counter, jnp.uint32)
@@ -48,22 +47,19 @@ def round_to_bits(x: jax.Array, dtype: Any, *, implementation: str | None = None
     return (sign | code).astype(jnp.uint8)
 
 
-def widen_bits(bits: jax.Array, dtype: Any, *, implementation: str | None = None) -> jax.Array:
+def widen_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     """The float32 values that the bit patterns stand for, exactly.
 
     Args:
       bits: uint8 array of any shape.
       dtype: jnp.float8_e4m3fn or jnp.float8_e5m2.
-      implementation: "xla", or None for the best on this device.
 
     Returns:
       float32 array of the same shape.
 
     Raises:
       TypeError: if the bits are not uint8.
-      NotImplementedError: for an implementation that does not exist here.
     """
-    _require_xla("widen_bits", implementation)
     if bits.dtype != jnp.uint8:
         raise TypeError(f"bit patterns are uint8, got {bits.dtype}; round_to_bits makes them.")
     mantissa, lowest, beyond = _format(dtype)
@@ -80,17 +76,10 @@ def widen_bits(bits: jax.Array, dtype: Any, *, implementation: str | None = None
 
 
 def _format(dtype: Any) -> tuple[int, int, int]:
-    """Bits of mantissa, least normal exponent, and the pattern after the largest finite one."""
+    """Mantissa bits, lowest normal exponent, and the pattern after the largest finite one."""
     info = jnp.finfo(dtype)
     beyond = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}
     if info.dtype.name not in beyond:
         raise ValueError(f"dtype must be one of {', '.join(beyond)}, got {info.dtype.name}.")
     lowest = round(math.log2(float(info.smallest_normal)))
     return info.nmant, lowest, beyond[info.dtype.name]
-
-
-def _require_xla(name: str, implementation: str | None) -> None:
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(
-            f'{name} has no implementation {implementation!r}; use "xla" or None.'
-        )

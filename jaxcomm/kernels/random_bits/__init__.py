@@ -1,11 +1,11 @@
-"""Random bits for rounding: a block cipher of a counter, so each word is known by its place alone.
+"""Random bits for rounding: a block cipher of a counter, so each word depends on its index alone.
 
-Threefry-2x32 with 13 rounds, the fewest that pass the Crush batteries of statistical tests, where
-`jax.random.bits` takes 20 and a loop that XLA does not fuse. Here nothing but additions, shifts and
-exclusive ors of words stands in a row, so XLA makes the bits where they are used: they cost no pass
-over memory, and the same values come out on every platform.
+The cipher is Threefry-2x32 with 13 rounds, the fewest that pass the Crush batteries of statistical
+tests. `jax.random.bits` takes 20 rounds and a loop that XLA does not fuse. Here the cipher is a
+straight line of additions, shifts and exclusive ors of words. XLA fuses it with the operation that
+uses the bits, so they cost no pass over memory, and every platform computes the same values.
 
-The plain version below is the specification, and so far the only one.
+There is only a plain version.
 
 References:
   John K. Salmon, Mark A. Moraes, Ron O. Dror and David E. Shaw, "Parallel Random Numbers: As Easy
@@ -18,34 +18,25 @@ import jax
 import jax.numpy as jnp
 
 ROUNDS = 13
+HALF = 2**31  # the word that rounds to nearest, in the place of a random one
 
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
 
 
-def random_bits(
-    key: jax.Array, shape: tuple[int, ...], *, implementation: str | None = None
-) -> jax.Array:
-    """32 independent fair coins for every element.
+def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Draws 32 independent fair coins for every element.
 
-    The word at index i of row r, rows being counted through all leading axes, is the cipher of
-    (i, r): a longer last axis changes nothing before its end.
+    The word at index i of row r is the cipher of (i, r), where rows are counted through all leading
+    axes. A longer last axis therefore leaves the earlier words of a row unchanged.
 
     Args:
       key: a PRNG key, of any of jax's generators.
       shape: of the result; the last axis and the number of rows are below 2^32.
-      implementation: "xla", or None for the best on this device.
 
     Returns:
       uint32 array of that shape.
-
-    Raises:
-      NotImplementedError: for an implementation that does not exist here.
     """
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(
-            f'random_bits has no implementation {implementation!r}; use "xla" or None.'
-        )
     own = key_words(key)
     *lead, n = shape
     rows = jnp.arange(math.prod(lead), dtype=jnp.uint32).reshape(*lead, 1)
@@ -53,8 +44,17 @@ def random_bits(
     return threefry2x32((own[0], own[1]), (columns, jnp.broadcast_to(rows, shape)))[0]
 
 
+def rounding_words(key: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+    """The words that values of a shape are rounded with: `random_bits`, or HALF without a key."""
+    return jnp.uint32(HALF) if key is None else random_bits(key, shape)
+
+
 def key_words(key: jax.Array) -> jax.Array:
-    """The cipher's key, uint32 `(2,)`: under the caller's, counters would repeat what it splits."""
+    """The key of the cipher, uint32 `(2,)`.
+
+    It is drawn from the caller's key: with that key itself, the cipher of a counter could be a key
+    that the caller splits off.
+    """
     return jax.random.bits(key, (2,), jnp.uint32)
 
 

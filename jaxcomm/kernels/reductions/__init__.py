@@ -1,9 +1,10 @@
 """The largest magnitude along the last axis, and the sum of squares.
 
-There are two plain versions of each, one per platform. XLA on CPU reduces the last axis one element
-after the other. So there the axis is folded for a maximum: 8 rows of 32 neighbours into one, in a
-loop of vector instructions, then these into one number, until little is left; and a sum of squares
-is a product of matrices. Elsewhere both are plain reductions.
+Each has two formulations, one per platform, because XLA on CPU reduces the last axis one element
+after the other. On CPU the maximum folds the axis instead. In a loop of vector instructions, 8 rows
+of 32 neighbours become one row of maxima; the row becomes one number; and this repeats until few
+numbers are left. The sum of squares on CPU is a matrix product. On other platforms both are plain
+reductions.
 """
 
 import jax
@@ -13,24 +14,22 @@ _ROWS, _LANES = 8, 32
 _MAGNITUDE = 0x7FFFFFFF
 
 
-def largest(x: jax.Array, *, implementation: str | None = None) -> jax.Array:
-    """The bit patterns of the largest magnitudes, which are in the order of the magnitudes.
+def largest(x: jax.Array) -> jax.Array:
+    """The bit patterns of the largest magnitudes.
 
-    In integers no denormal is taken for zero, infinity is above all that is finite, and NaN above
-    infinity, on every backend.
+    Bit patterns have the order of the magnitudes on every backend: denormals are not taken for
+    zero, infinity is above all finite values, and NaN is above infinity.
 
     Args:
       x: float32 array `(..., n)`.
-      implementation: "xla", or None for the best on this device.
 
     Returns:
-      uint32 array `(...)`; 0 where n is.
+      uint32 array `(...)`; zeros if n is 0.
 
     Raises:
       TypeError: for another dtype.
-      NotImplementedError: for an implementation that does not exist here.
     """
-    _require("largest", x, implementation)
+    _require("largest", x)
     patterns = jax.lax.bitcast_convert_type(x, jnp.uint32) & _MAGNITUDE
     return jax.lax.platform_dependent(
         patterns,
@@ -39,21 +38,19 @@ def largest(x: jax.Array, *, implementation: str | None = None) -> jax.Array:
     )
 
 
-def sum_of_squares(x: jax.Array, *, implementation: str | None = None) -> jax.Array:
-    """The sums of squares; how they are ordered differs between platforms.
+def sum_of_squares(x: jax.Array) -> jax.Array:
+    """The sums of squares; the order of summation differs between platforms.
 
     Args:
       x: float32 array `(..., n)`.
-      implementation: "xla", or None for the best on this device.
 
     Returns:
       float32 array `(...)`.
 
     Raises:
       TypeError: for another dtype.
-      NotImplementedError: for an implementation that does not exist here.
     """
-    _require("sum_of_squares", x, implementation)
+    _require("sum_of_squares", x)
     return jax.lax.platform_dependent(
         x,
         cpu=lambda x: jnp.einsum("...i,...i->...", x, x, precision=jax.lax.Precision.HIGHEST),
@@ -69,18 +66,14 @@ def _fold(x: jax.Array) -> jax.Array:
     rest = jax.lax.reduce_max(x[..., whole:], axes=(axis,))
     if whole == 0:
         return rest
-    # Without the barriers XLA makes one reduction of all of them, as slow as before.
+    # The barriers keep XLA from merging the steps into one reduction, as slow as a plain one.
     tiles = x[..., :whole].reshape(*lead, whole // tile, _ROWS, _LANES)
     lanes = jax.lax.optimization_barrier(jax.lax.reduce_max(tiles, axes=(axis + 1,)))
     tops = _fold(jax.lax.optimization_barrier(jax.lax.reduce_max(lanes, axes=(axis + 1,))))
     return jnp.maximum(tops, rest) if whole < n else tops
 
 
-def _require(name: str, x: jax.Array, implementation: str | None) -> None:
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(
-            f'{name} has no implementation {implementation!r}; use "xla" or None.'
-        )
+def _require(name: str, x: jax.Array) -> None:
     if x.dtype != jnp.float32 or x.ndim == 0:
         raise TypeError(
             f"{name} takes float32 with an axis to reduce, got {x.dtype} of shape {x.shape}; "

@@ -1,22 +1,21 @@
 """Selection of the largest entries and their compaction, in passes over the data and no sort.
 
 A threshold divides the entries: those with `|x| >= threshold` are selected, infinities too, and
-never zeros or NaN. One pass packs a bit per entry; all that follows works on these words, and on
-as many slots as there is space for entries.
+never zeros or NaN.
 
-The plain versions below are the specification, and counting has a second one for CPU. For GPUs
-there are kernels beside them: of counting in Mosaic, and of compaction in Triton.
+`compaction` is the specification; on CPU, counting has a formulation of its own. There are GPU
+kernels in Mosaic for counting and in Triton for compaction. `selection` chooses.
 """
 
-from jaxcomm.kernels.select.compaction import (
-    Selected,
+from jaxcomm.kernels.select.compaction import Selected
+from jaxcomm.kernels.select.magnitudes import CHUNK
+from jaxcomm.kernels.select.selection import (
     boundaries_for,
     compact,
     compact_regions,
     count_at_least,
 )
 from jaxcomm.kernels.select.threshold import threshold_for
-from jaxcomm.kernels.select.words import CHUNK
 
 __all__ = [
     "CHUNK",

@@ -1,4 +1,4 @@
-"""Counting the entries at or above a threshold as a kernel that reads everything once."""
+"""Counting the entries at or above a threshold as one Mosaic kernel, which reads x once."""
 
 from typing import Any
 
@@ -7,16 +7,16 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxcomm.kernels._mosaic import THREADS, VECTOR, launch, line, load
-from jaxcomm.kernels.select.words import PAST_INFINITY, lowest_for, patterns_of
+from jaxcomm.kernels.select.magnitudes import PAST_INFINITY, lowest_for, patterns_of
 
-_AT_ONCE = 8  # loads
-_TURNS = 4
+_AT_ONCE = 8  # loads before the first use
+_TURNS = 4  # of as many loads in each program
 
 
 def count_at_least(x: jax.Array, threshold: jax.Array, *, interpret: Any = None) -> jax.Array:
-    """As the specification; `interpret` as in `launch`.
+    """The same count as `selection.count_at_least`; `interpret` as in `launch`.
 
-    Programs count parts of x, and XLA adds these numbers up.
+    Each program counts a part of x, and XLA adds the counts.
     """
     low = lowest_for(threshold)
     vector = VECTOR if x.size % VECTOR == 0 else 1
@@ -27,7 +27,7 @@ def count_at_least(x: jax.Array, threshold: jax.Array, *, interpret: Any = None)
     def body(program: jax.Array, x_ref: Any, low_ref: Any, out: Any) -> None:
         low = low_ref[0]
         first = jnp.minimum(program * part, x.size - part)
-        again = program * part - first  # entries that the program before counts
+        again = program * part - first  # entries that the previous program counts
         place = plgpu.broadcasted_iota(jnp.int32, (lanes,), 0, layout=layout)
 
         def turn(i: jax.Array, count: jax.Array) -> jax.Array:

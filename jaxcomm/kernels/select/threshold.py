@@ -6,24 +6,25 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm import _axes
-from jaxcomm.kernels.select.compaction import compact_band, require_vector
-from jaxcomm.kernels.select.words import PAST_INFINITY, count_from, patterns_of
+from jaxcomm.kernels.select.compaction import compact_band
+from jaxcomm.kernels.select.magnitudes import PAST_INFINITY, count_from, patterns_of
+from jaxcomm.kernels.select.selection import require_vector
 
-_DIGIT = 4  # bits that one pass over the data finds
+_DIGIT = 4  # bits of the result that one pass over the data finds
 _SAMPLE = 2**17
 _SIGMAS = 4
 
 
 def threshold_for(x: jax.Array, k: int) -> jax.Array:
-    """The k-th largest `|x|`, exactly; as a threshold it selects k entries, and those that tie.
+    """The k-th largest `|x|`, exactly; as a threshold it selects k entries and those that tie.
 
-    Where fewer than k entries are neither zero nor NaN it is the smallest positive float, 2^-149,
-    which selects all of them. Compare it as `compact` does: in arithmetic some backends take
-    denormals for zero.
+    If fewer than k entries are neither zero nor NaN, the result is the smallest positive float,
+    2^-149, which selects all of them. Compare it as `compact` does: in arithmetic some backends
+    take denormals for zero.
 
-    A sample gives two thresholds that have the k-th between them, almost surely. Those entries of x
-    that are there too are put side by side, and only among them is it searched for; in all of x
-    where the sample was misleading, or where there are too many equal entries.
+    A sample gives two thresholds with the k-th magnitude almost surely between them. The entries of
+    x between them are compacted, and the k-th magnitude is searched for among these alone. The
+    search takes all of x where the sample was misleading, or too many entries are equal.
 
     Args:
       x: float32 array `(n,)`. NaN counts as zero.
@@ -44,7 +45,7 @@ def threshold_for(x: jax.Array, k: int) -> jax.Array:
 
 
 def _kth_of_many(x: jax.Array, k: int) -> jax.Array:
-    """As `_kth`, for many entries."""
+    """The result of `_kth`, for many entries."""
     sample = x[:: x.size // _SAMPLE]
     share = k / x.size
     spread = _SIGMAS * math.sqrt(sample.size * share * (1 - share)) + 2
@@ -52,7 +53,7 @@ def _kth_of_many(x: jax.Array, k: int) -> jax.Array:
     capacity = math.ceil(3 * spread / sample.size * x.size)
     inside = compact_band(x, low, high + 1, capacity)
     above = count_from(patterns_of(x), high[None] + 1)[0]
-    # Below 1 there are only zeros: then it does not matter that fewer than k were found.
+    # Below the pattern 1 there are only zeros, so with `low` at 1 fewer than k entries will do.
     found = (above < k) & ((above + inside.count >= k) | (low == 1)) & (inside.count <= capacity)
     return jax.lax.cond(
         found,
@@ -62,7 +63,7 @@ def _kth_of_many(x: jax.Array, k: int) -> jax.Array:
 
 
 def _between(patterns: jax.Array, rank: float, spread: float) -> tuple[jax.Array, jax.Array]:
-    """The patterns that are `spread` ranks below and above a rank; 1 and infinity's at the ends."""
+    """The patterns `spread` ranks below and above a rank; at the ends 1 and infinity's pattern."""
     below, above = math.ceil(rank + spread), math.floor(rank - spread)
     lowest, highest = jnp.uint32(1), jnp.uint32(PAST_INFINITY - 1)
     low = _kth(patterns, jnp.int32(below)) if below <= patterns.size else lowest
@@ -71,9 +72,9 @@ def _between(patterns: jax.Array, rank: float, spread: float) -> tuple[jax.Array
 
 
 def _kth(patterns: jax.Array, k: jax.Array) -> jax.Array:
-    """The largest pattern, up to infinity's, that k of them reach; 0 where fewer are above 0.
+    """The largest pattern, up to infinity's, that k patterns reach; 0 if fewer than k are positive.
 
-    Digit by digit from the highest: the largest that still leaves k patterns at or above.
+    It is found digit by digit from the highest: each is the largest that k patterns still reach.
     """
 
     def step(i: jax.Array, prefix: jax.Array) -> jax.Array:

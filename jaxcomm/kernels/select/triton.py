@@ -1,10 +1,11 @@
-"""Compaction as two kernels, which read x once and move beside it only what was selected.
+"""Compaction as two Triton kernels, which read x once and otherwise move only selected entries.
 
-The first takes x in tiles. For each it counts, and puts what it selects into room of the tile's
-own. XLA adds the counts up; then the second kernel takes everything to its slot. A tile that
-selects more than it has room for is read again by the second kernel.
+The first kernel takes x in tiles. For each tile it counts the selected entries and stores them in a
+buffer of the tile. XLA computes the sums of the counts. The second kernel moves the entries from
+the buffers to their slots. If a tile selects more entries than its buffer holds, the second kernel
+reads the tile again.
 
-They are for Triton: Mosaic GPU has no stores to places that are computed one by one.
+The kernels are in Triton because Mosaic GPU cannot store to a computed address for each element.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from jax.experimental.pallas import triton as plt
 
 from jaxcomm import _axes
 from jaxcomm.kernels.select.compaction import Selected
-from jaxcomm.kernels.select.words import (
+from jaxcomm.kernels.select.magnitudes import (
     CHUNK,
     LANES,
     PAST_INFINITY,
@@ -26,17 +27,17 @@ from jaxcomm.kernels.select.words import (
     patterns_of,
 )
 
-TILE = 512  # entries: CHUNK times a power of two
-_GROUP = 32  # of ranks, looked for at once
-_LEAST_ROOM = 32
-_SHARES = 4  # of the capacity, that a tile has room for
+TILE = 512  # entries; CHUNK times a power of two
+_GROUP = 32  # ranks that are searched for at once
+_LEAST_ROOM = 32  # entries in the buffer of a tile
+_SHARES = 4  # the buffer of a tile holds as many times its share of the capacity
 _MOST_SLOTS = 2**30
 
 
 def compact(
     x: jax.Array, threshold: jax.Array, capacity: int, *, interpret: bool = False
 ) -> Selected:
-    """As the specification; `interpret` runs it on CPU, in tests."""
+    """The same result as `compaction.compact`; `interpret` runs it on CPU, in tests."""
     whole = jnp.asarray([0, x.size], jnp.int32)
     one = compact_regions(x, threshold, whole, capacity, interpret=interpret)
     return Selected(*(leaf[0] for leaf in one))
@@ -50,7 +51,7 @@ def compact_regions(
     *,
     interpret: bool = False,
 ) -> Selected:
-    """As the specification; `interpret` runs it on CPU, in tests.
+    """The same result as `compaction.compact_regions`; `interpret` runs it on CPU, in tests.
 
     Raises:
       ValueError: for more elements or slots than the kernels can number.
@@ -86,7 +87,7 @@ def compact_regions(
 
 
 def room_for(n: int, slots: int) -> int:
-    """The entries that each tile of n has room for; it is touched as far as it is filled."""
+    """The entries that the buffer of each tile of n holds; no kernel touches its unused end."""
     share = -(-slots // -(-n // TILE))
     return min(TILE, max(_LEAST_ROOM, _power_of_two(_SHARES * share)))
 
@@ -94,7 +95,7 @@ def room_for(n: int, slots: int) -> int:
 def _before_boundaries(
     x: jax.Array, low: jax.Array, before: jax.Array, boundaries: jax.Array
 ) -> jax.Array:
-    """How many entries are selected before each boundary; x is read in its tile only."""
+    """The number of selected entries before each boundary; reads only the boundary's tile of x."""
     inner = boundaries[1:-1]
     tile, rest = inner // TILE, inner % TILE
     offset = jax.lax.broadcasted_iota(jnp.int32, (inner.size, TILE), 1)
@@ -105,7 +106,7 @@ def _before_boundaries(
 
 
 def _select(x_ref: Any, low_ref: Any, values_ref: Any, places_ref: Any, counts_ref: Any) -> None:
-    """Counts what a tile selects, and puts as much of it as it has room for side by side."""
+    """Counts the selected entries of a tile, and stores the first of them in its buffer."""
     tile, room = pl.program_id(0), values_ref.shape[0] // counts_ref.shape[0]
     words, ends = _words(x_ref, low_ref, tile)
     count = jnp.max(ends)
@@ -131,7 +132,7 @@ def _arrange(
     base_ref: Any,
     *out_refs: Any,
 ) -> None:
-    """Takes what a tile selects to its slots, and fills slots that nothing belongs to."""
+    """Moves the selected entries of a tile to their slots, and fills a share of the empty slots."""
     program, tiles = pl.program_id(0), before_ref.shape[0] - 1
     room, regions = values_ref.shape[0] // tiles, base_ref.shape[0] - 1
     capacity = out_refs[0].shape[0] // regions
@@ -174,7 +175,7 @@ def _arrange(
 
 
 def _by_groups(count: jax.Array, put: Callable[[jax.Array], None]) -> None:
-    """Calls it with the ranks from 0 up to the count, and some beyond, a group at a time."""
+    """Calls `put` with groups of ranks from 0 on; the last group may go beyond the count."""
     jax.lax.fori_loop(
         0,
         jax.lax.div(count + (_GROUP - 1), _GROUP),
@@ -184,7 +185,7 @@ def _by_groups(count: jax.Array, put: Callable[[jax.Array], None]) -> None:
 
 
 def _fill(program: jax.Array, base_ref: Any, n: int, out_refs: Sequence[Any]) -> None:
-    """Writes zeros, and n as places, to this program's share of the slots, but not over entries."""
+    """Writes zeros, and n as the index, to the empty slots in this program's share of all slots."""
     slots, regions = out_refs[0].shape[0], base_ref.shape[0] - 1
     share = _power_of_two(-(-slots // pl.num_programs(0)))
     slot = program * share + jax.lax.iota(jnp.int32, share)
@@ -196,7 +197,7 @@ def _fill(program: jax.Array, base_ref: Any, n: int, out_refs: Sequence[Any]) ->
 
 
 def _words(x_ref: Any, low_ref: Any, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A bit per entry of a tile, as `words_in` has them, and how many are set up to each word."""
+    """The words of `words_in` for a tile, and the number of bits set up to and in each word."""
     place = tile * TILE + jax.lax.iota(jnp.int32, TILE)
     x = plt.load(x_ref.at[place], mask=place < x_ref.shape[0], other=0)
     rows = _inside(x, low_ref[0]).astype(jnp.int32).reshape(-1, CHUNK // LANES, LANES)
@@ -205,8 +206,8 @@ def _words(x_ref: Any, low_ref: Any, tile: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def _place(words: jax.Array, ends: jax.Array, rank: jax.Array) -> jax.Array:
-    """The places in a tile of the entries with these ranks; anything beyond the last."""
-    # With the ranks along the rows, a thread has one of them, and reductions stay within it.
+    """The places in a tile of the entries with these ranks; arbitrary beyond the last entry."""
+    # The ranks lie along the rows, so a thread holds one of them, and reductions stay in a thread.
     number = jax.lax.broadcasted_iota(jnp.int32, (words.size, rank.size), 0)
     past = ends[:, None] <= rank[None]
     index = jnp.sum(past.astype(jnp.int32), axis=0)
@@ -223,7 +224,7 @@ def _inside(x: jax.Array, low: jax.Array) -> jax.Array:
 def _scatter(slot: jax.Array, mask: jax.Array, *pairs: tuple[Any, jax.Array]) -> None:
     """Stores values at slots of flat arrays where the mask is set.
 
-    The other slots lie beyond the end, as the interpreter writes to all of them.
+    The other slots are set beyond the end, because the interpreter ignores the mask.
     """
     for ref, value in pairs:
         plt.store(ref.at[jnp.where(mask, slot, ref.shape[0])], value, mask=mask)

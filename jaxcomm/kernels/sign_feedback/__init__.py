@@ -1,32 +1,38 @@
-"""Signs with error feedback: what is owed is voted on, and what the votes leave is kept.
+"""Sign compression with error feedback: packs the signs of `x + residual`, keeps the error.
 
-The plain version below is the specification. XLA on GPU makes one kernel of it where the length is
-a multiple of 32, so that everything is read once and written once; elsewhere two, as its results
-then differ in how they are split, and the inputs are read a second time.
+`plain` is the specification. XLA on GPU makes one kernel of it, which reads and writes everything
+once, where the length is a multiple of 32. Elsewhere XLA makes two kernels, because the two results
+are split into different parts, and reads the inputs twice.
 """
 
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.kernels import _device, bitplanes
+from jaxcomm.kernels import _implementations
+from jaxcomm.kernels.sign_feedback import plain
 
 
 def sign_feedback(
-    x: jax.Array, residual: jax.Array, scale: jax.Array, *, implementation: str | None = None
+    x: jax.Array,
+    residual: jax.Array,
+    scale: jax.Array,
+    *,
+    implementation: _implementations.Option = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Packs the signs of `x + residual`, and keeps what plus or minus `scale` lacks of it.
+    """Packs the signs of `x + residual`, and keeps the error of plus or minus `scale`.
 
     Zero and NaN have the sign -1, as in `bitplanes.signs`.
 
     Args:
-      x: float32 array `(n,)`.
-      residual: float32 array `(n,)`.
-      scale: float32 scalar.
-      implementation: "xla", "mosaic" (on NVIDIA GPUs), or None, which is "xla".
+      x: float32 array `(..., n)`; leading axes are independent rows.
+      residual: float32 array of the shape of x.
+      scale: float32 array `(...)`, one for each row.
+      implementation: "xla", "mosaic" (on NVIDIA GPUs, one launch for each row), or another option
+        of `_implementations`; None is "xla".
 
     Returns:
-      The words of `bitplanes.pack(x + residual)`, and the next residual, float32 `(n,)`: what
-      `x + residual` has beyond `scale * bitplanes.signs(words, n)`.
+      The words of `bitplanes.pack(x + residual)`, uint32 `(..., ceil(n / 32))`. The next residual,
+      float32 `(..., n)`: `x + residual` minus `scale * bitplanes.signs(words, n)`.
 
     Raises:
       TypeError: for other dtypes.
@@ -34,20 +40,19 @@ def sign_feedback(
       NotImplementedError: for an implementation that does not exist here.
     """
     _check(x, residual, scale)
-    chosen = _device.choose("sign_feedback", implementation, ("xla", "mosaic"), x.size)
-    if chosen == "mosaic" and x.size:
+    return _implementations.call(
+        "sign_feedback", implementation, _run, (x, residual, scale), elements=x.size
+    )
+
+
+def _run(
+    name: str, x: jax.Array, residual: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    if name == "mosaic":
         from jaxcomm.kernels.sign_feedback import mosaic  # Pallas takes long to import
 
         return mosaic.sign_feedback(x, residual, scale)
-    return plain(x, residual, scale)
-
-
-def plain(x: jax.Array, residual: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`sign_feedback` of what was checked."""
-    owed = x + residual
-    # From the votes, not from the packed words: those would have to be complete before.
-    votes = bitplanes.votes(owed)
-    return bitplanes.pack(votes), owed - jnp.where(votes, scale, -scale)
+    return plain.sign_feedback(x, residual, scale)
 
 
 def _check(x: jax.Array, residual: jax.Array, scale: jax.Array) -> None:
@@ -57,8 +62,8 @@ def _check(x: jax.Array, residual: jax.Array, scale: jax.Array) -> None:
                 f"sign_feedback takes float32, got {array.dtype} for {name}; "
                 f"write {name}.astype(jnp.float32)."
             )
-    if x.ndim != 1 or residual.shape != x.shape or scale.ndim:
+    if x.ndim == 0 or residual.shape != x.shape or scale.shape != x.shape[:-1]:
         raise ValueError(
-            "sign_feedback takes x and residual of one shape (n,) and a scalar, got "
-            f"{x.shape}, {residual.shape} and {scale.shape}."
+            "sign_feedback takes x and residual of one shape (..., n) and one scale for each row, "
+            f"(...), got {x.shape}, {residual.shape} and {scale.shape}."
         )

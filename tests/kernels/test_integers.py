@@ -11,7 +11,7 @@ import pytest
 import codec_oracles as expected
 from implementations import every_implementation
 from jaxcomm import codecs
-from jaxcomm.kernels import integer_blocks
+from jaxcomm.kernels.block_quantization import integers
 from jaxcomm.kernels.random_bits import random_bits
 
 KEY = jax.random.key(5)
@@ -30,7 +30,7 @@ def there_and_back(
         decoded = CODECS[levels](size).decode(payload, x.shape[-1])
         return (
             payload,
-            integer_blocks.encode(x, levels, size, key),
+            integers.encode(x, levels, size, key),
             decoded,
             random_bits(KEY, x.shape),
         )
@@ -50,7 +50,7 @@ CASES = [
 
 
 @pytest.mark.newest
-@every_implementation(integer_blocks.encode)
+@every_implementation(integers.encode)
 @pytest.mark.parametrize(("levels", "size", "shape", "is_random"), CASES)
 def test_equals_the_oracle_and_the_specification(
     levels: int, size: int, shape: tuple[int, ...], is_random: bool, f: Callable
@@ -68,7 +68,7 @@ def test_equals_the_oracle_and_the_specification(
 
 
 @pytest.mark.newest
-@every_implementation(integer_blocks.encode)
+@every_implementation(integers.encode)
 def test_special_values(f: Callable) -> None:
     """Of blocks that are not finite only the unit matters."""
     blocks = np.zeros((16, 256), np.float32)
@@ -84,7 +84,7 @@ def test_special_values(f: Callable) -> None:
 
 
 @pytest.mark.newest
-@every_implementation(integer_blocks.decode_and_sum)
+@every_implementation(integers.decode_and_sum)
 @pytest.mark.parametrize(
     ("levels", "size", "messages", "n"),
     [(127, 256, 3, 17 * 256 + 13), (7, 64, 2, 65 * 64), (127, 37, 2, 3 * 37 + 5), (7, 64, 1, 63)],
@@ -98,8 +98,8 @@ def test_decode_and_sum(levels: int, size: int, messages: int, n: int, f: Callab
     x[0, n // 2] = np.nan
 
     def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        payloads = integer_blocks.encode(x, levels, size)
-        return f(payloads, n, levels, size), integer_blocks.decode(payloads, n, levels, size)
+        payloads = integers.encode(x, levels, size)
+        return f(payloads, n, levels, size), integers.decode(payloads, n, levels, size)
 
     total, values = map(np.asarray, jax.jit(run)(x))
     lost = np.arange(n) // size == n // 2 // size
@@ -110,16 +110,16 @@ def test_decode_and_sum(levels: int, size: int, messages: int, n: int, f: Callab
 
 def test_nothing_is_nothing() -> None:
     for shape in ((0,), (3, 0)):
-        encode = functools.partial(integer_blocks.encode, levels=127, size=256)
+        encode = functools.partial(integers.encode, levels=127, size=256)
         assert jax.eval_shape(encode, jnp.zeros(shape)).shape == shape
 
 
 def test_a_named_one_that_cannot_run_is_refused() -> None:
     x = jnp.zeros(512)
     with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
-        integer_blocks.encode(x, 127, 256, implementation="mosaic")
+        integers.encode(x, 127, 256, implementation="mosaic")
     with pytest.raises(NotImplementedError, match="no implementation 'triton'"):
-        integer_blocks.encode(x, 127, 256, implementation="triton")
+        integers.encode(x, 127, 256, implementation="triton")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_named_one_that_cannot_run_is_refused() -> None:
     [(3, 64, "got 3 bits"), (7, 63, "blocks of 63"), (127, 4096, "no room for blocks of 4096")],
 )
 def test_what_the_kernel_does_not_do_is_refused(levels: int, size: int, says: str) -> None:
-    from jaxcomm.kernels.integer_blocks import mosaic
+    from jaxcomm.kernels.block_quantization import mosaic
 
     with pytest.raises(NotImplementedError, match=says):
         mosaic.encode(jnp.zeros(2 * size), levels, size, None)
@@ -135,28 +135,28 @@ def test_what_the_kernel_does_not_do_is_refused(levels: int, size: int, says: st
 
 def test_bad_arguments() -> None:
     with pytest.raises(TypeError, match="takes float32, got bfloat16"):
-        integer_blocks.encode(jnp.zeros(4, jnp.bfloat16), 127, 256)
+        integers.encode(jnp.zeros(4, jnp.bfloat16), 127, 256)
     with pytest.raises(ValueError, match="got a scalar"):
-        integer_blocks.encode(jnp.float32(1), 127, 256)
+        integers.encode(jnp.float32(1), 127, 256)
     for levels, size in ((0, 256), (128, 256), (127, 0)):
         with pytest.raises(ValueError, match="levels are 1 to 127"):
-            integer_blocks.encode(jnp.zeros(4), levels, size)
+            integers.encode(jnp.zeros(4), levels, size)
     with pytest.raises(TypeError, match="a payload is uint8, got uint32"):
-        integer_blocks.decode(jnp.zeros(8, jnp.uint32), 4, 127, 256)
+        integers.decode(jnp.zeros(8, jnp.uint32), 4, 127, 256)
     with pytest.raises(ValueError, match="4 values of 127 levels in blocks of 256 are 8 bytes"):
-        integer_blocks.decode(jnp.zeros(9, jnp.uint8), 4, 127, 256)
+        integers.decode(jnp.zeros(9, jnp.uint8), 4, 127, 256)
     with pytest.raises(ValueError, match=r"takes messages \(N, m\)"):
-        integer_blocks.decode_and_sum(jnp.zeros(8, jnp.uint8), 4, 127, 256)
+        integers.decode_and_sum(jnp.zeros(8, jnp.uint8), 4, 127, 256)
 
 
 def test_more_elements_than_indices_is_refused() -> None:
     many = jax.ShapeDtypeStruct((2**31,), jnp.float32)
-    encode = functools.partial(integer_blocks.encode, levels=127, size=256)
+    encode = functools.partial(integers.encode, levels=127, size=256)
     with pytest.raises(ValueError, match=r"at most 2\^31 - 1 elements"):
         jax.eval_shape(functools.partial(encode, implementation="mosaic"), many)
     assert jax.eval_shape(encode, many).shape == (2**31 + 2**25,)
     payloads = jax.ShapeDtypeStruct((8, 2**28 + 2**22), jnp.uint8)
-    total = functools.partial(integer_blocks.decode_and_sum, n=2**28, levels=127, size=256)
+    total = functools.partial(integers.decode_and_sum, n=2**28, levels=127, size=256)
     with pytest.raises(ValueError, match=r"at most 2\^31 - 1 elements"):
         jax.eval_shape(functools.partial(total, implementation="mosaic"), payloads)
     assert jax.eval_shape(total, payloads).shape == (2**28,)

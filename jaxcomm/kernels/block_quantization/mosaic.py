@@ -1,4 +1,4 @@
-"""Integers in blocks as one kernel: x is read once and the payload is written once."""
+"""Messages of integers in Mosaic: one kernel each way reads its input once and writes once."""
 
 import math
 from typing import Any, NamedTuple
@@ -7,29 +7,28 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxcomm.kernels import blocks, integer_blocks
 from jaxcomm.kernels._mosaic import LANES, VECTOR, Rows, launch, rows_layout
-from jaxcomm.kernels.levels import round_to_levels, width_for
-from jaxcomm.kernels.random_bits import key_words, random_bits, threefry2x32
+from jaxcomm.kernels.block_quantization import blocks, plain
+from jaxcomm.kernels.block_quantization.rounding import round_to_levels, width_for
+from jaxcomm.kernels.random_bits import HALF, key_words, random_bits, threefry2x32
 
-_ELEMENTS = 32  # of x in the registers of a thread, where a block leaves room for others,
-_MOST = 64  # and what fits into them
+_ELEMENTS = 32  # of x that a thread holds in registers, where blocks are short enough
+_MOST = 64  # elements of x that fit into the registers of a thread
 
 
 class Plan(NamedTuple):
     """How messages are encoded.
 
-    A block is in parts of so many columns, one above the other in each byte as in `codes.pack`.
-
     Attributes:
       n: the values of a message.
-      size: of a block.
+      size: the values of a block.
       levels: the largest integer.
-      columns: the bytes of a block.
+      columns: the bytes of a block. A block is `size / columns` streams of as many values, which
+        share its bytes as in `packing.pack`.
       units: the byte at which the units of a message begin.
       payload: the bytes of a message.
       rows: the blocks that a program encodes.
-      layout: of `(rows, columns)`.
+      layout: the layout of arrays `(rows, columns)`.
     """
 
     n: int
@@ -45,15 +44,15 @@ class Plan(NamedTuple):
 def encode(
     x: jax.Array, levels: int, size: int, key: jax.Array | None, *, interpret: Any = None
 ) -> jax.Array:
-    """As the specification; `interpret` as in `launch`.
+    """The same payload as `plain.encode`; `interpret` as in `launch`.
 
-    A block that is cut short is left to the plain version, whose bytes are put into the payload.
+    The plain version encodes a short last block, and its bytes are put into the payload.
     """
     *lead, n = x.shape
     whole, messages = n // size, math.prod(lead)
     plan = _plan(messages, n, levels, size)
     if messages * whole == 0:
-        return integer_blocks.encode(x, levels, size, key)
+        return plain.encode(x, levels, size, key)
     if whole < plan.rows:
         payload = _few(x, plan, key, interpret)
     else:
@@ -61,10 +60,8 @@ def encode(
     start, byte = whole * size, whole * plan.columns
     if start == n:
         return payload
-    bits = jnp.uint32(integer_blocks.HALF)
-    if key is not None:
-        bits = random_bits(key, x.shape)[..., start:]
-    short = integer_blocks.plain(x[..., start:], bits, levels, size)
+    bits = jnp.uint32(HALF) if key is None else random_bits(key, x.shape)[..., start:]
+    short = plain.encode_with(x[..., start:], bits, levels, size)
     front = (0,) * (x.ndim - 1)
     payload = jax.lax.dynamic_update_slice(payload, short[..., :-4], (*front, byte))
     return jax.lax.dynamic_update_slice(payload, short[..., -4:], (*front, plan.payload - 4))
@@ -74,17 +71,17 @@ def _plan(messages: int, n: int, levels: int, size: int) -> Plan:
     width = width_for(levels)
     if width not in (4, 8) or size * width % 8:
         raise NotImplementedError(
-            'integer_blocks: "mosaic" packs 4 or 8 bits a value and whole bytes a block, '
+            'integers: "mosaic" packs 4 or 8 bits a value and whole bytes a block, '
             f'got {width} bits and blocks of {size}; use "xla" or None.'
         )
     columns = size * width // 8
-    payload = integer_blocks.message_bytes(n, levels, size)
+    payload = plain.message_bytes(n, levels, size)
     starts = (columns, n, payload) if messages > 1 else (columns,)
     vector = VECTOR if all(start % VECTOR == 0 for start in starts) else 1
     lanes = math.gcd(columns // vector, LANES)
     if size > _MOST * lanes:
         raise NotImplementedError(
-            f'integer_blocks: "mosaic" has no room for blocks of {size} in its registers; '
+            f'integers: "mosaic" has no room for blocks of {size} in its registers; '
             'take a power of two up to 2048, or use "xla" or None.'
         )
     at_once, layout = rows_layout(lanes, vector)
@@ -94,14 +91,14 @@ def _plan(messages: int, n: int, levels: int, size: int) -> Plan:
 
 
 def _padded(plan: Plan) -> Plan:
-    """The same for as many whole blocks as a program encodes."""
+    """The plan for a message of just as many complete blocks as one program encodes."""
     n = plan.rows * plan.size
-    payload = integer_blocks.message_bytes(n, plan.levels, plan.size)
+    payload = plain.message_bytes(n, plan.levels, plan.size)
     return plan._replace(n=n, units=payload - 4 * plan.rows, payload=payload)
 
 
 def _few(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: Any) -> jax.Array:
-    """The whole blocks where a program encodes more: zeros go with them, and are cut off again."""
+    """Encodes fewer complete blocks than one program does: pads with zeros and cuts the result."""
     whole = plan.n // plan.size
     padded, codes = _padded(plan), whole * plan.columns
     padding = [(0, 0)] * (x.ndim - 1) + [(0, padded.n - whole * plan.size)]
@@ -113,7 +110,7 @@ def _few(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: Any) -> jax
 
 
 def _encode_whole(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: Any) -> jax.Array:
-    """All whole blocks; the bytes of a block that is cut short are not written."""
+    """Encodes all complete blocks; the bytes of a short last block are not written."""
     n, size, columns, rows, layout = plan.n, plan.size, plan.columns, plan.rows, plan.layout
     *lead, _ = x.shape
     whole = n // size
@@ -129,7 +126,7 @@ def _encode_whole(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: An
         factor = plgpu.layout_cast(factor, layout)
         code = jnp.zeros((), jnp.int32)
         for i, part in enumerate(parts):
-            bits = jnp.uint32(integer_blocks.HALF)
+            bits = jnp.uint32(HALF)
             if key is not None:
                 bits = _words(refs[0], message, first * size + i * columns, plan)
             level = round_to_levels(part * factor, bits, plan.levels)
@@ -153,7 +150,7 @@ def _encode_whole(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: An
 def decode_and_sum(
     payloads: jax.Array, n: int, levels: int, size: int, *, interpret: Any = None
 ) -> jax.Array:
-    """As the specification; `interpret` as in `launch`, a block cut short as in `encode`."""
+    """The same sum as `plain.decode_and_sum`; `interpret` and a short last block as in `encode`."""
     messages, whole = len(payloads), n // size
     plan = _plan(messages, n, levels, size)
     start, byte, end = whole * size, whole * plan.columns, plan.units + 4 * whole
@@ -169,11 +166,11 @@ def decode_and_sum(
     if start == n:
         return total
     short = jnp.concatenate([payloads[:, byte : plan.units], payloads[:, end:]], axis=1)
-    return total.at[start:].set(integer_blocks.decode_and_sum(short, n - start, levels, size))
+    return total.at[start:].set(plain.decode_and_sum(short, n - start, levels, size))
 
 
 def _sum_whole(payloads: jax.Array, plan: Plan, interpret: Any) -> jax.Array:
-    """All whole blocks; the values of a block that is cut short are not written."""
+    """Adds all complete blocks; the values of a short last block are not written."""
     n, size, columns, rows, layout = plan.n, plan.size, plan.columns, plan.rows, plan.layout
     whole, width, streams = n // size, 8 * columns // size, size // columns
 
@@ -206,6 +203,7 @@ def _sum_whole(payloads: jax.Array, plan: Plan, interpret: Any) -> jax.Array:
 
 
 def _units(parts: list[jax.Array], levels: int) -> tuple[jax.Array, jax.Array]:
+    """The units and factors of the blocks whose streams are given, `(rows,)` each."""
     top = jnp.uint32(0)
     for part in parts:
         top = jnp.maximum(top, jax.lax.bitcast_convert_type(part, jnp.uint32) & 0x7FFFFFFF)
@@ -214,7 +212,11 @@ def _units(parts: list[jax.Array], levels: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _words(key: Any, message: jax.Array, start: jax.Array, plan: Plan) -> jax.Array:
-    """What `random_bits` has for the values from `start` on, `size` further in each row."""
+    """The words of `random_bits` for `(rows, columns)` values.
+
+    The first row begins at value `start` of the message, and each row `size` values after the row
+    before it.
+    """
     shape = (plan.rows, plan.columns)
     row, column = (
         plgpu.broadcasted_iota(jnp.uint32, shape, axis, layout=plan.layout) for axis in (0, 1)

@@ -1,4 +1,4 @@
-"""Exponents and signs as one kernel each way: everything is read once and written once."""
+"""Messages in 9 bits a value in Mosaic: one kernel each way, which reads and writes all once."""
 
 import functools
 import math
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxcomm.kernels import bitplanes, cnat_all, powers_of_two
+from jaxcomm.kernels import bitplanes
 from jaxcomm.kernels._mosaic import (
     THREADS,
     Rows,
@@ -19,19 +19,20 @@ from jaxcomm.kernels._mosaic import (
     store,
     widened,
 )
-from jaxcomm.kernels.random_bits import key_words, threefry2x32
+from jaxcomm.kernels.powers_of_two import plain
+from jaxcomm.kernels.random_bits import HALF, key_words, threefry2x32
 
-_AT_ONCE = 8  # rows that are loaded before the first is stored: loads do not pass stores;
-_LOADS = 32  # when several messages are read, fewer rows, down to one
-_MESSAGES = 64  # whose signs fit into registers
+_AT_ONCE = 8  # rows that are loaded before the first is stored, because loads do not pass stores
+_LOADS = 32  # loads before the first store where several messages are added
+_MESSAGES = 64  # messages whose sign words fit into registers
 _ROWS = bitplanes.BITS
 
 
 def encode(x: jax.Array, key: jax.Array | None, *, interpret: Any = None) -> jax.Array:
-    """As the specification; `interpret` as in `launch`.
+    """The same payload as `plain.encode`; `interpret` as in `launch`.
 
-    Where n is no multiple of 32, what belongs to the words that have fewer bits is left to the
-    plain version. Short messages are padded first.
+    Where n is no multiple of 32, the plain version encodes the values whose sign words have 31
+    bits. Short messages are padded first.
     """
     *lead, n = x.shape
     x = x.reshape(math.prod(lead), n)
@@ -43,7 +44,7 @@ def encode(x: jax.Array, key: jax.Array | None, *, interpret: Any = None) -> jax
         payload = _encode(x, n, width, width, columns, key, interpret)
     if THREADS <= columns < width:
         places = bitplanes.places_of_short_words(n)
-        exponent, sign = cnat_all.fields(x[:, places], _words_of_short(key, n, len(x)))
+        exponent, sign = plain.fields(x[:, places], _words_of_short(key, n, len(x)))
         payload = payload.at[:, places].set(exponent.astype(jnp.uint8), unique_indices=True)
         words = bitplanes.pack(sign.reshape(len(x), -1))
         signs = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(len(x), -1)
@@ -52,7 +53,7 @@ def encode(x: jax.Array, key: jax.Array | None, *, interpret: Any = None) -> jax
 
 
 def _short(x: jax.Array, width: int, key: jax.Array | None, interpret: Any) -> jax.Array:
-    """Messages in wider rows, out of which their payloads are cut."""
+    """Encodes messages whose rows are padded to `THREADS` columns, and cuts out their payloads."""
     messages, n = x.shape
     room = max(width, THREADS)
     wide = jax.vmap(lambda row: widened(row, _ROWS, width))(x)
@@ -71,9 +72,9 @@ def _encode(
     key: jax.Array | None,
     interpret: Any,
 ) -> jax.Array:
-    """Some columns of messages of n values, whose rows begin at multiples of the stride.
+    """Encodes the first `columns` columns of messages of n values in rows of `stride` values.
 
-    Random words are those of rows of `width`.
+    The rounding words are those of a message whose rows have `width` values.
     """
     messages, slices, size = len(x), -(-columns // THREADS), n + 4 * stride
 
@@ -87,10 +88,10 @@ def _encode(
             rows = [i * _AT_ONCE + k for k in range(_AT_ONCE)]
             values = [load(x_ref, begin + row * stride, THREADS) for row in rows]
             for row, value in zip(rows, values, strict=True):
-                bits = jnp.uint32(powers_of_two.HALF)
+                bits = jnp.uint32(HALF)
                 if key is not None:
                     bits = _words(refs[0], message, row * width + column)
-                exponent, sign = cnat_all.fields(value, bits)
+                exponent, sign = plain.fields(value, bits)
                 digit = jnp.uint32(1) << row.astype(jnp.uint32)
                 word |= jnp.where(sign, digit, jnp.uint32(0))
                 store(out, start + row * stride + column, exponent.astype(jnp.uint8))
@@ -108,34 +109,32 @@ def _encode(
 
 
 def _words(key: Any, message: jax.Array, start: jax.Array) -> jax.Array:
-    """What `random_bits` has for THREADS values from `start` on."""
+    """The words of `random_bits` for THREADS values from `start` on."""
     place = plgpu.broadcasted_iota(jnp.uint32, (THREADS,), 0, layout=line())
     place += start.astype(jnp.uint32)
     return threefry2x32((key[0], key[1]), (place, message.astype(jnp.uint32)))[0]
 
 
 def _words_of_short(key: jax.Array | None, n: int, messages: int) -> jax.Array:
-    """What `random_bits` has at `places_of_short_words(n)` of each message."""
+    """The words of `random_bits` at `places_of_short_words(n)` of each message."""
     if key is None:
-        return jnp.uint32(powers_of_two.HALF)
+        return jnp.uint32(HALF)
     width = bitplanes.words_for(n)
     columns = n - (_ROWS - 1) * width
     own, shape = key_words(key), (messages, _ROWS - 1, width - columns)
-    # Not from an array of places: with a constant key, XLA would take minutes to fold the cipher.
+    # Iotas instead of the constant array of places: XLA would take minutes to fold the cipher of a
+    # constant key and constant places.
     message, row, column = (jax.lax.broadcasted_iota(jnp.uint32, shape, i) for i in range(3))
     place = row * jnp.uint32(width) + column + jnp.uint32(columns)
     return threefry2x32((own[0], own[1]), (place, message))[0]
 
 
 def decode_and_sum(payloads: jax.Array, n: int, *, interpret: Any = None) -> jax.Array:
-    """As the specification; `interpret` as in `launch`.
-
-    Short words and short messages as in `encode`.
-    """
+    """The same sum as `plain.decode_and_sum`; `interpret`, short words, padding as in `encode`."""
     messages, width = len(payloads), bitplanes.words_for(n)
     if messages > _MESSAGES:
         raise NotImplementedError(
-            f'cnat_all.decode_and_sum: "mosaic" adds up to {_MESSAGES} messages, got {messages}; '
+            f'nine_bits.decode_and_sum: "mosaic" adds up to {_MESSAGES} messages, got {messages}; '
             'add them in groups, or use "xla" or None.'
         )
     columns = n - (_ROWS - 1) * width
@@ -152,14 +151,14 @@ def decode_and_sum(payloads: jax.Array, n: int, *, interpret: Any = None) -> jax
     places = bitplanes.places_of_short_words(n)
     signs = payloads[:, n + 4 * columns :]
     rest = jnp.concatenate([payloads[:, places.reshape(-1)], signs], axis=1)
-    rest = cnat_all.decode_and_sum(rest, places.size).reshape(places.shape)
+    rest = plain.decode_and_sum(rest, places.size).reshape(places.shape)
     return total.at[places].set(rest, unique_indices=True)
 
 
 def _decode_and_sum(
     payloads: jax.Array, n: int, stride: int, columns: int, interpret: Any
 ) -> jax.Array:
-    """Some columns of payloads of n values, whose rows begin at multiples of the stride."""
+    """Adds the first `columns` columns of payloads of n values in rows of `stride` values."""
     messages, size = payloads.shape
     at_once = max(1, min(_AT_ONCE, _LOADS >> (messages - 1).bit_length()))
 
@@ -179,7 +178,7 @@ def _decode_and_sum(
             ]
             for row, group in zip(rows, exponents, strict=True):
                 signs = [((word >> row.astype(jnp.uint32)) & 1) == 1 for word in words]
-                total = functools.reduce(jnp.add, map(cnat_all.value, group, signs))
+                total = functools.reduce(jnp.add, map(plain.value, group, signs))
                 store(out, row * stride + column, total)
 
         jax.lax.fori_loop(0, _ROWS // at_once, step, None)

@@ -1,20 +1,20 @@
-"""Bands of magnitudes: how many elements lie in one, and a bit per element that does.
+"""Bands of magnitudes: the number of elements in a band, and a bit for each element in it.
 
-A magnitude is compared as the bit pattern of the float without its sign. As unsigned integers the
-patterns are in the order of the magnitudes, denormals too, which XLA's CPU backend takes for zero
-in arithmetic; infinity's is the last, and those above it are NaN. A band is the patterns from `low`
-up to, and without, `past`.
+Magnitudes are compared as bit patterns of float32 without the sign. As unsigned integers, these
+have the order of the magnitudes. That holds for denormals, which XLA's CPU backend takes for zero
+in arithmetic, and the pattern of infinity is the largest but for those of NaN. A band holds the
+patterns that are at least `low` and below `past`.
 """
 
 import jax
 import jax.numpy as jnp
 
 CHUNK = 256
-LANES = 8  # words of a chunk: its rows of 8 lie in one vector register
+LANES = 8  # words of a chunk; a row of 8 entries fills one vector register
 PAST_INFINITY = 0x7F800001
 _MAGNITUDE = 0x7FFFFFFF
-# What is counted at once, and stays in the nearest cache. With 64 rows it is 6 times slower: XLA
-# then leaves the loop over the rows as one.
+# The tile of a count on CPU stays in the nearest cache. With 64 rows it is 6 times slower, because
+# XLA then keeps a loop over the rows.
 _ROWS, _COLUMNS = 32, 32
 
 
@@ -24,7 +24,7 @@ def patterns_of(x: jax.Array) -> jax.Array:
 
 
 def lowest_for(threshold: jax.Array) -> jax.Array:
-    """The first pattern that `|x| >= threshold` selects; no zero is, and by NaN nothing is."""
+    """The first pattern that `|x| >= threshold` selects; never zero, and past all for NaN."""
     pattern = jax.lax.bitcast_convert_type(threshold, jnp.uint32)
     magnitude = pattern & _MAGNITUDE
     low = jnp.where(pattern == magnitude, jnp.maximum(magnitude, 1), jnp.uint32(1))
@@ -40,10 +40,10 @@ def words_in(x: jax.Array, low: jax.Array, past: jax.Array) -> jax.Array:
       past: the first pattern above the band, uint32.
 
     Returns:
-      uint32 array `(ceil(n / CHUNK), LANES)`. Bit b of word j of chunk c is the one of element
-      `c CHUNK + b LANES + j`, and zero where there is none.
+      uint32 array `(ceil(n / CHUNK), LANES)`. Bit b of word j of chunk c belongs to element
+      `c CHUNK + b LANES + j`, and is zero beyond the last element.
     """
-    # Padding x would copy it; only the chunk that is cut short is padded.
+    # Only the short last chunk is padded: padding x would copy it.
     whole = x.size // CHUNK * CHUNK
     parts = [x[:whole], jnp.pad(x[whole:], (0, -x.size % CHUNK))]
     words = [_pack(part, low, past) for part in parts if part.size]
@@ -51,7 +51,7 @@ def words_in(x: jax.Array, low: jax.Array, past: jax.Array) -> jax.Array:
 
 
 def count_from(patterns: jax.Array, lows: jax.Array) -> jax.Array:
-    """How many patterns lie from each of several up to infinity's.
+    """For each of several lowest patterns, the number of patterns from there to infinity's.
 
     Args:
       patterns: uint32 array `(n,)`.
@@ -66,7 +66,7 @@ def count_from(patterns: jax.Array, lows: jax.Array) -> jax.Array:
 
 
 def bit_with_rank(word: jax.Array, rank: jax.Array) -> jax.Array:
-    """The place, from 0 to 31, of the bit with this rank, from 0, among those set in its word."""
+    """The position, from 0 to 31, of the set bit with a rank, from 0, in its word."""
     place = jnp.zeros_like(rank)
     for half in (16, 8, 4, 2, 1):
         lower = (word >> place.astype(word.dtype)).astype(jnp.int32) & (2**half - 1)
@@ -87,7 +87,7 @@ def _count_one_by_one(patterns: jax.Array, lows: jax.Array) -> jax.Array:
 
 
 def _count_in_tiles(patterns: jax.Array, lows: jax.Array) -> jax.Array:
-    """The same for CPU: each tile is read from memory once, and the last axis is never reduced."""
+    """The same for CPU: reads each tile from memory once, and never reduces the last axis."""
     tile = _ROWS * _COLUMNS
     whole = patterns.size // tile * tile
     rest = _above(patterns[None, whole:], lows[:, None])
@@ -96,7 +96,7 @@ def _count_in_tiles(patterns: jax.Array, lows: jax.Array) -> jax.Array:
         return counts
     tiles = patterns[:whole].reshape(-1, 1, _ROWS, _COLUMNS)
     above = _above(tiles, lows[None, :, None, None])
-    # Without the barrier XLA makes one reduction of both, several times slower.
+    # Without the barrier XLA merges both sums into one reduction, which is several times slower.
     columns = jax.lax.optimization_barrier(jnp.sum(above, axis=2, dtype=jnp.int32))
     return counts + jnp.sum(jnp.sum(columns, axis=0), axis=1)
 

@@ -1,13 +1,14 @@
-"""Small integers, packed into bytes: codes of 1 to 8 bits, several to a byte.
+"""Codes of 1 to 8 bits, packed into bytes.
 
-A width is written as a sum of 8, 4, 2 and 1, and each term, from the least significant bits up, is
-packed by itself: 5 bits are 4 with two to a byte and 1 with eight to a byte. Byte j of a term of f
-bits holds, in its bits f b to f b + f - 1, the code of coordinate `b * M + j`, where M =
-ceil(f n / 8) is the number of bytes: a byte takes its bits from 8 / f streams, each of which is
-read in order. Bits that no coordinate owns are zero.
+A width is split into terms of 8, 4, 2 and 1 bits, largest first, and each term is packed
+separately, starting from the least significant bits of the code. A code of 5 bits is thus a term of
+4 bits, two to a byte, and a term of 1 bit, eight to a byte.
 
-The plain version below is the specification, and so far the only one: XLA fuses it with whatever
-makes the codes.
+A term of f bits takes M = ceil(f n / 8) bytes. Bits f b to f b + f - 1 of byte j belong to
+coordinate `b * M + j`: a byte takes its bits from 8 / f streams, and each stream is read in order.
+Bits without a coordinate are zero.
+
+There are only plain versions: XLA fuses them with the operation that makes the codes.
 """
 
 import jax
@@ -23,13 +24,12 @@ def bytes_for(n: int, width: int) -> int:
     return sum(_bytes_for(n, term) for term in _terms(width))
 
 
-def pack(codes: jax.Array, width: int, *, implementation: str | None = None) -> jax.Array:
+def pack(codes: jax.Array, width: int) -> jax.Array:
     """Packs the low bits of each code.
 
     Args:
       codes: uint8 array `(..., n)`; leading axes are independent. Bits from `width` up are lost.
       width: bits per code, 1 to 8.
-      implementation: "xla", or None for the best on this device.
 
     Returns:
       uint8 array `(..., bytes_for(n, width))`.
@@ -37,9 +37,7 @@ def pack(codes: jax.Array, width: int, *, implementation: str | None = None) -> 
     Raises:
       TypeError: for another dtype.
       ValueError: if the width is not 1 to 8, or for a scalar.
-      NotImplementedError: for an implementation that does not exist here.
     """
-    _require_xla("pack", implementation)
     _require_bytes("codes", codes)
     parts, shift = [], 0
     for term in _terms(width):
@@ -48,26 +46,21 @@ def pack(codes: jax.Array, width: int, *, implementation: str | None = None) -> 
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
-def unpack(
-    packed: jax.Array, n: int, width: int, *, implementation: str | None = None
-) -> jax.Array:
-    """The codes that `pack` packed.
+def unpack(packed: jax.Array, n: int, width: int) -> jax.Array:
+    """Undoes `pack`.
 
     Args:
       packed: uint8 array `(..., bytes_for(n, width))`.
       n: the number of codes along the last axis.
       width: bits per code, 1 to 8.
-      implementation: "xla", or None for the best on this device.
 
     Returns:
-      uint8 array `(..., n)`.
+      The codes, uint8 array `(..., n)`.
 
     Raises:
       TypeError: for another dtype.
-      ValueError: if the width is not 1 to 8, or n codes are not as many bytes.
-      NotImplementedError: for an implementation that does not exist here.
+      ValueError: if the width is not 1 to 8, or n codes do not take as many bytes.
     """
-    _require_xla("unpack", implementation)
     _require_bytes("packed codes", packed)
     if n < 0 or packed.shape[-1] != bytes_for(n, width):
         raise ValueError(
@@ -100,7 +93,7 @@ def _pack(codes: jax.Array, term: int) -> jax.Array:
     codes = codes & (2**term - 1)
     *lead, n = codes.shape
     M = _bytes_for(n, term)
-    # As in `bitplanes.pack`: whole streams as they lie, and what is left of one or-ed to them.
+    # As in `bitplanes.pack`: complete streams are reduced without a copy, the short one is added.
     whole = n // max(M, 1)
     streams = codes[..., : whole * M].reshape(*lead, whole, M)
     packed = jax.lax.reduce_or(streams << _shifts(streams.shape, term), axes=(len(lead),))
@@ -130,10 +123,3 @@ def _require_bytes(what: str, x: jax.Array) -> None:
         raise TypeError(f"{what} are uint8, got {x.dtype}; write x.astype(jnp.uint8).")
     if x.ndim == 0:
         raise ValueError(f"{what} lie along the last axis, got a scalar; write x.reshape(1).")
-
-
-def _require_xla(name: str, implementation: str | None) -> None:
-    if implementation not in (None, "xla"):
-        raise NotImplementedError(
-            f'{name} has no implementation {implementation!r}; use "xla" or None.'
-        )

@@ -1,4 +1,4 @@
-"""Messages cut into blocks, each with a unit of its own."""
+"""Messages in blocks, each with its own scale."""
 
 import dataclasses
 
@@ -6,22 +6,23 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm.codecs._codec import Codec
-from jaxcomm.codecs._rounding import require_integer, rounding_bits
-from jaxcomm.kernels import blocks as layout
+from jaxcomm.codecs._rounding import require_integer, rounding_key
 from jaxcomm.kernels import reductions
+from jaxcomm.kernels.block_quantization import blocks as layout
+from jaxcomm.kernels.random_bits import rounding_words
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockScaled(Codec):
-    """A block of values is a float32 unit, and for each value a number of these units.
+    """A block is a float32 unit, and for each value a number of these units.
 
-    How numbers from -`most` to `most` are written is what the subclasses differ in. The unit is
-    the scale of the block over `most`, rounded up to 16 bits of mantissa; `kernels.blocks` says
-    why, and how the payload is laid out: codes, then 4 bytes a block for the units.
+    Subclasses differ in how they write numbers from -`most` to `most`. The unit is the scale of the
+    block over `most`, with its mantissa rounded up to 16 bits; `kernels.block_quantization.blocks`
+    has the reason, and the layout of the payload: codes, then 4 bytes a block for the units.
 
-    A block that holds anything but finite values becomes NaN, by its unit. One whose unit would be
-    below 2^-126, which XLA on CPU takes for zero, becomes zero. Magnitudes beyond 2^126 * `most`
-    become that, where this is less than float32 holds.
+    A block with a value that is not finite gets the unit NaN and decodes to NaN. A block whose unit
+    would be below 2^-126, which XLA on CPU takes for zero, decodes to zeros. Magnitudes above
+    2^126 * `most` become that, where float32 holds larger ones.
 
     Attributes:
       block_size: the values that share a unit.
@@ -35,11 +36,11 @@ class BlockScaled(Codec):
 
     @property
     def most(self) -> float:
-        """The units that make up the scale."""
+        """The number of units in a scale."""
         raise NotImplementedError
 
     def clipped(self, blocks: jax.Array) -> jax.Array:
-        """The float32 `(..., blocks, size)` that are sent instead of these."""
+        """The float32 `(..., blocks, size)` to encode in place of the given ones."""
         return blocks
 
     def scale(self, blocks: jax.Array, largest: jax.Array) -> jax.Array:
@@ -48,14 +49,14 @@ class BlockScaled(Codec):
         return largest
 
     def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
-        """Numbers `(..., size)` to uint8 `(..., code_bytes(size))`, rounded by random bits.
+        """Numbers `(..., size)`, rounded with the words `bits`, to uint8 `(..., code_bytes(size))`.
 
-        Numbers exceed `most` by rounding errors at times.
+        A rounding error may make a number exceed `most`.
         """
         raise NotImplementedError
 
     def numbers(self, codes: jax.Array, size: int) -> jax.Array:
-        """The numbers `(..., size)` that codes stand for; of zeros, zeros."""
+        """The numbers `(..., size)` that codes stand for; zero bytes stand for zeros."""
         raise NotImplementedError
 
     def code_bytes(self, size: int) -> int:
@@ -64,7 +65,7 @@ class BlockScaled(Codec):
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to uint8 `(..., m)`, codes before units."""
-        bits = rounding_bits(self, key, x.shape)
+        bits = rounding_words(rounding_key(self, key), x.shape)
         return layout.encode(x, bits, self.block_size, self._encode_blocks)
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
@@ -72,7 +73,7 @@ class BlockScaled(Codec):
         return layout.decode(payload, n, self.block_size, self.code_bytes, self.numbers)
 
     def message_bytes(self, n: int) -> int:
-        """Those of the codes, and 4 ceil(n / block_size) of units."""
+        """The bytes of the codes, and 4 ceil(n / block_size) of units."""
         whole, rest = divmod(n, self.block_size)
         codes = whole * self.code_bytes(self.block_size) + self.code_bytes(rest)
         return codes + 4 * -(-n // self.block_size)
@@ -86,13 +87,13 @@ class BlockScaled(Codec):
 
 
 def norm_and_unit(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The L2 norms of blocks, as a factor and the unit that it is in."""
+    """The L2 norms of blocks, each as a number and its unit."""
     parts, unit = in_units_of_largest(blocks)
     return jnp.sqrt(reductions.sum_of_squares(parts)), unit
 
 
 def in_units_of_largest(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Blocks over their largest magnitudes, and these: sums of large values are infinite."""
+    """Blocks divided by their largest magnitudes, and these; sums of squares then stay finite."""
     top = reductions.largest(blocks)
     largest = jax.lax.bitcast_convert_type(top, jnp.float32)
     unit = jnp.where(

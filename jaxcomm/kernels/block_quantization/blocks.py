@@ -1,10 +1,10 @@
-"""Messages cut into blocks: where they lie in a payload, and the unit that each counts in.
+"""The layout of a payload in blocks, and the unit that each block counts in.
 
-A payload is uint8: the codes of every block in order, each beginning at a byte, then the units,
-float32 and so 4 bytes a block. The last block is short where the size does not divide n.
+A payload is uint8. First come the codes of every block in order; the codes of a block begin at a
+byte. Then come the units, float32 and thus 4 bytes a block. The last block is short where the
+block size does not divide n.
 
-The plain versions below are the specification, and so far the only ones; kernels that encode whole
-messages keep to them.
+There are only plain versions; the Mosaic kernels for whole messages write the same layout.
 """
 
 from collections.abc import Callable
@@ -13,24 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-LEAST_NORMAL = 0x00800000  # bit patterns: 2^-126,
+# Bit patterns of 2^-126, of infinity and of the largest finite float32.
+LEAST_NORMAL = 0x00800000
 INFINITY = 0x7F800000
-_MAX = 0x7F7FFFFF  # and the largest finite float32
-# XLA makes a product with the reciprocal of a division by what is broadcast, so that is what stands
-# here; the reciprocals of larger numbers are denormal, zero on CPU.
+_MAX = 0x7F7FFFFF
+# XLA replaces a division by a broadcast scalar by a product with its reciprocal, so this code
+# multiplies itself. The reciprocal of a larger number is denormal, which is zero on CPU.
 LARGEST_DIVISOR = np.float32(2.0**126)
-_CUT = 8  # the bits of mantissa that a unit does not have
+_CUT = 8  # the mantissa of a unit lacks as many of float32's bits
 
 
 def pieces(n: int, size: int) -> list[tuple[int, int, int]]:
-    """(size, start, stop) of the whole blocks, and of the short one; no block is padded."""
+    """(size, start, stop) of all complete blocks together, and of a short last block."""
     whole = n // size * size
     found = [(size, 0, whole), (n - whole, whole, n)]
     return [piece for piece in found if piece[0] and piece[1] < piece[2]] or found[:1]
 
 
 def cut(x: jax.Array, start: int, stop: int, size: int) -> jax.Array:
-    """`(..., n)` from start to stop, as `(..., blocks, size)`."""
+    """Elements start to stop of `(..., n)`, as `(..., blocks, size)`."""
     return x[..., start:stop].reshape(*x.shape[:-1], (stop - start) // size, size)
 
 
@@ -45,17 +46,17 @@ def encode(
     size: int,
     encode_blocks: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
 ) -> jax.Array:
-    """The payloads of messages.
+    """Encodes messages block by block.
 
     Args:
       x: float32 array `(..., n)`.
-      bits: an array of that shape, cut into blocks as x is; or a scalar.
-      size: of a block.
-      encode_blocks: from blocks `(..., b, s)` and their bits to codes, uint8 `(..., b, c)`, and
-        units, float32 `(..., b)`.
+      bits: rounding words of the same shape, or a scalar.
+      size: the values of a block.
+      encode_blocks: maps blocks `(..., b, s)` and their rounding words to codes, uint8
+        `(..., b, c)`, and units, float32 `(..., b)`.
 
     Returns:
-      uint8 array `(..., m)`.
+      The payloads, uint8 array `(..., m)`.
     """
     codes, units = [], []
     for length, start, stop in pieces(x.shape[-1], size):
@@ -73,17 +74,18 @@ def decode(
     code_bytes: Callable[[int], int],
     numbers: Callable[[jax.Array, int], jax.Array],
 ) -> jax.Array:
-    """The values of messages, numbers times units.
+    """Decodes messages: each value is its number times the unit of its block.
 
     Args:
       payload: uint8 array `(..., m)`.
       n: the values of a message.
-      size: of a block.
-      code_bytes: the bytes of the codes of a block, by the values that it has.
-      numbers: from codes, uint8 `(..., b, c)`, and the size s to numbers, float32 `(..., b, s)`.
+      size: the values of a block.
+      code_bytes: maps the values of a block to the bytes of its codes.
+      numbers: maps codes, uint8 `(..., b, c)`, and the block size s to numbers, float32
+        `(..., b, s)`.
 
     Returns:
-      float32 array `(..., n)`.
+      The values, float32 array `(..., n)`.
     """
     units = cut(payload, payload.shape[-1] - 4 * -(-n // size), payload.shape[-1], 4)
     units = jax.lax.bitcast_convert_type(units, jnp.float32)
@@ -98,23 +100,25 @@ def decode(
 
 
 def unit_and_factor(top: jax.Array, scale: jax.Array, most: float) -> tuple[jax.Array, jax.Array]:
-    """The unit of which `most` make up the scale of a block, and what to multiply with for numbers.
+    """The unit of each block, a `most`-th of its scale, and the factor from values to numbers.
 
-    The mantissa of a unit is rounded up to 16 bits, so that products with numbers of 8 bits are
-    exact: however the compiler orders or contracts what is decoded and added up, every device gets
-    the same, and encoding what was decoded gives the same unit.
+    The mantissa of a unit is rounded up to 16 bits, so products with numbers of 8 bits are exact.
+    Hence every device decodes and adds the same values, however the compiler orders or contracts
+    the operations, and encoding a decoded block gives the same unit again.
 
     Args:
-      top: uint32 array, the bit patterns of the largest magnitudes, as `reductions.largest`.
-      scale: float32 array of that shape; anything where the largest magnitude is not finite.
-      most: the units that make up the scale.
+      top: uint32 array, the bit pattern of the largest magnitude of each block, from
+        `reductions.largest`.
+      scale: float32 array of that shape. Its value is ignored where the block is not finite.
+      most: the number of units in a scale.
 
     Returns:
-      The units, float32: 0 where 2^-126 is more than them, and NaN where a block is not finite. The
-      factors: reciprocals of the units, 0 for 0.
+      The units, float32: zero if the unit would be below 2^-126, NaN if the block is not finite.
+      The factors: the reciprocals of the units, and zero for a zero unit.
     """
     quotient = jax.lax.bitcast_convert_type(scale * np.float32(1 / most), jnp.uint32)
-    # Up, unless it is by a rounding error that the quotient is above a number of 16 bits.
+    # Rounds up, except from at most 2 of 256 parts above a 16-bit mantissa: such an excess is a
+    # rounding error of the quotient.
     pattern = (quotient + (2**_CUT - 3)) >> _CUT << _CUT
     pattern = jnp.minimum(pattern, jnp.uint32(_largest_unit(most)))
     unit = jax.lax.bitcast_convert_type(pattern, jnp.float32)
@@ -125,6 +129,6 @@ def unit_and_factor(top: jax.Array, scale: jax.Array, most: float) -> tuple[jax.
 
 
 def _largest_unit(most: float) -> int:
-    """The pattern of the largest unit whose reciprocal is normal, and `most` of it finite."""
+    """The bit pattern of the largest unit with a normal reciprocal whose `most`-fold is finite."""
     largest = float(np.uint32(_MAX).view(np.float32)) * (1 - 2.0**-24) / most
     return int(np.float32(min(largest, LARGEST_DIVISOR)).view(np.uint32)) >> _CUT << _CUT

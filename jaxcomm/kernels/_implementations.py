@@ -1,0 +1,189 @@
+"""Which implementations each operation has, and which of them runs.
+
+An option says which implementation runs. It is None, the name of an implementation, "measure", or a
+mapping from operations to these:
+
+    None                                             "xla"
+    "mosaic"                                         this one, for every operation
+    "measure"                                        the fastest on this device, see `_measure`
+    {"integers.encode": "mosaic",
+     "select.compact": "triton"}                     one for each; "xla" for those not in it
+
+None will choose by a table of measurements. No GPU has been measured yet: the kernels are compiled
+for GPUs and interpreted on CPU, so None is "xla" on every device.
+
+A named implementation never falls back to another one. An operation that lacks it, or whose device
+lacks it, raises a NotImplementedError. `check` finds the first case before anything is traced.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxcomm.kernels import _device, _measure
+
+OPERATIONS: dict[str, tuple[str, ...]] = {
+    "bitplanes.add": ("xla", "mosaic"),
+    "integers.decode_and_sum": ("xla", "mosaic"),
+    "integers.encode": ("xla", "mosaic"),
+    "nine_bits.decode_and_sum": ("xla", "mosaic"),
+    "nine_bits.encode": ("xla", "mosaic"),
+    "select.compact": ("xla", "triton"),
+    "select.compact_regions": ("xla", "triton"),
+    "select.count_at_least": ("xla", "mosaic"),
+    "sign_feedback": ("xla", "mosaic"),
+}
+PLAIN, MEASURE = "xla", "measure"  # every operation has these two
+MOST_ELEMENTS = 2**31 - 1  # kernels index in int32
+_NAMES = (PLAIN, "mosaic", "triton", MEASURE)
+
+Pairs = tuple[tuple[str, str | None], ...]
+Option = str | Mapping[str, str | None] | Pairs | None
+
+_REQUIREMENTS = {"mosaic": _device.require_mosaic, "triton": _device.require_triton}
+
+
+def check(option: Option, operations: Sequence[str], method: str) -> str | Pairs | None:
+    """Checks an option for a method, before anything is traced.
+
+    Args:
+      option: what the user passed as `implementation=`.
+      operations: the operations that the method uses, names from OPERATIONS.
+      method: what the user calls the method, for messages.
+
+    Returns:
+      The option in a hashable form: a mapping becomes a sorted tuple of pairs.
+
+    Raises:
+      TypeError: if the option is neither None, a string nor a mapping of strings.
+      ValueError: for an unknown implementation or operation, for an operation that the method does
+        not use, and for an implementation that one of its operations does not have. "xla" and
+        "measure" are right for every method.
+    """
+    option = _pairs(option)
+    if option is None:
+        return None
+    if not operations and option not in (PLAIN, MEASURE):
+        raise ValueError(f"{method} has only the plain version; leave out implementation=.")
+    named = ((each, option) for each in operations) if isinstance(option, str) else option
+    for operation, name in named:
+        if name not in (None, *_NAMES):
+            raise ValueError(
+                f"unknown implementation {name!r}; choose one of {_listed(_NAMES)} or None."
+            )
+        if operation not in operations:
+            raise ValueError(
+                f'implementation= names "{operation}", which {method} does not use; '
+                f"its operations are {_listed(operations)}."
+            )
+        if name not in (None, MEASURE, *OPERATIONS[operation]):
+            raise ValueError(_lacks(method, operations, operation, str(name)))
+    return option
+
+
+def call(
+    operation: str,
+    option: Option,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    elements: int,
+    static: tuple[Any, ...] = (),
+    sample: Callable[[np.random.Generator], tuple[Any, ...]] | None = None,
+) -> Any:
+    """Runs an operation by one of its implementations.
+
+    Args:
+      operation: its name in OPERATIONS.
+      option: see the module.
+      run: takes the name of an implementation, then `args`.
+      args: arrays and pytrees of arrays.
+      elements: the largest number that a kernel would index.
+      static: the options that `run` is bound to, other than sizes; part of the shape class.
+      sample: makes arguments like `args` to measure with; None makes random ones.
+
+    Returns:
+      What `run` returns.
+
+    Raises:
+      ValueError: for more elements than an implementation can index.
+      NotImplementedError: for an implementation that does not exist, or not for this device.
+    """
+    name = choose(operation, option, elements)
+    if elements == 0:
+        name = PLAIN  # kernels have no program for nothing
+    if name == MEASURE:
+        names = [n for n in OPERATIONS[operation] if _is_available(operation, n, elements)]
+        name = _measure.fastest(operation, names, run, args, static, sample)
+    return run(name, *args)
+
+
+def choose(operation: str, option: Option, elements: int) -> str:
+    """The implementation that an option names for an operation, or "measure".
+
+    Raises:
+      ValueError, NotImplementedError: as `call`.
+    """
+    option = _pairs(option)
+    name = option if option is None or isinstance(option, str) else dict(option).get(operation)
+    if name is None:
+        return PLAIN
+    if name not in (MEASURE, *OPERATIONS[operation]):
+        known = _listed((*OPERATIONS[operation], MEASURE))
+        raise NotImplementedError(
+            f"{operation} has no implementation {name!r}; use {known} or None."
+        )
+    if name not in (PLAIN, MEASURE):
+        if elements > MOST_ELEMENTS:
+            raise ValueError(
+                f'{operation}: the implementation "{name}" takes at most 2^31 - 1 elements, '
+                f'got {elements}; cut the array, or use "xla" or None.'
+            )
+        if name in _REQUIREMENTS:
+            _REQUIREMENTS[name](operation)
+    return name
+
+
+def _is_available(operation: str, name: str, elements: int) -> bool:
+    try:
+        choose(operation, name, elements)
+    except (NotImplementedError, ValueError):
+        return False
+    return True
+
+
+def _pairs(option: Option) -> str | Pairs | None:
+    """The option, where a mapping is a sorted tuple of pairs; raises for anything else."""
+    if option is None or isinstance(option, str):
+        return option
+    try:
+        pairs = tuple(sorted(dict(option).items()))
+    except (TypeError, ValueError):
+        raise TypeError(
+            "implementation must be None, a name, or a mapping from operations to names such as "
+            f'{{"integers.encode": "mosaic"}}, got {option!r}.'
+        ) from None
+    for operation, _ in pairs:
+        if operation not in OPERATIONS:
+            raise ValueError(
+                f"implementation= names an unknown operation {operation!r}; "
+                f"the known ones are {_listed(OPERATIONS)}."
+            )
+    return pairs
+
+
+def _lacks(method: str, operations: Sequence[str], operation: str, name: str) -> str:
+    """The message about an operation that does not have an implementation."""
+    have = "; ".join(f"{each} has {_listed(OPERATIONS[each])}" for each in operations)
+    mapping = ", ".join(
+        f'"{each}": "{name if name in OPERATIONS[each] else PLAIN}"' for each in operations
+    )
+    return (
+        f"{method}: {operation} has no implementation {name!r}. {have}. "
+        f"Name one for each: implementation={{{mapping}}}."
+    )
+
+
+def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+    return ", ".join(f'"{name}"' for name in names)

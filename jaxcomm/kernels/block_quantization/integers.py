@@ -1,0 +1,151 @@
+"""Messages as integers of 8 or fewer bits, in blocks whose scale is their largest magnitude."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomm.kernels import _implementations
+from jaxcomm.kernels.block_quantization import plain
+from jaxcomm.kernels.block_quantization.plain import message_bytes
+
+__all__ = ["decode", "decode_and_sum", "encode", "message_bytes"]
+
+
+def encode(
+    x: jax.Array,
+    levels: int,
+    size: int,
+    key: jax.Array | None = None,
+    *,
+    implementation: _implementations.Option = None,
+) -> jax.Array:
+    """Integers from -levels to levels, packed, followed by the units of the blocks.
+
+    Args:
+      x: float32 array `(..., n)`; leading axes are independent messages.
+      levels: the number of units in the largest magnitude of a block, 1 to 127.
+      size: the values of a block.
+      key: a PRNG key to round at random, with a word of `random_bits(key, x.shape)` for each value;
+        None rounds to nearest, ties away from zero.
+      implementation: "xla", "mosaic" (on NVIDIA GPUs, for widths of 4 and 8 bits), or another
+        option of `_implementations`; None is "xla".
+
+    Returns:
+      uint8 array `(..., message_bytes(n, levels, size))`: the integers of each block in two's
+      complement, packed by `packing.pack`, then the units of `blocks.unit_and_factor`.
+
+    Raises:
+      TypeError: for another dtype.
+      ValueError: for a scalar, for levels or a size out of range, or for more elements than the
+        implementation can index.
+      NotImplementedError: for an implementation that does not exist here, or not for this size.
+    """
+    _check(levels, size)
+    if x.dtype != jnp.float32:
+        raise TypeError(f"encode takes float32, got {x.dtype}; write x.astype(jnp.float32).")
+    if x.ndim == 0:
+        raise ValueError("encode takes messages (..., n), got a scalar; write x.reshape(1).")
+
+    def run(name: str, x: jax.Array, key: jax.Array | None) -> jax.Array:
+        if name == "mosaic":
+            from jaxcomm.kernels.block_quantization import mosaic  # Pallas takes long to import
+
+            return mosaic.encode(x, levels, size, key)
+        return plain.encode(x, levels, size, key)
+
+    return _implementations.call(
+        "integers.encode",
+        implementation,
+        run,
+        (x, key),
+        elements=x.size + x.size // size * 4,  # at least those of x and of the payload
+        static=(levels, size),
+    )
+
+
+def decode(payload: jax.Array, n: int, levels: int, size: int) -> jax.Array:
+    """The values of messages.
+
+    Args:
+      payload: uint8 array `(..., message_bytes(n, levels, size))`.
+      n: the number of values.
+      levels: as for `encode`.
+      size: the values of a block.
+
+    Returns:
+      float32 array `(..., n)`.
+
+    Raises:
+      TypeError: for another dtype.
+      ValueError: for another number of bytes, and for levels or a size out of range.
+    """
+    _check_payload(payload, n, levels, size)
+    return plain.decode(payload, n, levels, size)
+
+
+def decode_and_sum(
+    payloads: jax.Array,
+    n: int,
+    levels: int,
+    size: int,
+    *,
+    implementation: _implementations.Option = None,
+) -> jax.Array:
+    """The sum of the values of several messages, added in their order.
+
+    Args:
+      payloads: uint8 array `(N, message_bytes(n, levels, size))`, N at least 1.
+      n: the number of values.
+      levels: as for `encode`.
+      size: the values of a block.
+      implementation: as for `encode`.
+
+    Returns:
+      float32 array `(n,)`.
+
+    Raises:
+      As `decode`; ValueError also for another shape, or for more elements than the implementation
+        can index; NotImplementedError as `encode`.
+    """
+    _check_payload(payloads, n, levels, size)
+    if payloads.ndim != 2 or payloads.shape[0] == 0:
+        raise ValueError(f"decode_and_sum takes messages (N, m), got shape {payloads.shape}.")
+
+    def run(name: str, payloads: jax.Array) -> jax.Array:
+        if name == "mosaic":
+            from jaxcomm.kernels.block_quantization import mosaic
+
+            return mosaic.decode_and_sum(payloads, n, levels, size)
+        return plain.decode_and_sum(payloads, n, levels, size)
+
+    def sample(rng: np.random.Generator) -> tuple[jax.Array]:
+        # Of random bytes the sums would be rounded: units must have mantissas of 16 bits.
+        x = jnp.asarray(rng.standard_normal((len(payloads), n), np.float32))
+        return (plain.encode(x, levels, size, None),)
+
+    return _implementations.call(
+        "integers.decode_and_sum",
+        implementation,
+        run,
+        (payloads,),
+        elements=max(payloads.size, n),
+        static=(levels, size),
+        sample=sample,
+    )
+
+
+def _check(levels: int, size: int) -> None:
+    if levels not in range(1, 128) or size < 1:
+        raise ValueError(f"levels are 1 to 127 and a size is positive, got {levels} and {size}.")
+
+
+def _check_payload(payload: jax.Array, n: int, levels: int, size: int) -> None:
+    _check(levels, size)
+    if payload.dtype != jnp.uint8:
+        raise TypeError(f"a payload is uint8, got {payload.dtype}; encode makes them.")
+    if n < 0 or payload.ndim == 0 or payload.shape[-1] != message_bytes(n, levels, size):
+        raise ValueError(
+            f"{n} values of {levels} levels in blocks of {size} are "
+            f"{message_bytes(max(n, 0), levels, size)} bytes along the last axis, got a payload of "
+            f"shape {payload.shape}; pass the n that was encoded."
+        )

@@ -1,0 +1,133 @@
+"""A gradient that is not finite on one device costs one step, whatever stands before the exchange.
+
+After good, bad and good gradients, updates and state are those of the good gradients alone.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomm
+from transforms.both_views import SHAPES, VIEWS, View, gradients, jit_update, place
+
+METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "mean": lambda: jaxcomm.mean("data"),
+    "bfloat16, errors fed back": lambda: jaxcomm.mean("data", "bfloat16", error_feedback=True),
+    "vote": lambda: jaxcomm.majority_vote("data", "direct", ties="zero", zeros="abstain"),
+    "TopkA": lambda: jaxcomm.sparse_mean("data", 0.2, "topk_allgather"),
+}
+LOCAL: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "momentum": lambda: optax.trace(0.9),
+    "adam": lambda: optax.scale_by_adam(),
+    "clipping, then momentum": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), optax.trace(0.9)
+    ),
+}
+WORLD = 4
+GLOBAL, _, CHECKED, _, MODEL, _ = VIEWS
+
+
+def run(
+    view: View, tx: optax.GradientTransformation, steps: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The updates and the state of each step."""
+    with jax.set_mesh(view.mesh(WORLD)):
+        params = place(view, {name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+        state, update, found, states = tx.init(params), jit_update(view, tx, params), [], []
+        for grads in steps:
+            updates, state = update(place(view, grads, "data"), state)
+            found.append(jax.tree.map(np.asarray, updates))
+            states.append(jax.tree.map(np.asarray, state))
+    return found, states
+
+
+def bad(value: float) -> dict[str, np.ndarray]:
+    """Gradients of which one value on one device is not finite."""
+    grads = gradients(WORLD, seed=1)
+    grads["kernel"][2, 1, 3] = value
+    return grads
+
+
+@pytest.mark.standard_promotion  # of optax, in adam
+@pytest.mark.parametrize(
+    ("view", "method", "inner", "value"),
+    [
+        (GLOBAL, "mean", "momentum", np.nan),
+        (CHECKED, "mean", "adam", np.inf),
+        (MODEL, "mean", "momentum", np.nan),
+        (GLOBAL, "bfloat16, errors fed back", "clipping, then momentum", -np.inf),
+        (CHECKED, "vote", "momentum", np.nan),
+        (GLOBAL, "TopkA", "adam", np.nan),
+    ],
+    ids=lambda value: value.name if isinstance(value, View) else str(value),
+)
+def test_a_bad_step_changes_nothing(view: View, method: str, inner: str, value: float) -> None:
+    tx = optax.chain(jaxcomm.local("data", LOCAL[inner]()), METHODS[method]())
+    good = [gradients(WORLD, seed) for seed in (0, 2)]
+    (first, nothing, second), (*_, state) = run(view, tx, [good[0], bad(value), good[1]])
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(nothing) if leaf.size)
+    (alone, then), (*_, expected) = run(view, tx, good)
+    jax.tree.map(np.testing.assert_array_equal, first, alone)
+    jax.tree.map(np.testing.assert_array_equal, second, then)
+    (own, exchange), (own_expected, exchange_expected) = state, expected
+    jax.tree.map(np.testing.assert_array_equal, own, own_expected)
+    # A step is counted also if it is not taken, as keys and intervals follow from its number.
+    assert exchange.step == exchange_expected.step + 1
+    kept, wanted = exchange.residual, exchange_expected.residual
+    jax.tree.map(np.testing.assert_array_equal, kept, wanted)
+
+
+def test_a_transformation_that_mends_its_gradients_goes_on() -> None:
+    tx = optax.chain(
+        jaxcomm.local("data", optax.chain(optax.zero_nans(), optax.trace(0.9))),
+        jaxcomm.mean("data"),
+    )
+    (first, second), _ = run(GLOBAL, tx, [gradients(WORLD), bad(np.nan)])
+    mended = bad(np.nan)
+    mended["kernel"][2, 1, 3] = 0
+    expected = (gradients(WORLD)["kernel"] * 0.9 + mended["kernel"]).mean(0)
+    np.testing.assert_allclose(second["kernel"], expected, rtol=1e-5, atol=1e-6)
+
+
+OVERFLOW: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "float32": lambda: jaxcomm.mean("data"),
+    "cnat": lambda: jaxcomm.mean("data", "cnat"),
+    **{
+        f"{codec}, errors fed back": lambda codec=codec: jaxcomm.mean(
+            "data", codec, error_feedback=True
+        )
+        for codec in ("bfloat16", "int8", "int4", "cnat", "fp8_e4m3", "scaled_sign")
+    },
+    "bfloat16 on a ring": lambda: jaxcomm.mean("data", "bfloat16", "ring", error_feedback=True),
+    "votes with scales": lambda: jaxcomm.majority_vote("data", error_feedback=True),
+    "TopkA": lambda: jaxcomm.sparse_mean("data", 0.2, "topk_allgather"),
+    "1-bit Adam": lambda: jaxcomm.one_bit_adam("data", 0.1, dense_steps=9),
+}
+
+
+def huge(value: float) -> dict[str, np.ndarray]:
+    """Finite gradients whose sum over devices is not; in one weight and in one exempt value."""
+    grads = gradients(WORLD, seed=1)
+    grads["kernel"][:, 1, 3] = grads["bias"][:, 2] = value
+    return grads
+
+
+def state_of(state: Any) -> list[np.ndarray]:
+    """The numbers that a method keeps, without counters and reports."""
+    if hasattr(state, "report"):
+        state = state._replace(report=())
+    return [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+
+@pytest.mark.parametrize("name", OVERFLOW)
+def test_finite_gradients_whose_sum_overflows_cost_one_step(name: str) -> None:
+    steps = [gradients(WORLD), huge(3e38), gradients(WORLD, seed=2)]
+    (_, nothing, last), (before, after, state) = run(GLOBAL, OVERFLOW[name](), steps)
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(nothing) if leaf.size)
+    jax.tree.map(np.testing.assert_array_equal, state_of(after), state_of(before))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves([last, state_of(state)]))

@@ -1,0 +1,114 @@
+"""The option `implementation` reaches every operation of the kernels that has a choice."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxcomm
+from jaxcomm import codecs
+from jaxcomm.kernels import _implementations
+
+Method = Callable[..., optax.GradientTransformation]
+METHODS: dict[str, tuple[Method, set[str]]] = {
+    "int8": (
+        lambda **option: jaxcomm.mean("data", "int8", **option),
+        {"integers.encode", "integers.decode_and_sum"},
+    ),
+    "int8, then float32": (
+        lambda **option: jaxcomm.mean("data", "int8", second_hop="float32", **option),
+        {"integers.encode", "integers.decode_and_sum"},
+    ),
+    "random_k of int4": (
+        lambda **o: jaxcomm.mean("data", codecs.random_k(0.5, codecs.int4()), **o),
+        {"integers.encode", "integers.decode_and_sum"},
+    ),
+    "cnat in 9 bits": (
+        lambda **option: jaxcomm.mean("data", codecs.cnat("all"), **option),
+        {"nine_bits.encode", "nine_bits.decode_and_sum"},
+    ),
+    "vote": (lambda **option: jaxcomm.majority_vote("data", **option), {"bitplanes.add"}),
+    "1-bit Adam": (
+        lambda **option: jaxcomm.one_bit_adam("data", 0.1, dense_steps=1, **option),
+        {"sign_feedback"},
+    ),
+    "gaussiank": (
+        lambda **option: jaxcomm.sparse_mean("data", algorithm="gaussiank", **option),
+        {"select.compact", "select.count_at_least"},
+    ),
+    "Ok-Topk": (
+        lambda **option: jaxcomm.sparse_mean("data", **option),
+        {"select.compact", "select.compact_regions", "select.count_at_least"},
+    ),
+}
+
+
+def reached(tx: optax.GradientTransformation, mesh: Mesh, monkeypatch: Any) -> dict[str, Any]:
+    """The operations that a step calls, and with which options; nothing is compiled."""
+    found: dict[str, Any] = {}
+
+    def choose(operation: str, option: Any, elements: int) -> str:
+        assert elements > 0
+        found[operation] = option
+        return "xla"
+
+    monkeypatch.setattr(_implementations, "choose", choose)
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    with jax.set_mesh(mesh):
+        state = tx.init({"w": jnp.zeros((600, 8))})
+        grads = {"w": jax.ShapeDtypeStruct((4, 600, 8), jnp.float32, sharding=sharding)}
+        jax.eval_shape(tx.update, grads, state)
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_option_reaches_the_kernels(name: str, make_mesh: Any, monkeypatch: Any) -> None:
+    make, operations = METHODS[name]
+    tx = make(implementation="measure")
+    assert reached(tx, make_mesh(4), monkeypatch) == dict.fromkeys(operations, "measure")
+
+
+def test_one_for_each_operation(make_mesh: Any, monkeypatch: Any) -> None:
+    chosen = {"select.compact": "triton", "select.count_at_least": "mosaic"}
+    tx = jaxcomm.sparse_mean("data", algorithm="topk_allgather", implementation=chosen)
+    pairs = tuple(sorted(chosen.items()))
+    assert reached(tx, make_mesh(4), monkeypatch) == dict.fromkeys(chosen, pairs)
+
+
+def test_every_operation_is_reached_by_some_method() -> None:
+    assert set.union(*(operations for _, operations in METHODS.values())) == set(
+        _implementations.OPERATIONS
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jaxcomm.mean("data", implementation="mosaic"), "float32 has only the plain"),
+        (lambda: jaxcomm.majority_vote("data", implementation="cuda"), "unknown implementation"),
+        (lambda: jaxcomm.majority_vote("data", implementation="triton"), 'has "xla", "mosaic"'),
+        (
+            lambda: jaxcomm.sparse_mean("data", implementation="mosaic"),
+            r'Name one for each: implementation=\{"select.compact": "xla"',
+        ),
+        (
+            lambda: jaxcomm.mean("data", "int4", implementation={"bitplanes.add": "mosaic"}),
+            'names "bitplanes.add", which a mean in int4 does not use',
+        ),
+    ],
+)
+def test_what_a_method_does_not_have_is_refused_at_once(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_device_that_cannot_is_an_error_and_no_fallback(make_mesh: Any) -> None:
+    tx = jaxcomm.majority_vote("data", implementation="mosaic")
+    with jax.set_mesh(make_mesh(4)):
+        state = tx.init(jnp.zeros((8, 8)))
+        with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
+            jax.eval_shape(tx.update, jax.ShapeDtypeStruct((4, 8, 8), jnp.float32), state)

@@ -1,0 +1,76 @@
+"""Rounding and coins are independent between leaves, partitions, shards and steps."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxcomm
+from transforms.both_views import VIEWS
+
+GLOBAL, MODEL = VIEWS[0], VIEWS[3]
+P = PartitionSpec
+SHAPE = (8, 64)
+METHODS: dict[str, Any] = {
+    "cnat": lambda: jaxcomm.mean("data", "cnat"),
+    "int4 at random": lambda: jaxcomm.mean("data", jaxcomm.codecs.int4(rounding="random")),
+    "random_k": lambda: jaxcomm.mean("data", "random_k"),
+    "ties of a vote": lambda: jaxcomm.majority_vote("data"),
+    "zeros of a vote": lambda: jaxcomm.majority_vote("data", error_feedback=True),
+}
+SIGNS = np.where(np.arange(4) % 2 == 0, 1.0, -1.0)[:, None, None]
+
+
+def equal_gradients(name: str) -> np.ndarray:
+    """Gradients that say nothing of how they are rounded, or of who wins."""
+    ones = np.ones((4, *SHAPE), np.float32)
+    if name == "ties of a vote":
+        return (ones * SIGNS).astype(np.float32)
+    if name == "zeros of a vote":
+        return ones * (np.arange(64) == 0)
+    return ones * np.linspace(0.1, 1.0, 64, dtype=np.float32)
+
+
+def steps(tx: Any, mesh: Any, grads: Any, specs: Any) -> list[Any]:
+    """The updates of two steps on the same gradients."""
+    with jax.set_mesh(mesh):
+        place = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))  # noqa: E731
+        params = {k: place(jnp.zeros(SHAPE), *specs.get(k, ())) for k in grads}
+        grads = {k: place(g, "data", *specs.get(k, ())) for k, g in grads.items()}
+        state, update, found = tx.init(params), jax.jit(tx.update), []
+        for _ in range(2):
+            updates, state = update(grads, state)
+            found.append(jax.tree.map(np.asarray, updates))
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_leaves_of_two_partitions_and_two_steps(name: str) -> None:
+    make, g = METHODS[name], equal_gradients(name)
+    tx = optax.partition({"a": make(), "b": make()}, {"w": "a", "x": "b"})
+    first, second = steps(tx, GLOBAL.mesh(4), {"w": g, "x": g}, {})
+    assert np.mean(first["w"] != first["x"]) > 0.1
+    assert np.mean(first["w"] != second["w"]) > 0.1
+
+
+@pytest.mark.parametrize("name", ["cnat", "ties of a vote"])
+def test_shards_of_a_leaf_but_not_copies(name: str) -> None:
+    g = equal_gradients(name)
+    specs = {"sharded": (None, "model"), "copied": ()}
+    same = np.concatenate([g[..., :32], g[..., :32]], axis=-1)  # both shards hold the same
+    (found, _) = steps(METHODS[name](), MODEL.mesh(4), {"sharded": same, "copied": g}, specs)
+    left, right = np.split(found["sharded"], 2, axis=-1)
+    assert np.mean(left != right) > 0.1
+
+
+def test_a_label_without_leaves() -> None:
+    methods = [*METHODS.values(), lambda: jaxcomm.sparse_mean("data", 0.1, "topk_allgather")]
+    for make in methods:
+        tx = optax.partition({"a": jaxcomm.mean("data"), "b": make()}, {"w": "a"})
+        grads = {"w": np.ones((4, *SHAPE), np.float32)}
+        (found, _) = steps(tx, GLOBAL.mesh(4), grads, {})
+        np.testing.assert_array_equal(found["w"], np.ones(SHAPE))
