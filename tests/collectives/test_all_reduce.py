@@ -15,7 +15,7 @@ import jaxcomm
 import oracles
 from algorithm_table import CASES, NAMED, SCHEDULED, bytes_sent, mean_on_all, mean_program
 from jaxcomm.collectives import algorithms
-from pairwise import every_pair
+from pairs import every_pair
 
 WORLDS = [1, 2, 3, 4, 5, 8]
 LENGTHS = [1, 7, 37, 1000]

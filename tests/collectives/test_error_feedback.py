@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from algorithm_table import CASES, NAMED
 from jaxcomm import codecs, collectives
 from jaxcomm.collectives import algorithms
-from pairwise import every_pair
+from pairs import every_pair
 
 CODECS: dict[str, codecs.Codec] = {
     "bfloat16": codecs.bfloat16(),

@@ -16,7 +16,7 @@ from algorithm_table import CASES, NAMED, SCHEDULED, block_length, vote_planes
 from jaxcomm import collectives
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.reductions import Majority
-from pairwise import every_pair
+from pairs import every_pair
 from processes import ROOT, run_processes
 
 LENGTHS = [1, 33, 1000]

@@ -14,7 +14,7 @@ import oracles
 from algorithm_table import CASES, NAMED, bytes_sent, mean_on_all, mean_program
 from codec_oracles import HALF, blockwise, cnat_window, fp8
 from jaxcomm import codecs
-from pairwise import every_pair
+from pairs import every_pair
 
 NEAREST = codecs.cnat(rounding="nearest")
 DETERMINISTIC: dict[str, tuple[codecs.Codec, oracles.Rounding]] = {

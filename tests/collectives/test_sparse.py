@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 import jaxcomm
 from jaxcomm import sparse
-from pairwise import every_pair
+from pairs import every_pair
 from sparse_table import CASES, DENSITY, N, compiled, exchanged, normal
 
 MakeMesh = Callable[[int], Mesh]
