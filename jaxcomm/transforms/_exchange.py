@@ -29,7 +29,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm.transforms._buckets import Bucket, joined, split
 from jaxcomm.transforms._layout import Layout, check_gradients, restrict
 from jaxcomm.transforms._wrappers import refuse_wrappers
-from jaxcomm.transforms.per_device import PerDevice
+from jaxcomm.transforms.per_device import PerDevice, require_own
 
 Arrays = list[jax.Array]
 Own = tuple[Arrays, ...]
@@ -98,6 +98,8 @@ def on_every_device(
     Returns:
       The results, in the shapes of the parameters in both views, and the next `own`.
     """
+    for part in own:
+        require_own(part, layout)
     specs, own_specs = [leaf.spec for leaf in layout.leaves], [list(part.specs) for part in own]
     is_manual = _axes.is_manual(layout.axis_name)
     if is_manual:

@@ -15,7 +15,7 @@ from jaxcomm.transforms._layout import (
     layout_of,
 )
 from jaxcomm.transforms._wrappers import refuse_wrappers
-from jaxcomm.transforms.per_device import PerDevice, zeros_per_device
+from jaxcomm.transforms.per_device import PerDevice, require_own, zeros_per_device
 
 
 class ControlVariatesState(NamedTuple):
@@ -101,6 +101,7 @@ def control_variates(
         refuse_wrappers()
         grads, treedef = jax.tree.flatten(updates)
         check_gradients(grads, state.layout)
+        require_own(state.average, state.layout)
         filled, is_local = filled_leaves(state.layout), _axes.is_manual(state.layout.axis_name)
         own = {
             i: grads[i].reshape(old.shape).astype(jnp.float32)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
 from jaxcomm.transforms._layout import Layout, layout_of
-from jaxcomm.transforms.per_device import PerDevice
+from jaxcomm.transforms.per_device import PerDevice, require_own
 
 
 @jax.tree_util.register_static
@@ -117,6 +117,8 @@ def local(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
+        require_own(state.inner, state.layout)
+
         def one(updates: Any, leaves: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
             inner_state = state.structure.state_of(leaves)
             updates, inner_state = inner.update(updates, inner_state, params, **extra_args)

@@ -15,7 +15,7 @@ from jaxcomm.transforms._layout import (
     layout_of,
 )
 from jaxcomm.transforms._wrappers import refuse_wrappers
-from jaxcomm.transforms.per_device import PerDevice, zeros_per_device
+from jaxcomm.transforms.per_device import PerDevice, require_own, zeros_per_device
 
 
 class MultiStepsState(NamedTuple):
@@ -72,6 +72,7 @@ def multi_steps(
         refuse_wrappers()
         grads, treedef = jax.tree.flatten(updates)
         check_gradients(grads, state.layout)
+        require_own(state.accumulated, state.layout)
         total = _add(grads, state)
         is_local = _axes.is_manual(state.layout.axis_name)
         means = list(grads)

@@ -33,6 +33,24 @@ class PerDevice:
 NOTHING = PerDevice([], ())
 
 
+def require_own(own: PerDevice, layout: Layout) -> None:
+    """Raises a ValueError unless each device sees its own part of per-device state.
+
+    Passed to `jax.shard_map` as replicated, it would be taken for one device's, and what the others
+    keep would be lost.
+    """
+    is_manual = _axes.is_manual(layout.axis_name)
+    expected = 1 if is_manual else layout.world
+    for x in own.values:
+        if x.shape[0] != expected:
+            raise ValueError(
+                f"the state of each device has a leading axis of {x.shape[0]} here, expected "
+                f"{expected}: it differs from device to device and cannot be replicated. "
+                "Give jax.shard_map the specs of jaxcomm.state_spec(tx, params, mesh), in in_specs "
+                "and out_specs, in place of PartitionSpec()."
+            )
+
+
 def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDevice:
     """A float32 zero on every device for every element of some parameters, none of them empty."""
     specs = tuple(PartitionSpec(layout.axis_name, *layout.leaves[i].spec) for i in which)

@@ -103,6 +103,11 @@ def hierarchical(near: Algorithm, far: Algorithm) -> Hierarchical:
       TypeError: if these are not algorithms with a reduce-scatter of their own.
     """
     for algorithm in (near, far):
+        if isinstance(algorithm, str):
+            raise TypeError(
+                f"hierarchical takes algorithms, got the name {algorithm!r}; "
+                f"write jaxcomm.algorithms.{algorithm}()."
+            )
         if not isinstance(algorithm, Algorithm) or algorithm.name in ("native", "hierarchical"):
             raise TypeError(
                 f"hierarchical needs a direct, ring, halving_doubling or circulant algorithm for "

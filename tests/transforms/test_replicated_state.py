@@ -1,0 +1,42 @@
+"""State that differs from device to device cannot pass as replicated."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxcomm
+
+METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "residual": lambda: jaxcomm.mean("data", "bfloat16", error_feedback=True),
+    "votes": lambda: jaxcomm.majority_vote("data", error_feedback=True),
+    "TopkA": lambda: jaxcomm.sparse_mean("data", 0.1, "topk_allgather"),
+    "1-bit Adam": lambda: jaxcomm.one_bit_adam("data", 0.1, dense_steps=1),
+    "local": lambda: optax.chain(jaxcomm.local("data", optax.trace(0.9)), jaxcomm.mean("data")),
+    "multi_steps": lambda: jaxcomm.multi_steps(jaxcomm.mean("data"), 2),
+    "control variates": lambda: optax.chain(
+        jaxcomm.control_variates(jaxcomm.mean("data")), jaxcomm.majority_vote("data")
+    ),
+}
+
+
+@pytest.mark.parametrize("checks", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_wrong_spec_is_refused_with_the_right_one(
+    name: str, checks: bool, make_mesh: Any
+) -> None:
+    tx, P = METHODS[name](), jax.P
+    with jax.set_mesh(make_mesh(4)):
+        state = tx.init(jnp.zeros((4, 8)))
+
+        def step(grads: Any, state: Any) -> Any:
+            return tx.update(grads[0], state)
+
+        wrong = jax.shard_map(
+            step, in_specs=(P("data"), P()), out_specs=(P(), P()), check_vma=checks
+        )
+        with pytest.raises(ValueError, match=r"leading axis of 4 here, expected 1.*state_spec\(tx"):
+            jax.eval_shape(wrong, jnp.zeros((4, 4, 8)), state)
