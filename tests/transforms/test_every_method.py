@@ -45,7 +45,9 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
         jaxcomm.majority_vote("data", error_feedback=True), SGD
     ),
     "Signum": lambda: optax.chain(
-        jaxcomm.local("data", optax.trace(0.9)), jaxcomm.majority_vote("data"), optax.sgd(0.01)
+        jaxcomm.local("data", optax.trace(0.9)),
+        jaxcomm.majority_vote("data", ties="zero"),
+        optax.sgd(0.01),
     ),
     "votes on corrected gradients": lambda: optax.chain(
         jaxcomm.control_variates(jaxcomm.mean("data", "bfloat16"), 2),
@@ -200,13 +202,14 @@ FRAMEWORKS: dict[str, Callable[[optax.GradientTransformation], Any]] = {
 
 
 # Where a method runs beside a dict in the global view on a mesh with a further axis, which all do.
-# Methods whose states are of different kinds meet every framework: counters, residuals, momenta of
+# Every framework has methods whose states are of different kinds: counters, residuals, momenta of
 # each device, thresholds of each bucket, an optimizer, stages, accumulated gradients.
 EVERYWHERE = ["mean in bfloat16", "int8, errors fed back"]
 TOPK = "TopkA with momentum correction"
 FURTHER = {
     "shard_map": [*EVERYWHERE, "1-bit Adam", "multi_steps"],
     "shard_map with checks": METHODS,
+    # Without coins: they follow the paths of leaves, which nnx names otherwise.
     "nnx": [*EVERYWHERE, "Signum", "1-bit Adam"],
     "TrainState": [*EVERYWHERE, TOPK, "votes with scales, errors fed back", "warm-up, then qsgd"],
 }
@@ -242,10 +245,3 @@ def test_the_same_parameters_in_every_framework(method: str) -> None:
 @pytest.mark.parametrize("method", ON_ONE_AXIS)
 def test_the_same_parameters_on_one_axis(method: str) -> None:
     assert_the_same(method, 1, ["shard_map with checks"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model", [1, 2])
-@pytest.mark.parametrize("method", METHODS)
-def test_the_same_parameters_everywhere(method: str, model: int) -> None:
-    assert_the_same(method, model, list(FRAMEWORKS))
