@@ -72,7 +72,8 @@ def check(mesh: Mesh, name: str, tie: str, zero: str, n: int) -> None:
     assert sent == vote_planes(case.schedule(world), there, back) * block
 
 
-@every_pair(newest=True, name=SCHEDULED, world=[3, 5, 8], tie=TIES, zero=ZEROS, n=LENGTHS)
+# At 7 devices, messages of circulant hold blocks of different counts.
+@every_pair(newest=True, name=SCHEDULED, world=[3, 7, 8], tie=TIES, zero=ZEROS, n=LENGTHS)
 def test_every_algorithm_gives_the_oracle_and_sends_its_planes(
     make_mesh: MakeMesh, name: str, world: int, tie: str, zero: str, n: int
 ) -> None:
