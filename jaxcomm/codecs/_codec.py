@@ -44,19 +44,6 @@ class Codec:
         """The operations of the codec that have more than one implementation."""
         return ()
 
-    def with_implementation(self, option: _implementations.Option) -> "Codec":
-        """The same codec with another `implementation`.
-
-        Args:
-          option: None, "xla", "mosaic", "triton", "measure", or a mapping from some of `operations`
-            to these.
-
-        Raises:
-          TypeError, ValueError: for an option that is wrong for this codec.
-        """
-        option = _implementations.check(option, self.operations, self.name)
-        return dataclasses.replace(self, implementation=option)
-
     @property
     def is_random(self) -> bool:
         """Whether `encode` rounds at random and needs a key."""

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jaxcomm.codecs._codec import Codec
 from jaxcomm.codecs.float32 import Float32
-from jaxcomm.kernels import _implementations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +47,6 @@ class RandomK(Codec):
     def operations(self) -> tuple[str, ...]:
         """Those of the codec of the values."""
         return self.values.operations
-
-    def with_implementation(self, option: _implementations.Option) -> "RandomK":
-        """The same codec; the option goes to the codec of the values."""
-        return dataclasses.replace(self, values=self.values.with_implementation(option))
 
     def drawn(self, n: int) -> int:
         """The number of values that are drawn of n."""

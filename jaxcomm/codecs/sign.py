@@ -13,20 +13,6 @@ from jaxcomm.kernels.sign_feedback import sign_feedback
 OPERATIONS = ("sign_feedback",)
 
 
-def encode(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """The signs of each message, behind the scale that keeps its L2 norm.
-
-    Args:
-      x: float32 `(..., n)`; leading axes are independent messages, each ends in zeros of padding.
-      counts: int32 `(...)`, the number of values of each message without the padding.
-
-    Returns:
-      uint32 `(..., 1 + ceil(n / 32))`: the bits of the scale ||x|| / sqrt(count), then one bit a
-      value, 1 if it is positive.
-    """
-    return _payload(_scale(x, counts), bitplanes.pack(x))
-
-
 def encode_with_feedback(
     x: jax.Array,
     residual: jax.Array,
@@ -34,7 +20,7 @@ def encode_with_feedback(
     *,
     implementation: _implementations.Option = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Encodes `x + residual`, and keeps the error.
+    """The signs of `x + residual`, behind the scale that keeps its L2 norm; and the error.
 
     Args:
       x: float32 `(..., n)`; leading axes are independent messages, each ends in zeros of padding.
@@ -43,13 +29,16 @@ def encode_with_feedback(
       implementation: which implementation of OPERATIONS runs; None is "xla".
 
     Returns:
-      The payload, `encode(x + residual, counts)`. The next residual, float32 `(..., n)`: the
-      difference of `x + residual` and the decoded payload, and zero in the padding.
+      The payload, uint32 `(..., 1 + ceil(n / 32))`: the bits of the scale, which is the L2 norm
+      over sqrt(count), then one bit a value, 1 if it is positive. And the next residual, float32
+      `(..., n)`: `x + residual` minus the decoded payload, and zero in the padding.
     """
     scale = _scale(x + residual, counts)
     words, residual = sign_feedback(x, residual, scale, implementation=implementation)
     place = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    return _payload(scale, words), jnp.where(place < counts[..., None], residual, jnp.float32(0))
+    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
+    payload = jnp.concatenate([bits[..., None], words], axis=-1)
+    return payload, jnp.where(place < counts[..., None], residual, jnp.float32(0))
 
 
 def decode(payload: jax.Array, n: int) -> jax.Array:
@@ -67,8 +56,3 @@ def _scale(x: jax.Array, counts: jax.Array) -> jax.Array:
     unit = jnp.where(largest > 0, jnp.minimum(largest, jnp.float32(2.0**126)), jnp.float32(1))
     squares = jnp.sum(jnp.square(x / unit[..., None]), axis=-1)
     return unit * jnp.sqrt(squares / jnp.maximum(counts, 1).astype(jnp.float32))
-
-
-def _payload(scale: jax.Array, words: jax.Array) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
-    return jnp.concatenate([bits[..., None], words], axis=-1)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxcomm import _axes, _paths, codecs
 from jaxcomm._axes import AxisName
+from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.reductions import CodedMean, RandomKMean, Reduction
@@ -35,9 +36,9 @@ def mean_of(
         raise ValueError(
             f'error_feedback must be True, False or "first_hop", got {error_feedback!r}.'
         )
-    sent = codec.values if isinstance(codec, codecs.RandomK) else codec
+    sent = codec.values if isinstance(codec, RandomK) else codec
     back = sent if second_hop is None else codecs.from_name(second_hop)
-    if isinstance(back, codecs.RandomK):
+    if isinstance(back, RandomK):
         raise ValueError("random_k draws once for both hops; name the format of its values.")
     if algorithm is None:
         algorithm = "native" if sent == back == codecs.float32() else "direct"
@@ -62,7 +63,7 @@ def mean_of(
     operations = tuple(dict.fromkeys((*sent.operations, *back.operations)))
     option = _implementations.check(implementation, operations, f"a mean in {codec.name}")
     sent, back = (dataclasses.replace(used, implementation=option) for used in (sent, back))
-    if isinstance(codec, codecs.RandomK):
+    if isinstance(codec, RandomK):
         return RandomKMean(sent, back, error_feedback, selection=codec), chosen
     return CodedMean(sent, back, error_feedback), chosen
 

@@ -1,7 +1,6 @@
 """Any optax transformation, on every device's own gradients."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
+from jaxcomm.transforms._exchange import all_finite
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms.per_device import PerDevice, require_own
 
@@ -129,7 +129,7 @@ def local(
             leaves = [x[None] for x in leaves]
         else:
             updates, leaves = jax.vmap(one, spmd_axis_name=axis_name)(updates, state.inner.values)
-        finite = _all_finite(updates)
+        finite = _finite_everywhere(updates)
         leaves = [
             jnp.where(finite, new, old) for new, old in zip(leaves, state.inner.values, strict=True)
         ]
@@ -138,12 +138,9 @@ def local(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _all_finite(updates: Any) -> jax.Array:
+def _finite_everywhere(updates: Any) -> jax.Array:
     """Whether all updates of all devices are finite, equal on all devices of the mesh."""
-    finite = functools.reduce(
-        jnp.logical_and, (jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(updates)), jnp.bool_(1)
-    )
-    axes = _axes.manual_axes()
+    finite, axes = all_finite(jax.tree.leaves(updates)), _axes.manual_axes()
     if not axes:
         return finite
     varying = axes if any(map(_axes.checks_on, axes)) else frozenset()

@@ -140,18 +140,19 @@ def majority_vote(
     def on_device(grads: Arrays, own: Own, step: jax.Array, layout: Layout) -> tuple[Arrays, Own]:
         large, exempt_ = split_off_exempt(layout)
         buckets = buckets_of(layout, large, bucket_order, limit)
-        key = jax.random.fold_in(jax.random.key(seed), step)
+        step_key = jax.random.fold_in(jax.random.key(seed), step)
+        zero_key, tie_key = jax.random.split(step_key)
         (old,) = own
         ballots = {i: grads[i].astype(jnp.float32) for i in large}
         votes, scales = ballots, {}
         if error_feedback:
             ballots = {i: ballots[i] + r for i, r in zip(large, old, strict=True)}
-            keys = {i: key_of(key, layout, (i,)) for i in large}
+            keys = {i: key_of(zero_key, layout, (i,)) for i in large}
             votes = {i: _decided(x, zeros, keys[i], axis_name) for i, x in ballots.items()}
             scales = {("scale", i): jnp.mean(jnp.abs(x)) for i, x in ballots.items()}
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, None]:
-            reduction = Majority(ties, zeros, key_of(key, layout, buckets[number]), option)
+            reduction = Majority(ties, zeros, key_of(tie_key, layout, buckets[number]), option)
             return collectives.all_reduce(joined(parts), axis_name, reduction, chosen), None
 
         done = exchange_buckets(

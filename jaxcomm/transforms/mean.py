@@ -98,7 +98,7 @@ def mean(
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
       implementation: which version of a kernel runs where there are several: None, "xla", "mosaic",
         "triton", "measure" (time them once on this device), or a mapping from operations to these.
-        `jaxcomm/kernels/_implementations.py` lists the operations.
+        `docs/kernels.md` lists the operations.
 
     Returns:
       A transformation whose `update` takes local gradients (from `jaxcomm.value_and_grad`) and

@@ -149,7 +149,7 @@ def test_padding_changes_nothing_before_it(case: Case, n: int) -> None:
     x = samples()[:, :n]
     alone = there_and_back(case.codec, x)
     padded = there_and_back(case.codec, np.pad(x, ((0, 0), (0, N - n))))
-    if isinstance(case.codec, codecs.ScaledSign):  # only the scale of the last block shrinks
+    if case.codec.name == "scaled_sign":  # only the scale of the last block shrinks
         before, last = n // case.codec.block_size * case.codec.block_size, n - 1
         np.testing.assert_array_equal(padded[:, :before], alone[:, :before])
         assert (np.abs(padded[:, last]) <= np.abs(alone[:, last])).all()
@@ -325,30 +325,13 @@ def test_the_codecs_with_kernels() -> None:
 
 @pytest.mark.parametrize("case", WITH_KERNELS, ids=lambda case: case.name)
 def test_the_option_reaches_the_kernels_of_a_codec(case: Case) -> None:
-    codec = case.codec.with_implementation("mosaic")
+    codec = dataclasses.replace(case.codec, implementation="mosaic")
     assert codec == case.codec and codec.implementation == "mosaic"
     x = jnp.zeros(8)
     payloads = jax.eval_shape(case.codec.encode, x[None], KEY)
     for call in (lambda: codec.encode(x, KEY), lambda: codec.decode_and_sum(payloads, 8)):
         with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
             call()
-    option = {codec.operations[0]: "xla"}
-    one = case.codec.with_implementation(option)
-    assert one.implementation == tuple(option.items()) and hash(one) == hash(case.codec)
+    one = dataclasses.replace(codec, implementation=((codec.operations[0], "xla"),))
+    assert hash(one) == hash(case.codec)
     jax.eval_shape(one.encode, x, KEY)
-
-
-def test_the_option_reaches_the_values_of_random_k() -> None:
-    codec = codecs.random_k(0.5, codecs.int8()).with_implementation("mosaic")
-    assert codec.values.implementation == "mosaic"
-    with pytest.raises(NotImplementedError, match="integers.encode: .* no NVIDIA GPU"):
-        codec.encode(jnp.zeros(8), KEY)
-
-
-def test_a_codec_refuses_options_that_it_has_not() -> None:
-    with pytest.raises(ValueError, match="bfloat16 has only the plain version"):
-        codecs.bfloat16().with_implementation("mosaic")
-    with pytest.raises(ValueError, match="int8: integers.decode_and_sum has|int8: integers.encode"):
-        codecs.int8().with_implementation("triton")
-    with pytest.raises(ValueError, match='"select.compact", which int4 does not use'):
-        codecs.int4().with_implementation({"select.compact": "triton"})

@@ -6,6 +6,7 @@ add its row here.
 
 from collections.abc import Callable
 
+from jaxcomm._names import from_table
 from jaxcomm.collectives.algorithms._algorithm import Algorithm as Algorithm
 from jaxcomm.collectives.algorithms.circulant import circulant
 from jaxcomm.collectives.algorithms.direct import direct
@@ -25,19 +26,5 @@ BY_NAME: dict[str, Callable[..., Algorithm]] = {
 
 
 def from_name(algorithm: str | Algorithm) -> Algorithm:
-    """The algorithm with that name and its defaults; an algorithm is returned as it is.
-
-    Raises:
-      ValueError: for an unknown name.
-      TypeError: for anything that is neither a name nor an algorithm.
-    """
-    if isinstance(algorithm, Algorithm):
-        return algorithm
-    if not isinstance(algorithm, str):
-        raise TypeError(
-            f"algorithm must be a name ({', '.join(BY_NAME)}) or an algorithm, got {algorithm!r}; "
-            "a factory must be called: jaxcomm.algorithms.ring()."
-        )
-    if algorithm not in BY_NAME:
-        raise ValueError(f"unknown algorithm {algorithm!r}; choose one of {', '.join(BY_NAME)}.")
-    return BY_NAME[algorithm]()
+    """The algorithm with that name and its defaults; see `_names.from_table`."""
+    return from_table(algorithm, BY_NAME, Algorithm, "algorithm", "jaxcomm.algorithms.ring()")

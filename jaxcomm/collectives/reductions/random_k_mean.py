@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
-from jaxcomm.codecs import RandomK
+from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives.reductions._reduction import Prepared
 from jaxcomm.collectives.reductions.coded_mean import CodedMean
 

@@ -6,6 +6,7 @@ sparse all-reduce, write its file and add its row here.
 
 from collections.abc import Callable
 
+from jaxcomm._names import from_table
 from jaxcomm.collectives.sparse._sparse import Carried as Carried
 from jaxcomm.collectives.sparse._sparse import SparseAllReduce as SparseAllReduce
 from jaxcomm.collectives.sparse._sparse import SparseResult as SparseResult
@@ -25,20 +26,6 @@ BY_NAME: dict[str, Callable[..., SparseAllReduce]] = {
 
 
 def from_name(algorithm: str | SparseAllReduce) -> SparseAllReduce:
-    """The sparse all-reduce with that name and its defaults.
-
-    Raises:
-      ValueError: for an unknown name.
-      TypeError: for anything that is neither a name nor a sparse all-reduce.
-    """
-    if isinstance(algorithm, SparseAllReduce):
-        return algorithm
-    names = ", ".join(BY_NAME)
-    if not isinstance(algorithm, str):
-        raise TypeError(
-            f"algorithm must be a name ({names}) or a sparse all-reduce, got {algorithm!r}; "
-            "a factory must be called: jaxcomm.sparse.oktopk()."
-        )
-    if algorithm not in BY_NAME:
-        raise ValueError(f"unknown sparse algorithm {algorithm!r}; choose one of {names}.")
-    return BY_NAME[algorithm]()
+    """The sparse all-reduce with that name and its defaults; see `_names.from_table`."""
+    example = "jaxcomm.sparse.oktopk()"
+    return from_table(algorithm, BY_NAME, SparseAllReduce, "sparse algorithm", example)
