@@ -80,7 +80,8 @@ def local(
       A transformation for the place before `jaxcomm.mean` or `jaxcomm.majority_vote`. Every device
       has a state of its own.
 
-    Wire: one int32 or bool, for the flag.
+    Wire: one flag, an int32 or a bool; where leaves are sharded over a further axis, in the global
+    view also one for each leaf over that axis.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm, optax
@@ -119,17 +120,19 @@ def local(
     ) -> tuple[Any, Any]:
         require_own(state.inner, state.layout)
 
-        def one(updates: Any, leaves: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
+        def one(updates: Any, leaves: list[jax.Array]) -> tuple[Any, list[jax.Array], jax.Array]:
             inner_state = state.structure.state_of(leaves)
             updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
-            return updates, state.structure.arrays_of(inner_state)
+            finite = all_finite(jax.tree.leaves(updates))
+            return updates, state.structure.arrays_of(inner_state), finite
 
         if _axes.is_manual(axis_name):
-            updates, leaves = one(updates, [x[0] for x in state.inner.values])
-            leaves = [x[None] for x in leaves]
+            updates, leaves, finite = one(updates, [x[0] for x in state.inner.values])
+            leaves, finite = [x[None] for x in leaves], _on_all_devices(finite)
         else:
-            updates, leaves = jax.vmap(one, spmd_axis_name=axis_name)(updates, state.inner.values)
-        finite = _finite_everywhere(updates)
+            each = jax.vmap(one, spmd_axis_name=axis_name)
+            updates, leaves, finite = each(updates, state.inner.values)
+            finite = jnp.all(finite)
         leaves = [
             jnp.where(finite, new, old) for new, old in zip(leaves, state.inner.values, strict=True)
         ]
@@ -138,14 +141,12 @@ def local(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _finite_everywhere(updates: Any) -> jax.Array:
-    """Whether all updates of all devices are finite, equal on all devices of the mesh."""
-    finite, axes = all_finite(jax.tree.leaves(updates)), _axes.manual_axes()
-    if not axes:
-        return finite
+def _on_all_devices(flag: jax.Array) -> jax.Array:
+    """Whether the flag is set on all devices of the mesh, in the manual view."""
+    axes = _axes.manual_axes()
     varying = axes if any(map(_axes.checks_on, axes)) else frozenset()
-    flag = _axes.as_varying(finite.astype(jnp.int32), varying)
-    return jax.lax.pmin(flag, tuple(sorted(axes))) == 1
+    flags = _axes.as_varying(flag.astype(jnp.int32), varying)
+    return jax.lax.pmin(flags, tuple(sorted(axes))) == 1
 
 
 def _specs_of(state: Any, layout: Layout) -> Any:
