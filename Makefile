@@ -11,19 +11,29 @@ PINS ?=
 # The lower bounds of the library's own dependencies, as pins.
 OLDEST = $(shell sed -nE 's/^    "(jax|numpy|optax)>=([0-9.]+)",$$/\1==\2/p' pyproject.toml)
 
-PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+# Modules are compiled when they are first imported: most never are, and compiling all takes as long
+# as installing them.
+INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile
 VERSIONS = $(VENV)/bin/python -c "import platform, importlib.metadata as m; print( \
 	'Python', platform.python_version(), *(f'{p} {m.version(p)}' for p in ('jax', 'optax', 'numpy')))"
-# The tests that start other processes run one at a time and beside nothing else. XLA_TEST_FLAGS are
-# for the others. Most of their time is compiling: without LLVM's optimizations they take two thirds
-# of it. With them run those that start other processes, and all of `make test-oldest`.
-WITHOUT_OPTIMIZATIONS = --xla_backend_optimization_level=0
+# The tests that start other processes run one at a time and beside nothing else. The others compile
+# quickly where QUICK is set: without LLVM's optimizations and, where XLA still has it, with its
+# simpler code generator they take half of the time. XLA ends the process for a flag that it does not
+# know. With all optimizations run those that start other processes, and all of `make test-oldest`.
 define run_tests
 	@$(VERSIONS)
-	XLA_FLAGS="$$XLA_FLAGS $(XLA_TEST_FLAGS)" \
-	  $(VENV)/bin/python -m pytest -n $(WORKERS) -m "$(1) and not multiprocess"
-	$(VENV)/bin/python -m pytest -m "$(1) and multiprocess"
+	@if [ -n "$(QUICK)" ]; then \
+	  export XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"; \
+	  simpler="$$XLA_FLAGS --xla_cpu_use_fusion_emitters=false"; \
+	  XLA_FLAGS=$$simpler $(VENV)/bin/python -c "import jax; jax.devices('cpu')" 2>/dev/null && \
+	    export XLA_FLAGS="$$simpler"; \
+	fi; \
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "$(1) and not multiprocess" $(2)
+	$(VENV)/bin/python -m pytest -m "$(1) and multiprocess" $(2)
 endef
+# Where the tests of the subset are; the others import what its environment does not have.
+SUBSET = $(addprefix tests/,codecs collectives kernels transforms test_processes.py test_readme.py \
+  test_wire.py)
 
 .PHONY: help
 help:  ## list these targets
@@ -33,19 +43,23 @@ help:  ## list these targets
 train: $(VENV)/.installed-train  ## the main job: PROCESSES=4 processes train CONFIG
 	$(VENV)/bin/python -m train.launch --processes=$(PROCESSES) -- --config=$(CONFIG)
 
-# The closing line of pytest is the last line, so what is not run is said first.
+# The closing line of pytest is the last line, so what is not run is said first. The environment of
+# the newest jax is made while lint runs, which leaves a core free.
 .PHONY: test
 test: $(VENV)/.installed-test  ## lint, the whole suite, and a small part of it on the newest jax
-	@$(MAKE) --no-print-directory lint
 	@newest=$$(.ci/newest_python.sh $(VENV)/bin/python) || exit 1; \
-	if [ -z "$$newest" ]; then \
+	subset="$(MAKE) --no-print-directory VENV=.venv-newest PYTHON=$$newest"; \
+	if [ -n "$$newest" ]; then \
+	  $$subset .venv-newest/.installed-test-subset & \
+	else \
 	  echo "The subset for the newest jax is NOT run: found no Python that is newer than" \
 	    "the one in $(VENV) and at least 3.12."; \
 	fi; \
+	$(MAKE) --no-print-directory lint || exit 1; \
+	wait; \
 	$(MAKE) --no-print-directory test-suite || exit 1; \
 	if [ -n "$$newest" ]; then \
-	  $(MAKE) --no-print-directory test-subset VENV=.venv-newest PYTHON="$$newest" \
-	    XLA_TEST_FLAGS="$(WITHOUT_OPTIMIZATIONS)"; \
+	  $$subset test-subset QUICK=yes; \
 	fi
 
 .PHONY: lint
@@ -56,7 +70,7 @@ lint: $(VENV)/.installed-test  ## ruff, pyright, sizes of modules and functions
 	$(VENV)/bin/python tests/test_structure.py
 
 .PHONY: test-suite
-test-suite: XLA_TEST_FLAGS = $(WITHOUT_OPTIMIZATIONS)
+test-suite: QUICK = yes
 test-suite: $(VENV)/.installed-test  ## all tests but the slow ones, on the default Python
 	$(call run_tests,not slow and not gpu)
 
@@ -65,8 +79,8 @@ test-slow: $(VENV)/.installed-test  ## the slow tests
 	$(VENV)/bin/python -m pytest -m "slow and not gpu"
 
 .PHONY: test-subset
-test-subset: $(VENV)/.installed-test
-	$(call run_tests,newest and not slow and not gpu)
+test-subset: $(VENV)/.installed-test-subset
+	$(call run_tests,newest and not slow and not gpu,$(SUBSET))
 
 .PHONY: test-newest
 test-newest:  ## all tests but the slow ones on the newest jax, with all interpreted kernels
@@ -113,22 +127,27 @@ clean:  ## remove the environments, the caches and what runs left behind
 # Installed again whenever pyproject.toml changes; `test` holds all that `train` needs.
 $(VENV)/.installed-train: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing jaxcomm and what the training program needs into $(VENV) ..."
-	@$(PIP) install --editable ".[train]" $(PINS)
+	@$(INSTALL) --editable ".[train]" $(PINS)
+	@touch $@
+
+$(VENV)/.installed-test-subset: pyproject.toml | $(VENV)/bin/pip
+	@echo "Installing jaxcomm and what a subset of its tests needs into $(VENV) ..."
+	@$(INSTALL) --editable ".[test-subset]" $(PINS)
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing jaxcomm and what its tests need into $(VENV) ..."
-	@$(PIP) install --editable ".[test]" $(PINS)
-	@touch $@ $(VENV)/.installed-train
+	@$(INSTALL) --editable ".[test]" $(PINS)
+	@touch $@ $(VENV)/.installed-train $(VENV)/.installed-test-subset
 
 $(VENV)/.installed-gpu: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing jaxcomm and what runs on GPUs into $(VENV) ..."
-	@$(PIP) install --editable ".[test,gpu]" $(PINS)
+	@$(INSTALL) --editable ".[test,gpu]" $(PINS)
 	@touch $@ $(VENV)/.installed-test $(VENV)/.installed-train
 
 $(VENV)/.installed-gpu-aot: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing jaxcomm and what compiles for GPUs into $(VENV) ..."
-	@$(PIP) install --editable ".[test,gpu-aot]" $(PINS)
+	@$(INSTALL) --editable ".[test,gpu-aot]" $(PINS)
 	@touch $@ $(VENV)/.installed-test $(VENV)/.installed-train
 
 $(VENV)/bin/pip:

@@ -63,7 +63,6 @@ def test_a_word_takes_its_bits_from_32_streams() -> None:
     np.testing.assert_array_equal(bitplanes.pack(x), np.uint32([3, 1, 2**31]))
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("n", LENGTHS)
 def test_every_length(n: int) -> None:
     bits = np.random.default_rng(n).random((2, n)) < 0.5
@@ -105,14 +104,12 @@ def test_unpack_ignores_the_bits_that_no_coordinate_owns() -> None:
     np.testing.assert_array_equal(bitplanes.pack(bitplanes.unpack(words, 33)), packed(np.ones(33)))
 
 
-@pytest.mark.newest
 def test_random_words_survive() -> None:
     words = np.random.default_rng(0).integers(0, 2**32, (3, 7), dtype=np.uint32)
     np.testing.assert_array_equal(bitplanes.unpack(words, 224), unpacked(words, 224))
     np.testing.assert_array_equal(bitplanes.pack(bitplanes.unpack(words, 224)), words)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("wrapper", [lambda f: f, jax.jit])
 def test_special_values(wrapper: Callable) -> None:
     tiny, huge = np.float32(2.0**-149), np.finfo(np.float32).max
@@ -128,7 +125,6 @@ def test_any_pattern_of_float32() -> None:
     np.testing.assert_array_equal(jax.jit(bitplanes.pack)(x), packed(x > 0))
 
 
-@pytest.mark.newest
 def test_every_pattern_of_bfloat16() -> None:
     patterns = np.arange(2**16, dtype=np.uint16)
     wide = (patterns.astype(np.uint32) << 16).view(np.float32)
@@ -136,7 +132,6 @@ def test_every_pattern_of_bfloat16() -> None:
     np.testing.assert_array_equal(words, packed(wide > 0))
 
 
-@pytest.mark.newest
 def test_signs() -> None:
     x = np.random.default_rng(2).standard_normal((2, 45), np.float32)
     y = jax.jit(bitplanes.signs, static_argnums=1)(bitplanes.pack(x), 45)
@@ -152,7 +147,6 @@ def test_planes_for() -> None:
         bitplanes.planes_for(-1)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(("P", "Q"), [*itertools.product(range(1, 5), repeat=2)])
 def test_add_every_pair_of_counts(P: int, Q: int) -> None:
     a, b = pairs(2**P, 2**Q)
@@ -187,7 +181,6 @@ def test_a_tree_of_additions_counts_votes(devices: int, seed: int) -> None:
     np.testing.assert_array_equal(tied, votes.sum(0) == devices // 2)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("P", range(1, 6))
 def test_compare_every_count_with_every_number(P: int) -> None:
     counts = np.arange(2**P)
@@ -200,7 +193,6 @@ def test_compare_every_count_with_every_number(P: int) -> None:
         np.testing.assert_array_equal(unpacked(np.asarray(equal), 2**P), counts == k)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(("P", "Q"), [*itertools.product(range(1, 6), repeat=2)])
 def test_greater_for_every_pair_of_counts(P: int, Q: int) -> None:
     a, b = pairs(2**P, 2**Q)
@@ -219,7 +211,6 @@ def majority(x: jax.Array) -> jax.Array:
     return bitplanes.signs(ones & more, n)
 
 
-@pytest.mark.newest
 def test_inside_jit_vmap_and_scan() -> None:
     x = np.random.default_rng(3).standard_normal((4, 3, 70), np.float32)
     expected = np.where((x > 0).sum(1) > 1, 1, -1)
@@ -230,7 +221,6 @@ def test_inside_jit_vmap_and_scan() -> None:
     np.testing.assert_array_equal(scanned, expected)
 
 
-@pytest.mark.newest
 def test_inside_shard_map(mesh8: jax.sharding.Mesh) -> None:
     spec = jax.P("data")
     x = np.random.default_rng(4).standard_normal((24, 70), np.float32)

@@ -44,7 +44,6 @@ def test_rounds_every_kind_of_float(
     np.testing.assert_array_equal(np.asarray(codes)[finite] >> 7, np.signbit(x)[finite])
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(("dtype", "exponent_bits", "largest", "beyond"), FORMATS)
 def test_widens_every_pattern(
     dtype: Any, exponent_bits: int, largest: float, beyond: float

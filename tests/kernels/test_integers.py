@@ -67,7 +67,6 @@ def test_equals_the_oracle_and_the_specification(
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.newest
 @every_implementation(integers.encode)
 def test_special_values(f: Callable) -> None:
     """Of blocks that are not finite only the unit matters."""
@@ -83,7 +82,6 @@ def test_special_values(f: Callable) -> None:
     np.testing.assert_allclose(decoded[7, 3], -3.4e38, rtol=1e-4)
 
 
-@pytest.mark.newest
 @every_implementation(integers.decode_and_sum)
 @pytest.mark.parametrize(
     ("levels", "size", "messages", "n"),

@@ -83,7 +83,6 @@ def test_the_faster_one_runs(wrapper: str, calls: Calls, log: pytest.LogCaptureF
     assert calls[-1] == "fast"
 
 
-@pytest.mark.newest
 def test_inside_shard_map(mesh8: jax.sharding.Mesh, calls: Calls) -> None:
     spec = jax.P("data")
     for check_vma in (True, False):
@@ -118,7 +117,6 @@ def test_equal_bits_are_demanded_but_of_nan() -> None:
     assert same(np.float32(1), np.float32(1))
 
 
-@pytest.mark.newest
 def test_a_choice_is_made_once_for_a_shape_class(calls: Calls, tmp_path: Path) -> None:
     f = operation(calls, "fast")
     f(X)
@@ -134,7 +132,6 @@ def test_a_choice_is_made_once_for_a_shape_class(calls: Calls, tmp_path: Path) -
     assert len(kept(tmp_path)) == 3
 
 
-@pytest.mark.newest
 def test_a_choice_is_read_from_the_file(
     calls: Calls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,6 @@ def test_encode(shape: tuple[int, ...], is_random: bool, f: Callable) -> None:
     np.testing.assert_array_equal(decoded, wanted)
 
 
-@pytest.mark.newest
 @every_implementation(nine_bits.encode)
 def test_special_values(f: Callable) -> None:
     x = np.zeros(32 * 128, np.float32)
@@ -58,7 +57,6 @@ def test_special_values(f: Callable) -> None:
     np.testing.assert_array_equal(decoded[8:], 0)
 
 
-@pytest.mark.newest
 @every_implementation(nine_bits.decode_and_sum)
 @pytest.mark.parametrize(("messages", "n"), [(3, 32 * 130), (1, 32 * 128), (2, 37), (2, 5445)])
 def test_decode_and_sum(messages: int, n: int, f: Callable) -> None:

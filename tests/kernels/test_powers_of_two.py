@@ -57,7 +57,6 @@ def test_what_is_not_finite_stays_so() -> None:
     np.testing.assert_array_equal(rounding.ceiling(patterns), 255)
 
 
-@pytest.mark.newest
 def test_ceiling_is_the_power_above() -> None:
     x = np.abs(any_floats())
     words = np.full(x.shape, 2**32 - 1, np.uint32)

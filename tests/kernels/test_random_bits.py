@@ -47,7 +47,6 @@ def threefry(key: tuple[int, int], counter: tuple[int, int], rounds: int) -> int
     return x
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_words_are_those_of_their_row_and_column(impl: str) -> None:
     key = jax.random.key(5, impl=impl)

@@ -33,7 +33,6 @@ def test_sent_and_kept_add_up(n: int, f: Implementation) -> None:
     np.testing.assert_array_equal(sent + np.asarray(kept), x + residual)
 
 
-@pytest.mark.newest
 @every_implementation(sign_feedback)
 @pytest.mark.parametrize(("lead", "n"), [((3,), 33), ((2, 1), 32 * 170 + 5)])
 def test_rows_have_scales_of_their_own(lead: tuple[int, ...], n: int, f: Implementation) -> None:
@@ -48,7 +47,6 @@ def test_rows_have_scales_of_their_own(lead: tuple[int, ...], n: int, f: Impleme
     np.testing.assert_array_equal(sent + kept, x + residual)
 
 
-@pytest.mark.newest
 @every_implementation(sign_feedback)
 def test_special_values(f: Implementation) -> None:
     x = np.float32([np.nan, np.inf, -np.inf, 0.0, -0.0, 2.0**-126, -(2.0**-126)])
