@@ -16,10 +16,10 @@ OLDEST = $(shell sed -nE 's/^    "(jax|numpy|optax)>=([0-9.]+)",$$/\1==\2/p' pyp
 INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile
 VERSIONS = $(VENV)/bin/python -c "import platform, importlib.metadata as m; print( \
 	'Python', platform.python_version(), *(f'{p} {m.version(p)}' for p in ('jax', 'optax', 'numpy')))"
-# The tests that start other processes run one at a time and beside nothing else. The others compile
-# quickly where QUICK is set: without LLVM's optimizations and, where XLA still has it, with its
-# simpler code generator they take half of the time. XLA ends the process for a flag that it does not
-# know. With all optimizations run those that start other processes, and all of `make test-oldest`.
+# The tests that start other processes run one at a time and beside nothing else. Where QUICK is set,
+# programs compile quickly: without LLVM's optimizations and, where XLA still has it, with its simpler
+# code generator they take half of the time. XLA ends the process for a flag that it does not know.
+# With all optimizations run the processes of tests/processes.py and all of `make test-oldest`.
 define run_tests
 	@$(VERSIONS)
 	@if [ -n "$(QUICK)" ]; then \
@@ -28,7 +28,7 @@ define run_tests
 	  XLA_FLAGS=$$simpler $(VENV)/bin/python -c "import jax; jax.devices('cpu')" 2>/dev/null && \
 	    export XLA_FLAGS="$$simpler"; \
 	fi; \
-	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "$(1) and not multiprocess" $(2)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "$(1) and not multiprocess" $(2) && \
 	$(VENV)/bin/python -m pytest -m "$(1) and multiprocess" $(2)
 endef
 # Where the tests of the subset are; the others import what its environment does not have.

@@ -5,6 +5,7 @@ exchange them, what these are made of, and what they sent.
 """
 
 from jaxcomm import codecs
+from jaxcomm._marks import mark_local, unmark_local
 from jaxcomm.collectives import algorithms, pmean, sparse
 from jaxcomm.compiling import compiler_options
 from jaxcomm.gradients import accumulate, backward_order, value_and_grad
@@ -28,6 +29,7 @@ from jaxcomm.transforms import (
     multi_steps,
     no_exchange,
     one_bit_adam,
+    set_to_zero,
     sparse_mean,
     stages,
     state_spec,
@@ -59,16 +61,19 @@ __all__ = [
     "global_batch",
     "local",
     "majority_vote",
+    "mark_local",
     "mean",
     "multi_steps",
     "no_exchange",
     "one_bit_adam",
     "pmean",
     "replicate",
+    "set_to_zero",
     "sparse",
     "sparse_mean",
     "stages",
     "state_spec",
+    "unmark_local",
     "value_and_grad",
     "wire_report",
 ]

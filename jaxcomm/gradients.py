@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
+from jaxcomm._marks import mark_local
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,19 +29,22 @@ class ValueAndGrad:
         if _axes.is_manual(self.axis_name):
             if not _axes.checks_on(self.axis_name):
                 self._refuse_averaged_loss(params, batch, args)
-            return self._on_one_device(params, batch, *args)
+            value, grads = self._on_one_device(params, batch, *args)
+            return value, mark_local(grads)
         shares = _shares(batch, world, self.axis_name)
         _refuse_unplaced(batch, self.axis_name)
         self._refuse_averaged_loss(params, shares, args)
         replicated, split = PartitionSpec(), PartitionSpec(self.axis_name)
         # The checks of shard_map would refuse common models, such as those that scan from zeros.
-        return jax.shard_map(
+        value, grads = jax.shard_map(
             lambda *inputs: _with_device_axis(self._on_one_device(*inputs)),
             in_specs=(replicated, split) + (replicated,) * len(args),
             out_specs=(replicated, split),
             axis_names=set(_axes.names_of(self.axis_name)),
             check_vma=False,
         )(params, batch, *args)
+        # Not inside the region: at its border an opaque dtype would be gathered over other axes.
+        return value, mark_local(grads)
 
     def _on_one_device(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
         if _axes.checks_on(self.axis_name):
@@ -86,7 +90,8 @@ def value_and_grad(
 
     Under plain `jax.jit` with a mesh set, the batch is global and sharded over the axis, and the
     gradients have a leading device axis; this costs no memory, as each device holds its own.
-    Inside `jax.shard_map` batch and gradients are local.
+    Inside `jax.shard_map` batch and gradients are local. The dtype of gradients is opaque, so that
+    nothing uses them before they are exchanged; `jaxcomm.unmark_local` gives their values.
 
     Args:
       loss_fn: `loss_fn(params, batch, *args)` returns the mean loss over the examples it is given,
@@ -114,7 +119,7 @@ def value_and_grad(
       >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
       ...     f = jaxcomm.value_and_grad(loss_fn, "data")
       ...     loss, grads = jax.jit(f)(jnp.float32(2), jnp.array([1.0, 2.0, 3.0, 4.0]))
-      >>> loss, grads
+      >>> loss, jaxcomm.unmark_local(grads)
       (Array(5., dtype=float32), Array([1.5, 3.5], dtype=float32))
     """
     return ValueAndGrad(loss_fn, axis_name, has_aux)

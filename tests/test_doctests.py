@@ -12,10 +12,12 @@ MODULES = ["jaxcomm"] + [m.name for m in pkgutil.walk_packages(jaxcomm.__path__,
 WITH_EXAMPLES = [
     "jaxcomm.collectives.all_reduce",
     "jaxcomm.gradients",
+    "jaxcomm._marks",
     "jaxcomm.transforms.local",
     "jaxcomm.transforms.mean",
     "jaxcomm.transforms.one_bit_adam",
     "jaxcomm.transforms.per_device",
+    "jaxcomm.transforms.set_to_zero",
     "jaxcomm.transforms.stages",
     "jaxcomm.wire",
 ]

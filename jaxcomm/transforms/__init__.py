@@ -8,6 +8,7 @@ from jaxcomm.transforms.multi_steps import MultiStepsState, multi_steps
 from jaxcomm.transforms.no_exchange import NoExchangeState, no_exchange
 from jaxcomm.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
 from jaxcomm.transforms.per_device import PerDevice, state_spec
+from jaxcomm.transforms.set_to_zero import set_to_zero
 from jaxcomm.transforms.sparse_mean import SparseMeanState, SparseReport, sparse_mean
 from jaxcomm.transforms.stages import StagesState, dense_first, stages
 
@@ -31,6 +32,7 @@ __all__ = [
     "multi_steps",
     "no_exchange",
     "one_bit_adam",
+    "set_to_zero",
     "sparse_mean",
     "stages",
     "state_spec",

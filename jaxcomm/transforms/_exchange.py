@@ -2,7 +2,8 @@
 
 A step of a method, for L leaves of gradients on N devices:
 
-1. `local_leaves` checks the gradients: one for each parameter, local, not yet averaged.
+1. `local_leaves` checks the gradients (one for each parameter, local, not yet averaged) and takes
+   off the mark that no arithmetic accepts.
 2. `on_every_device` runs the rest device by device, in one region for both views: the global view
    (plain `jax.jit`; gradients and per-device state have a leading device axis) and the manual view
    (inside the user's `jax.shard_map`). A method's exchange need not know which of them it is.
@@ -26,6 +27,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, collectives
 from jaxcomm._axes import AxisName
+from jaxcomm._marks import unmark_local
 from jaxcomm.transforms._buckets import Bucket, joined, split
 from jaxcomm.transforms._layout import Layout, check_gradients, restrict
 from jaxcomm.transforms._wrappers import refuse_wrappers
@@ -69,7 +71,7 @@ def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
     refuse_wrappers()
     grads, treedef = jax.tree.flatten(updates)
     check_gradients(grads, layout)
-    return grads, treedef
+    return unmark_local(grads), treedef
 
 
 def on_every_device(

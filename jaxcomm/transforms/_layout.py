@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
+from jaxcomm._marks import marked_dtype
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -153,7 +154,7 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
                 f"the gradient of {leaf.path} has shape {grad.shape}, expected "
                 f"{(layout.world, *leaf.shape)}: one for each device along {axis!r}. "
                 f"Make it with jaxcomm.value_and_grad(loss_fn, {axis!r}): a gradient by jax.grad "
-                "is already averaged over the devices."
+                "is already averaged over the devices. Exchange once in a chain."
             )
 
 
@@ -161,8 +162,16 @@ def _check_local(grad: Any, leaf: Leaf, axis: AxisName) -> None:
     if _axes.checks_on(axis) and not _axes.varies(grad, axis):
         raise ValueError(
             f"the gradient of {leaf.path} is equal on all devices of {axis!r}: it is already "
-            f"summed. Make it with jaxcomm.value_and_grad(loss_fn, {axis!r}), or cast the "
-            f'parameters with jax.lax.pcast(params, {axis!r}, to="varying") first.'
+            f"summed. Exchange once in a chain. Make the gradient with "
+            f"jaxcomm.value_and_grad(loss_fn, {axis!r}), or cast the parameters with "
+            f'jax.lax.pcast(params, {axis!r}, to="varying") first.'
+        )
+    if not _axes.checks_on(axis) and marked_dtype(grad) is None:
+        raise ValueError(
+            f"the gradient of {leaf.path} may be exchanged already: with check_vma=False types do "
+            f"not tell. Exchange once in a chain. Make the gradient with "
+            f"jaxcomm.value_and_grad(loss_fn, {axis!r}), or, if it is this device's own, give "
+            "tx.update what jaxcomm.mark_local(grads) returns."
         )
     if leaf.spec == PartitionSpec() and grad.shape != leaf.shape:
         raise ValueError(

@@ -3,10 +3,6 @@
 import sys
 
 _CURES = {
-    "masked": (
-        "optax.masked would leave the leaves that it hides unsynchronised. "
-        "Use optax.partition and give every leaf one jaxcomm transformation."
-    ),
     "apply_if_finite": (
         "optax.apply_if_finite looks at local gradients, so devices would disagree. Put it around "
         "the optimizer only: optax.chain(jaxcomm.mean(...), optax.apply_if_finite(optimizer)). "
@@ -22,16 +18,13 @@ _CURES = {
 def refuse_wrappers() -> None:
     """Raises if an optax wrapper that cannot work is calling.
 
-    A wrapper hides what it does from the transformation inside it, so this asks the call stack,
-    which is walked at trace time only. `optax.partition` is made of `optax.masked`, and is fine.
+    The dtype of local gradients refuses these too, but cannot name the cure. A wrapper hides what
+    it does from the transformation inside it, so this asks the call stack, at trace time only.
 
     Raises:
       ValueError: with the cure.
     """
-    callers = _optax_callers()
-    if "partition" in callers:
-        callers -= {"masked"}
-    for wrapper in _CURES.keys() & callers:
+    for wrapper in _CURES.keys() & _optax_callers():
         raise ValueError(_CURES[wrapper])
 
 

@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomm import _axes
+from jaxcomm._marks import mark_local
+from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import (
     Layout,
     axis_of,
-    check_gradients,
     filled_leaves,
     layout_of,
 )
 from jaxcomm.transforms._wrappers import refuse_wrappers
-from jaxcomm.transforms.per_device import PerDevice, require_own, zeros_per_device
+from jaxcomm.transforms.per_device import PerDevice, next_of, require_own, zeros_per_device
 
 
 class ControlVariatesState(NamedTuple):
@@ -98,9 +99,7 @@ def control_variates(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        refuse_wrappers()
-        grads, treedef = jax.tree.flatten(updates)
-        check_gradients(grads, state.layout)
+        grads, treedef = local_leaves(updates, state.layout)
         require_own(state.average, state.layout)
         filled, is_local = filled_leaves(state.layout), _axes.is_manual(state.layout.axis_name)
         own = {
@@ -116,9 +115,8 @@ def control_variates(
             local = list(grads)
             for i, average in averages.items():
                 local[i] = average[0] if is_local else average
-            means, inner_state = inner.update(
-                treedef.unflatten(local), state.inner, params, **extra_args
-            )
+            local = mark_local(treedef.unflatten(local))
+            means, inner_state = inner.update(local, state.inner, params, **extra_args)
             means = jax.tree.leaves(means)
             # A codec can overflow where no average does.
             means = [means[i][None] for i in averages]
@@ -136,10 +134,10 @@ def control_variates(
         state = ControlVariatesState(
             state.layout,
             (state.step + 1) % every,
-            PerDevice([jnp.where(is_last, 0.0, a) for a in averages.values()], state.average.specs),
-            PerDevice(correction, state.correction.specs),
+            next_of(state.average, [jnp.where(is_last, 0.0, a) for a in averages.values()]),
+            next_of(state.correction, correction),
             inner_state,
         )
-        return treedef.unflatten(corrected), state
+        return mark_local(treedef.unflatten(corrected)), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

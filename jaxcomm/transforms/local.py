@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
-from jaxcomm.transforms._exchange import all_finite
+from jaxcomm._marks import mark_local
+from jaxcomm.transforms._exchange import all_finite, local_leaves
 from jaxcomm.transforms._layout import Layout, layout_of
-from jaxcomm.transforms.per_device import PerDevice, require_own
+from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
 
 
 @jax.tree_util.register_static
@@ -89,7 +90,7 @@ def local(
       >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
       ...     state = clip.init(jnp.zeros(2))
       ...     clipped, _ = clip.update(jnp.array([[3.0, 4.0], [0.5, 0.0]]), state)
-      >>> clipped
+      >>> jaxcomm.unmark_local(clipped)
       Array([[0.6, 0.8],
              [0.5, 0. ]], dtype=float32)
     """
@@ -119,6 +120,7 @@ def local(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         require_own(state.inner, state.layout)
+        grads, treedef = local_leaves(updates, state.layout)
 
         def one(updates: Any, leaves: list[jax.Array]) -> tuple[Any, list[jax.Array], jax.Array]:
             inner_state = state.structure.state_of(leaves)
@@ -127,16 +129,17 @@ def local(
             return updates, state.structure.arrays_of(inner_state), finite
 
         if _axes.is_manual(axis_name):
-            updates, leaves, finite = one(updates, [x[0] for x in state.inner.values])
+            own = [x[0] for x in state.inner.values]
+            updates, leaves, finite = one(treedef.unflatten(grads), own)
             leaves, finite = [x[None] for x in leaves], _on_all_devices(finite)
         else:
             each = jax.vmap(one, spmd_axis_name=axis_name)
-            updates, leaves, finite = each(updates, state.inner.values)
+            updates, leaves, finite = each(treedef.unflatten(grads), state.inner.values)
             finite = jnp.all(finite)
         leaves = [
             jnp.where(finite, new, old) for new, old in zip(leaves, state.inner.values, strict=True)
         ]
-        return updates, state._replace(inner=PerDevice(leaves, state.inner.specs))
+        return mark_local(updates), state._replace(inner=next_of(state.inner, leaves))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomm import _axes
+from jaxcomm._marks import mark_local
+from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import (
     Layout,
     axis_of,
-    check_gradients,
     filled_leaves,
     layout_of,
 )
 from jaxcomm.transforms._wrappers import refuse_wrappers
-from jaxcomm.transforms.per_device import PerDevice, require_own, zeros_per_device
+from jaxcomm.transforms.per_device import PerDevice, next_of, require_own, zeros_per_device
 
 
 class MultiStepsState(NamedTuple):
@@ -69,9 +70,7 @@ def multi_steps(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        refuse_wrappers()
-        grads, treedef = jax.tree.flatten(updates)
-        check_gradients(grads, state.layout)
+        grads, treedef = local_leaves(updates, state.layout)
         require_own(state.accumulated, state.layout)
         total = _add(grads, state)
         is_local = _axes.is_manual(state.layout.axis_name)
@@ -80,7 +79,8 @@ def multi_steps(
             means[i] = (t[0] if is_local else t).astype(grads[i].dtype)
 
         def exchange() -> tuple[Any, Any]:
-            return inner.update(treedef.unflatten(means), state.inner, params, **extra_args)
+            local = mark_local(treedef.unflatten(means))
+            return inner.update(local, state.inner, params, **extra_args)
 
         def wait() -> tuple[Any, Any]:
             return _zeros_like(jax.eval_shape(exchange)[0], grads, state.layout), state.inner
@@ -88,7 +88,7 @@ def multi_steps(
         is_last = state.mini_step == every - 1
         outgoing, inner_state = jax.lax.cond(is_last, exchange, wait)
         kept = [jnp.where(is_last, 0.0, t) for t in total.values()]
-        accumulated = PerDevice(kept, state.accumulated.specs)
+        accumulated = next_of(state.accumulated, kept)
         mini_step = (state.mini_step + 1) % every
         return outgoing, MultiStepsState(state.layout, mini_step, accumulated, inner_state)
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomm import _axes
 from jaxcomm.transforms._layout import Layout, Leaf, names_in, restrict
@@ -31,6 +31,15 @@ class PerDevice:
 
 
 NOTHING = PerDevice([], ())
+
+
+def next_of(own: PerDevice, values: Sequence[jax.Array]) -> PerDevice:
+    """The next per-device state, sharded as it was: in the global view XLA may choose otherwise."""
+    mesh = _axes.current_mesh()
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        pairs = zip(values, own.specs, strict=True)
+        values = [jax.lax.with_sharding_constraint(x, spec) for x, spec in pairs]
+    return PerDevice(list(values), own.specs)
 
 
 def require_own(own: PerDevice, layout: Layout) -> None:

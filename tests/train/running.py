@@ -33,10 +33,11 @@ class Program:
         self, module: str, *arguments: str, devices: int = 1, **variables: str
     ) -> subprocess.Popen[str]:
         """Starts a module of the training program ; each process has this many CPU devices."""
+        flags = os.environ.get("XLA_FLAGS", "")  # of the tests, such as those for quick compiling
         env = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}",
             "TFDS_DATA_DIR": self.data_dir,
             **variables,
         }

@@ -100,14 +100,19 @@ def place(view: View, tree: Tree, *leading: str) -> Tree:
 
 def jit_update(view: View, tx: optax.GradientTransformation, params: Tree) -> Any:
     """A jitted `(grads, state) -> (updates, state)`; grads have a leading device axis."""
+
+    def update_marked(grads: Tree, state: Any) -> Any:
+        updates, state = tx.update(jaxcomm.mark_local(grads), state)
+        return jaxcomm.unmark_local(updates), state
+
     if not view.manual:
-        return jax.jit(tx.update)
+        return jax.jit(update_marked)
     spec = jaxcomm.state_spec(tx, params, jax.sharding.get_mesh())
     local = {name: PartitionSpec("data", *view.spec(name)) for name in params}
     equal = {name: view.spec(name) for name in params}
 
     def update(grads: Tree, state: Any) -> Any:
-        return tx.update(jax.tree.map(lambda g: g[0], grads), state)
+        return update_marked(jax.tree.map(lambda g: g[0], grads), state)
 
     return jax.jit(
         jax.shard_map(

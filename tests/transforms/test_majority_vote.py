@@ -349,7 +349,6 @@ def test_two_axes_near_links_first() -> None:
 @pytest.mark.parametrize(
     ("wrap", "cure"),
     [
-        (lambda tx: optax.masked(tx, {"w": True}), "Use optax.partition"),
         (lambda tx: optax.apply_if_finite(tx, 3), "around the optimizer only"),
         (lambda tx: optax.MultiSteps(tx, 2), "Use jaxcomm.multi_steps"),
     ],

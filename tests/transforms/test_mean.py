@@ -312,7 +312,6 @@ def test_a_state_of_other_parameters_or_another_mesh_is_refused() -> None:
 @pytest.mark.parametrize(
     ("wrap", "cure"),
     [
-        (lambda tx: optax.masked(tx, {"w": True, "b": False}), "Use optax.partition"),
         (lambda tx: optax.apply_if_finite(tx, 3), "around the optimizer only"),
         (lambda tx: optax.MultiSteps(tx, 2), "Use jaxcomm.multi_steps"),
     ],

@@ -33,7 +33,7 @@ def test_a_wrong_spec_is_refused_with_the_right_one(
         state = tx.init(jnp.zeros((4, 8)))
 
         def step(grads: Any, state: Any) -> Any:
-            return tx.update(grads[0], state)
+            return tx.update(jaxcomm.mark_local(grads[0]), state)
 
         wrong = jax.shard_map(
             step, in_specs=(P("data"), P()), out_specs=(P(), P()), check_vma=checks

@@ -1,0 +1,116 @@
+"""The dtype of local gradients, with which nothing computes before they are exchanged.
+
+The gradient of one device must not reach a parameter, nor an optimizer, that all devices share. So
+it has a dtype of its own, which jax refuses in all arithmetic: added to a parameter, clipped or
+scaled it is a TypeError that says what it is, in every view, framework and wrapper. What only moves
+values (reshape, select, `jax.lax.scan`, shardings, `jax.jit`) takes it as any other array.
+
+jax calls such dtypes extended, and its public way to define one is a PRNG implementation, whose
+arrays are "keys". Nothing about these is random: a key is the bits of one value, in a uint32. The
+compiler removes the conversions there and back, which a test reads out of compiled programs.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import define_prng_impl
+
+# Errors of jax show a dtype as key<tag>; the tag says what to do.
+_TAG = (
+    "local gradient in {}, not exchanged: jaxcomm.mean or another exchange comes first in a chain, "
+    "what it leaves out is frozen by jaxcomm.set_to_zero, jaxcomm.local computes on each device"
+)
+_UNSIGNED = {"float32": jnp.uint32, "bfloat16": jnp.uint16, "float16": jnp.uint16}
+
+
+def _refuse(*_: Any) -> Any:
+    raise TypeError(f"a {_TAG.format('any dtype')}; it is no random key.")
+
+
+_IMPLEMENTATIONS = {
+    name: define_prng_impl(
+        key_shape=(1,),
+        seed=_refuse,
+        split=_refuse,
+        random_bits=_refuse,
+        fold_in=_refuse,
+        name=f"jaxcomm local gradient in {name}",
+        tag=_TAG.format(name),
+    )
+    for name in _UNSIGNED
+}
+
+
+def mark_local(grads: Any) -> Any:
+    """Says that gradients are each device's own, so that nothing uses them before an exchange.
+
+    `jaxcomm.value_and_grad` does that by itself; this is for gradients that were made otherwise.
+
+    Args:
+      grads: a pytree of float32, bfloat16 or float16 arrays: local gradients inside of
+        `jax.shard_map`; under plain `jax.jit` with a leading device axis.
+
+    Returns:
+      The pytree with the same shapes and an opaque dtype, for the `update` of a transformation of
+      jaxcomm. Inside of one `jax.jit` this costs nothing; as an argument or a result of one, 16-bit
+      gradients take 32 bits. Leaves of other dtypes, and those that are marked, are as they were.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxcomm
+      >>> jaxcomm.mark_local(jnp.ones(3)) + 1  # doctest: +ELLIPSIS
+      Traceback (most recent call last):
+      ...
+      TypeError: add does not accept dtypes key<local gradient in float32, not exchanged: ...
+    """
+    return jax.tree.map(_mark, grads)
+
+
+def unmark_local(grads: Any) -> Any:
+    """The values of local gradients, to look at or to compute with on each device.
+
+    Args:
+      grads: a pytree of local gradients, such as those of `jaxcomm.value_and_grad`.
+
+    Returns:
+      The pytree of float arrays; leaves that are not marked are as they were. After computing with
+      them, mark them again with `jaxcomm.mark_local`.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxcomm
+      >>> jaxcomm.unmark_local(jaxcomm.mark_local(jnp.ones(3)))
+      Array([1., 1., 1.], dtype=float32)
+    """
+    return jax.tree.map(_unmark, grads)
+
+
+def marked_dtype(x: Any) -> str | None:
+    """The name of the float dtype of a marked array; None if it is not marked."""
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return None
+    return next((name for name in _IMPLEMENTATIONS if dtype == _dtype(name)), None)
+
+
+@functools.cache
+def _dtype(name: str) -> Any:
+    """The dtype of marked arrays of a float dtype."""
+    return jax.eval_shape(_mark, jax.ShapeDtypeStruct((), name)).dtype
+
+
+def _mark(x: Any) -> Any:
+    dtype = jnp.result_type(x) if marked_dtype(x) is None else None
+    if dtype is None or dtype.name not in _UNSIGNED:
+        return x
+    bits = jax.lax.bitcast_convert_type(jnp.asarray(x), _UNSIGNED[dtype.name])
+    bits = bits.astype(jnp.uint32)[..., None]
+    return jax.random.wrap_key_data(bits, impl=_IMPLEMENTATIONS[dtype.name])
+
+
+def _unmark(x: Any) -> Any:
+    name = marked_dtype(x)
+    if name is None:
+        return x
+    bits = jax.random.key_data(x)[..., 0].astype(_UNSIGNED[name])
+    return jax.lax.bitcast_convert_type(bits, name)

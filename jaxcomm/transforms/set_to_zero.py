@@ -1,0 +1,47 @@
+"""Freezing: gradients that nobody exchanges, and that move nothing."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from jaxcomm import _axes
+from jaxcomm._axes import AxisName
+from jaxcomm.transforms._exchange import local_leaves, on_every_device
+from jaxcomm.transforms._layout import layout_of
+
+
+def set_to_zero(axis_name: AxisName) -> optax.GradientTransformation:
+    """Replaces local gradients by zero updates, without an exchange: for frozen parameters.
+
+    It is `optax.set_to_zero` for local gradients: what `optax.partition` gives it is not sent.
+    Behind the exchange `optax.set_to_zero` freezes too, but what it throws away was sent.
+
+    Args:
+      axis_name: the mesh axis, or axes, over which the batch is spread.
+
+    Returns:
+      A transformation used as `jaxcomm.mean` is.
+
+    Wire: nothing.
+
+    Example:
+      >>> import jaxcomm, optax
+      >>> trained = optax.chain(jaxcomm.mean("data"), optax.adam(1e-3))
+      >>> labels = {"backbone": "frozen", "head": "trained"}
+      >>> tx = optax.partition({"trained": trained, "frozen": jaxcomm.set_to_zero("data")}, labels)
+    """
+    _axes.names_of(axis_name)
+
+    def init_fn(params: Any) -> Any:
+        return layout_of(params, axis_name)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        grads, treedef = local_leaves(updates, state)
+        zeros, _ = on_every_device(
+            lambda grads, own, shared: ([jnp.zeros_like(g) for g in grads], own), grads, state
+        )
+        return treedef.unflatten(zeros), state
+
+    return optax.GradientTransformation(init_fn, update_fn)
