@@ -81,12 +81,12 @@ def measure(args: argparse.Namespace) -> None:
     import numpy as np
     from jax.experimental import multihost_utils
 
+    import jaxcomm
+
     if args.simulated:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.simulated)
+        jaxcomm.simulate_devices(args.simulated)
     else:
         jax.distributed.initialize(args.coordinator, args.processes, args.rank)
-    import jaxcomm
 
     jax.set_mesh(jaxcomm.data_mesh())
     x = vectors(args.mib * 2**18)

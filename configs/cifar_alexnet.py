@@ -8,7 +8,7 @@ It has 23.3 M parameters and runs for 90 epochs. That takes a GPU, and was not m
 run takes minutes on 2 CPU cores: four devices that hold different classes, a fifth of the images,
 an eighth of the width (0.37 M parameters):
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=4 NPROC=16 python -m train \
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m train \
       --config=configs/cifar_alexnet.py --config.sync.codec=float32 --config.model.width=0.125 \
       --config.data.train_split='train[:10000]' --config.data.shards=by_label --config.steps=3000 \
       --config.optimizer.warmup_steps=100 --config.optimizer.learning_rate=0.05 \

@@ -8,7 +8,7 @@ It runs for 64,000 steps, 164 epochs. That takes a GPU, and was not measured. A 
 minutes on 2 CPU cores: four devices that hold different classes, a fifth of the images, and a stem
 that quarters their sides:
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=4 NPROC=16 python -m train \
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m train \
       --config=configs/cifar_resnet20.py --config.sync.codec=float32 --config.steps=1500 \
       --config.data.train_split='train[:10000]' --config.data.shards=by_label \
       --config.model.large_stem=True --config.optimizer.warmup_steps=100 --config.eval_every=500

@@ -8,7 +8,7 @@ It has 14,728,266 parameters and runs for 90 epochs. That takes a GPU, and was n
 smaller run takes minutes on 2 CPU cores: an eighth of the width (0.23 M parameters) and a fifth of
 the images:
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=4 NPROC=16 python -m train \
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m train \
       --config=configs/cifar_vgg.py --config.model.width=0.125 --config.steps=2000 \
       --config.data.train_split='train[:10000]' --config.eval_every=1000
 

@@ -10,7 +10,7 @@ CPU time was 486 s, so it takes about half of that on 2 free cores.
 Sign methods on four simulated devices that hold different classes, at half the width, mean of seeds
 0 to 2; each row is run with
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=4 NPROC=16 python -m train \
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m train \
       --config=configs/ROW.py --config.data.name=fashion_mnist --config.data.shards=by_label \
       --config.data.mean=72.9 --config.data.std=90 --config.model.stages='(1,1,1)' \
       --config.model.large_stem=True --config.batch_size=128 --config.steps=1800 \

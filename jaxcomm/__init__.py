@@ -10,6 +10,7 @@ from jaxcomm.collectives import algorithms, pmean, sparse
 from jaxcomm.compiling import compiler_options
 from jaxcomm.gradients import accumulate, backward_order, value_and_grad
 from jaxcomm.mesh import data_mesh, global_batch, replicate
+from jaxcomm.simulation import simulate_devices
 from jaxcomm.transforms import (
     ControlVariatesState,
     LocalState,
@@ -33,6 +34,7 @@ from jaxcomm.transforms import (
     sparse_mean,
     stages,
     state_spec,
+    with_param_specs,
 )
 from jaxcomm.wire import WireReport, wire_report
 
@@ -69,6 +71,7 @@ __all__ = [
     "pmean",
     "replicate",
     "set_to_zero",
+    "simulate_devices",
     "sparse",
     "sparse_mean",
     "stages",
@@ -76,4 +79,5 @@ __all__ = [
     "unmark_local",
     "value_and_grad",
     "wire_report",
+    "with_param_specs",
 ]

@@ -77,6 +77,16 @@ def manual_axes() -> frozenset[str]:
     )
 
 
+def explicit_axes() -> frozenset[str]:
+    """The axes of the current mesh whose shardings are part of types."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return frozenset(
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    )
+
+
 def current_mesh() -> jax.sharding.AbstractMesh:
     """The mesh that `jax.set_mesh` set.
 

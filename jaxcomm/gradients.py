@@ -27,14 +27,16 @@ class ValueAndGrad:
         """The mean loss over devices, and local gradients."""
         world = _axes.axis_size(self.axis_name)
         if _axes.is_manual(self.axis_name):
-            if not _axes.checks_on(self.axis_name):
-                self._refuse_averaged_loss(params, batch, args)
+            self._check_loss(params, batch, args)
             value, grads = self._on_one_device(params, batch, *args)
             return value, mark_local(grads)
         shares = _shares(batch, world, self.axis_name)
         _refuse_unplaced(batch, self.axis_name)
-        self._refuse_averaged_loss(params, shares, args)
+        self._check_loss(params, shares, args)
         replicated, split = PartitionSpec(), PartitionSpec(self.axis_name)
+        if _axes.explicit_axes().issuperset(_axes.names_of(self.axis_name)):
+            # Types say where a batch is: one that was made by numpy is not on its devices yet.
+            batch = jax.tree.map(lambda x: jax.reshard(x, split), batch)
         # The checks of shard_map would refuse common models, such as those that scan from zeros.
         value, grads = jax.shard_map(
             lambda *inputs: _with_device_axis(self._on_one_device(*inputs)),
@@ -61,26 +63,43 @@ class ValueAndGrad:
         on = _axes.checks_on(self.axis_name)
         if on and not _axes.varies(loss, self.axis_name):
             raise ValueError(_averaged(self.axis_name))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
+            dtype = jnp.result_type(leaf)
+            if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
+                raise TypeError(
+                    f"aux{jax.tree_util.keystr(path)} is {dtype}, and the mean over devices is "
+                    "taken of numbers only; leave it out of aux."
+                )
         return loss, aux
 
-    def _refuse_averaged_loss(self, params: Any, batch: Any, args: Any) -> None:
+    def _check_loss(self, params: Any, batch: Any, args: Any) -> None:
         """Raises if the loss is the same on all devices by construction.
 
-        Without the checks of shard_map types do not tell. Under a `vmap` that binds the axis name
-        and wants an unmapped result, only a loss that was reduced over the axis can be traced.
+        Under a `vmap` that wants an unmapped result, only a loss can be traced that does not use
+        its batch or, where the `vmap` binds the axis name, that was reduced over the axis. Where
+        the checks of shard_map are on, types tell of reductions. Other errors, and those of losses
+        as they should be, come back in the real trace.
         """
 
         def loss(params: Any, batch: Any) -> Any:
             out = self.loss_fn(params, batch, *args)
             return out[0] if self.has_aux else out
 
+        def of_two(params: Any, batch: Any) -> Any:
+            two = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
+            return jax.vmap(loss, in_axes=(None, 0), out_axes=None)(params, two)
+
+        if _traces(of_two, params, batch):
+            raise ValueError(
+                "the loss does not depend on the batch, so that all devices have the same gradient "
+                "and nothing is to be exchanged. loss_fn(params, batch) must use what it is given."
+            )
+        if _axes.is_manual(self.axis_name) and _axes.checks_on(self.axis_name):
+            return
         for name in _axes.names_of(self.axis_name):
             mapped = _over_devices(loss, self.axis_name, unmapped=name)
-            try:
-                jax.eval_shape(mapped, params, _stacked(batch, self.axis_name))
-            except Exception:  # mapped, as it should be; other errors come back in the real trace
-                continue
-            raise ValueError(_averaged(self.axis_name))
+            if _traces(mapped, params, _stacked(batch, self.axis_name)):
+                raise ValueError(_averaged(self.axis_name))
 
 
 def value_and_grad(
@@ -104,11 +123,14 @@ def value_and_grad(
       `f(params, batch, *args)`, which returns `(loss, grads)` or `((loss, aux), grads)`. Loss and
       aux are means over the devices, equal on all of them; integer aux becomes float32. The
       leaves of `batch` have a common leading axis of examples; `args` go to every device as
-      they are.
+      they are. So a dropout key among them is the same on all devices, and so would be the masks:
+      begin `loss_fn` with `key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
 
     Raises:
       ValueError: when called, if no mesh is set, the batch does not divide over the devices or is
-        one process's own, or the loss was already averaged over the axis.
+        one process's own, or the loss was already averaged over the axis or does not depend on
+        the batch.
+      TypeError: when called, if aux is not made of numbers.
 
     Wire: one float32 all-reduce of the loss and all of aux.
 
@@ -222,7 +244,7 @@ def _shares(batch: Any, world: int, axis_name: AxisName) -> Any:
     """The shapes of one device's share of a global batch."""
 
     def share(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-        name = _paths.path_name(path) or "the batch"
+        name = _name_in_batch(path)
         if np.ndim(x) == 0:
             raise ValueError(
                 f"{name} is a scalar and cannot be spread over {axis_name!r}; pass what every "
@@ -239,6 +261,10 @@ def _shares(batch: Any, world: int, axis_name: AxisName) -> Any:
     return jax.tree_util.tree_map_with_path(share, batch)
 
 
+def _name_in_batch(path: Any) -> str:
+    return f"leaf {_paths.path_name(path)} of the batch" if path else "the batch"
+
+
 def _refuse_unplaced(batch: Any, axis_name: AxisName) -> None:
     """Raises if a leaf never was on the mesh and other processes may hold other rows of it.
 
@@ -250,7 +276,7 @@ def _refuse_unplaced(batch: Any, axis_name: AxisName) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if jax.typeof(leaf).sharding.mesh.empty:
             raise ValueError(
-                f"{_paths.path_name(path) or 'the batch'} is an array of process "
+                f"{_name_in_batch(path)} is an array of process "
                 f"{jax.process_index()} alone, not of all {jax.process_count()}. Join what the "
                 f"processes read with jaxcomm.global_batch(batch, {axis_name!r}), or place rows "
                 "that are the same in all of them with jaxcomm.replicate(batch)."
@@ -308,6 +334,15 @@ def _in_float32(x: Any) -> jax.Array:
 def _mean_dtype(x: Any) -> Any:
     dtype = jnp.result_type(x)
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+
+
+def _traces(f: Callable[..., Any], *args: Any) -> bool:
+    """Whether a function can be traced."""
+    try:
+        jax.eval_shape(f, *args)
+    except Exception:
+        return False
+    return True
 
 
 def _averaged(axis_name: AxisName) -> str:

@@ -35,14 +35,15 @@ def replicate(tree: Any) -> Any:
       tree: a pytree of arrays; every process passes equal values.
 
     Returns:
-      The pytree with each array replicated over the mesh.
+      The pytree with each array replicated over the mesh, in buffers of its own: donating it to
+      a step leaves what was passed as it is.
 
     Raises:
       ValueError: if no mesh is set.
     """
     _axes.current_mesh()
     sharding = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
-    return jax.device_put(tree, sharding)
+    return jax.device_put(tree, sharding, may_alias=False)
 
 
 def global_batch(local_batch: Any, axis_name: AxisName) -> Any:

@@ -16,8 +16,8 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The size of XLA's thread pool. With one thread a device, a loop that runs a few dozen steps ahead
-# of the devices can leave one of them without a thread, and the others wait for it forever.
+# The size of XLA's thread pool, as `jaxcomm.simulate_devices(8)` and `python -m train` set it, for
+# the same reason. Tests that stand for a user take it away and see that those do.
 os.environ.setdefault("NPROC", "16")
 # numpy's and scikit-learn's own threads would only take the cores from the devices.
 os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"

@@ -13,12 +13,14 @@ WITH_EXAMPLES = [
     "jaxcomm.collectives.all_reduce",
     "jaxcomm.gradients",
     "jaxcomm._marks",
+    "jaxcomm.simulation",
     "jaxcomm.transforms.local",
     "jaxcomm.transforms.mean",
     "jaxcomm.transforms.one_bit_adam",
     "jaxcomm.transforms.per_device",
     "jaxcomm.transforms.set_to_zero",
     "jaxcomm.transforms.stages",
+    "jaxcomm.transforms.with_param_specs",
     "jaxcomm.wire",
 ]
 

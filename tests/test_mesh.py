@@ -48,3 +48,11 @@ def test_without_a_mesh_the_cure_is_named() -> None:
 def test_an_axis_that_is_not_in_the_mesh_is_named(mesh8: Any) -> None:
     with jax.set_mesh(mesh8), pytest.raises(ValueError, match="'batch' is not in the mesh"):
         jaxcomm.global_batch(np.zeros(8), "batch")
+
+
+def test_what_was_replicated_may_be_donated(mesh8: Any) -> None:
+    with jax.set_mesh(mesh8):
+        given = jaxcomm.replicate(jnp.arange(3.0))
+        copy = jaxcomm.replicate(given)
+        jax.jit(lambda x: x + 1, donate_argnums=0)(copy)
+        np.testing.assert_array_equal(given, np.arange(3.0))

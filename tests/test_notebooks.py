@@ -14,8 +14,8 @@ SECONDS = 300
 
 
 def run_notebook(path: Path) -> None:
-    """Executes a notebook as its readers do: in its folder, with no flags but its own."""
-    ours = ("NPROC", "XLA_FLAGS")
+    """Executes a notebook as its readers do: in its folder, with no variables but its own."""
+    ours = ("JAX_PLATFORMS", "NPROC", "XLA_FLAGS")
     env = {name: value for name, value in os.environ.items() if name not in ours}
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(

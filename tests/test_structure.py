@@ -21,7 +21,14 @@ FOLDERS = ("jaxcomm", "train", "configs", "tests", "benchmarks")
 # Each layer of jaxcomm imports only itself and those to its left; `jaxcomm` itself is __init__.
 ANYWHERE = ("_axes", "_compat", "_marks", "_names", "_paths")  # any layer may import these
 STACK = ("kernels", "codecs", "collectives", "transforms")
-BESIDE = ("compiling", "gradients", "mesh", "wire", *ANYWHERE)  # import nothing of the stack
+BESIDE = (
+    "compiling",
+    "gradients",
+    "mesh",
+    "simulation",
+    "wire",
+    *ANYWHERE,
+)  # import nothing of the stack
 LIBRARIES = {  # who may import what; nothing else is a dependency of jaxcomm
     "flax": ("train",),
     "jax": ("jaxcomm", "train"),

@@ -1,6 +1,7 @@
 """Reads the flags, joins the other processes, and reports why a run cannot go on."""
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -23,6 +24,7 @@ def main(argv: list[str]) -> None:
     """Parses, joins, trains."""
     started = time.perf_counter()
     path = parse(argv)
+    give_simulated_devices_threads()
     join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     from train import loop  # Seconds of imports, which a mistyped flag need not wait for.
 
@@ -47,6 +49,19 @@ def parse(argv: list[str]) -> Path:
         field, *hint = text.splitlines()
         raise UserError(" ".join([f"the config has no field {field}.", *hint])) from error
     return Path(config_flags.get_config_filename(flags.FLAGS["config"]))
+
+
+def give_simulated_devices_threads() -> None:
+    """Two threads of XLA's pool for each CPU device that XLA_FLAGS asks for.
+
+    With one for each core, as XLA has it, evaluation runs ahead of its results until a device waits
+    for a thread, and the process ends. `jaxcomm.simulate_devices` does the same for scripts.
+    """
+    devices = re.findall(
+        r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
+    if devices:
+        os.environ["NPROC"] = str(max(2 * int(devices[-1]), int(os.environ.get("NPROC", "0"))))
 
 
 def run() -> None:

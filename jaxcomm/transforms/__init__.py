@@ -11,6 +11,7 @@ from jaxcomm.transforms.per_device import PerDevice, state_spec
 from jaxcomm.transforms.set_to_zero import set_to_zero
 from jaxcomm.transforms.sparse_mean import SparseMeanState, SparseReport, sparse_mean
 from jaxcomm.transforms.stages import StagesState, dense_first, stages
+from jaxcomm.transforms.with_param_specs import with_param_specs
 
 __all__ = [
     "ControlVariatesState",
@@ -36,4 +37,5 @@ __all__ = [
     "sparse_mean",
     "stages",
     "state_spec",
+    "with_param_specs",
 ]

@@ -1,5 +1,6 @@
 """What `init` writes down about the parameters, and `update` checks gradients against."""
 
+import contextvars
 import dataclasses
 import fnmatch
 from collections.abc import Callable, Sequence
@@ -7,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -14,6 +16,8 @@ from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import marked_dtype
 
+# How parameters are sharded, by path, for `init` where their types do not tell.
+GIVEN_SPECS: contextvars.ContextVar[dict[str, PartitionSpec]] = contextvars.ContextVar("specs")
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -54,7 +58,12 @@ class Layout:
 Exempt = Sequence[str] | Callable[[str, tuple[int, ...]], bool]
 
 
-def layout_of(params: Any, axis_name: AxisName, exempt: Exempt = ()) -> Layout:
+def layout_of(
+    params: Any,
+    axis_name: AxisName,
+    exempt: Exempt = (),
+    bucket_order: Sequence[str] | None = None,
+) -> Layout:
     """Reads the layout off parameters, in either view.
 
     Args:
@@ -62,13 +71,20 @@ def layout_of(params: Any, axis_name: AxisName, exempt: Exempt = ()) -> Layout:
       axis_name: the axis of the exchange.
       exempt: patterns of paths, as in `fnmatch`, of leaves that travel in float32, in addition to
         leaves of at most one dimension; or a function of path and shape that decides about all.
+      bucket_order: paths of leaves, to be checked.
 
     Raises:
       TypeError: for leaves that are not float32, bfloat16 or float16.
       ValueError: if no mesh is set, it has no such axis, a leaf is sharded over the axis, its
-        sharding cannot be seen here, or a pattern fits no path.
+        sharding cannot be seen here, a pattern fits no path, or there are no parameters.
     """
     world = _axes.axis_size(axis_name)
+    nodes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    if not nodes:
+        raise ValueError(
+            f"there are no parameters in {params!r}, so there is nothing to exchange; pass the "
+            "pytree of parameters that is differentiated."
+        )
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = _paths.path_name(path)
@@ -82,6 +98,8 @@ def layout_of(params: Any, axis_name: AxisName, exempt: Exempt = ()) -> Layout:
         leaves.append(Leaf(name, shape, dtype, spec, _is_exempt(name, shape, exempt)))
     if not callable(exempt):
         _check_patterns(exempt, [leaf.path for leaf in leaves])
+    is_part = any(isinstance(node, optax.MaskedNode) for node in nodes)
+    _check_order(bucket_order or (), [leaf.path for leaf in leaves], is_part)
     return Layout(axis_name, world, tuple(leaves))
 
 
@@ -103,6 +121,19 @@ def _check_patterns(patterns: Sequence[str], paths: Sequence[str]) -> None:
                 f"exempt names {pattern!r}, which fits no parameter; the paths are "
                 f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''}."
             )
+
+
+def _check_order(order: Sequence[str], paths: Sequence[str], is_part: bool) -> None:
+    """Raises for a name that is no path; a part of `optax.partition` may be given those of all."""
+    if isinstance(order, str):
+        raise TypeError(f"bucket_order must be a list of paths, got {order!r}; write [{order!r}].")
+    wrong = [] if is_part else [name for name in order if name not in paths]
+    if wrong:
+        raise ValueError(
+            f"bucket_order names {wrong[0]!r}, which is no parameter; the paths are "
+            f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''}. "
+            "jaxcomm.backward_order finds the order."
+        )
 
 
 def filled_leaves(layout: Layout) -> list[int]:
@@ -189,14 +220,22 @@ def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
         for axis, kind in kinds.items()
         if kind != AxisType.Manual and axis not in own and current.shape[axis] > 1
     )
-    traced = isinstance(leaf, Tracer)
-    if traced and any(kinds[axis] == AxisType.Auto for axis in further):
+    traced, given = isinstance(leaf, Tracer), GIVEN_SPECS.get({})
+    hidden = traced and any(kinds[axis] == AxisType.Auto for axis in further)
+    if hidden and name not in given:
         raise ValueError(
             f"cannot see inside jax.jit how parameter {name} is sharded over {sorted(further)}; "
-            "call tx.init(params) outside of jax.jit, on placed parameters."
+            "use jaxcomm.with_param_specs(tx, specs), or call tx.init(params) outside of jax.jit, "
+            "on placed parameters."
         )
     sharding = getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    seen = sharding.spec if isinstance(sharding, NamedSharding) and not hidden else None
+    spec = given.get(name, PartitionSpec()) if seen is None else seen
+    if restrict(given.get(name, spec), further) != restrict(spec, further):
+        raise ValueError(
+            f"parameter {name} is sharded by {spec}, and jaxcomm.with_param_specs says "
+            f"{given[name]}; give it the spec that the parameter has."
+        )
     if names_in(spec).intersection(own) and _axes.axis_size(axis_name) > 1:
         raise ValueError(
             f"parameter {name} is sharded over {axis_name!r}; data-parallel parameters are equal "

@@ -13,7 +13,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm._marks import mark_local
 from jaxcomm.transforms._exchange import all_finite, local_leaves
 from jaxcomm.transforms._layout import Layout, layout_of
-from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
+from jaxcomm.transforms.per_device import PerDevice, made_sharded, next_of, require_own
 
 
 @jax.tree_util.register_static
@@ -109,11 +109,9 @@ def local(
             axes = frozenset(_axes.names_of(axis_name) if checked else ())
             values = [_axes.as_varying(x[None], axes) for x in kept]
         else:
-            spread = jax.jit(
-                lambda xs: [jnp.broadcast_to(x, (layout.world, *x.shape)) for x in xs],
-                out_shardings=specs,
+            values = made_sharded(
+                lambda: [jnp.broadcast_to(x, (layout.world, *x.shape)) for x in kept], specs
             )
-            values = spread(kept)
         return LocalState(layout, structure, PerDevice(values, tuple(specs)))
 
     def update_fn(

@@ -132,7 +132,7 @@ def majority_vote(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
-        layout = layout_of(params, axis_name, exempt)
+        layout = layout_of(params, axis_name, exempt, bucket_order)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
         return MajorityVoteState(layout, jnp.zeros((), jnp.int32), residual)

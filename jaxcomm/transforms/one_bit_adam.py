@@ -155,7 +155,7 @@ def one_bit_adam(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
-        layout = layout_of(params, axis_name, exempt)
+        layout = layout_of(params, axis_name, exempt, bucket_order)
         large, _ = split_off_exempt(layout)
         m, v, count, frozen_at, norms = _zeros(params, layout, adam.norms_kept)
         buckets = buckets_of(layout, large, bucket_order, limit)

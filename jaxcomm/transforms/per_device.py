@@ -73,8 +73,20 @@ def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDe
         ]
         return PerDevice(values, specs)
     shapes = [(layout.world, *layout.leaves[i].shape) for i in which]
-    make = jax.jit(lambda: [jnp.zeros(shape) for shape in shapes], out_shardings=list(specs))
-    return PerDevice(make(), specs)
+    return PerDevice(made_sharded(lambda: [jnp.zeros(shape) for shape in shapes], specs), specs)
+
+
+def made_sharded(
+    make: Callable[[], Sequence[jax.Array]], specs: Sequence[PartitionSpec]
+) -> list[jax.Array]:
+    """Arrays of the global view, made where they belong; no device makes the others' part."""
+    explicit = _axes.explicit_axes()
+
+    def typed() -> list[jax.Array]:
+        pairs = zip(make(), specs, strict=True)
+        return [jax.reshard(x, restrict(s, explicit)) if explicit else x for x, s in pairs]
+
+    return jax.jit(typed, out_shardings=list(specs))()
 
 
 def zeros_per_bucket(

@@ -153,7 +153,7 @@ def sparse_mean(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
-        layout = layout_of(params, axis_name, exempt)
+        layout = layout_of(params, axis_name, exempt, bucket_order)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large)
         velocity = NOTHING if m is None else zeros_per_device(layout, params, large)

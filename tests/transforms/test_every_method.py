@@ -242,6 +242,27 @@ def test_the_same_parameters_in_every_framework(method: str) -> None:
     assert_the_same(method, 2, [name for name, methods in FURTHER.items() if method in methods])
 
 
+def on_explicit_axes(tx: optax.GradientTransformation) -> Any:
+    """With the mesh and the batches of somebody who uses nothing of jaxcomm for them."""
+    with jax.set_mesh(jax.make_mesh((WORLD,), ("data",), devices=jax.devices()[:WORLD])):
+        params = jaxcomm.replicate(initial_params())
+        state, step = tx.init(params), jax.jit(step_of(tx))
+        for batch in batches():
+            params, state, _ = step(params, state, batch)
+    return params
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_parameters_on_explicit_axes(method: str) -> None:
+    kinds = jax.make_mesh((WORLD,), ("data",), devices=jax.devices()[:WORLD]).axis_types
+    assert kinds == (jax.sharding.AxisType.Explicit,)
+    with jax.set_mesh(on_mesh(1)):
+        reference = with_a_dict(METHODS[method]())
+    found = on_explicit_axes(METHODS[method]())
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
 @pytest.mark.parametrize("method", ON_ONE_AXIS)
 def test_the_same_parameters_on_one_axis(method: str) -> None:
     assert_the_same(method, 1, ["shard_map with checks"])

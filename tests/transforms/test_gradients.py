@@ -255,9 +255,9 @@ def test_backward_order_is_that_of_the_layers_from_the_last(mesh8: Any, jitted: 
 @pytest.mark.parametrize(
     ("rows", "world", "message"),
     [
-        (3, 8, r"x has 3 examples.*over the 8 devices.*jaxcomm.global_batch"),
-        (12, 8, r"x has 12 examples.*over the 8 devices"),
-        (0, 8, r"x has 0 examples"),
+        (3, 8, r"leaf x of the batch has 3 examples.*over the 8 devices.*jaxcomm.global_batch"),
+        (12, 8, r"leaf x of the batch has 12 examples.*over the 8 devices"),
+        (0, 8, r"leaf x of the batch has 0 examples"),
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused(
@@ -294,3 +294,40 @@ def test_without_a_mesh_or_axis_the_cure_is_named(mesh8: Any) -> None:
         f(params, batch)
     with jax.set_mesh(mesh8), pytest.raises(ValueError, match="axes are 'data'"):
         f(params, batch)
+
+
+@pytest.mark.parametrize("checks", [None, False, True])
+@pytest.mark.parametrize("loss", [lambda p, b: jnp.sum(p["w"] ** 2), lambda p, b: jnp.float32(1)])
+def test_a_loss_that_does_not_depend_on_its_batch(
+    make_mesh: Any, loss: Any, checks: bool | None
+) -> None:
+    params, batch = problem()
+    f = jaxcomm.value_and_grad(loss, "data")
+    with jax.set_mesh(mesh := make_mesh(4)):
+        run = jax.jit(f) if checks is None else in_manual_view(f, mesh, checks)
+        with pytest.raises(ValueError, match="the loss does not depend on the batch"):
+            run(params, batch)
+
+
+def test_aux_that_is_no_number(mesh8: Any) -> None:
+    params, batch = problem()
+
+    def loss(params: Params, batch: Any) -> tuple[jax.Array, Any]:
+        return loss_fn(params, batch), {"key": jax.random.key(0)}
+
+    f = jaxcomm.value_and_grad(loss, "data", has_aux=True)
+    with (
+        jax.set_mesh(mesh8),
+        pytest.raises(TypeError, match=r"aux\['key'\] is key<fry>, .*leave it"),
+    ):
+        jax.jit(f)(params, batch)
+
+
+def test_a_leaf_of_a_tuple_is_named(mesh8: Any) -> None:
+    batch = (np.zeros((63, 3), np.float32), np.zeros(63, np.float32))
+    f = jaxcomm.value_and_grad(lambda w, b: jnp.mean(b[0] @ w), "data")
+    with (
+        jax.set_mesh(mesh8),
+        pytest.raises(ValueError, match="^leaf 0 of the batch has 63 examples"),
+    ):
+        jax.jit(f)(jnp.zeros(3), batch)

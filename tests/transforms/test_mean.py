@@ -320,3 +320,36 @@ def test_wrappers_that_cannot_work_are_refused(wrap: Any, cure: str) -> None:
     tx = wrap(optax.chain(jaxcomm.mean("data"), optax.sgd(0.1)))
     with jax.set_mesh(GLOBAL.mesh(4)), pytest.raises(ValueError, match=cure):
         tx.init({"w": jnp.zeros((4, 2)), "b": jnp.zeros(3)})
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda order: jaxcomm.mean("data", bucket_order=order),
+        lambda order: jaxcomm.majority_vote("data", bucket_order=order),
+        lambda order: jaxcomm.sparse_mean("data", 0.1, bucket_order=order),
+        lambda order: jaxcomm.one_bit_adam("data", 0.1, dense_steps=3, bucket_order=order),
+    ],
+)
+def test_a_bucket_order_that_names_no_parameter(method: Any) -> None:
+    params = {"w": jnp.zeros((4, 2)), "v": jnp.zeros((3, 2))}
+    with jax.set_mesh(GLOBAL.mesh(4)):
+        method(["v"]).init(params)
+        with pytest.raises(
+            ValueError, match="bucket_order names 'u', which is no parameter.* v, w"
+        ):
+            method(["w", "u"]).init(params)
+        with pytest.raises(TypeError, match=r"bucket_order must be a list of paths.*write \['w'\]"):
+            method("w").init(params)
+        # A part of a partition may be given the order of all.
+        both = {"a": method(["v", "w"]), "b": jaxcomm.mean("data")}
+        optax.partition(both, {"w": "a", "v": "b"}).init(params)
+
+
+@pytest.mark.parametrize("params", [{}, None, ()])
+def test_no_parameters(params: Any) -> None:
+    with (
+        jax.set_mesh(GLOBAL.mesh(4)),
+        pytest.raises(ValueError, match="there are no parameters in"),
+    ):
+        jaxcomm.mean("data").init(params)

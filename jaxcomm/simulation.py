@@ -1,0 +1,43 @@
+"""Several devices on one CPU: for trying things out, for notebooks and for tests."""
+
+import os
+import re
+
+import jax
+
+_COUNT_FLAG = r"\s*--xla_force_host_platform_device_count=\S*"
+
+
+def simulate_devices(count: int) -> None:
+    """Makes jax show this many CPU devices in this process, on any number of cores.
+
+    Call it before anything runs on a device. It chooses the CPU, sets the number of its devices,
+    and gives XLA's thread pool two threads for each of them (the variable NPROC, unless it is
+    higher). By default the pool has a thread for each core: where there are more devices than that,
+    a loop that runs ahead of its results leaves a device without a thread, and XLA ends the
+    process, after a minute, with "Expected 8 threads to join the rendezvous".
+
+    Args:
+      count: the number of devices.
+
+    Raises:
+      ValueError: if `count` is not a positive integer.
+      RuntimeError: if jax has started its backend: this comes too late.
+
+    Example:
+      >>> import jaxcomm
+      >>> jaxcomm.simulate_devices(8)  # doctest: +SKIP
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise ValueError(f"simulate_devices needs a positive number of devices, got {count!r}.")
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"simulate_devices({count}) comes too late, as jax has started already: call it first, "
+            "before any array is made; in a notebook, restart the kernel."
+        ) from error
+    jax.config.update("jax_platforms", "cpu")
+    # jax refuses to be told the number twice.
+    os.environ["XLA_FLAGS"] = re.sub(_COUNT_FLAG, "", os.environ.get("XLA_FLAGS", ""))
+    os.environ["NPROC"] = str(max(2 * count, int(os.environ.get("NPROC", "0"))))

@@ -1,0 +1,82 @@
+"""`init` inside of `jax.jit`, for parameters that are sharded over further axes."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxcomm import _paths
+from jaxcomm.transforms._layout import GIVEN_SPECS
+
+
+def with_param_specs(
+    tx: optax.GradientTransformation, specs: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Lets `tx.init` be traced where parameters are sharded over further, automatic mesh axes.
+
+    `tx.init` has to know how parameters are sharded, as residuals and momenta are sharded alike.
+    Outside of `jax.jit` it looks at the parameters; inside, types do not tell. The state of a large
+    model is made inside: `jax.jit(tx.init, out_shardings=...)` and `jax.eval_shape(tx.init, ...)`
+    need this around `tx`. Where all axes are Explicit, or there is but one, nothing is needed.
+
+    Args:
+      tx: a transformation, usually the whole chain.
+      specs: a pytree like the parameters, of `PartitionSpec`s, `NamedSharding`s, or arrays and
+        `jax.ShapeDtypeStruct`s that have shardings.
+
+    Returns:
+      A transformation used as `tx` is.
+
+    Raises:
+      TypeError: at once for other leaves of `specs`.
+      ValueError: by `init`, for a parameter without a spec or with another one.
+
+    Wire: that of `tx`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm, optax
+      >>> tx = optax.chain(jaxcomm.mean("data", "int8", error_feedback=True), optax.adam(1e-3))
+      >>> tx = jaxcomm.with_param_specs(tx, {"w": jax.P("fsdp")})
+      >>> mesh = jax.make_mesh((2, 2), ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
+      >>> with jax.set_mesh(mesh):
+      ...     sharding = jax.NamedSharding(mesh, jax.P("fsdp"))
+      ...     params = {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=sharding)}
+      ...     specs = jaxcomm.state_spec(tx, params, mesh)
+      ...     state = jax.jit(tx.init, out_shardings=specs)({"w": jnp.zeros((4, 8))})
+      >>> state[0].residual.values[0].sharding.spec
+      P('data', 'fsdp')
+    """
+    tx = optax.with_extra_args_support(tx)
+    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)
+    given = {_paths.path_name(path): _spec_of(path, leaf) for path, leaf in leaves}
+
+    def init_fn(params: Any) -> Any:
+        paths = [_paths.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        if lacking := [path for path in paths if path not in given]:
+            raise ValueError(
+                f"with_param_specs was given no spec for parameter {lacking[0]}; it has those of "
+                f"{', '.join(list(given)[:10])}. Give it a pytree like the parameters."
+            )
+        token = GIVEN_SPECS.set(given)
+        try:
+            return tx.init(params)
+        finally:
+            GIVEN_SPECS.reset(token)
+
+    return optax.GradientTransformationExtraArgs(init_fn, tx.update)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _spec_of(path: Any, x: Any) -> PartitionSpec:
+    sharding = getattr(x, "sharding", x)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    if not isinstance(spec, PartitionSpec):
+        raise TypeError(
+            f"with_param_specs needs a PartitionSpec for parameter {_paths.path_name(path)}, "
+            f"got {x!r}."
+        )
+    return spec
