@@ -28,7 +28,7 @@ define run_tests
 	  XLA_FLAGS=$$simpler $(VENV)/bin/python -c "import jax; jax.devices('cpu')" 2>/dev/null && \
 	    export XLA_FLAGS="$$simpler"; \
 	fi; \
-	$(VENV)/bin/python -m pytest -n $(WORKERS) -m "$(1) and not multiprocess" $(2) && \
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "$(1) and not multiprocess" $(2) && \
 	$(VENV)/bin/python -m pytest -m "$(1) and multiprocess" $(2)
 endef
 # Where the tests of the subset are; the others import what its environment does not have.

@@ -137,7 +137,8 @@ def dense(kind: str, codec: str, algorithm: str) -> Any:
         if kind == "mean":
             return jaxcomm.pmean(x[0], "data", codec, algorithm)
         tx = jaxcomm.majority_vote("data", algorithm)
-        votes, _ = tx.update(x.reshape(2, -1), tx.init(x.reshape(2, -1)))
+        grads = x.reshape(2, -1)
+        votes, _ = tx.update(jaxcomm.mark_local(grads), tx.init(grads))
         return votes.reshape(-1)
 
     spec = PartitionSpec("data")

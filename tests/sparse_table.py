@@ -76,7 +76,7 @@ def sent_by_oktopk(algorithm: Any, n: int, world: int) -> Sent:
     common = min(n, ceil(algorithm.common_slack * k / world))
     return {
         "all-to-all": [others * room * entry, others * common * entry],  # the second hands over
-        "all-gather": [others * 4, others * common * 4, others * common * entry],
+        "all-gather": [others * 4, others * common * entry],
     }
 
 

@@ -68,7 +68,7 @@ def compiled(axis, algorithm):
 
     def vote(x):
         x = x.reshape(2, -1)
-        return tx.update(x, tx.init(x))[0]
+        return tx.update(jaxcomm.mark_local(x), tx.init(x))[0]
 
     mesh = jaxcomm.data_mesh() if axis == "data" else grid
     with jax.set_mesh(mesh):

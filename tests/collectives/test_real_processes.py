@@ -86,7 +86,8 @@ for name, local in unplaced.items():
         try:
             gradient(params, (local[0], labels))
         except ValueError as error:
-            assert f"0 is an array of process {rank} alone, not of all 2" in str(error), error
+            message = f"leaf 0 of the batch is an array of process {rank} alone, not of all 2"
+            assert message in str(error), error
         else:
             raise AssertionError(f"{name}: a local batch was taken for the global one")
 for _ in range(6):

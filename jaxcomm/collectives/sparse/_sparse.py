@@ -144,6 +144,37 @@ class SparseAllReduce:
             x, threshold, boundaries, capacity, implementation=self.implementation
         )
 
+    def largest(self, x: jax.Array, threshold: jax.Array, capacity: int) -> select.Selected:
+        """What is above a threshold: if a message has no room for all of it, the largest.
+
+        Chosen by place, what lies at the end would wait for ever where there is always too much.
+        """
+        found = self.compact(x, threshold, capacity)
+        return jax.lax.cond(
+            found.count <= capacity,
+            lambda: found,
+            lambda: self.compact(x, select.threshold_for(x, capacity), capacity)._replace(
+                count=found.count
+            ),
+        )
+
+    def largest_in_regions(
+        self, x: jax.Array, threshold: jax.Array, boundaries: jax.Array, capacity: int
+    ) -> select.Selected:
+        """As `largest`, for a message of each region."""
+        found = self.compact_regions(x, threshold, boundaries, capacity)
+
+        def the_largest() -> select.Selected:
+            every = self.compact(x, threshold, min(x.size, 2 * found.values.size))
+            least = _thresholds_of_regions(every, boundaries, capacity)
+            place = jnp.arange(x.size, dtype=jnp.int32)
+            region = jnp.searchsorted(boundaries[1:-1], place, side="right")
+            largest = jnp.where(jnp.abs(x) >= least[region], x, 0)
+            fitting = self.compact_regions(largest, threshold, boundaries, capacity)
+            return fitting._replace(count=found.count)
+
+        return jax.lax.cond(jnp.all(found.count <= capacity), lambda: found, the_largest)
+
     def is_off(self, count: jax.Array, k: int) -> jax.Array:
         """Whether a threshold with `count` values above it is beyond the tolerance."""
         if self.tolerance is None:
@@ -178,6 +209,33 @@ def check_interval(name: str, steps: Any) -> None:
     """Raises a ValueError for anything but a positive number of steps."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"{name} must be a positive number of steps, got {steps!r}.")
+
+
+def _thresholds_of_regions(
+    every: select.Selected, boundaries: jax.Array, capacity: int
+) -> jax.Array:
+    """The magnitude of the `capacity`-th largest entry of each region; 0 where there are fewer.
+
+    It is found four bits at a time, by counts: a sort would cost more than all else of a step.
+    """
+    regions = boundaries.size - 1
+    region = jnp.searchsorted(boundaries[1:-1], every.indices, side="right").astype(jnp.int32)
+    region = jnp.where(every.indices < boundaries[-1], region, regions)  # slots without an entry
+    # Magnitudes are ordered as their bit patterns are.
+    patterns = jax.lax.bitcast_convert_type(jnp.abs(every.values), jnp.int32)
+    found = jnp.zeros(regions + 1, jnp.int32)
+    wanted = jnp.full((regions + 1, 1), capacity, jnp.int32)
+    for shift in range(28, -1, -4):
+        # Alike in the bits that are found, those from shift + 4, which are none in the first round.
+        alike = (patterns ^ found[region]) >> (shift + 3) <= 1
+        row = jnp.where(alike, region, regions)
+        counts = jnp.zeros((regions + 1, 16), jnp.int32).at[row, (patterns >> shift) & 15].add(1)
+        at_least = jnp.cumsum(counts[:, ::-1], axis=1)[:, ::-1]
+        digit = jnp.sum(at_least[:, 1:] >= wanted, axis=1, keepdims=True, dtype=jnp.int32)
+        beyond = jnp.pad(at_least, ((0, 0), (0, 1)))[:, 1:]
+        wanted -= jnp.take_along_axis(beyond, digit, axis=1)
+        found += digit[:, 0] << shift
+    return jax.lax.bitcast_convert_type(found[:-1], jnp.float32)
 
 
 def add_lists(total: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives.sparse._sparse import (
+    SMALLEST,
     Carried,
     SparseAllReduce,
     SparseResult,
@@ -51,11 +52,12 @@ class OkTopk(SparseAllReduce):
     Wire, in entries of 8 bytes (6 or 4 in bfloat16, or where n <= 2^16 N, so that regions can be
     kept within 2^16 places): (N-1) c to the owners, (N-1) c' back, and as much again in steps that
     hand over, with c = ceil(slack k / N) and c' = ceil(common_slack k / N): with no slack at most
-    6 k (N-1)/N words of 4 bytes. Then N counts of 4 bytes; in steps that recompute, N-1 times c'
-    magnitudes; in those that move the boundaries, an all-reduce of N + 1 numbers.
+    6 k (N-1)/N words of 4 bytes. Then N counts of 4 bytes; in steps that recompute, 8 all-reduces
+    of at most 15 counts; in those that move the boundaries, an all-reduce of N + 1 numbers.
 
     If all selected values lie in one region, only 1/N of the room is there for them: at least
-    min(1, slack / N) of them is delivered, until the boundaries move.
+    min(1, slack / N) of them is delivered, the largest, until the boundaries move. What waits
+    grows, and is among the largest in a later step.
 
     Attributes:
       common_slack: as `slack`, of the messages of step 2.
@@ -66,8 +68,9 @@ class OkTopk(SparseAllReduce):
       2022, arXiv:2201.07598, algorithm 1.
 
     Differs from the paper: messages have static sizes. Boundaries are multiples of a chunk of
-    values. The common threshold is the k-th largest of at most c sums from each device. A threshold
-    that is far off is computed anew at once (with `tolerance=None` it waits, as in the paper).
+    values. The common threshold is the k-th largest of all sums, found by counting them, not by
+    gathering them. A threshold that is far off, or lets pass more than messages have room for, is
+    computed anew at once (with `tolerance=None` it waits, as in the paper).
     Balancing is an all-to-all, and runs if a message would lack room, not if one device has four
     times the average. The published program does not run the balanced all-gather.
     """
@@ -116,6 +119,8 @@ class OkTopk(SparseAllReduce):
         # Counting the sums beforehand would take one more exchange. If the threshold was far off,
         # it is computed anew in the next step.
         off = self.is_off(gathered.wanted, k)
+        if self.tolerance is not None:
+            off |= gathered.wanted > world * self._common_room(x.size, world)
         common = jnp.where(off, 0.0, self.scaled(common, gathered.wanted, k))
         return outcome, Carried(self.scaled(local, selected, k), common, boundaries)
 
@@ -143,7 +148,7 @@ class OkTopk(SparseAllReduce):
         """
         n, world = x.size, jax.lax.axis_size(axis_name)
         entries, me = _region_entries(self.values, n, world), jax.lax.axis_index(axis_name)
-        found = self.compact_regions(x, threshold, boundaries, self.room(n, world))
+        found = self.largest_in_regions(x, threshold, boundaries, self.room(n, world))
         offsets = jnp.where(found.indices < n, found.indices - boundaries[:-1, None], 0)
         payload = entries.encode(found.values, offsets)
         arrived = jax.lax.all_to_all(payload, axis_name, 0, 0, tiled=True)
@@ -153,11 +158,19 @@ class OkTopk(SparseAllReduce):
         return sums, found._replace(values=entries.rounded(found.values))
 
     def _common_threshold(self, sums: jax.Array, k: int, axis_name: AxisName) -> jax.Array:
-        """The k-th largest of all sums, of which each device shows its c largest."""
-        room = self._common_room(sums.size, jax.lax.axis_size(axis_name))
-        largest = self.compact(sums, select.threshold_for(sums, room), room).values
-        everyones = jax.lax.all_gather(largest, axis_name, tiled=True)
-        return select.threshold_for(everyones, min(k, everyones.size))
+        """The k-th largest of all sums, found four bits at a time; 0 if there are fewer."""
+        world = jax.lax.axis_size(axis_name)
+        arrived = min(sums.size, world * self.room(sums.size, world))
+        own = self.compact(sums, jnp.float32(SMALLEST), arrived).values
+        # Magnitudes are ordered as their bit patterns are.
+        patterns = jax.lax.bitcast_convert_type(jnp.abs(own), jnp.int32)[:, None]
+        found = jnp.int32(0)
+        for shift in range(28, -1, -4):
+            digits = jnp.arange(1, 8 if shift == 28 else 16, dtype=jnp.int32)[None]
+            counts = jnp.sum(patterns >= found + (digits << shift), axis=0, dtype=jnp.int32)
+            reached = jax.lax.psum(counts, axis_name) >= k
+            found += jnp.sum(reached, dtype=jnp.int32) << shift
+        return jax.lax.bitcast_convert_type(found, jnp.float32)
 
     def _balanced_all_gather(
         self, sums: jax.Array, threshold: jax.Array, boundaries: jax.Array, axis_name: AxisName

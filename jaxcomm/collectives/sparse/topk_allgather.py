@@ -50,7 +50,7 @@ def gathered(
 ) -> SparseResult:
     """The mean of all devices' values above their thresholds, as many as messages have room for."""
     entries, room = Entries(algorithm.values, x.size), algorithm.room(x.size)
-    found = algorithm.compact(x, threshold, room)
+    found = algorithm.largest(x, threshold, room)
     rounded = entries.rounded(found.values)
     payload = entries.encode(found.values, _placed(found.indices, x.size))
     arrived, places = entries.decode(jax.lax.all_gather(payload, axis_name))

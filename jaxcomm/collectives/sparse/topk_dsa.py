@@ -50,7 +50,7 @@ class TopkDsa(SparseAllReduce):
         threshold = self.local_threshold(x, step, carried.local)
 
         entries = Entries(self.values, width)
-        found = self.compact_regions(x, threshold, boundaries, room)
+        found = self.largest_in_regions(x, threshold, boundaries, room)
         offsets = jnp.where(found.indices < n, found.indices - boundaries[:-1, None], 0)
         payload = entries.encode(found.values, offsets)
         arrived = jax.lax.all_to_all(payload, axis_name, 0, 0, tiled=True)
