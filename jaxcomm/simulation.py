@@ -40,4 +40,4 @@ def simulate_devices(count: int) -> None:
     jax.config.update("jax_platforms", "cpu")
     # jax refuses to be told the number twice.
     os.environ["XLA_FLAGS"] = re.sub(_COUNT_FLAG, "", os.environ.get("XLA_FLAGS", ""))
-    os.environ["NPROC"] = str(max(2 * count, int(os.environ.get("NPROC", "0"))))
+    os.environ["NPROC"] = str(max(2 * count, int(os.environ.get("NPROC") or 0)))

@@ -61,7 +61,7 @@ def give_simulated_devices_threads() -> None:
         r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
     )
     if devices:
-        os.environ["NPROC"] = str(max(2 * int(devices[-1]), int(os.environ.get("NPROC", "0"))))
+        os.environ["NPROC"] = str(max(2 * int(devices[-1]), int(os.environ.get("NPROC") or 0)))
 
 
 def run() -> None:

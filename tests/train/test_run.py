@@ -85,6 +85,27 @@ def test_every_config_runs(
     assert 0 <= summary["test_accuracy"] <= 1
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_simulated_devices_evaluate_all_images(program: Program, tmp_path: Path) -> None:
+    """As somebody starts it who has set nothing: evaluation runs far ahead of its results."""
+    launched = program.start(
+        "train",
+        "--config=configs/cifar_resnet20.py",
+        f"--workdir={tmp_path}",
+        "--config.steps=2",
+        "--config.measure_steps=1",
+        "--config.data.train_split=train[:1024]",
+        devices=8,
+        NPROC="",
+        TFDS_DATA_DIR=cifar.data_dir(),
+        XLA_FLAGS="--xla_force_host_platform_device_count=8",
+    )
+    stdout, stderr = launched.communicate(timeout=280)
+    assert launched.returncode == 0, stderr
+    assert json.loads(stdout.splitlines()[-1])["test_images"] == 10_000
+
+
 def wire_bytes(name: str, world: int) -> float:
     """Bytes a device sends in a step: the formulas of direct bf16 and of f32 all-reduces.
 
