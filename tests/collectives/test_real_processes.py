@@ -35,7 +35,7 @@ print(json.dumps({"rank": rank, "world": world, "pid": os.getpid(), "checked": c
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.newest)])
+@pytest.mark.parametrize("world", [2, 3])
 def test_every_process_has_the_oracle_bits(world: int) -> None:
     tests = Path(__file__).parent.parent
     finished = run_processes(world, SCRIPT, env={"TESTS": str(tests)}, timeout=240)

@@ -15,7 +15,19 @@ pytestmark = pytest.mark.standard_promotion  # optax promotes
 WORLD, VIEW = 4, VIEWS[3]
 
 
-@pytest.mark.parametrize("method", METHODS)
+# Those whose states are of different kinds.
+KINDS = [
+    "int8, errors fed back",
+    "Signum",
+    "votes on corrected gradients",
+    "TopkA with momentum correction",
+    "1-bit Adam",
+    "warm-up, then qsgd",
+    "multi_steps",
+]
+
+
+@pytest.mark.parametrize("method", KINDS)
 def test_the_state_is_that_of_init_on_placed_parameters(method: str) -> None:
     tx = METHODS[method]()
     mesh = VIEW.mesh(WORLD)
