@@ -32,8 +32,8 @@ define run_tests
 	$(VENV)/bin/python -m pytest -m "$(1) and multiprocess" $(2)
 endef
 # Where the tests of the subset are; the others import what its environment does not have.
-SUBSET = $(addprefix tests/,codecs collectives kernels transforms test_processes.py test_readme.py \
-  test_wire.py)
+SUBSET = $(addprefix tests/,codecs collectives kernels transforms test_compiling.py test_docs.py \
+  test_processes.py test_readme.py test_structure.py test_wire.py)
 
 .PHONY: help
 help:  ## list these targets
@@ -55,8 +55,9 @@ test: $(VENV)/.installed-test  ## lint, the whole suite, and a small part of it 
 	  echo "The subset for the newest jax is NOT run: found no Python that is newer than" \
 	    "the one in $(VENV) and at least 3.12."; \
 	fi; \
-	$(MAKE) --no-print-directory lint || exit 1; \
+	$(MAKE) --no-print-directory lint; status=$$?; \
 	wait; \
+	[ $$status = 0 ] || exit 1; \
 	$(MAKE) --no-print-directory test-suite || exit 1; \
 	if [ -n "$$newest" ]; then \
 	  $$subset test-subset QUICK=yes; \

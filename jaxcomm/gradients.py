@@ -35,8 +35,7 @@ class ValueAndGrad:
         self._check_loss(params, shares, args)
         replicated, split = PartitionSpec(), PartitionSpec(self.axis_name)
         if _axes.explicit_axes().issuperset(_axes.names_of(self.axis_name)):
-            # Types say where a batch is: one that was made by numpy is not on its devices yet.
-            batch = jax.tree.map(lambda x: jax.reshard(x, split), batch)
+            batch = jax.tree.map(lambda x: _spread(x, self.axis_name), batch)
         # The checks of shard_map would refuse common models, such as those that scan from zeros.
         value, grads = jax.shard_map(
             lambda *inputs: _with_device_axis(self._on_one_device(*inputs)),
@@ -77,8 +76,8 @@ class ValueAndGrad:
 
         Under a `vmap` that wants an unmapped result, only a loss can be traced that does not use
         its batch or, where the `vmap` binds the axis name, that was reduced over the axis. Where
-        the checks of shard_map are on, types tell of reductions. Other errors, and those of losses
-        as they should be, come back in the real trace.
+        the checks of shard_map are on, types tell of reductions. A loss as it should be cannot be
+        traced here; its other errors come back in the real trace.
         """
 
         def loss(params: Any, batch: Any) -> Any:
@@ -89,17 +88,19 @@ class ValueAndGrad:
             two = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
             return jax.vmap(loss, in_axes=(None, 0), out_axes=None)(params, two)
 
+        if not (_axes.is_manual(self.axis_name) and _axes.checks_on(self.axis_name)):
+            stacked = _stacked(batch, self.axis_name)
+            names = _axes.names_of(self.axis_name)
+            mapped = [_over_devices(loss, self.axis_name, unmapped=name) for name in names]
+            if not any(_traces(f, params, stacked) for f in mapped):
+                return
+            if not _traces(of_two, params, batch):
+                raise ValueError(_averaged(self.axis_name))
         if _traces(of_two, params, batch):
             raise ValueError(
                 "the loss does not depend on the batch, so that all devices have the same gradient "
                 "and nothing is to be exchanged. loss_fn(params, batch) must use what it is given."
             )
-        if _axes.is_manual(self.axis_name) and _axes.checks_on(self.axis_name):
-            return
-        for name in _axes.names_of(self.axis_name):
-            mapped = _over_devices(loss, self.axis_name, unmapped=name)
-            if _traces(mapped, params, _stacked(batch, self.axis_name)):
-                raise ValueError(_averaged(self.axis_name))
 
 
 def value_and_grad(
@@ -334,6 +335,18 @@ def _in_float32(x: Any) -> jax.Array:
 def _mean_dtype(x: Any) -> Any:
     dtype = jnp.result_type(x)
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
+
+
+def _spread(x: Any, axis_name: AxisName) -> Any:
+    """A leaf of the batch with its examples over the axis, where types say where they are.
+
+    What numpy made is on no devices yet. Other shardings stay as they are.
+    """
+    first, *rest = jax.typeof(x).sharding.spec
+    names = (first,) if isinstance(first, str) else first or ()
+    if set(names).issuperset(_axes.names_of(axis_name)):
+        return x
+    return jax.reshard(x, PartitionSpec(axis_name, *rest))
 
 
 def _traces(f: Callable[..., Any], *args: Any) -> bool:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
 import jaxcomm
@@ -46,6 +47,7 @@ def test_a_script_that_runs_far_ahead(flags: str) -> None:
 
 
 def test_too_late() -> None:
+    assert jax.devices()  # jax has started
     with pytest.raises(RuntimeError, match=r"simulate_devices\(4\) comes too late.*call it first"):
         jaxcomm.simulate_devices(4)
 

@@ -1,5 +1,6 @@
 """Bad input: one clear line, an exit status that is not zero, and no hang."""
 
+import os
 import re
 import socket
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from running import Program
 from train import loop
 from train.distributed import await_port, join
 from train.errors import UserError, check_sizes
+from train.main import give_simulated_devices_threads
 
 CONFIG = "--config=configs/digits_resnet.py"
 
@@ -138,3 +140,20 @@ def test_configs(
     spoil(config)
     with pytest.raises(UserError, match=message):
         loop.train(config, tmp_path, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "before", "after"),
+    [
+        ("--xla_force_host_platform_device_count=8", None, "16"),
+        ("--xla_force_host_platform_device_count=8", "40", "40"),
+        ("", None, None),
+    ],
+)
+def test_simulated_devices_get_threads(
+    flags: str, before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setenv("NPROC", before or "")
+    give_simulated_devices_threads()
+    assert (os.environ["NPROC"] or None) == after

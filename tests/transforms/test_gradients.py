@@ -331,3 +331,18 @@ def test_a_leaf_of_a_tuple_is_named(mesh8: Any) -> None:
         pytest.raises(ValueError, match="^leaf 0 of the batch has 63 examples"),
     ):
         jax.jit(f)(jnp.zeros(3), batch)
+
+
+def test_other_shardings_of_an_explicit_batch_stay() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "seq"), (AxisType.Explicit,) * 2)
+    seen = []
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        seen.append(jax.typeof(x).sharding.spec)
+        return jnp.mean(jnp.square(x * w))
+
+    with jax.set_mesh(mesh):
+        w, f = jaxcomm.replicate(jnp.float32(1)), jax.jit(jaxcomm.value_and_grad(loss, "data"))
+        for spec in (P("data", "seq"), P(None, "seq"), P(("data", "seq"), None)):
+            f(w, jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, spec)))
+    assert P(None, "seq") in seen and P("seq", None) in seen

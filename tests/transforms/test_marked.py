@@ -42,10 +42,10 @@ def train(tx: optax.GradientTransformation, view: View, steps: int = 1) -> Param
         params = jaxcomm.replicate(start())
         state = tx.init(params)
 
-        def step(params: Params, state: Any, batch: jax.Array) -> tuple[Params, Any]:
+        def step(params: Params, state: Any, batch: jax.Array) -> Any:
             _, grads = jaxcomm.value_and_grad(loss_fn, "data")(params, batch)
             updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state  # type: ignore[return-value]
+            return optax.apply_updates(params, updates), state
 
         if view.manual:
             spec, everywhere = jaxcomm.state_spec(tx, params, mesh), PartitionSpec()
@@ -203,7 +203,7 @@ def test_optimizers_of_flax() -> None:
         params = jaxcomm.replicate(dense.init(jax.random.key(0), BATCH))
 
         def linen_loss(params: Any, batch: jax.Array) -> jax.Array:
-            return jnp.mean(dense.apply(params, batch) ** 2)  # type: ignore[operator]
+            return jnp.mean(jnp.square(dense.apply(params, batch)))
 
         def linen_step(state: TrainState) -> TrainState:
             _, grads = jaxcomm.value_and_grad(linen_loss, "data")(state.params, batch)

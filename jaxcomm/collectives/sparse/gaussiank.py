@@ -38,7 +38,8 @@ class Gaussiank(SparseAllReduce):
         """See `SparseAllReduce.exchange`."""
         del step
         threshold = self.gaussian_threshold(x)
-        return gathered(self, x, threshold, axis_name), carried
+        found = self.largest(x, threshold, self.room(x.size))
+        return gathered(self, x, found, axis_name), carried
 
     def gaussian_threshold(self, x: jax.Array) -> jax.Array:
         """A magnitude that about k values of x exceed, if they are anything like normal ones."""

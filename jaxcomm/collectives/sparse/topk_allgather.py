@@ -14,6 +14,7 @@ from jaxcomm.collectives.sparse._sparse import (
     add_lists,
     take_out,
 )
+from jaxcomm.kernels import select
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,17 +41,18 @@ class TopkAllGather(SparseAllReduce):
         """See `SparseAllReduce.exchange`."""
         k = self.k(x.size)
         threshold = self.local_threshold(x, step, carried.local)
-        outcome = gathered(self, x, threshold, axis_name)
+        # An exact threshold leaves no choice, but among equal magnitudes.
+        find = self.compact if self.recompute_every == 1 else self.largest
+        outcome = gathered(self, x, find(x, threshold, self.room(x.size)), axis_name)
         local = self.scaled(threshold, outcome.selected, k)
         return outcome, carried._replace(local=local)
 
 
 def gathered(
-    algorithm: SparseAllReduce, x: jax.Array, threshold: jax.Array, axis_name: AxisName
+    algorithm: SparseAllReduce, x: jax.Array, found: select.Selected, axis_name: AxisName
 ) -> SparseResult:
-    """The mean of all devices' values above their thresholds, as many as messages have room for."""
+    """The mean of what every device has found for its message."""
     entries, room = Entries(algorithm.values, x.size), algorithm.room(x.size)
-    found = algorithm.largest(x, threshold, room)
     rounded = entries.rounded(found.values)
     payload = entries.encode(found.values, _placed(found.indices, x.size))
     arrived, places = entries.decode(jax.lax.all_gather(payload, axis_name))
