@@ -24,7 +24,6 @@ import numpy as np
 from jaxcomm.kernels import select
 
 DENSITIES = (0.001, 0.01, 0.05)
-REGIONS = 8
 ODD = 600_011  # not a multiple of the chunk
 
 
@@ -48,12 +47,11 @@ def reads(x: np.ndarray, on_device: jax.Array) -> Iterator[Case]:
 def selections(x: np.ndarray, on_device: jax.Array, density: float) -> Iterator[Case]:
     """`top_k` comes first."""
     n, k = x.size, round(density * x.size)
-    capacity = k + k // 4  # of all regions; ties may select more than k
+    capacity = k + k // 4  # ties may select more than k
     magnitudes = np.abs(x)
     threshold = np.partition(magnitudes, n - k)[n - k]
     places = np.flatnonzero(magnitudes >= threshold)
     t = jnp.asarray(threshold)
-    bounds = jax.jit(select.boundaries_for, static_argnums=2)(on_device, t, REGIONS)
 
     def is_threshold(found: jax.Array) -> None:
         assert found == threshold, (found, threshold)
@@ -70,26 +68,10 @@ def selections(x: np.ndarray, on_device: jax.Array, density: float) -> Iterator[
         np.testing.assert_array_equal(np.sort(indices[filled]), places)
         np.testing.assert_array_equal(values[filled], x[indices[filled]])
 
-    def is_split(found: jax.Array) -> None:
-        shares = np.diff(np.searchsorted(places, found))
-        assert np.ptp(shares) <= 2 * select.CHUNK, shares
-
     yield Case("top_k", lambda x: jax.lax.top_k(jnp.abs(x), k), (on_device,), is_top, 3)
     yield Case("threshold_for", lambda x: select.threshold_for(x, k), (on_device,), is_threshold)
     yield Case("count_at_least", select.count_at_least, (on_device, t), is_count)
     yield Case("compact", lambda x, t: select.compact(x, t, capacity), (on_device, t), is_selected)
-    yield Case(
-        f"boundaries_for, {REGIONS}",
-        lambda x, t: select.boundaries_for(x, t, REGIONS),
-        (on_device, t),
-        is_split,
-    )
-    yield Case(
-        f"compact_regions, {REGIONS}",
-        lambda x, t, b: select.compact_regions(x, t, b, capacity // REGIONS + select.CHUNK),
-        (on_device, t, bounds),
-        is_selected,
-    )
 
 
 class Timed:

@@ -3,10 +3,9 @@
     python -m benchmarks.sparse_bytes [--millions=1] [--density=0.01] [--out=PNG]
 
 For each algorithm with its defaults, and for XLA's dense all-reduce: the bytes that a device sends
-in a step, over those of k entries of 8 bytes. "most" is the most expensive step, one that finds
-thresholds and boundaries anew and hands entries over; the plain row is a step that re-uses them.
-Under each stands what the Ok-Topk paper (arXiv:2201.07598, table 1) counts for it, in the same
-unit: without the room that static messages need.
+in a step, over those of k entries of 8 bytes. Under each stands what the Ok-Topk paper
+(arXiv:2201.07598, table 1) counts for it, in the same unit: without the room that static messages
+need.
 """
 
 import argparse
@@ -44,11 +43,11 @@ def report_of(name: str, n: int, density: float, world: int) -> WireReport:
         one = lambda x, step: jaxcomm.pmean(x[0], "data")[None]  # noqa: E731
     else:
         algorithm = dataclasses.replace(sparse.from_name(name), density=density)
-        carried = sparse.Carried.unpacked(jnp.ones(world + 3), n)
+        carried = jnp.ones(())
 
         def one(x: jax.Array, step: jax.Array) -> jax.Array:
             outcome, new = algorithm.exchange(x[0], carried, step, "data")
-            return (outcome.mean + new.local + new.common + jnp.sum(new.boundaries))[None]
+            return (outcome.mean + new)[None]
 
     f = jax.shard_map(
         one,
@@ -58,15 +57,6 @@ def report_of(name: str, n: int, density: float, world: int) -> WireReport:
         check_vma=False,
     )
     return jaxcomm.wire_report(jax.jit(f).lower(x, jnp.int32(0)).compile())
-
-
-def least(report: WireReport) -> WireReport:
-    """The report of the step that takes the cheapest branch of every conditional."""
-    while report.conditionals:
-        name, branches = report.conditionals[0]
-        by_branch = report.by_branch()
-        report = min((by_branch[name, i] for i in range(branches)), key=lambda r: r.bytes_max)
-    return report
 
 
 def plot(rows: dict[str, list[float]], path: str) -> None:
@@ -101,11 +91,8 @@ def main() -> None:
     rows: dict[str, list[float]] = {}
     for name in PAPER:
         reports = [report_of(name, n, args.density, N) for N in WORLDS]
-        rows[name] = [float(least(r).bytes_max) / (8 * k) for r in reports]
-        most = [float(r.bytes_max) / (8 * k) for r in reports]
+        rows[name] = [float(report.bytes_max) / (8 * k) for report in reports]
         print(f"{name:24}" + "".join(f"{v:16.2f}" for v in rows[name]))
-        if most != rows[name]:
-            print(f"{'  most':24}" + "".join(f"{v:16.2f}" for v in most))
         paper = [[w / (2 * k) for w in PAPER[name](n, k, N)] for N in WORLDS]
         shown = [f"{a:.2f}" if a == b else f"{a:.2f} to {b:.2f}" for a, b in paper]
         print(f"{'  paper':24}" + "".join(f"{v:>16}" for v in shown))

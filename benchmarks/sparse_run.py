@@ -21,7 +21,7 @@ import numpy as np
 RATIOS = {
     "selected / k": ("selected", "k"),
     "delivered / selected": ("delivered", "selected"),
-    "applied / wanted": ("applied", "wanted"),
+    "applied / k": ("applied", "k"),
     "xi": ("xi", None),
 }
 

@@ -1,6 +1,9 @@
 """What each sparse all-reduce must compute, in numpy: functions see the vectors of all devices."""
 
+import jax.numpy as jnp
 import numpy as np
+
+from jaxcomm.collectives.sparse._owners import Owners
 
 
 def largest(x: np.ndarray, k: int) -> np.ndarray:
@@ -54,7 +57,10 @@ def gtopk(x: np.ndarray, ks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def oktopk(x: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Li and Hoefler 2022, equation 1: the k largest of the sum of local selections."""
-    total, sent = topk(x, k)
-    total = largest(total, k[0])
+    """Of the sum of local selections, the k/N largest of each owner's places, in step 0."""
+    world, n = x.shape
+    owner = np.asarray(Owners(n, world, jnp.int32(0)).of(jnp.arange(n, dtype=jnp.int32)))
+    sums, sent = topk(x, k)
+    share = -(-k[0] // world)
+    total = sum(largest(np.where(owner == r, sums, 0), share) for r in range(world))
     return total, sent & (total != 0)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import sparse_oracles
 from jaxcomm import sparse
-from jaxcomm.collectives.sparse import Carried, SparseAllReduce, SparseResult
+from jaxcomm.collectives.sparse import SparseAllReduce, SparseResult
 
 N, DENSITY = 4096, 0.02
 K = round(N * DENSITY)
@@ -43,46 +43,46 @@ def ceil(share: float) -> int:
     return int(np.ceil(share))
 
 
-def entry_bytes(algorithm: SparseAllReduce, places: int) -> int:
-    """A value, and an index of 2 bytes where that is enough."""
-    return {"float32": 4, "bfloat16": 2}[algorithm.values] + (2 if places <= 2**16 else 4)
+def list_bytes(algorithm: SparseAllReduce, entries: int, places: int) -> int:
+    """Entries of a value and 2 bytes; and 4 for every 2^16 places, if there are more than those."""
+    entry = {"float32": 4, "bfloat16": 2}[algorithm.values] + 2
+    return entries * entry + (4 * ceil(places / 2**16) if places > 2**16 else 0)
 
 
 def sent_by_all_gather(algorithm: SparseAllReduce, n: int, world: int) -> Sent:
     room = min(n, ceil(algorithm.slack * algorithm.k(n)))
-    return {"all-gather": [(world - 1) * room * entry_bytes(algorithm, n)]}
+    return {"all-gather": [(world - 1) * list_bytes(algorithm, room, n)]}
 
 
 def sent_by_dsa(algorithm: SparseAllReduce, n: int, world: int) -> Sent:
     room = min(n, ceil(algorithm.slack * algorithm.k(n) / world))
-    width = -(-n // (world * 256)) * 256
-    entry = entry_bytes(algorithm, width)
+    width = ceil(n / world)
+    sent = list_bytes(algorithm, room, width)
     whole = {"float32": 4, "bfloat16": 2}[algorithm.values] * width
-    back = min(min(world * room, width) * entry, whole)
-    return {"all-to-all": [(world - 1) * room * entry], "all-gather": [(world - 1) * back]}
+    back = min(list_bytes(algorithm, min(world * room, width), width), whole)
+    return {"all-to-all": [(world - 1) * sent], "all-gather": [(world - 1) * back]}
 
 
 def sent_by_gtopk(algorithm: SparseAllReduce, n: int, world: int) -> Sent:
     """By a device that folds, once more, and who answers says which places survived."""
     q, k = world.bit_length() - 1, algorithm.k(n)
-    size = k * entry_bytes(algorithm, n)
+    size = list_bytes(algorithm, k, n)
     return {"collective-permute": [size] * q + [size, size, k] * (world > 2**q)}
 
 
 def sent_by_oktopk(algorithm: Any, n: int, world: int) -> Sent:
-    k, others = algorithm.k(n), world - 1
-    entry = entry_bytes(algorithm, n if n > world * 2**16 else min(n, 2**16))
+    k, others, width = algorithm.k(n), world - 1, ceil(n / world)
     room = min(n, ceil(algorithm.slack * k / world))
-    common = min(n, ceil(algorithm.common_slack * k / world))
+    back = min(width, ceil(k / world))
     return {
-        "all-to-all": [others * room * entry, others * common * entry],  # the second hands over
-        "all-gather": [others * 4, others * common * entry],
+        "all-to-all": [others * list_bytes(algorithm, room, width)],
+        "all-gather": [others * list_bytes(algorithm, back, width)],
     }
 
 
 CASES: dict[str, Case] = {
     "oktopk": Case(
-        sparse.oktopk(slack=20.0, common_slack=20.0, recompute_every=1, rebalance_every=1),
+        sparse.oktopk(slack=20.0, recompute_every=1),
         sparse_oracles.oktopk,
         sent_by_oktopk,
     ),
@@ -97,24 +97,19 @@ CASES: dict[str, Case] = {
 
 @functools.cache  # inputs are many, programs few
 def compiled(mesh: Mesh, algorithm: SparseAllReduce, n: int = N) -> jax.stages.Compiled:
-    """From (N, n), packed carried (N, N + 3) and a step to what every device has."""
+    """From (N, n), N thresholds and a step to what every device has."""
     algorithm = dataclasses.replace(algorithm, density=DENSITY)
 
-    def one(x: jax.Array, carried: jax.Array, step: jax.Array) -> Any:
-        before = Carried.unpacked(carried[0], x.shape[1])
-        outcome, after = algorithm.exchange(x[0], before, step, "data")
-        return jax.tree.map(lambda y: y[None], (outcome, after.packed()))
+    def one(x: jax.Array, thresholds: jax.Array, step: jax.Array) -> Any:
+        found = algorithm.exchange(x[0], thresholds[0], step, "data")
+        return jax.tree.map(lambda y: y[None], found)
 
     spec = PartitionSpec("data")
     f = jax.shard_map(
         one, mesh=mesh, in_specs=(spec, spec, PartitionSpec()), out_specs=spec, check_vma=False
     )
     world = mesh.size
-    return (
-        jax.jit(f)
-        .lower(jnp.zeros((world, n)), jnp.zeros((world, world + 3)), jnp.int32(0))
-        .compile()
-    )
+    return jax.jit(f).lower(jnp.zeros((world, n)), jnp.zeros(world), jnp.int32(0)).compile()
 
 
 def exchanged(
@@ -122,24 +117,24 @@ def exchanged(
     mesh: Mesh,
     algorithm: SparseAllReduce,
     step: int = 0,
-    carried: np.ndarray | None = None,
+    thresholds: np.ndarray | None = None,
 ) -> tuple[SparseResult, np.ndarray]:
-    """One step: the outcome, with a leading device axis, and what is carried on.
+    """One step: the outcome, with a leading device axis, and the next thresholds.
 
     The law holds: what is in the mean and what is kept is all there was, and everyone has the same
     mean.
     """
     world = len(x)
-    if carried is None:
-        carried = np.zeros((world, world + 3), np.float32)
-    outcome, carried = jax.tree.map(
-        np.asarray, compiled(mesh, algorithm, x.shape[1])(x, carried, jnp.int32(step))
+    if thresholds is None:
+        thresholds = np.zeros(world, np.float32)
+    outcome, thresholds = jax.tree.map(
+        np.asarray, compiled(mesh, algorithm, x.shape[1])(x, thresholds, jnp.int32(step))
     )
     assert (outcome.mean == outcome.mean[:1]).all()
     total = outcome.errors.astype(np.float64).sum(0) + world * outcome.mean[0].astype(np.float64)
     scale = np.abs(x).max(initial=1e-30)
     np.testing.assert_allclose(total, x.astype(np.float64).sum(0), atol=2e-6 * world * scale)
-    return outcome, carried
+    return outcome, thresholds
 
 
 def normal(world: int, n: int = N, seed: int = 0) -> np.ndarray:

@@ -7,17 +7,21 @@ import jax.numpy as jnp
 
 from jaxcomm.kernels import bfloat16
 
+BLOCK = 2**16  # the offsets that one word can tell apart
+
 
 @dataclasses.dataclass(frozen=True)
 class Entries:
     """A list of (value, offset) pairs of static length, as uint16 words.
 
-    Format: the low words of all values, then their high words if there are any, then the offsets in
-    the same order. A slot without an entry has the value 0 and any offset.
+    Format: the low words of all values, then their high words if there are any, then the low words
+    of the offsets in the same order. Where offsets need more than a word, the list is in the order
+    of their blocks of 2^16, and ends with the number of entries in each block, two words each. A
+    slot without an entry has the value 0 and any offset; all of them are at the end.
 
     Attributes:
       values: "float32" (2 words) or "bfloat16" (1 word, rounded to nearest even).
-      width: all offsets are below it; up to 2^16 they take one word, else two.
+      width: all offsets are below it.
     """
 
     values: str
@@ -32,14 +36,13 @@ class Entries:
         return 1 if self.values == "bfloat16" else 2
 
     @property
-    def offset_words(self) -> int:
-        """1 or 2."""
-        return 1 if self.width <= 2**16 else 2
+    def blocks(self) -> int:
+        """The number of blocks whose entries are counted; 0 where one word holds an offset."""
+        return 0 if self.width <= BLOCK else -(-self.width // BLOCK)
 
-    @property
-    def entry_bytes(self) -> int:
-        """4, 6 or 8."""
-        return 2 * (self.value_words + self.offset_words)
+    def bytes_of(self, slots: int) -> int:
+        """The size of a list: 6 bytes a slot, or 4 in bfloat16, and 4 a block."""
+        return 2 * slots * (self.value_words + 1) + 4 * self.blocks
 
     def rounded(self, values: jax.Array) -> jax.Array:
         """The float32 values that `decode` returns for these."""
@@ -48,28 +51,54 @@ class Entries:
         return bfloat16.widen_bits(bfloat16.round_to_bits(values))
 
     def encode(self, values: jax.Array, offsets: jax.Array) -> jax.Array:
-        """float32 and int32 `(..., c)` to uint16 `(..., c * entry_bytes / 2)`."""
+        """float32 and int32 `(..., c)` to uint16 `(..., bytes_of(c) / 2)`.
+
+        Args:
+          values: the values.
+          offsets: ascending by block; those of `width` and more stand for slots without an entry.
+        """
         if self.values == "bfloat16":
-            first = [bfloat16.round_to_bits(values)]
+            parts = [bfloat16.round_to_bits(values)]
         else:
-            first = _words(jax.lax.bitcast_convert_type(values, jnp.uint32), 2)
-        return jnp.concatenate(first + _words(offsets.astype(jnp.uint32), self.offset_words), -1)
+            parts = _words(jax.lax.bitcast_convert_type(values, jnp.uint32), 2)
+        parts.append(offsets.astype(jnp.uint16))
+        if self.blocks:
+            block = jnp.where(offsets < self.width, offsets // BLOCK, self.blocks)
+            counts = jnp.zeros((*offsets.shape[:-1], self.blocks), jnp.uint32)
+            counts = _add_in_rows(counts, block, jnp.uint32(1))
+            parts += _words(counts, 2)
+        return jnp.concatenate(parts, -1)
 
     def decode(self, payload: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The values and offsets, float32 and int32 `(..., c)`."""
-        words = jnp.split(payload, self.value_words + self.offset_words, axis=-1)
-        first, offsets = words[: self.value_words], words[self.value_words :]
+        """The values and offsets, float32 and int32 `(..., c)`; `width` where there is no entry."""
+        slots = (payload.shape[-1] - 2 * self.blocks) // (self.value_words + 1)
+        ends = [slots * i for i in range(1, self.value_words + 2)]
+        *first, low, counts = jnp.split(payload, ends, axis=-1)
         if self.values == "bfloat16":
             values = bfloat16.widen_bits(first[0])
         else:
             values = jax.lax.bitcast_convert_type(_joined(first), jnp.float32)
-        return values, _joined(offsets).astype(jnp.int32)
+        offsets = low.astype(jnp.int32)
+        if self.blocks:
+            per_block = _joined(jnp.split(counts, 2, axis=-1)).astype(jnp.int32)
+            # Each block but the first raises the number of blocks at its first slot.
+            starts = jnp.cumsum(per_block, axis=-1)[..., :-1]
+            begun = _add_in_rows(jnp.zeros(offsets.shape, jnp.int32), starts, jnp.int32(1))
+            offsets += jnp.cumsum(begun, axis=-1) * BLOCK
+        return values, jnp.where(values == 0, self.width, offsets)
 
 
 def check_values(values: str) -> None:
     """Raises a ValueError for an unknown format of values."""
     if values not in ("float32", "bfloat16"):
         raise ValueError(f'values must be "float32" or "bfloat16", got {values!r}.')
+
+
+def _add_in_rows(x: jax.Array, places: jax.Array, value: jax.Array) -> jax.Array:
+    """Adds a value at places of the last axis; places beyond it are dropped."""
+    rows = x.reshape(-1, x.shape[-1])
+    add = jax.vmap(lambda row, place: row.at[place].add(value, mode="drop"))
+    return add(rows, places.reshape(rows.shape[0], -1)).reshape(x.shape)
 
 
 def _words(x: jax.Array, number: int) -> list[jax.Array]:

@@ -30,7 +30,6 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "nine_bits.decode_and_sum": ("xla", "mosaic"),
     "nine_bits.encode": ("xla", "mosaic"),
     "select.compact": ("xla", "triton"),
-    "select.compact_regions": ("xla", "triton"),
     "select.count_at_least": ("xla", "mosaic"),
     "sign_feedback": ("xla", "mosaic"),
 }

@@ -42,7 +42,6 @@ class SparseReport(NamedTuple):
       k: the number of values to select.
       selected: the number of values above a device's threshold, averaged over devices.
       delivered: the number of selected values that fit into messages, averaged over devices.
-      wanted: the number of sums above the common threshold.
       applied: the number of values that the update has.
       xi: with `measure_xi`, the distance between the update and the k largest values of the exact
         mean (of gradients plus residuals), over the norm of the mean gradient; else 0.
@@ -51,7 +50,6 @@ class SparseReport(NamedTuple):
     k: jax.Array
     selected: jax.Array
     delivered: jax.Array
-    wanted: jax.Array
     applied: jax.Array
     xi: jax.Array
 
@@ -64,7 +62,7 @@ class SparseMeanState(NamedTuple):
       step: int32.
       residual: what of each device's gradients is in no update yet.
       velocity: with momentum correction, each device's momentum.
-      carried: for each bucket, the thresholds and boundaries for the next step.
+      thresholds: for each bucket, float32[1], the threshold for the next step.
       report: of the last step.
     """
 
@@ -72,7 +70,7 @@ class SparseMeanState(NamedTuple):
     step: jax.Array
     residual: PerDevice
     velocity: PerDevice
-    carried: PerDevice
+    thresholds: PerDevice
     report: SparseReport
 
 
@@ -157,26 +155,25 @@ def sparse_mean(
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large)
         velocity = NOTHING if m is None else zeros_per_device(layout, params, large)
-        carried = zeros_per_bucket(
-            layout, params, exchange.buckets(layout, large), lambda n: layout.world + 3
-        )
+        buckets = exchange.buckets(layout, large)
+        thresholds = zeros_per_bucket(layout, params, buckets, lambda n: 1)
         report = SparseReport(*[jnp.zeros(()) for _ in SparseReport._fields])
         step = jnp.zeros((), jnp.int32)
-        return SparseMeanState(layout, step, residual, velocity, carried, report)
+        return SparseMeanState(layout, step, residual, velocity, thresholds, report)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         grads, treedef = local_leaves(updates, state.layout)
-        (*means, report), (residual, velocity, carried) = on_every_device(
+        (*means, report), (residual, velocity, thresholds) = on_every_device(
             functools.partial(exchange, layout=state.layout),
             grads,
             state.layout,
-            (state.residual, state.velocity, state.carried),
+            (state.residual, state.velocity, state.thresholds),
             state.step,
             further_results=1,
         )
         new = SparseMeanState(
-            state.layout, state.step + 1, residual, velocity, carried, SparseReport(*report)
+            state.layout, state.step + 1, residual, velocity, thresholds, SparseReport(*report)
         )
         return treedef.unflatten(means), new
 
@@ -190,13 +187,13 @@ class _Bucket(NamedTuple):
     Attributes:
       residual: float32 vector, the next residual.
       velocity: float32 vector, the next momentum.
-      carried: the next thresholds and boundaries, packed.
-      counts: float32[6]: the counts of `SparseResult`, and the two numbers of `_distance`.
+      threshold: float32[1], the next one.
+      counts: float32[5]: the counts of `SparseResult`, and the two numbers of `_distance`.
     """
 
     residual: jax.Array
     velocity: jax.Array
-    carried: jax.Array
+    threshold: jax.Array
     counts: jax.Array
 
 
@@ -246,38 +243,36 @@ class _Exchange:
         new = (
             [residual[i] for i in large],
             [velocity[i] for i in large if self.momentum is not None],
-            [kept.carried for kept in done.kept],
+            [kept.threshold for kept in done.kept],
         )
         new = tuple(kept_if(done.finite, *pair) for pair in zip(new, own, strict=True))
         k = sum(self.algorithm.k(vector.size) for vector in done.buckets)
-        report = _report(k, sum((kept.counts for kept in done.kept), jnp.zeros(6)))
+        report = _report(k, sum((kept.counts for kept in done.kept), jnp.zeros(5)))
         return [*updates_of(means, done.finite, grads), report], new
 
     def _on_bucket(
-        self, x: jax.Array, velocity: jax.Array, carried: jax.Array, step: jax.Array
+        self, x: jax.Array, velocity: jax.Array, threshold: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, _Bucket]:
         """The mean of a bucket, of which this device holds x, and what is kept of it."""
-        result, after = self.algorithm.exchange(
-            x, sparse.Carried.unpacked(carried, x.size), step, self.axis_name
-        )
+        result, after = self.algorithm.exchange(x, threshold[0], step, self.axis_name)
         distance = [jnp.zeros(()), jnp.zeros(())]
         if self.measure_xi:
             k = self.algorithm.k(x.size)
             distance = _distance(x, velocity, result.mean, k, self.axis_name)
-        counts = (result.selected, result.delivered, result.wanted, result.applied)
+        counts = (result.selected, result.delivered, result.applied)
         counts = jnp.stack([*(c.astype(jnp.float32) for c in counts), *distance])
         residual = result.errors if self.error_feedback else jnp.zeros_like(x)
         # Factor masking: where a value was sent, its momentum starts anew.
         velocity = jnp.where(result.errors == x, velocity, 0.0)
-        return result.mean, _Bucket(residual, velocity, after.packed(), counts)
+        return result.mean, _Bucket(residual, velocity, after[None], counts)
 
 
 def _report(k: int, counts: jax.Array) -> jax.Array:
     """The numbers of a `SparseReport`, from the sums over a device's buckets of their counts."""
     counts = jax.lax.pmean(counts, tuple(sorted(_axes.manual_axes())))
     # Both are means over devices of sums of squares, so their ratio is that of the sums.
-    xi = jnp.sqrt(counts[4] / jnp.where(counts[5] > 0, counts[5], 1.0))
-    return jnp.stack([jnp.float32(k), *counts[:4], xi])
+    xi = jnp.sqrt(counts[3] / jnp.where(counts[4] > 0, counts[4], 1.0))
+    return jnp.stack([jnp.float32(k), *counts[:3], xi])
 
 
 def _distance(

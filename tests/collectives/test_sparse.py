@@ -39,13 +39,12 @@ def unusual(world: int) -> dict[str, np.ndarray]:
 
 def assert_law_over_steps(x: np.ndarray, mesh: Mesh, algorithm: sparse.SparseAllReduce) -> None:
     """`exchanged` checks the law itself, in each of three steps."""
-    carried, residual = None, np.zeros_like(x)
+    thresholds, residual = None, np.zeros_like(x)
     for step in range(3):
-        outcome, carried = exchanged(x + residual, mesh, algorithm, step, carried)
+        outcome, thresholds = exchanged(x + residual, mesh, algorithm, step, thresholds)
         residual = outcome.errors
         assert np.isfinite(outcome.mean).all()
         assert (outcome.delivered <= outcome.selected).all()
-        assert (outcome.applied <= outcome.wanted).all()
         if not x.any():
             assert (outcome.selected == 0).all()
 
@@ -141,11 +140,6 @@ def test_every_name_has_a_row() -> None:
             "slack must be at least 1, got 0.5",
         ),
         (
-            lambda: jaxcomm.sparse.oktopk(common_slack=0),
-            ValueError,
-            "common_slack must be at least 1",
-        ),
-        (
             lambda: jaxcomm.sparse.oktopk(recompute_every=0),
             ValueError,
             "recompute_every must be a positive",
@@ -160,7 +154,6 @@ def test_every_name_has_a_row() -> None:
             ValueError,
             "tolerance must be more than 1, or No",
         ),
-        (lambda: jaxcomm.sparse.oktopk(rebalance_every=1.5), ValueError, "rebalance_every must be"),  # pyright: ignore
         (
             lambda: sparse.from_name("topk"),
             ValueError,

@@ -23,9 +23,9 @@ def test_nothing_waits_for_ever(make_mesh: Callable[[int], Mesh], name: str) -> 
     mesh, large = make_mesh(8), slice(N - LARGE, N)
     gradient = np.random.default_rng(0).uniform(0.5, 1.0, (8, N)).astype(np.float32)
     gradient[:, large] *= 10
-    x, carried = gradient, None
+    x, thresholds = gradient, None
     for step in range(60):
-        outcome, carried = exchanged(x, mesh, algorithm, step, carried)
+        outcome, thresholds = exchanged(x, mesh, algorithm, step, thresholds)
         x = outcome.errors + gradient
     # As many values as are sent in a step are ten times larger than the others.
     assert np.max((outcome.errors / gradient)[:, large]) < 20

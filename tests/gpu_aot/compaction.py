@@ -1,6 +1,6 @@
 """Compaction for a target inside of a checked `jax.shard_map`: what both implementations move.
 
-`python -m gpu_aot.compaction TARGET N DENSITY REGIONS` prints, as JSON, moved over ideal of each.
+`python -m gpu_aot.compaction TARGET N DENSITY` prints, as JSON, moved over ideal of each.
 The compiler was told to fail where registers are spilled.
 """
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from gpu_aot.program import read_program
@@ -22,37 +21,33 @@ from jaxcomm.kernels.select import triton
 ENTRY = 4 + 2  # bytes of a value, and of its place in a tile
 
 
-def moved(implementation: str, mesh: Any, n: int, density: float, regions: int) -> float:
-    capacity = round(density * n) // regions
-    bounds = [r * n // regions // select.CHUNK * select.CHUNK for r in range(regions)]
+def moved(implementation: str, mesh: Any, n: int, density: float) -> float:
+    capacity = round(density * n)
 
-    def f(x: jax.Array, threshold: jax.Array, bounds: jax.Array) -> select.Selected:
-        if regions == 1:
-            found = select.compact(x, threshold, capacity, implementation=implementation)
-            return jax.tree.map(lambda leaf: leaf[None], found)
-        return select.compact_regions(x, threshold, bounds, capacity, implementation=implementation)
+    def f(x: jax.Array, threshold: jax.Array) -> select.Selected:
+        found = select.compact(x, threshold, capacity, implementation=implementation)
+        return jax.tree.map(lambda leaf: leaf[None], found)
 
-    split = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"))
+    split = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     x, threshold = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((mesh.size * n,), ()))
-    ends = jax.ShapeDtypeStruct((len(bounds) + 1,), np.int32)
     with jax.default_device(mesh.devices.flat[0]):
-        lowered = jax.jit(split).trace(x, threshold, ends).lower()
+        lowered = jax.jit(split).trace(x, threshold).lower()
     compiled = lowered.compile({"xla_gpu_fail_ptx_compilation_on_register_spilling": True})
     found = kernels(read_program(compiled.as_text()))
     total = sum(kernel.read + kernel.written for kernel in found)
     if implementation == "triton":
         # The second kernel has x at hand for tiles that ran out of room, and of the room of a tile
         # only what is filled is touched: no address beyond it is written or read.
-        room = -(-n // triton.TILE) * triton.room_for(n, regions * capacity)
-        total -= 4 * n + 2 * ENTRY * (room - regions * capacity)
-    return total / (4 * n + 8 * regions * capacity)
+        room = -(-n // triton.TILE) * triton.room_for(n, capacity)
+        total -= 4 * n + 2 * ENTRY * (room - capacity)
+    return total / (4 * n + 8 * capacity)
 
 
-def main(target: str, n: str, density: str, regions: str) -> None:
+def main(target: str, n: str, density: str) -> None:
     mesh = mesh_of(target)
     with jax.set_mesh(mesh):
         ratios = {
-            implementation: moved(implementation, mesh, int(n), float(density), int(regions))
+            implementation: moved(implementation, mesh, int(n), float(density))
             for implementation in ("xla", "triton")
         }
     print(json.dumps(ratios))

@@ -11,9 +11,8 @@ XLA = 1.3  # its words and its marks of slots go through memory several times
 
 @needs_gpu_aot
 @pytest.mark.gpu_aot
-@pytest.mark.parametrize("regions", [1, 8])
 @pytest.mark.parametrize("n", [N, N + 17])
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_is_moved_beside_the_entries(target: str, n: int, regions: int) -> None:
-    ratios = compiled_in_a_process("compaction", target, str(n), "0.01", str(regions))
+def test_what_is_moved_beside_the_entries(target: str, n: int) -> None:
+    ratios = compiled_in_a_process("compaction", target, str(n), "0.01")
     assert 1 < ratios["triton"] < LIMIT < ratios["xla"] < XLA, ratios

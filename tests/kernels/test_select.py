@@ -24,7 +24,7 @@ CHUNK = select.CHUNK
 threshold_for = jax.jit(select.threshold_for, static_argnums=1)
 count_at_least = jax.jit(select.count_at_least)
 compact = jax.jit(select.compact, static_argnums=2)
-boundaries_for = jax.jit(select.boundaries_for, static_argnums=2)
+without_surplus = jax.jit(select.without_surplus, static_argnums=2)
 
 
 def magnitudes(x: np.ndarray) -> np.ndarray:
@@ -161,50 +161,17 @@ def test_threshold_for_large(k: int) -> None:
         assert bits_of(threshold_for(x, k)) == bits_of(kth(x, k))
 
 
-@pytest.mark.parametrize(
-    ("n", "capacity", "boundaries"),
-    [
-        (1, 5, [(0, 1)]),
-        (256, 256, [(0, 256, 256), (0, 0, 256)]),  # a chunk of ones fills the slots
-        (1000, 5, [(0, 0, 256, 768, 768, 1000, 1000), (0, 0, 0, 0, 0, 0, 1000)]),
-        (5000, 256, [(0, 1024, 1280, 5000), (0, 5000, 5000, 5000), (0, 512, 4864, 5000)]),
-    ],
-)
-@every_implementation(select.compact_regions, "triton")
-def test_compact_regions(
-    f: Callable, n: int, capacity: int, boundaries: list[tuple[int, ...]]
-) -> None:
-    compact_regions = jax.jit(f, static_argnums=3)
-    for bounds in map(np.int32, boundaries):
-        for x in samples(n, n):
-            for t in map(np.float32, THRESHOLDS[:3:2]):
-                got = compact_regions(x, t, bounds, capacity)
-                places = selected(x, t)
-                assert got.values.shape == got.indices.shape == (len(bounds) - 1, capacity)
-                for r, row in enumerate(zip(*map(np.asarray, got), strict=True)):
-                    inside = places[(places >= bounds[r]) & (places < bounds[r + 1])]
-                    assert_selected(select.Selected(*row), x, inside, capacity)
-
-
-@pytest.mark.parametrize(
-    ("n", "regions"),
-    [(1, 2), (7, 1), (255, 7), (256, 2), (257, 7), (513, 1), (513, 7), (2000, 2), (30_001, 7)],
-)
-def test_boundaries_for(n: int, regions: int) -> None:
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (300, 7), (2000, 500), (LARGE, LARGE // 50)])
+def test_without_surplus(n: int, k: int) -> None:
+    """Exactly k, of those that tie the first; or all that are neither zero nor NaN."""
     for x in samples(n, n):
-        bounds = boundaries_for(x, jnp.float32(0.5), regions)
-        assert bounds.shape == (regions + 1,) and bounds.dtype == jnp.int32
-        bounds = np.asarray(bounds)
-        assert bounds[0] == 0 and bounds[-1] == n and (np.diff(bounds) >= 0).all()
-        assert ((bounds % CHUNK == 0) | (bounds == n)).all()
-        places = selected(x, 0.5)
-        allowed = np.unique(np.minimum(np.arange(0, n + CHUNK, CHUNK), n))
-        before = np.array([np.sum(places < b) for b in allowed])
-        for r, b in enumerate(bounds[1:-1], 1):
-            share = len(places) * r // regions
-            assert abs(np.sum(places < b) - share) == abs(before - share).min()
-        if len(places) == 0:
-            assert np.ptp(np.diff(bounds)) <= 2 * CHUNK
+        threshold = kth(x, k)
+        left = np.asarray(without_surplus(x, threshold, k))
+        places = selected(x, threshold)
+        is_tie = magnitudes(x)[places] == magnitudes(threshold[None])
+        kept = np.union1d(places[~is_tie], places[is_tie][: k - np.sum(~is_tie)])
+        np.testing.assert_array_equal(np.sort(selected(left, threshold)), kept)
+        np.testing.assert_array_equal(left[kept], x[kept])
 
 
 @pytest.mark.parametrize("count", [bands._count_in_tiles, bands._count_one_by_one])
@@ -220,10 +187,9 @@ def test_both_formulations_count(n: int, count: Callable) -> None:
 
 def every_function(x: jax.Array) -> tuple[jax.Array, ...]:
     t = select.threshold_for(x, x.size // 50)
-    bounds = select.boundaries_for(x, t, 3)
+    left = select.without_surplus(x, t, x.size // 50)
     whole = select.compact(x, t, x.size // 40)
-    parts = select.compact_regions(x, t, bounds, x.size // 100)
-    return tuple(leaf[None] for leaf in (t, select.count_at_least(x, t), bounds, *whole, *parts))
+    return tuple(leaf[None] for leaf in (t, select.count_at_least(x, t), left, *whole))
 
 
 def on_two_devices(f: Callable, mesh: Mesh, n: int) -> tuple[np.ndarray, Any]:
@@ -244,14 +210,12 @@ def test_a_large_threshold_in_shard_map(make_mesh: Callable[[int], Mesh]) -> Non
 def test_in_shard_map(make_mesh: Callable[[int], Mesh]) -> None:
     n = 3000
     x, got = on_two_devices(every_function, make_mesh(2), n)
-    for own, t, count, bounds, *found in zip(x, *got, strict=True):
+    for own, t, count, left, *found in zip(x, *got, strict=True):
         assert bits_of(t) == bits_of(kth(own, n // 50))
         places = selected(own, t)
-        assert count == len(places) and bounds[0] == 0 and bounds[-1] == n
-        assert_selected(select.Selected(*found[:3]), own, places, n // 40)
-        for r, row in enumerate(zip(*found[3:], strict=True)):
-            inside = places[(places >= bounds[r]) & (places < bounds[r + 1])]
-            assert_selected(select.Selected(*row), own, inside, n // 100)
+        assert count == len(places)
+        np.testing.assert_array_equal(left, own)  # nothing ties
+        assert_selected(select.Selected(*found), own, places, n // 40)
 
 
 @pytest.mark.parametrize(
@@ -260,13 +224,7 @@ def test_in_shard_map(make_mesh: Callable[[int], Mesh]) -> None:
         partial(select.threshold_for, k=LARGE // 100),
         partial(select.count_at_least, threshold=jnp.float32(1)),
         partial(select.compact, threshold=jnp.float32(1), capacity=5000),
-        partial(
-            select.compact_regions,
-            threshold=jnp.float32(1),
-            boundaries=np.array([0, 512, LARGE], np.int32),
-            capacity=5000,
-        ),
-        partial(select.boundaries_for, threshold=jnp.float32(1), regions=8),
+        partial(select.without_surplus, threshold=jnp.float32(1), k=5000),
     ],
 )
 def test_nothing_is_sorted(f: Callable) -> None:
@@ -280,7 +238,6 @@ def test_nothing_is_sorted(f: Callable) -> None:
 
 def test_wrong_arguments() -> None:
     x, t = jnp.ones(600), jnp.float32(1)
-    bounds = np.array([0, 600], np.int32)
     for wrong in (0, 601, -1):
         with pytest.raises(ValueError, match=f"k is 1 to n = 600, got {wrong}"):
             select.threshold_for(x, wrong)
@@ -288,8 +245,6 @@ def test_wrong_arguments() -> None:
         lambda x: select.threshold_for(x, 1),
         lambda x: select.count_at_least(x, t),
         lambda x: select.compact(x, t, 5),
-        lambda x: select.compact_regions(x, t, bounds, 5),
-        lambda x: select.boundaries_for(x, t, 2),
     ):
         with pytest.raises(TypeError, match=r"got bfloat16; write x.astype\(jnp.float32\)"):
             call(x.astype(jnp.bfloat16))
@@ -300,27 +255,8 @@ def test_wrong_arguments() -> None:
         select.compact(x, jnp.int32(1), 5)
     with pytest.raises(ValueError, match=r"one threshold, got shape \(1,\)"):
         select.count_at_least(x, t[None])
-    for call in (
-        lambda: select.compact(x, t, 0),
-        lambda: select.compact_regions(x, t, bounds, 0),
-    ):
-        with pytest.raises(ValueError, match="the capacity is at least 1, got 0"):
-            call()
-    with pytest.raises(ValueError, match="regions=0"):
-        select.boundaries_for(x, t, 0)
-
-
-@pytest.mark.parametrize(
-    "boundaries", [(0, 599), (256, 600), (0, 100, 600), (0, 512, 256, 600), (0, 768, 600)]
-)
-def test_boundaries_that_do_not_fit(boundaries: tuple[int, ...]) -> None:
-    bounds = np.array(boundaries, np.int32)
-    with pytest.raises(ValueError, match="boundaries ascend from 0 to 600"):
-        select.compact_regions(jnp.ones(600), jnp.float32(1), bounds, 5)
-    with pytest.raises(TypeError, match="boundaries are int32, got int64"):
-        select.compact_regions(jnp.ones(600), jnp.float32(1), bounds.astype(np.int64), 5)
-    with pytest.raises(ValueError, match=r"R \+ 1 boundaries, got shape \(1,\)"):
-        select.compact_regions(jnp.ones(600), jnp.float32(1), bounds[:1], 5)
+    with pytest.raises(ValueError, match="the capacity is at least 1, got 0"):
+        select.compact(x, t, 0)
 
 
 @every_implementation(select.count_at_least)
@@ -333,7 +269,7 @@ def test_every_implementation_counts_each_entry_once(n: int, f: Callable) -> Non
 
 
 def test_tiles_that_are_full_beside_empty_ones() -> None:
-    """Room is for four shares of the capacity; a region begins and ends inside of tiles."""
+    """The buffer of a tile has room for four shares of the capacity."""
     from jaxcomm.kernels.select import triton
 
     rng = np.random.default_rng(0)
@@ -342,26 +278,11 @@ def test_tiles_that_are_full_beside_empty_ones() -> None:
     for start in (0, 3 * triton.TILE + 256, 10 * triton.TILE):
         full[start : start + triton.TILE] = True
     x = np.where(full, x, np.where(rng.random(len(x)) < 0.03, x, 0)).astype(np.float32)
-    bounds = np.int32([0, 256, 3 * triton.TILE + 512, 3 * triton.TILE + 512, len(x)])
     places = selected(x, 0)
-    compact_regions = jax.jit(interpreted(select.compact_regions, "triton"), static_argnums=3)
-    for capacity in (20, 600):
-        assert (triton.room_for(len(x), 4 * capacity) < triton.TILE / 2) == (capacity == 20)
-        got = compact_regions(x, jnp.float32(0), bounds, capacity)
-        for r, row in enumerate(zip(*map(np.asarray, got), strict=True)):
-            inside = places[(places >= bounds[r]) & (places < bounds[r + 1])]
-            assert_selected(select.Selected(*row), x, inside, capacity)
-
-
-def test_what_has_no_slot_does_not_take_one_of_the_next_region() -> None:
-    """The last entry of all, when the slots of the empty region behind it are long filled."""
-    x = np.random.default_rng(0).standard_normal(9000).astype(np.float32)
-    bounds = np.int32([0, len(x), len(x)])
-    capacity = len(selected(x, 2)) - 1
-    compact_regions = jax.jit(interpreted(select.compact_regions, "triton"), static_argnums=3)
-    got = compact_regions(x, jnp.float32(2), bounds, capacity)
-    np.testing.assert_array_equal(got.count, [capacity + 1, 0])
-    np.testing.assert_array_equal(got.indices[1], len(x))
+    compact = jax.jit(interpreted(select.compact, "triton"), static_argnums=2)
+    for capacity in (80, len(places) - 1, 2400):
+        assert (triton.room_for(len(x), capacity) < triton.TILE / 2) == (capacity == 80)
+        assert_selected(compact(x, jnp.float32(0), capacity), x, places, capacity)
 
 
 def test_more_than_the_kernels_can_number() -> None:
@@ -374,15 +295,11 @@ def test_more_than_the_kernels_can_number() -> None:
 
 def test_a_named_implementation_never_falls_back() -> None:
     x, t = jnp.zeros(4), jnp.float32(1)
-    bounds = np.array([0, 4], np.int32)
-    for call in (
-        lambda which: select.compact(x, t, 1, implementation=which),
-        lambda which: select.compact_regions(x, t, bounds, 1, implementation=which),
-    ):
-        with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
-            call("triton")
-        with pytest.raises(NotImplementedError, match="no implementation 'mosaic'"):
-            call("mosaic")
+    compact = partial(select.compact, x, t, 1)
+    with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
+        compact(implementation="triton")
+    with pytest.raises(NotImplementedError, match="no implementation 'mosaic'"):
+        compact(implementation="mosaic")
     mosaic = partial(select.count_at_least, implementation="mosaic")
     with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
         mosaic(jnp.zeros(4), jnp.float32(1))

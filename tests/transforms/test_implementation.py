@@ -42,7 +42,7 @@ METHODS: dict[str, tuple[Method, set[str]]] = {
     ),
     "Ok-Topk": (
         lambda **option: jaxcomm.sparse_mean("data", **option),
-        {"select.compact", "select.compact_regions", "select.count_at_least"},
+        {"select.compact"},
     ),
 }
 
@@ -74,7 +74,7 @@ def test_the_option_reaches_the_kernels(name: str, make_mesh: Any, monkeypatch: 
 
 def test_one_for_each_operation(make_mesh: Any, monkeypatch: Any) -> None:
     chosen = {"select.compact": "triton", "select.count_at_least": "mosaic"}
-    tx = jaxcomm.sparse_mean("data", algorithm="topk_allgather", implementation=chosen)
+    tx = jaxcomm.sparse_mean("data", algorithm="gaussiank", implementation=chosen)
     pairs = tuple(sorted(chosen.items()))
     assert reached(tx, make_mesh(4), monkeypatch) == dict.fromkeys(chosen, pairs)
 
@@ -92,7 +92,7 @@ def test_every_operation_is_reached_by_some_method() -> None:
         (lambda: jaxcomm.majority_vote("data", implementation="cuda"), "unknown implementation"),
         (lambda: jaxcomm.majority_vote("data", implementation="triton"), 'has "xla", "mosaic"'),
         (
-            lambda: jaxcomm.sparse_mean("data", implementation="mosaic"),
+            lambda: jaxcomm.sparse_mean("data", 0.01, "gaussiank", implementation="mosaic"),
             r'Name one for each: implementation=\{"select.compact": "xla"',
         ),
         (

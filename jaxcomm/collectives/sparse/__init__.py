@@ -7,7 +7,6 @@ sparse all-reduce, write its file and add its row here.
 from collections.abc import Callable
 
 from jaxcomm._names import from_table
-from jaxcomm.collectives.sparse._sparse import Carried as Carried
 from jaxcomm.collectives.sparse._sparse import SparseAllReduce as SparseAllReduce
 from jaxcomm.collectives.sparse._sparse import SparseResult as SparseResult
 from jaxcomm.collectives.sparse.gaussiank import gaussiank

@@ -26,40 +26,14 @@ from jaxcomm.kernels import _implementations, select
 SMALLEST = float(np.finfo(np.float32).tiny)
 
 
-class Carried(NamedTuple):
-    """The state of a sparse all-reduce between two steps.
-
-    Attributes:
-      local: float32, the magnitude above which this device's values are selected.
-      common: float32, the magnitude above which sums are selected; equal on all devices.
-      boundaries: int32[N + 1], the regions of the devices; equal on all devices.
-    """
-
-    local: jax.Array
-    common: jax.Array
-    boundaries: jax.Array
-
-    def packed(self) -> jax.Array:
-        """float32[N + 3]; boundaries in chunks, which float32 holds exactly."""
-        chunks = -(-self.boundaries // select.CHUNK)
-        return jnp.concatenate([jnp.stack([self.local, self.common]), chunks.astype(jnp.float32)])
-
-    @classmethod
-    def unpacked(cls, x: jax.Array, n: int) -> "Carried":
-        """The reverse, for vectors of n values; all zeros stand for the first step."""
-        chunks = x[2:].astype(jnp.int32)
-        return cls(x[0], x[1], jnp.minimum(chunks * select.CHUNK, n))
-
-
 class SparseResult(NamedTuple):
     """The result of a sparse all-reduce of n values.
 
     Attributes:
       mean: float32[n], equal on all devices.
       errors: float32[n], the part of this device's x that is not in the mean.
-      selected: int32, the number of this device's values above the threshold.
+      selected: int32, the number of this device's values that were selected.
       delivered: int32, the number of selected values that had room in a message.
-      wanted: int32, the number of sums above the common threshold; equal on all devices.
       applied: int32, the number of values in the mean; equal on all devices.
     """
 
@@ -67,7 +41,6 @@ class SparseResult(NamedTuple):
     errors: jax.Array
     selected: jax.Array
     delivered: jax.Array
-    wanted: jax.Array
     applied: jax.Array
 
 
@@ -83,7 +56,8 @@ class SparseAllReduce:
       scaling: what a re-used threshold is multiplied or divided by after a step in which more than
         5/4 k or fewer than 2/3 k values were above it.
       tolerance: a re-used threshold is computed anew if the number of values above it is more than
-        `tolerance` times k, or less than k over `tolerance`; None waits for `recompute_every`.
+        `tolerance` times k, or less than k over `tolerance`; with None, only if there are more
+        than messages have room for.
       implementation: how kernels select, see `kernels._implementations`.
       operations: the kernels' operations that have more than one implementation.
     """
@@ -96,7 +70,7 @@ class SparseAllReduce:
     tolerance: float | None
     implementation: _implementations.Option = None
     name: ClassVar[str]
-    operations: ClassVar[tuple[str, ...]] = ("select.compact", "select.count_at_least")
+    operations: ClassVar[tuple[str, ...]] = ("select.compact",)
 
     def __post_init__(self) -> None:
         check_values(self.values)
@@ -120,60 +94,40 @@ class SparseAllReduce:
         """The entries that a message has room for if it carries one of `parts` equal parts of k."""
         return min(n, max(1, -int(-self.slack * self.k(n) // parts)))
 
-    def local_threshold(self, x: jax.Array, step: jax.Array, last: jax.Array) -> jax.Array:
-        """A magnitude above which x has about k values: the last one, or the exact one if due."""
-        k = self.k(x.size)
-        due = step % self.recompute_every == 0
-        if self.tolerance is not None:
-            due |= self.is_off(self.count_at_least(x, last), k)
-        return jax.lax.cond(due, lambda: select.threshold_for(x, k), lambda: last)
-
-    def count_at_least(self, x: jax.Array, threshold: jax.Array) -> jax.Array:
-        """`select.count_at_least` in the chosen implementation."""
-        return select.count_at_least(x, threshold, implementation=self.implementation)
-
     def compact(self, x: jax.Array, threshold: jax.Array, capacity: int) -> select.Selected:
         """`select.compact` in the chosen implementation."""
         return select.compact(x, threshold, capacity, implementation=self.implementation)
 
-    def compact_regions(
-        self, x: jax.Array, threshold: jax.Array, boundaries: jax.Array, capacity: int
-    ) -> select.Selected:
-        """`select.compact_regions` in the chosen implementation."""
-        return select.compact_regions(
-            x, threshold, boundaries, capacity, implementation=self.implementation
-        )
+    def about_k(
+        self, x: jax.Array, last: jax.Array, step: jax.Array, capacity: int
+    ) -> tuple[select.Selected, jax.Array]:
+        """About k of the largest values, and the threshold that they reach.
 
-    def largest(self, x: jax.Array, threshold: jax.Array, capacity: int) -> select.Selected:
-        """What is above a threshold: if a message has no room for all of it, the largest.
-
-        Chosen by place, what lies at the end would wait for ever where there is always too much.
+        They are those above the last threshold; or exactly k, if a new one is due, or if the last
+        is off or lets pass more than the capacity. Chosen by place, what lies at the end of x would
+        wait for ever where there is always too much.
         """
-        found = self.compact(x, threshold, capacity)
+        k = self.k(x.size)
+        if self.recompute_every == 1:
+            return self.largest(x, k, capacity)
+        found = self.compact(x, last, capacity)
+        due = (step % self.recompute_every == 0) | self.is_off(found.count, k)
         return jax.lax.cond(
-            found.count <= capacity,
-            lambda: found,
-            lambda: self.compact(x, select.threshold_for(x, capacity), capacity)._replace(
-                count=found.count
-            ),
+            due | (found.count > capacity),
+            lambda: self.largest(x, k, capacity),
+            lambda: (found, last),
         )
 
-    def largest_in_regions(
-        self, x: jax.Array, threshold: jax.Array, boundaries: jax.Array, capacity: int
-    ) -> select.Selected:
-        """As `largest`, for a message of each region."""
-        found = self.compact_regions(x, threshold, boundaries, capacity)
-
-        def the_largest() -> select.Selected:
-            every = self.compact(x, threshold, min(x.size, 2 * found.values.size))
-            least = _thresholds_of_regions(every, boundaries, capacity)
-            place = jnp.arange(x.size, dtype=jnp.int32)
-            region = jnp.searchsorted(boundaries[1:-1], place, side="right")
-            largest = jnp.where(jnp.abs(x) >= least[region], x, 0)
-            fitting = self.compact_regions(largest, threshold, boundaries, capacity)
-            return fitting._replace(count=found.count)
-
-        return jax.lax.cond(jnp.all(found.count <= capacity), lambda: found, the_largest)
+    def largest(self, x: jax.Array, k: int, capacity: int) -> tuple[select.Selected, jax.Array]:
+        """The k largest values, of equal ones the first, and the threshold that they reach."""
+        threshold = jnp.maximum(select.threshold_for(x, k), SMALLEST)
+        found = self.compact(x, threshold, capacity)
+        found = jax.lax.cond(
+            found.count > k,
+            lambda: self.compact(select.without_surplus(x, threshold, k), threshold, capacity),
+            lambda: found,
+        )
+        return found, threshold
 
     def is_off(self, count: jax.Array, k: int) -> jax.Array:
         """Whether a threshold with `count` values above it is beyond the tolerance."""
@@ -188,19 +142,19 @@ class SparseAllReduce:
         return threshold * jnp.where(few, 1 / scale, jnp.where(many, scale, jnp.float32(1)))
 
     def exchange(
-        self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
-    ) -> tuple[SparseResult, Carried]:
+        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis_name: AxisName
+    ) -> tuple[SparseResult, jax.Array]:
         """Averages the largest values over a mesh axis, in the manual view.
 
         Args:
           x: float32[n], another on every device, in a region that is manual over every axis and
             where the checks of `jax.shard_map` are off.
-          carried: from the step before.
+          threshold: float32, of the step before; 0 before the first.
           step: int32, equal on all devices, from 0.
           axis_name: the mesh axis.
 
         Returns:
-          The mean with what it lacks, and what is carried on.
+          The mean with what it lacks, and the threshold for the next step.
         """
         raise NotImplementedError
 
@@ -209,33 +163,6 @@ def check_interval(name: str, steps: Any) -> None:
     """Raises a ValueError for anything but a positive number of steps."""
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
         raise ValueError(f"{name} must be a positive number of steps, got {steps!r}.")
-
-
-def _thresholds_of_regions(
-    every: select.Selected, boundaries: jax.Array, capacity: int
-) -> jax.Array:
-    """The magnitude of the `capacity`-th largest entry of each region; 0 where there are fewer.
-
-    It is found four bits at a time, by counts: a sort would cost more than all else of a step.
-    """
-    regions = boundaries.size - 1
-    region = jnp.searchsorted(boundaries[1:-1], every.indices, side="right").astype(jnp.int32)
-    region = jnp.where(every.indices < boundaries[-1], region, regions)  # slots without an entry
-    # Magnitudes are ordered as their bit patterns are.
-    patterns = jax.lax.bitcast_convert_type(jnp.abs(every.values), jnp.int32)
-    found = jnp.zeros(regions + 1, jnp.int32)
-    wanted = jnp.full((regions + 1, 1), capacity, jnp.int32)
-    for shift in range(28, -1, -4):
-        # Alike in the bits that are found, those from shift + 4, which are none in the first round.
-        alike = (patterns ^ found[region]) >> (shift + 3) <= 1
-        row = jnp.where(alike, region, regions)
-        counts = jnp.zeros((regions + 1, 16), jnp.int32).at[row, (patterns >> shift) & 15].add(1)
-        at_least = jnp.cumsum(counts[:, ::-1], axis=1)[:, ::-1]
-        digit = jnp.sum(at_least[:, 1:] >= wanted, axis=1, keepdims=True, dtype=jnp.int32)
-        beyond = jnp.pad(at_least, ((0, 0), (0, 1)))[:, 1:]
-        wanted -= jnp.take_along_axis(beyond, digit, axis=1)
-        found += digit[:, 0] << shift
-    return jax.lax.bitcast_convert_type(found[:-1], jnp.float32)
 
 
 def add_lists(total: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
-from jaxcomm.collectives.sparse._sparse import SMALLEST, Carried, SparseAllReduce, SparseResult
+from jaxcomm.collectives.sparse._sparse import SMALLEST, SparseAllReduce, SparseResult
 from jaxcomm.collectives.sparse.topk_allgather import gathered
+from jaxcomm.kernels import select
 
 ROUNDS = 4
 
@@ -26,20 +27,25 @@ class Gaussiank(SparseAllReduce):
       S. Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning", 2019,
       arXiv:1911.08772, algorithm 1.
 
-    Differs from the paper: what is above the threshold but does not fit into the message stays
-    with its device; a static message cannot grow.
+    Differs from the paper: if more are above the threshold than the message has room for, it has
+    the k largest; a static message cannot grow.
     """
 
     name = "gaussiank"
+    operations = ("select.compact", "select.count_at_least")
 
     def exchange(
-        self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
-    ) -> tuple[SparseResult, Carried]:
+        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis_name: AxisName
+    ) -> tuple[SparseResult, jax.Array]:
         """See `SparseAllReduce.exchange`."""
-        del step
+        del threshold, step
         threshold = self.gaussian_threshold(x)
-        found = self.largest(x, threshold, self.room(x.size))
-        return gathered(self, x, found, axis_name), carried
+        k, capacity = self.k(x.size), self.room(x.size)
+        found = self.compact(x, threshold, capacity)
+        found = jax.lax.cond(
+            found.count > capacity, lambda: self.largest(x, k, capacity)[0], lambda: found
+        )
+        return gathered(self, x, found, axis_name), threshold
 
     def gaussian_threshold(self, x: jax.Array) -> jax.Array:
         """A magnitude that about k values of x exceed, if they are anything like normal ones."""
@@ -54,7 +60,7 @@ class Gaussiank(SparseAllReduce):
         threshold = jnp.clip((jnp.abs(mean) + z * deviation) * unit, SMALLEST, largest)
 
         def adjust(_: int, threshold: jax.Array) -> jax.Array:
-            count = self.count_at_least(x, threshold)
+            count = select.count_at_least(x, threshold, implementation=self.implementation)
             few, many = count * 3 < 2 * k, count * 3 > 4 * k
             factor = jnp.where(few, 0.5, jnp.where(many, 1.5, 1.0)).astype(jnp.float32)
             return jnp.maximum(threshold * factor, SMALLEST)

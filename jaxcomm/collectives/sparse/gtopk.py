@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
-from jaxcomm.collectives.sparse._sparse import Carried, SparseAllReduce, SparseResult, take_out
+from jaxcomm.collectives.sparse._sparse import SparseAllReduce, SparseResult, take_out
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -29,16 +29,17 @@ class Gtopk(SparseAllReduce):
     merge on that device's path. At N = 2^q + r devices, r of them first give their lists to a
     neighbour. At the end the neighbour returns the result, and which of the places survived.
 
-    Wire: log2 N lists of k entries of 8 bytes each, for N = 2^q; else the busiest device sends one
-    list and k bits more, in two more rounds. The merges sort 2k entries.
+    Wire: log2 N lists of k entries of 6 bytes, and 4 bytes for every 2^16 values where n > 2^16,
+    for N = 2^q; else the busiest device sends one list and k bits more, in two more rounds. The
+    merges sort 2k entries.
 
     References:
       S. Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for
       Low Bandwidth Networks", ICDCS 2019, arXiv:1901.04359.
 
     Differs from the paper: a butterfly in place of a tree and a broadcast: log2 N rounds, not twice
-    as many. Among equal magnitudes the lower place is kept. Entries have 8 bytes; the published
-    program sends 16.
+    as many. Among equal magnitudes the lower place is kept. The published program sends
+    entries of 16 bytes.
     """
 
     name = "gtopk"
@@ -52,13 +53,12 @@ class Gtopk(SparseAllReduce):
             )
 
     def exchange(
-        self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
-    ) -> tuple[SparseResult, Carried]:
+        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis_name: AxisName
+    ) -> tuple[SparseResult, jax.Array]:
         """See `SparseAllReduce.exchange`."""
         world, n, k = jax.lax.axis_size(axis_name), x.size, self.k(x.size)
-        threshold = self.local_threshold(x, step, carried.local)
         entries = Entries(self.values, n)
-        found = self.compact(x, threshold, k)
+        found, threshold = self.about_k(x, threshold, step, k)
         mine = _List(entries.rounded(found.values), found.indices)
         best, alive = _merged_by_all(_sorted(mine), mine.places, n, entries, axis_name)
 
@@ -67,9 +67,8 @@ class Gtopk(SparseAllReduce):
         errors = take_out(x, mine.values, mine.places, survived)
         delivered = jnp.minimum(found.count, k)
         applied = jnp.sum(best.places < n, dtype=jnp.int32)
-        outcome = SparseResult(mean, errors, found.count, delivered, applied, applied)
-        local = self.scaled(threshold, found.count, k)
-        return outcome, carried._replace(local=local)
+        outcome = SparseResult(mean, errors, found.count, delivered, applied)
+        return outcome, self.scaled(threshold, found.count, k)
 
 
 def _merged_by_all(
@@ -109,10 +108,8 @@ def _merged_by_all(
 
 def _sent(entries_: _List, n: int, entries: Entries, axis_name: AxisName, pairs: Pairs) -> _List:
     """The list of this device's partner; an empty one on devices that nobody sends to."""
-    places = jnp.where(entries_.places < n, entries_.places, 0)
-    payload = entries.encode(entries_.values, places)
-    values, places = entries.decode(jax.lax.ppermute(payload, axis_name, pairs))
-    return _List(values, jnp.where(values == 0, n, places))
+    payload = entries.encode(entries_.values, entries_.places)
+    return _List(*entries.decode(jax.lax.ppermute(payload, axis_name, pairs)))
 
 
 def _merged(a: _List, b: _List, n: int) -> _List:

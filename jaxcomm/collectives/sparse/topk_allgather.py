@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives.sparse._sparse import (
-    Carried,
     SparseAllReduce,
     SparseResult,
     add_lists,
@@ -23,8 +22,8 @@ class TopkAllGather(SparseAllReduce):
 
     The mean has up to N k values. A value that has no room in a message stays with its device.
 
-    Wire: (N-1) * ceil(slack k) entries of 8 bytes (6 or 4 in bfloat16, or where n <= 2^16), in one
-    all-gather: linear in N.
+    Wire: (N-1) * ceil(slack k) entries of 6 bytes (4 in bfloat16), and 4 bytes for every 2^16
+    values where n > 2^16, in one all-gather: linear in N.
 
     References:
       C. Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning",
@@ -36,16 +35,12 @@ class TopkAllGather(SparseAllReduce):
     name = "topk_allgather"
 
     def exchange(
-        self, x: jax.Array, carried: Carried, step: jax.Array, axis_name: AxisName
-    ) -> tuple[SparseResult, Carried]:
+        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis_name: AxisName
+    ) -> tuple[SparseResult, jax.Array]:
         """See `SparseAllReduce.exchange`."""
-        k = self.k(x.size)
-        threshold = self.local_threshold(x, step, carried.local)
-        # An exact threshold leaves no choice, but among equal magnitudes.
-        find = self.compact if self.recompute_every == 1 else self.largest
-        outcome = gathered(self, x, find(x, threshold, self.room(x.size)), axis_name)
-        local = self.scaled(threshold, outcome.selected, k)
-        return outcome, carried._replace(local=local)
+        found, threshold = self.about_k(x, threshold, step, self.room(x.size))
+        outcome = gathered(self, x, found, axis_name)
+        return outcome, self.scaled(threshold, found.count, self.k(x.size))
 
 
 def gathered(
@@ -54,21 +49,14 @@ def gathered(
     """The mean of what every device has found for its message."""
     entries, room = Entries(algorithm.values, x.size), algorithm.room(x.size)
     rounded = entries.rounded(found.values)
-    payload = entries.encode(found.values, _placed(found.indices, x.size))
+    payload = entries.encode(found.values, found.indices)
     arrived, places = entries.decode(jax.lax.all_gather(payload, axis_name))
-    # A slot without an entry has the value 0, at a place that it must not claim.
-    places = jnp.where(arrived == 0, x.size, places)
     world = jax.lax.axis_size(axis_name)
     mean = add_lists(jnp.zeros_like(x), arrived, places) / world
     errors = take_out(x, rounded, found.indices, jnp.ones(rounded.shape, bool))
     claimed = jnp.zeros(x.shape, bool).at[places.reshape(-1)].set(True, mode="drop")
     delivered, applied = jnp.minimum(found.count, room), jnp.sum(claimed, dtype=jnp.int32)
-    return SparseResult(mean, errors, found.count, delivered, applied, applied)
-
-
-def _placed(indices: jax.Array, n: int) -> jax.Array:
-    """Offsets that the format can hold: n, which names no place, becomes 0."""
-    return jnp.where(indices < n, indices, 0)
+    return SparseResult(mean, errors, found.count, delivered, applied)
 
 
 def topk_allgather(
@@ -87,7 +75,8 @@ def topk_allgather(
       scaling: what a re-used threshold is multiplied or divided by after a step in which more than
         5/4 k or fewer than 2/3 k values were above it.
       tolerance: a re-used threshold is computed anew if the number of values above it is more than
-        `tolerance` times k, or less than k over `tolerance`; None waits for `recompute_every`.
+        `tolerance` times k, or less than k over `tolerance`; with None, only if there are more
+        than messages have room for.
 
     Raises:
       ValueError: for anything else.

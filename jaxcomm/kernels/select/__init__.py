@@ -9,20 +9,14 @@ kernels in Mosaic for counting and in Triton for compaction. `selection` chooses
 
 from jaxcomm.kernels.select.compaction import Selected
 from jaxcomm.kernels.select.magnitudes import CHUNK
-from jaxcomm.kernels.select.selection import (
-    boundaries_for,
-    compact,
-    compact_regions,
-    count_at_least,
-)
-from jaxcomm.kernels.select.threshold import threshold_for
+from jaxcomm.kernels.select.selection import compact, count_at_least
+from jaxcomm.kernels.select.threshold import threshold_for, without_surplus
 
 __all__ = [
     "CHUNK",
     "Selected",
-    "boundaries_for",
     "compact",
-    "compact_regions",
     "count_at_least",
     "threshold_for",
+    "without_surplus",
 ]

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcomm.kernels.select.magnitudes import (
     CHUNK,
@@ -24,9 +23,9 @@ class Selected(NamedTuple):
     """The selected entries, in order, and their number.
 
     Attributes:
-      values: float32 array `(..., capacity)`: the entries, then zeros.
-      indices: int32 array `(..., capacity)`: their indices in x, and n where there is no entry.
-      count: int32 array `(...)`: the number of selected entries, also of those beyond the capacity.
+      values: float32 array `(capacity,)`: the entries, then zeros.
+      indices: int32 array `(capacity,)`: their indices in x, and n where there is no entry.
+      count: int32 scalar: the number of selected entries, also of those beyond the capacity.
     """
 
     values: jax.Array
@@ -34,68 +33,39 @@ class Selected(NamedTuple):
     count: jax.Array
 
 
-def compact_band(x: jax.Array, low: jax.Array, past: jax.Array, capacity: int) -> Selected:
-    """Compacts the entries whose bit patterns are at least `low` and below `past`."""
-    one = _compact_band(x, low, past, np.asarray([0, x.size], np.int32), capacity)
-    return Selected(*(leaf[0] for leaf in one))
-
-
 def compact(x: jax.Array, threshold: jax.Array, capacity: int) -> Selected:
     """Compacts checked arguments; see `selection.compact`."""
     return compact_band(x, lowest_for(threshold), jnp.uint32(PAST_INFINITY), capacity)
 
 
-def compact_regions(
-    x: jax.Array, threshold: jax.Array, boundaries: jax.Array, capacity: int
-) -> Selected:
-    """Compacts checked arguments; see `selection.compact_regions`."""
-    low = lowest_for(threshold)
-    return _compact_band(x, low, jnp.uint32(PAST_INFINITY), boundaries, capacity)
+def compact_band(x: jax.Array, low: jax.Array, past: jax.Array, capacity: int) -> Selected:
+    """Compacts the entries whose bit patterns are at least `low` and below `past`."""
+    # Without the barriers XLA repeats some passes over the words for each of their uses.
+    words = jax.lax.optimization_barrier(words_in(x, low, past))
+    before = jax.lax.optimization_barrier(_count_before(words))
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    chunk = _chunk_of_slots(before, capacity)
+    place = _place(words, chunk, slot - before.at[chunk].get(mode="clip"))
+    filled = slot < before[-1]
+    values = jnp.where(filled, x.at[place].get(mode="clip"), jnp.float32(0))
+    return Selected(values, jnp.where(filled, place, x.size), before[-1])
 
 
-def count_before(words: jax.Array) -> jax.Array:
+def _count_before(words: jax.Array) -> jax.Array:
     """The number of bits set before each chunk, and after the last, `(C + 1,)`."""
     counts = jnp.sum(jax.lax.population_count(words).astype(jnp.int32), axis=1)
     return jnp.concatenate([jnp.zeros_like(counts, shape=(1,)), jnp.cumsum(counts)])
 
 
-def _compact_band(
-    x: jax.Array, low: jax.Array, past: jax.Array, boundaries: jax.Array | np.ndarray, capacity: int
-) -> Selected:
-    # Without the barriers XLA repeats some passes over the words for each of their uses.
-    words = jax.lax.optimization_barrier(words_in(x, low, past))
-    before = jax.lax.optimization_barrier(count_before(words))
-    bounds = jnp.minimum(-(-boundaries // CHUNK), words.shape[0])
-    base = before[bounds]
-    count = base[1:] - base[:-1]
-    slot = jax.lax.broadcasted_iota(jnp.int32, (count.size, capacity), 1)
-    chunk = _chunk_of_slots(before, bounds, base, capacity)
-    rank = base[:-1, None] + slot - before.at[chunk].get(mode="clip")
-    place = _place(words, chunk, rank)
-    filled = slot < count[:, None]
-    values = jnp.where(filled, x.at[place].get(mode="clip"), jnp.float32(0))
-    return Selected(values, jnp.where(filled, place, x.size), count)
-
-
-def _chunk_of_slots(
-    before: jax.Array, bounds: jax.Array, base: jax.Array, capacity: int
-) -> jax.Array:
-    """The chunk of the s-th entry of each region, `(R, capacity)`; arbitrary beyond the last entry.
+def _chunk_of_slots(before: jax.Array, capacity: int) -> jax.Array:
+    """The chunk of the s-th entry, `(capacity,)`; arbitrary beyond the last entry.
 
     Every chunk marks the slot of its first entry, and an empty chunk marks the slot of the next
-    entry. So the number of marks up to and at a slot is the number of chunks of the region that
-    begin there or before, and the last of these chunks holds the entry.
+    entry. So the number of marks up to and at a slot is the number of chunks that begin there or
+    before, and the last of these chunks holds the entry.
     """
-    regions, chunks = bounds.size - 1, before.size - 1
-    region = jnp.zeros_like(before, shape=(chunks,))
-    if regions > 1:
-        begun = jnp.zeros_like(before, shape=(chunks + 1,)).at[bounds[1:-1]].add(1)
-        region = jnp.cumsum(begun)[:-1]
-    first = before[:-1] - base[region]
-    mark = jnp.where(first < capacity, region * capacity + first, regions * capacity)
-    marks = jnp.zeros_like(before, shape=(regions * capacity,)).at[mark].add(1, mode="drop")
-    begun = jnp.cumsum(marks.reshape(regions, capacity), axis=1)
-    return jax.lax.optimization_barrier(bounds[:-1, None] + begun - 1)
+    marks = jnp.zeros_like(before, shape=(capacity,)).at[before[:-1]].add(1, mode="drop")
+    return jax.lax.optimization_barrier(jnp.cumsum(marks) - 1)
 
 
 def _place(words: jax.Array, chunk: jax.Array, rank: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The entries at or above a threshold: counted, compacted, and compacted region by region."""
+"""The entries at or above a threshold: counted, and compacted."""
 
 import statistics
 
@@ -11,11 +11,9 @@ from jaxcomm.kernels.select import compaction
 from jaxcomm.kernels.select.compaction import Selected
 from jaxcomm.kernels.select.magnitudes import (
     CHUNK,
-    PAST_INFINITY,
     count_from,
     lowest_for,
     patterns_of,
-    words_in,
 )
 
 
@@ -70,7 +68,8 @@ def compact(
       NotImplementedError: for an implementation that does not exist here.
     """
     x, threshold = _arguments("compact", x, threshold)
-    _require_capacity(capacity)
+    if capacity < 1:
+        raise ValueError(f"the capacity is at least 1, got {capacity}.")
 
     def run(name: str, x: jax.Array, threshold: jax.Array) -> Selected:
         if name == "triton":
@@ -88,96 +87,6 @@ def compact(
         static=(capacity.bit_length(),),
         sample=lambda rng: _sample(rng, x.size, capacity),
     )
-
-
-def compact_regions(
-    x: jax.Array,
-    threshold: jax.Array,
-    boundaries: jax.Array,
-    capacity: int,
-    *,
-    implementation: _implementations.Option = None,
-) -> Selected:
-    """For each region of x, its entries with `|x| >= threshold`; the indices are indices in x.
-
-    Args:
-      x: as for `compact`, whose docstring has the order of the entries of a region.
-      threshold: as for `compact`.
-      boundaries: int32 array `(R + 1,)`, ascending from 0 to n, multiples of CHUNK or n. Region r
-        is `x[boundaries[r]:boundaries[r + 1]]`, and may be empty. A numpy array is checked. Values
-        of other arrays may be unknown; a boundary that is no multiple is rounded up to the next.
-      capacity: the number of slots for the entries of each region.
-      implementation: as for `compact`.
-
-    Returns:
-      `Selected` with arrays of `(R, capacity)`, and R counts.
-
-    Raises:
-      TypeError: for another dtype.
-      ValueError: as `compact`, and for wrong boundaries.
-      NotImplementedError: as `compact`.
-    """
-    x, threshold = _arguments("compact_regions", x, threshold)
-    boundaries = _require_boundaries(boundaries, x.size)
-    _require_capacity(capacity)
-    regions = boundaries.size - 1
-
-    def run(name: str, x: jax.Array, threshold: jax.Array, boundaries: jax.Array) -> Selected:
-        if name == "triton":
-            from jaxcomm.kernels.select import triton
-
-            return triton.compact_regions(x, threshold, boundaries, capacity)
-        return compaction.compact_regions(x, threshold, boundaries, capacity)
-
-    def sample(rng: np.random.Generator) -> tuple[jax.Array, ...]:
-        ends = np.arange(regions + 1) * x.size // regions // CHUNK * CHUNK
-        ends[-1] = x.size
-        return *_sample(rng, x.size, regions * capacity), jnp.asarray(ends, jnp.int32)
-
-    return _implementations.call(
-        "select.compact_regions",
-        implementation,
-        run,
-        (x, threshold, boundaries),
-        elements=x.size,
-        static=(regions, capacity.bit_length()),
-        sample=sample,
-    )
-
-
-def boundaries_for(x: jax.Array, threshold: jax.Array, regions: int) -> jax.Array:
-    """Boundaries of regions with about equally many entries with `|x| >= threshold`.
-
-    Each boundary is the multiple of CHUNK, or n, for which the number of entries before it is
-    nearest to its share of all. Where nothing is selected, the regions are about equally long.
-
-    Args:
-      x: as for `compact`.
-      threshold: as for `compact`.
-      regions: their number R, at least 1.
-
-    Returns:
-      int32 array `(R + 1,)`, ascending from 0 to n; regions may be empty.
-
-    Raises:
-      TypeError: for another dtype.
-      ValueError: as `compact`, and for less than one region.
-    """
-    x, threshold = _arguments("boundaries_for", x, threshold)
-    if regions < 1:
-        raise ValueError(f"x is split into at least 1 region, got regions={regions}.")
-    words = words_in(x, lowest_for(threshold), jnp.uint32(PAST_INFINITY))
-    before = compaction.count_before(words)
-    chunks, total = before.size - 1, before[-1]
-    r = np.arange(1, regions, dtype=np.int32)
-    wanted = total // regions * r + total % regions * r // regions  # total * r may overflow
-    after = jnp.searchsorted(before, wanted, method="scan_unrolled").astype(jnp.int32)
-    ahead = jnp.maximum(after - 1, 0)
-    nearest = jnp.where(wanted - before[ahead] < before[after] - wanted, ahead, after)
-    even = jnp.asarray(chunks * r.astype(np.int64) // regions, jnp.int32)
-    inner = jnp.minimum(jnp.where(total > 0, nearest, even) * CHUNK, x.size)
-    zero = jnp.zeros_like(inner, shape=(1,))
-    return jnp.concatenate([zero, inner, zero + x.size])
 
 
 def require_vector(name: str, x: jax.Array) -> jax.Array:
@@ -204,27 +113,6 @@ def _arguments(name: str, x: jax.Array, threshold: jax.Array) -> tuple[jax.Array
     if threshold.ndim:
         raise ValueError(f"{name} takes one threshold, got shape {threshold.shape}.")
     return x, threshold
-
-
-def _require_capacity(capacity: int) -> None:
-    if capacity < 1:
-        raise ValueError(f"the capacity is at least 1, got {capacity}.")
-
-
-def _require_boundaries(boundaries: jax.Array | np.ndarray, n: int) -> jax.Array:
-    if boundaries.dtype != np.int32:
-        raise TypeError(f"boundaries are int32, got {boundaries.dtype}; boundaries_for makes them.")
-    if boundaries.ndim != 1 or boundaries.size < 2:
-        raise ValueError(f"R regions have R + 1 boundaries, got shape {boundaries.shape}.")
-    if isinstance(boundaries, np.ndarray):
-        ends = boundaries[0] == 0 and boundaries[-1] == n
-        whole = np.all((boundaries % CHUNK == 0) | (boundaries == n))
-        if not (ends and whole and np.all(np.diff(boundaries) >= 0)):
-            raise ValueError(
-                f"boundaries ascend from 0 to {n}, the length of x, in multiples of {CHUNK}, "
-                f"got {boundaries.tolist()}; boundaries_for makes them."
-            )
-    return jnp.asarray(boundaries)
 
 
 def _sample(rng: np.random.Generator, n: int, capacity: int) -> tuple[jax.Array, jax.Array]:

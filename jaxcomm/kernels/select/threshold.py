@@ -1,4 +1,4 @@
-"""The k-th largest magnitude."""
+"""The k-th largest magnitude, and which of those that tie with it are beyond k."""
 
 import math
 
@@ -7,7 +7,14 @@ import jax.numpy as jnp
 
 from jaxcomm import _axes
 from jaxcomm.kernels.select.compaction import compact_band
-from jaxcomm.kernels.select.magnitudes import PAST_INFINITY, count_from, patterns_of
+from jaxcomm.kernels.select.magnitudes import (
+    CHUNK,
+    LANES,
+    PAST_INFINITY,
+    count_from,
+    lowest_for,
+    patterns_of,
+)
 from jaxcomm.kernels.select.selection import require_vector
 
 _DIGIT = 4  # bits of the result that one pass over the data finds
@@ -42,6 +49,33 @@ def threshold_for(x: jax.Array, k: int) -> jax.Array:
         raise ValueError(f"k is 1 to n = {x.size}, got {k}.")
     pattern = _kth(patterns_of(x), jnp.int32(k)) if x.size < 4 * _SAMPLE else _kth_of_many(x, k)
     return jax.lax.bitcast_convert_type(jnp.maximum(pattern, 1), jnp.float32)
+
+
+def without_surplus(x: jax.Array, threshold: jax.Array, k: int) -> jax.Array:
+    """x with zeros for the entries that tie at a threshold and come after the k-th above it.
+
+    Args:
+      x: float32 array `(n,)`.
+      threshold: `threshold_for(x, k)`.
+      k: 1 to n.
+
+    Returns:
+      float32 array `(n,)`, of which the threshold selects k entries, or all that are neither zero
+      nor NaN. Among those that tie, the first ones in the order of `compact` stay.
+    """
+    low, patterns = lowest_for(threshold), patterns_of(x)
+    left = k - count_from(patterns, low[None] + 1)[0]
+    ties = compact_band(x, low, low + 1, k)
+    place = jnp.arange(x.size, dtype=jnp.int32)
+    last = _order(ties.indices[jnp.clip(left - 1, 0, k - 1)])
+    is_surplus = (patterns == low) & (_order(place) > last) & (ties.count > left)
+    return jnp.where(is_surplus, 0.0, x)
+
+
+def _order(place: jax.Array) -> jax.Array:
+    """The number of a place in the order of `compact`, if all places were selected."""
+    row = place // LANES % (CHUNK // LANES)
+    return place // CHUNK * CHUNK + place % LANES * (CHUNK // LANES) + row
 
 
 def _kth_of_many(x: jax.Array, k: int) -> jax.Array:

@@ -37,33 +37,18 @@ _MOST_SLOTS = 2**30
 def compact(
     x: jax.Array, threshold: jax.Array, capacity: int, *, interpret: bool = False
 ) -> Selected:
-    """The same result as `compaction.compact`; `interpret` runs it on CPU, in tests."""
-    whole = jnp.asarray([0, x.size], jnp.int32)
-    one = compact_regions(x, threshold, whole, capacity, interpret=interpret)
-    return Selected(*(leaf[0] for leaf in one))
-
-
-def compact_regions(
-    x: jax.Array,
-    threshold: jax.Array,
-    boundaries: jax.Array,
-    capacity: int,
-    *,
-    interpret: bool = False,
-) -> Selected:
-    """The same result as `compaction.compact_regions`; `interpret` runs it on CPU, in tests.
+    """The same result as `compaction.compact`; `interpret` runs it on CPU, in tests.
 
     Raises:
       ValueError: for more elements or slots than the kernels can number.
     """
-    regions, tiles = boundaries.size - 1, -(-x.size // TILE)
-    slots = regions * capacity
-    if slots > _MOST_SLOTS or x.size > 2**31 - TILE:
+    tiles = -(-x.size // TILE)
+    if capacity > _MOST_SLOTS or x.size > 2**31 - TILE:
         raise ValueError(
             f'the implementation "triton" takes at most 2^31 - {TILE} elements and 2^30 slots, got '
-            f'{x.size} and {slots}; cut the array, or use "xla" or None.'
+            f'{x.size} and {capacity}; cut the array, or use "xla" or None.'
         )
-    room = room_for(x.size, slots)
+    room = room_for(x.size, capacity)
     low = jnp.reshape(lowest_for(threshold), 1)
     *entries, counts = _call(
         _select,
@@ -73,36 +58,20 @@ def compact_regions(
         interpret,
     )
     before = jnp.concatenate([jnp.zeros_like(counts, shape=(1,)), jnp.cumsum(counts)])
-    boundaries = jnp.minimum(-(-boundaries // CHUNK), -(-x.size // CHUNK)) * CHUNK
-    base = _before_boundaries(x, low, before, boundaries)
     values, places = _call(
         _arrange,
-        [x, low, *entries, before, boundaries, base],
-        [(slots, jnp.float32), (slots, jnp.int32)],
-        max(tiles, -(-slots // TILE)),
+        [x, low, *entries, before],
+        [(capacity, jnp.float32), (capacity, jnp.int32)],
+        max(tiles, -(-capacity // TILE)),
         interpret,
     )
-    shape = (regions, capacity)
-    return Selected(values.reshape(shape), places.reshape(shape), base[1:] - base[:-1])
+    return Selected(values, places, before[-1])
 
 
 def room_for(n: int, slots: int) -> int:
     """The entries that the buffer of each tile of n holds; no kernel touches its unused end."""
     share = -(-slots // -(-n // TILE))
     return min(TILE, max(_LEAST_ROOM, _power_of_two(_SHARES * share)))
-
-
-def _before_boundaries(
-    x: jax.Array, low: jax.Array, before: jax.Array, boundaries: jax.Array
-) -> jax.Array:
-    """The number of selected entries before each boundary; reads only the boundary's tile of x."""
-    inner = boundaries[1:-1]
-    tile, rest = inner // TILE, inner % TILE
-    offset = jax.lax.broadcasted_iota(jnp.int32, (inner.size, TILE), 1)
-    near = x.at[tile[:, None] * TILE + offset].get(mode="fill", fill_value=0)
-    ahead = _inside(near, low[0]) & (offset < rest[:, None])
-    inner = before[tile] + jnp.sum(ahead, axis=1, dtype=jnp.int32)
-    return jnp.concatenate([before[:1], inner, before[-1:]])
 
 
 def _select(x_ref: Any, low_ref: Any, values_ref: Any, places_ref: Any, counts_ref: Any) -> None:
@@ -128,28 +97,19 @@ def _arrange(
     values_ref: Any,
     places_ref: Any,
     before_ref: Any,
-    bounds_ref: Any,
-    base_ref: Any,
     *out_refs: Any,
 ) -> None:
     """Moves the selected entries of a tile to their slots, and fills a share of the empty slots."""
     program, tiles = pl.program_id(0), before_ref.shape[0] - 1
-    room, regions = values_ref.shape[0] // tiles, base_ref.shape[0] - 1
-    capacity = out_refs[0].shape[0] // regions
+    room, capacity = values_ref.shape[0] // tiles, out_refs[0].shape[0]
     tile = jnp.minimum(program, tiles - 1)
     first = before_ref[tile]
     count = jnp.where(program < tiles, before_ref[tile + 1] - first, 0)
 
     def put(value: jax.Array, place: jax.Array, rank: jax.Array, mask: jax.Array) -> None:
-        def onward(r: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            beyond = place >= bounds_ref[r]
-            return jnp.where(beyond, r, found[0]), jnp.where(beyond, base_ref[r], found[1])
-
-        zeros = jnp.zeros_like(place)
-        region, base = jax.lax.fori_loop(1, regions, onward, (zeros, zeros))
-        slot = first + rank - base
+        slot = first + rank
         mask &= slot < capacity
-        _scatter(region * capacity + slot, mask, (out_refs[0], value), (out_refs[1], place))
+        _scatter(slot, mask, (out_refs[0], value), (out_refs[1], place))
 
     def put_found(rank: jax.Array) -> None:
         slot, mask = tile * room + rank, rank < count
@@ -171,7 +131,7 @@ def _arrange(
 
         _by_groups(count, put_again)
 
-    _fill(program, base_ref, x_ref.shape[0], out_refs)
+    _fill(program, before_ref[tiles], x_ref.shape[0], out_refs)
 
 
 def _by_groups(count: jax.Array, put: Callable[[jax.Array], None]) -> None:
@@ -184,14 +144,12 @@ def _by_groups(count: jax.Array, put: Callable[[jax.Array], None]) -> None:
     )
 
 
-def _fill(program: jax.Array, base_ref: Any, n: int, out_refs: Sequence[Any]) -> None:
+def _fill(program: jax.Array, count: jax.Array, n: int, out_refs: Sequence[Any]) -> None:
     """Writes zeros, and n as the index, to the empty slots in this program's share of all slots."""
-    slots, regions = out_refs[0].shape[0], base_ref.shape[0] - 1
+    slots = out_refs[0].shape[0]
     share = _power_of_two(-(-slots // pl.num_programs(0)))
     slot = program * share + jax.lax.iota(jnp.int32, share)
-    region = jnp.minimum(jax.lax.div(slot, slots // regions), regions - 1)
-    count = plt.load(base_ref.at[region + 1]) - plt.load(base_ref.at[region])
-    empty = (slot < slots) & (slot - region * (slots // regions) >= count)
+    empty = (slot < slots) & (slot >= count)
     nothing = jnp.zeros((share,), jnp.float32), jnp.full((share,), n, jnp.int32)
     _scatter(slot, empty, *zip(out_refs, nothing, strict=True))
 

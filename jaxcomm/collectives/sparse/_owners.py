@@ -1,0 +1,95 @@
+"""Which device adds the values of which place: every N places in a row have N owners.
+
+Places are dealt in rounds, like cards: round q deals the places q N to q N + N - 1, one to each
+device, and begins at a device that a hash of q and of the step chooses. So each owner gets about as
+many large values as any other, wherever they lie, and nobody has to be told where the owners'
+parts begin. In the next step another owner has them.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm.kernels import select
+
+_GROUP = 32  # entries that are compared with each other
+
+
+class Dealt(NamedTuple):
+    """A device's entries, a row for each owner, in the order of their places.
+
+    Attributes:
+      values: float32[N, c]; 0 in slots without an entry.
+      offsets: int32[N, c], the rounds that deal the places; `width` in slots without an entry.
+      places: int32[N, c]; n in slots without an entry.
+    """
+
+    values: jax.Array
+    offsets: jax.Array
+    places: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Owners:
+    """The owners of the places of a vector in one step.
+
+    Attributes:
+      n: the length of the vector.
+      world: the number N of devices.
+      step: int32, equal on all devices.
+    """
+
+    n: int
+    world: int
+    step: jax.Array
+
+    @property
+    def width(self) -> int:
+        """The number of rounds, and so of the places of each owner."""
+        return -(-self.n // self.world)
+
+    def of(self, places: jax.Array) -> jax.Array:
+        """The owner of each place."""
+        later = places % self.world + self._first(places // self.world)
+        return jnp.where(later >= self.world, later - self.world, later)
+
+    def places(self, owner: jax.Array, offsets: jax.Array) -> jax.Array:
+        """The places that these rounds deal to an owner; n for rounds that there are not."""
+        later = owner - self._first(offsets)
+        places = offsets * self.world + jnp.where(later < 0, later + self.world, later)
+        return jnp.where(offsets < self.width, places, self.n)
+
+    def deal(self, found: select.Selected, room: int) -> Dealt:
+        """The entries for each owner, of which a row has room for the first `room`."""
+        is_entry = found.indices < self.n
+        owner = jnp.where(is_entry, self.of(found.indices), self.world)
+        rank = _ranks(owner, self.world)
+        slots = self.world * room
+        slot = jnp.where(is_entry & (rank < room), owner * room + rank, slots)
+        values = jnp.zeros(slots).at[slot].set(found.values, mode="drop")
+        places = jnp.full(slots, self.n, jnp.int32).at[slot].set(found.indices, mode="drop")
+        offsets = jnp.where(places < self.n, places // self.world, self.width)
+        return Dealt(*(x.reshape(self.world, room) for x in (values, offsets, places)))
+
+    def _first(self, offsets: jax.Array) -> jax.Array:
+        """The device at which a round begins."""
+        x, step = offsets.astype(jnp.uint32), self.step.astype(jnp.uint32)
+        x = x * jnp.uint32(0x9E3779B1) + step * jnp.uint32(0x85EBCA77)
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            x = (x ^ (x >> shift)) * jnp.uint32(factor)
+        return ((x >> 16) * self.world >> 16).astype(jnp.int32)
+
+
+def _ranks(owner: jax.Array, world: int) -> jax.Array:
+    """How many entries before each one have the same owner; an owner of N stands for none."""
+    groups = jnp.pad(owner, (0, -owner.size % _GROUP), constant_values=world).reshape(-1, _GROUP)
+    alike = groups[:, :, None] == groups[:, None, :]
+    before = jnp.tril(jnp.ones((_GROUP, _GROUP), bool), -1)[None]
+    rank = jnp.sum(alike & before, axis=2, dtype=jnp.int32)
+    group = jnp.arange(groups.shape[0])[:, None]
+    counts = jnp.zeros((groups.shape[0], world), jnp.int32).at[group, groups].add(1, mode="drop")
+    earlier = jnp.cumsum(counts, axis=0) - counts
+    rank += earlier.at[group, groups].get(mode="fill", fill_value=0)
+    return rank.reshape(-1)[: owner.size]
