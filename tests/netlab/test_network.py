@@ -1,0 +1,108 @@
+"""Networks that are really made: what they carry and count, and that nothing is left of them."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.netlab import network as networks
+from benchmarks.netlab import topology
+from benchmarks.netlab.hosts import HostError, run_everywhere
+from benchmarks.netlab.network import Network
+
+ROOT = Path(__file__).parents[2]
+
+
+def can_make_networks() -> bool:
+    try:
+        with Network(topology.load("star", hosts=1)):
+            return True
+    except (networks.NetworkError, OSError, subprocess.CalledProcessError) as error:
+        print(error)
+        return False
+
+
+pytestmark = [pytest.mark.multiprocess]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def root() -> None:
+    if os.geteuid() != 0 or shutil.which("ip") is None or not can_make_networks():
+        pytest.skip("networks need root, iproute2 and namespaces")
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    with Network(topology.load("clusters", hosts=4, rate=100)) as made:
+        yield made
+
+
+def namespaces() -> str:
+    return subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
+
+
+def test_a_command_on_every_host(network: Network) -> None:
+    """Rates and byte counts of a stream, names of hosts, and a failure with its last lines."""
+    from benchmarks.netlab.calibrate import calibrated
+
+    rates = calibrated(network, 1.0)
+    assert list(rates) == [("h0", "s0"), ("s0", "s1"), ("s1", "h3")]
+    assert all(80 < rate < 105 for rate in rates.values())
+
+    script = "import socket; print(socket.gethostbyname('h2'), socket.gethostbyname('HOST'))"
+    script = script.replace("HOST", os.uname().nodename)
+    printed = run_everywhere(network, [sys.executable, "-c", script], 30)
+    assert [line.split() for line in printed] == [
+        [network.address("h2"), network.address(host)] for host in ("h0", "h1", "h2", "h3")
+    ]
+    script = "import os, sys, time; os.environ['NETLAB_RANK'] == '2' and sys.exit('no'); "
+    start = time.monotonic()
+    with pytest.raises(HostError, match=r"of h2 \(rank 2\) ended with status 1:\n  no"):
+        run_everywhere(network, [sys.executable, "-c", script + "time.sleep(60)"], 60)
+    with pytest.raises(HostError, match=r"of h0 \(rank 0\) did not end in time:\n  here"):
+        run_everywhere(network, ["sh", "-c", "echo here; sleep 60"], 0.5)
+    assert time.monotonic() - start < 20
+    assert network.namespace("s1") in namespaces()
+
+
+def test_nothing_is_left_of_a_killed_run_and_others_are_left_alone(network: Network) -> None:
+    command = [sys.executable, "-m", "benchmarks.netlab", "--topology=star", "--hosts=2"]
+    killed = subprocess.Popen(
+        [*command, "--", "sh", "-c", "echo up; sleep 60"], cwd=ROOT, start_new_session=True
+    )
+    while "jxl1-s0" not in namespaces():
+        assert killed.poll() is None
+        time.sleep(0.05)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert "jxl1-" in namespaces()
+    networks.remove_leftovers()
+    assert "jxl1-" not in namespaces() and network.namespace("h0") in namespaces()
+    assert not list(Path("/etc/netns").glob("jxl1-*"))
+
+
+def test_the_command_line(network: Network) -> None:
+    """Real jax processes find each other; a bad flag is one line and status 2."""
+    del network  # another one beside it
+    command = [sys.executable, "-m", "benchmarks.netlab", "--topology=star", "--hosts=2"]
+    script = "import jax; jax.distributed.initialize(); print('rank', jax.process_index(), 'of', "
+    script += "jax.process_count())"
+    done = subprocess.run(
+        [*command, "--rate=200", "--", "python", "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 2" in done.stdout and "rank 1 of 2" in done.stdout
+    assert "h0 to s0 (link 0):" in done.stdout
+    wrong = [*command, "--rate=none", "--", "true"]
+    done = subprocess.run(wrong, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("netlab: a rate is a number") and done.stderr.count("\n") == 1
