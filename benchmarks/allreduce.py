@@ -281,12 +281,13 @@ class Case:
 def show(rows: list[Any], made: topology.Topology, args: argparse.Namespace) -> None:
     rates = sorted({"unlimited" if k.rate is None else f"{k.rate:g}" for k in made.links})
     print(
-        f"{made.name}, {len(made.hosts)} hosts, {' and '.join(rates)} Mbit/s, {args.params:g} values, "
-        f"{os.cpu_count()} cores, medians of {args.repeats}"
+        f"{made.name}, {len(made.hosts)} hosts, {' and '.join(rates)} Mbit/s, "
+        f"{args.params:g} values, {os.cpu_count()} cores, medians of {args.repeats}"
     )
-    print(
-        f"{'':22}{'ms':>9}{'over floor':>12}{'of psum':>9}{'link MB':>9}{'CPU ms':>8}{'compile s':>11}"
+    columns = (
+        f"{'ms':>9}{'over floor':>12}{'of psum':>9}{'link MB':>9}{'CPU ms':>8}{'compile s':>11}"
     )
+    print(f"{'':22}{columns}")
     for row in rows:
         over = f"{row['over_floor']:.2f}" if row["over_floor"] else "-"
         print(

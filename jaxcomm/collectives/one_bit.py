@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs import sign
+from jaxcomm.collectives._all_to_all import all_to_all
 from jaxcomm.collectives.algorithms._algorithm import cut, join
 from jaxcomm.kernels._implementations import Option
 
@@ -60,7 +61,7 @@ def one_bit_mean(
         cut(x, world), cut(worker_error, world), counts, implementation=implementation
     )
 
-    arrived = jax.lax.all_to_all(message, axis_name, split_axis=0, concat_axis=0, tiled=True)
+    arrived = all_to_all(message, axis_name)
     count = counts[jax.lax.axis_index(axis_name)]
     padding = jnp.arange(width) >= count
     average = jnp.sum(sign.decode(arrived, width), axis=0) / world

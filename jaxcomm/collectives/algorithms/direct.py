@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
+from jaxcomm.collectives._all_to_all import all_to_all
 from jaxcomm.collectives.algorithms._algorithm import (
     Algorithm,
     message_id,
@@ -57,10 +58,7 @@ class Direct(Algorithm):
         world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
         counts = (devices_per_partial,) * world
         message = reduction.encode(partial, counts, message_id(devices_per_partial, 0))
-        arrived = jax.tree.map(
-            lambda m: jax.lax.all_to_all(m, axis_name, split_axis=0, concat_axis=0, tiled=True),
-            message,
-        )
+        arrived = all_to_all(message, axis_name)
         if not reduction.keeps_errors:
             return reduction.decode_and_merge(arrived, counts, partial), None
         # The device's own block needs no message, so it is merged whole and leaves no error.

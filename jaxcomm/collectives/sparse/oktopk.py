@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
+from jaxcomm.collectives._all_to_all import all_to_all
 from jaxcomm.collectives.sparse._owners import Owners
 from jaxcomm.collectives.sparse._sparse import (
     SparseAllReduce,
@@ -67,7 +68,7 @@ class OkTopk(SparseAllReduce):
         found, threshold = self.about_k(x, threshold, step, min(n, world * room))
         dealt = owners.deal(found, room)
         payload = entries.encode(dealt.values, dealt.offsets)
-        arrived = jax.lax.all_to_all(payload, axis_name, 0, 0, tiled=True)
+        arrived = all_to_all(payload, axis_name)
         sums = add_lists(jnp.zeros(owners.width), *entries.decode(arrived))
 
         share = min(owners.width, -(-k // world))
