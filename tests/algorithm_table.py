@@ -22,6 +22,7 @@ from jaxcomm.collectives.algorithms import (
     native,
     ring,
 )
+from jaxcomm.collectives.algorithms.circulant import best_skips
 from jaxcomm.collectives.algorithms.schedule import Schedule
 
 
@@ -83,7 +84,7 @@ CASES: dict[str, Case] = {
     "circulant": Case(
         lambda world: circulant(),
         oracles.circulant,
-        rounds=lambda world: math.ceil(math.log2(world)),
+        rounds=lambda world: len(best_skips(world)),
     ),
     "far_first": Case(
         lambda world: halving_doubling("far_first"),

@@ -5,6 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxcomm.collectives.algorithms.circulant import best_skips
+
 # Of the last axis: leading axes are messages of their own.
 Rounding = Callable[[np.ndarray], np.ndarray]
 
@@ -94,13 +96,15 @@ def halving_doubling(x: np.ndarray, rounding: Rounding, order: str = "near_first
 
 
 def circulant(x: np.ndarray, rounding: Rounding) -> np.ndarray:
-    """Traeff 2024, algorithm 1: R[i] of device r is block r + i; R[s..s'-1] goes to r + s."""
+    """Traeff 2024, algorithm 1: R[i] of device r is block r + i; R[s..s'-1] goes to r + s.
+
+    The skips are the library's.
+    """
     world = len(x)
     blocks = cut(x, world)
     held = np.array([[blocks[r, (r + i) % world] for i in range(world)] for r in range(world)])
-    skip = world
-    while skip > 1:
-        previous, skip = skip, -(-skip // 2)
+    skips = best_skips(world)
+    for previous, skip in zip((world, *skips), skips, strict=False):
         before = held.copy()
         for r in range(world):
             sent = before[(r - skip) % world, skip:previous]

@@ -12,6 +12,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms import Algorithm
+from jaxcomm.collectives.algorithms._default import Default
 from jaxcomm.collectives.reductions import CodedMean, RandomKMean, Reduction
 from jaxcomm.kernels import _implementations
 
@@ -25,8 +26,8 @@ def mean_of(
 ) -> tuple[CodedMean, Algorithm]:
     """The reduction and the algorithm behind `jaxcomm.mean` and `jaxcomm.pmean`.
 
-    Without an algorithm, float32 travels by XLA's own all-reduce and every other format directly,
-    which rounds least.
+    Without an algorithm, float32 travels by XLA's own all-reduce, and `Default` chooses for all
+    other formats.
 
     Raises:
       TypeError, ValueError: for what they are not, or cannot be together.
@@ -41,7 +42,10 @@ def mean_of(
     if isinstance(back, RandomK):
         raise ValueError("random_k draws once for both hops; name the format of its values.")
     if algorithm is None:
-        algorithm = "native" if sent == back == codecs.float32() else "direct"
+        is_16_bits = {sent.name, back.name} <= {"bfloat16", "float16"}
+        algorithm = Default("16 bits" if is_16_bits else "codes")
+        if sent == back == codecs.float32():
+            algorithm = algorithms.native()
     chosen = algorithms.from_name(algorithm)
     if chosen.name == "native":
         _check_native(sent, back, error_feedback)
@@ -162,7 +166,8 @@ def pmean(
       axis_name: the mesh axis, or axes.
       codec: a name in `jaxcomm.codecs.BY_NAME`, or a codec.
       algorithm: "native", "direct", "ring", "halving_doubling", "circulant" or an algorithm;
-        None is "native" for float32 and "direct" for everything else.
+        None is "native" for float32, "ring" for 16-bit values between CPU processes, and "direct"
+        for everything else.
       second_hop: the format that brings the mean back; None is that of `codec`.
       key: for codecs that round or draw at random: equal on all devices, another in each call.
       implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.

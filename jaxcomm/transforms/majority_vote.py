@@ -11,6 +11,7 @@ import optax
 from jaxcomm import collectives
 from jaxcomm._axes import AxisName, names_of
 from jaxcomm.collectives import algorithms
+from jaxcomm.collectives.algorithms._default import Default
 from jaxcomm.collectives.reductions import Majority, check_majority
 from jaxcomm.kernels import _implementations
 from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, key_of, split_off_exempt
@@ -86,7 +87,8 @@ def majority_vote(
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
       algorithm: "circulant", "ring", "halving_doubling", "direct" or an algorithm such as
-        `jaxcomm.algorithms.direct(aggregator=0)`; None is "circulant".
+        `jaxcomm.algorithms.direct(aggregator=0)`; None is "direct" on up to 16 devices, and
+        "circulant" on more.
       ties: the result of an equal number of votes: "random" (a fair coin that all devices share),
         "zero", "positive" or "negative".
       zeros: the vote of a zero: "random" (a fair coin of each device) or "abstain".
@@ -108,8 +110,8 @@ def majority_vote(
 
     Wire: a message of k devices has ceil(log2(k+1)) bits a coordinate. The result has one bit, or
     two if it can be zero (ties="zero" at an even number of devices, or zeros="abstain", which also
-    doubles the bits of the votes). Bits a coordinate for N = 2^q devices: direct 2(N-1)/N,
-    circulant and halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, ring log2 N. Exempt leaves,
+    doubles the bits of the votes). Bits a coordinate: direct 2(N-1)/N; for N = 2^q devices
+    halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, and ring log2 N. Exempt leaves,
     scales and one flag travel in one float32 all-reduce.
 
     References:
@@ -124,7 +126,7 @@ def majority_vote(
     """
     names_of(axis_name)
     check_majority(ties, zeros)
-    chosen = algorithms.from_name("circulant" if algorithm is None else algorithm)
+    chosen = Default("votes") if algorithm is None else algorithms.from_name(algorithm)
     if chosen.name == "native":
         raise ValueError("XLA has no majority vote of its own; choose another algorithm.")
     limit = bytes_of(bucket_mib)

@@ -27,7 +27,7 @@ FORMULAS = {
     },
     4: {
         "ring": (1 + 2 + 2) / 4 + 3 / 4,
-        "circulant": 1 / 2 + 2 / 4 + 3 / 4,
+        "circulant": 3 / 4 + 3 / 4,  # skips 3, 2, 1
         "halving_doubling": 1 / 2 + 2 / 4 + 3 / 4,
         "direct": 3 / 4 + 3 / 4,
         # Half to the neighbour; of the half owned, a half with counts of 2 to the far device.

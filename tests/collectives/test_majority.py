@@ -139,8 +139,8 @@ def test_hierarchical_sends_little_on_the_far_axis(mesh4x2: Mesh) -> None:
     far = report.only("collective-permute").bytes_max
     near = report.only("all-to-all", "all-gather").bytes_max
     owned = n / 8 / 2
-    # Half of it with the count of 2 devices (2 bits), a quarter with that of 4 (3 bits); and back.
-    assert far == owned * (2 / 2 + 3 / 4 + 3 / 4)
+    # Three quarters of it with the count of 2 devices (2 bits), each in a round; and back.
+    assert far == owned * (3 * 2 / 4 + 3 / 4)
     assert near == n / 8 * (1 / 2 + 1 / 2)
 
 

@@ -288,7 +288,7 @@ def test_bytes_are_those_of_the_formula(
 
 @pytest.mark.parametrize(
     ("algorithm", "zero", "known", "planes"),
-    [("ring", "abstain", "ring", 2), (None, "random", "halving_doubling", 1)],
+    [("ring", "abstain", "ring", 2), (None, "random", "direct", 1)],
 )
 def test_bits_are_those_of_the_closed_forms(
     algorithm: str | None, zero: str, known: str, planes: int

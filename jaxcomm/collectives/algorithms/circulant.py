@@ -1,22 +1,34 @@
-"""The circulant graph: as few rounds as possible, for every number of devices."""
+"""The circulant graph: few rounds for every number of devices, over skips that suit votes."""
 
 import dataclasses
+import functools
 
 from jaxcomm.collectives.algorithms._scheduled import Scheduled
 from jaxcomm.collectives.algorithms.schedule import Round, Schedule, rotations, shift
 
+_SEARCHED = 64  # devices; beyond them skips follow a rule
+
 
 @dataclasses.dataclass(frozen=True)
 class Circulant(Scheduled):
-    """Reduce-scatter and all-gather over skips N, ceil(N/2), ceil(N/4), ..., 1.
+    """Reduce-scatter and all-gather over skips that fall to 1, each at least half the one before.
 
-    Wire: 2(N-1)/N of the vector in 2 ceil(log2 N) rounds, for every N.
+    The skips are a free choice. The published ones, ceil(N/2), ceil(N/4), ..., take the fewest
+    rounds. `best_skips` spends at most one round more: no two devices send to each other in a
+    round, which CPU processes do one after the other, and a vote takes fewer bits, since sums of 1,
+    3 or 7 votes fill their bit planes.
+
+    Wire: 2(N-1)/N of the vector in at most 2 ceil(log2 N) + 2 rounds, for every N.
+
+    Attributes:
+      skips: the skips, or None for `best_skips`.
 
     References:
       J. L. Traeff, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms", 2024,
       arXiv:2410.14234.
     """
 
+    skips: tuple[int, ...] | None = None
     name = "circulant"
 
     def schedule(self, world: int) -> Schedule:
@@ -25,14 +37,75 @@ class Circulant(Scheduled):
         Position i of device r is block r + i, so the blocks agree without an index that depends
         on the device.
         """
-        rounds, previous = [], world
-        while previous > 1:
-            skip = -(-previous // 2)
-            rounds.append(Round(shift(world, skip), (skip, previous), 0))
-            previous = skip
-        return Schedule(world, world, rotations(world), tuple(rounds))
+        skips = best_skips(world) if self.skips is None else self.skips
+        ends = (world, *skips)
+        pairs = list(zip(ends, skips, strict=False))
+        if ends[-1] != 1 or any(not before / 2 <= skip < before for before, skip in pairs):
+            raise ValueError(
+                f"skips for {world} devices fall from {world} to 1, each at least half of the one "
+                f"before, such as {best_skips(world)}, got {skips}."
+            )
+        rounds = tuple(Round(shift(world, skip), (skip, before), 0) for before, skip in pairs)
+        return Schedule(world, world, rotations(world), rounds)
 
 
-def circulant() -> Circulant:
-    """The circulant graph: 2 ceil(log2 N) rounds for every N."""
-    return Circulant()
+@functools.cache
+def best_skips(world: int) -> tuple[int, ...]:
+    """The skips that take the least time of a majority vote on links with a limited rate.
+
+    Time is counted in bits of a block: those of a round in which devices send to each other, over
+    half of the circle, count twice. Among equals, the fewest rounds win.
+    """
+    most = (world - 1).bit_length() + 1
+    if world <= _SEARCHED:
+        return min(
+            _sequences(world, world, most), key=lambda skips: (_time(world, skips), len(skips))
+        )
+    skips = [world // 2 + 1]
+    while skips[-1] > 1:
+        skips.append(-(-skips[-1] // 2))
+    return tuple(skips)
+
+
+def _sequences(world: int, before: int, rounds: int) -> list[tuple[int, ...]]:
+    """All sequences of at most so many skips that follow a skip; none where they do not suffice."""
+    if before == 1:
+        return [()]
+    if before > 2**rounds:
+        return []
+    return [
+        (skip, *rest)
+        for skip in range(-(-before // 2), before)
+        for rest in _sequences(world, skip, rounds - 1)
+    ]
+
+
+def _time(world: int, skips: tuple[int, ...]) -> int:
+    """The bits of a block that a device sends in a vote and in the all-gather of its result."""
+    votes, before, total = [1] * world, world, 0
+    for skip in skips:
+        sent = votes[skip:before]
+        bits = sum(count.bit_length() for count in sent) + len(sent)
+        total += bits * (2 if 2 * skip == world else 1)
+        votes[: len(sent)] = [a + b for a, b in zip(votes, sent, strict=False)]
+        before = skip
+    return total
+
+
+def circulant(skips: tuple[int, ...] | None = None) -> Circulant:
+    """The circulant graph: at most 2 ceil(log2 N) + 2 rounds for every N.
+
+    Args:
+      skips: how far devices send in each round, such as (5, 3, 2, 1) for 8 devices; None chooses.
+
+    Raises:
+      ValueError: for skips that do not fall to 1; in the first step, for those that do not fit the
+        number of devices.
+    """
+    if skips is not None:
+        skips = tuple(skips)
+        pairs = zip(skips, (*skips[1:], 0), strict=False)
+        falling = all(isinstance(s, int) and s > t for s, t in pairs)
+        if not skips or skips[-1] != 1 or not falling:
+            raise ValueError(f"skips fall to 1, such as (5, 3, 2, 1) for 8 devices, got {skips}.")
+    return Circulant(skips)
