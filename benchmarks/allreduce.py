@@ -133,8 +133,13 @@ def measured(network: Network, methods: list[str], args: argparse.Namespace) -> 
     return rows
 
 
-# Threads beyond the cores only wait for each other; four hosts share this machine.
-WORKER_VARIABLES: dict[str, str] = {}
+# What `train.launch` sets too: without it, the kernel maps a step's memory afresh in every step.
+WORKER_VARIABLES = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**34),
+    "MALLOC_TOP_PAD_": str(2**28),
+}
 
 
 def rate_between(made: topology.Topology, a: str, b: str) -> float:

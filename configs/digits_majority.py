@@ -2,7 +2,7 @@
 
 python -m train.launch --processes=4 -- --config=configs/digits_majority.py
 
-Test accuracy 99.7 % (seed 0).
+Test accuracy 98.9 % (seed 0).
 
 A vote forgets how large gradients are. So it is biased on shards that hold different classes
 (`--config.data.shards=by_label`):

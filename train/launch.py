@@ -6,9 +6,9 @@ by default a free one. The flags of `python -m train` follow `--`.
 Process 0 writes to this terminal, the others to files whose last lines are shown if they fail. The
 first failure ends the others; so does Ctrl-C.
 
-Variables that must be set before jax starts come from a cluster file, and are printed. If a machine
-has several processes, this program also tells them how to find each other. If it has one, the flags
-after `--` or the scheduler do.
+Variables that must be set before jax starts come from a cluster file, and are printed; so are
+settings of glibc that spare CPUs page faults. If a machine has several processes, this program also
+tells them how to find each other. If it has one, the flags after `--` or the scheduler do.
 """
 
 import os
@@ -89,10 +89,26 @@ def parse(argv: Sequence[str]) -> Launch:
         raise UserError("--processes is missing")
     if values.port:
         check_port(values.port)
-    settings = cluster.get("env", {})
+    settings = {**cluster.get("env", {}), **memory_settings()}
     if processes > 1:  # On a machine with GPUs, one for each process; on others without effect.
         settings = {"JAX_LOCAL_DEVICE_IDS": "{process_id}", **settings}
     return Launch(processes, values.port or free_port(), settings, argv[split + 1 :])
+
+
+def memory_settings() -> dict[str, str]:
+    """How processes without a GPU keep the memory of a step for the next one.
+
+    XLA's temporaries are larger than what glibc keeps by default, so in every step the kernel maps
+    them afresh, page by page. What the user has set stays.
+    """
+    if Path("/dev/nvidia0").exists() or any(name.startswith("MALLOC_") for name in os.environ):
+        return {}
+    return {
+        "MALLOC_ARENA_MAX": "1",
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(2**34),
+        "MALLOC_TOP_PAD_": str(2**28),
+    }
 
 
 def read_cluster(path: str) -> dict:

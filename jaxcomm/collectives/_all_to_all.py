@@ -6,7 +6,7 @@ to r + k. For an even N, devices r and r + N/2 then send to each other in one ro
 twice as long as any other. Here the N(N-1) messages are dealt out to rounds in which no two devices
 send to each other.
 
-On GPUs, and between the devices of one process, it is XLA's own operation.
+On GPUs, between the devices of one process, and for short messages it is XLA's own operation.
 """
 
 import functools
@@ -23,6 +23,7 @@ from jaxcomm.kernels import _device
 # rounds[t][r] is (target, part): what device r sends in round t.
 Rounds = tuple[tuple[tuple[int, int], ...], ...]
 _SEARCHED = 64  # for more devices, one slow round of N-1 does not matter
+_LEAST_BYTES = 8192  # of a message to one device; shorter ones are a matter of latency
 
 
 def all_to_all(message: Any, axis_name: AxisName) -> Any:
@@ -31,11 +32,14 @@ def all_to_all(message: Any, axis_name: AxisName) -> Any:
     Wire: (N-1)/N of the message.
     """
     world = jax.lax.axis_size(axis_name)
-    if world > 2 and jax.process_count() > 1 and _device.current().platform == "cpu":
-        return jax.tree.map(lambda x: by_rounds(x, axis_name), message)
-    return jax.tree.map(
-        lambda x: jax.lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True), message
-    )
+    between_cpus = jax.process_count() > 1 and _device.current().platform == "cpu"
+
+    def one(x: jax.Array) -> jax.Array:
+        if between_cpus and world > 2 and x.nbytes // world >= _LEAST_BYTES:
+            return by_rounds(x, axis_name)
+        return jax.lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
+
+    return jax.tree.map(one, message)
 
 
 def by_rounds(x: jax.Array, axis_name: AxisName) -> jax.Array:

@@ -11,7 +11,8 @@ A step of a method, for L leaves of gradients on N devices:
    collective, in the order in which their gradients appear. Buckets take turns: bucket b + 1 waits
    for bucket b, so that XLA neither joins them nor starts all of them behind the last gradient.
 4. In the end one float32 all-reduce takes the mean of everything small (exempt leaves, scales),
-   with a flag: how many devices hold a gradient, or a next residual, that is not finite.
+   with a flag: how many devices hold a gradient, or a next residual, that is not finite. A mean
+   that carries these values, and keeps no residual, needs no flag.
 5. The results are equal on all devices, so each device looks at them by itself: sums of finite
    gradients can overflow too.
 6. `updates_of` makes the update NaN on every device if anything was not finite, and `kept_if`
@@ -38,9 +39,11 @@ Own = tuple[Arrays, ...]
 # What one device does: from its gradients, its own state, and what all devices hold alike, to
 # results that are equal on all devices of the axis, and its next state.
 OnDevice = Callable[[Arrays, Own, Any], tuple[Arrays, Own]]
-# How a method exchanges a bucket: from its number and its parts, by leaf, to the result as one
-# float32 vector, equal on all devices, and anything that the method keeps of it.
-OnBucket = Callable[[int, dict[int, jax.Array]], tuple[jax.Array, Any]]
+# A bucket as one float32 vector, or as its leaves where joining them would only cost time.
+Result = jax.Array | dict[int, jax.Array]
+# How a method exchanges a bucket: from its number and its parts, by leaf, to the result, float32
+# and equal on all devices, and anything that the method keeps of it.
+OnBucket = Callable[[int, dict[int, jax.Array]], tuple[Result, Any]]
 
 FLAG, TAG = "not finite", "tag of the key"
 
@@ -55,7 +58,7 @@ class Exchanged(NamedTuple):
       finite: whether gradients, results and what is kept are finite, on all devices of the mesh.
     """
 
-    buckets: Arrays
+    buckets: list[Any]
     kept: list[Any]
     exact: dict[Any, jax.Array]
     finite: jax.Array
@@ -155,14 +158,16 @@ def exchange_buckets(
       buckets: which leaves travel together, in order.
       on_bucket: how the method exchanges a bucket.
       small: what is averaged exactly, in float32.
-      must_be_finite: the arrays that the flag is about, beside the next state.
+      must_be_finite: the arrays that the flag is about, beside the next state and `small`; none
+        where results show what is not finite.
       axis_name: the mesh axis.
       equal_key: a key that must be equal on all devices; if it is not, `finite` is False.
       results_are_finite: whether the results of buckets are finite whatever happens, as signs are.
       state_of: the part of what `on_bucket` keeps that is state, and must be finite.
 
     Wire: that of `on_bucket` for each bucket; one float32 all-reduce of all small arrays, the flag
-    and, with a key, a tag of it; on a mesh of several axes, one int32 over the other axes.
+    if there is one and, with a key, a tag of it; on a mesh of several axes, one int32 over the
+    other axes.
     """
     results, kept = [], []
     for number, bucket in enumerate(buckets):
@@ -170,20 +175,25 @@ def exchange_buckets(
         result, rest = on_bucket(number, ready)
         results.append(result)
         kept.append(rest)
-    finite = all_finite([*must_be_finite, *jax.tree.leaves([state_of(k) for k in kept])])
-    small = {**small, FLAG: 1 - finite.astype(jnp.float32)}
+    local = [*must_be_finite, *jax.tree.leaves([state_of(k) for k in kept])]
+    small = dict(small)
+    if local:
+        small[FLAG] = 1 - all_finite(local).astype(jnp.float32)
     if equal_key is not None:
         # Integers whose sums float32 holds exactly: their mean is one's own only if all are equal.
         small[TAG] = (jax.random.bits(equal_key) >> 18).astype(jnp.float32)
     # The flag needs the last gradient. A bucket behind it could not travel while gradients are
     # computed, so the flag comes last.
-    small, results = in_turn(small, results)
-    reduction, native = collectives.mean_of("float32", "native")
-    exact = split(collectives.all_reduce(joined(small), axis_name, reduction, native), small)
-    finite = exact.pop(FLAG) == 0
+    exact, finite = {}, jnp.bool_(True)
+    if small:
+        small, results = in_turn(small, results)
+        reduction, native = collectives.mean_of("float32", "native")
+        exact = split(collectives.all_reduce(joined(small), axis_name, reduction, native), small)
+    if local:
+        finite &= exact.pop(FLAG) == 0
     if equal_key is not None:
         finite &= jnp.abs(exact.pop(TAG) - small[TAG]) < 0.01
-    computed = [*exact.values(), *([] if results_are_finite else results)]
+    computed = [*exact.values(), *([] if results_are_finite else jax.tree.leaves(results))]
     finite = on_further_axes(finite & all_finite(computed), axis_name)
     return Exchanged(results, kept, exact, finite)
 
@@ -202,7 +212,9 @@ def on_further_axes(finite: jax.Array, axis_name: AxisName) -> jax.Array:
     return finite
 
 
-def in_turn(parts: dict[Any, jax.Array], results: Arrays) -> tuple[dict[Any, jax.Array], Arrays]:
+def in_turn(
+    parts: dict[Any, jax.Array], results: list[Any]
+) -> tuple[dict[Any, jax.Array], list[Any]]:
     """The parts of the next exchange and the results of those before, unchanged, in this order.
 
     The parts cannot be used before the last result is there. XLA joins collectives that do not
@@ -216,12 +228,13 @@ def in_turn(parts: dict[Any, jax.Array], results: Arrays) -> tuple[dict[Any, jax
 
 
 def by_leaf(
-    vectors: Sequence[jax.Array], buckets: Sequence[Bucket], grads: Arrays
+    vectors: Sequence[Result], buckets: Sequence[Bucket], grads: Arrays
 ) -> dict[int, jax.Array]:
-    """Vectors of buckets as arrays by leaf, in the shapes of the gradients."""
+    """Buckets as arrays by leaf, in the shapes of the gradients."""
     pieces = {}
     for vector, bucket in zip(vectors, buckets, strict=True):
-        pieces |= split(vector, {i: grads[i] for i in bucket})
+        is_split = isinstance(vector, dict)
+        pieces |= vector if is_split else split(vector, {i: grads[i] for i in bucket})
     return pieces
 
 

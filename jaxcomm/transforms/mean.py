@@ -7,12 +7,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxcomm import _axes, codecs, collectives
 from jaxcomm._axes import AxisName
+from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _implementations
-from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, key_of, split_off_exempt
+from jaxcomm.transforms._buckets import (
+    buckets_of,
+    bytes_of,
+    joined,
+    key_of,
+    split,
+    split_off_exempt,
+)
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
@@ -26,6 +35,8 @@ from jaxcomm.transforms._exchange import (
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
+
+_LARGE = 2**18  # elements of a leaf that is not joined with others
 
 
 class MeanState(NamedTuple):
@@ -112,8 +123,8 @@ def mean(
         are not local.
 
     Wire: for each bucket of n elements, that of `jaxcomm.pmean`. Once a step, one float32
-    all-reduce of all exempt elements and one flag (with random_k also a tag of the key), and on a
-    mesh of several axes one int32 over the other axes.
+    all-reduce of all exempt elements, and on a mesh of several axes one int32 over the other axes.
+    With error feedback or random_k one flag goes along, and with random_k a tag of the key.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -143,6 +154,8 @@ def mean(
         codec, algorithm, second_hop, error_feedback, implementation
     )
     limit = bytes_of(bucket_mib)
+    float32 = codecs.float32()
+    is_plain = chosen.name == "native" and reduction == CodedMean(float32, float32)
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -158,7 +171,9 @@ def mean(
         (old,) = own
         residual = dict(zip(large, old, strict=True)) if error_feedback else {}
 
-        def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, Any]:
+        def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[Any, Any]:
+            if is_plain:
+                return plain_mean(parts, axis_name), None
             vector = joined(
                 {i: g.astype(jnp.float32) + residual.get(i, 0.0) for i, g in parts.items()}
             )
@@ -170,7 +185,7 @@ def mean(
             buckets,
             on_bucket,
             small={i: grads[i] for i in exempt_},
-            must_be_finite=grads,
+            must_be_finite=[] if reduction.carries_nonfinite else grads,
             axis_name=axis_name,
             equal_key=key if reduction.needs_equal_keys else None,
         )
@@ -192,3 +207,17 @@ def mean(
         return treedef.unflatten(means), MeanState(state.layout, state.step + 1, residual)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def plain_mean(parts: dict[int, jax.Array], axis_name: AxisName) -> dict[int, jax.Array]:
+    """XLA's own float32 mean of a bucket's leaves; only small ones are joined for it.
+
+    Joining a large leaf would take as long as reducing it.
+    """
+    small = {i: part for i, part in parts.items() if part.size < _LARGE}
+    large = {i: part.astype(jnp.float32) for i, part in parts.items() if i not in small}
+    vectors = [joined(small)] if small else []
+    scale = np.float32(1 / jax.lax.axis_size(axis_name))
+    sums = jax.lax.psum((*vectors, large), axis_name)
+    *means, large = jax.tree.map(lambda total: total * scale, sums)
+    return large | (split(means[0], small) if small else {})

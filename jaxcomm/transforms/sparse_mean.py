@@ -127,7 +127,7 @@ def sparse_mean(
       TypeError, ValueError: at once for bad arguments; else as `jaxcomm.mean`.
 
     Wire: for each bucket that of the algorithm; one float32 all-reduce of all exempt elements and
-    one flag; one of 6 numbers for the report; on a mesh of several axes, one int32 over the others.
+    one flag; one of 5 numbers for the report; on a mesh of several axes, one int32 over the others.
     With `measure_xi` two float32 all-reduces of each bucket more.
 
     References:

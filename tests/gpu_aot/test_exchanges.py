@@ -11,44 +11,45 @@ from jaxcomm import codecs
 n, WORLD = 2**16, 8
 OTHERS = WORLD - 1
 FLAG = 2 * OTHERS / WORLD * 4  # one float32 beside everything else
-REPORT = 6 * FLAG  # of sparse means
+REPORT = 5 * FLAG  # of sparse means
 ENTRY = 4 + 2  # bytes of a value and of an index below 2^16
 
 
 def two_hops(message: int) -> dict[str, float]:
-    return {"all-to-all": OTHERS * message, "all-gather": OTHERS * message, "all-reduce": FLAG}
-
-
-def passed_on(nbytes: float, further: float = 0.0) -> dict[str, float]:
-    return {"collective-permute": nbytes, "all-reduce": FLAG + further}
+    return {"all-to-all": OTHERS * message, "all-gather": OTHERS * message}
 
 
 def expected() -> dict[str, tuple[dict[str, float], set[str]]]:
-    """Bytes by kind of collective, and the dtypes beside the float32 of the flag."""
-    each, k = n // WORLD, round(DENSITY * n)
-    bits = {"circulant": 2.25, "halving_doubling": 2.25, "ring": 3.0}  # of votes, by algorithm
+    """Bytes by kind of collective, and their dtypes; means without residuals need no flag."""
+    each, k, flag = n // WORLD, round(DENSITY * n), {"all-reduce": FLAG}
+    bits = {"circulant": 2.0, "halving_doubling": 2.25, "ring": 3.0}  # of votes, by algorithm
     table = {
-        "mean": ({"all-reduce": 2 * OTHERS / WORLD * 4 * n + FLAG}, set()),
+        "mean": ({"all-reduce": 2 * OTHERS / WORLD * 4 * n}, {"f32"}),
         "bfloat16": (two_hops(2 * each), {"u16"}),
-        "bfloat16 native": ({"all-reduce": 2 * OTHERS / WORLD * 2 * n + FLAG}, {"bf16"}),
+        "bfloat16 native": ({"all-reduce": 2 * OTHERS / WORLD * 2 * n}, {"bf16"}),
         "cnat": (two_hops(codecs.cnat().message_bytes(each)), {"u8"}),
         "int8": (two_hops(codecs.int8().message_bytes(each)), {"u8"}),
-        "scaled_sign": (two_hops(codecs.scaled_sign().message_bytes(each)), {"u8"}),
-        "vote direct": (two_hops(each // 8), {"u32"}),
+        "scaled_sign": (two_hops(codecs.scaled_sign().message_bytes(each)) | flag, {"u8", "f32"}),
+        "vote": (two_hops(each // 8) | flag, {"u32", "f32"}),
+        "vote direct": (two_hops(each // 8) | flag, {"u32", "f32"}),
         # It also holds the warm-up's float32, in the other branch.
         "one_bit_adam": (
             two_hops(4 + each // 8) | {"all-reduce": 2 * OTHERS / WORLD * 4 * n + FLAG},
-            {"u32"},
+            {"u32", "f32"},
         ),
         "topk_allgather": (
             {"all-gather": OTHERS * math.ceil(1.25 * k) * ENTRY, "all-reduce": FLAG + REPORT},
-            {"u16"},
+            {"u16", "f32"},
         ),
-        "gtopk": (passed_on(3 * k * ENTRY, REPORT), {"u16"}),
+        "gtopk": (
+            {"collective-permute": 3 * k * ENTRY, "all-reduce": FLAG + REPORT},
+            {"u16", "f32"},
+        ),
     }
     for algorithm, votes in bits.items():
-        table[f"bfloat16 {algorithm}"] = (passed_on(2 * OTHERS * 2 * each), {"u16"})
-        table[f"vote {algorithm}"] = (passed_on(votes * n / 8), {"u32"})
+        sixteen, planes = 2 * OTHERS * 2 * each, votes * n / 8
+        table[f"bfloat16 {algorithm}"] = ({"collective-permute": sixteen}, {"u16"})
+        table[f"vote {algorithm}"] = ({"collective-permute": planes} | flag, {"u32", "f32"})
     return table
 
 
@@ -61,4 +62,4 @@ def test_closed_forms(target: str) -> None:
     for method, (nbytes, dtypes) in expected().items():
         row = report[method]
         assert row["bytes"] == nbytes, method
-        assert set(row["dtypes"]) == dtypes | {"f32"}, method
+        assert set(row["dtypes"]) == dtypes, method

@@ -125,8 +125,8 @@ def test_bytes_are_those_of_the_formula(world: int) -> None:
     mean = program("bfloat16", "direct", GLOBAL)
     if world != 4:
         mean = Program(GLOBAL, jaxcomm.mean("data", "bfloat16"), gradients(world))
-    bucket, exempt_and_flag = 21 + 40, 6 + 1 + 1
-    exact = Fraction(2 * (world - 1), world) * 4 * exempt_and_flag
+    bucket, exempt = 21 + 40, 6 + 1
+    exact = Fraction(2 * (world - 1), world) * 4 * exempt
     assert mean.report().bytes_max == oracles.bytes_sent(bucket, 2, world) + exact
 
 
@@ -162,11 +162,11 @@ def test_buckets_take_turns_in_their_order_and_change_nothing() -> None:
         return updates, [4 * int(n or 0) for n in found]
 
     one, order = exchanged(8.0)
-    assert order == [60, 0]
+    assert order == [60]
     for mib, bucket_order, expected in [
-        (1e-9, ("b", "e", "a", "d", "c"), [8, 0, 20, 0, 4, 0, 16, 0, 12, 0]),
-        (32 * 4 / 2**20, None, [20, 0, 16 + 12, 0, 8 + 4, 0]),
-        (32 * 4 / 2**20, ("c", "a"), [12 + 4, 0, 20, 0, 16 + 8, 0]),
+        (1e-9, ("b", "e", "a", "d", "c"), [8, 0, 20, 0, 4, 0, 16, 0, 12]),
+        (32 * 4 / 2**20, None, [20, 0, 16 + 12, 0, 8 + 4]),
+        (32 * 4 / 2**20, ("c", "a"), [12 + 4, 0, 20, 0, 16 + 8]),
     ]:
         several, order = exchanged(mib, bucket_order)
         assert order == expected

@@ -50,7 +50,8 @@ def test_k_steps_are_one_step_on_the_mean(codec: str, view: View) -> None:
 
 @pytest.mark.parametrize("view", APART, ids=by_name)
 def test_bytes_over_k_steps(view: View) -> None:
-    every = Program(view, jaxcomm.mean("data", "bfloat16"), gradients(4)).report()
+    fed_back = jaxcomm.mean("data", "bfloat16", error_feedback=True)
+    every = Program(view, fed_back, gradients(4)).report()
     once_in_k = program("bfloat16", view).report()
     waiting, exchanging = (
         sum(max(c.sent) for c in once_in_k.collectives if c.branch[-1][1] == taken)

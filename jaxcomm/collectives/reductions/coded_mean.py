@@ -49,6 +49,11 @@ class CodedMean(Reduction):
         return self.codec.is_random or self.second_hop.is_random
 
     @property
+    def carries_nonfinite(self) -> bool:
+        """Whether a value of any device that is not finite makes the result not finite."""
+        return not (self.codec.needs_error_feedback or self.second_hop.needs_error_feedback)
+
+    @property
     def needs_equal_keys(self) -> bool:
         """Whether a result means nothing if the devices were given different keys."""
         return False

@@ -45,6 +45,11 @@ class RandomKMean(CodedMean):
         return True
 
     @property
+    def carries_nonfinite(self) -> bool:
+        """Never: most values are not drawn."""
+        return False
+
+    @property
     def needs_equal_keys(self) -> bool:
         """Always: a sum of values from different places means nothing."""
         return True
