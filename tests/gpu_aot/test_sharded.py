@@ -1,0 +1,21 @@
+"""Parameters sharded over a further axis: state is made sharded, and travels along `data` alone."""
+
+import pytest
+
+from gpu_aot.targets import TARGETS, compiled_in_a_process, needs_gpu_aot
+
+DENSE, BIAS = 4 * 4096 * 1024, 4 * 1024  # bytes
+
+
+@needs_gpu_aot
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("target", TARGETS)
+def test_init_and_step_on_two_by_four(target: str) -> None:
+    found = compiled_in_a_process("sharded", target)
+    # A residual and two moments, a quarter each; of the bias the moments.
+    assert 0 <= found["state"] - (3 * DENSE / 4 + 2 * BIAS) < 2048
+    pairs = [sent for op, sent, size in found["sent"] if size == 2]
+    over_fsdp = [sent for op, sent, size in found["sent"] if size != 2]
+    # Both hops of int8 between two devices: half of a quarter each; and the bias with the flag.
+    assert sum(pairs) == pytest.approx(2 * DENSE / 4 / 4 / 2 + BIAS, rel=0.04)
+    assert sum(over_fsdp) <= 8  # whether the other shards are finite too
