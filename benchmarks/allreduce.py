@@ -9,18 +9,23 @@ repeats of all methods alternate; medians are shown. `link MB` is what the busie
 link carried in one exchange, headers and the flag included, and the floor is that over the rate
 that one TCP stream reached on this network just before. Without a limit there is no floor.
 
-`--json` prints the rows as the last line: method, codec, algorithm, ms, floor_ms, over_floor,
+`--out=FILE` keeps the rows as JSON, with the command, the date, versions and the machine; `--json`
+prints them as the last line: method, codec, algorithm, ms, floor_ms, over_floor,
 bytes_busiest_link, native_ms (a bare `jax.lax.psum` of the same gradients), compile_s, cpu_ms (of
 all hosts together).
 """
 
 import argparse
+import datetime
+import importlib.metadata
 import json
 import os
+import platform
 import resource
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.netlab import topology
@@ -68,6 +73,8 @@ def main() -> int:
         print(f"allreduce: {error}", file=sys.stderr)
         return 1
     show(rows, made, args)
+    if args.out:
+        Path(args.out).write_text(json.dumps({**circumstances(), "rows": rows}, indent=1) + "\n")
     if args.json:
         print(json.dumps(rows))
     return 0
@@ -85,8 +92,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1800, help="after which all is ended")
     parser.add_argument("--json", action="store_true", help="print the rows as the last line")
+    parser.add_argument("--out", help="a file for the rows")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def circumstances() -> dict[str, Any]:
+    """What a number means nothing without."""
+    packages = ("jax", "jaxlib", "numpy", "pyroute2")
+    return {
+        "command": " ".join(["python -m benchmarks.allreduce", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in packages},
+        },
+    }
 
 
 def check_method(method: str) -> tuple[str, str]:

@@ -1,0 +1,56 @@
+"""The benchmark of exchanges on a network: its rows, and what it refuses."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def allreduce(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.allreduce", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="networks need root and iproute2"
+)
+def test_rows_of_a_small_star(tmp_path: Path) -> None:
+    """Bytes are those of the formulas, and nothing is faster than its link."""
+    out, n, world = tmp_path / "rows.json", 2**18, 3
+    flags = ["--hosts=3", "--rate=20", f"--params={n}", "--repeats=2"]
+    done = allreduce(*flags, "--methods=float32,vote,bfloat16/ring", "--json", f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    rows: dict[str, Any] = {r["method"]: r for r in json.loads(done.stdout.splitlines()[-1])}
+    assert list(rows) == ["psum", "float32", "vote", "bfloat16/ring"]
+    kept = json.loads(out.read_text())
+    assert kept["rows"] == list(rows.values()) and kept["versions"]["jax"]
+    for name, bits in {"psum": 32, "float32": 32, "vote": 1, "bfloat16/ring": 16}.items():
+        row = rows[name]
+        payload = 2 * (world - 1) / world * n * bits / 8
+        assert payload < row["bytes_busiest_link"] < 1.15 * payload + 4000
+        assert row["ms"] > 0.95 * row["floor_ms"] > 0
+        assert row["native_ms"] == rows["psum"]["ms"]
+        assert row["codec"] == name.split("/")[0] and row["compile_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--methods=int9", "unknown method 'int9'; there are psum, float32"),
+        ("--methods=vote/native", "vote has default, direct, ring"),
+        ("--topology=stars", "there is no topology 'stars'"),
+        ("--rate=0", "rates are 0.1 to 10000"),
+    ],
+)
+def test_what_cannot_be_is_one_line(flag: str, message: str) -> None:
+    done = allreduce(flag)
+    assert done.returncode == 2 and message in done.stderr
+    assert done.stderr.startswith("allreduce: ") and done.stderr.count("\n") == 1
