@@ -157,6 +157,7 @@ def measured(network: Network, methods: list[str], args: argparse.Namespace) -> 
 
 # What `train.launch` sets too: without it, the kernel maps a step's memory afresh in every step.
 WORKER_VARIABLES = {
+    "XLA_FLAGS": "",  # a device for each host, and programs as users have them
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**34),

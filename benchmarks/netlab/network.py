@@ -5,13 +5,14 @@ are static. Shaping was seen to be fair to several streams: HTB with a class for
 than 128 bytes, which are mostly acknowledgements, and a queue of 256 KB for the others, under
 cubic.
 
-Names begin with `jxl` and the number of a lock file in LOCKS, which the owner holds. What a process
-that was killed has left behind is removed by the next one, and nothing of one that still runs.
+Names begin with `jxl` and the number of a file in OWNERS, which names the process that made them.
+What a process that was killed has left behind is removed by the next one, and nothing of one that
+still runs.
 """
 
 import contextlib
-import fcntl
 import importlib.util
+import itertools
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ from typing import Any
 
 from benchmarks.netlab.topology import Topology
 
-LOCKS = Path("/run/jaxcomm-netlab")
+OWNERS = Path("/run/jaxcomm-netlab")
 HOSTS_FILES = Path("/etc/netns")
 PREFIX = "jxl"
 QUEUE_BYTES = 256 * 1024
@@ -50,14 +51,14 @@ class Network:
     def __init__(self, topology: Topology):
         self.topology = topology
         self._nodes = (*topology.hosts, *topology.switches)
-        self._lock: Any = None
+        self._owner = OWNERS
         self._prefix = ""
 
     def __enter__(self) -> "Network":
         _require_root_and_tools()
         remove_leftovers()
-        number, self._lock = _take_lock()
-        self._prefix = f"{PREFIX}{number}-"
+        self._owner = _take_number()
+        self._prefix = f"{PREFIX}{self._owner.name}-"
         try:
             self._make()
         except BaseException:
@@ -71,8 +72,7 @@ class Network:
     def close(self) -> None:
         """Ends every process in the network and removes it."""
         _remove(self._prefix)
-        self._lock.close()
-        Path(self._lock.name).unlink(missing_ok=True)
+        self._owner.unlink(missing_ok=True)
 
     def namespace(self, node: str) -> str:
         """The namespace of a node."""
@@ -153,15 +153,27 @@ class Network:
 
 def remove_leftovers() -> None:
     """Removes the networks whose owners are gone."""
-    LOCKS.mkdir(parents=True, exist_ok=True)
-    for path in LOCKS.iterdir():
-        with path.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue
+    OWNERS.mkdir(parents=True, exist_ok=True)
+    for path in OWNERS.iterdir():
+        if path.name.isdigit() and not _is_running(path):
             _remove(f"{PREFIX}{path.name}-")
             path.unlink(missing_ok=True)
+
+
+def _is_running(path: Path) -> bool:
+    """Whether the process that a file names still runs, and is not another one of that number."""
+    with contextlib.suppress(FileNotFoundError):
+        pid, started = path.read_text().split()
+        return _start_of(int(pid)) == started
+    return True  # the file is gone, and so is what it stood for
+
+
+def _start_of(pid: int) -> str | None:
+    """When a process was started, as the kernel counts; None if there is no such process."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        # The name of the program, in parentheses, may hold anything.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return None
 
 
 def _require_root_and_tools() -> None:
@@ -176,16 +188,17 @@ def _require_root_and_tools() -> None:
         raise NetworkError(f"this kernel has no TCP cubic, only {', '.join(available)}.")
 
 
-def _take_lock() -> tuple[int, Any]:
-    """A number that no other running network has, and the file that says so while it is open."""
-    number = 0
-    while True:
-        file = (LOCKS / str(number)).open("w")
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return number, file
-        file.close()
-        number += 1
+def _take_number() -> Path:
+    """A file with a number that no other network has; it names this process."""
+    own = OWNERS / f".{os.getpid()}"
+    own.write_text(f"{os.getpid()} {_start_of(os.getpid())}")
+    for number in itertools.count():
+        path = OWNERS / str(number)
+        with contextlib.suppress(FileExistsError):
+            os.link(own, path)  # made with its content, or not at all
+            break
+    own.unlink()
+    return path
 
 
 def _remove(prefix: str) -> None:

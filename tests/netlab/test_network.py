@@ -28,7 +28,12 @@ def can_make_networks() -> bool:
         return False
 
 
-pytestmark = [pytest.mark.multiprocess]
+pytestmark = [
+    pytest.mark.multiprocess,
+    # pyroute2 forks, and jax, which other tests have loaded, warns of it. netlab loads no jax.
+    pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)

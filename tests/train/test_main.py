@@ -52,12 +52,12 @@ def test_a_mistake_after_the_start_is_one_line_too(program: Program, tmp_path: P
     (tmp_path / "file").touch()
     workdir = f"--workdir={tmp_path / 'file' / 'below'}"
     done = program.run("train.launch", "--processes=2", "--", CONFIG, workdir)
-    lines = done.stderr.splitlines()
+    lines = [line for line in done.stderr.splitlines() if "=" not in line.split(" ")[1]]
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert lines[1] == (
-        f"error: cannot write to {workdir}: [Errno 20] Not a directory: '{tmp_path}/file/below'"
-    )
-    assert lines[2:] == ["launch: process 0 failed with status 2; the others are ended"]
+    assert lines == [
+        f"error: cannot write to {workdir}: [Errno 20] Not a directory: '{tmp_path}/file/below'",
+        "launch: process 0 failed with status 2; the others are ended",
+    ]
 
 
 @pytest.mark.multiprocess
