@@ -340,7 +340,9 @@ def test_words() -> None:
     wrong = []
     for path in tracked():
         try:
-            wrong += words(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            text = re.sub(r'"image/png": "[^"]*"', "", text)  # base64 holds any word
+            wrong += words(str(path.relative_to(ROOT)), text)
         except UnicodeDecodeError:  # not text
             continue
     assert wrong == []
