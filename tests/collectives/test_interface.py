@@ -145,7 +145,7 @@ def bits_on_the_interface(measured: dict[str, Any], world: int) -> float:
     ("world", "names"),
     [
         (3, ["ring", "halving_doubling", "direct"]),
-        (4, ["circulant", "hierarchical"]),
+        pytest.param(4, ["circulant", "hierarchical"], marks=pytest.mark.slow),
         pytest.param(3, ["circulant"], marks=pytest.mark.slow),
         pytest.param(4, ["ring", "halving_doubling", "direct"], marks=pytest.mark.slow),
     ],

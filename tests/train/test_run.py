@@ -65,7 +65,8 @@ def fashion() -> str | None:
     "name",
     ["digits_vit", "digits_majority", "digits_ef_sign", "digits_one_bit_adam", "fashion_resnet"]
     + ["digits_cnat", "digits_oktopk"]
-    + ["cifar_resnet20", "cifar_resnet110", "cifar_alexnet", "cifar_vgg"],
+    + ["cifar_resnet20", "cifar_alexnet", "cifar_vgg"]
+    + [pytest.param("cifar_resnet110", marks=pytest.mark.slow)],  # of the family of resnet20
 )
 def test_every_config_runs(
     name: str, config: config_dict.ConfigDict, tmp_path: Path, fashion: str | None

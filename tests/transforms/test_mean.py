@@ -353,3 +353,14 @@ def test_no_parameters(params: Any) -> None:
         pytest.raises(ValueError, match="there are no parameters in"),
     ):
         jaxcomm.mean("data").init(params)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "cnat", "int8", "fp8_e4m3", "random_k"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_one_bad_value_is_seen_with_and_without_a_flag(name: str, bad: float) -> None:
+    """Means carry it to all devices; random_k, which draws few values, needs its flag."""
+    codec = jaxcomm.codecs.random_k(0.05) if name == "random_k" else name
+    grads = {"w": np.ones((4, 40, 30), np.float32)}
+    grads["w"][2, 39, 29] = bad
+    ((updates, _),) = run(GLOBAL, jaxcomm.mean("data", codec), [grads])
+    assert np.isnan(np.asarray(updates["w"])).all()
