@@ -19,6 +19,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import resource
@@ -30,6 +31,7 @@ from typing import IO, Any
 
 from benchmarks.netlab import topology
 from benchmarks.netlab.calibrate import calibrated
+from benchmarks.netlab.flags import add_flags, chosen
 from benchmarks.netlab.hosts import HostError, run_everywhere
 from benchmarks.netlab.network import Network, NetworkError
 
@@ -58,9 +60,7 @@ def main() -> int:
         work(args)
         return 0
     try:
-        made = topology.load(
-            args.topology, hosts=args.hosts, rate=args.rate, links_per_host=args.links_per_host
-        )
+        made = chosen(args)
         methods = [BARE, *(m for m in args.methods.split(",") if m != BARE)]
         for method in methods:
             check_method(method)
@@ -83,10 +83,7 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.allreduce", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--topology", default="star", help="a name or a YAML file")
-    parser.add_argument("--hosts", type=int, help="instead of the file's")
-    parser.add_argument("--rate", help="of links in Mbit/s, instead of the file's; or unlimited")
-    parser.add_argument("--links_per_host", type=int, help="instead of the file's")
+    add_flags(parser)
     parser.add_argument("--params", type=float, default=8e6, help="values of the gradients")
     parser.add_argument("--methods", default=USUAL, help="codec, or codec/algorithm; separate by ,")
     parser.add_argument("--repeats", type=int, default=5)
@@ -124,12 +121,10 @@ def check_method(method: str) -> tuple[str, str]:
 def measured(network: Network, methods: list[str], args: argparse.Namespace) -> list[Any]:
     """Runs the workers, and counts bytes where they stop for it."""
     rates = calibrated(network)
-    shares = [
-        rates[step] / rate_between(network.topology, *step)
-        for step in rates
-        if rate_between(network.topology, *step) is not None
-    ]
-    share = min(shares, default=None)
+    # The slowest link of the path was full: what it carried, of what it is shaped to.
+    limits = [rate_between(network.topology, *step) for step in rates]
+    slowest = min(limits, default=math.inf)
+    share = None if slowest == math.inf else min(rates.values()) / slowest
     counted: list[dict[tuple[str, str, int], int]] = []
 
     def on_line(line: str, stdin: IO[str]) -> None:
@@ -168,7 +163,7 @@ WORKER_VARIABLES = {
 def rate_between(made: topology.Topology, a: str, b: str) -> float:
     """Mbit/s of all links between two neighbours together; infinite without a limit."""
     rates = [link.rate for link in made.links if set(link.ends) == {a, b}]
-    return float("inf") if None in rates else sum(rate for rate in rates if rate)
+    return math.inf if None in rates else sum(rate for rate in rates if rate)
 
 
 def floor_ms(
@@ -240,7 +235,8 @@ class Case:
         self.family, self.algorithm = check_method(method)
         self.seconds: list[float] = []
         self.cpu: list[float] = []
-        jax.set_mesh(jaxcomm.data_mesh())
+        mesh = jaxcomm.data_mesh()
+        jax.set_mesh(mesh)
         shapes = {f"layer{i}": (SIDE, SIDE) for i in range(params // SIDE**2)}
         rest = params % SIDE**2 // SIDE
         shapes |= {"rest": (rest, SIDE)} if rest else {}
@@ -249,9 +245,7 @@ class Case:
             name: rng.standard_normal((1, *shape), dtype=np.float32)
             for name, shape in shapes.items()
         }
-        sharding = jax.NamedSharding(
-            jax.sharding.get_abstract_mesh() and jaxcomm.data_mesh(), jax.P("data")
-        )
+        sharding = jax.NamedSharding(mesh, jax.P("data"))
         self.grads = jax.tree.map(
             lambda x: jax.make_array_from_process_local_data(sharding, x), local
         )

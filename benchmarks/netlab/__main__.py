@@ -12,25 +12,10 @@ Needs root, iproute2, and the extra `netlab`.
 import argparse
 import sys
 
-from benchmarks.netlab import topology
 from benchmarks.netlab.calibrate import calibrated
+from benchmarks.netlab.flags import add_flags, chosen
 from benchmarks.netlab.hosts import HostError, run_everywhere
 from benchmarks.netlab.network import Network, NetworkError
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that choose a network."""
-    parser.add_argument("--topology", default="star", help="a name or a YAML file")
-    parser.add_argument("--hosts", type=int, help="instead of the file's")
-    parser.add_argument("--rate", help="of links in Mbit/s, instead of the file's")
-    parser.add_argument("--links_per_host", type=int, help="instead of the file's")
-
-
-def chosen(args: argparse.Namespace) -> topology.Topology:
-    """The topology that the flags ask for; ValueError for one that cannot be."""
-    return topology.load(
-        args.topology, hosts=args.hosts, rate=args.rate, links_per_host=args.links_per_host
-    )
 
 
 def main() -> int:

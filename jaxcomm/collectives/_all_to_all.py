@@ -32,7 +32,7 @@ def all_to_all(message: Any, axis_name: AxisName) -> Any:
     Wire: (N-1)/N of the message.
     """
     world = jax.lax.axis_size(axis_name)
-    between_cpus = jax.process_count() > 1 and _device.current().platform == "cpu"
+    between_cpus = _device.is_between_cpu_processes()
 
     def one(x: jax.Array) -> jax.Array:
         if between_cpus and world > 2 and x.nbytes // world >= _LEAST_BYTES:

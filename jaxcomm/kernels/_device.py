@@ -20,6 +20,11 @@ def current() -> Any:
     return device
 
 
+def is_between_cpu_processes() -> bool:
+    """Whether collectives travel by gloo: several processes, whose devices are CPUs."""
+    return jax.process_count() > 1 and current().platform == "cpu"
+
+
 def capability() -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU, such as (9, 0); None on anything else."""
     found = str(getattr(current(), "compute_capability", ""))

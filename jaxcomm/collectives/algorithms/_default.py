@@ -37,8 +37,7 @@ class Default(Algorithm):
         """The choice for so many devices."""
         if self.sent == "votes" and world > _FEW:
             return circulant()
-        between_cpus = jax.process_count() > 1 and _device.current().platform == "cpu"
-        if self.sent == "16 bits" and between_cpus:
+        if self.sent == "16 bits" and _device.is_between_cpu_processes():
             return ring()
         return direct()
 

@@ -12,6 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcomm._axes import AxisName
+from jaxcomm.codecs.entries import Entries
+from jaxcomm.collectives._all_to_all import all_to_all
+from jaxcomm.collectives.sparse._sparse import add_lists
 from jaxcomm.kernels import select
 
 _GROUP = 32  # entries that are compared with each other
@@ -72,6 +76,15 @@ class Owners:
         places = jnp.full(slots, self.n, jnp.int32).at[slot].set(found.indices, mode="drop")
         offsets = jnp.where(places < self.n, places // self.world, self.width)
         return Dealt(*(x.reshape(self.world, room) for x in (values, offsets, places)))
+
+    def split_and_reduce(
+        self, found: select.Selected, room: int, entries: Entries, axis_name: AxisName
+    ) -> tuple[jax.Array, Dealt]:
+        """Sends entries to their owners, who add them: float32[width], and what was sent."""
+        dealt = self.deal(found, room)
+        arrived = all_to_all(entries.encode(dealt.values, dealt.offsets), axis_name)
+        sums = add_lists(jnp.zeros(self.width), *entries.decode(arrived))
+        return sums, dealt._replace(values=entries.rounded(dealt.values))
 
     def _first(self, offsets: jax.Array) -> jax.Array:
         """The device at which a round begins."""

@@ -7,12 +7,10 @@ import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
-from jaxcomm.collectives._all_to_all import all_to_all
 from jaxcomm.collectives.sparse._owners import Owners
 from jaxcomm.collectives.sparse._sparse import (
     SparseAllReduce,
     SparseResult,
-    add_lists,
     take,
     take_out,
 )
@@ -66,10 +64,7 @@ class OkTopk(SparseAllReduce):
         entries, room = Entries(self.values, owners.width), self.room(n, world)
 
         found, threshold = self.about_k(x, threshold, step, min(n, world * room))
-        dealt = owners.deal(found, room)
-        payload = entries.encode(dealt.values, dealt.offsets)
-        arrived = all_to_all(payload, axis_name)
-        sums = add_lists(jnp.zeros(owners.width), *entries.decode(arrived))
+        sums, sent = owners.split_and_reduce(found, room, entries, axis_name)
 
         share = min(owners.width, -(-k // world))
         large, _ = self.largest(sums, share, share)
@@ -79,11 +74,10 @@ class OkTopk(SparseAllReduce):
         total = jnp.zeros(n).at[places].set(values, mode="drop")
 
         # Line 6 of the algorithm: only what is in the mean leaves the residual.
-        sent = entries.rounded(dealt.values)
-        errors = take_out(x, sent, dealt.places, take(total, dealt.places) != 0)
+        errors = take_out(x, sent.values, sent.places, take(total, sent.places) != 0)
         rounding = large.values - entries.rounded(large.values)
         errors = errors.at[owners.places(me, large.indices)].add(rounding, mode="drop")
-        delivered = jnp.sum(dealt.places < n, dtype=jnp.int32)
+        delivered = jnp.sum(sent.places < n, dtype=jnp.int32)
         applied = jnp.sum(total != 0, dtype=jnp.int32)
         outcome = SparseResult(total / world, errors, found.count, delivered, applied)
         return outcome, self.scaled(threshold, found.count, k)

@@ -7,13 +7,11 @@ import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
-from jaxcomm.collectives._all_to_all import all_to_all
 from jaxcomm.collectives.sparse._owners import Owners
 from jaxcomm.collectives.sparse._sparse import (
     SMALLEST,
     SparseAllReduce,
     SparseResult,
-    add_lists,
     take_out,
 )
 from jaxcomm.kernels import bfloat16
@@ -49,19 +47,15 @@ class TopkDsa(SparseAllReduce):
         entries, room = Entries(self.values, owners.width), self.room(n, world)
 
         found, threshold = self.about_k(x, threshold, step, min(n, world * room))
-        dealt = owners.deal(found, room)
-        payload = entries.encode(dealt.values, dealt.offsets)
-        arrived = all_to_all(payload, axis_name)
-        sums = add_lists(jnp.zeros(owners.width), *entries.decode(arrived))
-        sent = entries.rounded(dealt.values)
-        errors = take_out(x, sent, dealt.places, jnp.ones(sent.shape, bool))
+        sums, sent = owners.split_and_reduce(found, room, entries, axis_name)
+        errors = take_out(x, sent.values, sent.places, jnp.ones(sent.places.shape, bool))
 
         rows, rounded = self._gather(sums, min(world * room, owners.width), entries, axis_name)
         owned = owners.places(me, jnp.arange(owners.width, dtype=jnp.int32))
         errors = errors.at[owned].add(sums - rounded, mode="drop")
         places = jnp.arange(n, dtype=jnp.int32)
         mean = rows[owners.of(places), places // world] / world
-        delivered = jnp.sum(dealt.places < n, dtype=jnp.int32)
+        delivered = jnp.sum(sent.places < n, dtype=jnp.int32)
         applied = jnp.sum(mean != 0, dtype=jnp.int32)
         outcome = SparseResult(mean, errors, found.count, delivered, applied)
         return outcome, self.scaled(threshold, found.count, self.k(n))
