@@ -182,7 +182,7 @@ def _require_root_and_tools() -> None:
     if shutil.which("ip") is None:
         raise NetworkError("making networks needs `ip`: install iproute2.")
     if importlib.util.find_spec("pyroute2") is None:
-        raise NetworkError('making networks needs pyroute2: pip install "jaxcomm[netlab]".')
+        raise NetworkError('making networks needs pyroute2: pip install -e ".[netlab]".')
     available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
     if "cubic" not in available:
         raise NetworkError(f"this kernel has no TCP cubic, only {', '.join(available)}.")
