@@ -29,11 +29,11 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.netlab import topology
 from benchmarks.netlab.calibrate import calibrated
 from benchmarks.netlab.flags import add_flags, chosen
 from benchmarks.netlab.hosts import HostError, run_everywhere
 from benchmarks.netlab.network import Network, NetworkError
+from jaxcomm.plan import topology
 
 SIDE = 1024
 MARK = "@@"

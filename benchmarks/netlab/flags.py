@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmarks.netlab import topology
+from jaxcomm import plan
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -13,8 +13,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--links_per_host", type=int, help="instead of the file's")
 
 
-def chosen(args: argparse.Namespace) -> topology.Topology:
+def chosen(args: argparse.Namespace) -> plan.Topology:
     """The topology that the flags ask for; ValueError for one that cannot be."""
-    return topology.load(
+    return plan.load(
         args.topology, hosts=args.hosts, rate=args.rate, links_per_host=args.links_per_host
     )

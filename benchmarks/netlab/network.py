@@ -18,17 +18,20 @@ import shutil
 import signal
 import subprocess
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.netlab.topology import Topology
+if TYPE_CHECKING:  # processes on hosts import this module, and most of them need no jax
+    from jaxcomm.plan import Topology
 
 OWNERS = Path("/run/jaxcomm-netlab")
 HOSTS_FILES = Path("/etc/netns")
 PREFIX = "jxl"
 QUEUE_BYTES = 256 * 1024
 SMALL = 128  # bytes; shorter packets go first
+RATES = (0.1, 10_000.0)  # Mbit/s; beyond them a veth pair is the limit, not its shaping
 VARIABLES = {
     "net/ipv6/conf/all/disable_ipv6": "1",  # its own messages would be counted
     "net/ipv4/ip_forward": "1",
@@ -48,7 +51,13 @@ class Network:
       topology: what it was made from.
     """
 
-    def __init__(self, topology: Topology):
+    def __init__(self, topology: "Topology"):
+        for link in topology.links:
+            if link.rate is not None and not RATES[0] <= link.rate <= RATES[1]:
+                raise NetworkError(
+                    f"the link {link.ends[0]}-{link.ends[1]} has {link.rate:g} Mbit/s; "
+                    f"rates are {RATES[0]:g} to {RATES[1]:g}, or unlimited."
+                )
         self.topology = topology
         self._nodes = (*topology.hosts, *topology.switches)
         self._owner = OWNERS
@@ -56,6 +65,8 @@ class Network:
 
     def __enter__(self) -> "Network":
         _require_root_and_tools()
+        # pyroute2 forks, of which jax warns where it is loaded; it has started nothing yet.
+        warnings.filterwarnings("ignore", r"os\.fork", RuntimeWarning)
         remove_leftovers()
         self._owner = _take_number()
         self._prefix = f"{PREFIX}{self._owner.name}-"
@@ -109,8 +120,9 @@ class Network:
             with _namespace(a) as inside:
                 peer = {"ifname": f"link{i}", "net_ns_fd": b}
                 inside.link("add", ifname=f"link{i}", kind="veth", peer=peer)
+        hops = {target: self.topology.next_hops(target) for target in self._nodes}
         for node in self._nodes:
-            self._configure(node)
+            self._configure(node, hops)
 
     def _write_hosts_file(self, node: str) -> None:
         """Gloo binds the address that the machine's own name resolves to."""
@@ -121,7 +133,7 @@ class Network:
         lines += [f"{self.address(other)} {other}" for other in self._nodes]
         (folder / "hosts").write_text("\n".join(lines) + "\n")
 
-    def _configure(self, node: str) -> None:
+    def _configure(self, node: str, hops: Mapping[str, Mapping[str, str]]) -> None:
         """The address, shaping and routes of a node."""
         _set_variables(self.namespace(node), VARIABLES)
         with _namespace(self.namespace(node)) as inside:
@@ -138,7 +150,7 @@ class Network:
                     index.setdefault(b if node == a else a, []).append(found)
             for target in self._nodes:
                 if target != node:
-                    hop = self.topology.next_hops(target)[node]
+                    hop = hops[target][node]
                     self._route(inside, target, hop, index[hop])
 
     def _route(self, inside: Any, target: str, hop: str, links: list[int]) -> None:

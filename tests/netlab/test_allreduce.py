@@ -47,7 +47,8 @@ def test_rows_of_a_small_star(tmp_path: Path) -> None:
         ("--methods=int9", "unknown method 'int9'; there are psum, float32"),
         ("--methods=vote/native", "vote has default, direct, ring"),
         ("--topology=stars", "there is no topology 'stars'"),
-        ("--rate=0", "rates are 0.1 to 10000"),
+        ("--rate=0", "rate=0: rate is 0 Mbit/s; rates are positive"),
+        ("--rate=20Gbit", "rates are 0.1 to 10000, or unlimited"),
     ],
 )
 def test_what_cannot_be_is_one_line(flag: str, message: str) -> None:

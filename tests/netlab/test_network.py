@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks.netlab import network as networks
-from benchmarks.netlab import topology
 from benchmarks.netlab.hosts import HostError, run_everywhere
 from benchmarks.netlab.network import Network
+from jaxcomm import plan
 
 ROOT = Path(__file__).parents[2]
 
 
 def can_make_networks() -> bool:
     try:
-        with Network(topology.load("star", hosts=1)):
+        with Network(plan.load("star", hosts=1)):
             return True
     except (networks.NetworkError, OSError, subprocess.CalledProcessError) as error:
         print(error)
@@ -44,7 +44,7 @@ def root() -> None:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    with Network(topology.load("clusters", hosts=4, rate=100)) as made:
+    with Network(plan.load("clusters", hosts=4, rate=100)) as made:
         yield made
 
 
@@ -110,4 +110,5 @@ def test_the_command_line(network: Network) -> None:
     wrong = [*command, "--rate=none", "--", "true"]
     done = subprocess.run(wrong, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr.startswith("netlab: a rate is a number") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("netlab: rate=none: a rate is a number")
+    assert done.stderr.count("\n") == 1

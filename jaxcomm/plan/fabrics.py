@@ -1,0 +1,215 @@
+"""Networks of a regular form, by name: how many hosts and switches, and which links join them."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxcomm.plan.topology import Link, Topology
+
+
+def rate_of(text: Any) -> float | None:
+    """Mbit/s of a number, or of a text such as 50Mbit, 1Gbit or unlimited."""
+    if text is None or text == "unlimited":
+        return None
+    for unit, factor in (("Gbit", 1000), ("Mbit", 1), ("", 1)):
+        if isinstance(text, bool) or not str(text).endswith(unit):
+            continue
+        try:
+            return float(str(text).removesuffix(unit)) * factor
+        except ValueError:
+            break
+    raise ValueError(f"a rate is a number of Mbit/s, 50Mbit, 1Gbit or unlimited, got {text!r}.")
+
+
+def star(name: str, hosts: int, rate: Any, links_per_host: int = 1) -> Topology:
+    """All hosts on one switch."""
+    names = _hosts(hosts)
+    return Topology(name, names, ("s0",), tuple(_uplinks(names, ["s0"], rate, links_per_host)))
+
+
+def chain(
+    name: str,
+    hosts: int,
+    rate: Any,
+    rates: list[Any] | None = None,
+    closed: bool = False,
+    links_per_host: int = 1,
+) -> Topology:
+    """A switch for each host, in a row; `rates` are those between switches, in turn."""
+    names, switches = _hosts(hosts), _switches(hosts)
+    links = _uplinks(names, switches, rate, links_per_host)
+    pairs = list(zip(switches, switches[1:], strict=False))
+    if closed and hosts > 2:
+        pairs.append((switches[-1], switches[0]))
+    for i, (a, b) in enumerate(pairs):
+        links += _cables(a, b, rates[i % len(rates)] if rates else rate)
+    return Topology(name, names, switches, tuple(links))
+
+
+def ring(name: str, hosts: int, rate: Any, links_per_host: int = 1) -> Topology:
+    """A switch for each host, in a circle."""
+    return chain(name, hosts, rate, None, True, links_per_host)
+
+
+def clusters(
+    name: str,
+    hosts: int,
+    rate: Any,
+    groups: int = 2,
+    middle: Any = None,
+    links_per_host: int = 1,
+) -> Topology:
+    """Stars of equally many hosts, whose switches stand in a row; `middle` is the rate between."""
+    names = _hosts(hosts, _count("groups", groups))
+    if hosts % groups:
+        raise ValueError(f"{hosts} hosts do not divide into {groups} equal groups.")
+    switches = _switches(groups)
+    links = _uplinks(names, switches, rate, links_per_host)
+    for a, b in zip(switches, switches[1:], strict=False):
+        links += _cables(a, b, rate if middle is None else middle)
+    return Topology(name, names, switches, tuple(links))
+
+
+def fat_tree(
+    name: str,
+    hosts: int,
+    rate: Any,
+    hosts_per_switch: int = 4,
+    links_per_host: int = 1,
+    routing: str = "d_mod_k",
+) -> Topology:
+    """Two levels: each lower switch has as many links up as it has hosts."""
+    names = _hosts(hosts)
+    leaves = _switches(-(-hosts // _count("hosts_per_switch", hosts_per_switch)))
+    spines = tuple(f"t{i}" for i in range(hosts_per_switch if len(leaves) > 1 else 0))
+    links = [
+        k
+        for i, host in enumerate(names)
+        for k in _cables(host, leaves[i // hosts_per_switch], rate, links_per_host)
+    ]
+    links += [k for leaf in leaves for spine in spines for k in _cables(leaf, spine, rate)]
+    return Topology(name, names, (*leaves, *spines), tuple(links), routing)
+
+
+def dln(
+    name: str,
+    hosts: int,
+    rate: Any,
+    hosts_per_switch: int = 2,
+    cables: int = 1,
+    shortcut: Any = None,
+    links_per_host: int = 1,
+) -> Topology:
+    """A distributed loop network: 2^q switches in a ring, with shortcuts.
+
+    Switch s is joined to s + 1, s + 2, s + 4, ..., s + 2^(q-1) by `cables` cables each, of the rate
+    `shortcut` (default `rate`).
+
+    References:
+      M. Koibuchi, H. Matsutani, H. Amano, D. F. Hsu and H. Casanova, "A case for random shortcut
+      topologies for HPC interconnects", ISCA 2012 (their DLN-x has the x - 2 longest shortcuts
+      beside the ring).
+    """
+    switches = -(-hosts // _count("hosts_per_switch", hosts_per_switch))
+    return _loops(name, hosts, rate, (switches,), cables, shortcut, links_per_host)
+
+
+def dln_2d(
+    name: str,
+    hosts: int,
+    rate: Any,
+    hosts_per_switch: int = 2,
+    grid: Sequence[int] | None = None,
+    cables: int = 1,
+    shortcut: Any = None,
+    links_per_host: int = 1,
+) -> Topology:
+    """The product of two distributed loop networks: each row and each column is one.
+
+    Switch (i, j) of a `grid` of m x n has the number i + m j: the first dimension is the near one.
+    Without a grid, n is m or 2 m.
+    """
+    if grid is None:
+        switches = -(-hosts // _count("hosts_per_switch", hosts_per_switch))
+        near = 1 << (switches.bit_length() - 1) // 2
+        grid = (near, -(-switches // near))
+    if not isinstance(grid, list | tuple) or len(grid) != 2:
+        raise ValueError(f"a grid is [4, 8] or such, two powers of two, got {grid!r}.")
+    return _loops(name, hosts, rate, tuple(grid), cables, shortcut, links_per_host)
+
+
+def explicit(name: str, hosts: int, links: list[Any], switches: Any = (), rate: Any = None) -> Any:
+    """Links that a file lists, each [end, end] or [end, end, rate]."""
+    made = []
+    for link in links:
+        if not isinstance(link, list) or len(link) not in (2, 3):
+            raise ValueError(f"a link is [end, end] or [end, end, rate], got {link!r}.")
+        made += _cables(str(link[0]), str(link[1]), link[2] if len(link) == 3 else rate)
+    return Topology(name, _hosts(hosts), tuple(switches), tuple(made))
+
+
+def _loops(
+    name: str,
+    hosts: int,
+    rate: Any,
+    grid: tuple[int, ...],
+    cables: int,
+    shortcut: Any,
+    links_per_host: int,
+) -> Topology:
+    """Rings with shortcuts along each dimension of a grid of switches."""
+    for size in grid:
+        if not isinstance(size, int) or size < 1 or size & (size - 1):
+            raise ValueError(f"a loop network has 2, 4, 8, ... switches in a ring, got {size!r}.")
+    names, switches = _hosts(hosts, math.prod(grid)), _switches(math.prod(grid))
+    if hosts % len(switches):
+        raise ValueError(f"{hosts} hosts do not divide among {len(switches)} switches.")
+    links = _uplinks(names, switches, rate, links_per_host)
+    stride = 1
+    for size in grid:
+        for distance in (1 << k for k in range(size.bit_length() - 1)):
+            for s in range(len(switches)):
+                along = s // stride % size
+                if 2 * distance == size and along >= distance:
+                    continue  # both ends are at this distance: one link, not two
+                t = s + ((along + distance) % size - along) * stride
+                a, b = switches[s], switches[t]
+                links += _cables(a, b, rate if shortcut is None else shortcut, cables)
+        stride *= size
+    return Topology(name, names, switches, tuple(links))
+
+
+def _count(name: str, number: Any) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(f"{name} is a positive number, got {number!r}.")
+    return number
+
+
+def _hosts(number: Any, least: int = 1) -> tuple[str, ...]:
+    if not isinstance(number, int) or isinstance(number, bool) or number < least:
+        raise ValueError(f"this fabric needs at least {least} hosts, got {number!r}.")
+    return tuple(f"h{i}" for i in range(number))
+
+
+def _switches(number: int) -> tuple[str, ...]:
+    return tuple(f"s{i}" for i in range(number))
+
+
+def _uplinks(
+    hosts: Sequence[str], switches: Sequence[str], rate: Any, links_per_host: int
+) -> list[Link]:
+    """Equally many neighbouring hosts on each switch."""
+    return [
+        link
+        for i, host in enumerate(hosts)
+        for link in _cables(host, switches[i * len(switches) // len(hosts)], rate, links_per_host)
+    ]
+
+
+def _cables(a: str, b: str, rate: Any, number: int = 1) -> list[Link]:
+    return [Link((a, b), rate_of(rate))] * _count("the number of cables", number)
+
+
+FABRICS: dict[str, Callable[..., Topology]] = {
+    f.__name__: f for f in (star, chain, ring, clusters, fat_tree, dln, dln_2d, explicit)
+}

@@ -1,0 +1,128 @@
+"""Topologies as small YAML files.
+
+A file names a fabric and its settings, each of which may be overridden:
+
+    fabric: star            # star, chain, ring, clusters, fat_tree, dln, dln_2d, or explicit
+    hosts: 4
+    rate: 50                # Mbit/s in each direction of a link; or 1Gbit, or unlimited
+    links_per_host: 1
+
+The settings are the arguments of the functions in `fabrics`. `explicit` has `switches` and `links`,
+a list of `[end, end, rate]`, in which hosts are h0, h1, ... A file may say `version: 1`.
+"""
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxcomm.plan.fabrics import FABRICS, rate_of
+from jaxcomm.plan.topology import LinkError, Topology
+
+TOPOLOGIES = Path(__file__).parent / "topologies"
+VERSION = 1
+_RATES = ("rate", "middle", "shortcut")
+
+
+def load(name: str, **overrides: Any) -> Topology:
+    """Reads a topology.
+
+    Args:
+      name: the name of a file in `TOPOLOGIES`, or a path.
+      **overrides: settings instead of the file's; None does not override.
+
+    Raises:
+      ValueError: for what cannot be, in one line with the file and the number of its line.
+      ImportError: without PyYAML.
+    """
+    path = TOPOLOGIES / f"{name}.yaml"
+    path = path if path.exists() else Path(name)
+    if not path.is_file():
+        known = sorted(p.stem for p in TOPOLOGIES.glob("*.yaml"))
+        raise ValueError(f"there is no topology {name!r}; name a file, or one of {known}.")
+    file = _File(path)
+    settings = file.settings | {k: v for k, v in overrides.items() if v is not None}
+    if settings.pop("version", VERSION) != VERSION:
+        raise file.error("version", f"this is version {VERSION} of topologies; convert the file.")
+    fabric = settings.pop("fabric", None)
+    if fabric not in FABRICS:
+        known = ", ".join(FABRICS)
+        wrong = "it has no fabric" if fabric is None else f"unknown fabric {fabric!r}"
+        raise file.error("fabric", f"{wrong}; write one of {known}.")
+    takes = inspect.signature(FABRICS[fabric]).parameters
+    for key in settings:
+        if key == "name" or key not in takes:
+            allowed = ", ".join(k for k in takes if k != "name")
+            raise file.error(key, f"unknown key {key!r}; {fabric} takes {allowed}.", overrides)
+    for key, parameter in takes.items():
+        if key != "name" and parameter.default is parameter.empty and key not in settings:
+            raise file.error(key, f"{fabric} needs {key!r}.")
+    for key in _RATES:
+        if settings.get(key) is not None:
+            _check_rate(file, key, settings[key], overrides)
+    for i, rate in enumerate(settings.get("rates") or ()):
+        _check_rate(file, "rates", rate, overrides, i)
+    try:
+        return FABRICS[fabric](path.stem, **settings)
+    except LinkError as error:
+        raise file.error("links", str(error), item=error.link) from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _check_rate(
+    file: "_File", key: str, value: Any, overrides: Mapping[str, Any], item: int | None = None
+) -> None:
+    try:
+        rate = rate_of(value)
+    except ValueError as error:
+        raise file.error(key, str(error), overrides, item) from None
+    if rate is not None and not 0 < rate < float("inf"):
+        wrong = f"{key} is {rate:g} Mbit/s; rates are positive, or unlimited."
+        raise file.error(key, wrong, overrides, item)
+
+
+class _File:
+    """A YAML mapping, and in which line each of its keys and items stands."""
+
+    def __init__(self, path: Path):
+        try:
+            import yaml
+        except ImportError as error:
+            raise ImportError(
+                'reading topologies needs PyYAML: pip install "jaxcomm[plan]".'
+            ) from error
+        self.path = path
+        self.settings: dict[str, Any] = {}
+        self._lines: dict[str, int] = {}
+        self._items: dict[str, list[int]] = {}
+        text = path.read_text()
+        try:
+            node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
+        except yaml.MarkedYAMLError as error:
+            line = error.problem_mark.line + 1 if error.problem_mark else 1
+            raise ValueError(f"{path}, line {line}: this is no YAML: {error.problem}.") from None
+        if not isinstance(node, yaml.MappingNode) or not isinstance(values, dict):
+            raise ValueError(f"{path} has no fabric; write `key: value` lines, as fabric: star.")
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if key.value in self._lines:
+                raise ValueError(f"{path}, line {line}: the key {key.value!r} stands twice.")
+            self._lines[key.value] = line
+            if isinstance(value, yaml.SequenceNode):
+                self._items[key.value] = [item.start_mark.line + 1 for item in value.value]
+        self.settings = {str(key): value for key, value in values.items()}
+
+    def error(
+        self,
+        key: str,
+        message: str,
+        overrides: Mapping[str, Any] | None = None,
+        item: int | None = None,
+    ) -> ValueError:
+        """What is wrong, and where: in the file, or in what was given instead."""
+        if (overrides or {}).get(key) is not None:
+            return ValueError(f"{key}={(overrides or {})[key]}: {message}")
+        items = self._items.get(key, [])
+        line = items[item] if item is not None and item < len(items) else self._lines.get(key)
+        return ValueError(f"{self.path}{f', line {line}' if line else ''}: {message}")
