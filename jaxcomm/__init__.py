@@ -14,6 +14,7 @@ from jaxcomm.simulation import simulate_devices
 from jaxcomm.transforms import (
     ControlVariatesState,
     LocalState,
+    LowRankMeanState,
     MajorityVoteState,
     MeanState,
     MultiStepsState,
@@ -25,6 +26,7 @@ from jaxcomm.transforms import (
     control_variates,
     dense_first,
     local,
+    low_rank_mean,
     majority_vote,
     mean,
     multi_steps,
@@ -43,6 +45,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ControlVariatesState",
     "LocalState",
+    "LowRankMeanState",
     "MajorityVoteState",
     "MeanState",
     "MultiStepsState",
@@ -62,6 +65,7 @@ __all__ = [
     "dense_first",
     "global_batch",
     "local",
+    "low_rank_mean",
     "majority_vote",
     "mark_local",
     "mean",

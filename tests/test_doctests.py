@@ -15,6 +15,7 @@ WITH_EXAMPLES = [
     "jaxcomm._marks",
     "jaxcomm.simulation",
     "jaxcomm.transforms.local",
+    "jaxcomm.transforms.low_rank_mean",
     "jaxcomm.transforms.mean",
     "jaxcomm.transforms.one_bit_adam",
     "jaxcomm.transforms.per_device",

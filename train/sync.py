@@ -99,6 +99,18 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "implementation",
         ),
     ),
+    "low_rank_mean": (
+        jaxcomm.low_rank_mean,
+        (
+            "rank",
+            "codec",
+            "algorithm",
+            "exempt",
+            "bucket_mib",
+            "bucket_order",
+            "implementation",
+        ),
+    ),
     "none": (jaxcomm.no_exchange, ()),
 }
 

@@ -2,6 +2,7 @@
 
 from jaxcomm.transforms.control_variates import ControlVariatesState, control_variates
 from jaxcomm.transforms.local import LocalState, local
+from jaxcomm.transforms.low_rank_mean import LowRankMeanState, low_rank_mean
 from jaxcomm.transforms.majority_vote import MajorityVoteState, majority_vote
 from jaxcomm.transforms.mean import MeanState, mean
 from jaxcomm.transforms.multi_steps import MultiStepsState, multi_steps
@@ -16,6 +17,7 @@ from jaxcomm.transforms.with_param_specs import with_param_specs
 __all__ = [
     "ControlVariatesState",
     "LocalState",
+    "LowRankMeanState",
     "MajorityVoteState",
     "MeanState",
     "MultiStepsState",
@@ -28,6 +30,7 @@ __all__ = [
     "control_variates",
     "dense_first",
     "local",
+    "low_rank_mean",
     "majority_vote",
     "mean",
     "multi_steps",

@@ -3,6 +3,7 @@
 import contextvars
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -139,6 +140,13 @@ def _check_order(order: Sequence[str], paths: Sequence[str], is_part: bool) -> N
 def filled_leaves(layout: Layout) -> list[int]:
     """The indices of leaves that have elements; XLA does not keep empty ones sharded."""
     return [i for i, leaf in enumerate(layout.leaves) if 0 not in leaf.shape]
+
+
+def local_shape(leaf: Leaf) -> tuple[int, ...]:
+    """The shape of a leaf on one device, where `on_every_device` runs."""
+    shards = [math.prod(_axes.axis_size(name) for name in _entry(e)) for e in leaf.spec]
+    sizes = zip(leaf.shape, (*shards, *[1] * (len(leaf.shape) - len(shards))), strict=True)
+    return tuple(n // k for n, k in sizes)
 
 
 def axis_of(state: Any, who: str) -> AxisName:

@@ -101,17 +101,32 @@ def zeros_per_bucket(
         every shard has a vector of its own.
       size: from the number of a bucket's values on one device to the length of its vector.
     """
+    sizes = []
+    for bucket in buckets:
+        shards = _shards(layout.leaves[bucket[0]])
+        sizes.append(size(sum(math.prod(layout.leaves[i].shape) for i in bucket) // shards))
+    return zeros_per_group(layout, params, buckets, sizes)
+
+
+def zeros_per_group(
+    layout: Layout, params: Any, groups: Sequence[Sequence[int]], sizes: Sequence[int]
+) -> PerDevice:
+    """As `zeros_per_bucket`, from the length of each group's vector."""
     leaves, flat, zeros = jax.tree.leaves(params), [], []
-    for number, bucket in enumerate(buckets):
-        axes = tuple(sorted(names_in(layout.leaves[bucket[0]].spec)))
-        shards = math.prod(_axes.axis_size(axis) for axis in axes)
-        n = sum(math.prod(layout.leaves[i].shape) for i in bucket) // shards
+    for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
+        axes = tuple(sorted(names_in(layout.leaves[group[0]].spec)))
+        length = _shards(layout.leaves[group[0]]) * size
         spec = PartitionSpec(axes) if axes else PartitionSpec()
-        flat.append(Leaf(f"bucket {number}", (shards * size(n),), jnp.float32, spec))
-        like = frozenset().union(*(_axes.varying_axes(leaves[i]) for i in bucket))
-        zeros.append(_axes.as_varying(jnp.zeros(shards * size(n)), like))
+        flat.append(Leaf(f"group {number}", (length,), jnp.float32, spec))
+        like = frozenset().union(*(_axes.varying_axes(leaves[i]) for i in group))
+        zeros.append(_axes.as_varying(jnp.zeros(length), like))
     made = dataclasses.replace(layout, leaves=tuple(flat))
     return zeros_per_device(made, zeros, range(len(flat)))
+
+
+def _shards(leaf: Leaf) -> int:
+    """In how many parts a leaf is sharded over further axes."""
+    return math.prod(_axes.axis_size(axis) for axis in names_in(leaf.spec))
 
 
 def state_spec(

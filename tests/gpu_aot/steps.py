@@ -37,6 +37,7 @@ METHODS: dict[str, Callable[[Order], optax.GradientTransformation]] = {
     "majority_vote, direct": lambda o: optax.chain(
         jaxcomm.majority_vote("data", "direct", bucket_order=o), SGD
     ),
+    "low_rank_mean": lambda o: optax.chain(jaxcomm.low_rank_mean("data", 4, bucket_order=o), SGD),
     "one_bit_adam": lambda o: jaxcomm.one_bit_adam("data", 1e-3, dense_steps=100, bucket_order=o),
 }
 

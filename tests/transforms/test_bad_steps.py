@@ -20,6 +20,7 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "bfloat16, errors fed back": lambda: jaxcomm.mean("data", "bfloat16", error_feedback=True),
     "vote": lambda: jaxcomm.majority_vote("data", "direct", ties="zero", zeros="abstain"),
     "TopkA": lambda: jaxcomm.sparse_mean("data", 0.2, "topk_allgather"),
+    "PowerSGD": lambda: jaxcomm.low_rank_mean("data", 2),
 }
 LOCAL: dict[str, Callable[[], optax.GradientTransformation]] = {
     "momentum": lambda: optax.trace(0.9),
@@ -63,6 +64,7 @@ def bad(value: float) -> dict[str, np.ndarray]:
         (GLOBAL, "bfloat16, errors fed back", "clipping, then momentum", -np.inf),
         (CHECKED, "vote", "momentum", np.nan),
         (GLOBAL, "TopkA", "adam", np.nan),
+        (MODEL, "PowerSGD", "momentum", np.inf),
     ],
     ids=lambda value: value.name if isinstance(value, View) else str(value),
 )
@@ -106,6 +108,7 @@ OVERFLOW: dict[str, Callable[[], optax.GradientTransformation]] = {
     "bfloat16 on a ring": lambda: jaxcomm.mean("data", "bfloat16", "ring", error_feedback=True),
     "votes with scales": lambda: jaxcomm.majority_vote("data", error_feedback=True),
     "TopkA": lambda: jaxcomm.sparse_mean("data", 0.2, "topk_allgather"),
+    "PowerSGD": lambda: jaxcomm.low_rank_mean("data", 1),
     "1-bit Adam": lambda: jaxcomm.one_bit_adam("data", 0.1, dense_steps=9),
 }
 

@@ -58,6 +58,7 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "TopkA with momentum correction": lambda: optax.chain(
         jaxcomm.sparse_mean("data", 0.1, "topk_allgather", momentum_correction=0.9), optax.sgd(0.05)
     ),
+    "PowerSGD": lambda: optax.chain(jaxcomm.low_rank_mean("data", 2), SGD),
     "1-bit Adam": lambda: jaxcomm.one_bit_adam("data", 1e-2, dense_steps=2),
     "warm-up, then qsgd": lambda: optax.chain(
         jaxcomm.dense_first(jaxcomm.mean("data", "qsgd"), 2), optax.adamw(1e-2, weight_decay=1e-3)

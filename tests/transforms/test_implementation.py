@@ -31,6 +31,10 @@ METHODS: dict[str, tuple[Method, set[str]]] = {
         lambda **option: jaxcomm.mean("data", codecs.cnat("all"), **option),
         {"nine_bits.encode", "nine_bits.decode_and_sum"},
     ),
+    "low rank in int8": (
+        lambda **option: jaxcomm.low_rank_mean("data", 1, "int8", **option),
+        {"integers.encode", "integers.decode_and_sum"},
+    ),
     "vote": (lambda **option: jaxcomm.majority_vote("data", **option), {"bitplanes.add"}),
     "1-bit Adam": (
         lambda **option: jaxcomm.one_bit_adam("data", 0.1, dense_steps=1, **option),

@@ -22,6 +22,7 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "votes": lambda: jaxcomm.majority_vote("data", "direct"),
     "votes with scales": lambda: jaxcomm.majority_vote("data", "direct", error_feedback=True),
     "TopkA": lambda: jaxcomm.sparse_mean("data", 0.2, "topk_allgather", momentum_correction=0.9),
+    "PowerSGD": lambda: jaxcomm.low_rank_mean("data", 1),
     "warm-up": lambda: jaxcomm.dense_first(jaxcomm.mean("data", "bfloat16"), 1),
 }
 # Those whose states are of different kinds.

@@ -14,6 +14,7 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "residual": lambda: jaxcomm.mean("data", "bfloat16", error_feedback=True),
     "votes": lambda: jaxcomm.majority_vote("data", error_feedback=True),
     "TopkA": lambda: jaxcomm.sparse_mean("data", 0.1, "topk_allgather"),
+    "PowerSGD": lambda: jaxcomm.low_rank_mean("data", 1),
     "1-bit Adam": lambda: jaxcomm.one_bit_adam("data", 0.1, dense_steps=1),
     "local": lambda: optax.chain(jaxcomm.local("data", optax.trace(0.9)), jaxcomm.mean("data")),
     "multi_steps": lambda: jaxcomm.multi_steps(jaxcomm.mean("data"), 2),

@@ -1,0 +1,163 @@
+"""The mean of matrices over devices by their products with thin bases (PowerSGD).
+
+Device w holds a matrix M_w of n rows and m columns, and all devices hold the same m x r start Q.
+
+    P = orthonormal(mean of M_w Q)      n x r, the first message of r n values
+    Q = mean of M_w^T P                 m x r, the second message of r m values
+    mean = P Q^T = P P^T (mean of M_w)  the mean, projected to the r columns of P
+    lack_w = M_w - P (M_w^T P)^T        what the projection drops of this device's matrix
+
+This is one step of a power iteration on the mean matrix; with its Q as the next start the steps
+add up. P and Q are the same bits on all devices, as they are made of what an all-reduce returned.
+All that devices must agree on is made of sums and products of single values: a product of matrices
+by a library may choose another order of its sums on another device. Only each device's own two
+products, which the residual corrects, are left to the library.
+
+Matrices lie transposed, as layers keep them: x[b, m, n] with the outputs last, b of them at once,
+P as [b, r, n] and Q as [b, r, m].
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomm._axes import AxisName
+from jaxcomm.collectives.algorithms import Algorithm
+from jaxcomm.collectives.all_reduce import all_reduce, all_reduce_with_residual
+from jaxcomm.collectives.reductions import Reduction
+
+Arrays = list[jax.Array]
+# What is left of a column after projection, relative to before, that is nothing but rounding.
+_ROUNDING = 1e-6
+_EXACT = jax.lax.Precision.HIGHEST
+
+
+class LowRankResult(NamedTuple):
+    """What `projected_mean` ends with, for each stack of matrices.
+
+    Attributes:
+      means: float32[b, m, n], of rank r, equal on all devices.
+      factors: float32[b, r, m], Q, equal on all devices: the start of the next step.
+      lacks: float32[b, m, n], what this device's matrices have that the mean lacks: the means of
+        the matrices are `means` plus the mean of `lacks` over devices.
+    """
+
+    means: Arrays
+    factors: Arrays
+    lacks: Arrays
+
+
+def projected_mean(
+    matrices: Sequence[jax.Array],
+    starts: Sequence[jax.Array],
+    axis_name: AxisName,
+    bases: Reduction,
+    factors: Reduction,
+    algorithm: Algorithm,
+) -> LowRankResult:
+    """The mean over a mesh axis, projected to as many columns as the starts have.
+
+    Args:
+      matrices: float32[b, m, n], others on every device, where the checks of `jax.shard_map` are
+        off; every axis of the mesh must be manual here.
+      starts: float32[b, r, m], equal on all devices, with one r for all.
+      axis_name: the mesh axis.
+      bases: how the mean of P is taken; its errors change a basis, and nothing is lost by them.
+      factors: how the mean of Q is taken; if it keeps errors, they are in `lacks`.
+      algorithm: who talks to whom, in both.
+
+    Wire: that of two means in the algorithm: of sum(b r n) values, and of sum(b r m) values.
+    """
+    products = [
+        jnp.einsum("bmn,brm->brn", x, q, precision=_EXACT)
+        for x, q in zip(matrices, starts, strict=True)
+    ]
+    mean = all_reduce(_joined(products), axis_name, bases, algorithm)
+    ps = orthonormal(_split(mean, products))
+    own = [
+        jnp.einsum("bmn,brn->brm", x, p, precision=_EXACT)
+        for x, p in zip(matrices, ps, strict=True)
+    ]
+    mean, errors = all_reduce_with_residual(_joined(own), axis_name, factors, algorithm)
+    qs = _split(mean, own)
+    said = own if errors is None else _split(_joined(own) - errors, own)
+    means = [_product(q, p) for q, p in zip(qs, ps, strict=True)]
+    lacks = [x - _product(q, p) for x, q, p in zip(matrices, said, ps, strict=True)]
+    return LowRankResult(means, qs, lacks)
+
+
+def orthonormal(bases: Sequence[jax.Array]) -> Arrays:
+    """Orthonormal columns that span what those of each basis do, float32[b, r, n] each.
+
+    Gram-Schmidt with every projection done twice, which is as orthogonal as a QR decomposition (L.
+    Giraud et al., 2005), and needs no library. A column that the ones before it span is zero: so
+    is one of zeros. One loop serves all bases, padded with zeros to one length.
+    """
+    n = max(p.shape[-1] for p in bases)
+    padded = [jnp.pad(p, ((0, 0), (0, 0), (0, n - p.shape[-1]))) for p in bases]
+    # Squares of very small or very large columns would leave float32's range.
+    p = _scaled(jnp.concatenate(padded))
+
+    def column(j: jax.Array, done: jax.Array) -> jax.Array:
+        v = jax.lax.dynamic_index_in_dim(p, j, axis=1, keepdims=False)
+        before = _norm(v)
+        for _ in range(2):
+            along = jnp.sum(done * v[:, None], axis=-1, keepdims=True)
+            v = v - jnp.sum(done * along, axis=1)
+        after = _norm(v)
+        # NaN is not dropped: it compares as false.
+        v = jnp.where(after <= _ROUNDING * before, 0.0, v / after)
+        return jax.lax.dynamic_update_index_in_dim(done, v, j, axis=1)
+
+    done = jax.lax.fori_loop(0, p.shape[1], column, jnp.zeros_like(p))
+    ends = np.cumsum([x.shape[0] for x in bases])[:-1]
+    return [x[..., : p.shape[-1]] for x, p in zip(jnp.split(done, ends), bases, strict=True)]
+
+
+def with_new_columns(factors: Sequence[jax.Array], key: jax.Array) -> Arrays:
+    """The starts of a step: the last step's Q, with columns of zeros drawn from a normal.
+
+    Columns are zero at first, and where a matrix had fewer than r directions; they would stay so.
+    All are scaled, so that the products keep to float32's range: what they span does not change.
+
+    Args:
+      factors: float32[b, r, m], equal on all devices.
+      key: equal on all devices.
+    """
+    flat = [_scaled(q) for q in factors]
+    dead = [jnp.max(jnp.abs(q), axis=-1, keepdims=True) <= 0 for q in flat]
+
+    def draw() -> Arrays:
+        normal = _split(jax.random.normal(key, (sum(q.size for q in flat),)), flat)
+        return [jnp.where(d, x, q) for d, x, q in zip(dead, normal, flat, strict=True)]
+
+    any_dead = jnp.any(jnp.concatenate([d.reshape(-1) for d in dead]))
+    return jax.lax.cond(any_dead, draw, lambda: flat)
+
+
+def _scaled(x: jax.Array) -> jax.Array:
+    """Columns whose largest magnitude is 1; those of zeros as they are."""
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    return x / jnp.where(largest == 0, 1.0, largest)
+
+
+def _norm(v: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(v * v, axis=-1, keepdims=True))
+
+
+def _product(q: jax.Array, p: jax.Array) -> jax.Array:
+    """Q P^T by single products in one order, float32[b, m, n]: the same bits on all devices."""
+    terms = [q[:, j, :, None] * p[:, j, None, :] for j in range(q.shape[1])]
+    return sum(terms[1:], terms[0])
+
+
+def _joined(parts: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate([part.reshape(-1) for part in parts])
+
+
+def _split(vector: jax.Array, parts: Sequence[jax.Array]) -> Arrays:
+    pieces = jnp.split(vector, np.cumsum([part.size for part in parts])[:-1])
+    return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]

@@ -1,0 +1,278 @@
+"""The mean of gradients in two thin matrices (PowerSGD), as an optax transformation."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomm import _axes, codecs, collectives
+from jaxcomm._axes import AxisName
+from jaxcomm.codecs.random_k import RandomK
+from jaxcomm.collectives.low_rank import LowRankResult, projected_mean, with_new_columns
+from jaxcomm.collectives.reductions import CodedMean
+from jaxcomm.kernels import _implementations
+from jaxcomm.transforms._buckets import buckets_of, bytes_of, key_of, split_off_exempt
+from jaxcomm.transforms._exchange import (
+    Arrays,
+    Own,
+    exchange_buckets,
+    kept_if,
+    local_leaves,
+    on_every_device,
+    updates_of,
+)
+from jaxcomm.transforms._layout import Exempt, Layout, Leaf, layout_of, local_shape
+from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms.per_device import PerDevice, zeros_per_device, zeros_per_group
+from jaxcomm.transforms.stages import dense_first
+
+
+class LowRankMeanState(NamedTuple):
+    """The state of `low_rank_mean`.
+
+    Attributes:
+      layout: what `init` saw of the parameters.
+      step: int32, from which new columns are drawn.
+      residual: what of each device's gradients is in no update yet.
+      factors: for each compressed leaf the last Q, b r m values in a row; equal on all devices.
+    """
+
+    layout: Layout
+    step: jax.Array
+    residual: PerDevice
+    factors: PerDevice
+
+
+def low_rank_mean(
+    axis_name: AxisName,
+    rank: int,
+    codec: str | codecs.Codec = "float32",
+    algorithm: str | collectives.algorithms.Algorithm | None = None,
+    *,
+    dense_steps: int = 0,
+    exempt: Exempt = (),
+    seed: int = 0,
+    bucket_mib: float = 32.0,
+    bucket_order: Sequence[str] | None = None,
+    implementation: _implementations.Option = None,
+) -> optax.GradientTransformation:
+    """Replaces local gradients by their mean, projected to a few directions: PowerSGD.
+
+    A leaf is a matrix M of m inputs and n outputs. Devices exchange the means of two thin ones, of
+    `rank` columns each: P of n rows, which is made orthonormal, and Q = M P of m rows. The update
+    is Q P^T. The next step starts from this Q, so that P turns towards the directions in which the
+    mean gradient is largest. What the update lacks of a device's gradients stays in its residual,
+    which is added to the next ones. Over all steps, the updates and the mean of the residuals add
+    up to the mean of the gradients, with any codec.
+
+    A leaf is compressed if (m + n) rank < m n. All others, and those of at most one dimension,
+    travel together in float32. The axes of a leaf are split into inputs and outputs where m + n is
+    smallest: a convolution's kernel (height, width, in, out) before its last axis, a projection to
+    attention heads (width, heads, head width) behind its first. A leaf that is sharded over a
+    further axis is a matrix for each shard.
+
+    If any gradient on any device is not finite, every update on every device is NaN, and the state
+    stays as it was.
+
+    Args:
+      axis_name: the mesh axis, or axes, over which the batch is spread.
+      rank: the number of columns of P and Q. Vogels et al. take 1 to 4 for networks of
+        convolutions and LSTMs; transformers need more.
+      codec: the format of P and Q, as in `jaxcomm.mean`; not random_k or scaled_sign. Rounding P
+        costs nothing but a slightly other direction, and the errors of Q join the residual.
+      algorithm: who talks to whom, as in `jaxcomm.mean`.
+      dense_steps: the number of steps with the float32 mean before the first compressed step.
+      exempt: which leaves are not compressed, as in `jaxcomm.mean`.
+      seed: the seed of the first Q, and of codecs that round at random.
+      bucket_mib: MiB of float32 gradients that a bucket holds at most. A bucket is two messages,
+        one after the other, so the default is larger than that of `jaxcomm.mean`.
+      bucket_order: paths of leaves in the order in which their gradients appear, as
+        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+      implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.
+
+    Returns:
+      A transformation used as `jaxcomm.mean` is. Every device keeps one float32 copy of the
+      compressed leaves, and Q.
+
+    Raises:
+      TypeError, ValueError: at once for bad arguments; by `init` if the rank compresses no leaf;
+        else as `jaxcomm.mean`.
+
+    Wire: for each bucket two means, as `jaxcomm.pmean` takes them: of rank n and of rank m values,
+    added up over its leaves. Once a step, one float32 all-reduce of all other leaves and one flag;
+    on a mesh of several axes, one int32 over the other axes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> tx = jaxcomm.low_rank_mean("data", 1)
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     state = tx.init(jnp.zeros((3, 4)))
+      ...     grads = jnp.stack([jnp.zeros((3, 4)), 2 * jnp.ones((3, 4))])  # of 2 devices
+      ...     updates, state = jax.jit(tx.update)(grads, state)
+      >>> updates.round(3)  # the mean has rank 1
+      Array([[1., 1., 1., 1.],
+             [1., 1., 1., 1.],
+             [1., 1., 1., 1.]], dtype=float32)
+
+    References:
+      T. Vogels, S. P. Karimireddy and M. Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression
+      for Distributed Optimization", NeurIPS 2019, arXiv:1905.13727.
+      L. Giraud, J. Langou and M. Rozloznik, "The Loss of Orthogonality in the Gram-Schmidt
+      Orthogonalization Process", Computers and Mathematics with Applications 50, 2005.
+
+    Differs from the paper: a device's residual is what the projection drops of its own gradient,
+    not its gradient less the mean; both have the same mean, and this one stays small where devices
+    differ. Small matrices are not compressed. Columns of Q are scaled to the same size, and those
+    of zeros drawn anew, as they would stay zero. Each projection of Gram-Schmidt is done twice.
+    The published package (epfml/powersgd) sends P in one step and Q in the next.
+    """
+    _axes.names_of(axis_name)
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise ValueError(f"low_rank_mean needs a rank of at least 1, got {rank!r}.")
+    codec = codecs.from_name(codec)
+    if isinstance(codec, RandomK) or codec.needs_error_feedback:
+        raise ValueError(
+            f"{codec.name} says too little of a basis; choose float32, bfloat16, int8, int4 or "
+            "another codec of all values, and a lower rank for fewer bytes."
+        )
+    is_float32 = codec == codecs.float32()
+    bases, chosen = collectives.mean_of(codec, algorithm, implementation=implementation)
+    factors, _ = collectives.mean_of(
+        codec, algorithm, error_feedback=not is_float32, implementation=implementation
+    )
+    exchange = _Exchange(
+        axis_name, rank, bases, factors, chosen, bucket_order, bytes_of(bucket_mib), seed
+    )
+
+    def init_fn(params: Any) -> Any:
+        refuse_wrappers()
+        layout = _low_rank_layout(layout_of(params, axis_name, exempt, bucket_order), rank)
+        large, _ = split_off_exempt(layout)
+        sizes = [rank * math.prod(_matrix(local_shape(layout.leaves[i]))[:2]) for i in large]
+        starts = zeros_per_group(layout, params, [(i,) for i in large], sizes)
+        residual = zeros_per_device(layout, params, large)
+        return LowRankMeanState(layout, jnp.zeros((), jnp.int32), residual, starts)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        grads, treedef = local_leaves(updates, state.layout)
+        means, (residual, factors) = on_every_device(
+            functools.partial(exchange, layout=state.layout),
+            grads,
+            state.layout,
+            (state.residual, state.factors),
+            state.step,
+        )
+        new = LowRankMeanState(state.layout, state.step + 1, residual, factors)
+        return treedef.unflatten(means), new
+
+    return dense_first(optax.GradientTransformation(init_fn, update_fn), dense_steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+    """The arguments of `low_rank_mean`, and what a device does with them."""
+
+    axis_name: AxisName
+    rank: int
+    bases: CodedMean
+    factors: CodedMean
+    algorithm: collectives.algorithms.Algorithm
+    bucket_order: Sequence[str] | None
+    limit: int
+    seed: int
+
+    def __call__(
+        self, grads: Arrays, own: Own, step: jax.Array, layout: Layout
+    ) -> tuple[Arrays, Own]:
+        """What one device does in a step: the updates, and its next state."""
+        large, exempt_ = split_off_exempt(layout)
+        buckets = buckets_of(layout, large, self.bucket_order, self.limit)
+        residual, starts = (dict(zip(large, part, strict=True)) for part in own)
+        step_key = jax.random.fold_in(jax.random.key(self.seed), step)
+
+        def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[Any, Any]:
+            keys = jax.random.split(key_of(step_key, layout, buckets[number]), 3)
+            sums = {i: g.astype(jnp.float32) + residual[i] for i, g in parts.items()}
+            done = self._on_bucket(sums, [starts[i] for i in sums], keys)
+            shapes = {i: grads[i].shape for i in parts}
+            means, lacks = _in_shapes(done.means, shapes), _in_shapes(done.lacks, shapes)
+            return means, (lacks, dict(zip(parts, done.factors, strict=True)))
+
+        done = exchange_buckets(
+            dict(enumerate(grads)),
+            buckets,
+            on_bucket,
+            small={i: grads[i] for i in exempt_},
+            must_be_finite=grads,
+            axis_name=self.axis_name,
+        )
+        means = functools.reduce(dict.__or__, done.buckets, dict(done.exact))
+        lacks, factors = ({k: x for kept in done.kept for k, x in kept[j].items()} for j in (0, 1))
+        new = [lacks[i] for i in large], [factors[i].reshape(-1) for i in large]
+        kept = tuple(kept_if(done.finite, *pair) for pair in zip(new, own, strict=True))
+        return updates_of(means, done.finite, grads), kept
+
+    def _on_bucket(
+        self, sums: dict[int, jax.Array], starts: Arrays, keys: jax.Array
+    ) -> LowRankResult:
+        """The exchange of a bucket, of which this device holds `sums`."""
+        matrices = [x.reshape(_matrix(x.shape)) for x in sums.values()]
+        last = [
+            q.reshape(x.shape[0], self.rank, x.shape[1])
+            for q, x in zip(starts, matrices, strict=True)
+        ]
+        return projected_mean(
+            matrices,
+            with_new_columns(last, keys[0]),
+            self.axis_name,
+            dataclasses.replace(self.bases, key=keys[1]),
+            dataclasses.replace(self.factors, key=keys[2]),
+            self.algorithm,
+        )
+
+
+def _in_shapes(
+    arrays: Sequence[jax.Array], shapes: dict[int, tuple[int, ...]]
+) -> dict[int, jax.Array]:
+    """The arrays by leaf, in these shapes."""
+    return {i: x.reshape(shape) for x, (i, shape) in zip(arrays, shapes.items(), strict=True)}
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(b, m, n): a leaf as b matrices of m inputs and n outputs, of the fewest rows and columns."""
+    sides = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
+    m, n = min(reversed(sides), key=sum)
+    return 1, m, n
+
+
+def _low_rank_layout(layout: Layout, rank: int) -> Layout:
+    """The layout in which leaves that the rank does not make smaller are exempt too.
+
+    Raises:
+      ValueError: if no leaf is compressed that could be.
+    """
+    leaves = tuple(dataclasses.replace(x, exempt=not _compressed(x, rank)) for x in layout.leaves)
+    could = [leaf for leaf in layout.leaves if not leaf.exempt and len(leaf.shape) > 1]
+    if could and all(leaf.exempt for leaf in leaves):
+        largest = max(could, key=lambda leaf: math.prod(leaf.shape))
+        raise ValueError(
+            f"rank {rank} compresses no parameter: the largest, {largest.path} of shape "
+            f"{largest.shape}, would take (rows + columns) * rank values, which are no fewer than "
+            "it has. Choose a lower rank."
+        )
+    return dataclasses.replace(layout, leaves=leaves)
+
+
+def _compressed(leaf: Leaf, rank: int) -> bool:
+    """Whether P and Q have fewer values than the matrix, on one device."""
+    shape = local_shape(leaf)
+    if leaf.exempt or len(shape) < 2 or 0 in shape:
+        return False
+    _, m, n = _matrix(shape)
+    return (m + n) * rank < m * n
