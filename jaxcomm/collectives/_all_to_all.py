@@ -11,6 +11,7 @@ On GPUs, between the devices of one process, and for short messages it is XLA's 
 
 import functools
 import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -72,9 +73,15 @@ def rounds_for(world: int) -> tuple[int, Rounds]:
       The number of parts of a message, and the rounds: permutations of the devices, in which every
       part of every message is once.
     """
+    return 2 if world == 4 else 1, _in_parts(targets(world))
+
+
+def targets(world: int) -> Iterator[list[int]]:
+    """To whom each device sends, round by round; each pair is met once, or twice for 4 devices."""
     half = world // 2
     if world == 4:  # whole messages cannot: only cycles through all four will do
-        return 2, _in_parts([_cycle((0, *rest)) for rest in itertools.permutations((1, 2, 3))])
+        yield from (_cycle((0, *rest)) for rest in itertools.permutations((1, 2, 3)))
+        return
     shifts = [k for k in range(1, world) if 2 * k != world]
     if world % 2:
         mixed = []
@@ -85,13 +92,13 @@ def rounds_for(world: int) -> tuple[int, Rounds]:
         shifts.remove(s)
         first = [half if r % power < power // 2 else s for r in range(world)]
         mixed = [first, [half + s - shift for shift in first]]
-    elif world <= _SEARCHED:
+    elif 2 < world <= _SEARCHED:
         shifts = [k for k in shifts if k not in (2, 3)]
         mixed = _three_rounds(world)
     else:
         mixed = [[half] * world]
-    every = [[k] * world for k in shifts] + mixed
-    return 1, _in_parts([[(r + k) % world for r, k in enumerate(row)] for row in every])
+    for row in itertools.chain(([k] * world for k in shifts), mixed):
+        yield [(r + k) % world for r, k in enumerate(row)]
 
 
 def _cycle(order: tuple[int, ...]) -> list[int]:
@@ -99,11 +106,11 @@ def _cycle(order: tuple[int, ...]) -> list[int]:
     return [order[(order.index(r) + 1) % len(order)] for r in range(len(order))]
 
 
-def _in_parts(targets: list[list[int]]) -> Rounds:
+def _in_parts(rows: Iterable[list[int]]) -> Rounds:
     """A message that is sent in several rounds is sent in as many parts."""
     sent: dict[tuple[int, int], int] = {}
     rounds = []
-    for row in targets:
+    for row in rows:
         step = []
         for pair in enumerate(row):
             sent[pair] = sent.get(pair, -1) + 1

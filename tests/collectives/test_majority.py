@@ -108,9 +108,10 @@ x, shared, own = problem(16, 1000)
 expected = np.broadcast_to(oracles.majority(x, "random", "random", shared, own), x.shape)
 mesh = jax.make_mesh((4, 4), ("far", "near"), (AxisType.Auto,) * 2)
 a = jaxcomm.algorithms
-shifted = [a.halving_doubling("shifted", 4, grid) for grid in (None, (2, 2))]
+across = [("shifted", None), ("shifted", (2, 2)), ("spread", None)]
+switched = [a.halving_doubling(order, 4, grid) for order, grid in across]
 pairs = [(a.direct(), a.circulant()), (a.ring(), a.halving_doubling())]
-for algorithm in [*shifted, *(a.hierarchical(near, far) for near, far in pairs)]:
+for algorithm in [*switched, *(a.hierarchical(near, far) for near, far in pairs)]:
     vote = compiled_vote(mesh, algorithm, "random", "random", 1000, ("far", "near"))
     np.testing.assert_array_equal(vote(x), expected)
     print(algorithm)
@@ -122,7 +123,7 @@ def test_up_to_sixteen_devices_and_two_axes() -> None:
     script = SIXTEEN.format(path=[str(ROOT), str(ROOT / "tests")])
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
     (finished,) = run_processes(1, script, join=False, env=flags, timeout=280)
-    assert len(finished.stdout.splitlines()) == len(NAMED) + 4
+    assert len(finished.stdout.splitlines()) == len(NAMED) + 5
 
 
 def test_hierarchical_sends_little_on_the_far_axis(mesh4x2: Mesh) -> None:

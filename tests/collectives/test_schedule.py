@@ -1,5 +1,6 @@
 """Schedules are plain values: everything about them is checked without a device."""
 
+import collections
 import dataclasses
 import math
 from fractions import Fraction
@@ -92,10 +93,13 @@ def test_near_first_keeps_the_largest_messages_between_neighbours():
 SWITCHES = [(1, (4,)), (2, (2,)), (4, (4,)), (4, (16,)), (2, (4, 4)), (4, (2, 8)), (8, (1,))]
 
 
+@pytest.mark.parametrize("order", ["shifted", "spread"])
 @pytest.mark.parametrize(("per_switch", "grid"), SWITCHES)
-def test_the_shifted_order_is_a_reduce_scatter_too(per_switch: int, grid: tuple[int, ...]):
+def test_orders_on_switches_are_reduce_scatters_too(
+    order: str, per_switch: int, grid: tuple[int, ...]
+):
     world = per_switch * math.prod(grid)
-    schedule = halving_doubling("shifted", per_switch, grid).schedule(world)
+    schedule = halving_doubling(order, per_switch, grid).schedule(world)
     assert_reduce_scatter(schedule)
     assert set(schedule.blocks_sent) == {2 * (world - 1)}
 
@@ -121,12 +125,43 @@ def test_the_shifted_order_goes_through_one_dimension_after_the_other():
 
 
 @pytest.mark.parametrize(
+    ("per_switch", "grid", "loads"),
+    [
+        (16, (32,), [2, 2, 2, 2, 8]),
+        (16, (4, 8), [2, 2, 2, 2, 8]),
+        (2, (8,), [1, 1, 1]),
+        (16, (256,), [2, 2, 2, 2, 2, 2, 2, 2]),
+    ],
+)
+def test_the_spread_order_uses_all_shortcuts_evenly(
+    per_switch: int, grid: tuple[int, ...], loads: list[int]
+):
+    """Of 16 devices on 9 shortcuts, two share one, until the shortest messages; cables are even."""
+    world = per_switch * math.prod(grid)
+    rounds = halving_doubling("spread", per_switch, grid).rounds(world)
+    rounds = rounds[per_switch.bit_length() - 1 :]
+    for step, load in zip(rounds, loads, strict=True):
+        shortcuts = collections.Counter((s // per_switch, t // per_switch) for s, t in step.pairs)
+        cables = collections.Counter(
+            (s // per_switch, t // per_switch, s % 2) for s, t in step.pairs
+        )
+        assert all(s % per_switch == t % per_switch for s, t in step.pairs)
+        assert max(shortcuts.values()) == load and max(cables.values()) == -(-load // 2)
+        for s, t in shortcuts:
+            near, far = (t - s) % grid[0], (t // grid[0] - s // grid[0]) % math.prod(grid[1:])
+            apart = min(near, grid[0] - near) + min(far, math.prod(grid[1:]) - far)
+            assert apart & (apart - 1) == 0 and (near == 0 or far == 0)
+
+
+@pytest.mark.parametrize(
     ("arguments", "world", "message"),
     [
         (("shifted",), 8, "devices_per_switch belongs to order"),
         (("near_first", 2), 8, "devices_per_switch belongs to order"),
         (("far_first", None, (2, 2)), 8, "grid belongs to order"),
+        (("spread",), 8, "devices_per_switch belongs to order"),
         (("shifted", 3), 12, "all powers of two; got 3 x 4"),
+        (("spread", 3), 12, "all powers of two; got 3 x 4"),
         (("shifted", 2, (2, 2)), 16, "to be the 16 devices of the axis.*got 2 x 2 x 2"),
     ],
 )

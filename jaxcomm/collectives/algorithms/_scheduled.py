@@ -14,7 +14,7 @@ A device that no pair names as a target gets zeros from `ppermute`: it must not 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ import numpy as np
 
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives.algorithms._algorithm import Algorithm, message_id
-from jaxcomm.collectives.algorithms.schedule import Schedule
+from jaxcomm.collectives.algorithms.schedule import Round, Schedule
 from jaxcomm.collectives.reductions import Reduction
 
 Order = tuple[tuple[int, ...], ...]
@@ -33,13 +33,18 @@ Order = tuple[tuple[int, ...], ...]
 class Scheduled(Algorithm):
     """An algorithm that is a schedule, carried out by one `ppermute` a round and array."""
 
-    def schedule(self, world: int) -> Schedule:
-        """Who sends which blocks to whom, for that many devices."""
+    def rounds(self, world: int) -> Iterable[Round]:
+        """Who sends to whom in each round, for that many devices; see `Round`."""
         raise NotImplementedError
 
-    def blocks(self, world: int) -> int:
-        """See `Algorithm.blocks`."""
-        return self.schedule(world).blocks
+    def positions(self, world: int) -> Order:
+        """Which block each device keeps at which position; see `Schedule`."""
+        raise NotImplementedError
+
+    def schedule(self, world: int) -> Schedule:
+        """Who sends which blocks to whom, for that many devices."""
+        rounds = tuple(self.rounds(world))
+        return Schedule(world, self.blocks(world), self.positions(world), rounds)
 
     def owned(self, axis_name: AxisName) -> jax.Array:
         """See `Algorithm.owned`: the block that stands first in this device's order."""

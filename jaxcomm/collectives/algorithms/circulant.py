@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 
-from jaxcomm.collectives.algorithms._scheduled import Scheduled
-from jaxcomm.collectives.algorithms.schedule import Round, Schedule, rotations, shift
+from jaxcomm.collectives.algorithms._scheduled import Order, Scheduled
+from jaxcomm.collectives.algorithms.schedule import Round, rotations, shift
 
 _SEARCHED = 64  # devices; beyond them skips follow a rule
 
@@ -31,7 +31,7 @@ class Circulant(Scheduled):
     skips: tuple[int, ...] | None = None
     name = "circulant"
 
-    def schedule(self, world: int) -> Schedule:
+    def rounds(self, world: int) -> tuple[Round, ...]:
         """With skip s after s', position s..s'-1 of device r goes to r + s, to positions 0...
 
         Position i of device r is block r + i, so the blocks agree without an index that depends
@@ -45,8 +45,11 @@ class Circulant(Scheduled):
                 f"skips for {world} devices fall from {world} to 1, each at least half of the one "
                 f"before, such as {best_skips(world)}, got {skips}."
             )
-        rounds = tuple(Round(shift(world, skip), (skip, before), 0) for before, skip in pairs)
-        return Schedule(world, world, rotations(world), rounds)
+        return tuple(Round(shift(world, skip), (skip, before), 0) for before, skip in pairs)
+
+    def positions(self, world: int) -> Order:
+        """See `Scheduled.positions`."""
+        return rotations(world)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from jaxcomm.collectives.algorithms._algorithm import (
     put_block,
     take_block,
 )
-from jaxcomm.collectives.algorithms._scheduled import Scheduled
+from jaxcomm.collectives.algorithms._scheduled import Order, Scheduled
 from jaxcomm.collectives.algorithms.schedule import Round, Schedule, rotations, shift
 from jaxcomm.collectives.reductions import Reduction
 
@@ -91,7 +91,16 @@ class Aggregator(Scheduled):
     device: int
     name = "direct"
 
-    def schedule(self, world: int) -> Schedule:
+    def blocks(self, world: int) -> int:
+        """See `Algorithm.blocks`: the aggregator reduces the whole vector."""
+        del world
+        return 1
+
+    def positions(self, world: int) -> Order:
+        """See `Scheduled.positions`."""
+        return ((0,),) * world
+
+    def rounds(self, world: int) -> tuple[Round, ...]:
         """One block, one sender a round."""
         if self.device >= world:
             raise ValueError(
@@ -99,8 +108,7 @@ class Aggregator(Scheduled):
                 f"choose one of 0 to {world - 1}."
             )
         others = (r for r in range(world) if r != self.device)
-        rounds = tuple(Round(((r, self.device),), (0, 1), 0) for r in others)
-        return Schedule(world, 1, ((0,),) * world, rounds)
+        return tuple(Round(((r, self.device),), (0, 1), 0) for r in others)
 
 
 def direct(aggregator: int | str = "sharded") -> Direct | Aggregator:

@@ -1,15 +1,14 @@
 """Recursive halving and doubling: messages halve from round to round."""
 
 import dataclasses
-import math
-from collections.abc import Callable
 
-from jaxcomm.collectives.algorithms._scheduled import Scheduled
-from jaxcomm.collectives.algorithms.schedule import Round, Schedule
+from jaxcomm.collectives.algorithms import _shortcuts
+from jaxcomm.collectives.algorithms._scheduled import Order, Scheduled
+from jaxcomm.collectives.algorithms._shortcuts import Hop
+from jaxcomm.collectives.algorithms.schedule import Round
 
-ORDERS = ("near_first", "far_first", "shifted")
-
-Bits = list[int]
+_ON_SWITCHES = {"shifted": _shortcuts.shifted, "spread": _shortcuts.spread}
+ORDERS = ("near_first", "far_first", *_ON_SWITCHES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +26,11 @@ class HalvingDoubling(Scheduled):
       order: "near_first" begins with distance 1, so the largest messages stay between neighbours;
         "far_first" begins with distance 2^(q-1); "shifted" is near first inside a switch, and then
         takes the shortcuts between switches in an order that differs from device to device, so that
-        the devices of a switch use different shortcuts in the same round.
-      devices_per_switch: for "shifted": neighbouring devices are on one switch.
-      grid: for "shifted": the switches along each dimension; None is a ring of all of them.
+        the devices of a switch use different shortcuts in the same round; "spread" also sends along
+        each ring of switches in both directions, so that every shortcut of a distributed loop
+        network carries equally many devices in each round, as nearly as can be.
+      devices_per_switch: for "shifted" and "spread": neighbouring devices are on one switch.
+      grid: for these: the switches along each dimension; None is a ring of all of them.
 
     References:
       R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004.
@@ -38,6 +39,8 @@ class HalvingDoubling(Scheduled):
       19(1), 2005 (the fold for other than powers of two).
       T. T. Nguyen and M. Wahib, "An Allreduce Algorithm and Network Co-design for Large-Scale
       Training of Distributed Deep Learning", CCGrid 2021 (the shifted order, and its networks).
+
+    Differs from the paper: "spread" is ours, see `_shortcuts`.
     """
 
     order: str = "near_first"
@@ -48,74 +51,66 @@ class HalvingDoubling(Scheduled):
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ValueError(f"unknown order {self.order!r}; choose one of {', '.join(ORDERS)}.")
-        if (self.order == "shifted") != (self.devices_per_switch is not None):
+        if (self.order in _ON_SWITCHES) != (self.devices_per_switch is not None):
             raise ValueError(
-                'devices_per_switch belongs to order="shifted", and only to it; got '
+                'devices_per_switch belongs to order="shifted" or "spread", and only to them; got '
                 f"order={self.order!r}, devices_per_switch={self.devices_per_switch}."
             )
-        if self.grid is not None and self.order != "shifted":
-            raise ValueError(f'grid belongs to order="shifted", got order={self.order!r}.')
-
-    def schedule(self, world: int) -> Schedule:
-        """Position i of a device is the block whose number differs from its own in i's bits.
-
-        The top bit of a position is the bit of the first partner, and so on downwards: what is
-        left after a round is the lower half of the positions. Over the shortcuts, the order of
-        the bits is that of the devices which will own the blocks, at their place in the switch.
-        """
-        q = world.bit_length() - 1
-        core, extra = 2**q, world - 2**q
-        inside, across = self._bits(world)
-        # Device 2e folds into 2e + 1 for e < extra; `devices` are the 2^q that go on.
-        devices = [2 * e + 1 for e in range(extra)] + list(range(2 * extra, world))
-        order: dict[int, tuple[int, ...]] = {}
-        for rank, device in enumerate(devices):
-            order[device] = tuple(_block(rank, i, q, inside, across) for i in range(core))
-            if rank < extra:
-                order[device - 1] = order[device]
-        rounds = [Round(tuple((2 * e, 2 * e + 1) for e in range(extra)), (0, core), 0)]
-        for j in range(q):
-            bits = [(inside + across(r))[j] for r in range(core)]
-            pairs = tuple((devices[r], devices[r ^ (1 << bits[r])]) for r in range(core))
-            rounds.append(Round(pairs, (core >> (j + 1), core >> j), 0))
-        rounds = rounds if extra else rounds[1:]
-        return Schedule(world, core, tuple(order[r] for r in range(world)), tuple(rounds))
-
-    def _bits(self, world: int) -> tuple[Bits, Callable[[int], Bits]]:
-        """The bits met in order: first the same for all devices, then as each has its own."""
-        q = world.bit_length() - 1
-        if self.order != "shifted":
-            bits = list(range(q))
-            return (bits if self.order == "near_first" else bits[::-1]), lambda rank: []
-        per_switch = self.devices_per_switch or 0
-        grid = self.grid or (world // max(per_switch, 1),)
-        sizes = (per_switch, *grid)
-        if math.prod(sizes) != world or any(s < 1 or s & (s - 1) for s in sizes):
+        if self.grid is not None and self.order not in _ON_SWITCHES:
             raise ValueError(
-                f"the shifted order needs devices_per_switch x switches to be the {world} devices "
-                f"of the axis, all powers of two; got {per_switch} x {' x '.join(map(str, grid))}."
+                f'grid belongs to order="shifted" or "spread", got order={self.order!r}.'
             )
-        low = per_switch.bit_length() - 1
 
-        def across(rank: int) -> Bits:
-            bits, base = [], low
-            for size in grid:
-                width = size.bit_length() - 1
-                bits += [base + (rank % per_switch + j) % width for j in range(width)]
-                base += width
-            return bits
+    def blocks(self, world: int) -> int:
+        """See `Algorithm.blocks`: the largest power of two that fits."""
+        return 1 << (world.bit_length() - 1)
 
-        return list(range(low)), across
+    def rounds(self, world: int) -> tuple[Round, ...]:
+        """The fold of the remainder, then a round for each bit of a position, from the top."""
+        core, devices = self.blocks(world), self._devices(world)
+        folded = tuple((device - 1, device) for device in devices[: world - core])
+        rounds = [Round(folded, (0, core), 0)] if folded else []
+        for j, ends in enumerate(self._ends(world)):
+            pairs = tuple((devices[rank], devices[end]) for rank, end in enumerate(ends))
+            rounds.append(Round(pairs, (core >> (j + 1), core >> j), 0))
+        return tuple(rounds)
 
+    def positions(self, world: int) -> Order:
+        """A position names hops, from its top bit on; the block there is where they lead.
 
-def _block(rank: int, position: int, q: int, inside: Bits, across: Callable[[int], Bits]) -> int:
-    """The block at a position of the device with this rank."""
-    taken = [(position >> (q - 1 - j)) & 1 for j in range(q)]
-    block = rank ^ sum(bit << b for bit, b in zip(taken, inside, strict=False))
-    # `block` is now at the place in the switch of the device that will own it.
-    return block ^ sum(
-        bit << b for bit, b in zip(taken[len(inside) :], across(block), strict=False)
-    )
+        What is left after a round is the lower half of the positions. Over the shortcuts, the hops
+        are those of the devices which will own the blocks, at their place in the switch.
+        """
+        held = [(rank,) for rank in range(self.blocks(world))]
+        for ends in reversed(self._ends(world)):
+            held = [mine + held[end] for mine, end in zip(held, ends, strict=True)]
+        by_device = dict(zip(self._devices(world), held, strict=True))
+        # Who folds keeps the order of the one that takes its values.
+        return tuple(by_device.get(r) or by_device[r + 1] for r in range(world))
+
+    def _devices(self, world: int) -> list[int]:
+        """Device 2e folds into 2e + 1 for e < the remainder; the others, by rank."""
+        extra = world - self.blocks(world)
+        return [2 * e + 1 for e in range(extra)] + list(range(2 * extra, world))
+
+    def _ends(self, world: int) -> list[list[int]]:
+        """For each round, the rank to which each rank sends."""
+        q = world.bit_length() - 1
+        per_switch, grid, hops = 1 << q, (), [[(bit, 0) for bit in range(q)]]
+        if self.order == "far_first":
+            hops = [hops[0][::-1]]
+        elif self.devices_per_switch is not None:
+            per_switch = self.devices_per_switch
+            grid = self.grid or (world // max(per_switch, 1),)
+            _shortcuts.require(world, per_switch, grid)
+            across = _ON_SWITCHES[self.order](per_switch, grid)
+            inside: list[Hop] = [(bit, 0) for bit in range(per_switch.bit_length() - 1)]
+            hops = [inside + own for own in across]
+        ranks = range(1 << q)
+        return [
+            [_shortcuts.after(r, hops[r % len(hops)][j], per_switch, grid) for r in ranks]
+            for j in range(q)
+        ]
 
 
 def halving_doubling(
@@ -126,9 +121,9 @@ def halving_doubling(
     """Recursive halving and doubling: 2 log2 N rounds at powers of two.
 
     Args:
-      order: "near_first", "far_first" or "shifted", see `HalvingDoubling`.
-      devices_per_switch: for "shifted": how many neighbouring devices are on a switch.
-      grid: for "shifted": the switches along each dimension, such as (4, 4); None is one ring.
+      order: "near_first", "far_first", "shifted" or "spread", see `HalvingDoubling`.
+      devices_per_switch: for the last two: how many neighbouring devices are on a switch.
+      grid: for these: the switches along each dimension, such as (4, 4); None is one ring.
 
     Raises:
       ValueError: for an unknown order, or one that the other arguments do not fit; when used,

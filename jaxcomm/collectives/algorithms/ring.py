@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from jaxcomm.collectives.algorithms._scheduled import Scheduled
-from jaxcomm.collectives.algorithms.schedule import Round, Schedule, rotations, shift
+from jaxcomm.collectives.algorithms._scheduled import Order, Scheduled
+from jaxcomm.collectives.algorithms.schedule import Round, rotations, shift
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +19,14 @@ class Ring(Scheduled):
 
     name = "ring"
 
-    def schedule(self, world: int) -> Schedule:
+    def rounds(self, world: int) -> tuple[Round, ...]:
         """Device r sends block r - 1 to r + 1 first, and what it has just merged from then on."""
         neighbours = shift(world, 1)
-        rounds = tuple(Round(neighbours, (i, i + 1), i - 1) for i in range(world - 1, 0, -1))
-        return Schedule(world, world, rotations(world), rounds)
+        return tuple(Round(neighbours, (i, i + 1), i - 1) for i in range(world - 1, 0, -1))
+
+    def positions(self, world: int) -> Order:
+        """See `Scheduled.positions`."""
+        return rotations(world)
 
 
 def ring() -> Ring:

@@ -9,6 +9,9 @@ device: shapes are static, and no index depends on the device.
 
 import dataclasses
 import functools
+from collections.abc import Iterable
+
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,18 +73,13 @@ class Schedule:
 
         Where senders differ, the most: a message has one shape on all devices.
         """
-        return tuple(
-            tuple(
-                max(len(self.holdings[t][source][i]) for source, _ in step.pairs)
-                for i in range(*step.send)
-            )
-            for t, step in enumerate(self.rounds)
-        )
+        return counted(self.world, self.blocks, self.rounds)[0]
 
     @functools.cached_property
     def owners(self) -> tuple[bool, ...]:
         """Whether a device owns a block in the end: the one it keeps at position 0."""
-        return tuple(len(row[0]) == self.world for row in self.holdings[-1])
+        held = counted(self.world, self.blocks, self.rounds)[1]
+        return tuple((held[:, 0] == self.world).tolist())
 
     @functools.cached_property
     def blocks_sent(self) -> tuple[int, ...]:
@@ -92,6 +90,24 @@ class Schedule:
                 sent[source] += step.size
                 sent[target] += step.size
         return tuple(sent)
+
+
+def counted(
+    world: int, blocks: int, rounds: Iterable[Round]
+) -> tuple[tuple[tuple[int, ...], ...], np.ndarray]:
+    """Of how many devices blocks are sums; as nobody is counted twice, counts add up.
+
+    Returns:
+      `Schedule.counts`, and what each device holds at each position in the end, `(world, blocks)`.
+    """
+    held = np.ones((world, blocks), np.int32)
+    found = []
+    for step in rounds:
+        sources, targets = np.asarray(step.pairs).T
+        sent = held[sources, slice(*step.send)]
+        found.append(tuple(sent.max(axis=0).tolist()))
+        held[targets, step.into : step.into + step.size] += sent
+    return tuple(found), held
 
 
 def rotations(world: int) -> tuple[tuple[int, ...], ...]:
