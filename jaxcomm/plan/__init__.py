@@ -1,8 +1,20 @@
 """Networks: what they look like, and how long exchanges take on them."""
 
-from jaxcomm.plan.fabrics import FABRICS
+from jaxcomm.plan import fabrics
 from jaxcomm.plan.files import TOPOLOGIES, load
-from jaxcomm.plan.simulate import Model, Simulation
+from jaxcomm.plan.messages import Coded, Votes
+from jaxcomm.plan.simulate import Exchange, Model, Simulation
 from jaxcomm.plan.topology import Link, Topology
 
-__all__ = ["FABRICS", "TOPOLOGIES", "Link", "Model", "Simulation", "Topology", "load"]
+__all__ = [
+    "TOPOLOGIES",
+    "Coded",
+    "Exchange",
+    "Link",
+    "Model",
+    "Simulation",
+    "Topology",
+    "Votes",
+    "fabrics",
+    "load",
+]

@@ -11,12 +11,17 @@ cost is therefore linear in the bytes between a few corners, and is worked out o
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxcomm.collectives.algorithms import Algorithm
+from jaxcomm.plan.messages import Reduction, Shares, Votes
 from jaxcomm.plan.steps import Pairs, Step, steps
 from jaxcomm.plan.topology import Topology
+
+_KEPT = 256  # costs of steps; an all-to-all of thousands of devices repeats none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +48,33 @@ class Model:
     Attributes:
       latency: seconds for each message.
       hop: seconds for each link on its way.
-      takes_turns: whether two devices that send to each other in one step do so one after the
-        other, as processes joined by gloo do.
+      half_duplex: whether both directions between the same two devices share the rate of one, as
+        between processes joined by gloo.
     """
 
     latency: float = 0.0
     hop: float = 0.0
-    takes_turns: bool = False
+    half_duplex: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """What an all-reduce takes on a network.
+
+    Attributes:
+      seconds: from its first message to its last.
+      sent: bytes that the busiest device sends.
+      busiest_link: the nodes that the link with most bytes for its rate leads from and to; None
+        where no link is limited.
+      bytes_busiest_link: what it carries.
+      busiest_link_seconds: how long that takes: no order of these messages is faster.
+    """
+
+    seconds: float
+    sent: float
+    busiest_link: tuple[str, str] | None
+    bytes_busiest_link: float
+    busiest_link_seconds: float
 
 
 class Simulation:
@@ -62,9 +87,20 @@ class Simulation:
 
     Raises:
       ValueError: for hosts that do not exist or stand twice.
+
+    Example:
+      >>> from jaxcomm import algorithms, plan
+      >>> room = plan.fabrics.star("room", hosts=4, rate="1Gbit")
+      >>> round(plan.Simulation(room).seconds(algorithms.ring(), vector_bytes=100e6), 3)
+      1.2
     """
 
-    def __init__(self, topology: Topology, model: Model | None = None, hosts: object = None):
+    def __init__(
+        self,
+        topology: Topology,
+        model: Model | None = None,
+        hosts: Sequence[int] | np.ndarray | None = None,
+    ):
         self.topology = topology
         self.model = model or Model()
         number = len(topology.hosts)
@@ -75,18 +111,66 @@ class Simulation:
         with np.errstate(divide="ignore"):
             self._per_byte = 8e-6 / topology.rates
 
-    def costs(
-        self, algorithm: Algorithm, world: int | tuple[int, int] | None = None
-    ) -> list[tuple[Cost, Step]]:
-        """The cost of each step of an all-reduce; equal ones are worked out once.
+    def exchange(
+        self,
+        algorithm: Algorithm,
+        reduction: Reduction,
+        n: int,
+        world: int | tuple[int, int] | None = None,
+    ) -> Exchange:
+        """What an all-reduce of n values takes.
 
         Args:
           algorithm: who talks to whom.
+          reduction: how many bytes messages have, such as `Coded(jaxcomm.codecs.int8())`.
+          n: the values of a vector.
           world: the number of devices, or (far, near) for `hierarchical`; None is all hosts.
         """
+        return self.exchanges(algorithm, [reduction], n, world)[0]
+
+    def exchanges(
+        self,
+        algorithm: Algorithm,
+        reductions: Sequence[Reduction],
+        n: int,
+        world: int | tuple[int, int] | None = None,
+    ) -> list[Exchange]:
+        """See `exchange`: several reductions by one algorithm, whose routes are found once."""
+        with_counts = any(isinstance(reduction, Votes) for reduction in reductions)
+        known: dict[int, tuple[Cost, np.ndarray, Pairs]] = {}
+        seconds = np.zeros(len(reductions))
+        carried = np.zeros((len(reductions), len(self._per_byte)))
+        sent = np.zeros((len(reductions), len(self.hosts)))
+        for step in steps(algorithm, self._world(world), with_counts):
+            found = known.get(id(step.pairs))
+            if found is None:
+                found = *self._cost_and_loads(step.pairs), step.pairs
+                if len(known) < _KEPT:
+                    known[id(step.pairs)] = found
+            cost, loads, _ = found
+            for i, reduction in enumerate(reductions):
+                size = reduction.bytes_of(step, n)
+                seconds[i] += step.times * cost.seconds(size)
+                carried[i] += step.times * size * loads
+                sent[i, step.pairs.sources] += step.times * size
+        return [self._summed(*found) for found in zip(seconds, sent, carried, strict=True)]
+
+    def _summed(self, seconds: float, sent: np.ndarray, carried: np.ndarray) -> Exchange:
+        times = carried * self._per_byte
+        busiest, carries, needs = None, 0.0, 0.0
+        if times.max(initial=0.0) > 0:
+            most = int(times.argmax())
+            busiest = self.topology.ends_of(most)
+            carries, needs = float(carried[most]), float(times[most])
+        return Exchange(float(seconds), float(sent.max(initial=0.0)), busiest, carries, needs)
+
+    def costs(
+        self, algorithm: Algorithm, world: int | tuple[int, int] | None = None
+    ) -> list[tuple[Cost, Step]]:
+        """The cost of each step of an all-reduce; equal ones are worked out once."""
         known: dict[int, tuple[Cost, Pairs]] = {}
         found = []
-        for step in steps(algorithm, len(self.hosts) if world is None else world):
+        for step in steps(algorithm, self._world(world)):
             if id(step.pairs) not in known:
                 known[id(step.pairs)] = self.cost(step.pairs), step.pairs
             found.append((known[id(step.pairs)][0], step))
@@ -96,37 +180,48 @@ class Simulation:
         self, algorithm: Algorithm, vector_bytes: float, world: int | tuple[int, int] | None = None
     ) -> float:
         """How long an all-reduce takes whose every message is a share of so many bytes."""
-        return total(self.costs(algorithm, world), vector_bytes)
+        return self.exchange(algorithm, Shares(vector_bytes), 0, world).seconds
 
     def cost(self, pairs: Pairs) -> Cost:
         """What it costs that all these devices send at once."""
-        if not self.model.takes_turns:
-            return self._cost(pairs.sources, pairs.targets)
-        world = len(self.hosts)
-        back = set((pairs.targets * world + pairs.sources).tolist())
-        meets = np.asarray([key in back for key in pairs.sources * world + pairs.targets], bool)
-        second = meets & (pairs.sources > pairs.targets)
-        first = self._cost(pairs.sources[~second], pairs.targets[~second])
-        if not second.any():
-            return first
-        other = self._cost(pairs.sources[second], pairs.targets[second])
-        # One after the other: every corner with every corner.
-        latency = (first.latency[:, None] + other.latency - self.model.latency).ravel()
-        return Cost(latency, (first.per_byte[:, None] + other.per_byte).ravel())
+        return self._cost_and_loads(pairs)[0]
 
-    def _cost(self, sources: np.ndarray, targets: np.ndarray) -> Cost:
-        messages, links = self.topology.routes(self.hosts[sources], self.hosts[targets])
+    def _world(self, world: int | tuple[int, int] | None) -> int | tuple[int, int]:
+        """The sizes of the axes, which are those of the hosts."""
+        chosen = len(self.hosts) if world is None else world
+        if math.prod(chosen if isinstance(chosen, tuple) else (chosen,)) != len(self.hosts):
+            raise ValueError(
+                f"an exchange of {chosen} devices needs as many hosts; there are {len(self.hosts)}."
+            )
+        return chosen
+
+    def _cost_and_loads(self, pairs: Pairs) -> tuple[Cost, np.ndarray]:
+        """The cost, and how many messages each directed link carries."""
+        messages, links = self.topology.routes(self.hosts[pairs.sources], self.hosts[pairs.targets])
+        loads = np.bincount(links, minlength=len(self._per_byte))
         if not messages.size:
-            return Cost(np.zeros(0), np.zeros(0))
-        share = np.bincount(links, minlength=len(self._per_byte)) * self._per_byte
+            return Cost(np.zeros(0), np.zeros(0)), loads
         first = np.flatnonzero(np.diff(messages, prepend=-1))
-        slowest = np.maximum.reduceat(share[links], first)
+        slowest = np.maximum.reduceat((loads * self._per_byte)[links], first)
+        if self.model.half_duplex:
+            alone = np.maximum.reduceat(self._per_byte[links], first)
+            slowest = np.maximum(slowest, alone + _of_the_way_back(pairs, alone))
         hops = np.diff(first, append=len(messages))
         # Of messages with as many hops, only the slowest counts.
         most = np.zeros(hops.max() + 1)
         np.maximum.at(most, hops, slowest)
         corners = np.unique(hops)
-        return Cost(self.model.latency + self.model.hop * corners, most[corners])
+        return Cost(self.model.latency + self.model.hop * corners, most[corners]), loads
+
+
+def _of_the_way_back(pairs: Pairs, numbers: np.ndarray) -> np.ndarray:
+    """For each message, the number of the one that goes the other way; 0 where there is none."""
+    size = int(max(pairs.sources.max(), pairs.targets.max())) + 1
+    there = pairs.sources * size + pairs.targets
+    order = np.argsort(there)
+    place = np.searchsorted(there, back := pairs.targets * size + pairs.sources, sorter=order)
+    other = order[np.minimum(place, len(order) - 1)]
+    return np.where(there[other] == back, numbers[other], 0.0)
 
 
 def total(costs: list[tuple[Cost, Step]], vector_bytes: float) -> float:

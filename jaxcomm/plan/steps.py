@@ -6,6 +6,7 @@ backwards.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -16,6 +17,7 @@ from jaxcomm.collectives.algorithms._scheduled import Scheduled
 from jaxcomm.collectives.algorithms.direct import Direct
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.algorithms.native import Native
+from jaxcomm.collectives.algorithms.schedule import counted
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,16 +44,30 @@ class Step:
 
     Attributes:
       pairs: who sends to whom.
-      share: of the vector, in each message.
+      blocks: in each message.
+      of: how many blocks the vector is cut into.
+      counts: of how many devices each of these blocks is a partial; None if that is not known, or
+        for finished results, which `is_result` tells.
+      is_result: whether the blocks are finished.
       times: how often in a row.
     """
 
     pairs: Pairs
-    share: float
+    blocks: int
+    of: int
+    counts: tuple[int, ...] | None = None
+    is_result: bool = False
     times: int = 1
 
+    @property
+    def share(self) -> float:
+        """Of the vector, in each message."""
+        return self.blocks / self.of
 
-def steps(algorithm: Algorithm, world: int | tuple[int, int]) -> Iterator[Step]:
+
+def steps(
+    algorithm: Algorithm, world: int | tuple[int, int], with_counts: bool = False
+) -> Iterator[Step]:
     """The steps of an all-reduce, in order; equal ones in a row are one.
 
     XLA's own all-reduce, and the all-gather behind an all-to-all, are taken for rings, as they are
@@ -60,40 +76,39 @@ def steps(algorithm: Algorithm, world: int | tuple[int, int]) -> Iterator[Step]:
     Args:
       algorithm: who talks to whom.
       world: the number of devices; for `hierarchical`, those along its two axes, (far, near).
+      with_counts: whether the steps of the reduce-scatter have their `counts`.
 
     Raises:
       TypeError: for an algorithm whose pairs are not known.
     """
     if isinstance(algorithm, Hierarchical) != isinstance(world, tuple):
         raise TypeError(f"hierarchical, and only it, has two sizes (far, near), got {world!r}.")
-    return _joined(_both_ways(algorithm, world))
-
-
-def _both_ways(algorithm: Algorithm, world: int | tuple[int, int]) -> Iterator[Step]:
     if isinstance(world, tuple):
         assert isinstance(algorithm, Hierarchical)
-        yield from _two_levels(algorithm, *world)
-    elif isinstance(algorithm, Native):
-        yield from _both_ways(ring(), world)
-    else:
-        yield from _there(algorithm, world)
-        yield from _back(algorithm, world)
+        return _joined(_two_levels(algorithm, *world, with_counts))
+    if isinstance(algorithm, Native):
+        algorithm = ring()
+    there = _there(algorithm, world, with_counts)
+    return _joined(itertools.chain(there, _back(algorithm, world)))
 
 
-def _there(algorithm: Algorithm, world: int) -> Iterator[Step]:
+def _there(algorithm: Algorithm, world: int, with_counts: bool) -> Iterator[Step]:
     """The reduce-scatter."""
     if isinstance(algorithm, Direct):
         everyone = np.arange(world)
         parts = 2 if world == 4 else 1
         for row in targets(world) if world > 1 else ():
-            yield Step(Pairs(everyone, np.asarray(row)), 1 / (world * parts))
+            pairs = Pairs(everyone, np.asarray(row))
+            yield Step(pairs, 1, world * parts, (1,) if with_counts else None)
     elif isinstance(algorithm, Scheduled):
         seen: dict[int, Pairs] = {}
         rounds = tuple(algorithm.rounds(world))  # alive, so that ids stay theirs
-        for step in rounds:
+        blocks = algorithm.blocks(world)
+        counts = counted(world, blocks, rounds)[0] if with_counts else [None] * len(rounds)
+        for step, count in zip(rounds, counts, strict=True):
             if id(step.pairs) not in seen:
                 seen[id(step.pairs)] = Pairs(*np.asarray(step.pairs, int).T)
-            yield Step(seen[id(step.pairs)], step.size / algorithm.blocks(world))
+            yield Step(seen[id(step.pairs)], step.size, blocks, count)
     else:
         raise TypeError(f"the pairs of {algorithm!r} are not known.")
 
@@ -101,41 +116,44 @@ def _there(algorithm: Algorithm, world: int) -> Iterator[Step]:
 def _back(algorithm: Algorithm, world: int) -> Iterator[Step]:
     """The all-gather."""
     if isinstance(algorithm, Direct):
-        yield from _there(ring(), world)
-        return
+        algorithm = ring()
     seen: dict[int, Pairs] = {}
-    for step in reversed(tuple(_there(algorithm, world))):
+    for step in reversed(tuple(_there(algorithm, world, False))):
         back = seen.setdefault(id(step.pairs), step.pairs.back)
-        yield Step(back, step.share)
+        yield dataclasses.replace(step, pairs=back, is_result=True)
 
 
-def _two_levels(algorithm: Hierarchical, far: int, near: int) -> Iterator[Step]:
+def _two_levels(algorithm: Hierarchical, far: int, near: int, with_counts: bool) -> Iterator[Step]:
     """Near there, far there and back on a near block, near back; all groups at once."""
     within = np.arange(far)[:, None] * near
     across = np.arange(near)[:, None]
-    part = 1 / algorithm.near.blocks(near)
-    yield from _in_groups(_there(algorithm.near, near), within, 1, 1)
-    yield from _in_groups(_there(algorithm.far, far), across, near, part)
-    yield from _in_groups(_back(algorithm.far, far), across, near, part)
-    yield from _in_groups(_back(algorithm.near, near), within, 1, 1)
+    parts = algorithm.near.blocks(near)
+    there = _there(algorithm.near, near, with_counts)
+    yield from _in_groups(there, within, 1)
+    there = _there(algorithm.far, far, with_counts)
+    for step in _in_groups(itertools.chain(there, _back(algorithm.far, far)), across, near):
+        counts = None if step.counts is None else tuple(near * count for count in step.counts)
+        yield dataclasses.replace(step, of=parts * step.of, counts=counts)
+    yield from _in_groups(_back(algorithm.near, near), within, 1)
 
 
-def _in_groups(
-    found: Iterator[Step], first: np.ndarray, stride: int, share: float
-) -> Iterator[Step]:
+def _in_groups(found: Iterator[Step], first: np.ndarray, stride: int) -> Iterator[Step]:
     """Steps of one group, for all groups; device r of a group is number first + stride * r."""
-    for step in _joined(found):
-        sources = (first + stride * step.pairs.sources).ravel()
-        pairs = Pairs(sources, (first + stride * step.pairs.targets).ravel())
-        yield Step(pairs, share * step.share, step.times)
+    seen: dict[int, tuple[Pairs, Pairs]] = {}
+    for step in found:
+        if id(step.pairs) not in seen:
+            sources = (first + stride * step.pairs.sources).ravel()
+            every = Pairs(sources, (first + stride * step.pairs.targets).ravel())
+            seen[id(step.pairs)] = step.pairs, every
+        yield dataclasses.replace(step, pairs=seen[id(step.pairs)][1])
 
 
 def _joined(found: Iterator[Step]) -> Iterator[Step]:
     """Steps that are the same as the one before are counted, not repeated."""
     last: Step | None = None
     for step in found:
-        if last is not None and (step.pairs, step.share) == (last.pairs, last.share):
-            last = dataclasses.replace(last, times=last.times + step.times)
+        if last is not None and step == dataclasses.replace(last, times=1):
+            last = dataclasses.replace(last, times=last.times + 1)
             continue
         if last is not None:
             yield last

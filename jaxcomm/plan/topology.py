@@ -150,10 +150,15 @@ class Topology:
         hops, _ = self._ways.step(others, np.full(len(others), goal), np.full(len(others), goal))
         return {self.nodes[i]: self.nodes[hop] for i, hop in zip(others, hops, strict=True)}
 
+    def ends_of(self, link: int) -> tuple[str, str]:
+        """The nodes that a directed link leads from and to."""
+        a, b = self._ends[link]
+        return self.nodes[a], self.nodes[b]
+
     def path(self, source: str, target: str) -> list[tuple[str, str]]:
         """The nodes that each link of a message's path leads from and to."""
         _, links = self.routes([self.number[source]], [self.number[target]])
-        return [(self.nodes[a], self.nodes[b]) for a, b in self._ends[links]]
+        return [self.ends_of(link) for link in links]
 
 
 class _Ways:

@@ -104,14 +104,27 @@ def test_latency_is_that_of_the_slowest_message() -> None:
     assert fast.cost(pairs).seconds(1e6) == pytest.approx(2 + 31e-3)
 
 
-def test_devices_that_send_to_each_other_take_turns() -> None:
+def test_both_directions_between_two_devices_may_share_a_rate() -> None:
     made = load("star", hosts=4, rate=8)
     there = Pairs(np.arange(4), np.arange(4) ^ 1)
     around = Pairs(np.arange(4), (np.arange(4) + 1) % 4)
     for pairs, seconds in ((there, 2), (around, 1)):
         assert Simulation(made).cost(pairs).seconds(1e6) == pytest.approx(1)
-        turns = Simulation(made, Model(0.1, takes_turns=True))
-        assert turns.cost(pairs).seconds(1e6) == pytest.approx(seconds + 0.1)
+        half = Simulation(made, Model(0.1, half_duplex=True))
+        assert half.cost(pairs).seconds(1e6) == pytest.approx(seconds + 0.1)
+    # Where two pairs share a link, each direction of it carries one of them at a time.
+    middle = load("clusters", hosts=4, rate=8)
+    across = Pairs(np.arange(4), np.arange(4) ^ 2)
+    for model in (Model(), Model(half_duplex=True)):
+        assert Simulation(middle, model).cost(across).seconds(1e6) == pytest.approx(2)
+
+
+def test_in_the_spread_order_few_devices_send_to_each_other() -> None:
+    """Only over half of a ring: the last round in a switch of 16, some of each round between 4."""
+    half = Simulation(_loop(64, (4,), 16), Model(half_duplex=True))
+    for order, of_64 in (((), 2 * 63), (("spread", 16), 32 + 16 + 8 + 2 * 4 + 2 * 2 + 2 * 1)):
+        seconds = half.seconds(halving_doubling(*order), 1e6) / 2 / (1e6 * 8e-8)
+        assert seconds == pytest.approx(of_64 / 64)
 
 
 def test_an_order_of_hosts() -> None:

@@ -24,11 +24,14 @@ Counts = list[list[int]]
 
 
 def shifted(per_switch: int, grid: tuple[int, ...]) -> list[list[Hop]]:
-    """Device l of a switch begins with bit l: one dimension of the grid after the other."""
+    """Device l of a switch begins with bit l: one dimension of the grid after the other.
+
+    Before that, inside the switch, all devices take its bits from the lowest on.
+    """
     low = per_switch.bit_length() - 1
 
     def one(place: int) -> list[Hop]:
-        hops, base = [], low
+        hops, base = [(bit, 0) for bit in range(low)], low
         for size in grid:
             width = size.bit_length() - 1
             hops += [(base + (place + j) % width, 0) for j in range(width)]
@@ -39,11 +42,15 @@ def shifted(per_switch: int, grid: tuple[int, ...]) -> list[list[Hop]]:
 
 
 def spread(per_switch: int, grid: tuple[int, ...]) -> list[list[Hop]]:
-    """The hops of each device of a switch, in order; see above."""
+    """The hops of each device of a switch, in order; see above.
+
+    Inside the switch devices go around a ring too: but for the last of these rounds, which has the
+    shortest messages, no two devices send to each other.
+    """
     low = per_switch.bit_length() - 1
     ways = [1 if 2 << k == size else 2 for size in grid for k in range(size.bit_length() - 1)]
     orders = _permutations(_counts(per_switch, ways)) if ways else [[]] * per_switch
-    hops: list[list[Hop]] = [[] for _ in orders]
+    hops: list[list[Hop]] = [[(bit, 1) for bit in range(low)] for _ in orders]
     by_cable = sorted(range(per_switch), key=lambda place: f"{place:0{max(low, 1)}b}"[::-1])
     for j in range(len(ways)):
         met = [0] * len(ways)
@@ -54,13 +61,13 @@ def spread(per_switch: int, grid: tuple[int, ...]) -> list[list[Hop]]:
     return hops
 
 
-def after(device: int, hop: Hop, per_switch: int, grid: tuple[int, ...]) -> int:
-    """The device at the end of a hop."""
+def after(device: int, hop: Hop, sizes: tuple[int, ...]) -> int:
+    """The device at the end of a hop; the sizes are those of a switch and of the grid."""
     bit, sign = hop
     if sign == 0:
         return device ^ (1 << bit)
-    stride = per_switch
-    for size in grid:
+    stride, size = 1, 1
+    for size in sizes:
         if 1 << bit < stride * size:
             break
         stride *= size
@@ -116,11 +123,10 @@ def _halves(counts: Counts) -> tuple[Counts, Counts]:
     return half, other
 
 
-def require(world: int, per_switch: int, grid: tuple[int, ...]) -> None:
+def require(world: int, sizes: tuple[int, ...]) -> None:
     """The devices of the axis are those of the switches, all powers of two; else ValueError."""
-    sizes = (per_switch, *grid)
     if math.prod(sizes) != world or any(s < 1 or s & (s - 1) for s in sizes):
         raise ValueError(
             f"this order needs devices_per_switch x switches to be the {world} devices "
-            f"of the axis, all powers of two; got {per_switch} x {' x '.join(map(str, grid))}."
+            f"of the axis, all powers of two; got {' x '.join(map(str, sizes))}."
         )

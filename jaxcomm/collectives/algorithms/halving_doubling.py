@@ -96,20 +96,18 @@ class HalvingDoubling(Scheduled):
     def _ends(self, world: int) -> list[list[int]]:
         """For each round, the rank to which each rank sends."""
         q = world.bit_length() - 1
-        per_switch, grid, hops = 1 << q, (), [[(bit, 0) for bit in range(q)]]
+        hops: list[list[Hop]] = [[(bit, 0) for bit in range(q)]]
+        sizes: tuple[int, ...] = (1 << q,)
         if self.order == "far_first":
             hops = [hops[0][::-1]]
         elif self.devices_per_switch is not None:
-            per_switch = self.devices_per_switch
-            grid = self.grid or (world // max(per_switch, 1),)
-            _shortcuts.require(world, per_switch, grid)
-            across = _ON_SWITCHES[self.order](per_switch, grid)
-            inside: list[Hop] = [(bit, 0) for bit in range(per_switch.bit_length() - 1)]
-            hops = [inside + own for own in across]
+            grid = self.grid or (world // max(self.devices_per_switch, 1),)
+            sizes = (self.devices_per_switch, *grid)
+            _shortcuts.require(world, sizes)
+            hops = _ON_SWITCHES[self.order](self.devices_per_switch, grid)
         ranks = range(1 << q)
         return [
-            [_shortcuts.after(r, hops[r % len(hops)][j], per_switch, grid) for r in ranks]
-            for j in range(q)
+            [_shortcuts.after(r, hops[r % len(hops)][j], sizes) for r in ranks] for j in range(q)
         ]
 
 

@@ -1,0 +1,86 @@
+"""How many bytes a message has: what a reduction sends of a partial, and of a result."""
+
+import dataclasses
+import math
+from typing import Protocol
+
+from jaxcomm.plan.steps import Step
+
+_WORD = 32  # coordinates in a word of a bit plane
+
+
+class Codec(Protocol):
+    """What is asked of a codec."""
+
+    def message_bytes(self, n: int) -> int:
+        """The bytes of a message of n values."""
+        ...
+
+
+class Reduction(Protocol):
+    """What a message means, as its bytes."""
+
+    def bytes_of(self, step: Step, n: int) -> float:
+        """The bytes of each message of a step, for vectors of n values."""
+        ...
+
+
+def _length(step: Step, n: int) -> int:
+    """The values of a block, padding included."""
+    return -(-n // step.of)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Whatever it is, each message has its share of so many bytes.
+
+    Attributes:
+      vector_bytes: of a whole vector.
+    """
+
+    vector_bytes: float
+
+    def bytes_of(self, step: Step, n: int) -> float:
+        """See `Reduction`."""
+        del n
+        return step.share * self.vector_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Coded:
+    """A mean: partials in one format, results in another or the same.
+
+    Attributes:
+      codec: that of partials, such as `jaxcomm.codecs.bfloat16()`.
+      second_hop: that of results; None is the same.
+    """
+
+    codec: Codec
+    second_hop: Codec | None = None
+
+    def bytes_of(self, step: Step, n: int) -> int:
+        """See `Reduction`."""
+        codec = self.second_hop if step.is_result and self.second_hop else self.codec
+        return step.blocks * codec.message_bytes(_length(step, n))
+
+
+@dataclasses.dataclass(frozen=True)
+class Votes:
+    """A majority of signs in bit planes: a partial of k devices has ceil(log2(k + 1)) of them.
+
+    Attributes:
+      partials: counts of each value: 1, or 2 where zeros abstain.
+      results: bits of each result: 1, or 2 where a result may be zero.
+    """
+
+    partials: int = 1
+    results: int = 1
+
+    def bytes_of(self, step: Step, n: int) -> int:
+        """See `Reduction`; the step has counts, or is of results."""
+        if step.is_result:
+            planes = self.results * step.blocks
+        else:
+            assert step.counts is not None, "steps(..., with_counts=True)"
+            planes = self.partials * sum(count.bit_length() for count in step.counts)
+        return planes * math.ceil(_length(step, n) / _WORD) * 4
