@@ -36,6 +36,7 @@ from jaxcomm.transforms import (
     sparse_mean,
     stages,
     state_spec,
+    with_layer_axis,
     with_param_specs,
 )
 from jaxcomm.wire import WireReport, wire_report
@@ -83,5 +84,6 @@ __all__ = [
     "unmark_local",
     "value_and_grad",
     "wire_report",
+    "with_layer_axis",
     "with_param_specs",
 ]

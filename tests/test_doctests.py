@@ -22,6 +22,7 @@ WITH_EXAMPLES = [
     "jaxcomm.transforms.per_device",
     "jaxcomm.transforms.set_to_zero",
     "jaxcomm.transforms.stages",
+    "jaxcomm.transforms.with_layer_axis",
     "jaxcomm.transforms.with_param_specs",
     "jaxcomm.wire",
 ]

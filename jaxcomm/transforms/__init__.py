@@ -12,6 +12,7 @@ from jaxcomm.transforms.per_device import PerDevice, state_spec
 from jaxcomm.transforms.set_to_zero import set_to_zero
 from jaxcomm.transforms.sparse_mean import SparseMeanState, SparseReport, sparse_mean
 from jaxcomm.transforms.stages import StagesState, dense_first, stages
+from jaxcomm.transforms.with_layer_axis import with_layer_axis
 from jaxcomm.transforms.with_param_specs import with_param_specs
 
 __all__ = [
@@ -40,5 +41,6 @@ __all__ = [
     "sparse_mean",
     "stages",
     "state_spec",
+    "with_layer_axis",
     "with_param_specs",
 ]

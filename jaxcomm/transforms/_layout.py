@@ -19,6 +19,12 @@ from jaxcomm._marks import marked_dtype
 
 # How parameters are sharded, by path, for `init` where their types do not tell.
 GIVEN_SPECS: contextvars.ContextVar[dict[str, PartitionSpec]] = contextvars.ContextVar("specs")
+# Patterns of paths of leaves whose leading axis counts layers.
+STACKED: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("stacked")
+# How frameworks call what has one number for each feature: a bias, or the scale of a norm. Stacked
+# for a scan over layers, or shaped (heads, head width), it has several dimensions all the same.
+VECTORS = ("bias", "scale", "offset", "beta", "gamma")
+NORMS = ("*norm*/weight", "ln*/weight", "*/ln*/weight")
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -32,6 +38,7 @@ class Leaf:
       dtype: its dtype.
       spec: how it is sharded over the axes other than the exchange's axis.
       exempt: whether it travels in float32.
+      stacked: whether its leading axis counts layers.
     """
 
     path: str
@@ -39,6 +46,7 @@ class Leaf:
     dtype: Any
     spec: PartitionSpec
     exempt: bool = False
+    stacked: bool = False
 
 
 @jax.tree_util.register_static
@@ -71,7 +79,8 @@ def layout_of(
       params: the parameters.
       axis_name: the axis of the exchange.
       exempt: patterns of paths, as in `fnmatch`, of leaves that travel in float32, in addition to
-        leaves of at most one dimension; or a function of path and shape that decides about all.
+        leaves of at most one dimension, an axis of layers not counted, and to those with the usual
+        names of biases and norms; or a function of path and shape that decides about all.
       bucket_order: paths of leaves, to be checked.
 
     Raises:
@@ -96,7 +105,9 @@ def layout_of(
                 "float16. Keep other leaves out of the tree that is differentiated, or cast them."
             )
         spec, shape = _spec_of(leaf, name, axis_name), tuple(jnp.shape(leaf))
-        leaves.append(Leaf(name, shape, dtype, spec, _is_exempt(name, shape, exempt)))
+        stacked = _fits(name, STACKED.get(()))
+        is_exempt = _is_exempt(name, shape, stacked, exempt)
+        leaves.append(Leaf(name, shape, dtype, spec, is_exempt, stacked))
     if not callable(exempt):
         _check_patterns(exempt, [leaf.path for leaf in leaves])
     is_part = any(isinstance(node, optax.MaskedNode) for node in nodes)
@@ -104,10 +115,15 @@ def layout_of(
     return Layout(axis_name, world, tuple(leaves))
 
 
-def _is_exempt(path: str, shape: tuple[int, ...], exempt: Exempt) -> bool:
+def _is_exempt(path: str, shape: tuple[int, ...], stacked: bool, exempt: Exempt) -> bool:
     if callable(exempt):
         return bool(exempt(path, shape))
-    return len(shape) <= 1 or any(fnmatch.fnmatchcase(path, pattern) for pattern in exempt)
+    is_vector = path.rpartition("/")[2] in VECTORS or _fits(path, NORMS)
+    return len(shape) - stacked <= 1 or is_vector or _fits(path, exempt)
+
+
+def _fits(path: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def _check_patterns(patterns: Sequence[str], paths: Sequence[str]) -> None:

@@ -74,7 +74,8 @@ def low_rank_mean(
     travel together in float32. The axes of a leaf are split into inputs and outputs where m + n is
     smallest: a convolution's kernel (height, width, in, out) before its last axis, a projection to
     attention heads (width, heads, head width) behind its first. A leaf that is sharded over a
-    further axis is a matrix for each shard.
+    further axis is a matrix for each shard. Layers that are stacked for `jax.lax.scan` are a matrix
+    each if `jaxcomm.with_layer_axis` says so.
 
     If any gradient on any device is not finite, every update on every device is NaN, and the state
     stays as it was.
@@ -153,7 +154,7 @@ def low_rank_mean(
         refuse_wrappers()
         layout = _low_rank_layout(layout_of(params, axis_name, exempt, bucket_order), rank)
         large, _ = split_off_exempt(layout)
-        sizes = [rank * math.prod(_matrix(local_shape(layout.leaves[i]))[:2]) for i in large]
+        sizes = [rank * math.prod(_matrices(layout.leaves[i])[:2]) for i in large]
         starts = zeros_per_group(layout, params, [(i,) for i in large], sizes)
         residual = zeros_per_device(layout, params, large)
         return LowRankMeanState(layout, jnp.zeros((), jnp.int32), residual, starts)
@@ -199,7 +200,8 @@ class _Exchange:
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[Any, Any]:
             keys = jax.random.split(key_of(step_key, layout, buckets[number]), 3)
             sums = {i: g.astype(jnp.float32) + residual[i] for i, g in parts.items()}
-            done = self._on_bucket(sums, [starts[i] for i in sums], keys)
+            matrices = [sums[i].reshape(_matrices(layout.leaves[i])) for i in sums]
+            done = self._on_bucket(matrices, [starts[i] for i in sums], keys)
             shapes = {i: grads[i].shape for i in parts}
             means, lacks = _in_shapes(done.means, shapes), _in_shapes(done.lacks, shapes)
             return means, (lacks, dict(zip(parts, done.factors, strict=True)))
@@ -218,11 +220,8 @@ class _Exchange:
         kept = tuple(kept_if(done.finite, *pair) for pair in zip(new, own, strict=True))
         return updates_of(means, done.finite, grads), kept
 
-    def _on_bucket(
-        self, sums: dict[int, jax.Array], starts: Arrays, keys: jax.Array
-    ) -> LowRankResult:
-        """The exchange of a bucket, of which this device holds `sums`."""
-        matrices = [x.reshape(_matrix(x.shape)) for x in sums.values()]
+    def _on_bucket(self, matrices: Arrays, starts: Arrays, keys: jax.Array) -> LowRankResult:
+        """The exchange of a bucket, of which this device holds matrices."""
         last = [
             q.reshape(x.shape[0], self.rank, x.shape[1])
             for q, x in zip(starts, matrices, strict=True)
@@ -244,11 +243,16 @@ def _in_shapes(
     return {i: x.reshape(shape) for x, (i, shape) in zip(arrays, shapes.items(), strict=True)}
 
 
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(b, m, n): a leaf as b matrices of m inputs and n outputs, of the fewest rows and columns."""
+def _matrices(leaf: Leaf) -> tuple[int, int, int]:
+    """(b, m, n): a leaf on one device as b matrices of m inputs and n outputs.
+
+    A stack of layers has one for each. Axes are split where there are fewest rows and columns.
+    """
+    shape = local_shape(leaf)
+    b, shape = (shape[0], shape[1:]) if leaf.stacked else (1, shape)
     sides = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
     m, n = min(reversed(sides), key=sum)
-    return 1, m, n
+    return b, m, n
 
 
 def _low_rank_layout(layout: Layout, rank: int) -> Layout:
@@ -271,8 +275,7 @@ def _low_rank_layout(layout: Layout, rank: int) -> Layout:
 
 def _compressed(leaf: Leaf, rank: int) -> bool:
     """Whether P and Q have fewer values than the matrix, on one device."""
-    shape = local_shape(leaf)
-    if leaf.exempt or len(shape) < 2 or 0 in shape:
+    if leaf.exempt or len(leaf.shape) - leaf.stacked < 2 or 0 in leaf.shape:
         return False
-    _, m, n = _matrix(shape)
+    _, m, n = _matrices(leaf)
     return (m + n) * rank < m * n

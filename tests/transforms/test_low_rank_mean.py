@@ -10,7 +10,8 @@ import pytest
 
 import jaxcomm
 from jaxcomm.collectives import low_rank
-from jaxcomm.transforms.low_rank_mean import _matrix
+from jaxcomm.transforms._layout import Leaf
+from jaxcomm.transforms.low_rank_mean import _matrices
 from transforms import low_rank_oracle
 from transforms.both_views import (
     SHAPES,
@@ -182,16 +183,39 @@ def test_two_messages_a_bucket(codec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "matrix"),
+    ("shape", "stacked", "matrix"),
     [
-        ((30, 40), (1, 30, 40)),
-        ((3, 3, 64, 128), (1, 576, 128)),
-        ((512, 8, 64), (1, 512, 512)),  # to attention heads
-        ((8, 64, 512), (1, 512, 512)),  # and back
+        ((30, 40), False, (1, 30, 40)),
+        ((3, 3, 64, 128), False, (1, 576, 128)),
+        ((512, 8, 64), False, (1, 512, 512)),  # to attention heads
+        ((8, 64, 512), False, (1, 512, 512)),  # and back
+        ((12, 30, 40), True, (12, 30, 40)),
+        ((12, 512, 8, 64), True, (12, 512, 512)),
     ],
 )
-def test_leaves_as_matrices(shape: Any, matrix: Any) -> None:
-    assert _matrix(shape) == matrix
+def test_leaves_as_matrices(shape: Any, stacked: bool, matrix: Any) -> None:
+    leaf = Leaf("w", shape, jnp.float32, jax.P(), stacked=stacked)
+    assert _matrices(leaf) == matrix
+
+
+def test_stacked_layers_are_a_matrix_each() -> None:
+    rng = np.random.default_rng(6)
+    layers = [rng.standard_normal((WORLD, 8, 10)).astype(np.float32) for _ in range(3)]
+    apart = {f"w{i}": x for i, x in enumerate(layers)}
+    tx = jaxcomm.with_layer_axis(jaxcomm.low_rank_mean("data", RANK), ["w"])
+    stacked = Program(GLOBAL, tx, {"w": np.stack(layers, 1)})
+    each = Program(GLOBAL, jaxcomm.low_rank_mean("data", RANK), apart)
+    q = np.asarray(rng.standard_normal((3, RANK * 8)), np.float32)
+    starts = [np.tile(q.reshape(-1), (WORLD, 1))], [np.tile(x, (WORLD, 1)) for x in q]
+    found = []
+    for program, values in zip((stacked, each), starts, strict=True):
+        factors = program.start.factors
+        placed = [
+            jax.device_put(x, o.sharding) for x, o in zip(values, factors.values, strict=True)
+        ]
+        state = program.start._replace(factors=type(factors)(placed, factors.specs))
+        found.append(program.run(program.like, state=state)[0][0])
+    np.testing.assert_allclose(found[0]["w"], np.stack(list(found[1].values())), atol=1e-5)
 
 
 def test_only_leaves_that_become_smaller_are_compressed(make_mesh: Any) -> None:

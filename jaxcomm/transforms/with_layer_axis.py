@@ -1,0 +1,69 @@
+"""Layers that `jax.lax.scan` goes through: leaves whose leading axis counts layers."""
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from jaxcomm import _paths
+from jaxcomm.transforms._layout import STACKED
+
+
+def with_layer_axis(
+    tx: optax.GradientTransformation, layers: Sequence[str]
+) -> optax.GradientTransformationExtraArgs:
+    """Says that the leading axis of some leaves counts layers, as `jax.lax.scan` wants them.
+
+    A stack of biases or norms is then exempt, as each of them is, and `jaxcomm.low_rank_mean` takes
+    a stack of kernels for as many matrices. Without it, stacks are told by the usual names of
+    biases and norms alone ("bias", "scale", "offset", "beta", "gamma", "norm1/weight").
+
+    Args:
+      tx: a transformation, usually the whole chain.
+      layers: patterns of paths, as in `fnmatch`, such as ["blocks/*"].
+
+    Returns:
+      A transformation used as `tx` is.
+
+    Raises:
+      TypeError: at once for a string in place of a list.
+      ValueError: by `init`, for a pattern that fits no parameter, or one without an axis.
+
+    Wire: that of `tx`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> tx = jaxcomm.with_layer_axis(jaxcomm.mean("data", "int8"), ["blocks/*"])
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     state = tx.init({"blocks": {"w": jnp.zeros((12, 8, 8)), "b": jnp.zeros((12, 8))}})
+      >>> [leaf.path for leaf in state.layout.leaves if leaf.exempt]
+      ['blocks/b']
+    """
+    if isinstance(layers, str):
+        raise TypeError(f"layers must be a list of patterns, got {layers!r}; write [{layers!r}].")
+    tx = optax.with_extra_args_support(tx)
+
+    def init_fn(params: Any) -> Any:
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        shapes = {_paths.path_name(path): jax.numpy.shape(leaf) for path, leaf in leaves}
+        for pattern in layers:
+            found = fnmatch.filter(shapes, pattern)
+            if not found:
+                raise ValueError(
+                    f"with_layer_axis names {pattern!r}, which fits no parameter; the paths are "
+                    f"{', '.join(list(shapes)[:10])}{', ...' if len(shapes) > 10 else ''}."
+                )
+            if scalars := [path for path in found if not shapes[path]]:
+                raise ValueError(
+                    f"with_layer_axis names {pattern!r}, and parameter {scalars[0]} has no axis "
+                    "that could count layers; name only leaves that are stacked."
+                )
+        token = STACKED.set(tuple(layers))
+        try:
+            return tx.init(params)
+        finally:
+            STACKED.reset(token)
+
+    return optax.GradientTransformationExtraArgs(init_fn, tx.update)
