@@ -115,13 +115,18 @@ test-gpu-aot-here: $(VENV)/.installed-gpu-aot
 	@$(VERSIONS)
 	$(VENV)/bin/python -m pytest -m gpu_aot -rs
 
+.PHONY: peers
+peers:  ## PyTorch in .venv-peers, for `python -m benchmarks.allreduce --peers`
+	@$(MAKE) --no-print-directory .venv-peers/.installed-peers VENV=.venv-peers
+
 .PHONY: notebooks
 notebooks: $(VENV)/.installed-test  ## run the notebooks
 	$(VENV)/bin/python -m pytest tests/test_notebooks.py
 
 .PHONY: clean
 clean:  ## remove the environments, the caches and what runs left behind
-	rm -rf .venv .venv-newest .venv-oldest .venv-gpu .venv-gpu-aot .venv-gpu-aot-oldest workdir build dist *.egg-info
+	rm -rf .venv .venv-newest .venv-oldest .venv-gpu .venv-gpu-aot .venv-gpu-aot-oldest .venv-peers \
+	  workdir build dist *.egg-info
 	rm -rf .jax_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -150,6 +155,11 @@ $(VENV)/.installed-gpu-aot: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing jaxcomm and what compiles for GPUs into $(VENV) ..."
 	@$(INSTALL) --editable ".[test,gpu-aot]" $(PINS)
 	@touch $@ $(VENV)/.installed-test $(VENV)/.installed-train
+
+$(VENV)/.installed-peers: pyproject.toml | $(VENV)/bin/pip
+	@echo "Installing PyTorch into $(VENV) ..."
+	@$(INSTALL) --editable ".[peers]" $(PINS)
+	@touch $@
 
 $(VENV)/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

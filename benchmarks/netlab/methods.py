@@ -1,0 +1,262 @@
+"""Methods by name, and what is timed of them: an exchange alone, and a whole training step.
+
+A method is a codec or a kind, and may name its algorithm: `bfloat16`, `vote/ring`.
+"""
+
+import functools
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SIDE = 1024
+BARE = "psum"
+COMPUTE = "compute"
+ROWS = 32  # of a host's batch in a step
+# The codec (or kind) and the algorithms of each family; the first is the default.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    BARE: ("native",),
+    "float32": ("native", "ring", "direct", "circulant"),
+    "bfloat16": ("default", "direct", "ring", "circulant"),
+    "int8": ("default", "direct", "ring", "circulant"),
+    "cnat": ("default", "direct", "ring"),
+    "int4": ("default", "direct"),
+    "scaled_sign": ("default", "direct"),
+    "vote": ("default", "direct", "ring", "halving_doubling", "circulant"),
+    "oktopk": ("default",),
+    "topk_allgather": ("default",),
+    "topk_dsa": ("default",),
+    "gtopk": ("default",),
+    "gaussiank": ("default",),
+    "powersgd1": ("default",),
+    "powersgd2": ("default",),
+    "powersgd4": ("default",),
+}
+SPARSE = ("oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussiank")
+COMPILED = "NETLAB_COMPILED"  # a folder that the processes of a machine share
+
+
+def check_method(method: str) -> tuple[str, str]:
+    """The family and the algorithm of a method; ValueError for an unknown one."""
+    family, _, algorithm = method.partition("/")
+    if family not in FAMILIES:
+        raise ValueError(f"unknown method {family!r}; there are {', '.join(FAMILIES)}.")
+    if algorithm and algorithm not in FAMILIES[family]:
+        raise ValueError(f"{family} has {', '.join(FAMILIES[family])}, not {algorithm!r}.")
+    return family, algorithm or FAMILIES[family][0]
+
+
+def transformation(method: str, density: float = 0.01) -> Any:
+    """The exchange of a method over the axis "data"; sparse ones have a density."""
+    import jaxcomm
+
+    family, algorithm = check_method(method)
+    options: dict[str, Any] = {} if algorithm == "default" else {"algorithm": algorithm}
+    if family == "vote":
+        return jaxcomm.majority_vote("data", **options)
+    if family in SPARSE:
+        return jaxcomm.sparse_mean("data", density, family)
+    if family.startswith("powersgd"):
+        return jaxcomm.low_rank_mean("data", int(family.removeprefix("powersgd")))
+    if family in ("int4", "scaled_sign"):
+        options["error_feedback"] = True
+    return jaxcomm.mean("data", family, **options)
+
+
+def shapes_of(params: int) -> dict[str, tuple[int, int]]:
+    """The weights of a perceptron of layers of 1024 x 1024, and a smaller last one."""
+    shapes = {f"layer{i:02}": (SIDE, SIDE) for i in range(params // SIDE**2)}
+    rest = params % SIDE**2 // SIDE
+    return shapes | ({f"layer{len(shapes):02}": (SIDE, rest)} if rest else {})
+
+
+def compiled(lowered: Any) -> Any:
+    """Compiles a program once on this machine, where the processes share a folder.
+
+    The first process compiles; the others load what it has made, as all run the same program.
+    """
+    import jax
+    from jax.experimental import serialize_executable
+
+    folder = os.environ.get(COMPILED)
+    if folder is None:
+        return lowered.compile()
+    file = Path(folder, f"{_count(folder)}")
+    if jax.process_index() == 0:
+        program = lowered.compile()
+        scratch = file.with_suffix(".part")
+        scratch.write_bytes(pickle.dumps(serialize_executable.serialize(program)))
+        scratch.rename(file)
+        return program
+    while not file.exists():
+        time.sleep(0.01)
+    devices = list(jax.sharding.get_mesh().devices.flat)
+    parts = pickle.loads(file.read_bytes())
+    return serialize_executable.deserialize_and_load(*parts, execution_devices=devices)
+
+
+@functools.cache
+def _numbers(folder: str) -> list[int]:
+    del folder
+    return [0]
+
+
+def _count(folder: str) -> int:
+    """1, 2, ...: all processes compile the same programs in the same order."""
+    numbers = _numbers(folder)
+    numbers[0] += 1
+    return numbers[0]
+
+
+class Exchange:
+    """A method's exchange of gradients that are there, compiled, with its state."""
+
+    steps = 1
+
+    def __init__(self, method: str, shapes: dict[str, tuple[int, int]], density: float = 0.01):
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+
+        import jaxcomm
+
+        family, algorithm = check_method(method)
+        sharding = jax.NamedSharding(jax.sharding.get_mesh(), jax.P("data"))
+        rng = np.random.default_rng(jax.process_index())
+        self.grads = {
+            name: jax.make_array_from_process_local_data(
+                sharding, rng.standard_normal((1, *shape), dtype=np.float32)
+            )
+            for name, shape in shapes.items()
+        }
+        start = time.perf_counter()
+        if family == BARE:
+            self.state: Any = ()
+            f: Callable[..., Any] = jax.shard_map(
+                lambda grads, state: (jax.lax.psum(grads, "data"), state),
+                in_specs=(jax.P("data"), jax.P()),
+                out_specs=(jax.P(), jax.P()),
+            )
+        else:
+            tx = transformation(method, density)
+            params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+            self.state = tx.init(jaxcomm.replicate(params))
+            f = tx.update
+        self.name = method
+        self.program = compiled(jax.jit(f).lower(self.grads, self.state))
+        self.row = {"name": method, "method": method, "codec": family, "algorithm": algorithm}
+        self.row |= {"compile_s": time.perf_counter() - start}
+
+    def run(self) -> None:
+        """One exchange."""
+        import jax
+
+        updates, self.state = self.program(self.grads, self.state)
+        jax.block_until_ready((updates, self.state))
+
+
+class Collective:
+    """A function of one vector a device, such as an all-reduce, over all axes of a mesh."""
+
+    steps = 1
+
+    def __init__(self, name: str, mesh: Any, f: Callable[[Any], Any], x: Any):
+        import jax
+
+        jax.set_mesh(mesh)
+        axes = jax.P(mesh.axis_names)
+        self.x = jax.make_array_from_process_local_data(jax.NamedSharding(mesh, axes), x)
+        self.name = name
+        one = jax.shard_map(lambda x: f(x[0])[None], in_specs=axes, out_specs=axes, check_vma=False)
+        start = time.perf_counter()
+        self.program = compiled(jax.jit(one).lower(self.x))
+        self.row = {"name": name, "compile_s": time.perf_counter() - start}
+
+    def result(self) -> Any:
+        """This process's result."""
+        import numpy as np
+
+        return np.asarray(self.program(self.x).addressable_data(0))[0]
+
+    def run(self) -> None:
+        """Once."""
+        import jax
+
+        jax.block_until_ready(self.program(self.x))
+
+
+class Step:
+    """Training steps of a perceptron: forward, backward, exchange, optimizer.
+
+    Args:
+      name: of the case.
+      shapes: of its weights, without biases.
+      tx: what makes updates of local gradients.
+      rows: of a host's batch.
+      steps: of a run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shapes: dict[str, tuple[int, int]],
+        tx: Any,
+        rows: int = ROWS,
+        steps: int = 1,
+    ):
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+        import optax
+
+        import jaxcomm
+
+        def loss_fn(params: Any, batch: Any) -> jax.Array:
+            x = batch["x"]
+            for layer in shapes:
+                x = jax.nn.relu(x @ params[layer])
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        gradient = jaxcomm.value_and_grad(loss_fn, "data")
+        rng = np.random.default_rng(0)
+        params = {
+            layer: (rng.standard_normal(shape) * (2 / shape[0]) ** 0.5).astype(np.float32)
+            for layer, shape in shapes.items()
+        }
+        params = jaxcomm.replicate(params)
+        rng = np.random.default_rng(1 + jax.process_index())
+        sizes = {"x": next(iter(shapes.values()))[0], "y": list(shapes.values())[-1][1]}
+        batch = {k: rng.standard_normal((rows, n), dtype=np.float32) for k, n in sizes.items()}
+        self.batch = jaxcomm.global_batch(batch, "data")
+        self.state = (params, tx.init(params))
+
+        def step(state: Any, batch: Any) -> Any:
+            params, opt_state = state
+            loss, grads = gradient(params, batch)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return (optax.apply_updates(params, updates), opt_state), loss
+
+        start = time.perf_counter()
+        self.name, self.steps = name, steps
+        self.program = compiled(jax.jit(step, donate_argnums=0).lower(self.state, self.batch))
+        self.row = {"name": name, "compile_s": time.perf_counter() - start}
+
+    def run(self) -> None:
+        """Its steps."""
+        import jax
+
+        for _ in range(self.steps):
+            self.state, loss = self.program(self.state, self.batch)
+            jax.block_until_ready((self.state, loss))
+
+
+def with_sgd(method: str) -> Any:
+    """A method, or COMPUTE for no exchange at all, and SGD behind it."""
+    import optax
+
+    import jaxcomm
+
+    exchange = jaxcomm.no_exchange("data") if method == COMPUTE else transformation(method)
+    return optax.chain(exchange, optax.sgd(1e-3))

@@ -1,0 +1,113 @@
+"""What every host does in a measurement: the same cases in turn, between barriers.
+
+It imports neither jax nor the network's side (`measuring`), so that other frameworks' processes run
+it too. The first host prints MARK before and after one run of each case, and waits for a line:
+while it waits, the bytes of every link are counted. The first run does nothing, and tells what the
+barriers send. In the end it prints MARK and the rows.
+"""
+
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+MARK = "@@"
+
+
+class Case(Protocol):
+    """Something to be timed.
+
+    Attributes:
+      name: unique.
+      steps: how many steps a run has; times and bytes are of one step.
+      row: what is known of it beforehand.
+    """
+
+    name: str
+    steps: int
+    row: dict[str, Any]
+
+    def run(self) -> None:
+        """Runs it once, and waits for its end."""
+        ...
+
+
+class Together(Protocol):
+    """How the processes wait for each other and see each other's numbers."""
+
+    rank: int
+
+    def barrier(self, name: str) -> None:
+        """Waits for all; they name the same barriers in the same order."""
+        ...
+
+    def gather(self, numbers: list[float]) -> Sequence[Sequence[float]]:
+        """The numbers of all processes; each has equally many."""
+        ...
+
+
+class Jax:
+    """Processes joined by `jax.distributed`."""
+
+    def __init__(self) -> None:
+        import jax
+
+        jax.distributed.initialize()
+        self.rank = jax.process_index()
+
+    def barrier(self, name: str) -> None:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+    def gather(self, numbers: list[float]) -> Sequence[Sequence[float]]:
+        import numpy as np
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(np.asarray(numbers, np.float32)).tolist()
+
+
+def measure(cases: Sequence[Case], together: Together, repeats: int) -> None:
+    """Runs each case once, then once for its bytes, then all in turn for their times.
+
+    The first host prints a row of each: what the case knows, and ms and cpu_ms, medians over the
+    repeats of the slowest host's time and of all hosts' CPU time; `all_ms` has the slowest host's
+    time of each repeat.
+    """
+    for case in cases:
+        case.run()
+    for name, run in (("nothing", None), *((case.name, case.run) for case in cases)):
+        for moment in ("before", "after"):
+            together.barrier(f"{name} {moment}")
+            if together.rank == 0:
+                print(MARK, flush=True)
+                sys.stdin.readline()
+            together.barrier(f"{name} {moment} counted")
+            if moment == "before" and run is not None:
+                run()
+    times: dict[str, list[float]] = {case.name: [] for case in cases}
+    used: dict[str, list[float]] = {case.name: [] for case in cases}
+    for repeat in range(repeats):
+        for case in cases:
+            together.barrier(f"{case.name} {repeat}")
+            cpu, start = cpu_seconds(), time.perf_counter()
+            case.run()
+            times[case.name].append(1e3 * (time.perf_counter() - start) / case.steps)
+            used[case.name].append(1e3 * (cpu_seconds() - cpu) / case.steps)
+    rows = []
+    for case in cases:
+        slowest = [max(column) for column in zip(*together.gather(times[case.name]), strict=True)]
+        cpu = [sum(column) for column in zip(*together.gather(used[case.name]), strict=True)]
+        timed = {"ms": statistics.median(slowest), "cpu_ms": statistics.median(cpu)}
+        rows.append({**case.row, **timed, "all_ms": slowest, "steps": case.steps})
+    if together.rank == 0:
+        print(MARK, json.dumps(rows), flush=True)
+
+
+def cpu_seconds() -> float:
+    """Of this process."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
