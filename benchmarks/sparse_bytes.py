@@ -10,28 +10,16 @@ need.
 
 import argparse
 import dataclasses
-import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 import jaxcomm
+from benchmarks.netlab.published import SPARSE_WORDS, sparse_volume
 from jaxcomm.collectives import sparse
 from jaxcomm.wire import WireReport
 
 WORLDS = (2, 4, 8, 16)
-
-# Of n values, k of them selected, on N devices: the words of 4 bytes that a device receives at
-# least and at most.
-PAPER: dict[str, Callable[[int, int, int], tuple[float, float]]] = {
-    "dense": lambda n, k, N: (2 * n * (N - 1) / N,) * 2,
-    "topk_allgather": lambda n, k, N: (2 * k * (N - 1),) * 2,
-    "topk_dsa": lambda n, k, N: (4 * k * (N - 1) / N, (2 * k + n) * (N - 1) / N),
-    "gtopk": lambda n, k, N: (4 * k * math.log2(N),) * 2,
-    "gaussiank": lambda n, k, N: (2 * k * (N - 1),) * 2,
-    "oktopk": lambda n, k, N: (2 * k * (N - 1) / N, 6 * k * (N - 1) / N),
-}
 
 
 def report_of(name: str, n: int, density: float, world: int) -> WireReport:
@@ -89,12 +77,12 @@ def main() -> None:
     print(f"{n:,} values, k = {k:,}; in units of k entries of 8 bytes ({8 * k:,} bytes)")
     print(f"{'':24}" + "".join(f"{f'N = {N}':>16}" for N in WORLDS))
     rows: dict[str, list[float]] = {}
-    for name in PAPER:
+    for name in SPARSE_WORDS:
         reports = [report_of(name, n, args.density, N) for N in WORLDS]
         rows[name] = [float(report.bytes_max) / (8 * k) for report in reports]
         print(f"{name:24}" + "".join(f"{v:16.2f}" for v in rows[name]))
-        paper = [[w / (2 * k) for w in PAPER[name](n, k, N)] for N in WORLDS]
-        shown = [f"{a:.2f}" if a == b else f"{a:.2f} to {b:.2f}" for a, b in paper]
+        paper = [sparse_volume(name, n, k, N) for N in WORLDS]
+        shown = [" to ".join(f"{volume:.2f}" for volume in volumes) for volumes in paper]
         print(f"{'  paper':24}" + "".join(f"{v:>16}" for v in shown))
     if args.out:
         plot(rows, args.out)

@@ -1,0 +1,291 @@
+"""The tables of docs/measurements.md and the plots beside them, from what benchmarks have kept.
+
+    python -m benchmarks.tables [--check]
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`, and is replaced. `--check` writes
+nothing, and fails if a table is not what the results say.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = ROOT / "docs" / "measurements.md"
+Lines = list[str]
+RATES = ("50", "200", "1000", "unlimited")
+NAMES = {
+    "psum": "a bare `psum`",
+    "float32": "float32 mean",
+    "bfloat16": "bfloat16 mean",
+    "int8": "int8 mean",
+    "cnat": "natural compression",
+    "int4": "int4 with feedback",
+    "scaled_sign": "scaled signs with feedback",
+    "vote": "vote",
+    "oktopk": "Ok-Topk, 1 %",
+    "topk_allgather": "TopkA, 1 %",
+    "powersgd1": "PowerSGD rank 1",
+    "powersgd2": "PowerSGD rank 2",
+    "powersgd4": "PowerSGD rank 4",
+    "torch/float32": "PyTorch DDP",
+    "torch/float16": "PyTorch DDP, fp16 hook",
+    "torch/bfloat16": "PyTorch DDP, bf16 hook",
+    "torch/powersgd1": "PyTorch DDP, PowerSGD rank 1",
+    "torch/powersgd2": "PyTorch DDP, PowerSGD rank 2",
+    "torch/powersgd4": "PyTorch DDP, PowerSGD rank 4",
+}
+
+
+def table(head: list[str], rows: list[list[str]]) -> Lines:
+    """Markdown."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, *rows)][:1] + [
+        "|" + "---|" * len(head),
+        *(f"| {' | '.join(cells)} |" for cells in rows),
+    ]
+
+
+def star4() -> dict[str, dict[str, Any]]:
+    """Method -> rate -> row, on four hosts. What two runs have timed is of the first.
+
+    Ours and PyTorch's PowerSGD are of the second, which has both.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for rate in RATES:
+        for path in sorted(RESULTS.glob(f"allreduce_star4_{rate}*.json")):
+            for row in json.loads(path.read_text())["rows"]:
+                at = found.setdefault(row["method"], {})
+                if rate not in at or "powersgd" in row["method"]:
+                    at[rate] = row
+    return found
+
+
+def exchanges() -> Lines:
+    """ms of an exchange alone, and over its floor."""
+    rows = []
+    for method, at in star4().items():
+        if method in NAMES and not method.startswith("torch/"):
+            cells = [f"{at[r]['ms']:.0f}{over(at[r])}" if r in at else "" for r in RATES]
+            rows.append([NAMES[method], *cells])
+    return table(["", *heads()], rows)
+
+
+def heads() -> Lines:
+    return [f"{rate} Mbit/s" if rate == RATES[0] else rate for rate in RATES]
+
+
+def over(row: dict[str, Any]) -> str:
+    return f" ({row['over_floor']:.2f})" if row["over_floor"] else ""
+
+
+def steps() -> Lines:
+    """ms of a whole step less its compute, ours and PyTorch's, by bytes."""
+    found = timed_steps()
+    rates = [rate for rate in RATES if any(rate in at for at in found.values())]
+    rows = []
+    for method in sorted(found, key=lambda m: -next(iter(found[m].values()))["bytes_busiest_link"]):
+        at = found[method]
+        mb = f"{next(iter(at.values()))['bytes_busiest_link'] / 1e6:.2f}"
+        cells = [f"{at[r]['step_less_compute_ms']:.0f}" if r in at else "" for r in rates]
+        rows.append([NAMES[method], mb, *cells])
+    return table(["", "link MB", *heads()[: len(rates)]], rows)
+
+
+def timed_steps() -> dict[str, dict[str, Any]]:
+    """Method -> rate -> row, where whole steps were timed."""
+    found = {
+        method: {rate: row for rate, row in at.items() if "step_ms" in row}
+        for method, at in star4().items()
+    }
+    return {method: at for method, at in found.items() if at}
+
+
+def plot_star4(path: Path) -> None:
+    """A panel for each rate: what was measured, and the floor."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows, rates = timed_steps(), RATES[:3]
+    names = sorted(rows, key=lambda m: rows[m]["200"]["step_less_compute_ms"])
+    figure, panels = plt.subplots(1, len(rates), sharey=True, figsize=(11, 5), layout="constrained")
+    for rate, axes in zip(rates, panels, strict=True):
+        for peer, colour, label in ((False, "C0", "jaxcomm"), (True, "C1", "PyTorch DDP")):
+            ours = [i for i, m in enumerate(names) if m.startswith("torch/") == peer]
+            places = [i for i in ours if rate in rows[names[i]]]
+            ms = [rows[names[i]][rate]["step_less_compute_ms"] for i in places]
+            axes.plot(ms, places, "o", color=colour, markersize=5, label=label)
+        floors = {i: rows[m][rate]["floor_ms"] for i, m in enumerate(names) if rate in rows[m]}
+        mark = {"color": "black", "markersize": 11, "label": "link's floor"}
+        axes.plot(list(floors.values()), list(floors), "|", **mark)
+        axes.set_xscale("log")
+        axes.set(xlabel="ms, step less compute", title=f"{rate} Mbit/s")
+        axes.grid(axis="both", linewidth=0.3)
+    panels[0].set_yticks(range(len(names)), [NAMES[m].replace("`", "") for m in names])
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def parts(name: str) -> dict[str, Any]:
+    """The parts of an experiment."""
+    return json.loads((RESULTS / f"{name}.json").read_text())["parts"]
+
+
+def majority() -> Lines:
+    """ms of a vote on each topology."""
+    found = parts("seed_majority")
+    at = {part: {row["name"]: row for row in found[part]["rows"]} for part in found}
+    rows = []
+    for method in next(iter(at.values())):
+        cells = [f"{at[part][method]['ms']:.0f}{over(at[part][method])}" for part in at]
+        rows.append([MAJORITY.get(method, method), *cells])
+    for kind, what in (("byte", "a byte a bit"), ("vote", "true bits")):
+        ratios = [at[p][f"{kind}/1-bit"]["ms"] / at[p][f"{kind}/ring"]["ms"] for p in at]
+        rows.append([f"ring over 1-bit, {what}", *(f"{ratio:.2f}" for ratio in ratios)])
+    votes = [m for m in next(iter(at.values())) if m.startswith("vote/")]
+    best = [at[p]["vote/ring"]["ms"] / min(at[p][m]["ms"] for m in votes) for p in at]
+    rows.append(["best vote over our ring", *(f"{ratio:.2f}" for ratio in best)])
+    return table(["", *at], rows)
+
+
+MAJORITY = {
+    "float32/ring": "float32 ring (XLA's)",
+    "bfloat16/ring": "bfloat16 ring",
+    "byte/1-bit": "1-bit, a byte a bit",
+    "byte/ring": "vote by ring, a byte a bit",
+    "vote/1-bit": "1-bit, true bits",
+    "vote/direct": 'vote, `"direct"`',
+    "vote/ring": 'vote, `"ring"`',
+    "vote/halving_doubling": 'vote, `"halving_doubling"`',
+    "vote/circulant": 'vote, `"circulant"`',
+    "vote/hierarchical": "vote, `hierarchical`, direct in both halves",
+}
+
+
+def ethernet() -> Lines:
+    """Efficiencies, in per cent."""
+    rows = []
+    for part, found in parts("seed_ethernet").items():
+        for row in found["rows"][1:]:
+            paper = f"{row['paper']:.1f}" if row["paper"] else ""
+            efficiencies = [f"{row[name]:.1f}" for name in ("efficiency", "bytes_allow")]
+            rows.append([part, row["name"], f"{row['ms']:.0f}", *efficiencies, paper])
+    return table(
+        ["links a host", "exchange", "step, ms", "efficiency, %", "bytes allow", "paper"], rows
+    )
+
+
+def cnat() -> Lines:
+    """Millions of elements a second."""
+    found = {part: at["rows"] for part, at in parts("seed_cnat").items() if part != "train"}
+    rows = []
+    for cells in zip(*found.values(), strict=True):
+        shown = [f"{median(c) / 1e6:.2f} ({c['of_float32']:.2f})" for c in cells]
+        rows.append([cells[0]["method"], *shown])
+    return table(["", *found], rows)
+
+
+def cnat_train() -> Lines:
+    """Time to an accuracy."""
+    found = parts("seed_cnat")["train"]
+    names = ("seconds", "steps", "test_accuracy", "step_ms", "compute_ms")
+    rows = [[row["codec"], *(f"{row[name]:.4g}" for name in names)] for row in found["rows"]]
+    rows.append(
+        [f"change {found['change']:+.0f} %, the paper's {found['paper']:+.0f} %", *[""] * 5]
+    )
+    at = f"seconds to {100 * found['accuracy']:.0f} %"
+    return table(["", at, "steps", "accuracy at the end", "step, ms", "computing, ms"], rows)
+
+
+def median(row: dict[str, Any]) -> float:
+    return statistics.median(row["elements_per_second"])
+
+
+def oktopk() -> Lines:
+    """Volume, the paper's, and ms."""
+    found = {int(part.split()[0]): at["rows"] for part, at in parts("seed_oktopk").items()}
+    rows = []
+    for cells in zip(*found.values(), strict=True):
+        volume = [f"{c['volume']:.2f}" for c in cells]
+        paper = [" to ".join(f"{v:.2f}" for v in c["paper"]) for c in cells]
+        rows.append([cells[0]["name"], "volume", *volume])
+        rows.append(["", "paper", *paper])
+        rows.append(["", "ms", *(f"{c['ms']:.0f}" for c in cells)])
+    return table(["", "", *(f"N = {N}" for N in found)], rows)
+
+
+def plot_cnat(path: Path) -> None:
+    """Violins: elements aggregated a second."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = {part: at["rows"] for part, at in parts("seed_cnat").items() if part != "train"}
+    figure, panels = plt.subplots(
+        1, len(found), sharey=True, figsize=(8, 3.6), layout="constrained"
+    )
+    for (part, rows), axes in zip(found.items(), panels, strict=True):
+        data = [[rate / 1e6 for rate in row["elements_per_second"]] for row in rows]
+        axes.violinplot(data, showmedians=True)
+        axes.set_xticks(range(1, len(rows) + 1), [row["method"] for row in rows])
+        axes.set_ylim(0)
+        axes.set_title(part)
+        axes.grid(axis="y", linewidth=0.3)
+    panels[0].set_ylabel("million elements a second")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+TABLES: dict[str, Callable[[], Lines]] = {
+    "exchanges": exchanges,
+    "steps": steps,
+    "majority": majority,
+    "ethernet": ethernet,
+    "cnat": cnat,
+    "cnat_train": cnat_train,
+    "oktopk": oktopk,
+}
+PLOTS: dict[str, Callable[[Path], None]] = {
+    "allreduce_star4.png": plot_star4,
+    "seed_cnat.png": plot_cnat,
+}
+
+
+PLACE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def filled(page: str) -> str:
+    """The page with its tables made anew."""
+    return PLACE.sub(lambda m: f"{m[1]}\n" + "\n".join(TABLES[m[2]]()) + f"\n\n{m[3]}", page)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    args = parser.parse_args()
+    page = args.page.read_text()
+    new = filled(page)
+    if args.check:
+        if new != page:
+            print(f"{args.page.name} is not what the results say: run python -m benchmarks.tables")
+        return int(new != page)
+    args.page.write_text(new)
+    for name, draw in PLOTS.items():
+        if name in new:
+            draw(RESULTS / name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

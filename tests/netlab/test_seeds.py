@@ -1,0 +1,127 @@
+"""The papers' experiments at a tiny size, and the tables that are made from their results."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+on_networks = pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("ip") is None, reason="networks need root and iproute2"
+)
+
+
+def run(name: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def rows_of(name: str, out: Path, *flags: str) -> dict[str, dict[str, Any]]:
+    """Runs an experiment; part -> name -> row of what it kept."""
+    done = run(name, *flags, f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    parts = json.loads(out.read_text())["parts"]
+    for part in parts.values():
+        assert part["command"].startswith(f"python -m benchmarks.{name} ")
+        assert part["versions"]["jax"] and part["machine"] and part["date"]
+    return {part: {row.get("name"): row for row in at["rows"]} for part, at in parts.items()}
+
+
+@pytest.mark.multiprocess
+@on_networks
+def test_majority(tmp_path: Path) -> None:
+    """A byte a bit takes 8 times the bytes, and both kinds of votes count the same."""
+    n, out = 80_000, tmp_path / "rows.json"
+    flags = ["--hosts=4", "--topologies=clusters", "--rate=100", f"--params={n}", "--repeats=1"]
+    rows = rows_of("seed_majority", out, *flags, "--methods=byte/1-bit,byte/ring,vote/ring")
+    sent = {name: row["bytes_busiest_link"] for name, row in rows["clusters of 4 hosts"].items()}
+    # Over the middle: every link of a ring carries log2(4) bits a value; two hosts send a quarter
+    # to two others in both hops of the 1-bit exchange.
+    for name, bits in {"byte/1-bit": 16, "byte/ring": 16, "vote/ring": 2}.items():
+        assert n * bits / 8 < sent[name] < 1.1 * n * bits / 8 + 4000, name
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@on_networks
+def test_ethernet(tmp_path: Path) -> None:
+    """Two accumulated steps send half of the bytes; efficiencies are those of the times."""
+    flags = ["--side=128", "--rows=2048", "--repeats=1"]
+    parts = rows_of(
+        "seed_ethernet", tmp_path / "rows.json", *flags, "--methods=bfloat16,bfloat16 x2"
+    )
+    assert list(parts) == ["one", "two"]
+    for rows in parts.values():
+        for row in rows.values():
+            assert row["efficiency"] == 100 * rows["compute"]["ms"] / row["ms"]
+            assert row["efficiency"] < 1.2 * row["bytes_allow"] + 1
+    one = {name: row["bytes_busiest_link"] for name, row in parts["one"].items()}
+    assert one["compute"] < 2000 < one["bfloat16"]
+    assert 0.4 < one["bfloat16 x2"] / one["bfloat16"] < 0.6
+    assert parts["one"]["bfloat16"]["paper"] == 81.5
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@on_networks
+def test_cnat(tmp_path: Path) -> None:
+    """Elements a second are those of the times; a run is followed until its accuracy."""
+    out = tmp_path / "rows.json"
+    flags = ["--parts=2,train", "--params=1e5", "--repeats=3", "--rate=50", "--width=16"]
+    parts = rows_of("seed_cnat", out, *flags, "--steps=10", "--accuracy=0.05", "--train_rate=100")
+    rows = parts["2 workers"]
+    assert set(rows) == {"float32", "bfloat16", "int8", "cnat"}
+    for row in rows.values():
+        assert len(row["elements_per_second"]) == 3
+        assert row["elements_per_second"][0] == pytest.approx(1e3 * 99_328 / row["all_ms"][0])
+    trained = json.loads(out.read_text())["parts"]["train"]
+    float32, cnat = trained["rows"]
+    assert float32["steps"] == cnat["steps"] == 5
+    assert 3 < float32["bytes_per_param"] / cnat["bytes_per_param"] < 4
+    assert trained["change"] == pytest.approx(100 * (cnat["seconds"] / float32["seconds"] - 1))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@on_networks
+def test_oktopk(tmp_path: Path) -> None:
+    """What travels is what the paper counts, and the room that static messages need."""
+    flags = ["--worlds=2,4", "--params=5e5", "--methods=float32,topk_allgather", "--repeats=1"]
+    parts = rows_of("seed_oktopk", tmp_path / "rows.json", *flags, "--rate=200")
+    assert list(parts) == ["02 hosts", "04 hosts"]
+    for rows in parts.values():
+        for row in rows.values():
+            assert 0.6 < row["volume"] / row["paper"][0] < 1.3
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "message"),
+    [
+        ("seed_majority", "--methods=votes", "unknown method 'votes'; there are float32/ring"),
+        ("seed_majority", "--topologies=stars", "there is no topology 'stars'"),
+        ("seed_ethernet", "--parts=three", "unknown part 'three'; there are one, two"),
+        ("seed_cnat", "--parts=some", "a part is a number of workers or train, got 'some'"),
+        ("seed_oktopk", "--methods=top", "unknown method 'top'; there are float32,oktopk,"),
+    ],
+)
+def test_what_cannot_be_is_one_line(name: str, flag: str, message: str) -> None:
+    done = run(name, flag)
+    assert done.returncode == 2 and message in done.stderr
+    assert done.stderr.startswith(f"{name}: ") and done.stderr.count("\n") == 1
+
+
+def test_the_tables_are_what_the_results_say(tmp_path: Path) -> None:
+    """And a number that is not is found."""
+    done = run("tables", "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (ROOT / "docs/measurements.md").read_text()
+    wrong = tmp_path / "page.md"
+    wrong.write_text(page.replace("| float32 mean | 2", "| float32 mean | 3", 1))
+    assert wrong.read_text() != page
+    done = run("tables", "--check", f"--page={wrong}")
+    assert done.returncode == 1 and "page.md is not what the results say" in done.stdout
