@@ -13,6 +13,7 @@ from jaxcomm.mesh import data_mesh, global_batch, replicate
 from jaxcomm.simulation import simulate_devices
 from jaxcomm.transforms import (
     ControlVariatesState,
+    FactoredAdamState,
     LocalState,
     LowRankMeanState,
     MajorityVoteState,
@@ -25,6 +26,7 @@ from jaxcomm.transforms import (
     StagesState,
     control_variates,
     dense_first,
+    factored_adam,
     local,
     low_rank_mean,
     majority_vote,
@@ -45,6 +47,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ControlVariatesState",
+    "FactoredAdamState",
     "LocalState",
     "LowRankMeanState",
     "MajorityVoteState",
@@ -64,6 +67,7 @@ __all__ = [
     "control_variates",
     "data_mesh",
     "dense_first",
+    "factored_adam",
     "global_batch",
     "local",
     "low_rank_mean",

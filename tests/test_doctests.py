@@ -18,6 +18,7 @@ WITH_EXAMPLES = [
     "jaxcomm.transforms.local",
     "jaxcomm.transforms.low_rank_mean",
     "jaxcomm.transforms.mean",
+    "jaxcomm.transforms.factored_adam",
     "jaxcomm.transforms.one_bit_adam",
     "jaxcomm.transforms.per_device",
     "jaxcomm.transforms.set_to_zero",

@@ -96,11 +96,11 @@ def libraries(module: str, source: str) -> list[str]:
 
 
 def programs(module: str, source: str) -> list[str]:
-    """Nothing imports tests, train, benchmarks, notebooks or configs; netlab is for benchmarks."""
+    """Nothing imports tests, train, benchmarks, notebooks or configs; two packages are for all."""
     free = {
-        "tests": ("tests", "train", "benchmarks.netlab"),
+        "tests": ("tests", "train", "benchmarks.netlab", "benchmarks.pareto"),
         "train": ("train",),
-        "benchmarks": ("benchmarks.netlab",),
+        "benchmarks": ("benchmarks.netlab", "benchmarks.pareto"),
     }
     closed = ("tests", "train", "benchmarks", "notebooks", "configs")
     wrong = [name for name in imports(source, module) if within(name, closed)]

@@ -6,6 +6,7 @@ A new method needs a row in METHODS, and its options in `config.sync`.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import optax
 
 import jaxcomm
@@ -31,7 +32,22 @@ def majority_vote(
 
 def one_bit_adam(axis_name: str, **options: Any) -> optax.GradientTransformation:
     """1-bit Adam, an optimizer of its own: the one after it only scales (`scale`)."""
-    return jaxcomm.one_bit_adam(axis_name, 1.0, **options)
+    return jaxcomm.one_bit_adam(axis_name, 1.0, mask=_matrices, **options)
+
+
+ADAM = ("b1", "b2", "eps", "weight_decay")
+
+
+def factored_adam(axis_name: str, **options: Any) -> optax.GradientTransformation:
+    """Factored Adam on a mean whose errors are fed back; the optimizer after it only scales."""
+    own = {name: options.pop(name) for name in ADAM if name in options}
+    exchange = jaxcomm.mean(axis_name, error_feedback=True, **options)
+    return jaxcomm.factored_adam(exchange, 1.0, mask=_matrices, **own)
+
+
+def _matrices(params: Any) -> Any:
+    """Decay weights only, neither biases nor scales."""
+    return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
 # Field -> what a call in it may name.
@@ -71,12 +87,24 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "implementation",
         ),
     ),
+    "factored_adam": (
+        factored_adam,
+        (
+            *ADAM,
+            "codec",
+            "algorithm",
+            "second_hop",
+            "exempt",
+            "bucket_mib",
+            "bucket_order",
+            "implementation",
+        ),
+    ),
     "one_bit_adam": (
         one_bit_adam,
         (
-            "b1",
-            "b2",
-            "eps",
+            *ADAM,
+            "total_steps",
             "dense_steps",
             "variance_stability",
             "exempt",

@@ -1,6 +1,7 @@
 """optax transformations: state, pytrees, buckets, and the two views of one step."""
 
 from jaxcomm.transforms.control_variates import ControlVariatesState, control_variates
+from jaxcomm.transforms.factored_adam import FactoredAdamState, factored_adam
 from jaxcomm.transforms.local import LocalState, local
 from jaxcomm.transforms.low_rank_mean import LowRankMeanState, low_rank_mean
 from jaxcomm.transforms.majority_vote import MajorityVoteState, majority_vote
@@ -17,6 +18,7 @@ from jaxcomm.transforms.with_param_specs import with_param_specs
 
 __all__ = [
     "ControlVariatesState",
+    "FactoredAdamState",
     "LocalState",
     "LowRankMeanState",
     "MajorityVoteState",
@@ -30,6 +32,7 @@ __all__ = [
     "StagesState",
     "control_variates",
     "dense_first",
+    "factored_adam",
     "local",
     "low_rank_mean",
     "majority_vote",

@@ -281,5 +281,11 @@ def names_in(spec: PartitionSpec) -> frozenset[str]:
     return frozenset(name for entry in spec for name in _entry(entry))
 
 
+def axes_in(spec: PartitionSpec, dimensions: int) -> list[tuple[str, ...]]:
+    """The axes over which each dimension of an array is sharded."""
+    named = [_entry(entry) for entry in spec]
+    return named + [()] * (dimensions - len(named))
+
+
 def _entry(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,6 +1,12 @@
 """Refuses optax wrappers that would break a synchronised step, and names the cure."""
 
 import sys
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import jax
 
 _CURES = {
     "apply_if_finite": (
@@ -13,6 +19,7 @@ _CURES = {
         "they are exchanged. Use jaxcomm.multi_steps(inner, every)."
     ),
 }
+_CHAIN_INIT = "chain.<locals>.init_fn.<locals>.<genexpr>"  # where optax.chain calls its members
 
 
 def refuse_wrappers() -> None:
@@ -28,12 +35,64 @@ def refuse_wrappers() -> None:
         raise ValueError(_CURES[wrapper])
 
 
+def moments_behind(params: Any) -> set[str]:
+    """Which moments of gradients the transformations keep that follow in the same optax chains.
+
+    A member of a chain is not told what follows it, so this too asks the call stack, in `init`.
+
+    Args:
+      params: the parameters that `init` was called with.
+
+    Returns:
+      Names of optax: "mu" and "trace" are momenta, "nu" is a variance.
+    """
+    found = set()
+    for frame in _optax_frames():
+        if frame.f_code.co_qualname == _CHAIN_INIT and frame.f_back is not None:
+            members = list(frame.f_back.f_locals.get("init_fns", ()))
+            caller = frame.f_locals.get("fn")
+            behind = members[members.index(caller) + 1 :] if caller in members else []
+            for state in [jax.eval_shape(init, params) for init in behind]:
+                nodes = jax.tree.leaves(state, is_leaf=lambda x: _moments_of(x) != set())
+                found = found.union(*map(_moments_of, nodes))
+    return found
+
+
+def refuse_optimizer_behind(params: Any, name: str) -> None:
+    """Raises, in `init` of a method that is an optimizer, if another one follows in its chain."""
+    if moments := moments_behind(params):
+        raise ValueError(
+            f"{name} is an optimizer, and another one follows it in the chain, which keeps "
+            f"{', '.join(sorted(moments))}. Its updates are finished: remove the other one."
+        )
+
+
+def warn_of_a_variance_behind(params: Any, exchange: str) -> None:
+    """Warns, in `init`, of error feedback in few bits in front of an optimizer like Adam."""
+    if "nu" in moments_behind(params):
+        warnings.warn(
+            f"{exchange} with error feedback is in front of an optimizer that keeps a variance, "
+            "such as Adam. Error feedback is for optimizers that are linear in the gradient "
+            "(arXiv:2102.02888): few bits lose accuracy here. Put the mean into the optimizer, "
+            "jaxcomm.factored_adam(jaxcomm.mean(...), learning_rate), or send int4 or more bits.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _moments_of(node: Any) -> set[str]:
+    return {"mu", "nu", "trace"} & set(getattr(node, "_fields", ()))
+
+
 def _optax_callers() -> set[str]:
     """The outermost names of the optax functions on the call stack: "masked", "chain", ..."""
-    names = set()
+    return {frame.f_code.co_qualname.split(".")[0] for frame in _optax_frames()}
+
+
+def _optax_frames() -> Iterator[FrameType]:
+    """The calls of optax on the call stack, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__", "").startswith("optax."):
-            names.add(frame.f_code.co_qualname.split(".")[0])
+            yield frame
         frame = frame.f_back
-    return names

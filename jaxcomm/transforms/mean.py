@@ -33,10 +33,11 @@ from jaxcomm.transforms._exchange import (
     updates_of,
 )
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of
-from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
 
 _LARGE = 2**18  # elements of a leaf that is not joined with others
+_ENOUGH_FOR_ADAM = 4  # bits a value that error feedback in front of Adam needs, as measured
 
 
 class MeanState(NamedTuple):
@@ -82,9 +83,11 @@ def mean(
     of the encoded mean. Over all steps, the updates and the mean of the residuals add up to the
     mean of the gradients. Error feedback suits SGD, with or without momentum behind it. In front of
     Adam a codec of few bits loses accuracy all the same, because Adam is not linear in the gradient
-    (H. Tang et al., 2021): take int4 or more bits there, or `jaxcomm.one_bit_adam`. If a codec's
-    error can exceed the value (`Codec.variance`), residuals may grow without end; a UserWarning
-    says so.
+    (H. Tang et al., 2021): take int4 or more bits there, or put the mean into
+    `jaxcomm.factored_adam`, which takes one bit. `init` warns of fewer than 4 bits with feedback in
+    front of an optimizer that keeps a variance, if both are in the same `optax.chain`; in other
+    compositions this docstring has to do. If a codec's error can exceed the value
+    (`Codec.variance`), residuals may grow without end; a UserWarning says so.
 
     If any gradient on any device is not finite, every update on every device is NaN, and the
     residuals stay as they were. `optax.apply_if_finite` around the optimizer then skips the step on
@@ -153,12 +156,14 @@ def mean(
     reduction, chosen = collectives.mean_of(
         codec, algorithm, second_hop, error_feedback, implementation
     )
-    limit = bytes_of(bucket_mib)
+    limit, sent = bytes_of(bucket_mib), codecs.from_name(codec)
     float32 = codecs.float32()
     is_plain = chosen.name == "native" and reduction == CodedMean(float32, float32)
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
+        if error_feedback and _bits(sent) < _ENOUGH_FOR_ADAM:
+            warn_of_a_variance_behind(params, f"a {sent.name} mean")
         layout = layout_of(params, axis_name, exempt, bucket_order)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
@@ -207,6 +212,11 @@ def mean(
         return treedef.unflatten(means), MeanState(state.layout, state.step + 1, residual)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _bits(codec: codecs.Codec, values: int = 2**16) -> float:
+    """The bits a value of a long message."""
+    return 8 * codec.message_bytes(values) / values
 
 
 def plain_mean(parts: dict[int, jax.Array], axis_name: AxisName) -> dict[int, jax.Array]:

@@ -25,7 +25,7 @@ from jaxcomm.transforms._exchange import (
     updates_of,
 )
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of
-from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
 from jaxcomm.transforms.per_device import (
     NOTHING,
     PerDevice,
@@ -151,6 +151,8 @@ def sparse_mean(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
+        if error_feedback:
+            warn_of_a_variance_behind(params, f"a {chosen.name} mean")
         layout = layout_of(params, axis_name, exempt, bucket_order)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large)

@@ -110,6 +110,7 @@ OVERFLOW: dict[str, Callable[[], optax.GradientTransformation]] = {
     "TopkA": lambda: jaxcomm.sparse_mean("data", 0.2, "topk_allgather"),
     "PowerSGD": lambda: jaxcomm.low_rank_mean("data", 1),
     "1-bit Adam": lambda: jaxcomm.one_bit_adam("data", 0.1, dense_steps=9),
+    "factored Adam": lambda: jaxcomm.factored_adam(jaxcomm.mean("data"), 0.1),
 }
 
 

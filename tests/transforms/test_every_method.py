@@ -60,6 +60,9 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     ),
     "PowerSGD": lambda: optax.chain(jaxcomm.low_rank_mean("data", 2), SGD),
     "1-bit Adam": lambda: jaxcomm.one_bit_adam("data", 1e-2, dense_steps=2),
+    "factored Adam in one bit": lambda: jaxcomm.factored_adam(
+        jaxcomm.mean("data", "scaled_sign", error_feedback=True), 1e-2
+    ),
     "warm-up, then qsgd": lambda: optax.chain(
         jaxcomm.dense_first(jaxcomm.mean("data", "qsgd"), 2), optax.adamw(1e-2, weight_decay=1e-3)
     ),
@@ -211,7 +214,7 @@ FURTHER = {
     "shard_map": [*EVERYWHERE, "1-bit Adam", "multi_steps"],
     "shard_map with checks": METHODS,
     # Without coins: they follow the paths of leaves, which nnx names otherwise.
-    "nnx": [*EVERYWHERE, "Signum", "1-bit Adam"],
+    "nnx": [*EVERYWHERE, "Signum", "1-bit Adam", "factored Adam in one bit"],
     "TrainState": [*EVERYWHERE, TOPK, "votes with scales, errors fed back", "warm-up, then qsgd"],
 }
 ON_ONE_AXIS = [*EVERYWHERE, TOPK, "votes on corrected gradients"]

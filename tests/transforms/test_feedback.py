@@ -217,3 +217,28 @@ def test_errors_that_may_grow_are_warned_of(codec: codecs.Codec) -> None:
         jaxcomm.mean("data", "int8", second_hop=codec, error_feedback=True)
     jaxcomm.mean("data", codec)
     jaxcomm.mean("data", codecs.qsgd(levels=7, block_size=32), error_feedback=True)
+
+
+@pytest.mark.standard_promotion  # of optax
+def test_few_bits_in_front_of_a_variance_say_what_to_take() -> None:
+    """Once, by `init`; not where error feedback is sound, or bits are enough."""
+    sign = jaxcomm.mean("data", "scaled_sign", error_feedback=True)
+    bad = [
+        optax.chain(sign, optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+        optax.chain(optax.chain(sign), optax.apply_if_finite(optax.rmsprop(0.1), 3)),
+        optax.chain(jaxcomm.sparse_mean("data", 0.5), optax.adam(0.1)),
+    ]
+    good = [
+        optax.chain(sign, optax.sgd(0.1, momentum=0.9)),
+        optax.chain(jaxcomm.mean("data", "int4", error_feedback=True), optax.adam(0.1)),
+        optax.chain(jaxcomm.mean("data", "qsgd"), optax.adam(0.1)),
+        jaxcomm.factored_adam(sign, 0.1),
+    ]
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        params = jaxcomm.replicate({"w": jnp.zeros((2, 2))})
+        for tx in bad:
+            with pytest.warns(UserWarning, match="jaxcomm.factored_adam") as found:
+                tx.init(params)
+            assert len(found) == 1
+        for tx in good:
+            tx.init(params)  # a warning would be an error

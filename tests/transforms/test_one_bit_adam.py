@@ -268,6 +268,21 @@ def test_the_warm_up_ends_when_the_variance_is_stable(view: View) -> None:
         before = state.v
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"total_steps": 20},
+        {"total_steps": 20, "variance_stability": 0.99},
+        {"dense_steps": 3, "variance_stability": 0.99},
+    ],
+    ids=str,
+)
+def test_the_length_of_the_run_ends_the_warm_up(options: Any) -> None:
+    """With the default b2 stability alone cannot: it compares norms that are 1000 steps apart."""
+    states = [s for _, s in run(GLOBAL, one_bit_adam("data", 0.1, **options), [gradients(4)] * 5)]
+    assert [int(state.frozen_at) for state in states] == [0, 0, 3, 3, 3]
+
+
 def test_what_never_had_a_gradient_stays_where_it_is() -> None:
     batches = [gradients(4, t) for t in range(6)]
     for grads in batches:
@@ -332,8 +347,9 @@ def test_without_large_leaves_it_is_adam_with_a_frozen_variance() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"dense_steps": None}, ValueError, "give one end of the warm-up"),
-        ({"variance_stability": 0.96}, ValueError, "give one end of the warm-up"),
+        ({"dense_steps": None}, ValueError, "give an end of the warm-up"),
+        ({"total_steps": 100}, ValueError, "give total_steps or dense_steps, got 100 and 10"),
+        ({"dense_steps": None, "total_steps": 0}, ValueError, "total_steps must be a whole number"),
         ({"dense_steps": 0}, ValueError, "dense_steps must be a whole number >= 1"),
         ({"dense_steps": 1.5}, ValueError, "dense_steps must be a whole number >= 1"),
         ({"dense_steps": "10"}, TypeError, "dense_steps must be a Python number"),

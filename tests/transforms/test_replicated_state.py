@@ -16,6 +16,9 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "TopkA": lambda: jaxcomm.sparse_mean("data", 0.1, "topk_allgather"),
     "PowerSGD": lambda: jaxcomm.low_rank_mean("data", 1),
     "1-bit Adam": lambda: jaxcomm.one_bit_adam("data", 0.1, dense_steps=1),
+    "factored Adam": lambda: jaxcomm.factored_adam(
+        jaxcomm.mean("data", "int8", error_feedback=True), 0.1
+    ),
     "local": lambda: optax.chain(jaxcomm.local("data", optax.trace(0.9)), jaxcomm.mean("data")),
     "multi_steps": lambda: jaxcomm.multi_steps(jaxcomm.mean("data"), 2),
     "control variates": lambda: optax.chain(

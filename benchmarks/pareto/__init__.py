@@ -1,0 +1,1 @@
+"""Loss against bytes: every method with its optimizer, at equally tuned learning rates."""

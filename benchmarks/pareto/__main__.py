@@ -1,0 +1,82 @@
+"""Loss against bytes: every method with the optimizer recommended for it, at equally tuned rates.
+
+    python -m benchmarks.pareto [--tasks=gpt_small] [--methods="float32;cnat"] [--seeds=0,1]
+        [--rates=1] [--minutes=4] [--data_dir=DIR]
+    python -m benchmarks.pareto --report [--json] [--plot=PNG]
+
+Four simulated devices in one process hold different parts of the data. Each method is trained at
+three learning rates, a factor of two apart; the validation loss chooses one, and the test loss is
+reported. A finished run is a file in `benchmarks/results/pareto/`, which is not run again. Runs
+follow one another, the middle rates of all methods first.
+
+`--report` runs nothing: it shows the committed runs. `--json` prints them as the last line:
+task, method, optimizer, rate, seed, loss (of the test text, nats), bytes_per_step (bytes that a
+device sends in a step for each parameter, averaged over the run), minus_float32 (the loss minus
+that of float32 at its chosen rate and the same seed), chosen (whether this is the chosen rate).
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.pareto import results
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", default="gpt_small", help="of gpt, gpt_small, lstm, resnet20")
+    parser.add_argument("--methods", default="", help="names of rows; all by default")
+    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--rates", type=int, default=3, help="how many rates: 1 is the middle one")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no run starts later")
+    parser.add_argument("--data_dir", default=None, help="of TensorFlow Datasets; TFDS_DATA_DIR")
+    parser.add_argument("--results", type=Path, default=results.FOLDER)
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", type=Path, default=None, help="where a PNG is written")
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
+    """Runs what is missing."""
+    import jaxcomm
+
+    jaxcomm.simulate_devices(4)
+    from benchmarks.pareto.methods import TABLES
+    from benchmarks.pareto.tasks import TASKS
+    from benchmarks.pareto.training import train
+
+    began, seeds = time.monotonic(), [int(seed) for seed in args.seeds.split(",")]
+    chosen = [name for name in args.methods.split(";") if name]
+    order = [(seed, i) for seed in seeds for i in (1, 0, 2)[: args.rates]]
+    for seed, i in order:
+        for task in args.tasks.split(","):
+            for name, method in TABLES[task].items():
+                path = results.path(args.results, task, name, method.rates[i], seed)
+                if path.exists() or (chosen and name not in chosen):
+                    continue
+                if time.monotonic() - began > 60 * args.minutes:
+                    return
+                row = {"task": task, "method": name, "optimizer": method.optimizer}
+                row |= {"rate": method.rates[i], "seed": seed}
+                row |= train(TASKS[task], method, method.rates[i], seed, args.data_dir)
+                results.write(path, row)
+                print(json.dumps(row), file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    args = parse()
+    if not args.report:
+        run(args)
+    rows = results.read(args.results)
+    print(results.table(rows))
+    if args.plot:
+        results.plot(rows, args.plot)
+    if args.json:
+        print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

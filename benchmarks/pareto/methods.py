@@ -1,0 +1,167 @@
+"""The rows: each method with the optimizer that is recommended for it, and the rates to try.
+
+A row enters with a factory in `ADAM` or `SGD`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import optax
+
+import jaxcomm
+
+Factory = Callable[[optax.Schedule, int], optax.GradientTransformation]
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """One row.
+
+    Attributes:
+      optimizer: what is behind the exchange, or contains it.
+      make: from a schedule of the learning rate and the number of steps to a transformation.
+      rates: the peaks of the learning rate to choose from.
+      rare: the share of steps in which conditionals take the branch that sends most, from the
+        number of steps.
+    """
+
+    optimizer: str
+    make: Factory
+    rates: tuple[float, ...]
+    rare: Callable[[int], float] = lambda steps: 1.0
+
+    def bytes_per_step(self, report: jaxcomm.WireReport, steps: int) -> float:
+        """The mean over the run of what a device sends in a step."""
+        share, most = self.rare(steps), report.bytes_max
+        if not report.conditionals:
+            return float(most)
+        by_branch = report.by_branch()
+        saved = 0.0
+        for name, branches in report.conditionals:
+            amounts = [by_branch[name, i].bytes_max for i in range(branches)]
+            saved += float(max(amounts) - min(amounts))
+        return float(most) - (1 - share) * saved
+
+
+def around(rate: float) -> tuple[float, ...]:
+    """Three rates, a factor of two apart."""
+    return rate / 2, rate, 2 * rate
+
+
+def adam(rate: optax.Schedule) -> optax.GradientTransformation:
+    """Adam with decays for runs of some hundred steps."""
+    return optax.adam(rate, b1=0.9, b2=0.99)
+
+
+def sgd(rate: optax.Schedule) -> optax.GradientTransformation:
+    """SGD with momentum."""
+    return optax.sgd(rate, momentum=0.9)
+
+
+def feedback(codec: str | jaxcomm.codecs.Codec) -> optax.GradientTransformation:
+    """A mean in few bits whose errors are fed back."""
+    return jaxcomm.mean("data", codec, error_feedback=True)
+
+
+def before(
+    exchange: Callable[[], optax.GradientTransformation],
+    optimizer: Callable[[optax.Schedule], optax.GradientTransformation],
+) -> Factory:
+    """An exchange in front of an optimizer."""
+    return lambda rate, steps: optax.chain(exchange(), optimizer(rate))
+
+
+def local_adam(exchange: Callable[[], optax.GradientTransformation]) -> Factory:
+    """Each device's own Adam; what it would do is exchanged."""
+    own = optax.scale_by_adam(b1=0.9, b2=0.99)
+    return lambda rate, steps: optax.chain(
+        jaxcomm.local("data", own), exchange(), optax.scale_by_learning_rate(rate)
+    )
+
+
+def signum(rate: optax.Schedule, steps: int) -> optax.GradientTransformation:
+    """A vote on each device's momentum."""
+    del steps
+    momentum = jaxcomm.local("data", optax.ema(0.9))
+    return optax.chain(momentum, jaxcomm.majority_vote("data"), optax.sgd(rate))
+
+
+def one_bit_adam(rate: optax.Schedule, steps: int) -> optax.GradientTransformation:
+    """Its default: 15 % of the steps are dense."""
+    return jaxcomm.one_bit_adam("data", rate, b2=0.99, total_steps=steps)
+
+
+def factored_adam(exchange: Callable[[], optax.GradientTransformation]) -> Factory:
+    """A momentum that all devices share travels by this exchange."""
+    return lambda rate, steps: jaxcomm.factored_adam(exchange(), rate)
+
+
+def float32() -> optax.GradientTransformation:
+    """The mean that all are compared with."""
+    return jaxcomm.mean("data")
+
+
+def bfloat16() -> optax.GradientTransformation:
+    """A mean in 16 bits."""
+    return jaxcomm.mean("data", "bfloat16")
+
+
+def cnat() -> optax.GradientTransformation:
+    """A mean in powers of two."""
+    return jaxcomm.mean("data", "cnat")
+
+
+def int4() -> optax.GradientTransformation:
+    """A mean in 4.5 bits."""
+    return feedback("int4")
+
+
+def sign() -> optax.GradientTransformation:
+    """A mean in 1.03 bits."""
+    return feedback("scaled_sign")
+
+
+def sign128() -> optax.GradientTransformation:
+    """A mean in 1.25 bits."""
+    return feedback(jaxcomm.codecs.scaled_sign(128))
+
+
+def oktopk() -> optax.GradientTransformation:
+    """The largest 1 % of the values."""
+    return jaxcomm.sparse_mean("data", 0.01)
+
+
+def low_rank() -> optax.GradientTransformation:
+    """PowerSGD of rank 4."""
+    return jaxcomm.low_rank_mean("data", 4)
+
+
+# The methods for Adam, on the transformers; those that are compared most come first.
+ADAM: dict[str, Method] = {
+    "float32": Method("adam", before(float32, adam), around(4e-3)),
+    "factored Adam, scaled_sign(128)": Method("its own", factored_adam(sign128), around(6e-3)),
+    "1-bit Adam": Method("its own", one_bit_adam, around(3e-3), lambda steps: 0.15),
+    "int4, feedback": Method("adam", before(int4, adam), around(4e-3)),
+    "scaled_sign, feedback": Method("adam", before(sign, adam), around(1e-3)),
+    "factored Adam, int4": Method("its own", factored_adam(int4), around(6e-3)),
+    "factored Adam, scaled_sign(1024)": Method("its own", factored_adam(sign), around(6e-3)),
+    "PowerSGD, rank 4": Method("adam", before(low_rank, adam), around(2e-3)),
+    "cnat": Method("adam", before(cnat, adam), around(4e-3)),
+    "local momentum, vote": Method("signum", signum, around(1e-3)),
+    "local Adam, scaled_sign": Method("local adam", local_adam(sign), around(2e-3)),
+    "factored Adam, float32": Method("its own", factored_adam(float32), around(6e-3)),
+    "bfloat16": Method("adam", before(bfloat16, adam), around(4e-3)),
+    "Ok-Topk, 1 %": Method("adam", before(oktopk, adam), around(1e-3)),
+}
+# The methods for SGD, on the LSTM and on ResNet-20.
+SGD: dict[str, Method] = {
+    "float32": Method("sgd", before(float32, sgd), around(0.5)),
+    "scaled_sign, feedback": Method("sgd", before(sign, sgd), around(0.5)),
+    "Ok-Topk, 1 %": Method("sgd", before(oktopk, sgd), around(0.25)),
+    "PowerSGD, rank 4": Method("sgd", before(low_rank, sgd), around(0.5)),
+    "int4, feedback": Method("sgd", before(int4, sgd), around(0.5)),
+    "cnat": Method("sgd", before(cnat, sgd), around(0.5)),
+    "bfloat16": Method("sgd", before(bfloat16, sgd), around(0.5)),
+    "local momentum, vote": Method("signum", signum, around(2e-3)),
+}
+TABLES = {"gpt": ADAM, "gpt_small": ADAM, "lstm": SGD, "resnet20": SGD}

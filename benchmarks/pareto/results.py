@@ -1,0 +1,130 @@
+"""The finished runs: files, the choice of rates, a table and a plot."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+Rows = list[dict[str, Any]]
+FOLDER = Path(__file__).resolve().parents[1] / "results" / "pareto"
+BASELINE = "float32"
+
+
+def path(folder: Path, task: str, method: str, rate: float, seed: int) -> Path:
+    """The file of a run."""
+    name = re.sub(r"[^a-z0-9]+", "_", method.lower()).strip("_")
+    return folder / task / f"{name}_{rate:g}_{seed}.json"
+
+
+def write(file: Path, row: dict[str, Any]) -> None:
+    """Keeps a run; a broken-off write leaves no file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(row, indent=1) + "\n")
+    part.rename(file)
+
+
+def read(folder: Path) -> Rows:
+    """All runs, with `chosen` and `minus_float32`; by task, bytes, method, rate and seed."""
+    rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*/*.json"))]
+    rates = {
+        key: _chosen([row for row in rows if _key(row) == key]) for key in set(map(_key, rows))
+    }
+    base = {}
+    for row in rows:
+        row["chosen"] = row["rate"] == rates[_key(row)]
+        if row["method"] == BASELINE and row["chosen"]:
+            base[row["task"], row["seed"]] = row["loss"]
+    for row in rows:
+        pair = row["loss"], base.get((row["task"], row["seed"]))
+        row["minus_float32"] = None if None in pair else pair[0] - pair[1]
+    order = ("task", "bytes_per_step", "method", "rate", "seed")
+    return sorted(rows, key=lambda row: tuple(row[name] for name in order))
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str]:
+    return row["task"], row["method"]
+
+
+def _chosen(rows: Rows) -> float:
+    """The rate of the lowest mean validation loss, of those that most seeds have."""
+    losses: dict[float, list[float]] = {}
+    for row in rows:  # a run that diverged has no losses
+        loss = math.inf if row["validation_loss"] is None else row["validation_loss"]
+        losses.setdefault(row["rate"], []).append(loss)
+    most = max(map(len, losses.values()))
+    complete = [rate for rate, found in losses.items() if len(found) == most]
+    return min(complete, key=lambda rate: sum(losses[rate]))
+
+
+def summaries(rows: Rows) -> Rows:
+    """One line for each task and method: means over the seeds at the chosen rate."""
+    lines = []
+    for key in dict.fromkeys(map(_key, rows)):
+        tried = sorted({row["rate"] for row in rows if _key(row) == key})
+        own = [row for row in rows if _key(row) == key and row["chosen"]]
+        line = {name: own[0][name] for name in ("task", "method", "optimizer", "rate")}
+        for name in ("bytes_per_step", "loss", "minus_float32"):
+            line[name] = _mean([row[name] for row in own])
+        at_an_end = len(tried) > 1 and line["rate"] in (tried[0], tried[-1])
+        line |= {"rates": len(tried), "seeds": len(own)}
+        lines.append(line | {"note": "best rate at an end" if at_an_end else ""})
+    return lines
+
+
+def _mean(numbers: list[float | None]) -> float | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) / len(known) if known else None
+
+
+def table(rows: Rows) -> str:
+    """The chosen runs as text."""
+    layout = "{:<10} {:<34} {:<12} {:>8} {:>8} {:>9} {:>8} {:>6} {:>6}  {}"
+    names = "task", "method", "optimizer", "bytes", "loss", "- float32"
+    lines = [layout.format(*names, "rate", "rates", "seeds", "")]
+    for line in summaries(rows):
+        words = line["task"], line["method"], line["optimizer"]
+        numbers = f"{line['bytes_per_step']:.3f}", _nats(line["loss"], ".3f")
+        numbers += _nats(line["minus_float32"], "+.3f"), f"{line['rate']:g}"
+        lines.append(layout.format(*words, *numbers, line["rates"], line["seeds"], line["note"]))
+    return "\n".join(text.rstrip() for text in lines)
+
+
+def _nats(number: float | None, form: str) -> str:
+    return "-" if number is None else format(number, form)
+
+
+def plot(rows: Rows, file: Path) -> None:
+    """Loss against bytes, a panel for each task."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lines = summaries(rows)
+    tasks = list(dict.fromkeys(line["task"] for line in lines))
+    figure, panels = plt.subplots(
+        len(tasks), 1, figsize=(8, 4.5 * len(tasks)), layout="constrained", squeeze=False
+    )
+    for task, panel in zip(tasks, panels[:, 0], strict=True):
+        own = [line for line in lines if line["task"] == task and line["loss"] is not None]
+        base = [line["loss"] for line in own if line["method"] == BASELINE]
+        for height in base:
+            panel.axhline(height, color="0.7", linewidth=1, zorder=0)
+        for line in own:
+            panel.plot(line["bytes_per_step"], line["loss"], "o", color="C0", markersize=4)
+            panel.annotate(
+                line["method"],
+                (line["bytes_per_step"], line["loss"]),
+                xytext=(5, 3),
+                textcoords="offset points",
+                fontsize=7,
+            )
+        ticks = [2.0**i for i in range(-5, 4)]
+        panel.set_xscale("log")
+        panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        panel.set_xticks([], minor=True)
+        panel.set(xlabel="bytes sent for each parameter, device and step", title=task)
+        panel.set(ylabel="test loss, nats")
+    figure.savefig(file, dpi=110)

@@ -1,0 +1,85 @@
+"""One training run on simulated devices, and the bytes that it sends."""
+
+import functools
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import jaxcomm
+from benchmarks.pareto.methods import Method
+from benchmarks.pareto.tasks import Data, Task
+
+WORLD = 4
+CHUNK = 50  # steps in one call of a compiled program
+
+
+def schedule(rate: float, steps: int) -> optax.Schedule:
+    """A linear warm-up over a tenth of the steps, then a cosine down to a tenth of the rate."""
+    return optax.warmup_cosine_decay_schedule(
+        rate / (0.1 * steps), rate, steps // 10, steps, rate / 10
+    )
+
+
+@functools.cache
+def loaded(task: Task, data_dir: str | None) -> Data:
+    return task.load(data_dir, WORLD)
+
+
+def finite(loss: Any) -> float | None:
+    """A loss; None if the run diverged."""
+    return float(loss) if np.isfinite(loss) else None
+
+
+def train(
+    task: Task, method: Method, rate: float, seed: int, data_dir: str | None
+) -> dict[str, Any]:
+    """The losses at the end of a run, and what a device sent in a step.
+
+    Bytes are those of the compiled step: of every branch as often as the run takes it.
+    """
+    began, data = time.monotonic(), loaded(task, data_dir)
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        tx = method.make(schedule(rate, task.steps), task.steps)
+        params = jaxcomm.replicate(jax.jit(task.init)(jax.random.key(seed)))
+        size = sum(leaf.size for leaf in jax.tree.leaves(params))
+        state = tx.init(params)
+        shards = jax.device_put(
+            data.shards, jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P("data"))
+        )
+        draws = np.random.default_rng(seed).integers(
+            0, 2**31 - 1, (task.steps, WORLD, task.share), np.int32
+        )
+
+        def loss_fn(params: Any, batch: Any) -> jax.Array:
+            shard, numbers = jax.tree.map(lambda x: x[0], batch)
+            return task.loss(params, task.batch(shard, numbers))
+
+        def step(carry: Any, numbers: jax.Array, shards: Any) -> Any:
+            params, state = carry
+            loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(params, (shards, numbers))
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), loss
+
+        @jax.jit
+        def chunk(carry: Any, draws: jax.Array, shards: Any) -> Any:
+            return jax.lax.scan(functools.partial(step, shards=shards), carry, draws)
+
+        sent = jaxcomm.wire_report(jax.jit(step).lower((params, state), draws[0], shards).compile())
+        carry, losses = (params, state), []
+        for start in range(0, task.steps, CHUNK):
+            carry, part = chunk(carry, draws[start : start + CHUNK], shards)
+            losses += np.asarray(part).tolist()
+        evaluate = jax.jit(lambda p, x: jax.lax.map(lambda b: task.loss(p, b), x).mean())
+        ends = jax.device_get(carry[0])
+    return {
+        "loss": finite(evaluate(ends, data.test)),
+        "validation_loss": finite(evaluate(ends, data.validation)),
+        "training_loss": finite(np.mean(losses[-CHUNK:])),
+        "bytes_per_step": method.bytes_per_step(sent, task.steps) / size,
+        "parameters": size,
+        "steps": task.steps,
+        "seconds": round(time.monotonic() - began, 1),
+    }

@@ -1,0 +1,121 @@
+"""Mean squares of gradients by rows and columns, which all devices know exactly.
+
+The squares of a matrix are kept as the means R of its rows and C of its columns, and stand for
+R C^T / mean(R). A parameter of more dimensions has such a pair at each place of the leading ones.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm import _axes
+from jaxcomm.transforms._buckets import joined, split
+from jaxcomm.transforms._exchange import Arrays, Own, on_every_device
+from jaxcomm.transforms._layout import Layout, Leaf, axes_in
+
+Names = list[tuple[str, ...]]
+
+
+class Squares(NamedTuple):
+    """The mean of a parameter's squared gradients, by its last two dimensions.
+
+    Attributes:
+      rows: float32, the mean over the last dimension; of a vector or a scalar the squares.
+      columns: float32, the mean over the last but one; of a vector or a scalar nothing, ().
+    """
+
+    rows: jax.Array
+    columns: Any
+
+
+def no_squares(shape: tuple[int, ...]) -> Squares:
+    """Those of a parameter before its first gradient."""
+    if len(shape) < 2:
+        return Squares(jnp.zeros(shape), ())
+    return Squares(jnp.zeros(shape[:-1]), jnp.zeros((*shape[:-2], shape[-1])))
+
+
+def roots_and_squares(
+    grads: Arrays, layout: Layout, known: list[Squares]
+) -> tuple[Arrays, list[Squares]]:
+    """The roots of what is known, and the mean squares of this step's gradients.
+
+    Rows and columns are whole on every device, also those of leaves that are sharded over further
+    axes. Each device puts its part in its place, and one all-reduce over all axes adds them up.
+
+    Args:
+      grads: local gradients, as they are in the current view.
+      layout: of the parameters.
+      known: for each leaf that is not empty.
+
+    Returns:
+      For each leaf float32 roots, in the shape of the parameter in the current view; and squares
+      like `known`, equal on all devices.
+    """
+    mesh = _axes.current_mesh()
+    size, every_axis = math.prod(mesh.shape.values()), tuple(sorted(mesh.axis_names))
+
+    def on_device(grads: Arrays, own: Own, known: list[Squares]) -> tuple[Arrays, Own]:
+        roots, parts, rest = [], {}, iter(enumerate(known))
+        for g, leaf in zip(grads, layout.leaves, strict=True):
+            if not g.size:
+                roots.append(jnp.zeros(g.shape))
+                continue
+            number, squares = next(rest)
+            roots.append(_root(squares, leaf, g.shape))
+            square, (rows, columns) = jnp.square(g.astype(jnp.float32)), _names(leaf)
+            if g.ndim < 2:
+                parts[number, 0] = _in_place(square, squares.rows, rows, size)
+                continue
+            parts[number, 0] = _in_place(square.mean(-1), squares.rows, rows, size)
+            parts[number, 1] = _in_place(square.mean(-2), squares.columns, columns, size)
+        return [*roots, jax.lax.psum(joined(parts), every_axis)], own
+
+    (*roots, total), _ = on_every_device(on_device, grads, layout, shared=known, further_results=1)
+    whole = {(n, 0): pair.rows for n, pair in enumerate(known)}
+    whole |= {(n, 1): p.columns for n, p in enumerate(known) if not isinstance(p.columns, tuple)}
+    found = split(total, {key: whole[key] for key in sorted(whole)})
+    return roots, [Squares(found[n, 0], found.get((n, 1), ())) for n in range(len(known))]
+
+
+def _root(squares: Squares, leaf: Leaf, shape: tuple[int, ...]) -> jax.Array:
+    """The root mean squares of this device's shard of a leaf."""
+    rows, columns = _names(leaf)
+    if len(shape) < 2:
+        return jnp.sqrt(_own_part(squares.rows, rows, shape))
+    own_rows = _own_part(squares.rows, rows, shape[:-1])[..., :, None]
+    own_columns = _own_part(squares.columns, columns, (*shape[:-2], shape[-1]))[..., None, :]
+    mean = _own_part(squares.rows.mean(-1), rows[:-1], shape[:-2])[..., None, None]
+    # Two roots: the product of two mean squares could underflow.
+    return jnp.sqrt(own_rows / jnp.where(mean > 0, mean, 1.0)) * jnp.sqrt(own_columns)
+
+
+def _names(leaf: Leaf) -> tuple[Names, Names]:
+    """The mesh axes over which each dimension of a leaf's rows, and of its columns, is sharded."""
+    names = axes_in(leaf.spec, len(leaf.shape))
+    return (names[:-1], [*names[:-2], names[-1]]) if len(names) > 1 else (names, [])
+
+
+def _starts(names: Names, local: tuple[int, ...]) -> list[Any]:
+    """Where this device's part of an array begins."""
+    pairs = zip(names, local, strict=True)
+    return [jax.lax.axis_index(axes) * n if axes else 0 for axes, n in pairs]
+
+
+def _own_part(whole: jax.Array, names: Names, local: tuple[int, ...]) -> jax.Array:
+    """This device's part of an array that it has as a whole."""
+    return jax.lax.dynamic_slice(whole, _starts(names, local), local) if any(names) else whole
+
+
+def _in_place(part: jax.Array, whole: jax.Array, names: Names, size: int) -> jax.Array:
+    """The array of which this device has a part, over the number of devices that have this part.
+
+    Divided before it is added up: a sum of large squares could overflow.
+    """
+    shards = math.prod(_axes.axis_size(axes) for axes in names if axes)
+    part = part * (shards / size)
+    if not any(names):
+        return part
+    return jax.lax.dynamic_update_slice(jnp.zeros_like(whole), part, _starts(names, part.shape))

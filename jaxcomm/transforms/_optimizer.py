@@ -1,0 +1,75 @@
+"""What the methods share that are optimizer and exchange in one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxcomm import _axes
+from jaxcomm._axes import AxisName
+from jaxcomm.transforms._layout import Layout
+
+
+def check_rate(rate: optax.ScalarOrSchedule) -> None:
+    """Raises a TypeError unless a learning rate is a number or a schedule."""
+    if not (callable(rate) or isinstance(rate, int | float | jax.Array)):
+        raise TypeError(f"learning_rate must be a number or a schedule, got {rate!r}.")
+
+
+def check_number(name: str, x: Any, valid: Callable[[Any], bool], wanted: str) -> None:
+    """Raises unless `x` is a Python number that is valid."""
+    if not isinstance(x, int | float) or isinstance(x, bool):
+        raise TypeError(
+            f"{name} must be a Python number, got {x!r}; under optax.inject_hyperparams only "
+            "learning_rate can be injected, and static_args must name all other numbers."
+        )
+    if not valid(x):
+        raise ValueError(f"{name} must be {wanted}, got {x!r}.")
+
+
+def is_count(x: Any) -> bool:
+    """Whether this is a whole number of at least 1."""
+    return isinstance(x, int) and x >= 1
+
+
+def replicated(make: Callable[[], Any], axis_name: AxisName) -> Any:
+    """What `make` returns, on all devices, placed as a compiled update places it."""
+    if _axes.is_manual(axis_name):
+        return make()
+    return jax.jit(make, out_shardings=PartitionSpec())()
+
+
+def zeros_like_params(params: Any, layout: Layout) -> Any:
+    """Float32 zeros, shaped and placed as the parameters, equal on all devices of the axis."""
+    leaves, treedef = jax.tree.flatten(params)
+    if _axes.is_manual(layout.axis_name):
+        own = _axes.names_of(layout.axis_name)
+        return treedef.unflatten(
+            _axes.as_varying(jnp.zeros(jnp.shape(x)), _axes.varying_axes(x).difference(own))
+            for x in leaves
+        )
+
+    def make() -> Any:
+        return treedef.unflatten([jnp.zeros(leaf.shape) for leaf in layout.leaves])
+
+    return jax.jit(make, out_shardings=treedef.unflatten([leaf.spec for leaf in layout.leaves]))()
+
+
+def decays(mask: Any, params: Any, decay: float) -> list[float]:
+    """The weight decay of each leaf of the parameters: 0 where the mask says False.
+
+    Raises:
+      ValueError: if the mask is neither a prefix of the parameters' tree nor makes one.
+    """
+    found = True if mask is None else mask(params) if callable(mask) else mask
+    try:
+        full = jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), found, params)
+    except ValueError as error:
+        raise ValueError(
+            "mask must have the structure of the parameters, or a prefix of it: "
+            f"{jax.tree.structure(params)}, got {jax.tree.structure(found)}."
+        ) from error
+    return [decay * keeps for keeps in jax.tree.leaves(full)]

@@ -1,0 +1,210 @@
+"""Adam with a factored variance that all devices share, and a momentum in few bits.
+
+How a step works, for a matrix with gradients G_i on devices i:
+
+1. R and C, the means over devices of the squares of each row and column, are known to all since
+   the step before, so all devices divide by the same P = sqrt(R C^T / mean(R)): U_i = G_i / P.
+2. Device i adds its U_i to the momentum m that all share: x_i = b1 m + (1 - b1) U_i.
+3. `exchange` takes the mean of the x_i, in as few bits as it may. Its result is the next m, and
+   the update is -rate m.
+4. The squares of this step's rows and columns travel in float32: they are few.
+
+All that comes before the exchange is linear in the gradient once P has settled, so error feedback
+works here, as it does for SGD. Divided by P, the values of a block are about equally large, which
+is what signs and scales need.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomm import _axes
+from jaxcomm._marks import mark_local
+from jaxcomm.transforms._exchange import Arrays, local_leaves
+from jaxcomm.transforms._factors import Squares, no_squares, roots_and_squares
+from jaxcomm.transforms._layout import Layout, axis_of, layout_of
+from jaxcomm.transforms._optimizer import (
+    check_number,
+    check_rate,
+    decays,
+    replicated,
+    zeros_like_params,
+)
+from jaxcomm.transforms._wrappers import refuse_optimizer_behind, refuse_wrappers
+
+
+class FactoredAdamState(NamedTuple):
+    """The state of `factored_adam`.
+
+    Attributes:
+      layout: what `init` saw of the parameters.
+      count: int32, the steps taken; steps that were not finite do not count.
+      momentum: float32, shaped and sharded as the parameters, equal on all devices, in units of the
+        root mean square of the gradients.
+      squares: of each parameter that is not empty, equal on all devices.
+      inner: the state of the exchange.
+    """
+
+    layout: Layout
+    count: jax.Array
+    momentum: Any
+    squares: list[Squares]
+    inner: Any
+
+
+def factored_adam(
+    exchange: optax.GradientTransformation,
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam in few bits without a dense warm-up: the momentum that all devices share is exchanged.
+
+    It is optimizer and exchange in one: its updates are finished, and no optimizer belongs behind
+    it. For one bit a value on each hop:
+
+        exchange = jaxcomm.mean("data", jaxcomm.codecs.scaled_sign(128), error_feedback=True)
+        tx = jaxcomm.factored_adam(exchange, 1e-3)
+
+    The root mean square of a matrix is the product of a factor for its rows and one for its columns
+    (Adafactor), which all devices share exactly. So they all divide their gradients by the same
+    numbers before they send anything, and need no dense steps to learn these numbers. A convolution
+    has such factors at each place of its kernel, and stacked layers have them in each layer.
+
+    The first step learns the scales and moves nothing. A gradient whose scale is not known yet,
+    because its row had none before, counts as zero for that step. Quotients are cut at
+    1/sqrt(1-b2), as Adam's are by themselves.
+
+    If any gradient on any device is not finite, or its square, every update on every device is NaN
+    and the state stays as it was.
+
+    Args:
+      exchange: what takes the mean of momenta: a `jaxcomm.mean` whose errors are fed back, or
+        another exchange that takes means.
+      learning_rate: a number, or a schedule of `count`.
+      b1: decay of the momentum, in [0, 1).
+      b2: decay of the mean squares, in [0, 1).
+      eps: added to the root mean square, >= 0.
+      weight_decay: decoupled, as in `optax.adamw`; the update needs the parameters then.
+      mask: which leaves decay, as in `optax.adamw`: a tree of bools with the structure of the
+        parameters or a prefix of it, or a function from parameters to one; None is all.
+
+    Returns:
+      A transformation whose `update` takes local gradients (from `jaxcomm.value_and_grad`) in
+      either view, and returns what `optax.apply_updates` takes, bitwise equal on all devices.
+
+    Raises:
+      TypeError, ValueError: at once for bad arguments; by `init` if `exchange` exchanges nothing or
+        over several axes, or if an optimizer follows in the same `optax.chain`; by `update` if
+        weight decay lacks the parameters, or the mask does not fit them.
+
+    Wire: that of `exchange`, and one float32 all-reduce over all axes of the mesh of a + b values
+    for a matrix of a x b, and of all values of vectors. Where leaves are sharded over a further
+    axis, a flag over it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> exchange = jaxcomm.mean("data", "scaled_sign", error_feedback=True)
+      >>> tx = jaxcomm.factored_adam(exchange, 0.1)
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     state = tx.init(jnp.zeros((1, 2)))
+      ...     grads = jnp.array([[[1.0, -3.0]], [[3.0, -1.0]]])  # of 2 devices
+      ...     for _ in range(2):
+      ...         updates, state = jax.jit(tx.update)(grads, state)
+      >>> updates.round(3)
+      Array([[-0.089,  0.089]], dtype=float32)
+
+    References:
+      H. Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+      Convergence Speed", ICML 2021, arXiv:2102.02888 (the momentum is what travels).
+      N. Shazeer and M. Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML
+      2018, arXiv:1804.04235 (rows and columns).
+      Y. Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam",
+      ICLR 2023, arXiv:2202.06009 (a variance without a dense stage).
+
+    Differs from the paper: 1-bit Adam sends the momentum of gradients and divides by a variance
+    that is frozen after a dense stage. Here gradients are divided first, by the factors of the step
+    before, which are never frozen. The squares are those of each device's gradients, and Adam's are
+    those of their mean, which are smaller; so learning rates are about twice as large here.
+    Adafactor has no momentum by default, cuts updates by their root mean square, and takes relative
+    learning rates.
+    """
+    check_rate(learning_rate)
+    for name, decay in (("b1", b1), ("b2", b2)):
+        check_number(name, decay, lambda x: 0 <= x < 1, "in [0, 1)")
+    for name, size in (("eps", eps), ("weight_decay", weight_decay)):
+        check_number(name, size, lambda x: 0 <= x < math.inf, ">= 0")
+    exchange, bound = optax.with_extra_args_support(exchange), (1 - b2) ** -0.5
+
+    def init_fn(params: Any) -> Any:
+        refuse_wrappers()
+        refuse_optimizer_behind(params, "factored_adam")
+        inner = exchange.init(params)
+        layout = layout_of(params, axis_of(inner, "factored_adam"))
+        shapes = [leaf.shape for leaf in layout.leaves if 0 not in leaf.shape]
+        squares = replicated(lambda: [no_squares(shape) for shape in shapes], layout.axis_name)
+        momentum = zeros_like_params(params, layout)
+        return FactoredAdamState(layout, jnp.zeros((), jnp.int32), momentum, squares, inner)
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        grads, treedef = local_leaves(updates, state.layout)
+        if weight_decay and params is None:
+            raise ValueError(
+                "weight decay needs the parameters: call tx.update(grads, state, params)."
+            )
+        seen = jnp.maximum(state.count, 1).astype(jnp.float32)  # gradients in the squares so far
+        known = jax.tree.map(lambda x: x / (1 - b2**seen), state.squares)
+        roots, squares = roots_and_squares(grads, state.layout, known)
+
+        def sent(m: jax.Array, g: jax.Array, root: jax.Array) -> jax.Array:
+            g, ahead = g.astype(jnp.float32), range(g.ndim - m.ndim)  # of devices, or none
+            m, root = jnp.expand_dims(m, ahead), jnp.expand_dims(root, ahead)
+            quotient = jnp.where(root > 0, jnp.clip(g / (root + eps), -bound, bound), 0.0)
+            # A square that is not finite must not come into the squares of any device.
+            quotient = jnp.where(jnp.isfinite(jnp.square(g)), quotient, jnp.nan)
+            return b1 * m + (1 - b1) * quotient
+
+        shared = jax.tree.leaves(state.momentum)
+        local = [sent(m, g, root) for m, g, root in zip(shared, grads, roots, strict=True)]
+        local = mark_local(treedef.unflatten(local))
+        means, inner = exchange.update(local, state.inner, params, **extra_args)
+        momentum = [m.astype(jnp.float32) for m in jax.tree.leaves(means)]
+        finite = _all_finite_everywhere(momentum)
+
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        rate = jnp.asarray(rate, jnp.float32)
+        steps = [m / (1 - b1**seen) for m in momentum]
+        if weight_decay:
+            weights = jax.tree.leaves(params)
+            shares = decays(mask, params, weight_decay)
+            steps = [
+                step + share * w.astype(jnp.float32)
+                for step, share, w in zip(steps, shares, weights, strict=True)
+            ]
+        updates = [(-rate * step).astype(g.dtype) for step, g in zip(steps, grads, strict=True)]
+        squares = jax.tree.map(lambda a, b: b2 * a + (1 - b2) * b, state.squares, squares)
+        new = (state.count + 1, treedef.unflatten(momentum), squares)
+        old = (state.count, state.momentum, state.squares)
+        count, momentum, squares = jax.tree.map(functools.partial(jnp.where, finite), new, old)
+        state = FactoredAdamState(state.layout, count, momentum, squares, inner)
+        return treedef.unflatten(updates), state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _all_finite_everywhere(arrays: Arrays) -> jax.Array:
+    """Whether all elements are finite, typed as equal on all devices, which it is."""
+    flags = _axes.varying_alike([jnp.all(jnp.isfinite(x)) for x in arrays])
+    finite = functools.reduce(jnp.logical_and, flags)
+    axes = tuple(sorted(_axes.varying_axes(finite)))
+    return jax.lax.pmin(finite.astype(jnp.int32), axes) == 1 if axes else finite

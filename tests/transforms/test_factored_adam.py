@@ -1,0 +1,207 @@
+"""Factored Adam: its equations, what it sends, what it refuses, and a run that only it survives."""
+
+import functools
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomm
+from transforms.both_views import (
+    APART,
+    SHAPES,
+    VIEWS,
+    Program,
+    View,
+    by_name,
+    each_view,
+    gradients,
+    nan_everywhere,
+    place,
+    run,
+    same_on_all_devices,
+)
+from transforms.factored_adam_oracle import FactoredAdam
+
+GLOBAL = VIEWS[0]
+OPTIONS = {"b1": 0.8, "b2": 0.9, "eps": 1e-6}
+
+
+def one_bit() -> optax.GradientTransformation:
+    return jaxcomm.mean("data", jaxcomm.codecs.scaled_sign(8), error_feedback=True)
+
+
+@functools.cache
+def exact(view: View) -> Program:
+    tx = jaxcomm.factored_adam(jaxcomm.mean("data"), 0.5, **OPTIONS)
+    return Program(view, tx, gradients(4))
+
+
+def uneven(seed: int) -> dict[str, np.ndarray]:
+    """Gradients whose rows and columns are of different sizes; a row has none in the first step."""
+    grads = gradients(4, seed)
+    grads["kernel"] *= np.float32([[1], [0.01], [100 if seed else 0]])
+    grads["head"] *= np.geomspace(0.1, 10, 10, dtype=np.float32)
+    return grads
+
+
+def assert_follows(found: Any, batches: list[dict[str, np.ndarray]]) -> None:
+    shapes = {name: g.shape[1:] for name, g in batches[0].items()}
+    oracles = {name: FactoredAdam(s, **OPTIONS) for name, s in shapes.items() if 0 not in s}
+    for grads, (updates, _) in zip(batches, found, strict=True):
+        for name, oracle in oracles.items():
+            expected = 0.5 * oracle.step(grads[name])
+            np.testing.assert_allclose(updates[name], expected, rtol=1e-4, atol=1e-6)
+
+
+@each_view
+def test_every_view_follows_the_equations(view: View) -> None:
+    batches = [uneven(t) for t in range(5)]
+    found = exact(view).run(*batches)
+    assert_follows(found, batches)
+    updates, state = found[-1]
+    assert state.count == 5
+    assert all(same_on_all_devices(x) for x in jax.tree.leaves([updates, state.squares]))
+    assert not np.asarray(found[0][0]["kernel"]).any(), "the first step learns the scales"
+
+
+def test_stacked_layers_have_factors_of_their_own() -> None:
+    rng, tx = np.random.default_rng(0), jaxcomm.factored_adam(jaxcomm.mean("data"), 0.5, **OPTIONS)
+    sizes = np.float32([1, 1000])[:, None, None]
+    batches = [{"w": (rng.standard_normal((3, 2, 4, 5)) * sizes).astype("f")} for _ in range(4)]
+    assert_follows(run(GLOBAL, tx, batches), batches)
+
+
+def test_the_momentum_is_what_the_exchange_returned_and_errors_are_kept() -> None:
+    tx = jaxcomm.factored_adam(one_bit(), 0.5, **OPTIONS)
+    batches = [gradients(4, t) for t in range(6)]
+    found = run(GLOBAL, tx, batches)
+    total, momentum, square = np.zeros((3, 7)), np.zeros((3, 7)), FactoredAdam((3, 7), **OPTIONS)
+    for grads, (_, state) in zip(batches, found, strict=True):
+        root, bound = square.root(), (1 - OPTIONS["b2"]) ** -0.5
+        square.step(grads["kernel"])
+        known = np.clip(grads["kernel"] / np.where(root > 0, root + 1e-6, np.inf), -bound, bound)
+        total += OPTIONS["b1"] * momentum + (1 - OPTIONS["b1"]) * known.mean(0)
+        momentum = np.asarray(state.momentum["kernel"])
+        total -= momentum
+        owed = np.asarray(state.inner.residual.values[1]).mean(0)  # of the bucket head, kernel
+        np.testing.assert_allclose(total, owed, atol=1e-4)
+    assert np.abs(total).max() > 0.01
+
+
+@pytest.mark.parametrize("model", [1, 2])
+def test_bytes_are_those_of_the_exchange_and_of_rows_and_columns(model: int) -> None:
+    view = VIEWS[0] if model == 1 else VIEWS[3]
+    both = exact(view).report().bytes_max
+    alone = Program(view, jaxcomm.mean("data"), gradients(4)).report().bytes_max
+    factors = 4 + 10 + 3 + 7 + 6 + 1  # head, kernel; bias and scale as they are
+    world = 4 * model
+    flag = model - 1  # whether the sharded leaf is finite, over the other axis
+    assert both - alone == Fraction(2 * (world - 1), world) * 4 * factors + flag
+
+
+@pytest.mark.parametrize("view", [*APART, VIEWS[5]], ids=by_name)
+def test_a_bad_gradient_makes_every_update_nan_and_leaves_the_state(view: View) -> None:
+    good, *bad = (gradients(4) for _ in range(4))
+    bad[0]["head"][2].flat[3] = np.inf
+    bad[1]["bias"][2].flat[3] = np.nan
+    bad[2]["kernel"][1].flat[3] = 1e30  # whose square is not finite
+    for grads in bad:
+        (_, start), (spoiled, kept), (updates, state) = exact(view).run(good, grads, good)
+        assert nan_everywhere({n: u for n, u in spoiled.items() if u.size})
+        # The exchange counts every step, as its keys follow from the number.
+        kept, start = (s._replace(inner=s.inner.residual) for s in (kept, start))
+        jax.tree.map(np.testing.assert_array_equal, kept, start)
+        assert all(np.isfinite(u).all() for u in updates.values())
+        assert state.count == 2
+
+
+@pytest.mark.standard_promotion  # of optax
+def test_decay_and_mask_are_those_of_adamw() -> None:
+    mask = {name: name in ("head", "bias") for name in SHAPES}
+    ones = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
+    adamw = optax.adamw(0.5, weight_decay=0.1, mask=mask)
+    none = jax.tree.map(np.zeros_like, ones)
+    expected, _ = adamw.update(none, adamw.init(ones), ones)
+    for chosen in (mask, lambda params: {name: mask[name] for name in params}):
+        for tx in (
+            jaxcomm.factored_adam(jaxcomm.mean("data"), 0.5, weight_decay=0.1, mask=chosen),
+            jaxcomm.one_bit_adam("data", 0.5, weight_decay=0.1, mask=chosen, dense_steps=9),
+        ):
+            with jax.set_mesh(GLOBAL.mesh(2)):
+                params = place(GLOBAL, ones)
+                grads = {n: np.zeros((2, *x.shape), np.float32) for n, x in ones.items()}
+                updates, _ = jax.jit(tx.update)(
+                    place(GLOBAL, grads, "data"), tx.init(params), params
+                )
+            for name in SHAPES:
+                np.testing.assert_allclose(updates[name], expected[name], rtol=1e-6)
+
+
+@pytest.mark.standard_promotion  # of the schedule
+def test_devices_that_disagree_find_the_common_optimum_in_one_bit() -> None:
+    world, steps = 4, 400
+    rng = np.random.default_rng(0)
+    A = rng.standard_normal((world, 12, 6)).astype(np.float32) / np.sqrt(12).astype(np.float32)
+    target = 3 * rng.standard_normal((world, 6, 5)).astype(np.float32)  # each wants its own
+    normal = np.einsum("dij,dik->djk", A, A)
+    best = np.linalg.solve(normal.sum(0), np.einsum("djk,dkl->jl", normal, target))
+    rate = optax.cosine_decay_schedule(0.2, steps)
+
+    def distance(exchange: optax.GradientTransformation) -> float:
+        tx = jaxcomm.factored_adam(exchange, rate)
+
+        def step(carry: Any, _: None) -> Any:
+            w, state = carry
+            grads = jnp.einsum("djk,dkl->djl", normal, w[None] - target)
+            updates, state = tx.update(grads, state)
+            return (optax.apply_updates(w, updates), state), None
+
+        with jax.set_mesh(GLOBAL.mesh(world)):
+            w = jaxcomm.replicate(jnp.zeros((6, 5)))
+            run = jax.jit(lambda carry: jax.lax.scan(step, carry, None, steps)[0])
+            w, _ = run((w, tx.init(w)))
+        return max(np.abs(shard.data - best).max() for shard in w.addressable_shards)
+
+    assert distance(one_bit()) < 0.1
+    assert distance(jaxcomm.no_exchange("data")) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"b1": 1.0}, ValueError, r"b1 must be in \[0, 1\), got 1.0"),
+        ({"b2": 1}, ValueError, r"b2 must be in \[0, 1\), got 1"),
+        ({"b2": np.ones(())}, TypeError, "b2 must be a Python number"),
+        ({"eps": -1e-8}, ValueError, "eps must be >= 0"),
+        ({"weight_decay": float("nan")}, ValueError, "weight_decay must be >= 0"),
+        ({"learning_rate": "0.1"}, TypeError, "learning_rate must be a number or a schedule"),
+    ],
+)
+def test_bad_arguments_raise_at_once(options: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        jaxcomm.factored_adam(**({"exchange": one_bit(), "learning_rate": 0.1} | options))
+
+
+def test_bad_input_raises() -> None:
+    params = {"w": jnp.zeros((2, 2))}
+    with jax.set_mesh(GLOBAL.mesh(2)):
+        with pytest.raises(ValueError, match="factored_adam needs inner transformations"):
+            jaxcomm.factored_adam(optax.identity(), 0.1).init(params)
+        tx = jaxcomm.factored_adam(one_bit(), 0.1, weight_decay=0.1, mask={"v": True})
+        state, grads = tx.init(params), {"w": jnp.zeros((2, 2, 2))}
+        with pytest.raises(ValueError, match=r"call tx.update\(grads, state, params\)"):
+            tx.update(grads, state)
+        with pytest.raises(ValueError, match="mask must have the structure of the parameters"):
+            jax.jit(tx.update)(grads, state, params)
+        for behind in (optax.adam(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9))):
+            for made in (tx, jaxcomm.one_bit_adam("data", 0.1, dense_steps=1)):
+                with pytest.raises(ValueError, match="Its updates are finished"):
+                    optax.chain(made, behind).init(params)
+                with pytest.raises(ValueError, match="Its updates are finished"):
+                    optax.chain(optax.chain(made), behind).init(params)
+        optax.chain(jaxcomm.local("data", optax.trace(0.9)), tx, optax.scale(0.1)).init(params)
