@@ -37,10 +37,10 @@ def no_squares(shape: tuple[int, ...]) -> Squares:
     return Squares(jnp.zeros(shape[:-1]), jnp.zeros((*shape[:-2], shape[-1])))
 
 
-def roots_and_squares(
-    grads: Arrays, layout: Layout, known: list[Squares]
-) -> tuple[Arrays, list[Squares]]:
-    """The roots of what is known, and the mean squares of this step's gradients.
+def next_squares_and_roots(
+    grads: Arrays, layout: Layout, old: list[Squares], decay: float, seen: jax.Array
+) -> tuple[list[Squares], Arrays]:
+    """The decaying mean squares with this step's gradients in them, and their roots.
 
     Rows and columns are whole on every device, also those of leaves that are sharded over further
     axes. Each device puts its part in its place, and one all-reduce over all axes adds them up.
@@ -48,36 +48,48 @@ def roots_and_squares(
     Args:
       grads: local gradients, as they are in the current view.
       layout: of the parameters.
-      known: for each leaf that is not empty.
+      old: for each leaf that is not empty.
+      decay: of the mean.
+      seen: float32, the number of gradients in the result, for its start at zero.
 
     Returns:
-      For each leaf float32 roots, in the shape of the parameter in the current view; and squares
-      like `known`, equal on all devices.
+      Squares like `old`, equal on all devices; and for each leaf float32 roots, corrected for the
+      start at zero, in the shape of the parameter in the current view.
     """
     mesh = _axes.current_mesh()
     size, every_axis = math.prod(mesh.shape.values()), tuple(sorted(mesh.axis_names))
+    arrays, treedef = jax.tree.flatten(old)
 
-    def on_device(grads: Arrays, own: Own, known: list[Squares]) -> tuple[Arrays, Own]:
-        roots, parts, rest = [], {}, iter(enumerate(known))
-        for g, leaf in zip(grads, layout.leaves, strict=True):
-            if not g.size:
-                roots.append(jnp.zeros(g.shape))
-                continue
-            number, squares = next(rest)
-            roots.append(_root(squares, leaf, g.shape))
+    def on_device(grads: Arrays, own: Own, shared: Any) -> tuple[Arrays, Own]:
+        old, seen = shared
+        filled = [
+            (g, leaf) for g, leaf in zip(grads, layout.leaves, strict=True) if 0 not in leaf.shape
+        ]
+        parts = {}
+        for number, ((g, leaf), whole) in enumerate(zip(filled, old, strict=True)):
             square, (rows, columns) = jnp.square(g.astype(jnp.float32)), _names(leaf)
             if g.ndim < 2:
-                parts[number, 0] = _in_place(square, squares.rows, rows, size)
-                continue
-            parts[number, 0] = _in_place(square.mean(-1), squares.rows, rows, size)
-            parts[number, 1] = _in_place(square.mean(-2), squares.columns, columns, size)
-        return [*roots, jax.lax.psum(joined(parts), every_axis)], own
+                parts[number, 0] = _in_place(square, whole.rows, rows, size)
+            else:
+                parts[number, 0] = _in_place(square.mean(-1), whole.rows, rows, size)
+                parts[number, 1] = _in_place(square.mean(-2), whole.columns, columns, size)
+        means = split(jax.lax.psum(joined(parts), every_axis), parts)
+        new = [
+            decay * x + (1 - decay) * y
+            for x, y in zip(jax.tree.leaves(old), means.values(), strict=True)
+        ]
+        known = iter(treedef.unflatten([x / (1 - decay**seen) for x in new]))
+        roots = [
+            jnp.zeros(g.shape) if 0 in leaf.shape else _root(next(known), leaf, g.shape)
+            for g, leaf in zip(grads, layout.leaves, strict=True)
+        ]
+        return [*roots, *new], own
 
-    (*roots, total), _ = on_every_device(on_device, grads, layout, shared=known, further_results=1)
-    whole = {(n, 0): pair.rows for n, pair in enumerate(known)}
-    whole |= {(n, 1): p.columns for n, p in enumerate(known) if not isinstance(p.columns, tuple)}
-    found = split(total, {key: whole[key] for key in sorted(whole)})
-    return roots, [Squares(found[n, 0], found.get((n, 1), ())) for n in range(len(known))]
+    results, _ = on_every_device(
+        on_device, grads, layout, shared=(old, seen), further_results=len(arrays)
+    )
+    roots, new = results[: len(grads)], results[len(grads) :]
+    return treedef.unflatten(new), roots
 
 
 def _root(squares: Squares, leaf: Leaf, shape: tuple[int, ...]) -> jax.Array:

@@ -2,16 +2,16 @@
 
 How a step works, for a matrix with gradients G_i on devices i:
 
-1. R and C, the means over devices of the squares of each row and column, are known to all since
-   the step before, so all devices divide by the same P = sqrt(R C^T / mean(R)): U_i = G_i / P.
+1. The squares of the rows and columns of G_i travel in float32: they are few. R and C are their
+   decaying means over steps and devices, and P = sqrt(R C^T / mean(R)) is the same on all devices.
+   They all divide by it: U_i = G_i / P.
 2. Device i adds its U_i to the momentum m that all share: x_i = b1 m + (1 - b1) U_i.
 3. `exchange` takes the mean of the x_i, in as few bits as it may. Its result is the next m, and
    the update is -rate m.
-4. The squares of this step's rows and columns travel in float32: they are few.
 
-All that comes before the exchange is linear in the gradient once P has settled, so error feedback
-works here, as it does for SGD. Divided by P, the values of a block are about equally large, which
-is what signs and scales need.
+What comes before the exchange is linear in the gradient but for P, which all devices share and
+which changes slowly, so error feedback works here, as it does for SGD. Divided by P, the values of
+a block are about equally large, which is what signs and scales need.
 """
 
 import functools
@@ -25,7 +25,7 @@ import optax
 from jaxcomm import _axes
 from jaxcomm._marks import mark_local
 from jaxcomm.transforms._exchange import Arrays, local_leaves
-from jaxcomm.transforms._factors import Squares, no_squares, roots_and_squares
+from jaxcomm.transforms._factors import Squares, next_squares_and_roots, no_squares
 from jaxcomm.transforms._layout import Layout, axis_of, layout_of
 from jaxcomm.transforms._optimizer import (
     check_number,
@@ -79,9 +79,8 @@ def factored_adam(
     numbers before they send anything, and need no dense steps to learn these numbers. A convolution
     has such factors at each place of its kernel, and stacked layers have them in each layer.
 
-    The first step learns the scales and moves nothing. A gradient whose scale is not known yet,
-    because its row had none before, counts as zero for that step. Quotients are cut at
-    1/sqrt(1-b2), as Adam's are by themselves.
+    Quotients are cut at 1/sqrt(1-b2), as Adam's are by themselves. The exchange waits for the rows
+    and columns of all gradients, so it does not overlap with the backward pass.
 
     If any gradient on any device is not finite, or its square, every update on every device is NaN
     and the state stays as it was.
@@ -131,11 +130,10 @@ def factored_adam(
       ICLR 2023, arXiv:2202.06009 (a variance without a dense stage).
 
     Differs from the paper: 1-bit Adam sends the momentum of gradients and divides by a variance
-    that is frozen after a dense stage. Here gradients are divided first, by the factors of the step
-    before, which are never frozen. The squares are those of each device's gradients, and Adam's are
-    those of their mean, which are smaller; so learning rates are about twice as large here.
-    Adafactor has no momentum by default, cuts updates by their root mean square, and takes relative
-    learning rates.
+    that is frozen after a dense stage. Here gradients are divided first, by factors that are never
+    frozen. The squares are those of each device's gradients, and Adam's are those of their mean,
+    which are smaller; so learning rates are up to twice as large here. Adafactor has no momentum by
+    default, cuts updates by their root mean square, and takes relative learning rates.
     """
     check_rate(learning_rate)
     for name, decay in (("b1", b1), ("b2", b2)):
@@ -162,9 +160,8 @@ def factored_adam(
             raise ValueError(
                 "weight decay needs the parameters: call tx.update(grads, state, params)."
             )
-        seen = jnp.maximum(state.count, 1).astype(jnp.float32)  # gradients in the squares so far
-        known = jax.tree.map(lambda x: x / (1 - b2**seen), state.squares)
-        roots, squares = roots_and_squares(grads, state.layout, known)
+        seen = (state.count + 1).astype(jnp.float32)  # gradients in the squares
+        squares, roots = next_squares_and_roots(grads, state.layout, state.squares, b2, seen)
 
         def sent(m: jax.Array, g: jax.Array, root: jax.Array) -> jax.Array:
             g, ahead = g.astype(jnp.float32), range(g.ndim - m.ndim)  # of devices, or none
@@ -192,7 +189,6 @@ def factored_adam(
                 for step, share, w in zip(steps, shares, weights, strict=True)
             ]
         updates = [(-rate * step).astype(g.dtype) for step, g in zip(steps, grads, strict=True)]
-        squares = jax.tree.map(lambda a, b: b2 * a + (1 - b2) * b, state.squares, squares)
         new = (state.count + 1, treedef.unflatten(momentum), squares)
         old = (state.count, state.momentum, state.squares)
         count, momentum, squares = jax.tree.map(functools.partial(jnp.where, finite), new, old)

@@ -18,8 +18,8 @@ class FactoredAdam:
         self.square = np.zeros(shape, F)  # decaying mean; of a matrix only its margins are used
 
     def root(self) -> np.ndarray:
-        """What all devices divide by: known before the step."""
-        v = self.square / (1 - self.b2 ** max(self.t, 1))
+        """What all devices divide by."""
+        v = self.square / (1 - self.b2**self.t)
         if v.ndim < 2:
             return np.sqrt(v)
         rows, columns = v.mean(-1, keepdims=True), v.mean(-2, keepdims=True)
@@ -28,11 +28,10 @@ class FactoredAdam:
 
     def step(self, grads: np.ndarray) -> np.ndarray:
         """The direction of one step on the gradients [N, ...] of all devices."""
+        self.t += 1
+        self.square = self.b2 * self.square + (1 - self.b2) * np.square(grads).mean(0)
         root, bound = self.root(), (1 - self.b2) ** -0.5
         known = root > 0
         u = np.clip(grads / np.where(known, root + self.eps, 1), -bound, bound) * known
         self.m = self.b1 * self.m + (1 - self.b1) * u.mean(0)
-        direction = -self.m / (1 - self.b1 ** max(self.t, 1))
-        self.square = self.b2 * self.square + (1 - self.b2) * np.square(grads).mean(0)
-        self.t += 1
-        return direction
+        return -self.m / (1 - self.b1**self.t)

@@ -66,7 +66,6 @@ def test_every_view_follows_the_equations(view: View) -> None:
     updates, state = found[-1]
     assert state.count == 5
     assert all(same_on_all_devices(x) for x in jax.tree.leaves([updates, state.squares]))
-    assert not np.asarray(found[0][0]["kernel"]).any(), "the first step learns the scales"
 
 
 def test_stacked_layers_have_factors_of_their_own() -> None:
@@ -82,8 +81,8 @@ def test_the_momentum_is_what_the_exchange_returned_and_errors_are_kept() -> Non
     found = run(GLOBAL, tx, batches)
     total, momentum, square = np.zeros((3, 7)), np.zeros((3, 7)), FactoredAdam((3, 7), **OPTIONS)
     for grads, (_, state) in zip(batches, found, strict=True):
-        root, bound = square.root(), (1 - OPTIONS["b2"]) ** -0.5
         square.step(grads["kernel"])
+        root, bound = square.root(), (1 - OPTIONS["b2"]) ** -0.5
         known = np.clip(grads["kernel"] / np.where(root > 0, root + 1e-6, np.inf), -bound, bound)
         total += OPTIONS["b1"] * momentum + (1 - OPTIONS["b1"]) * known.mean(0)
         momentum = np.asarray(state.momentum["kernel"])
