@@ -12,7 +12,7 @@ A step of a method, for L leaves of gradients on N devices:
    for bucket b, so that XLA neither joins them nor starts all of them behind the last gradient.
 4. In the end one float32 all-reduce takes the mean of everything small (exempt leaves, scales),
    with a flag: how many devices hold a gradient, or a next residual, that is not finite. A mean
-   that carries these values, and keeps no residual, needs no flag.
+   that carries these values needs no flag: where its results are finite, its residuals are too.
 5. The results are equal on all devices, so each device looks at them by itself: sums of finite
    gradients can overflow too.
 6. `updates_of` makes the update NaN on every device if anything was not finite, and `kept_if`
@@ -145,7 +145,7 @@ def exchange_buckets(
     buckets: Sequence[Bucket],
     on_bucket: OnBucket,
     small: Mapping[Any, jax.Array],
-    must_be_finite: Arrays,
+    must_be_finite: Arrays | None,
     axis_name: AxisName,
     equal_key: jax.Array | None = None,
     results_are_finite: bool = False,
@@ -158,8 +158,8 @@ def exchange_buckets(
       buckets: which leaves travel together, in order.
       on_bucket: how the method exchanges a bucket.
       small: what is averaged exactly, in float32.
-      must_be_finite: the arrays that the flag is about, beside the next state and `small`; none
-        where results show what is not finite.
+      must_be_finite: the arrays that the flag is about, beside the next state and `small`; None
+        for no flag, where results show what is not finite.
       axis_name: the mesh axis.
       equal_key: a key that must be equal on all devices; if it is not, `finite` is False.
       results_are_finite: whether the results of buckets are finite whatever happens, as signs are.
@@ -175,9 +175,9 @@ def exchange_buckets(
         result, rest = on_bucket(number, ready)
         results.append(result)
         kept.append(rest)
-    local = [*must_be_finite, *jax.tree.leaves([state_of(k) for k in kept])]
     small = dict(small)
-    if local:
+    if must_be_finite is not None:
+        local = [*must_be_finite, *jax.tree.leaves([state_of(k) for k in kept])]
         small[FLAG] = 1 - all_finite(local).astype(jnp.float32)
     if equal_key is not None:
         # Integers whose sums float32 holds exactly: their mean is one's own only if all are equal.
@@ -189,7 +189,7 @@ def exchange_buckets(
         small, results = in_turn(small, results)
         reduction, native = collectives.mean_of("float32", "native")
         exact = split(collectives.all_reduce(joined(small), axis_name, reduction, native), small)
-    if local:
+    if FLAG in exact:
         finite &= exact.pop(FLAG) == 0
     if equal_key is not None:
         finite &= jnp.abs(exact.pop(TAG) - small[TAG]) < 0.01
@@ -200,7 +200,8 @@ def exchange_buckets(
 
 def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
     """Whether all elements of all arrays are finite."""
-    checks = [jnp.all(jnp.isfinite(x)) for x in arrays if x.size]
+    # Flat, because XLA on CPU is slow in reducing several axes.
+    checks = [jnp.all(jnp.isfinite(x.reshape(-1))) for x in arrays if x.size]
     return jnp.all(jnp.stack(checks)) if checks else jnp.bool_(True)
 
 

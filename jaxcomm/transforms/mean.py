@@ -127,7 +127,7 @@ def mean(
 
     Wire: for each bucket of n elements, that of `jaxcomm.pmean`. Once a step, one float32
     all-reduce of all exempt elements, and on a mesh of several axes one int32 over the other axes.
-    With error feedback or random_k one flag goes along, and with random_k a tag of the key.
+    With random_k a flag and a tag of the key go along.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -190,7 +190,7 @@ def mean(
             buckets,
             on_bucket,
             small={i: grads[i] for i in exempt_},
-            must_be_finite=[] if reduction.carries_nonfinite else grads,
+            must_be_finite=None if reduction.carries_nonfinite else grads,
             axis_name=axis_name,
             equal_key=key if reduction.needs_equal_keys else None,
         )

@@ -188,13 +188,13 @@ class _Bucket(NamedTuple):
 
     Attributes:
       residual: float32 vector, the next residual.
-      velocity: float32 vector, the next momentum.
+      velocity: float32 vector, the next momentum; None without momentum correction.
       threshold: float32[1], the next one.
       counts: float32[5]: the counts of `SparseResult`, and the two numbers of `_distance`.
     """
 
     residual: jax.Array
-    velocity: jax.Array
+    velocity: jax.Array | None
     threshold: jax.Array
     counts: jax.Array
 
@@ -241,10 +241,12 @@ class _Exchange:
         )
         means = done.exact | by_leaf(done.buckets, buckets, grads)
         residual = by_leaf([kept.residual for kept in done.kept], buckets, grads)
-        velocity = by_leaf([kept.velocity for kept in done.kept], buckets, grads)
+        velocity = {}
+        if self.momentum is not None:
+            velocity = by_leaf([kept.velocity for kept in done.kept], buckets, grads)
         new = (
             [residual[i] for i in large],
-            [velocity[i] for i in large if self.momentum is not None],
+            [velocity[i] for i in large if velocity],
             [kept.threshold for kept in done.kept],
         )
         new = tuple(kept_if(done.finite, *pair) for pair in zip(new, own, strict=True))
@@ -265,8 +267,8 @@ class _Exchange:
         counts = jnp.stack([*(c.astype(jnp.float32) for c in counts), *distance])
         residual = result.errors if self.error_feedback else jnp.zeros_like(x)
         # Factor masking: where a value was sent, its momentum starts anew.
-        velocity = jnp.where(result.errors == x, velocity, 0.0)
-        return result.mean, _Bucket(residual, velocity, after[None], counts)
+        masked = None if self.momentum is None else jnp.where(result.errors == x, velocity, 0.0)
+        return result.mean, _Bucket(residual, masked, after[None], counts)
 
 
 def _report(k: int, counts: jax.Array) -> jax.Array:

@@ -3,7 +3,9 @@
 import collections
 import dataclasses
 import math
+import re
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,6 +230,23 @@ def test_skips_that_are_as_good_as_any() -> None:
         rounds = circulant().schedule(world).rounds
         ways = [(b, a) in step.pairs for step in rounds for a, b in step.pairs[:1]]
         assert not any(ways) or world == 4, world
+
+
+def test_the_documented_skips() -> None:
+    """Of each row: N, then skips, rounds and bits, published and chosen."""
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    rows = re.findall(
+        r"^\| (\d+) \| ([\d, ]+) \| (\d) \| (.*) \| ([\d, ]+) \| (\d) \| (.*) \|$", page, re.M
+    )
+    assert len(rows) == 8
+    for world, *found in rows:
+        chosen = (circulant(published_skips(int(world))), circulant())
+        for algorithm, *row in zip(
+            chosen, *([found[i], found[i + 3]] for i in range(3)), strict=True
+        ):
+            schedule = algorithm.schedule(int(world))
+            skips = ", ".join(str(step.pairs[0][1]) for step in schedule.rounds)
+            assert row == [skips, str(len(schedule.rounds)), f"{float(vote_bits(schedule)):.2f}"]
 
 
 @pytest.mark.parametrize("skips", [(), (3, 2), (2, 2, 1), (1, 2), (2.0, 1)])

@@ -118,6 +118,8 @@ def test_special_values(wrapper: Callable) -> None:
     x = np.concatenate([positive, -positive, others, -others])
     words = wrapper(bitplanes.pack)(x)
     np.testing.assert_array_equal(words, packed(np.arange(len(x)) < len(positive)))
+    negative = (np.arange(len(x)) // len(positive)) == 1
+    np.testing.assert_array_equal(wrapper(bitplanes.negatives)(jnp.asarray(x)), negative)
 
 
 def test_any_pattern_of_float32() -> None:
@@ -130,6 +132,7 @@ def test_every_pattern_of_bfloat16() -> None:
     wide = (patterns.astype(np.uint32) << 16).view(np.float32)
     words = jax.jit(bitplanes.pack)(bfloat16_of(patterns))
     np.testing.assert_array_equal(words, packed(wide > 0))
+    np.testing.assert_array_equal(jax.jit(bitplanes.negatives)(bfloat16_of(patterns)), wide < 0)
 
 
 def test_signs() -> None:

@@ -24,7 +24,6 @@ CHUNK = select.CHUNK
 threshold_for = jax.jit(select.threshold_for, static_argnums=1)
 count_at_least = jax.jit(select.count_at_least)
 compact = jax.jit(select.compact, static_argnums=2)
-without_surplus = jax.jit(select.without_surplus, static_argnums=2)
 
 
 def magnitudes(x: np.ndarray) -> np.ndarray:
@@ -161,17 +160,19 @@ def test_threshold_for_large(k: int) -> None:
         assert bits_of(threshold_for(x, k)) == bits_of(kth(x, k))
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (300, 7), (2000, 500), (LARGE, LARGE // 50)])
-def test_without_surplus(n: int, k: int) -> None:
-    """Exactly k, of those that tie the first; or all that are neither zero nor NaN."""
+@every_implementation(select.compact, "triton")
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (300, 7), (2000, 500)])
+def test_at_most_k(n: int, k: int, f: Callable) -> None:
+    """Of those that tie at the k-th the first, so exactly k; or all but zeros and NaN."""
+    compact = jax.jit(f, static_argnums=2)
     for x in samples(n, n):
-        threshold = kth(x, k)
-        left = np.asarray(without_surplus(x, threshold, k))
-        places = selected(x, threshold)
+        places = selected(x, threshold := kth(x, k))
         is_tie = magnitudes(x)[places] == magnitudes(threshold[None])
-        kept = np.union1d(places[~is_tie], places[is_tie][: k - np.sum(~is_tie)])
-        np.testing.assert_array_equal(np.sort(selected(left, threshold)), kept)
-        np.testing.assert_array_equal(left[kept], x[kept])
+        surplus = places[is_tie][max(k - np.sum(~is_tie), 0) :]
+        kept = places[~np.isin(places, surplus)]
+        assert len(kept) == min(k, len(places))
+        for capacity in (k, k + 3):
+            assert_selected(compact(x, threshold, capacity, k), x, kept, capacity)
 
 
 @pytest.mark.parametrize("count", [bands._count_in_tiles, bands._count_one_by_one])
@@ -187,9 +188,8 @@ def test_both_formulations_count(n: int, count: Callable) -> None:
 
 def every_function(x: jax.Array) -> tuple[jax.Array, ...]:
     t = select.threshold_for(x, x.size // 50)
-    left = select.without_surplus(x, t, x.size // 50)
-    whole = select.compact(x, t, x.size // 40)
-    return tuple(leaf[None] for leaf in (t, select.count_at_least(x, t), left, *whole))
+    whole = select.compact(x, t, x.size // 40, x.size // 50)
+    return tuple(leaf[None] for leaf in (t, select.count_at_least(x, t), *whole))
 
 
 def on_two_devices(f: Callable, mesh: Mesh, n: int) -> tuple[np.ndarray, Any]:
@@ -210,11 +210,10 @@ def test_a_large_threshold_in_shard_map(make_mesh: Callable[[int], Mesh]) -> Non
 def test_in_shard_map(make_mesh: Callable[[int], Mesh]) -> None:
     n = 3000
     x, got = on_two_devices(every_function, make_mesh(2), n)
-    for own, t, count, left, *found in zip(x, *got, strict=True):
+    for own, t, count, *found in zip(x, *got, strict=True):
         assert bits_of(t) == bits_of(kth(own, n // 50))
         places = selected(own, t)
         assert count == len(places)
-        np.testing.assert_array_equal(left, own)  # nothing ties
         assert_selected(select.Selected(*found), own, places, n // 40)
 
 
@@ -223,8 +222,7 @@ def test_in_shard_map(make_mesh: Callable[[int], Mesh]) -> None:
     [
         partial(select.threshold_for, k=LARGE // 100),
         partial(select.count_at_least, threshold=jnp.float32(1)),
-        partial(select.compact, threshold=jnp.float32(1), capacity=5000),
-        partial(select.without_surplus, threshold=jnp.float32(1), k=5000),
+        partial(select.compact, threshold=jnp.float32(1), capacity=5000, at_most=5000),
     ],
 )
 def test_nothing_is_sorted(f: Callable) -> None:

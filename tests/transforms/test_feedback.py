@@ -1,6 +1,7 @@
 """`jaxcomm.mean` with error feedback, formats of its own for each hop, and exempt leaves."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -72,6 +73,29 @@ def test_updates_and_residuals_add_up_to_the_gradients(codec: str, view: View) -
             np.testing.assert_allclose(applied[name] + owed, wanted[name], atol=1e-5, err_msg=name)
         assert all(np.abs(np.asarray(r)).max() > 0 for r in residual.values())
         assert all(r.sharding.spec[0] == "data" for r in residual.values())
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_in_no_residual(codec: str, bad: float) -> None:
+    """Wherever it is: also in the blocks that its device owns and never sends."""
+    program, good = fed_back(codec, GLOBAL), gradients(WORLD)
+    for device, place in itertools.product(range(WORLD), ((0, 0), (1, 2), (2, 6))):
+        grads = {name: array.copy() for name, array in good.items()}
+        grads["kernel"][device, *place] = bad
+        (_, before), (updates, after) = program.run(good, grads)
+        assert nan_everywhere(updates)
+        jax.tree.map(np.testing.assert_array_equal, before.residual, after.residual)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_sums_at_the_end_of_the_range_leave_finite_residuals(codec: str) -> None:
+    """Of a mean that is rounded up, N times as much is beyond the range."""
+    largest = np.finfo(np.float32).max
+    for value in (largest, largest / 2, largest / WORLD, largest / WORLD * (1 - 2e-7)):
+        steps = [{name: np.full_like(x, value) for name, x in gradients(WORLD).items()}] * 3
+        for _, state in fed_back(codec, GLOBAL).run(*steps):
+            assert all(np.isfinite(r).all() for r in state.residual.values)
 
 
 @pytest.mark.parametrize("model", [1, 2])

@@ -11,6 +11,8 @@ from jaxcomm._axes import AxisName
 from jaxcomm.codecs import Codec
 from jaxcomm.collectives.reductions._reduction import Prepared, Reduction
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 @dataclasses.dataclass(frozen=True)
 class CodedMean(Reduction):
@@ -50,8 +52,8 @@ class CodedMean(Reduction):
 
     @property
     def carries_nonfinite(self) -> bool:
-        """Whether a value of any device that is not finite makes the result not finite."""
-        return not (self.codec.needs_error_feedback or self.second_hop.needs_error_feedback)
+        """Whether a value or residual that is not finite makes the result not finite everywhere."""
+        return True
 
     @property
     def needs_equal_keys(self) -> bool:
@@ -118,7 +120,9 @@ class CodedMean(Reduction):
         """N times what encoding took from the mean: that much of the sum is in no result."""
         if self.error_feedback == "first_hop":
             return jnp.zeros_like(partial)
-        return partial - world * self.second_hop.decode(result, partial.shape[-1])
+        decoded = world * self.second_hop.decode(result, partial.shape[-1])
+        # A finite mean that was rounded up may have an infinite sum: no error may be infinite then.
+        return partial - jnp.clip(decoded, -_LARGEST, _LARGEST)
 
     def residual(self, x: jax.Array, errors: jax.Array, shared_scale: Any) -> jax.Array:
         """The errors, in the scale of x."""

@@ -94,9 +94,15 @@ class SparseAllReduce:
         """The entries that a message has room for if it carries one of `parts` equal parts of k."""
         return min(n, max(1, -int(-self.slack * self.k(n) // parts)))
 
-    def compact(self, x: jax.Array, threshold: jax.Array, capacity: int) -> select.Selected:
+    def compact(
+        self,
+        x: jax.Array,
+        threshold: jax.Array,
+        capacity: int,
+        at_most: int | jax.Array | None = None,
+    ) -> select.Selected:
         """`select.compact` in the chosen implementation."""
-        return select.compact(x, threshold, capacity, implementation=self.implementation)
+        return select.compact(x, threshold, capacity, at_most, implementation=self.implementation)
 
     def about_k(
         self, x: jax.Array, last: jax.Array, step: jax.Array, capacity: int
@@ -110,24 +116,41 @@ class SparseAllReduce:
         k = self.k(x.size)
         if self.recompute_every == 1:
             return self.largest(x, k, capacity)
-        found = self.compact(x, last, capacity)
-        due = (step % self.recompute_every == 0) | self.is_off(found.count, k)
-        return jax.lax.cond(
-            due | (found.count > capacity),
-            lambda: self.largest(x, k, capacity),
-            lambda: (found, last),
+
+        class Try(NamedTuple):
+            is_exact: jax.Array
+            threshold: jax.Array
+            found: select.Selected
+            is_good: jax.Array
+
+        # A second round is rare. As a loop, both rounds are compiled once.
+        def attempt(before: Try) -> Try:
+            threshold = jax.lax.cond(
+                before.is_exact, lambda: self.threshold_for(x, k), lambda: before.threshold
+            )
+            most = jnp.where(before.is_exact, k, x.size)
+            found = self.compact(x, threshold, capacity, most)
+            is_off = self.is_off(found.count, k) | (found.count > capacity)
+            return Try(jnp.bool_(True), threshold, found, before.is_exact | ~is_off)
+
+        nothing = jax.tree.map(
+            lambda s: jnp.zeros(s.shape, s.dtype),
+            jax.eval_shape(lambda: self.compact(x, last, capacity)),
         )
+        is_due = step % self.recompute_every == 0
+        done = jax.lax.while_loop(
+            lambda tried: ~tried.is_good, attempt, Try(is_due, last, nothing, jnp.bool_(False))
+        )
+        return done.found, done.threshold
 
     def largest(self, x: jax.Array, k: int, capacity: int) -> tuple[select.Selected, jax.Array]:
         """The k largest values, of equal ones the first, and the threshold that they reach."""
-        threshold = jnp.maximum(select.threshold_for(x, k), SMALLEST)
-        found = self.compact(x, threshold, capacity)
-        found = jax.lax.cond(
-            found.count > k,
-            lambda: self.compact(select.without_surplus(x, threshold, k), threshold, capacity),
-            lambda: found,
-        )
-        return found, threshold
+        threshold = self.threshold_for(x, k)
+        return self.compact(x, threshold, capacity, k), threshold
+
+    def threshold_for(self, x: jax.Array, k: int) -> jax.Array:
+        """The k-th largest magnitude, but never one that XLA may treat as zero."""
+        return jnp.maximum(select.threshold_for(x, k), SMALLEST)
 
     def is_off(self, count: jax.Array, k: int) -> jax.Array:
         """Whether a threshold with `count` values above it is beyond the tolerance."""

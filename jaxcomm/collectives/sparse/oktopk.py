@@ -9,11 +9,13 @@ from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives.sparse._owners import Owners
 from jaxcomm.collectives.sparse._sparse import (
+    SMALLEST,
     SparseAllReduce,
     SparseResult,
     take,
     take_out,
 )
+from jaxcomm.kernels import select
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,21 +68,29 @@ class OkTopk(SparseAllReduce):
         found, threshold = self.about_k(x, threshold, step, min(n, world * room))
         sums, sent = owners.split_and_reduce(found, room, entries, axis_name)
 
-        share = min(owners.width, -(-k // world))
-        large, _ = self.largest(sums, share, share)
+        large = self._largest_sums(sums, min(world * room, owners.width), -(-k // world))
         payload = entries.encode(large.values, large.indices)
         values, offsets = entries.decode(jax.lax.all_gather(payload, axis_name))
         places = owners.places(jnp.arange(world)[:, None], offsets)
-        total = jnp.zeros(n).at[places].set(values, mode="drop")
+        mean = jnp.zeros(n).at[places].set(values / world, mode="drop")
 
         # Line 6 of the algorithm: only what is in the mean leaves the residual.
-        errors = take_out(x, sent.values, sent.places, take(total, sent.places) != 0)
+        errors = take_out(x, sent.values, sent.places, take(mean, sent.places) != 0)
         rounding = large.values - entries.rounded(large.values)
         errors = errors.at[owners.places(me, large.indices)].add(rounding, mode="drop")
         delivered = jnp.sum(sent.places < n, dtype=jnp.int32)
-        applied = jnp.sum(total != 0, dtype=jnp.int32)
-        outcome = SparseResult(total / world, errors, found.count, delivered, applied)
+        applied = jnp.sum(values != 0, dtype=jnp.int32)
+        outcome = SparseResult(mean, errors, found.count, delivered, applied)
         return outcome, self.scaled(threshold, found.count, k)
+
+    def _largest_sums(self, sums: jax.Array, filled: int, share: int) -> select.Selected:
+        """The largest of an owner's sums, of which at most `filled` are not zero."""
+        # Searching in a list of those that are not zero saves most passes over all sums.
+        listed = self.compact(sums, jnp.float32(SMALLEST), filled)
+        share = min(filled, share)
+        large, _ = self.largest(listed.values, share, share)
+        places = listed.indices.at[large.indices].get(mode="fill", fill_value=sums.size)
+        return large._replace(indices=places)
 
 
 def oktopk(

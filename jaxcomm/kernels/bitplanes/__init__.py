@@ -17,6 +17,7 @@ from jaxcomm.kernels.bitplanes.addition import add
 from jaxcomm.kernels.bitplanes.counting import Planes, equals, exceeds, greater, planes_for
 from jaxcomm.kernels.bitplanes.packing import (
     BITS,
+    negatives,
     pack,
     places_of_short_words,
     signs,
@@ -32,6 +33,7 @@ __all__ = [
     "equals",
     "exceeds",
     "greater",
+    "negatives",
     "pack",
     "places_of_short_words",
     "planes_for",

@@ -10,7 +10,7 @@ kernels in Mosaic for counting and in Triton for compaction. `selection` chooses
 from jaxcomm.kernels.select.compaction import Selected
 from jaxcomm.kernels.select.magnitudes import CHUNK
 from jaxcomm.kernels.select.selection import compact, count_at_least
-from jaxcomm.kernels.select.threshold import threshold_for, without_surplus
+from jaxcomm.kernels.select.threshold import threshold_for
 
 __all__ = [
     "CHUNK",
@@ -18,5 +18,4 @@ __all__ = [
     "compact",
     "count_at_least",
     "threshold_for",
-    "without_surplus",
 ]

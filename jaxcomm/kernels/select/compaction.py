@@ -1,7 +1,8 @@
 """The plain version of compaction, which is the specification.
 
 A pass over x makes a bit for each entry. Everything after it works on these words, and on as many
-slots as there is space for entries.
+slots as there is space for entries. A second pass finds the entries that tie at the threshold, only
+where some of them have to go.
 """
 
 from typing import NamedTuple
@@ -33,15 +34,34 @@ class Selected(NamedTuple):
     count: jax.Array
 
 
-def compact(x: jax.Array, threshold: jax.Array, capacity: int) -> Selected:
+def compact(
+    x: jax.Array, threshold: jax.Array, capacity: int, at_most: jax.Array | None = None
+) -> Selected:
     """Compacts checked arguments; see `selection.compact`."""
-    return compact_band(x, lowest_for(threshold), jnp.uint32(PAST_INFINITY), capacity)
+    low = lowest_for(threshold)
+    words = _words_in(x, low, jnp.uint32(PAST_INFINITY))
+    if at_most is not None:
+        words = jax.lax.cond(
+            _total(words) > at_most,
+            lambda: _without_surplus(words, _words_in(x, low, low + 1), at_most),
+            lambda: words,
+        )
+    return _compact_words(x, words, capacity)
 
 
 def compact_band(x: jax.Array, low: jax.Array, past: jax.Array, capacity: int) -> Selected:
     """Compacts the entries whose bit patterns are at least `low` and below `past`."""
-    # Without the barriers XLA repeats some passes over the words for each of their uses.
-    words = jax.lax.optimization_barrier(words_in(x, low, past))
+    return _compact_words(x, _words_in(x, low, past), capacity)
+
+
+def _words_in(x: jax.Array, low: jax.Array, past: jax.Array) -> jax.Array:
+    # Without this barrier and the next XLA repeats some passes over the words for each of their
+    # uses.
+    return jax.lax.optimization_barrier(words_in(x, low, past))
+
+
+def _compact_words(x: jax.Array, words: jax.Array, capacity: int) -> Selected:
+    """The entries of x that have a bit in `words`."""
     before = jax.lax.optimization_barrier(_count_before(words))
     slot = jnp.arange(capacity, dtype=jnp.int32)
     chunk = _chunk_of_slots(before, capacity)
@@ -49,6 +69,22 @@ def compact_band(x: jax.Array, low: jax.Array, past: jax.Array, capacity: int) -
     filled = slot < before[-1]
     values = jnp.where(filled, x.at[place].get(mode="clip"), jnp.float32(0))
     return Selected(values, jnp.where(filled, place, x.size), before[-1])
+
+
+def _without_surplus(words: jax.Array, ties: jax.Array, at_most: jax.Array) -> jax.Array:
+    """The words without the last of the ties, so that `at_most` bits are left."""
+    kept = at_most - (_total(words) - _total(ties))
+    counts = jax.lax.population_count(ties).astype(jnp.int32)
+    before = _count_before(ties)[:-1, None] + jnp.cumsum(counts, axis=1) - counts
+    left = kept - before
+    first = (jnp.uint32(1) << bit_with_rank(ties, jnp.clip(left, 0, 31)).astype(jnp.uint32)) - 1
+    stay = jnp.where(left >= counts, ties, jnp.where(left > 0, ties & first, jnp.uint32(0)))
+    return (words & ~ties) | stay
+
+
+def _total(words: jax.Array) -> jax.Array:
+    """The number of bits set."""
+    return jnp.sum(jax.lax.population_count(words).astype(jnp.int32))
 
 
 def _count_before(words: jax.Array) -> jax.Array:

@@ -43,6 +43,7 @@ def compact(
     x: jax.Array,
     threshold: jax.Array,
     capacity: int,
+    at_most: int | jax.Array | None = None,
     *,
     implementation: _implementations.Option = None,
 ) -> Selected:
@@ -56,6 +57,9 @@ def compact(
       threshold: float32 scalar. One that is not positive selects everything but zeros and NaN,
         which no threshold selects. NaN selects nothing.
       capacity: the number of slots for entries, at least 1; it may exceed n.
+      at_most: how many entries are selected at most, not fewer than are above the threshold. Of
+        those that tie at the threshold, the last in the order above are then not selected. With
+        `threshold_for(x, k)` and k, the entries are exactly k, or all but zeros and NaN.
       implementation: "xla", "triton" (on NVIDIA GPUs), or another option of `_implementations`;
         None is "xla".
 
@@ -71,21 +75,23 @@ def compact(
     if capacity < 1:
         raise ValueError(f"the capacity is at least 1, got {capacity}.")
 
-    def run(name: str, x: jax.Array, threshold: jax.Array) -> Selected:
+    limit = () if at_most is None else (jnp.asarray(at_most, jnp.int32),)
+
+    def run(name: str, x: jax.Array, threshold: jax.Array, *limit: jax.Array) -> Selected:
         if name == "triton":
             from jaxcomm.kernels.select import triton
 
-            return triton.compact(x, threshold, capacity)
-        return compaction.compact(x, threshold, capacity)
+            return triton.compact(x, threshold, capacity, *limit)
+        return compaction.compact(x, threshold, capacity, *limit)
 
     return _implementations.call(
         "select.compact",
         implementation,
         run,
-        (x, threshold),
+        (x, threshold, *limit),
         elements=x.size,
-        static=(capacity.bit_length(),),
-        sample=lambda rng: _sample(rng, x.size, capacity),
+        static=(capacity.bit_length(), at_most is None),
+        sample=lambda rng: (*_sample(rng, x.size, capacity), jnp.int32(x.size))[: 2 + len(limit)],
     )
 
 

@@ -1,4 +1,4 @@
-"""The k-th largest magnitude, and which of those that tie with it are beyond k."""
+"""The k-th largest magnitude."""
 
 import math
 
@@ -7,14 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomm import _axes
 from jaxcomm.kernels.select.compaction import compact_band
-from jaxcomm.kernels.select.magnitudes import (
-    CHUNK,
-    LANES,
-    PAST_INFINITY,
-    count_from,
-    lowest_for,
-    patterns_of,
-)
+from jaxcomm.kernels.select.magnitudes import PAST_INFINITY, count_from, patterns_of
 from jaxcomm.kernels.select.selection import require_vector
 
 _DIGIT = 4  # bits of the result that one pass over the data finds
@@ -47,35 +40,8 @@ def threshold_for(x: jax.Array, k: int) -> jax.Array:
     x = require_vector("threshold_for", x)
     if not 1 <= k <= x.size:
         raise ValueError(f"k is 1 to n = {x.size}, got {k}.")
-    pattern = _kth(patterns_of(x), jnp.int32(k)) if x.size < 4 * _SAMPLE else _kth_of_many(x, k)
+    pattern = _kth(patterns_of(x), k) if x.size < 4 * _SAMPLE else _kth_of_many(x, k)
     return jax.lax.bitcast_convert_type(jnp.maximum(pattern, 1), jnp.float32)
-
-
-def without_surplus(x: jax.Array, threshold: jax.Array, k: int) -> jax.Array:
-    """x with zeros for the entries that tie at a threshold and come after the k-th above it.
-
-    Args:
-      x: float32 array `(n,)`.
-      threshold: `threshold_for(x, k)`.
-      k: 1 to n.
-
-    Returns:
-      float32 array `(n,)`, of which the threshold selects k entries, or all that are neither zero
-      nor NaN. Among those that tie, the first ones in the order of `compact` stay.
-    """
-    low, patterns = lowest_for(threshold), patterns_of(x)
-    left = k - count_from(patterns, low[None] + 1)[0]
-    ties = compact_band(x, low, low + 1, k)
-    place = jnp.arange(x.size, dtype=jnp.int32)
-    last = _order(ties.indices[jnp.clip(left - 1, 0, k - 1)])
-    is_surplus = (patterns == low) & (_order(place) > last) & (ties.count > left)
-    return jnp.where(is_surplus, 0.0, x)
-
-
-def _order(place: jax.Array) -> jax.Array:
-    """The number of a place in the order of `compact`, if all places were selected."""
-    row = place // LANES % (CHUNK // LANES)
-    return place // CHUNK * CHUNK + place % LANES * (CHUNK // LANES) + row
 
 
 def _kth_of_many(x: jax.Array, k: int) -> jax.Array:
@@ -92,30 +58,38 @@ def _kth_of_many(x: jax.Array, k: int) -> jax.Array:
     return jax.lax.cond(
         found,
         lambda: _kth(patterns_of(inside.values), k - above),
-        lambda: _kth(patterns_of(x), jnp.int32(k)),
+        lambda: _kth(patterns_of(x), k),
     )
 
 
 def _between(patterns: jax.Array, rank: float, spread: float) -> tuple[jax.Array, jax.Array]:
     """The patterns `spread` ranks below and above a rank; at the ends 1 and infinity's pattern."""
     below, above = math.ceil(rank + spread), math.floor(rank - spread)
-    lowest, highest = jnp.uint32(1), jnp.uint32(PAST_INFINITY - 1)
-    low = _kth(patterns, jnp.int32(below)) if below <= patterns.size else lowest
-    high = _kth(patterns, jnp.int32(above)) if above >= 1 else highest
+    # Both in one search, at ranks that there are; where there is none, its result is not used.
+    low, high = _kths(patterns, jnp.asarray([min(below, patterns.size), max(above, 1)], jnp.int32))
+    low = low if below <= patterns.size else jnp.uint32(1)
+    high = high if above >= 1 else jnp.uint32(PAST_INFINITY - 1)
     return jnp.maximum(low, 1), jnp.maximum(high, 1)
 
 
-def _kth(patterns: jax.Array, k: jax.Array) -> jax.Array:
-    """The largest pattern, up to infinity's, that k patterns reach; 0 if fewer than k are positive.
+def _kth(patterns: jax.Array, k: int | jax.Array) -> jax.Array:
+    """The largest pattern that k patterns reach; 0 if fewer than k are positive."""
+    return _kths(patterns, jnp.asarray(k, jnp.int32)[None])[0]
 
-    It is found digit by digit from the highest: each is the largest that k patterns still reach.
+
+def _kths(patterns: jax.Array, ranks: jax.Array) -> jax.Array:
+    """`_kth` of each rank, up to infinity's pattern, uint32 `(m,)`.
+
+    They are found digit by digit from the highest: each is the largest that k patterns still reach.
     """
+    digits = jnp.arange(1, 2**_DIGIT, dtype=jnp.uint32)
 
-    def step(i: jax.Array, prefix: jax.Array) -> jax.Array:
+    def step(i: jax.Array, prefixes: jax.Array) -> jax.Array:
         shift = (32 - _DIGIT * (i + 1)).astype(jnp.uint32)
-        lows = prefix + (jnp.arange(1, 2**_DIGIT, dtype=jnp.uint32) << shift)
-        enough = count_from(patterns, jnp.minimum(lows, PAST_INFINITY)) >= k
-        return prefix + (jnp.sum(enough, dtype=jnp.uint32) << shift)
+        lows = prefixes[:, None] + (digits << shift)[None]
+        counts = count_from(patterns, jnp.minimum(lows, PAST_INFINITY).reshape(-1))
+        enough = counts.reshape(lows.shape) >= ranks[:, None]
+        return prefixes + (jnp.sum(enough, axis=1, dtype=jnp.uint32) << shift)
 
-    zero = _axes.as_varying(jnp.uint32(0), _axes.varying_axes(patterns))
-    return jax.lax.fori_loop(0, 32 // _DIGIT, step, zero)
+    zeros = _axes.as_varying(jnp.zeros(ranks.shape, jnp.uint32), _axes.varying_axes(patterns))
+    return jax.lax.fori_loop(0, 32 // _DIGIT, step, zeros)

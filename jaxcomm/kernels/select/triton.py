@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jaxcomm import _axes
+from jaxcomm.kernels.select import compaction
 from jaxcomm.kernels.select.compaction import Selected
 from jaxcomm.kernels.select.magnitudes import (
     CHUNK,
@@ -35,9 +36,16 @@ _MOST_SLOTS = 2**30
 
 
 def compact(
-    x: jax.Array, threshold: jax.Array, capacity: int, *, interpret: bool = False
+    x: jax.Array,
+    threshold: jax.Array,
+    capacity: int,
+    at_most: jax.Array | None = None,
+    *,
+    interpret: bool = False,
 ) -> Selected:
     """The same result as `compaction.compact`; `interpret` runs it on CPU, in tests.
+
+    Where too many entries tie, which is rare, the plain version takes some out.
 
     Raises:
       ValueError: for more elements or slots than the kernels can number.
@@ -65,7 +73,14 @@ def compact(
         max(tiles, -(-capacity // TILE)),
         interpret,
     )
-    return Selected(values, places, before[-1])
+    found = Selected(values, places, before[-1])
+    if at_most is None:
+        return found
+    return jax.lax.cond(
+        found.count > at_most,
+        lambda: compaction.compact(x, threshold, capacity, at_most),
+        lambda: found,
+    )
 
 
 def room_for(n: int, slots: int) -> int:
