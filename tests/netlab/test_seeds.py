@@ -125,3 +125,20 @@ def test_the_tables_are_what_the_results_say(tmp_path: Path) -> None:
     assert wrong.read_text() != page
     done = run("tables", "--check", f"--page={wrong}")
     assert done.returncode == 1 and "page.md is not what the results say" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@on_networks
+def test_dln(tmp_path: Path) -> None:
+    """Two switches with two hosts each: means are numpy's, and a host sends 1.5 vectors."""
+    n, out, small = 20_000, tmp_path / "rows.json", tmp_path / "small.yaml"
+    small.write_text("fabric: dln\nhosts: 4\nrate: 100\nhosts_per_switch: 2\n")
+    parts = rows_of("seed_dln", out, f"--topology={small}", f"--params={n}", "--repeats=1")
+    (rows,) = parts.values()
+    assert set(rows) == {"ring", "near_first", "far_first", "shifted", "spread"}
+    for name, row in rows.items():
+        # Far first both hosts of a switch send half of the vector over its only shortcut.
+        shared = 2 if name == "far_first" else 1.5
+        assert shared * 4 * n < row["bytes_busiest_link"] < shared * 4 * n * 1.1 + 4000, name
+        assert 0 < row["predicted_ms"] <= row["predicted_half_duplex_ms"]
