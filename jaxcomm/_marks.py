@@ -17,29 +17,36 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import define_prng_impl
 
+GRADIENT, OWN_GRADIENT, OWN_PARAMETER = "gradient", "own gradient", "own parameter"
 # Errors of jax show a dtype as key<tag>; the tag says what to do.
-_TAG = (
-    "local gradient in {}, not exchanged: jaxcomm.mean or another exchange comes first in a chain, "
-    "what it leaves out is frozen by jaxcomm.set_to_zero, jaxcomm.local computes on each device"
-)
+_TAGS = {
+    GRADIENT: "local gradient in {}, not exchanged: jaxcomm.mean or another exchange comes first "
+    "in a chain, what it leaves out is frozen by jaxcomm.set_to_zero, jaxcomm.local computes on "
+    "each device",
+    OWN_GRADIENT: "local gradient in {}, at each device's own parameters: only jaxcomm.local_steps "
+    "takes it",
+    OWN_PARAMETER: "each device's own parameters in {}, which no device may take for the model's: "
+    "jaxcomm.value_and_grad takes them; evaluate and save the shared parameters",
+}
 _UNSIGNED = {"float32": jnp.uint32, "bfloat16": jnp.uint16, "float16": jnp.uint16}
 
 
 def _refuse(*_: Any) -> Any:
-    raise TypeError(f"a {_TAG.format('any dtype')}; it is no random key.")
+    raise TypeError(f"a {_TAGS[GRADIENT].format('any dtype')}; it is no random key.")
 
 
 _IMPLEMENTATIONS = {
-    name: define_prng_impl(
+    (name, kind): define_prng_impl(
         key_shape=(1,),
         seed=_refuse,
         split=_refuse,
         random_bits=_refuse,
         fold_in=_refuse,
-        name=f"jaxcomm local gradient in {name}",
-        tag=_TAG.format(name),
+        name=f"jaxcomm {kind} in {name}",
+        tag=tag.format(name),
     )
     for name in _UNSIGNED
+    for kind, tag in _TAGS.items()
 }
 
 
@@ -64,7 +71,12 @@ def mark_local(grads: Any) -> Any:
       ...
       TypeError: add does not accept dtypes key<local gradient in float32, not exchanged: ...
     """
-    return jax.tree.map(_mark, grads)
+    return mark(grads, GRADIENT)
+
+
+def mark(tree: Any, kind: str) -> Any:
+    """`mark_local` for one of the kinds of what is local."""
+    return jax.tree.map(functools.partial(_mark, kind=kind), tree)
 
 
 def unmark_local(grads: Any) -> Any:
@@ -87,25 +99,37 @@ def unmark_local(grads: Any) -> Any:
 
 def marked_dtype(x: Any) -> str | None:
     """The name of the float dtype of a marked array; None if it is not marked."""
+    name, _ = _mark_of(x)
+    return name
+
+
+def kind_of(x: Any) -> str | None:
+    """What a marked array is; None if it is not marked."""
+    _, kind = _mark_of(x)
+    return kind
+
+
+def _mark_of(x: Any) -> tuple[str, str] | tuple[None, None]:
     dtype = getattr(x, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return None
-    return next((name for name in _IMPLEMENTATIONS if dtype == _dtype(name)), None)
+        return None, None
+    return next((of for of in _IMPLEMENTATIONS if dtype == _dtype(*of)), (None, None))
 
 
 @functools.cache
-def _dtype(name: str) -> Any:
+def _dtype(name: str, kind: str) -> Any:
     """The dtype of marked arrays of a float dtype."""
-    return jax.eval_shape(_mark, jax.ShapeDtypeStruct((), name)).dtype
+    marking = functools.partial(_mark, kind=kind)
+    return jax.eval_shape(marking, jax.ShapeDtypeStruct((), name)).dtype
 
 
-def _mark(x: Any) -> Any:
+def _mark(x: Any, kind: str) -> Any:
     dtype = jnp.result_type(x) if marked_dtype(x) is None else None
     if dtype is None or dtype.name not in _UNSIGNED:
         return x
     bits = jax.lax.bitcast_convert_type(jnp.asarray(x), _UNSIGNED[dtype.name])
     bits = bits.astype(jnp.uint32)[..., None]
-    return jax.random.wrap_key_data(bits, impl=_IMPLEMENTATIONS[dtype.name])
+    return jax.random.wrap_key_data(bits, impl=_IMPLEMENTATIONS[dtype.name, kind])
 
 
 def _unmark(x: Any) -> Any:

@@ -11,7 +11,14 @@ from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
-from jaxcomm._marks import mark_local
+from jaxcomm._marks import (
+    GRADIENT,
+    OWN_GRADIENT,
+    OWN_PARAMETER,
+    kind_of,
+    mark,
+    unmark_local,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,26 +33,34 @@ class ValueAndGrad:
     def __call__(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
         """The mean loss over devices, and local gradients."""
         world = _axes.axis_size(self.axis_name)
+        kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
+        own, params = OWN_PARAMETER in kinds, unmark_local(params)
+        kind = OWN_GRADIENT if own else GRADIENT
         if _axes.is_manual(self.axis_name):
             self._check_loss(params, batch, args)
             value, grads = self._on_one_device(params, batch, *args)
-            return value, mark_local(grads)
+            return value, mark(grads, kind)
         shares = _shares(batch, world, self.axis_name)
         _refuse_unplaced(batch, self.axis_name)
-        self._check_loss(params, shares, args)
+        of_one = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), params
+        )
+        self._check_loss(of_one if own else params, shares, args)
         replicated, split = PartitionSpec(), PartitionSpec(self.axis_name)
         if _axes.explicit_axes().issuperset(_axes.names_of(self.axis_name)):
             batch = jax.tree.map(lambda x: _spread(x, self.axis_name), batch)
         # The checks of shard_map would refuse common models, such as those that scan from zeros.
         value, grads = jax.shard_map(
-            lambda *inputs: _with_device_axis(self._on_one_device(*inputs)),
-            in_specs=(replicated, split) + (replicated,) * len(args),
+            lambda params, *inputs: _with_device_axis(
+                self._on_one_device(_first(params) if own else params, *inputs)
+            ),
+            in_specs=(split if own else replicated, split) + (replicated,) * len(args),
             out_specs=(replicated, split),
             axis_names=set(_axes.names_of(self.axis_name)),
             check_vma=False,
         )(params, batch, *args)
         # Not inside the region: at its border an opaque dtype would be gathered over other axes.
-        return value, mark_local(grads)
+        return value, mark(grads, kind)
 
     def _on_one_device(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
         if _axes.checks_on(self.axis_name):
@@ -121,7 +136,8 @@ def value_and_grad(
       has_aux: whether `loss_fn` returns `(loss, aux)`.
 
     Returns:
-      `f(params, batch, *args)`, which returns `(loss, grads)` or `((loss, aux), grads)`. Loss and
+      `f(params, batch, *args)`, which returns `(loss, grads)` or `((loss, aux), grads)`. `params`
+      are shared, or each device's own from `jaxcomm.local_params`. Loss and
       aux are means over the devices, equal on all of them; integer aux becomes float32. The
       leaves of `batch` have a common leading axis of examples; `args` go to every device as
       they are. So a dropout key among them is the same on all devices, and so would be the masks:
@@ -312,6 +328,11 @@ def _stacked(batch: Any, axis_name: AxisName) -> Any:
 def _with_device_axis(out: tuple[Any, Any]) -> tuple[Any, Any]:
     value, grads = out
     return value, jax.tree.map(lambda g: g[None], grads)
+
+
+def _first(tree: Any) -> Any:
+    """What one device holds of arrays with a device axis."""
+    return jax.tree.map(lambda x: x[0], tree)
 
 
 def _mean_over(tree: Any, axis_name: AxisName) -> Any:

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("jaxcomm", "train", "configs", "tests", "benchmarks")
 
 # Each layer of jaxcomm imports only itself and those to its left; `jaxcomm` itself is __init__.
-ANYWHERE = ("_axes", "_compat", "_marks", "_names", "_paths")  # any layer may import these
+# Any layer may import these.
+ANYWHERE = ("_axes", "_branches", "_compat", "_marks", "_names", "_paths")
 STACK = ("kernels", "codecs", "collectives", "transforms")
 # These import nothing of the stack.
 BESIDE = ("compiling", "gradients", "mesh", "simulation", "wire", *ANYWHERE)

@@ -91,12 +91,13 @@ def train(config: Any, workdir: Path, started: float) -> dict[str, Any]:
             train_step, train_state, plain_step, plain, example, config.measure_steps
         )
         network = measure.bandwidth(config.network)
+        shares = sync.shares(config.sync, config.steps, recorder.frozen_at)
         summary = {
             **tested,
             "test_images": images.test_images,
             "frozen_at": recorder.frozen_at or None,
             "loop_step_ms": recorder.median_step_ms(),
-            **measure.costs(times, jaxcomm.wire_report(train_step), network, params),
+            **measure.costs(times, jaxcomm.wire_report(train_step), network, params, shares),
             "seconds": time.perf_counter() - started,
         }
         recorder.write("summary", config.steps, summary)

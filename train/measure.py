@@ -138,7 +138,11 @@ def measure_gigabits(mebibytes: int) -> float:
 
 
 def costs(
-    steps: Steps, wire: jaxcomm.WireReport, network: Bandwidth, params: Any
+    steps: Steps,
+    wire: jaxcomm.WireReport,
+    network: Bandwidth,
+    params: Any,
+    shares: Mapping[str, float],
 ) -> dict[str, Any]:
     """What the exchange costs, by the names that the numbers have in the report.
 
@@ -147,12 +151,15 @@ def costs(
       wire: what the compiled step sends.
       network: of `bandwidth`.
       params: the parameters, for each of which bytes are counted.
+      shares: how many of the steps take a branch, of those that have this name in `wire`.
 
     Returns:
       Numbers; None where the platform or the number of devices leaves nothing to count.
     """
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     sent = float(wire.bytes_max)
+    named = {branch.name for branch in wire.named}
+    on_average = wire.per_step({name: share for name, share in shares.items() if name in named})
     predicted = on_interface = None
     if network.gigabits is not None:
         sending_ms = 8e-6 * sent / network.gigabits
@@ -172,6 +179,7 @@ def costs(
         "gigabits_from": network.source,
         "rounds": wire.rounds,
         "bytes_per_param": sent / count,
+        "bytes_per_param_mean": on_average / count,
         "interface": steps.interface,
         "interface_bytes_per_param": on_interface,
     }

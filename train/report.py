@@ -28,6 +28,7 @@ def show(summary: dict[str, Any], workdir: Path) -> None:
         "scaling efficiency, from bytes and bandwidth": _percent(s["predicted_efficiency"]),
         "bandwidth of a device": _number(s["gigabits"], f" Gb/s ({s['gigabits_from']})"),
         "bytes per parameter and device, compiled program": f"{s['bytes_per_param']:.3f}",
+        "the same, mean over all steps of the run": f"{s['bytes_per_param_mean']:.3f}",
         "bytes per parameter and device, interface": _number(
             s["interface_bytes_per_param"], f" ({s['interface']})"
         ),

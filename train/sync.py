@@ -171,6 +171,18 @@ def build(config: Any, bucket_order: Sequence[str]) -> optax.GradientTransformat
         raise UserError(f"config.sync: {error}") from error
 
 
+def shares(config: Any, steps: int, frozen_at: int) -> dict[str, float]:
+    """The share of a run's steps that take a branch, by its name in the compiled program.
+
+    Args:
+      config: `config.sync`.
+      steps: length of the run.
+      frozen_at: the last dense step of an optimizer with a warm-up of its own; 0 if it did not end.
+    """
+    dense = min(config.get("dense_steps") or 0, steps)
+    return {"from step 0": dense / steps, "one_bit_adam: dense": (frozen_at or steps) / steps}
+
+
 def no_exchange() -> optax.GradientTransformation:
     """The exchange of the same step without communication, for measuring."""
     return jaxcomm.no_exchange(AXIS)

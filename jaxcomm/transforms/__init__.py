@@ -3,6 +3,8 @@
 from jaxcomm.transforms.control_variates import ControlVariatesState, control_variates
 from jaxcomm.transforms.factored_adam import FactoredAdamState, factored_adam
 from jaxcomm.transforms.local import LocalState, local
+from jaxcomm.transforms.local_params import LocalStepsState, local_params
+from jaxcomm.transforms.local_steps import local_steps
 from jaxcomm.transforms.low_rank_mean import LowRankMeanState, low_rank_mean
 from jaxcomm.transforms.majority_vote import MajorityVoteState, majority_vote
 from jaxcomm.transforms.mean import MeanState, mean
@@ -10,6 +12,7 @@ from jaxcomm.transforms.multi_steps import MultiStepsState, multi_steps
 from jaxcomm.transforms.no_exchange import NoExchangeState, no_exchange
 from jaxcomm.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
 from jaxcomm.transforms.per_device import PerDevice, state_spec
+from jaxcomm.transforms.resize_state import resize_state
 from jaxcomm.transforms.set_to_zero import set_to_zero
 from jaxcomm.transforms.sparse_mean import SparseMeanState, SparseReport, sparse_mean
 from jaxcomm.transforms.stages import StagesState, dense_first, stages
@@ -20,6 +23,7 @@ __all__ = [
     "ControlVariatesState",
     "FactoredAdamState",
     "LocalState",
+    "LocalStepsState",
     "LowRankMeanState",
     "MajorityVoteState",
     "MeanState",
@@ -34,12 +38,15 @@ __all__ = [
     "dense_first",
     "factored_adam",
     "local",
+    "local_params",
+    "local_steps",
     "low_rank_mean",
     "majority_vote",
     "mean",
     "multi_steps",
     "no_exchange",
     "one_bit_adam",
+    "resize_state",
     "set_to_zero",
     "sparse_mean",
     "stages",

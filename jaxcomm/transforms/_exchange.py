@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, collectives
 from jaxcomm._axes import AxisName
-from jaxcomm._marks import unmark_local
+from jaxcomm._marks import OWN_GRADIENT, kind_of, unmark_local
 from jaxcomm.transforms._buckets import Bucket, joined, split
 from jaxcomm.transforms._layout import Layout, check_gradients, restrict
 from jaxcomm.transforms._wrappers import refuse_wrappers
@@ -73,6 +73,11 @@ def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
     """
     refuse_wrappers()
     grads, treedef = jax.tree.flatten(updates)
+    if OWN_GRADIENT in {kind_of(g) for g in grads}:
+        raise ValueError(
+            "these gradients were taken at each device's own parameters, and their exchange would "
+            "mix them up; give them to the jaxcomm.local_steps that the parameters are of."
+        )
     check_gradients(grads, layout)
     return unmark_local(grads), treedef
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomm import _axes
+from jaxcomm import _axes, _branches
 from jaxcomm._marks import mark_local
 from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import (
@@ -125,9 +125,10 @@ def control_variates(
             return lacks, inner_state
 
         is_last = state.step == every - 1
-        correction, inner_state = jax.lax.cond(
-            is_last, exchange, lambda: (state.correction.values, state.inner)
-        )
+        with _branches.named(["", "control_variates: mean"], [0, every]):
+            correction, inner_state = jax.lax.cond(
+                is_last, exchange, lambda: (state.correction.values, state.inner)
+            )
         corrected = list(grads)
         for i, c in zip(filled, state.correction.values, strict=True):
             corrected[i] = (own[i] + c).astype(grads[i].dtype).reshape(grads[i].shape)

@@ -1,45 +1,18 @@
 """Any optax transformation, on every device's own gradients."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
 
-from jaxcomm import _axes, _paths
+from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import mark_local
 from jaxcomm.transforms._exchange import all_finite, local_leaves
 from jaxcomm.transforms._layout import Layout, layout_of
-from jaxcomm.transforms.per_device import PerDevice, made_sharded, next_of, require_own
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Structure:
-    """How the arrays of the inner state hang together.
-
-    Attributes:
-      treedef: of the inner state.
-      empty: for each of its arrays None, or what it is if it has no elements: those are not kept,
-        because XLA does not keep them sharded.
-    """
-
-    treedef: Any
-    empty: tuple[jax.ShapeDtypeStruct | None, ...]
-
-    def state_of(self, arrays: list[jax.Array]) -> Any:
-        """The inner state on one device."""
-        rest = iter(arrays)
-        leaves = [next(rest) if e is None else jnp.zeros(e.shape, e.dtype) for e in self.empty]
-        return self.treedef.unflatten(leaves)
-
-    def arrays_of(self, state: Any) -> list[Any]:
-        """What is kept of the inner state, or of a tree like it."""
-        leaves = jax.tree.leaves(state)
-        return [x for x, e in zip(leaves, self.empty, strict=True) if e is None]
+from jaxcomm.transforms._state_of_each import Structure, on_each_device
+from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
 
 
 class LocalState(NamedTuple):
@@ -52,7 +25,7 @@ class LocalState(NamedTuple):
     """
 
     layout: Layout
-    structure: _Structure
+    structure: Structure
     inner: PerDevice
 
 
@@ -99,20 +72,8 @@ def local(
 
     def init_fn(params: Any) -> Any:
         layout = layout_of(params, axis_name)
-        state = jax.tree.map(jnp.asarray, inner.init(params))
-        leaves, treedef = jax.tree.flatten(state)
-        empty = [None if x.size else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-        structure = _Structure(treedef, tuple(empty))
-        kept, specs = structure.arrays_of(state), structure.arrays_of(_specs_of(state, layout))
-        if _axes.is_manual(axis_name):
-            checked = _axes.checks_on(axis_name)
-            axes = frozenset(_axes.names_of(axis_name) if checked else ())
-            values = [_axes.as_varying(x[None], axes) for x in kept]
-        else:
-            values = made_sharded(
-                lambda: [jnp.broadcast_to(x, (layout.world, *x.shape)) for x in kept], specs
-            )
-        return LocalState(layout, structure, PerDevice(values, tuple(specs)))
+        structure, own = on_each_device(inner.init(params), layout)
+        return LocalState(layout, structure, own)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -148,19 +109,3 @@ def _on_all_devices(flag: jax.Array) -> jax.Array:
     varying = axes if any(map(_axes.checks_on, axes)) else frozenset()
     flags = _axes.as_varying(flag.astype(jnp.int32), varying)
     return jax.lax.pmin(flags, tuple(sorted(axes))) == 1
-
-
-def _specs_of(state: Any, layout: Layout) -> Any:
-    """How the inner state is sharded: what mirrors a parameter as it is, with a device axis.
-
-    Its path ends in the parameter's, and the shapes are equal; shapes alone would mix up
-    parameters that are sharded over different dimensions.
-    """
-    known = {(leaf.path, leaf.shape): leaf.spec for leaf in layout.leaves}
-
-    def spec_of(path: Any, x: Any) -> PartitionSpec:
-        endings = (_paths.path_name(path[i:]) for i in range(len(path) + 1))
-        spec = next((known[e, x.shape] for e in endings if (e, x.shape) in known), ())
-        return PartitionSpec(layout.axis_name, *spec)
-
-    return jax.tree_util.tree_map_with_path(spec_of, state)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomm import _axes
+from jaxcomm import _axes, _branches
 from jaxcomm._marks import mark_local
 from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import (
@@ -86,7 +86,8 @@ def multi_steps(
             return _zeros_like(jax.eval_shape(exchange)[0], grads, state.layout), state.inner
 
         is_last = state.mini_step == every - 1
-        outgoing, inner_state = jax.lax.cond(is_last, exchange, wait)
+        with _branches.named(["", "multi_steps: exchange"], [0, every]):
+            outgoing, inner_state = jax.lax.cond(is_last, exchange, wait)
         kept = [jnp.where(is_last, 0.0, t) for t in total.values()]
         accumulated = next_of(state.accumulated, kept)
         mini_step = (state.mini_step + 1) % every

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomm import _axes, collectives
+from jaxcomm import _axes, _branches, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs import sign
 from jaxcomm.collectives.one_bit import chunk_length, one_bit_mean
@@ -336,9 +336,10 @@ def _exchange(
             axis_name=axis_name,
         )
         vectors, one_bit = in_turn(dict(enumerate(kept[0] for kept in done.kept)), done.buckets)
-        dense = jax.lax.cond(
-            compressed, lambda v: [jnp.zeros_like(x) for x in v.values()], in_float32, vectors
-        )
+        with _branches.named(["one_bit_adam: dense", ""]):
+            dense = jax.lax.cond(
+                compressed, lambda v: [jnp.zeros_like(x) for x in v.values()], in_float32, vectors
+            )
         means = [jnp.where(compressed, *pair) for pair in zip(one_bit, dense, strict=True)]
         finite = on_further_axes(done.finite & all_finite(means), axis_name)
         means = done.exact | by_leaf(means, buckets, sent)

@@ -77,16 +77,16 @@ def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDe
 
 
 def made_sharded(
-    make: Callable[[], Sequence[jax.Array]], specs: Sequence[PartitionSpec]
+    make: Callable[..., Sequence[jax.Array]], specs: Sequence[PartitionSpec], *args: Any
 ) -> list[jax.Array]:
     """Arrays of the global view, made where they belong; no device makes the others' part."""
     explicit = _axes.explicit_axes()
 
-    def typed() -> list[jax.Array]:
-        pairs = zip(make(), specs, strict=True)
+    def typed(*args: Any) -> list[jax.Array]:
+        pairs = zip(make(*args), specs, strict=True)
         return [jax.reshard(x, restrict(s, explicit)) if explicit else x for x, s in pairs]
 
-    return jax.jit(typed, out_shardings=list(specs))()
+    return jax.jit(typed, out_shardings=list(specs))(*args)
 
 
 def zeros_per_bucket(

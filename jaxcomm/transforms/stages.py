@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxcomm import _branches
 from jaxcomm.transforms._layout import axis_of
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.mean import mean
@@ -93,7 +94,8 @@ def stages(
 
         branches = [branch(slot, tx) for slot, tx in zip(state.slots.of, chain, strict=True)]
         number = sum(((state.step >= start).astype(jnp.int32) for start in starts), jnp.int32(-1))
-        out, inner = jax.lax.switch(number, branches)
+        with _branches.named([f"from step {start}" for start in starts]):
+            out, inner = jax.lax.switch(number, branches)
         return out, StagesState(state.step + 1, state.slots, inner)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -33,6 +33,7 @@ def wire_report(compiled: Any) -> WireReport:
 
     Returns:
         The report; print it, or read its `bytes_max`, `bytes_mean`, `rounds` and `collectives`.
+        `per_step` gives the bytes of a step on average over a run.
 
     Raises:
         TypeError: if the argument is not a compiled program.
@@ -61,8 +62,10 @@ def wire_report(compiled: Any) -> WireReport:
     counts = re.findall(r"(?:replica_count|num_partitions)=(\d+)", header)
     devices = math.prod(map(int, counts))
     try:
-        found, branches = parse(lines, devices)
+        found, branches, names = parse(lines, devices)
     except KeyError as error:
         raise ValueError(f"the program's text is cut: it lacks {error}; {CURE}.") from error
     holding = dict.fromkeys(name for c in found for name, _ in c.branch)
-    return WireReport(tuple(found), devices, tuple((name, branches[name]) for name in holding))
+    conditionals = tuple((name, branches[name]) for name in holding)
+    named = tuple(branch for branch in names if branch.conditional in holding)
+    return WireReport(tuple(found), devices, conditionals, named)

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from jaxcomm import _branches
+from jaxcomm._branches import NamedBranch
 from jaxcomm.wire._report import SHARE, Branch, Bytes, Collective, exact
 
 _Array = tuple[str, tuple[int, ...], int]  # dtype, shape, bytes
@@ -28,9 +30,11 @@ _CALLERS = {  # the attributes that name the computations which an instruction r
 }
 
 
-def parse(lines: list[str], devices: int) -> tuple[list[Collective], dict[str, int]]:
-    """What the entry computation executes, and the number of branches of each conditional."""
-    entry, shapes, steps = "", {}, []
+def parse(
+    lines: list[str], devices: int
+) -> tuple[list[Collective], dict[str, int], list[NamedBranch]]:
+    """What the entry computation executes, and each conditional's number of branches and names."""
+    entry, shapes, steps, names = "", {}, [], []
     inside: dict[str, list[Collective]] = {}
     branches: dict[str, int] = {}
     for line in lines:
@@ -46,13 +50,16 @@ def parse(lines: list[str], devices: int) -> tuple[list[Collective], dict[str, i
                 else:
                     called, branches[name] = _called(name, op, attributes, inside)
                     steps += called
+                    made_at = re.search(r'op_name="([^"]*)"', attributes.get("metadata", ""))
+                    if op == "conditional" and made_at:
+                        names += _branches.read(name, made_at[1])
             elif op == "send" and "is_host_transfer=true" not in rest:
                 raise ValueError(f"{name} sends from device to device, which is not supported.")
         elif head := _HEAD.match(line.strip()):
             shapes, steps = {}, []
             inside[head[2]] = steps
             entry = head[2] if head[1] else entry
-    return inside[entry], branches
+    return inside[entry], branches, names
 
 
 def _called(

@@ -2,11 +2,13 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
+
+from jaxcomm._branches import NamedBranch
 
 Bytes = int | Fraction
 Branch = tuple[tuple[str, int], ...]
@@ -65,11 +67,14 @@ class WireReport:
         collectives: every collective that runs, once for each place that it is reached from.
         devices: of the program; device i is the i-th of the mesh's `devices.flat`.
         conditionals: name and number of branches of each conditional that holds collectives.
+        named: the branches of these that jaxcomm has given names. The names are metadata, which
+            jax's persistent compilation cache ignores: a program of before may have others.
     """
 
     collectives: tuple[Collective, ...]
     devices: int
     conditionals: tuple[tuple[str, int], ...] = ()
+    named: tuple[NamedBranch, ...] = ()
 
     @cached_property
     def bytes_per_device(self) -> tuple[Bytes, ...]:
@@ -122,6 +127,58 @@ class WireReport:
                 reports[name, i] = replace(self, collectives=tuple(taken), conditionals=others)
         return reports
 
+    def per_step(self, shares: Mapping[str | tuple[str, int], float] | None = None) -> float:
+        """Returns the bytes that the device that sends most sends in a step, on average over a run.
+
+        Args:
+            shares: for branches, by name or (conditional, number), the share of times that they
+                are taken when their conditional is reached, such as {"from step 0": 0.05} or
+                {"one_bit_adam: dense": 1000 / 20000}. What is periodic says its share in the
+                program. One branch of a conditional may be left out, and has the rest.
+
+        Raises:
+            ValueError: for a branch that is not in the program, shares that are none, and where a
+                conditional lacks shares; it names the branches.
+        """
+        if self.unknown_loops:
+            self._total([0] * len(self.collectives))
+        weights = self._shares(shares or {})
+        amounts = [0.0] * self.devices
+        for c in self.collectives:
+            weight = math.prod(weights[pair] for pair in c.branch) * (c.times or 0)
+            amounts = [a + weight * float(s) for a, s in zip(amounts, c.sent, strict=True)]
+        return max(amounts)
+
+    def _shares(self, given: Mapping[str | tuple[str, int], float]) -> dict[tuple[str, int], float]:
+        """The share of every branch."""
+        names = {(b.conditional, b.number): b.name for b in self.named}
+        known = {(b.conditional, b.number): 1 / b.every for b in self.named if b.every}
+        everywhere = [(name, i) for name, count in self.conditionals for i in range(count)]
+        if unknown := given.keys() - {*everywhere, *names.values()}:
+            raise ValueError(
+                f"no branch of the program is called {sorted(map(str, unknown))[0]!r}; it has "
+                f"{', '.join(sorted(map(repr, names.values()))) or 'none with a name'}."
+            )
+        if wrong := [share for share in given.values() if not 0 <= share <= 1]:
+            raise ValueError(f"a share is a number from 0 to 1, got {wrong[0]!r}.")
+        for pair in everywhere:
+            key = pair if pair in given else names.get(pair, pair)
+            if key in given:
+                known[pair] = float(given[key])
+        for name, count in self.conditionals:
+            open_ = [i for i in range(count) if (name, i) not in known]
+            rest = 1 - sum(known.get((name, i), 0) for i in range(count))
+            called = [repr(names.get((name, i), (name, i))) for i in range(count)]
+            if rest < -1e-9 or (not open_ and rest > 1e-9):
+                raise ValueError(f"the shares of {', '.join(called)} must add up to 1.")
+            if len(open_) > 1:
+                raise ValueError(
+                    f"per_step needs the shares of all but one of the branches {', '.join(called)}:"
+                    f" per_step({{{called[open_[0]]}: share of the steps}})."
+                )
+            known |= {(name, i): rest for i in open_}
+        return known
+
     def as_dict(self) -> dict[str, Any]:
         """Returns lists, dicts and numbers (fractions as floats); no totals if they are unknown."""
         totals = () if self.unknown_loops else ("bytes_max", "bytes_mean", "rounds")
@@ -131,8 +188,12 @@ class WireReport:
     def __str__(self) -> str:
         """A line for each collective, with the bytes of one execution, and one for the total."""
         names = "op", "dtype", "elements", "group", "times", "bytes max", "bytes mean", "branch"
+        called = {(b.conditional, b.number): b.name for b in self.named}
         layout = "{:<20} {:<9} {:>13} {:>5} {:>7} {:>14} {:>14}  {}"
-        lines = [layout.format(*row).rstrip() for row in (names, *map(_row, self.collectives))]
+        lines = [
+            layout.format(*row).rstrip()
+            for row in (names, *(_row(c, called) for c in self.collectives))
+        ]
         total = f"unknown, as are the trips of {', '.join(self.unknown_loops)}"
         if not self.unknown_loops:
             most, mean = _number(self.bytes_max), _number(self.bytes_mean)
@@ -163,10 +224,10 @@ def _worst(amounts: Sequence[tuple[Branch, Bytes]]) -> Bytes:
     return total + sum(max(map(_worst, branches.values())) for branches in conditionals.values())
 
 
-def _row(c: Collective) -> tuple[str, ...]:
+def _row(c: Collective, called: Mapping[tuple[str, int], str]) -> tuple[str, ...]:
     elements, mean = sum(map(math.prod, c.shapes)), Fraction(sum(c.sent)) / len(c.sent)
     numbers = map(_number, (elements, c.group_size, c.times, max(c.sent), mean))
-    branch = " ".join(f"{name}[{i}]" for name, i in c.branch)
+    branch = " ".join(called.get((name, i), f"{name}[{i}]") for name, i in c.branch)
     return c.op, "+".join(dict.fromkeys(c.dtypes)), *numbers, branch
 
 

@@ -9,7 +9,7 @@ import pytest
 from ml_collections import config_dict
 
 import jaxcomm
-from train import measure
+from train import measure, sync
 
 PROC_NET_DEV = """\
 Inter-|   Receive                                                |  Transmit
@@ -62,12 +62,20 @@ def test_times_are_medians_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps.interface is None and steps.interface_bytes is None
 
 
+class Branch(NamedTuple):
+    name: str
+
+
 class Wire(NamedTuple):
     """The part of a `jaxcomm.WireReport` that is looked at."""
 
     devices: int = 4
     rounds: int = 3
     bytes_max: float = 120.0
+    named: tuple[Branch, ...] = (Branch("dense"),)
+
+    def per_step(self, shares: dict[str, float]) -> float:
+        return self.bytes_max * shares["dense"]
 
 
 PARAMS = {"w": jnp.zeros((8, 5))}
@@ -76,11 +84,13 @@ PARAMS = {"w": jnp.zeros((8, 5))}
 def test_costs_follow_from_their_parts() -> None:
     steps = measure.Steps(5.0, 4.0, "lo", 130.0)
     # 120 bytes at 0.0024 Gb/s are 0.4 ms.
-    found = measure.costs(steps, Wire(), measure.Bandwidth(0.0024, "config"), PARAMS)
+    network, shares = measure.Bandwidth(0.0024, "config"), {"dense": 0.5, "of others": 0.1}
+    found = measure.costs(steps, Wire(), network, PARAMS, shares)
     assert found["communication_ms"] == pytest.approx(1.0)
     assert found["efficiency"] == pytest.approx(0.8)
     assert found["predicted_efficiency"] == pytest.approx(4.0 / 4.4)
     assert found["bytes_per_param"] == pytest.approx(3.0)
+    assert found["bytes_per_param_mean"] == pytest.approx(1.5)
     assert found["interface_bytes_per_param"] == pytest.approx(3.25)
     assert (found["gigabits"], found["gigabits_from"]) == (0.0024, "config")
     assert (found["devices"], found["params"], found["rounds"]) == (4, 40, 3)
@@ -89,7 +99,8 @@ def test_costs_follow_from_their_parts() -> None:
 def test_one_device_sends_nothing() -> None:
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1])):
         network = measure.bandwidth(config_dict.create(gigabits=1.0, probe_mib=1))
-    found = measure.costs(measure.Steps(5.0, 5.0, None, None), Wire(1, 0, 0.0), network, PARAMS)
+    steps = measure.Steps(5.0, 5.0, None, None)
+    found = measure.costs(steps, Wire(1, 0, 0.0), network, PARAMS, {"dense": 1.0})
     assert found["bytes_per_param"] == 0 and found["predicted_efficiency"] is None
     assert found["gigabits"] is None and found["interface_bytes_per_param"] is None
 
@@ -101,3 +112,12 @@ def test_the_bandwidth_is_the_configs_or_measured() -> None:
     assert given == (7.0, "config")
     assert measured.gigabits is not None and measured.gigabits > 0
     assert measured.source == "a mean of 1 MiB"
+
+
+def test_dense_steps_have_their_share_of_the_run() -> None:
+    config = config_dict.create(dense_steps=100)
+    shares = sync.shares(config, 1000, 0)  # an optimizer whose warm-up did not end
+    assert shares == {"from step 0": 0.1, "one_bit_adam: dense": 1.0}
+    assert sync.shares(config, 1000, 100)["one_bit_adam: dense"] == 0.1
+    assert sync.shares(config, 50, 0)["from step 0"] == 1.0
+    assert sync.shares(config_dict.create(), 50, 0)["from step 0"] == 0.0

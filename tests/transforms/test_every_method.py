@@ -66,6 +66,14 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "warm-up, then qsgd": lambda: optax.chain(
         jaxcomm.dense_first(jaxcomm.mean("data", "qsgd"), 2), optax.adamw(1e-2, weight_decay=1e-3)
     ),
+    "DiLoCo": lambda: jaxcomm.local_steps(
+        optax.adam(1e-2),
+        every=2,
+        outer=optax.sgd(0.7, momentum=0.9, nesterov=True),
+        exchange=jaxcomm.mean("data", "int8", error_feedback=True),
+        fragments=2,
+        delay=1,
+    ),
     "multi_steps": lambda: jaxcomm.multi_steps(
         optax.chain(jaxcomm.mean("data", "bfloat16"), optax.clip_by_global_norm(1.0), SGD), 2
     ),
@@ -120,7 +128,9 @@ def placed(params: Any) -> Any:
 
 def step_of(tx: optax.GradientTransformation) -> Callable[..., Any]:
     def step(params: Any, state: Any, batch: Any) -> Any:
-        loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(params, batch)
+        own = isinstance(state, jaxcomm.LocalStepsState)
+        at = jaxcomm.local_params(state) if own else params
+        loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(at, batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 

@@ -20,6 +20,9 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
         jaxcomm.mean("data", "int8", error_feedback=True), 0.1
     ),
     "local": lambda: optax.chain(jaxcomm.local("data", optax.trace(0.9)), jaxcomm.mean("data")),
+    "local steps": lambda: jaxcomm.local_steps(
+        optax.sgd(0.1), 2, optax.sgd(1.0), jaxcomm.mean("data")
+    ),
     "multi_steps": lambda: jaxcomm.multi_steps(jaxcomm.mean("data"), 2),
     "control variates": lambda: optax.chain(
         jaxcomm.control_variates(jaxcomm.mean("data")), jaxcomm.majority_vote("data")

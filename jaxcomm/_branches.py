@@ -1,0 +1,46 @@
+"""Branches of conditionals that have names in the compiled program, for `wire_report` to read."""
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+
+
+class NamedBranch(NamedTuple):
+    """A branch of a conditional.
+
+    Attributes:
+      conditional: the instruction's name in the program.
+      number: of the branch; 0 is the false one, 1 the true one.
+      name: what users call it, such as "multi_steps: exchange".
+      every: it is taken once in so many times; 0 if the program does not say.
+    """
+
+    conditional: str
+    number: int
+    name: str
+    every: int
+
+
+@contextlib.contextmanager
+def named(names: Sequence[str], every: Sequence[int] = ()) -> Iterator[None]:
+    """Around a `jax.lax.cond` or `jax.lax.switch`: names for its branches, "" for none.
+
+    Args:
+      names: of the branches, the false one first.
+      every: for each branch, it is taken once in so many times; 0 where that is not known.
+    """
+    pairs = zip(names, every or [0] * len(names), strict=True)
+    text = "|".join(f"{name}={k}" if k else name for name, k in pairs)
+    with jax.named_scope(f"branches[{text}]"):
+        yield
+
+
+def read(conditional: str, op_name: str) -> list[NamedBranch]:
+    """The named branches of a conditional, from what the program says of where it was made."""
+    found = re.search(r"branches\[([^\]]*)\]/(?:cond|switch)[^/]*$", op_name)
+    parts = found[1].split("|") if found else []
+    named = [(i, *part.partition("=")[::2]) for i, part in enumerate(parts) if part]
+    return [NamedBranch(conditional, i, name, int(every or 0)) for i, name, every in named]

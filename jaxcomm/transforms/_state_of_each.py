@@ -1,0 +1,73 @@
+"""The state of any optax transformation, one on every device."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxcomm import _axes, _paths
+from jaxcomm.transforms._layout import Layout
+from jaxcomm.transforms.per_device import PerDevice, made_sharded
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """How the arrays of the inner state hang together.
+
+    Attributes:
+      treedef: of the inner state.
+      empty: for each of its arrays None, or what it is if it has no elements: those are not kept,
+        because XLA does not keep them sharded.
+    """
+
+    treedef: Any
+    empty: tuple[jax.ShapeDtypeStruct | None, ...]
+
+    def state_of(self, arrays: list[jax.Array]) -> Any:
+        """The inner state on one device."""
+        rest = iter(arrays)
+        leaves = [next(rest) if e is None else jnp.zeros(e.shape, e.dtype) for e in self.empty]
+        return self.treedef.unflatten(leaves)
+
+    def arrays_of(self, state: Any) -> list[Any]:
+        """What is kept of the inner state, or of a tree like it."""
+        leaves = jax.tree.leaves(state)
+        return [x for x, e in zip(leaves, self.empty, strict=True) if e is None]
+
+
+def on_each_device(state: Any, layout: Layout) -> tuple[Structure, PerDevice]:
+    """A state that every device starts with, and how its arrays hang together."""
+    state = jax.tree.map(jnp.asarray, state)
+    leaves, treedef = jax.tree.flatten(state)
+    empty = [None if x.size else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    structure = Structure(treedef, tuple(empty))
+    kept, specs = structure.arrays_of(state), structure.arrays_of(_specs_of(state, layout))
+    if _axes.is_manual(layout.axis_name):
+        checked = _axes.checks_on(layout.axis_name)
+        axes = frozenset(_axes.names_of(layout.axis_name) if checked else ())
+        values = [_axes.as_varying(x[None], axes) for x in kept]
+    else:
+        world = layout.world
+        values = made_sharded(
+            lambda kept: [jnp.broadcast_to(x, (world, *x.shape)) for x in kept], specs, kept
+        )
+    return structure, PerDevice(values, tuple(specs))
+
+
+def _specs_of(state: Any, layout: Layout) -> Any:
+    """How the inner state is sharded: what mirrors a parameter as it is, with a device axis.
+
+    Its path ends in the parameter's, and the shapes are equal; shapes alone would mix up
+    parameters that are sharded over different dimensions.
+    """
+    known = {(leaf.path, leaf.shape): leaf.spec for leaf in layout.leaves}
+
+    def spec_of(path: Any, x: Any) -> PartitionSpec:
+        endings = (_paths.path_name(path[i:]) for i in range(len(path) + 1))
+        spec = next((known[e, x.shape] for e in endings if (e, x.shape) in known), ())
+        return PartitionSpec(layout.axis_name, *spec)
+
+    return jax.tree_util.tree_map_with_path(spec_of, state)

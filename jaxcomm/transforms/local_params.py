@@ -1,0 +1,82 @@
+"""Each device's own parameters, where it takes steps of its own."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxcomm import _axes
+from jaxcomm._marks import OWN_PARAMETER, mark
+from jaxcomm.transforms._fragments import Fragments
+from jaxcomm.transforms._layout import Layout
+from jaxcomm.transforms._state_of_each import Structure
+from jaxcomm.transforms.per_device import PerDevice
+
+
+class LocalStepsState(NamedTuple):
+    """The state of `local_steps`.
+
+    Attributes:
+      layout: what `init` saw of the parameters.
+      fragments: which leaf is exchanged when.
+      tree: the structure of the parameters.
+      step: int32, the steps taken.
+      params: each device's own parameters.
+      structure: of the inner state.
+      inner: the arrays of the inner state, those of every device.
+      taken: with a delay, each device's own parameters when its pseudo-gradient was taken; else
+        nothing.
+      exchange: the state of the exchange of each fragment.
+      outer: the state of the outer optimizer of each fragment, equal on all devices.
+    """
+
+    layout: Layout
+    fragments: Fragments
+    tree: Structure
+    step: jax.Array
+    params: PerDevice
+    structure: Structure
+    inner: PerDevice
+    taken: PerDevice
+    exchange: tuple[Any, ...]
+    outer: tuple[Any, ...]
+
+
+def local_params(state: Any) -> Any:
+    """Each device's own parameters, for `jaxcomm.value_and_grad` and nothing else.
+
+    Args:
+      state: the state of `jaxcomm.local_steps`, or of a chain that has one.
+
+    Returns:
+      The pytree of the parameters, with a leading device axis under plain `jax.jit`, in a dtype
+      that no arithmetic accepts. `jaxcomm.unmark_local` gives the values, to look at.
+
+    Raises:
+      ValueError: if there is no such state, or several.
+
+    Wire: nothing.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LocalStepsState))
+    found = [node for node in nodes if isinstance(node, LocalStepsState)]
+    if len(found) != 1:
+        raise ValueError(
+            f"local_params needs the state of one jaxcomm.local_steps, found {len(found)}; pass "
+            "what tx.init or tx.update returned."
+        )
+    return mark(own_tree(found[0], found[0].params.values), OWN_PARAMETER)
+
+
+def own_tree(state: LocalStepsState, values: Sequence[jax.Array]) -> Any:
+    """Per-device arrays as the tree of the parameters, in the shapes of the current view."""
+    axis_name = state.layout.axis_name
+    if _axes.is_manual(axis_name):
+        axes = frozenset(_axes.names_of(axis_name) if _axes.checks_on(axis_name) else ())
+        tree = state.tree.state_of([x[0] for x in values])
+        return jax.tree.map(lambda x: _axes.as_varying(x, axes), tree)
+    empty = [
+        None if e is None else jax.ShapeDtypeStruct((state.layout.world, *e.shape), e.dtype)
+        for e in state.tree.empty
+    ]
+    return dataclasses.replace(state.tree, empty=tuple(empty)).state_of(list(values))

@@ -1,0 +1,344 @@
+"""Local SGD and DiLoCo: devices take steps of their own, and exchange how far they came.
+
+Device w has parameters p_w of its own; the shared parameters s are equal on all devices.
+
+    every step         p_w <- p_w + inner(gradient of device w at p_w)
+    every H steps      d_w = s - p_w              the pseudo-gradient
+                       d = exchange of d_w        the only communication
+                       s <- s + outer(d)          what `update` returns
+                       p_w <- s
+
+With `fragments=P` the leaves are dealt to P fragments, and every H/P steps one of them is
+exchanged. With `delay=D` the pseudo-gradient of a fragment is taken D steps before it is exchanged.
+Then it needs nothing of the step in which it travels, and what a device did in these steps stays:
+
+    D steps before     q_w = p_w
+    exchange           d_w = s - q_w,  s <- s + outer(d),  p_w <- s + (p_w - q_w)
+
+The shared parameters are those of the training loop: what `update` returns is added to them, and
+they are what is evaluated and saved. Each device's own are in the state, and `local_params` gives
+them in a dtype that only `jaxcomm.value_and_grad` takes.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomm import _axes, _branches
+from jaxcomm._marks import GRADIENT, kind_of, mark_local, unmark_local
+from jaxcomm.transforms._exchange import all_finite
+from jaxcomm.transforms._fragments import dealt
+from jaxcomm.transforms._layout import Layout, axis_of, check_gradients, filled_leaves, layout_of
+from jaxcomm.transforms._state_of_each import on_each_device
+from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms.local_params import LocalStepsState, own_tree
+from jaxcomm.transforms.one_bit_adam import OneBitAdamState
+from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
+
+Arrays = list[jax.Array]
+
+
+def local_steps(
+    inner: optax.GradientTransformation,
+    every: int,
+    outer: optax.GradientTransformation,
+    exchange: optax.GradientTransformation,
+    *,
+    fragments: int = 1,
+    delay: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Lets every device take steps of its own, and exchanges how far they came: DiLoCo.
+
+    Each device trains parameters of its own with an optimizer of its own, on its own gradients,
+    and nothing is sent. Every so many steps the devices exchange the difference between the shared
+    parameters and theirs. The outer optimizer takes the mean of these for a gradient, and all
+    devices go on from the shared parameters that it arrives at. Local SGD is
+    `outer=optax.sgd(1.0)`; DiLoCo is the outer optimizer of the example.
+
+    The parameters of the training loop are the shared ones: evaluate and save these. Between
+    exchanges their updates are zero. Gradients are taken at the devices' own parameters, which the
+    state holds:
+
+        tx = jaxcomm.local_steps(
+            optax.adamw(1e-3),
+            every=32,
+            outer=optax.sgd(0.7, momentum=0.9, nesterov=True),
+            exchange=jaxcomm.mean("data", "int4", error_feedback=True),
+        )
+        params = jaxcomm.replicate(params)
+        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state, batch):
+            own = jaxcomm.local_params(state)
+            loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(own, batch)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, loss
+
+    A device whose update is not finite does not take that step; the others do. If the outer update
+    is not finite, it is NaN on every device, and all parameters and states stay as they were.
+
+    Args:
+      inner: each device's optimizer. It exchanges nothing; clipping belongs in it, too.
+      every: the number of steps H between two exchanges of a leaf. The learning rates of both
+        optimizers depend on it.
+      outer: the optimizer that takes the mean difference for a gradient.
+      exchange: how the differences are exchanged, such as a `jaxcomm.mean` with any codec and error
+        feedback, or `jaxcomm.low_rank_mean`. It has a state of its own for each fragment, so with
+        several its `exempt` cannot name paths; it may be a function of path and shape.
+      fragments: in how many parts the leaves are exchanged, one every `every / fragments` steps, so
+        that the peak falls (streaming DiLoCo). Leaves are dealt whole, the largest first, each to
+        the fragment with fewest values.
+      delay: how many steps before its exchange a pseudo-gradient is taken, less than `every`. With
+        1, what travels in a step does not depend on what the step computes. It costs one copy of
+        the parameters on each device.
+
+    Returns:
+      A transformation that is the whole optimizer: nothing belongs behind it. Every device keeps
+      its own parameters and inner state.
+
+    Raises:
+      ValueError: at once for bad numbers; by `init` if `inner` exchanges, `exchange` does not, or
+        there are more fragments than leaves; by `update` without the shared parameters, and for
+        gradients that were taken at these.
+
+    Wire: that of `exchange` for a fragment, in one step of `every / fragments`, in a branch of a
+    conditional; else nothing but the mean of the loss of `jaxcomm.value_and_grad`, if it is used.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm, optax
+      >>> def loss_fn(w, batch):
+      ...     return jnp.mean((w - batch) ** 2) / 2
+      >>> tx = jaxcomm.local_steps(
+      ...     optax.sgd(0.5), every=2, outer=optax.sgd(1.0), exchange=jaxcomm.mean("data")
+      ... )
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     w, batch = jaxcomm.replicate(jnp.zeros(1)), jnp.array([4.0, 8.0])
+      ...     state, f = tx.init(w), jax.jit(jaxcomm.value_and_grad(loss_fn, "data"))
+      ...     for _ in range(2):
+      ...         _, grads = f(jaxcomm.local_params(state), batch)
+      ...         updates, state = jax.jit(tx.update)(grads, state, w)
+      ...         w = optax.apply_updates(w, updates)
+      >>> w  # the devices came to 3 and to 6
+      Array([4.5], dtype=float32)
+
+    References:
+      S. U. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv:1805.09767.
+      A. Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
+      2023, arXiv:2311.08105.
+      A. Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
+      Free Lunch", 2025, arXiv:2501.18512.
+
+    Differs from the paper: with a delay, a device keeps what it did since its pseudo-gradient was
+    taken; streaming DiLoCo mixes its parameters with the shared ones by a factor. Fragments are of
+    leaves of about equal sizes, not of whole layers. Any exchange takes the place of the mean.
+    """
+    _check_counts(every, fragments, delay)
+    inner, outer, exchange = map(optax.with_extra_args_support, (inner, outer, exchange))
+
+    def init_fn(params: Any) -> Any:
+        refuse_wrappers()
+        axis_name = axis_of(_checked(exchange.init(params), "exchange"), "local_steps")
+        inner_state = _checked(inner.init(params), "inner")
+        layout = layout_of(params, axis_name)
+        split = dealt(layout, fragments)
+        structure, each = on_each_device(inner_state, layout)
+        tree, own = on_each_device(params, layout)
+        taken = on_each_device(params, layout)[1] if delay else PerDevice([], ())
+        parts = [split.part(params, number) for number in range(fragments)]
+        states = (tuple(tx.init(part) for part in parts) for tx in (exchange, outer))
+        step = jnp.zeros((), jnp.int32)
+        return LocalStepsState(layout, split, tree, step, own, structure, each, taken, *states)
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        grads = _own_gradients(updates, state)
+        if params is None:
+            raise ValueError(
+                "local_steps needs the shared parameters: call tx.update(grads, state, params)."
+            )
+        state = _inner_steps(inner, grads, state, extra_args)
+        number = state.step + 1  # of this step
+        if delay:
+            state = _take(state, number, every)
+
+        def wait() -> tuple[Any, ...]:
+            return _typed(_zeros(params), params), state.params.values, state.exchange, state.outer
+
+        def fragment(k: int) -> Any:
+            return lambda: _exchange_fragment(exchange, outer, k, params, state, extra_args)
+
+        offsets = [state.fragments.offset(k, every) + delay for k in range(fragments)]
+        due = [(number >= o) & (number % every == o % every) for o in offsets]
+        branch = sum(((k + 1) * d.astype(jnp.int32) for k, d in enumerate(due)), jnp.int32(0))
+        branches = [wait, *(fragment(k) for k in range(fragments))]
+        names = [f"local_steps: fragment {k}" for k in range(fragments)]
+        with _branches.named(["", *names], [0, *[every] * fragments]):
+            updates, own, exchanges, outers = jax.lax.switch(branch, branches)
+        state = state._replace(
+            step=number, params=next_of(state.params, own), exchange=exchanges, outer=outers
+        )
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _own_gradients(updates: Any, state: LocalStepsState) -> Any:
+    """The gradients, without their mark, checked.
+
+    Raises:
+      ValueError: if they are not local, or were taken at the shared parameters.
+    """
+    refuse_wrappers()
+    for part in (state.params, state.inner, state.taken):
+        require_own(part, state.layout)
+    leaves = jax.tree.leaves(updates)
+    if GRADIENT in {kind_of(g) for g in leaves}:
+        raise ValueError(
+            "these gradients were taken at the shared parameters, which do not move between "
+            "exchanges. Take them at each device's own: jaxcomm.value_and_grad(loss_fn, axis)("
+            "jaxcomm.local_params(state), batch)."
+        )
+    check_gradients(leaves, state.layout)
+    return unmark_local(updates)
+
+
+def _inner_steps(
+    inner: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    state: LocalStepsState,
+    extra_args: dict[str, Any],
+) -> LocalStepsState:
+    """Every device's own step; a device whose update is not finite stays where it is."""
+
+    def one(grads: Any, params: Any, leaves: Arrays) -> tuple[Arrays, Arrays]:
+        old = state.structure.state_of(leaves)
+        updates, new = inner.update(grads, old, params, **extra_args)
+        finite = _on_further_axes(all_finite(jax.tree.leaves(updates)), state.layout)
+        moved = state.tree.arrays_of(optax.apply_updates(params, updates))
+        before = state.tree.arrays_of(params), leaves
+        after = moved, state.structure.arrays_of(new)
+        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), after, before)
+
+    params = own_tree(state, state.params.values)
+    if _axes.is_manual(state.layout.axis_name):
+        moved, leaves = one(grads, params, [x[0] for x in state.inner.values])
+        moved, leaves = [x[None] for x in moved], [x[None] for x in leaves]
+    else:
+        each = jax.vmap(one, spmd_axis_name=state.layout.axis_name)
+        moved, leaves = each(grads, params, state.inner.values)
+    return state._replace(
+        params=next_of(state.params, _typed(moved, state.params.values)),
+        inner=next_of(state.inner, _typed(leaves, state.inner.values)),
+    )
+
+
+def _take(state: LocalStepsState, number: jax.Array, every: int) -> LocalStepsState:
+    """With the parameters of the fragment whose pseudo-gradient is of this step."""
+    offsets = [state.fragments.offset(k, every) for k in range(state.fragments.count)]
+    now = [number % every == offset % every for offset in offsets]
+    filled = filled_leaves(state.layout)
+    values = [
+        jnp.where(now[state.fragments.of[i]], p, t)
+        for i, p, t in zip(filled, state.params.values, state.taken.values, strict=True)
+    ]
+    return state._replace(taken=next_of(state.taken, values))
+
+
+def _exchange_fragment(
+    exchange: optax.GradientTransformationExtraArgs,
+    outer: optax.GradientTransformationExtraArgs,
+    number: int,
+    params: Any,
+    state: LocalStepsState,
+    extra_args: dict[str, Any],
+) -> tuple[Any, ...]:
+    """The shared parameters' updates, each device's own parameters, and the next states."""
+    fragments, is_manual = state.fragments, _axes.is_manual(state.layout.axis_name)
+    taken = own_tree(state, state.taken.values or state.params.values)
+    lack = jax.tree.map(
+        lambda s, q: (s if is_manual else s[None]).astype(jnp.float32) - q.astype(jnp.float32),
+        params,
+        taken,
+    )
+    part, shared = fragments.part(mark_local(lack), number), fragments.part(params, number)
+    means, exchanged = exchange.update(part, state.exchange[number], shared, **extra_args)
+    updates, outer_state = outer.update(means, state.outer[number], shared, **extra_args)
+    finite = _on_further_axes(all_finite(jax.tree.leaves(updates)), state.layout)
+    outer_state = jax.tree.map(
+        lambda a, b: jnp.where(finite, a, b), outer_state, state.outer[number]
+    )
+    updates = fragments.whole(updates, number, _zeros(params))
+    updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
+    new = jax.tree.leaves(optax.apply_updates(params, updates))
+    own = []
+    for k, i in enumerate(filled_leaves(state.layout)):
+        p = state.params.values[k]
+        since = p - state.taken.values[k] if state.taken.values else jnp.zeros_like(p)
+        is_due = fragments.of[i] == number
+        own.append(jnp.where(finite, new[i][None] + since, p) if is_due else p)
+    return (
+        _typed(updates, params),
+        _typed(own, state.params.values),
+        _typed(_with(state.exchange, number, exchanged), state.exchange),
+        _typed(_with(state.outer, number, outer_state), state.outer),
+    )
+
+
+def _zeros(params: Any) -> Any:
+    return jax.tree.map(jnp.zeros_like, params)
+
+
+def _with(states: tuple[Any, ...], number: int, new: Any) -> tuple[Any, ...]:
+    return (*states[:number], new, *states[number + 1 :])
+
+
+def _typed(new: Any, like: Any) -> Any:
+    """Arrays, typed as varying over the axes that those in their places vary over."""
+    return jax.tree.map(lambda x, o: _axes.as_varying(x, _axes.varying_axes(o)), new, like)
+
+
+def _on_further_axes(finite: jax.Array, layout: Layout) -> jax.Array:
+    """A device's flag, equal on all shards of its parameters, in the manual view."""
+    further = _axes.manual_axes().difference(_axes.names_of(layout.axis_name))
+    if not further or not _axes.is_manual(layout.axis_name):
+        return finite
+    checked = frozenset(axis for axis in further if _axes.checks_on(axis))
+    flag = _axes.as_varying(finite.astype(jnp.int32), checked)
+    return jax.lax.pmin(flag, tuple(sorted(further))) == 1
+
+
+def _checked(state: Any, role: str) -> Any:
+    """The state of `inner` or `exchange`, if it does what it is for.
+
+    Raises:
+      ValueError: if it does not.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout | OneBitAdamState))
+    if role == "inner" and any(isinstance(node, Layout | OneBitAdamState) for node in nodes):
+        raise ValueError(
+            "inner exchanges; give local_steps each device's optimizer alone, such as "
+            "optax.adamw(1e-3), and the exchange as exchange=."
+        )
+    if any(isinstance(node, OneBitAdamState) for node in nodes):
+        raise ValueError(
+            "one_bit_adam is an optimizer, and local_steps has two of its own; exchange with "
+            'jaxcomm.mean("data", "int4", error_feedback=True) or another mean.'
+        )
+    return state
+
+
+def _check_counts(every: Any, fragments: Any, delay: Any) -> None:
+    for name, x, least in (("every", every, 1), ("fragments", fragments, 1), ("delay", delay, 0)):
+        if not isinstance(x, int) or isinstance(x, bool) or x < least:
+            raise ValueError(f"local_steps needs {name} to be an integer >= {least}, got {x!r}.")
+    if every % fragments:
+        raise ValueError(
+            f"fragments={fragments} do not divide every={every}: one of them is exchanged every "
+            "so many steps. Choose fragments that do."
+        )
+    if delay >= every:
+        raise ValueError(f"delay must be less than every={every}, got {delay}.")

@@ -1,0 +1,81 @@
+"""A state that was saved with another number of devices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from jaxcomm.transforms.per_device import PerDevice
+
+
+def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> Any:
+    """The state of a run that goes on with another number of devices.
+
+    What differs from device to device becomes its mean over the old devices, on every new one. So
+    the mean of the residuals over devices, which the updates still lack, stays as it was, and each
+    device's own parameters under `jaxcomm.local_steps` start where the old ones were on average.
+    Counters stay. What belongs to one device's share of a bucket, such as the second error of
+    `jaxcomm.one_bit_adam`, starts anew.
+
+    Args:
+      tx: the transformation of the new run, made as that of the old one.
+      state: the state of the old run, as numpy arrays, or as arrays that this process holds all of.
+      params: the parameters, placed on the mesh that is set.
+
+    Returns:
+      A state as `tx.init(params)` returns, with the numbers of the old one.
+
+    Raises:
+      ValueError: if the state is that of another transformation.
+
+    Wire: nothing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> tx = jaxcomm.mean("data", "int8", error_feedback=True)
+      >>> w = jnp.zeros((2, 2))
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+      ...     saved = jax.tree.map(jax.device_get, tx.init(w))
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     jaxcomm.resize_state(tx, saved, w).residual.values[0].shape
+      (2, 2, 2)
+    """
+    new, treedef = jax.tree_util.tree_flatten_with_path(tx.init(params), is_leaf=_is_own)
+    old = dict(jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_own))
+    if [path for path, _ in new] != list(old):
+        raise ValueError(
+            "the state is not one of this transformation: they hold different arrays. Make tx as "
+            "that of the run that saved the state."
+        )
+    return treedef.unflatten([_resized(x, old[path]) for path, x in new])
+
+
+def _is_own(x: Any) -> bool:
+    return isinstance(x, PerDevice)
+
+
+def _resized(new: Any, old: Any) -> Any:
+    """The numbers of `old` in the shapes and places of `new`."""
+    if not _is_own(new):
+        return _placed(np.asarray(old), new)
+    values = [_spread(x, o) for x, o in zip(new.values, old.values, strict=True)]
+    return PerDevice(values, new.specs)
+
+
+def _spread(new: jax.Array, old: Any) -> jax.Array:
+    """The mean over the old devices, on every new one; as it was made if shapes differ."""
+    if np.shape(old)[1:] != new.shape[1:]:
+        return new
+    old = np.asarray(old)
+    is_float = jnp.issubdtype(old.dtype, jnp.floating)
+    mean = old.astype(np.float64).mean(0).astype(old.dtype) if is_float else old[0]
+    return _placed(np.broadcast_to(mean, new.shape), new)
+
+
+def _placed(values: np.ndarray, like: jax.Array) -> jax.Array:
+    values = values.astype(like.dtype)
+    on_mesh = isinstance(like.sharding, NamedSharding)
+    return jax.device_put(values, like.sharding) if on_mesh else jnp.asarray(values)
