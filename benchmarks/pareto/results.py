@@ -105,26 +105,22 @@ def plot(rows: Rows, file: Path) -> None:
     lines = summaries(rows)
     tasks = list(dict.fromkeys(line["task"] for line in lines))
     figure, panels = plt.subplots(
-        len(tasks), 1, figsize=(8, 4.5 * len(tasks)), layout="constrained", squeeze=False
+        len(tasks), 1, figsize=(9, 4 * len(tasks)), layout="constrained", squeeze=False
     )
     for task, panel in zip(tasks, panels[:, 0], strict=True):
         own = [line for line in lines if line["task"] == task and line["loss"] is not None]
         base = [line["loss"] for line in own if line["method"] == BASELINE]
         for height in base:
             panel.axhline(height, color="0.7", linewidth=1, zorder=0)
-        for line in own:
-            panel.plot(line["bytes_per_step"], line["loss"], "o", color="C0", markersize=4)
-            panel.annotate(
-                line["method"],
-                (line["bytes_per_step"], line["loss"]),
-                xytext=(5, 3),
-                textcoords="offset points",
-                fontsize=7,
-            )
+        for i, line in enumerate(own):
+            marker, color = "osD^v"[i // 10 % 5], f"C{i % 10}"
+            place = line["bytes_per_step"], line["loss"]
+            panel.plot(*place, marker, color=color, markersize=5, label=line["method"])
         ticks = [2.0**i for i in range(-5, 4)]
         panel.set_xscale("log")
         panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         panel.set_xticks([], minor=True)
         panel.set(xlabel="bytes sent for each parameter, device and step", title=task)
         panel.set(ylabel="test loss, nats")
+        panel.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
     figure.savefig(file, dpi=110)
