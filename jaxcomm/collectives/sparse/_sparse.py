@@ -125,11 +125,13 @@ class SparseAllReduce:
 
         # A second round is rare. As a loop, both rounds are compiled once.
         def attempt(before: Try) -> Try:
+            # XLA would compute the magnitudes ahead of the loop, and store all of them.
+            mine, last = jax.lax.optimization_barrier((x, before.threshold))
             threshold = jax.lax.cond(
-                before.is_exact, lambda: self.threshold_for(x, k), lambda: before.threshold
+                before.is_exact, lambda: self.threshold_for(mine, k), lambda: last
             )
             most = jnp.where(before.is_exact, k, x.size)
-            found = self.compact(x, threshold, capacity, most)
+            found = self.compact(mine, threshold, capacity, most)
             is_off = self.is_off(found.count, k) | (found.count > capacity)
             return Try(jnp.bool_(True), threshold, found, before.is_exact | ~is_off)
 
