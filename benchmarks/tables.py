@@ -245,7 +245,20 @@ def plot_cnat(path: Path) -> None:
     plt.close(figure)
 
 
+def compile_time() -> Lines:
+    """Seconds, and times the float32 mean's."""
+    rows = parts("compile_time")["compile time"]["rows"]
+    sizes = list(rows[0]["seconds"])
+    first, body = rows[0]["seconds"], []
+    for row in rows:
+        at = row["seconds"]
+        cells = [f"{at[size]:.1f} ({at[size] / first[size]:.0f})" for size in sizes]
+        body.append([NAMES.get(row["method"], row["method"]), *cells])
+    return table(["", *(f"{float(size) / 1e6:g} million values" for size in sizes)], body)
+
+
 TABLES: dict[str, Callable[[], Lines]] = {
+    "compile_time": compile_time,
     "exchanges": exchanges,
     "steps": steps,
     "majority": majority,

@@ -1,5 +1,6 @@
 """The papers' experiments at a tiny size, and the tables that are made from their results."""
 
+import importlib
 import json
 import os
 import shutil
@@ -106,13 +107,31 @@ def test_oktopk(tmp_path: Path) -> None:
         ("seed_majority", "--topologies=stars", "there is no topology 'stars'"),
         ("seed_ethernet", "--parts=three", "unknown part 'three'; there are one, two"),
         ("seed_cnat", "--parts=some", "a part is a number of workers or train, got 'some'"),
+        ("compile_time", "--methods=votes", "unknown method 'votes'; there are psum, float32"),
         ("seed_oktopk", "--methods=top", "unknown method 'top'; there are float32,oktopk,"),
     ],
 )
-def test_what_cannot_be_is_one_line(name: str, flag: str, message: str) -> None:
-    done = run(name, flag)
-    assert done.returncode == 2 and message in done.stderr
-    assert done.stderr.startswith(f"{name}: ") and done.stderr.count("\n") == 1
+def test_what_cannot_be_is_one_line(
+    name: str,
+    flag: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, flag])
+    assert importlib.import_module(f"benchmarks.{name}").main() == 2
+    said = capsys.readouterr().err
+    assert message in said and said.startswith(f"{name}: ") and said.count("\n") == 1
+
+
+def test_compile_time(tmp_path: Path) -> None:
+    """Every method and size has its seconds."""
+    out = tmp_path / "rows.json"
+    rows_of("compile_time", out, "--params=3e4,6e4", "--methods=float32,bfloat16")
+    rows = json.loads(out.read_text())["parts"]["compile time"]["rows"]
+    assert [row["method"] for row in rows] == ["float32", "bfloat16"]
+    assert all(s > 0 for row in rows for s in row["seconds"].values())
+    assert all(list(row["seconds"]) == ["30000", "60000"] for row in rows)
 
 
 def test_the_tables_are_what_the_results_say(tmp_path: Path) -> None:

@@ -127,6 +127,6 @@ def require(world: int, sizes: tuple[int, ...]) -> None:
     """The devices of the axis are those of the switches, all powers of two; else ValueError."""
     if math.prod(sizes) != world or any(s < 1 or s & (s - 1) for s in sizes):
         raise ValueError(
-            f"this order needs devices_per_switch x switches to be the {world} devices "
-            f"of the axis, all powers of two; got {' x '.join(map(str, sizes))}."
+            "shifted and spread orders need devices_per_switch x switches to be the "
+            f"{world} devices of the axis, all powers of two; got {' x '.join(map(str, sizes))}."
         )
