@@ -110,16 +110,17 @@ def test_simulated_devices_evaluate_all_images(program: Program, tmp_path: Path)
 def wire_bytes(name: str, world: int) -> float:
     """Bytes a device sends in a step: the formulas of direct bf16 and of f32 all-reduces.
 
-    Weights travel as bf16, padded to equal blocks; biases, scales and a flag as float32, and so
-    do the loss and the accuracy.
+    Weights travel as bf16, padded to equal blocks; biases (also those of heads, which are matrices)
+    and scales as float32, and so do the loss and the accuracy.
     """
     config = read_config(name)
     _, params = models.build(config.model, (8, 8, 1), 10, 0)
-    leaves = jax.tree.leaves(params)
-    weights = sum(leaf.size for leaf in leaves if leaf.ndim > 1)
-    small = sum(leaf.size for leaf in leaves if leaf.ndim <= 1)
+    sizes = {False: 0, True: 0}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        is_small = leaf.ndim <= 1 or "bias" in jax.tree_util.keystr(path)
+        sizes[is_small] += leaf.size
     hops = 2 * (world - 1) / world
-    return hops * (2 * weights + 4 * (small + 1) + 4 * 2)
+    return hops * (2 * sizes[False] + 4 * sizes[True] + 4 * 2)
 
 
 def process_id(pid: int) -> str:
