@@ -8,7 +8,12 @@ import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives._all_to_all import all_to_all
-from jaxcomm.collectives.algorithms._algorithm import Algorithm, message_id
+from jaxcomm.collectives.algorithms._algorithm import (
+    Algorithm,
+    message_id,
+    put_block,
+    take_block,
+)
 from jaxcomm.collectives.algorithms._scheduled import Order, Scheduled
 from jaxcomm.collectives.algorithms.schedule import Round, Schedule, rotations, shift
 from jaxcomm.collectives.reductions import Reduction
@@ -57,9 +62,10 @@ class Direct(Algorithm):
         if not reduction.keeps_errors:
             return reduction.decode_and_merge(arrived, counts, partial), None
         # The device's own block needs no message, so it is merged whole and leaves no error.
-        is_mine = jnp.arange(world)[:, None] == me
-        partials = jnp.where(is_mine, partial, reduction.decode(arrived, counts, partial))
-        errors = jnp.where(is_mine, 0, reduction.first_hop_error(partial, message))
+        partials = reduction.decode(arrived, counts, partial)
+        partials = put_block(partials, take_block(partial, me), me)
+        errors = reduction.first_hop_error(partial, message)
+        errors = put_block(errors, jnp.zeros_like(errors[:1]), me)
         return reduction.merge_all(partials), errors
 
     def all_gather(self, result: Any, axis_name: AxisName) -> Any:
