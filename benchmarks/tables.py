@@ -52,17 +52,11 @@ def table(head: list[str], rows: list[list[str]]) -> Lines:
 
 
 def star4() -> dict[str, dict[str, Any]]:
-    """Method -> rate -> row, on four hosts. What two runs have timed is of the first.
-
-    Ours and PyTorch's PowerSGD are of the second, which has both.
-    """
+    """Method -> rate -> row, on four hosts."""
     found: dict[str, dict[str, Any]] = {}
     for rate in RATES:
-        for path in sorted(RESULTS.glob(f"allreduce_star4_{rate}*.json")):
-            for row in json.loads(path.read_text())["rows"]:
-                at = found.setdefault(row["method"], {})
-                if rate not in at or "powersgd" in row["method"]:
-                    at[rate] = row
+        for row in json.loads((RESULTS / f"allreduce_star4_{rate}.json").read_text())["rows"]:
+            found.setdefault(row["method"], {})[rate] = row
     return found
 
 
