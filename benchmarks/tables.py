@@ -239,6 +239,18 @@ def plot_cnat(path: Path) -> None:
     plt.close(figure)
 
 
+def dln() -> Lines:
+    """ms of each order, and what the simulation says."""
+    (found,) = parts("seed_dln").values()
+    plain = next(row["ms"] for row in found["rows"] if row["name"] == "near_first")
+    rows = []
+    for row in found["rows"]:
+        times = [row[name] for name in ("ms", "predicted_ms", "predicted_half_duplex_ms")]
+        cells = [f"{ms:.0f}" for ms in times]
+        rows.append([row["name"], *cells, f"{row['ms'] / plain:.3f}"])
+    return table(["", "ms", "predicted", "predicted, pairs take turns", "of near first"], rows)
+
+
 def compile_time() -> Lines:
     """Seconds, and times the float32 mean's."""
     rows = parts("compile_time")["compile time"]["rows"]
@@ -253,6 +265,7 @@ def compile_time() -> Lines:
 
 TABLES: dict[str, Callable[[], Lines]] = {
     "compile_time": compile_time,
+    "dln": dln,
     "exchanges": exchanges,
     "steps": steps,
     "majority": majority,
