@@ -98,6 +98,11 @@ Case = tuple[Topology, dict[str, Algorithm], tuple[int, ...]]
 def cases(args: argparse.Namespace) -> list[Case]:
     """The networks, what runs on them, and how switches are joined; the reference comes first."""
     n, z, rate = args.devices, args.per_switch, rate_of(args.rate)
+    if n < 2 * z or n & (n - 1) or z & (z - 1):
+        raise ValueError(
+            "--devices and --per_switch are powers of two, with at least two switches, "
+            f"got {n} and {z}."
+        )
     if rate is None:
         raise ValueError("--rate has to be limited: without a limit nothing takes time.")
     switches, shortcut = n // max(z, 1), args.cables * rate

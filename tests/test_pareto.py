@@ -65,3 +65,12 @@ def test_the_report_ends_with_the_committed_rows_and_runs_nothing() -> None:
     assert len(rows) == len(files) > 0
     wanted = {"task", "method", "optimizer", "rate", "seed", "loss", "bytes_per_step"}
     assert all(wanted | {"minus_float32", "chosen"} <= r.keys() for r in rows)
+
+
+@pytest.mark.parametrize("flag", ["--tasks=gtp", "--methods=no such row"])
+def test_an_unknown_name_is_one_line(flag: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.pareto", flag]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    name = flag.split("=")[1]
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert f"'{name}'; there are" in done.stderr

@@ -27,9 +27,11 @@ from benchmarks.pareto import results
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", default="gpt_small", help="of gpt, gpt_small, lstm, resnet20")
-    parser.add_argument("--methods", default="", help="names of rows; all by default")
+    parser.add_argument("--methods", default="", help="names of rows, separate by ;")
     parser.add_argument("--seeds", default="0,1")
-    parser.add_argument("--rates", type=int, default=3, help="how many rates: 1 is the middle one")
+    parser.add_argument(
+        "--rates", type=int, choices=(1, 2, 3), default=3, help="how many: 1 is the middle one"
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no run starts later")
     parser.add_argument("--data_dir", default=None, help="of TensorFlow Datasets; TFDS_DATA_DIR")
     parser.add_argument("--results", type=Path, default=results.FOLDER)
@@ -48,11 +50,14 @@ def run(args: argparse.Namespace) -> None:
     from benchmarks.pareto.tasks import TASKS
     from benchmarks.pareto.training import train
 
-    began, seeds = time.monotonic(), [int(seed) for seed in args.seeds.split(",")]
+    began, tasks = time.monotonic(), args.tasks.split(",")
     chosen = [name for name in args.methods.split(";") if name]
+    check("task", tasks, list(TABLES))
+    check("method", chosen, [name for task in tasks for name in TABLES[task]])
+    seeds = [int(seed) for seed in args.seeds.split(",")]
     order = [(seed, i) for seed in seeds for i in (1, 0, 2)[: args.rates]]
     for seed, i in order:
-        for task in args.tasks.split(","):
+        for task in tasks:
             for name, method in TABLES[task].items():
                 path = results.path(args.results, task, name, method.rates[i], seed)
                 if path.exists() or (chosen and name not in chosen):
@@ -64,6 +69,14 @@ def run(args: argparse.Namespace) -> None:
                 row |= train(TASKS[task], method, method.rates[i], seed, args.data_dir)
                 results.write(path, row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
+
+
+def check(what: str, names: list[str], known: list[str]) -> None:
+    """Ends the program with a line, and status 2, at a name that there is not."""
+    for name in names:
+        if name not in known:
+            print(f"pareto: unknown {what} {name!r}; there are {'; '.join(known)}", file=sys.stderr)
+            raise SystemExit(2)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("flag", "error"),
-    [("--cables=2", None), ("--per_switch=12", "switches in a ring, got 6")],
+    [("--cables=2", None), ("--per_switch=12", "powers of two, with at least two switches")],
 )
 def test_rows_or_one_line(flag: str, error: str | None) -> None:
     command = [sys.executable, "-m", "benchmarks.simulate", "--devices=64", "--per_switch=16", flag]
