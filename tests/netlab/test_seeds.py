@@ -37,14 +37,15 @@ def rows_of(name: str, out: Path, *flags: str) -> dict[str, dict[str, Any]]:
 @on_networks
 def test_majority(tmp_path: Path) -> None:
     """A byte a bit takes 8 times the bytes, and both kinds of votes count the same."""
-    n, out = 80_000, tmp_path / "rows.json"
+    n, out = 400_000, tmp_path / "rows.json"
     flags = ["--hosts=4", "--topologies=clusters", "--rate=100", f"--params={n}", "--repeats=1"]
     rows = rows_of("seed_majority", out, *flags, "--methods=byte/1-bit,byte/ring,vote/ring")
     sent = {name: row["bytes_busiest_link"] for name, row in rows["clusters of 4 hosts"].items()}
     # Over the middle: every link of a ring carries log2(4) bits a value; two hosts send a quarter
     # to two others in both hops of the 1-bit exchange.
     for name, bits in {"byte/1-bit": 16, "byte/ring": 16, "vote/ring": 2}.items():
-        assert n * bits / 8 < sent[name] < 1.1 * n * bits / 8 + 4000, name
+        # The coordinator's traffic grows with the time that the processes need, not with n.
+        assert n * bits / 8 < sent[name] < 1.1 * n * bits / 8 + 16_000, name
 
 
 @pytest.mark.slow
