@@ -13,6 +13,7 @@ WITH_EXAMPLES = [
     "jaxcomm.collectives.all_reduce",
     "jaxcomm.gradients",
     "jaxcomm._marks",
+    "jaxcomm.plan.choosing",
     "jaxcomm.plan.simulate",
     "jaxcomm.simulation",
     "jaxcomm.transforms.local",

@@ -52,12 +52,17 @@ class Lab:
         self.share = None if slowest == math.inf else stream / slowest
 
     def rows(
-        self, command: list[str], seconds: float, show_lines: bool = False
+        self,
+        command: list[str],
+        seconds: float,
+        show_lines: bool = False,
+        programs: str | None = None,
     ) -> list[dict[str, Any]]:
         """Runs a worker that ends in `worker.measure` on every host; returns its rows.
 
         Each gets bytes_busiest_link, floor_ms and over_floor, of the direction of a link that was
-        busiest in a step, without the barriers around it.
+        busiest in a step, without the barriers around it. `programs` is a folder of compiled
+        programs, from a run of the same cases before; None is a new one.
 
         Raises:
           HostError: if a process fails, or does not end in time.
@@ -77,7 +82,7 @@ class Lab:
 
         with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
             # A program that jax has from its own cache cannot be passed on.
-            own = {COMPILED: folder, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+            own = {COMPILED: programs or folder, "JAX_ENABLE_COMPILATION_CACHE": "false"}
             variables = {**WORKER_VARIABLES, **own}
             run_everywhere(self.network, command, seconds, variables, on_line)
         barriers, *sent_by = [

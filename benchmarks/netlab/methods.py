@@ -18,7 +18,7 @@ ROWS = 32  # of a host's batch in a step
 # The codec (or kind) and the algorithms of each family; the first is the default.
 FAMILIES: dict[str, tuple[str, ...]] = {
     BARE: ("native",),
-    "float32": ("native", "ring", "direct", "circulant"),
+    "float32": ("native", "ring", "direct", "halving_doubling", "circulant"),
     "bfloat16": ("default", "direct", "ring", "circulant"),
     "int8": ("default", "direct", "ring", "circulant"),
     "cnat": ("default", "direct", "ring"),
@@ -75,7 +75,8 @@ def shapes_of(params: int) -> dict[str, tuple[int, int]]:
 def compiled(lowered: Any) -> Any:
     """Compiles a program once on this machine, where the processes share a folder.
 
-    The first process compiles; the others load what it has made, as all run the same program.
+    The first process compiles; the others load what it has made, as all run the same program, and
+    so do later runs of the same cases in the same order.
     """
     import jax
     from jax.experimental import serialize_executable
@@ -84,7 +85,7 @@ def compiled(lowered: Any) -> Any:
     if folder is None:
         return lowered.compile()
     file = Path(folder, f"{_count(folder)}")
-    if jax.process_index() == 0:
+    if jax.process_index() == 0 and not file.exists():
         program = lowered.compile()
         scratch = file.with_suffix(".part")
         scratch.write_bytes(pickle.dumps(serialize_executable.serialize(program)))

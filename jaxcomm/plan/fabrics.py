@@ -8,10 +8,10 @@ from jaxcomm.plan.topology import Link, Topology
 
 
 def rate_of(text: Any) -> float | None:
-    """Mbit/s of a number, or of a text such as 50Mbit, 1Gbit or unlimited."""
+    """Mbit/s of a number, or of a text such as 50Mbit, 1Gbit, 1Gbps or unlimited."""
     if text is None or text == "unlimited":
         return None
-    for unit, factor in (("Gbit", 1000), ("Mbit", 1), ("", 1)):
+    for unit, factor in (("Gbit", 1000), ("Gbps", 1000), ("Mbit", 1), ("Mbps", 1), ("", 1)):
         if isinstance(text, bool) or not str(text).endswith(unit):
             continue
         try:

@@ -35,13 +35,33 @@ def load(name: str, **overrides: Any) -> Topology:
       ValueError: for what cannot be, in one line with the file and the number of its line.
       ImportError: without PyYAML.
     """
+    file = File(find(name))
+    return topology_of(file, file.settings, {k: v for k, v in overrides.items() if v is not None})
+
+
+def find(name: str) -> Path:
+    """The path of a topology, of which `name` is the name or the path.
+
+    Raises:
+      ValueError: if there is none.
+    """
     path = TOPOLOGIES / f"{name}.yaml"
     path = path if path.exists() else Path(name)
     if not path.is_file():
         known = sorted(p.stem for p in TOPOLOGIES.glob("*.yaml"))
         raise ValueError(f"there is no topology {name!r}; name a file, or one of {known}.")
-    file = _File(path)
-    settings = file.settings | {k: v for k, v in overrides.items() if v is not None}
+    return path
+
+
+def topology_of(
+    file: "File", settings: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> Topology:
+    """The topology of a file's settings, some of which may be overridden.
+
+    Raises:
+      ValueError: for what cannot be, in one line with the file and the number of its line.
+    """
+    settings = {**settings, **overrides}
     if settings.pop("version", VERSION) != VERSION:
         raise file.error("version", f"this is version {VERSION} of topologies; convert the file.")
     fabric = settings.pop("fabric", None)
@@ -63,15 +83,15 @@ def load(name: str, **overrides: Any) -> Topology:
     for i, rate in enumerate(settings.get("rates") or ()):
         _check_rate(file, "rates", rate, overrides, i)
     try:
-        return FABRICS[fabric](path.stem, **settings)
+        return FABRICS[fabric](file.path.stem, **settings)
     except LinkError as error:
         raise file.error("links", str(error), item=error.link) from None
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{file.path}: {error}") from None
 
 
 def _check_rate(
-    file: "_File", key: str, value: Any, overrides: Mapping[str, Any], item: int | None = None
+    file: "File", key: str, value: Any, overrides: Mapping[str, Any], item: int | None = None
 ) -> None:
     try:
         rate = rate_of(value)
@@ -82,7 +102,7 @@ def _check_rate(
         raise file.error(key, wrong, overrides, item)
 
 
-class _File:
+class File:
     """A YAML mapping, and in which line each of its keys and items stands."""
 
     def __init__(self, path: Path):

@@ -84,3 +84,26 @@ class Votes:
             assert step.counts is not None, "steps(..., with_counts=True)"
             planes = self.partials * sum(count.bit_length() for count in step.counts)
         return planes * math.ceil(_length(step, n) / _WORD) * 4
+
+
+@dataclasses.dataclass(frozen=True)
+class PerBlock:
+    """Messages of a fixed size for each N-th of the vector, or for each message.
+
+    Attributes:
+      world: N.
+      there: bytes for each N-th of a vector on its way to its owner.
+      back: on its way to everyone.
+      whole: bytes of every message of the reduce-scatter, whatever part of the vector it is for.
+    """
+
+    world: int
+    there: float
+    back: float
+    whole: float = 0.0
+
+    def bytes_of(self, step: Step, n: int) -> float:
+        """See `Reduction`."""
+        del n
+        parts = step.share * self.world
+        return parts * self.back if step.is_result else parts * self.there + self.whole

@@ -50,11 +50,16 @@ class Model:
       hop: seconds for each link on its way.
       half_duplex: whether both directions between the same two devices share the rate of one, as
         between processes joined by gloo.
+      per_byte: seconds that a device needs at least for a byte that it sends, however fast its
+        links are.
+      efficiency: the share of a link's rate that messages reach; headers take the rest.
     """
 
     latency: float = 0.0
     hop: float = 0.0
     half_duplex: bool = False
+    per_byte: float = 0.0
+    efficiency: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +73,7 @@ class Exchange:
         where no link is limited.
       bytes_busiest_link: what it carries.
       busiest_link_seconds: how long that takes: no order of these messages is faster.
+      steps: how many follow each other.
     """
 
     seconds: float
@@ -75,6 +81,7 @@ class Exchange:
     busiest_link: tuple[str, str] | None
     bytes_busiest_link: float
     busiest_link_seconds: float
+    steps: int
 
 
 class Simulation:
@@ -109,7 +116,7 @@ class Simulation:
         if not inside.all() or len(set(self.hosts.tolist())) < len(self.hosts):
             raise ValueError(f"hosts are numbers from 0 to {number - 1}, each once, got {hosts!r}.")
         with np.errstate(divide="ignore"):
-            self._per_byte = 8e-6 / topology.rates
+            self._per_byte = 8e-6 / (topology.rates * self.model.efficiency)
 
     def exchange(
         self,
@@ -138,7 +145,7 @@ class Simulation:
         """See `exchange`: several reductions by one algorithm, whose routes are found once."""
         with_counts = any(isinstance(reduction, Votes) for reduction in reductions)
         known: dict[int, tuple[Cost, np.ndarray, Pairs]] = {}
-        seconds = np.zeros(len(reductions))
+        seconds, number = np.zeros(len(reductions)), np.zeros(len(reductions), int)
         carried = np.zeros((len(reductions), len(self._per_byte)))
         sent = np.zeros((len(reductions), len(self.hosts)))
         for step in steps(algorithm, self._world(world), with_counts):
@@ -150,19 +157,26 @@ class Simulation:
             cost, loads, _ = found
             for i, reduction in enumerate(reductions):
                 size = reduction.bytes_of(step, n)
+                if size == 0:  # nothing is sent
+                    continue
                 seconds[i] += step.times * cost.seconds(size)
+                number[i] += step.times
                 carried[i] += step.times * size * loads
                 sent[i, step.pairs.sources] += step.times * size
-        return [self._summed(*found) for found in zip(seconds, sent, carried, strict=True)]
+        found = zip(seconds, sent, carried, number, strict=True)
+        return [self._summed(*parts) for parts in found]
 
-    def _summed(self, seconds: float, sent: np.ndarray, carried: np.ndarray) -> Exchange:
+    def _summed(
+        self, seconds: float, sent: np.ndarray, carried: np.ndarray, number: int
+    ) -> Exchange:
         times = carried * self._per_byte
         busiest, carries, needs = None, 0.0, 0.0
         if times.max(initial=0.0) > 0:
-            most = int(times.argmax())
-            busiest = self.topology.ends_of(most)
-            carries, needs = float(carried[most]), float(times[most])
-        return Exchange(float(seconds), float(sent.max(initial=0.0)), busiest, carries, needs)
+            link = int(times.argmax())
+            busiest = self.topology.ends_of(link)
+            carries, needs = float(carried[link]), float(times[link])
+        most = float(sent.max(initial=0.0))
+        return Exchange(float(seconds), most, busiest, carries, needs, int(number))
 
     def costs(
         self, algorithm: Algorithm, world: int | tuple[int, int] | None = None
@@ -206,6 +220,7 @@ class Simulation:
         if self.model.half_duplex:
             alone = np.maximum.reduceat(self._per_byte[links], first)
             slowest = np.maximum(slowest, alone + _of_the_way_back(pairs, alone))
+        slowest = np.maximum(slowest, self.model.per_byte)
         hops = np.diff(first, append=len(messages))
         # Of messages with as many hops, only the slowest counts.
         most = np.zeros(hops.max() + 1)

@@ -77,7 +77,7 @@ class Topology:
             self._check(i, link)
         if not self.hosts:
             raise ValueError("a network needs at least one host.")
-        apart = np.flatnonzero(csgraph.connected_components(self._joined)[1] != 0)
+        apart = np.flatnonzero(csgraph.connected_components(self.joined)[1] != 0)
         if apart.size:
             names = ", ".join(self.nodes[i] for i in apart[:5]) + (" ..." if apart.size > 5 else "")
             raise ValueError(f"no path leads from {self.hosts[0]} to {names}.")
@@ -120,7 +120,7 @@ class Topology:
         return np.stack([both, both[:, ::-1]], axis=1).reshape(-1, 2)
 
     @functools.cached_property
-    def _joined(self) -> Any:
+    def joined(self) -> Any:
         n, ends = len(self.nodes), self._ends
         return sparse.csr_matrix((np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=(n, n))
 

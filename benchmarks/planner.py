@@ -1,0 +1,284 @@
+"""The planner's predictions beside what real processes need on real networks.
+
+    python -m benchmarks.planner [--networks=star,clusters,...] [--hosts=4,8] [--rates=100,300,1000]
+        [--sizes=2.5e5,2e6] [--methods=...] [--repeats=3] [--out=JSON]
+    python -m benchmarks.planner --report [--out=JSON] [--png=PNG] [--json]
+
+On each network (`benchmarks.netlab`; needs root) the processes probe messages and then exchange
+gradients by every method, in turn; codes are probed once for each number of hosts. What is in the
+file already is not measured again. The report compares predictions, which know the topology, the
+probe and nothing else, with the medians.
+
+A choice is the method that is predicted to be fastest, among those of a quality. It is good if it
+took at most 1.05 of the fastest measured one. Networks in TUNED were looked at while the model was
+made; the others are reported on alone.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.netlab.measuring import RESULTS, Lab, circumstances, guarded
+from benchmarks.netlab.methods import Exchange, shapes_of
+from benchmarks.netlab.network import Network
+from benchmarks.netlab.worker import Jax, measure
+from jaxcomm import plan
+from jaxcomm.plan.costs import Costs
+from jaxcomm.plan.methods import QUALITIES, Method
+from jaxcomm.plan.predict import ERRORS, predictions
+
+NAME = "benchmarks.planner"
+METHODS = (
+    "float32/native",
+    "float32/ring",
+    "bfloat16/direct",
+    "bfloat16/ring",
+    "int8/direct",
+    "int8/ring",
+    "cnat/direct",
+    "cnat/ring",
+    "int4/direct",
+    "scaled_sign/direct",
+    "vote/direct",
+    "vote/ring",
+    "vote/halving_doubling",
+    "vote/circulant",
+    "oktopk",
+    "topk_allgather",
+    "powersgd1",
+    "powersgd4",
+)
+TUNED = ("star", "clusters")
+
+
+def main() -> int:
+    args = parse()
+    if args.worker:
+        work(args)
+        return 0
+    return guarded("planner", lambda: report(args) if args.report else run(args))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {NAME}", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--networks", default="star,clusters,chain,chain_heterogeneous")
+    parser.add_argument("--hosts", default="4,8")
+    parser.add_argument("--rates", default="100,300,1000", help="Mbit/s of the links")
+    parser.add_argument("--sizes", default="2.5e5,2e6", help="values of the gradients")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=900, help="after which a run is ended")
+    parser.add_argument("--out", default=str(RESULTS / "planner.json"))
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--png", help="a plot of the report")
+    parser.add_argument("--json", action="store_true", help="the summary as the last line")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--costs", help=argparse.SUPPRESS)
+    parser.add_argument("--codes", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measures what is missing; a case is a network and a size."""
+    unknown = set(args.methods.split(",")) - set(METHODS)
+    if unknown:
+        raise ValueError(f"unknown method {min(unknown)!r}; there are {', '.join(METHODS)}.")
+    names, rates = args.networks.split(","), args.rates.split(",")
+    hosts, sizes = ([float(x) for x in text.split(",")] for text in (args.hosts, args.sizes))
+    with tempfile.TemporaryDirectory(prefix="planner-") as folder:
+        for n, size, name, rate in itertools.product(hosts, sizes, names, rates):
+            case = {"network": name, "hosts": int(n), "rate": rate, "size": size}
+            kept = read(args.out)
+            if not any(is_same(old, case) for old in kept["cases"]):
+                # Programs know the number of hosts and the size, and no network.
+                programs = Path(folder, f"{n:g}-{size:g}")
+                programs.mkdir(exist_ok=True)
+                measured = measured_on(case, args, programs, needs_codes(kept, case))
+                kept = {**kept, **circumstances(NAME), "cases": [*kept["cases"], measured]}
+                Path(args.out).write_text(json.dumps(kept, indent=1) + "\n")
+                print(summary_of(measured, kept), flush=True)
+
+
+def read(path: str) -> dict[str, Any]:
+    """What the file has."""
+    return json.loads(Path(path).read_text()) if Path(path).exists() else {"cases": []}
+
+
+def is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return all(str(a[key]) == str(b[key]) for key in ("network", "hosts", "rate", "size"))
+
+
+def needs_codes(kept: dict[str, Any], case: dict[str, Any]) -> bool:
+    return not any(old["hosts"] == case["hosts"] and old["local"] for old in kept["cases"])
+
+
+def measured_on(
+    case: dict[str, Any], args: argparse.Namespace, programs: Path, codes: bool
+) -> dict[str, Any]:
+    """The case with its costs and rows."""
+    made = plan.load(case["network"], hosts=case["hosts"], rate=case["rate"])
+    command = [sys.executable, "-m", NAME, "--worker", f"--methods={args.methods}"]
+    command += [f"--networks={case['network']}", f"--hosts={case['hosts']}"]
+    command += [f"--rates={case['rate']}", f"--sizes={case['size']}", f"--repeats={args.repeats}"]
+    with tempfile.TemporaryDirectory() as folder, Network(made) as network:
+        path = Path(folder, "costs.yaml")
+        command += [f"--costs={path}", *(["--codes"] if codes else [])]
+        rows = Lab(network).rows(command, args.seconds, programs=str(programs))
+        costs = dataclasses.asdict(plan.read_costs(path))
+    local = costs.pop("local")
+    kept = ("method", "ms", "all_ms", "cpu_ms", "floor_ms", "bytes_busiest_link")
+    found = [{name: row[name] for name in kept} for row in rows]
+    return {**case, "costs": costs, "local": local if codes else None, "rows": found}
+
+
+def work(args: argparse.Namespace) -> None:
+    """What one host does."""
+    together = Jax()
+    import jax
+
+    import jaxcomm
+
+    topology = plan.load(args.networks, hosts=int(args.hosts), rate=args.rates)
+    families = None if args.codes else ["float32"]
+    costs = plan.probe(cluster=plan.cluster(topology), families=families)
+    if together.rank == 0:
+        costs.save(args.costs)
+    jax.set_mesh(jaxcomm.data_mesh())
+    shapes = shapes_of(round(float(args.sizes)))
+    cases = [Exchange(method, shapes) for method in args.methods.split(",")]
+    measure(cases, together, args.repeats)
+
+
+def predicted(case: dict[str, Any], kept: dict[str, Any]) -> dict[str, float]:
+    """Milliseconds of each measured method."""
+    of_hosts = (old["local"] for old in kept["cases"] if old["hosts"] == case["hosts"])
+    local = next(found for found in of_hosts if found)
+    made = plan.load(case["network"], hosts=case["hosts"], rate=case["rate"])
+    room = plan.cluster(made, Costs(**case["costs"], local=local))
+    shapes = tuple(shapes_of(round(case["size"])).values())
+    chosen = [as_method(row["method"]) for row in case["rows"]]
+    found = predictions(room, plan.Workload(shapes, 1.0), chosen=chosen)
+    times = {row.method: 1e3 * row.exchange for row in found}
+    return {row["method"]: times[as_method(row["method"])] for row in case["rows"]}
+
+
+def as_method(name: str) -> Method:
+    """The planner's name for it."""
+    family, _, algorithm = name.partition("/")
+    return Method(family, algorithm or ("native" if family.startswith("powersgd") else "own"))
+
+
+def choices(case: dict[str, Any], times: dict[str, float]) -> Iterator[tuple[str, str, float]]:
+    """For each quality: the method with the least predicted time, and its time over the best."""
+    measured = {row["method"]: row["ms"] for row in case["rows"]}
+    for quality in QUALITIES:
+        allowed = QUALITIES[: QUALITIES.index(quality) + 1]
+        names = [n for n in measured if as_method(n).about.quality in allowed]
+        chosen = min(names, key=lambda n: times[n])
+        yield quality, chosen, measured[chosen] / min(measured[n] for n in names)
+
+
+def summary_of(case: dict[str, Any], kept: dict[str, Any]) -> str:
+    """A case as a table."""
+    times = predicted(case, kept)
+    lines = [
+        f"{case['network']} of {case['hosts']}, {case['rate']} Mbit/s, {case['size']:g} values"
+    ]
+    for row in case["rows"]:
+        ratio = times[row["method"]] / row["ms"]
+        lines.append(f"  {row['method']:24}{row['ms']:9.1f} ms, predicted {ratio:6.2f} of it")
+    for quality, chosen, over in choices(case, times):
+        lines.append(f"  {quality:10} choice {chosen:20} {over:.2f} of the best")
+    return "\n".join(lines)
+
+
+def report(args: argparse.Namespace) -> None:
+    """Errors by kind, and how often the choice was good; tuned networks and others."""
+    kept = read(args.out)
+    groups: dict[str, list[Any]] = {"tuned": [], "others": []}
+    for case in kept["cases"]:
+        groups["tuned" if case["network"] in TUNED else "others"].append(case)
+    summary: dict[str, Any] = {}
+    for group, cases in groups.items():
+        if cases:
+            summary[group] = of_group(cases, kept)
+            show(group, summary[group])
+    if args.png:
+        draw(kept, args.png)
+    if args.json:
+        print(json.dumps(summary))
+
+
+def of_group(cases: list[Any], kept: dict[str, Any]) -> dict[str, Any]:
+    """Of each algorithm, the share of predictions within its error; and of the choices."""
+    ratios: dict[str, list[float]] = {name: [] for name in ERRORS}
+    over: list[float] = []
+    for case in cases:
+        times = predicted(case, kept)
+        over += [found for _, _, found in choices(case, times)]
+        for row in case["rows"]:
+            algorithm = as_method(row["method"]).algorithm
+            ratios[algorithm].append(times[row["method"]] / row["ms"])
+    errors = {
+        name: {
+            "rows": len(found),
+            "median_ratio": statistics.median(found),
+            "median_error": statistics.median(abs(r - 1) for r in found),
+            "within": sum(abs(r - 1) <= ERRORS[name] for r in found) / len(found),
+            "error": ERRORS[name],
+        }
+        for name, found in ratios.items()
+        if found
+    }
+    good = sum(o <= 1.05 for o in over)
+    return {"errors": errors, "choices": len(over), "good": good, "worst": max(over)}
+
+
+def show(group: str, summary: dict[str, Any]) -> None:
+    print(
+        f"{group} networks: {summary['good']} of {summary['choices']} choices within 5 % of the "
+        f"best, the worst {summary['worst']:.2f}"
+    )
+    print("| algorithm | predictions | median ratio | median error | within | of |")
+    print("|---|---|---|---|---|---|")
+    for name, row in summary["errors"].items():
+        print(
+            f"| {name} | {row['rows']} | {row['median_ratio']:.2f} | {row['median_error']:.1%} | "
+            f"{row['within']:.0%} | +-{row['error']:.0%} |"
+        )
+
+
+def draw(kept: dict[str, Any], path: str) -> None:
+    """Predicted over measured times."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
+    points: dict[str, tuple[list[float], list[float]]] = {}
+    for case in kept["cases"]:
+        times = predicted(case, kept)
+        for row in case["rows"]:
+            x, y = points.setdefault(as_method(row["method"]).algorithm, ([], []))
+            x.append(row["ms"])
+            y.append(times[row["method"]])
+    ends = [1, max(max(x) for x, _ in points.values())]
+    axes.plot(ends, ends, color="0.7", linewidth=1)
+    for name, (x, y) in points.items():
+        axes.plot(x, y, ".", label={"own": "sparse"}.get(name, name))
+    axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=100)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

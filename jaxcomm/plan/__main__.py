@@ -1,0 +1,67 @@
+"""What to take on a cluster: every method ranked, the choice first.
+
+    python -m jaxcomm.plan CLUSTER.yaml --params=25.6e6 --step-ms=234
+        [--quality=exact|16bit|unbiased|any] [--set NAME=VALUE ...] [--accumulate=N]
+        [--costs=FILE.yaml] [--rows=N] [--keep-order] [--json]
+
+CLUSTER.yaml is a file as `jaxcomm.plan.cluster` describes, or the name of a topology. `--set`
+changes it: nodes.nics=2, rate=10Gbit, link[s0,s1].bandwidth=1Gbit, device=gpu; what was the choice
+without it is shown too. `--costs` names what `python -m jaxcomm.probe` measured.
+"""
+
+import argparse
+import json
+import sys
+
+from jaxcomm import plan
+from jaxcomm.plan.cluster import path_of
+from jaxcomm.plan.methods import QUALITIES
+
+
+def main() -> int:
+    """Runs the command; returns its exit status."""
+    args = _parse()
+    try:
+        _run(args)
+    except (ValueError, OSError) as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    load = plan.workload(args.params, args.step_ms, args.accumulate)
+    costs = plan.read_costs(args.costs) if args.costs else None
+    changes = dict(path_of(text) for text in args.set)
+
+    def planned(changed: dict[str, str]) -> plan.Plan:
+        made = plan.load_cluster(args.cluster, changed, costs)
+        return plan.plan(made, load, args.quality, reorder=not args.keep_order)
+
+    found = planned(changes)
+    if changes and not args.json:
+        print(f"as it is:  {planned({}).headline}\nas set:    ", end="")
+    if args.json:
+        print(json.dumps(found.as_json()))
+    else:
+        print("\n".join(found.lines(args.rows)))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m jaxcomm.plan", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("cluster", help="a file, or the name of a topology")
+    parser.add_argument("--params", type=float, required=True, help="the number of parameters")
+    parser.add_argument("--step-ms", type=float, required=True, help="of a step without exchange")
+    parser.add_argument("--quality", choices=QUALITIES, default="any")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--accumulate", type=int, default=1, help="microbatches an exchange")
+    parser.add_argument("--costs", help="measured by jaxcomm.probe")
+    parser.add_argument("--rows", type=int, default=12, help="of the table")
+    parser.add_argument("--keep-order", action="store_true", help="of the devices")
+    parser.add_argument("--json", action="store_true", help="print all rows, the choice first")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

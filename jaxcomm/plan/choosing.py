@@ -1,0 +1,187 @@
+"""The plan: every method ranked, the choice first, and what to say about it."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from jaxcomm.plan.cluster import Cluster
+from jaxcomm.plan.methods import Method
+from jaxcomm.plan.order import best_order
+from jaxcomm.plan.predict import BASELINE, Prediction, choose, predictions
+from jaxcomm.plan.simulate import Model
+from jaxcomm.plan.workload import Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to take on a cluster.
+
+    Attributes:
+      cluster: the devices, in the planned order.
+      load: what they exchange.
+      rows: the choice, and then all other methods, the fastest step first.
+      given_order: the order of the devices before.
+    """
+
+    cluster: Cluster
+    load: Workload
+    rows: tuple[Prediction, ...]
+    given_order: tuple[int, ...]
+
+    @property
+    def choice(self) -> Prediction:
+        """The best quality within 2 % of the fastest step."""
+        return self.rows[0]
+
+    @property
+    def float32(self) -> Prediction:
+        """XLA's own float32 mean, against which the others are compared."""
+        return next(row for row in self.rows if row.method == BASELINE)
+
+    def transformation(self, axis_name: Any = "data", **options: Any) -> Any:
+        """The chosen exchange as an optax transformation.
+
+        Args:
+          axis_name: the mesh axis; for a hierarchical choice two, (far, near), as `mesh` makes.
+          **options: of the factory, such as `exempt` or `bucket_order`.
+        """
+        return self.choice.method.transformation(axis_name, **options)
+
+    def mesh(self, axis_name: Any = "data", devices: Sequence[Any] | None = None) -> Mesh:
+        """The mesh whose devices are in the planned order.
+
+        Args:
+          axis_name: of one axis; or of two, (far, near).
+          devices: in the order of the cluster's hosts; None is all of jax.
+
+        Raises:
+          ValueError: for another number of devices.
+        """
+        devices = jax.devices() if devices is None else list(devices)
+        if len(devices) != self.cluster.devices:
+            raise ValueError(
+                f"the cluster has {self.cluster.devices} devices, got {len(devices)}; plan for the "
+                "hosts that take part."
+            )
+        names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        shape = (len(devices),) if len(names) == 1 else self.cluster.levels
+        if shape is None:
+            raise ValueError("this cluster has no two levels; name one axis.")
+        ordered = [devices[i] for i in self.cluster.order]
+        types = (AxisType.Auto,) * len(names)
+        return jax.make_mesh(shape, names, axis_types=types, devices=ordered)
+
+    @property
+    def headline(self) -> str:
+        """What to do, in a sentence."""
+        best, dense = self.choice, self.float32
+        gain = f"{1e3 * dense.step:.3g} -> {1e3 * best.step:.3g} ms a step"
+        share = f"{dense.efficiency:.1%} -> {best.efficiency:.1%} of it computes"
+        if best.method.family == "float32":
+            other = min((r for r in self.rows if r.method.family != "float32"), key=_step_of)
+            gained = (
+                f"at most {max(1 - other.step / best.step, 0):.1%} of a step ({other.method.name})"
+            )
+            how = "" if best is dense else f", {best.method.algorithm}"
+            return (
+                f"Do not compress: float32{how}; {best.efficiency:.1%} of a step computes, and "
+                + (f"compressing would save {gained}.")
+            )
+        if best.method.about.quality == "16bit":
+            return f"Send 16 bits, {best.method.name}: {gain}, {share}."
+        return f"Compress, {best.method.name}: {gain}, {share}."
+
+    @property
+    def limits(self) -> str:
+        """What the choice, and the float32 mean, spend their time on."""
+        best, dense = self.choice, self.float32
+        return (
+            f"what limits you: {dense.limit} with float32 ({1e3 * dense.exchange:.3g} ms an "
+            f"exchange), {best.limit} with {best.method.name} ({1e3 * best.exchange:.3g} ms)."
+        )
+
+    def lines(self, rows: int | None = None) -> list[str]:
+        """The plan as a text, with so many rows of the table."""
+        machines = f"{self.cluster.devices} devices on {self.cluster.topology.name}"
+        found = [
+            self.headline,
+            self.limits,
+            f"{machines}; {self.load.values:,} parameters, {1e3 * self.load.step_seconds:.4g} ms "
+            f"a step without exchange"
+            + (f", {self.load.accumulate} accumulated" if self.load.accumulate > 1 else "")
+            + f". Costs: {self.cluster.costs.source}.",
+        ]
+        if self.cluster.order != self.given_order:
+            order = ", ".join(map(str, self.cluster.order[:32]))
+            more = ", ..." if self.cluster.devices > 32 else ""
+            found.append(f"order of the devices for a faster ring: {order}{more}")
+        head = (
+            f"{'method':26}{'exchange ms':>14}{'+-':>6}{'exposed':>10}{'step ms':>10}"
+            f"{'computes':>10}{'speed-up':>10}{'link MB':>10}  {'busiest link':14}{'needs'}"
+        )
+        return [*found, head, *(_line(row) for row in self.rows[:rows])]
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """The rows, the choice first."""
+        return [row.as_json() for row in self.rows]
+
+    def save(self, path: Any) -> None:
+        """Writes the rows, as JSON."""
+        with open(path, "w") as file:
+            json.dump({"headline": self.headline, "rows": self.as_json()}, file, indent=1)
+
+
+def _step_of(row: Prediction) -> float:
+    return row.step
+
+
+def _line(row: Prediction) -> str:
+    link = "-".join(row.busiest_link) if row.busiest_link else ""
+    return (
+        f"{row.method.name:26}{1e3 * row.exchange:14.1f}{row.error:6.0%}{1e3 * row.exposed:10.1f}"
+        f"{1e3 * row.step:10.1f}{row.efficiency:10.1%}{row.speedup:10.2f}"
+        f"{row.bytes_busiest_link / 1e6:10.2f}  {link:14}{row.method.about.needs}"
+    ).rstrip()
+
+
+def plan(
+    cluster: Cluster,
+    load: Workload,
+    quality: str = "any",
+    chosen: Sequence[Method] | None = None,
+    reorder: bool = True,
+) -> Plan:
+    """Predicts every method on a cluster, and chooses.
+
+    The choice is the method of the best quality whose step takes at most 2 % more than the fastest.
+    What a method does to the accuracy of a model is not predicted: `quality` says what is allowed.
+
+    Args:
+      cluster: `load_cluster("cluster.yaml")`, or `cluster(topology)`.
+      load: `workload(params, step_ms)`.
+      quality: "exact", "16bit", "unbiased" or "any"; each allows what those before it do.
+      chosen: the methods to compare; None is all of that quality.
+      reorder: whether devices may get other ranks, where a ring is faster that way.
+
+    Raises:
+      ValueError: for an unknown quality.
+
+    Example:
+      >>> from jaxcomm import plan
+      >>> room = plan.cluster(plan.fabrics.star("room", hosts=4, rate="1Gbit"))
+      >>> found = plan.plan(room, plan.workload(25.6e6, step_ms=234), quality="16bit")
+      >>> found.choice.method.name
+      'bfloat16/ring'
+      >>> tx = found.transformation("data")
+    """
+    given = cluster.order
+    if reorder and cluster.devices > 2:
+        model = Model(cluster.costs.latency, half_duplex=cluster.costs.half_duplex)
+        order = best_order(cluster.topology, model, cluster.order)
+        cluster = dataclasses.replace(cluster, order=order)
+    rows = choose(predictions(cluster, load, quality, chosen))
+    return Plan(cluster, load, tuple(rows), given)

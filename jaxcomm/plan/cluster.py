@@ -1,0 +1,210 @@
+"""A cluster: machines, the network between them, the order of their devices, and costs.
+
+A cluster is a topology file with a few keys more:
+
+    fabric: clusters        # as in `files`
+    hosts: 4                # machines
+    rate: 1Gbit             # of a network card
+    nodes:                  # what a machine is
+      devices: 8
+      nics: 2               # links_per_host by another name
+      bandwidth: 300Gbit    # of each device within its machine
+    order: [0, 2, 1, 3]     # machines in the order of their ranks
+    device: gpu             # whose default costs are taken: cpu or gpu
+    costs: costs.yaml       # measured ones, beside this file
+
+`--set` and `overrides` change any of them by its name, such as nodes.nics=2, and single links by
+their ends, such as link[s0,s1].bandwidth=1Gbit.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import yaml
+
+from jaxcomm.plan import costs as costs_
+from jaxcomm.plan.costs import Costs
+from jaxcomm.plan.fabrics import rate_of
+from jaxcomm.plan.files import File, find, topology_of
+from jaxcomm.plan.topology import Link, Topology
+
+_NODE_KEYS = ("devices", "nics", "bandwidth")
+_LINK = re.compile(r"link\[\s*([^,\]]+?)\s*,\s*([^,\]]+?)\s*\](?:\.(?:bandwidth|rate))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Devices on a network.
+
+    Attributes:
+      topology: its hosts are the devices.
+      order: the numbers of the devices in the order of their ranks.
+      near: how many devices in a row share a machine or a switch; 1 if there are no two levels.
+      costs: of messages and codes.
+    """
+
+    topology: Topology
+    order: tuple[int, ...]
+    near: int
+    costs: Costs
+
+    def __post_init__(self) -> None:
+        if sorted(self.order) != list(range(len(self.topology.hosts))):
+            raise ValueError(
+                f"order names every device from 0 to {len(self.topology.hosts) - 1} once, got "
+                f"{list(self.order)}."
+            )
+
+    @property
+    def devices(self) -> int:
+        """Their number."""
+        return len(self.order)
+
+    @property
+    def levels(self) -> tuple[int, int] | None:
+        """(far, near), if there are two levels."""
+        has_two = 1 < self.near < self.devices and self.devices % self.near == 0
+        return (self.devices // self.near, self.near) if has_two else None
+
+
+def cluster(topology: Topology, costs: Costs | None = None) -> Cluster:
+    """The cluster of a topology, whose hosts are devices in the order of their ranks."""
+    n = len(topology.hosts)
+    return Cluster(topology, tuple(range(n)), _near(topology), costs or costs_.defaults("cpu"))
+
+
+def load_cluster(
+    name: str, overrides: Mapping[str, Any] | None = None, costs: Costs | None = None
+) -> Cluster:
+    """Reads a cluster.
+
+    Args:
+      name: the name of a topology, or the path of a file.
+      overrides: what is to be different, by name, as `--set` takes it.
+      costs: instead of the file's.
+
+    Raises:
+      ValueError: for what cannot be, in one line with the file and the number of its line.
+    """
+    file = File(find(name))
+    links, others = _sorted_out(overrides or {})
+    settings = {**file.settings, **{k: v for k, v in others.items() if "." not in k}}
+    nodes = settings.pop("nodes", None) or {}
+    if not isinstance(nodes, dict):
+        raise file.error("nodes", f"nodes has {', '.join(_NODE_KEYS)}, got {nodes!r}.", others)
+    for key, value in others.items():
+        if "." in key:
+            nodes = {**nodes, key.removeprefix("nodes."): value}
+    for key in nodes:
+        if key not in _NODE_KEYS:
+            wrong = f"unknown key {key!r} of nodes; there are {', '.join(_NODE_KEYS)}."
+            raise file.error("nodes", wrong, others)
+    order, device = settings.pop("order", None), settings.pop("device", "cpu")
+    measured = settings.pop("costs", None)
+    if "nics" in nodes:
+        settings["links_per_host"] = nodes["nics"]
+    given = {key: value for key, value in others.items() if key in settings}
+    machines = topology_of(file, settings, given)
+    for ends, rate in links.items():
+        machines = _changed(machines, ends, rate)
+    if costs is None:
+        costs = _costs_of(file, device, measured)
+    return _of_machines(file, machines, nodes, order, costs)
+
+
+def _costs_of(file: File, device: Any, measured: Any) -> Costs:
+    if measured is not None:
+        path = file.path.parent / str(measured)
+        if not path.is_file():
+            raise file.error("costs", f"there is no file {path}; jaxcomm.probe writes one.")
+        return costs_.read(path)
+    try:
+        return costs_.defaults(device)
+    except ValueError as error:
+        raise file.error("device", str(error)) from None
+
+
+def _of_machines(
+    file: File, machines: Topology, nodes: Mapping[str, Any], order: Any, costs: Costs
+) -> Cluster:
+    """The cluster whose machines are the hosts of a topology."""
+    each, number = nodes.get("devices", 1), len(machines.hosts)
+    if not isinstance(each, int) or isinstance(each, bool) or each < 1:
+        raise file.error("nodes", f"devices is a positive number, got {each!r}.")
+    if order is None:
+        order = list(range(number))
+    if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, range(number))):
+        raise file.error("order", f"order names every host from 0 to {number - 1} once.")
+    try:
+        inside = rate_of(nodes.get("bandwidth"))
+    except ValueError as error:
+        raise file.error("nodes", str(error)) from None
+    if inside is not None and not inside > 0:
+        raise file.error("nodes", f"bandwidth is {inside:g} Mbit/s; it is positive, or unlimited.")
+    ranks = tuple(each * host + device for host in order for device in range(each))
+    if each == 1:
+        near = _near(machines) if order == sorted(order) else 1
+        return Cluster(machines, ranks, near, costs)
+    devices = tuple(f"{host}.{i}" for host in machines.hosts for i in range(each))
+    links = [Link((f"{h}.{i}", h), inside) for h in machines.hosts for i in range(each)]
+    switches = (*machines.hosts, *machines.switches)
+    joined = Topology(machines.name, devices, switches, (*links, *machines.links), machines.routing)
+    return Cluster(joined, ranks, each, costs)
+
+
+def _sorted_out(overrides: Mapping[str, Any]) -> tuple[dict[tuple[str, str], Any], dict[str, Any]]:
+    """Rates of links, and all else."""
+    links, others = {}, {}
+    for key, value in overrides.items():
+        value = yaml.safe_load(value) if isinstance(value, str) else value
+        found = _LINK.fullmatch(key)
+        if found:
+            links[found[1], found[2]] = value
+        elif key.startswith("link"):
+            raise ValueError(f"{key}: write link[s0,s1].bandwidth=1Gbit, with the ends of a link.")
+        elif "." in key and not key.startswith("nodes."):
+            raise ValueError(f"{key}: unknown setting; nodes. is followed by {_NODE_KEYS}.")
+        else:
+            others[key] = value
+    return links, others
+
+
+def _changed(topology: Topology, ends: tuple[str, str], rate: Any) -> Topology:
+    """The topology with another rate of the links between two nodes."""
+    names = [next((n for n in (end, f"s{end}") if n in topology.number), end) for end in ends]
+    same = [set(link.ends) == set(names) for link in topology.links]
+    if not any(same):
+        known = ", ".join("-".join(k.ends) for k in topology.links[:12])
+        more = " ..." if len(topology.links) > 12 else ""
+        raise ValueError(f"link[{','.join(ends)}]: there is no such link; there are {known}{more}.")
+    links = tuple(
+        dataclasses.replace(link, rate=rate_of(rate)) if hit else link
+        for link, hit in zip(topology.links, same, strict=True)
+    )
+    return dataclasses.replace(topology, links=links)
+
+
+def _near(topology: Topology) -> int:
+    """How many hosts in a row are on one switch, if all switches have equally many."""
+    first: dict[int, int] = {}
+    for link in topology.links:
+        a, b = (topology.number[end] for end in link.ends)
+        for host, other in ((a, b), (b, a)):
+            if host < len(topology.hosts):
+                first.setdefault(host, other)
+    switches = [first.get(host, -1) for host in range(len(topology.hosts))]
+    starts = np.flatnonzero(np.diff(switches, prepend=-2))
+    sizes = set(np.diff(starts, append=len(switches)).tolist())
+    in_rows = len(starts) == len(set(switches))
+    return sizes.pop() if len(sizes) == 1 and in_rows else 1
+
+
+def path_of(text: str) -> tuple[str, str]:
+    """A setting and its value, of an argument of `--set`."""
+    key, is_there, value = text.rpartition("=")
+    if not is_there or not key or not value:
+        raise ValueError(f"--set {text}: write name=value, such as nodes.nics=2.")
+    return key.strip(), value.strip()

@@ -1,0 +1,147 @@
+"""What messages and codes cost on a machine: defaults, or what `probe` has measured.
+
+An exchange of n values by one method takes
+
+    call + local seconds * n + the sum over its steps of what the network needs for their messages
+
+where a message takes `latency`, and then as long as the slowest of its links at `efficiency` of
+their rate, or `per_byte` of the device that sends it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxcomm.plan.files import File
+
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What messages and codes cost, in seconds.
+
+    Attributes:
+      source: where the numbers come from.
+      latency: of a message.
+      per_byte: that a device needs at least for a byte that it sends.
+      efficiency: the share of a link's rate that messages reach.
+      half_duplex: whether both directions between two devices share the rate of one.
+      overlap: whether the backward pass goes on while messages travel.
+      call: of an exchange, whatever it sends.
+      local: of each family of methods, for a value: encoding, merging, decoding and what error
+        feedback or selecting takes, all devices of a machine at once.
+    """
+
+    source: str
+    latency: float
+    per_byte: float
+    efficiency: float
+    half_duplex: bool
+    overlap: bool
+    call: float
+    local: Mapping[str, float]
+
+    def __post_init__(self) -> None:
+        for field in ("latency", "per_byte", "call"):
+            if not 0 <= getattr(self, field) < float("inf"):
+                raise ValueError(f"{field} is in seconds, 0 or more, got {getattr(self, field)!r}.")
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(f"efficiency is a share in (0, 1], got {self.efficiency!r}.")
+        for family, seconds in self.local.items():
+            if not 0 <= seconds < float("inf"):
+                raise ValueError(f"{family} takes seconds a value, 0 or more, got {seconds!r}.")
+
+    def of(self, family: str) -> float:
+        """Local seconds of a value; of a family that is not there, those of the dearest."""
+        return self.local.get(family, max(self.local.values(), default=0.0))
+
+    def save(self, path: str | Path) -> None:
+        """Writes them as YAML, which `read` reads."""
+        import yaml
+
+        values = {"version": VERSION, **dataclasses.asdict(self), "local": dict(self.local)}
+        Path(path).write_text(yaml.safe_dump(values, sort_keys=False))
+
+
+def read(path: str | Path) -> Costs:
+    """Reads costs that `Costs.save` wrote.
+
+    Raises:
+      ValueError: for what cannot be, in one line with the file and the number of its line.
+    """
+    file = File(Path(path))
+    values = dict(file.settings)
+    if values.pop("version", VERSION) != VERSION:
+        raise file.error("version", f"this is version {VERSION} of costs; measure them again.")
+    fields = {field.name: field.type for field in dataclasses.fields(Costs)}
+    for key in values:
+        if key not in fields:
+            raise file.error(key, f"unknown key {key!r}; costs have {', '.join(fields)}.")
+    for key in fields:
+        if key not in values:
+            raise file.error(key, f"costs need {key!r}.")
+        _check_type(file, key, values[key])
+    try:
+        return Costs(**values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _check_type(file: File, key: str, value: Any) -> None:
+    flags = key in ("half_duplex", "overlap")
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if flags and not isinstance(value, bool):
+        raise file.error(key, f"{key} is true or false, got {value!r}.")
+    if key == "local":
+        pairs = value.items() if isinstance(value, dict) else [("local", value)]
+        for family, seconds in pairs:
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+                raise file.error(key, f"{family} takes seconds a value, got {seconds!r}.")
+    elif key == "source":
+        if not isinstance(value, str):
+            raise file.error(key, f"source is a text, got {value!r}.")
+    elif not flags and not number:
+        raise file.error(key, f"{key} is a number, got {value!r}.")
+
+
+def defaults(device: str) -> Costs:
+    """Costs that nobody measured on this machine.
+
+    Args:
+      device: "cpu" or "gpu".
+
+    Raises:
+      ValueError: for another device.
+    """
+    if device not in DEFAULTS:
+        raise ValueError(f"unknown device {device!r}; write {' or '.join(DEFAULTS)}.")
+    return DEFAULTS[device]
+
+
+# CPU: `python -m jaxcomm.probe` on one process of an x86 server with a core of its own. GPU: passes
+# over memory of 2 TB/s that the methods make, counted and not measured, and what NCCL over TCP is
+# known for: tens of microseconds for a message.
+DEFAULTS = {
+    "cpu": Costs(
+        source="defaults for a CPU, not measured here",
+        latency=1.5e-4,
+        per_byte=6e-10,
+        efficiency=0.95,
+        half_duplex=True,
+        overlap=False,
+        call=1e-3,
+        local={},
+    ),
+    "gpu": Costs(
+        source="defaults for a GPU, not measured here",
+        latency=3e-5,
+        per_byte=5e-11,
+        efficiency=0.93,
+        half_duplex=False,
+        overlap=True,
+        call=5e-5,
+        local={},
+    ),
+}

@@ -1,0 +1,234 @@
+"""What the planner chooses from: each method with its messages, and how to make it.
+
+A method is a family (a codec, votes, a sparse all-reduce, a low rank) and an algorithm.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jaxcomm
+from jaxcomm import codecs
+from jaxcomm.codecs.entries import Entries
+from jaxcomm.collectives import algorithms, sparse
+from jaxcomm.collectives.algorithms import Algorithm
+from jaxcomm.plan.messages import Coded, PerBlock, Reduction, Votes
+from jaxcomm.plan.workload import Workload
+
+# Each contains those before it.
+QUALITIES = ("exact", "16bit", "unbiased", "any")
+DENSITY = 0.01
+_MIB = 2**20
+World = int | tuple[int, int]
+FEEDBACK = "error feedback"
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Methods that send the same values.
+
+    Attributes:
+      quality: "exact": the float32 mean, up to the order of additions; "16bit": a mean whose
+        messages are rounded to 16 bits; "unbiased": rounding at random, right on average; "any":
+        all others.
+      needs: what it needs in order to train as float32 does.
+      options: of `config.sync` in the training program, without the algorithm.
+      bucket_mib: float32 gradients that travel together.
+      algorithms: names of algorithms that can carry it out.
+    """
+
+    quality: str
+    needs: str
+    options: dict[str, Any]
+    bucket_mib: float
+    algorithms: tuple[str, ...]
+
+
+SCHEDULED = ("direct", "ring", "halving_doubling", "circulant")
+BOTH_LEVELS = (*SCHEDULED, "hierarchical")
+
+
+def _mean(codec: str, quality: str, needs: str = "") -> Family:
+    options: dict[str, Any] = {"method": "mean", "codec": codec}
+    if FEEDBACK in needs:
+        options["error_feedback"] = True
+    native = ("native",) if codec == "float32" else ()
+    return Family(quality, needs, options, 8.0, (*native, *BOTH_LEVELS))
+
+
+def _sparse(name: str) -> Family:
+    options = {"method": "sparse_mean", "density": DENSITY, "algorithm": name}
+    return Family("any", "SGD; dense_steps at the start", options, 16.0, ("own",))
+
+
+def _low_rank(rank: int) -> Family:
+    options = {"method": "low_rank_mean", "rank": rank}
+    return Family("any", "matrices; dense_steps at the start", options, 32.0, ("native",))
+
+
+FAMILIES: dict[str, Family] = {
+    "float32": _mean("float32", "exact"),
+    "bfloat16": _mean("bfloat16", "16bit"),
+    "float16": _mean("float16", "16bit"),
+    "cnat": _mean("cnat", "unbiased"),
+    "int8": _mean("int8", "any"),
+    "fp8_e4m3": _mean("fp8_e4m3", "any"),
+    "int4": _mean("int4", "any", FEEDBACK),
+    "scaled_sign": _mean("scaled_sign", "any", f"{FEEDBACK}; SGD, or factored_adam"),
+    "vote": Family(
+        "any", "local momentum; a rate of its own", {"method": "majority_vote"}, 16.0, BOTH_LEVELS
+    ),
+    **{name: _sparse(name) for name in sparse.BY_NAME},
+    **{f"powersgd{rank}": _low_rank(rank) for rank in (1, 2, 4)},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A family by an algorithm.
+
+    Attributes:
+      family: a name in FAMILIES.
+      algorithm: a name in `jaxcomm.algorithms`, "hierarchical", or "own" for sparse ones.
+    """
+
+    family: str
+    algorithm: str
+
+    @property
+    def name(self) -> str:
+        """Such as bfloat16/ring; sparse ones are one name."""
+        return self.family if self.algorithm == "own" else f"{self.family}/{self.algorithm}"
+
+    @property
+    def about(self) -> Family:
+        """What it shares with its family."""
+        return FAMILIES[self.family]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The fields of `config.sync` in the training program that make it."""
+        options = dict(self.about.options)
+        if self.algorithm not in ("own", "hierarchical") and options["method"] != "low_rank_mean":
+            options["algorithm"] = self.algorithm
+        return options
+
+    def transformation(self, axis_name: Any, **options: Any) -> Any:
+        """The optax transformation; two axes, (far, near), for hierarchical.
+
+        Args:
+          axis_name: the mesh axis, or axes.
+          **options: of the factory, such as `exempt`.
+        """
+        chosen = {**self.config, **options}
+        factory = getattr(jaxcomm, chosen.pop("method"))
+        if self.algorithm == "hierarchical":
+            chosen["algorithm"] = hierarchical()
+        return factory(axis_name, **chosen)
+
+
+def hierarchical() -> Algorithm:
+    """The two-level exchange that is planned with."""
+    return algorithms.hierarchical(near=algorithms.ring(), far=algorithms.ring())
+
+
+def methods(quality: str = "any", two_levels: bool = False) -> list[Method]:
+    """All methods of at least this quality.
+
+    Args:
+      quality: one of QUALITIES.
+      two_levels: whether the network has two levels.
+
+    Raises:
+      ValueError: for another quality.
+    """
+    if quality not in QUALITIES:
+        raise ValueError(f"unknown quality {quality!r}; write one of {', '.join(QUALITIES)}.")
+    allowed = QUALITIES[: QUALITIES.index(quality) + 1]
+    return [
+        Method(family, algorithm)
+        for family, about in FAMILIES.items()
+        if about.quality in allowed
+        for algorithm in about.algorithms
+        if two_levels or algorithm != "hierarchical"
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """An all-reduce that a method makes.
+
+    Attributes:
+      algorithm: who talks to whom.
+      reduction: how many bytes messages have.
+      values: of the vector.
+      times: how often in a step.
+    """
+
+    algorithm: Algorithm
+    reduction: Reduction
+    values: int
+    times: int
+
+
+def buckets_of(method: Method, load: Workload) -> int:
+    """Into how many buckets gradients are cut; XLA joins those of its own all-reduce."""
+    if method.algorithm == "native":
+        return 1
+    return max(1, math.ceil(4 * load.values / (method.about.bucket_mib * _MIB)))
+
+
+def sent(method: Method, load: Workload, world: World) -> Iterator[Sent]:
+    """The all-reduces of a method in a step; equal ones are one, with `times`."""
+    buckets = buckets_of(method, load)
+    values = -(-load.values // buckets)
+    if method.family.startswith("powersgd"):
+        yield from _of_low_rank(method, load)
+    elif method.algorithm == "own":
+        assert isinstance(world, int)
+        yield Sent(*_of_sparse(method.family, values, world), values, buckets)
+    else:
+        algorithm = (
+            hierarchical()
+            if method.algorithm == "hierarchical"
+            else algorithms.from_name(method.algorithm)
+        )
+        yield Sent(algorithm, _reduction(method.family), values, buckets)
+
+
+def _reduction(family: str) -> Reduction:
+    return Votes() if family == "vote" else Coded(codecs.from_name(family))
+
+
+def _of_sparse(name: str, n: int, world: int) -> tuple[Algorithm, Reduction]:
+    """What the docstring of each sparse all-reduce says of its messages."""
+    chosen = dataclasses.replace(sparse.from_name(name), density=DENSITY)
+    width = -(-n // world)
+    small, whole = Entries(chosen.values, width), Entries(chosen.values, n)
+    if name in ("topk_allgather", "gaussiank"):
+        return algorithms.ring(), PerBlock(world, 0, whole.bytes_of(chosen.room(n)))
+    if name == "gtopk":
+        # Every round sends whole lists, to the same devices as halving-doubling does.
+        return algorithms.halving_doubling(), PerBlock(world, 0, 0, whole.bytes_of(chosen.k(n)))
+    there = small.bytes_of(chosen.room(n, world))
+    if name == "oktopk":
+        back = small.bytes_of(-(-chosen.k(n) // world))
+    else:
+        back = min(small.bytes_of(min(world * chosen.room(n, world), width)), 4 * width)
+    return algorithms.direct(), PerBlock(world, there, back)
+
+
+def _of_low_rank(method: Method, load: Workload) -> Iterator[Sent]:
+    """Two means of thin matrices, and one of what is not compressed."""
+    rank, whole, thin = int(method.family.removeprefix("powersgd")), 0, [0, 0]
+    for shape in load.shapes:
+        n = shape[-1] if shape else 1
+        m = math.prod(shape) // n if n else 0
+        if len(shape) < 2 or (m + n) * rank >= m * n:
+            whole += m * n
+        else:
+            thin = [thin[0] + rank * n, thin[1] + rank * m]
+    for values in (*thin, whole):
+        if values:
+            yield Sent(algorithms.native(), Coded(codecs.float32()), values, 1)

@@ -1,0 +1,210 @@
+"""What each method costs on a cluster: the exchange, what of it cannot hide, and the step."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxcomm.plan.cluster import Cluster
+from jaxcomm.plan.methods import QUALITIES, Method, Sent, methods, sent
+from jaxcomm.plan.simulate import Exchange, Model, Simulation
+from jaxcomm.plan.workload import Workload
+
+# How far off predictions were on networks that they had not been adjusted to, by algorithm:
+# `python -m benchmarks.planner`.
+ERRORS = {
+    "native": 0.05,
+    "ring": 0.05,
+    "halving_doubling": 0.05,
+    "hierarchical": 0.05,
+    "direct": 0.15,
+    "circulant": 0.3,
+    "own": 0.3,
+}
+BASELINE = Method("float32", "native")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What a method costs. Times are in seconds.
+
+    Attributes:
+      method: which.
+      exchange: from the gradients to the updates.
+      link: what the busiest link needs for its bytes.
+      local: encoding, merging, decoding, feedback and selecting.
+      latency: of all messages that wait for each other.
+      exposed: what of the exchange does not hide behind the backward pass.
+      step: of a whole step, accumulated microbatches included.
+      efficiency: the share of the step that computes.
+      speedup: over the same step with XLA's own float32 mean.
+      bytes_busiest_link: what the busiest link carries.
+      busiest_link: the nodes that it leads from and to; None where no link is limited.
+      error: of the exchange; it takes between (1 - error) and (1 + error) times as long.
+    """
+
+    method: Method
+    exchange: float
+    link: float
+    local: float
+    latency: float
+    exposed: float
+    step: float
+    efficiency: float
+    speedup: float
+    bytes_busiest_link: float
+    busiest_link: tuple[str, str] | None
+    error: float
+
+    @property
+    def limit(self) -> str:
+        """What most of the exchange is spent on."""
+        parts = {
+            "the link" if self.busiest_link is None else "-".join(self.busiest_link): self.link,
+            "encoding and decoding": self.local,
+            "latency": self.latency,
+        }
+        parts["messages that meet on links"] = self.exchange - sum(parts.values())
+        return max(parts, key=lambda part: parts[part])
+
+    def as_json(self) -> dict[str, Any]:
+        """Numbers in milliseconds and bytes, with names as in the table."""
+        ms = {name: 1e3 * getattr(self, name) for name in ("exchange", "exposed", "step")}
+        parts = {f"{name}_ms": 1e3 * getattr(self, name) for name in ("link", "local", "latency")}
+        return {
+            "method": self.method.name,
+            "quality": self.method.about.quality,
+            "needs": self.method.about.needs,
+            "exchange_ms": ms["exchange"],
+            "interval_ms": [ms["exchange"] * (1 - self.error), ms["exchange"] * (1 + self.error)],
+            **parts,
+            "exposed_ms": ms["exposed"],
+            "step_ms": ms["step"],
+            "efficiency": self.efficiency,
+            "speedup": self.speedup,
+            "bytes_busiest_link": self.bytes_busiest_link,
+            "busiest_link": self.busiest_link,
+            "limit": self.limit,
+            "config": self.method.config,
+        }
+
+
+def predictions(
+    cluster: Cluster, load: Workload, quality: str = "any", chosen: Sequence[Method] | None = None
+) -> list[Prediction]:
+    """What each method costs, the fastest first, XLA's own float32 mean included.
+
+    Args:
+      cluster: the devices.
+      load: what they exchange.
+      quality: the least that is allowed; see `methods.QUALITIES`.
+      chosen: the methods to predict; None is all of that quality.
+
+    Raises:
+      ValueError: for an unknown quality.
+    """
+    if chosen is None:
+        chosen = methods(quality, cluster.levels is not None)
+    candidates = list(dict.fromkeys([BASELINE, *chosen]))
+    costs = cluster.costs
+    network = Simulation(
+        cluster.topology,
+        Model(costs.latency, 0.0, costs.half_duplex, costs.per_byte, costs.efficiency),
+        cluster.order,
+    )
+    exchanged = _exchanges(network, cluster, load, candidates)
+    base = exchanged[BASELINE]
+    with_float32 = _step(cluster, load, _seconds(cluster, load, BASELINE, base), base)[1]
+    found = [
+        _prediction(cluster, load, method, exchanged[method], with_float32)
+        for method in candidates
+        if method in chosen or method == BASELINE
+    ]
+    return sorted(found, key=lambda prediction: prediction.step)
+
+
+Made = list[tuple[Sent, Exchange]]
+
+
+def _exchanges(
+    network: Simulation, cluster: Cluster, load: Workload, candidates: Iterable[Method]
+) -> dict[Method, Made]:
+    """The exchanges of each method; those by one algorithm are simulated together."""
+    world = {method: _world(cluster, method) for method in candidates}
+    asked = [(method, part) for method in world for part in sent(method, load, world[method])]
+    asked.sort(key=lambda item: repr((item[1].algorithm, item[1].values)))
+    made: dict[Method, Made] = {method: [] for method in world}
+    for _, group in itertools.groupby(asked, lambda i: (repr(i[1].algorithm), i[1].values)):
+        items = list(group)
+        method, part = items[0]
+        reductions = [item.reduction for _, item in items]
+        found = network.exchanges(part.algorithm, reductions, part.values, world[method])
+        for (owner, item), exchange in zip(items, found, strict=True):
+            made[owner].append((item, exchange))
+    return made
+
+
+def _world(cluster: Cluster, method: Method) -> int | tuple[int, int]:
+    if method.algorithm != "hierarchical":
+        return cluster.devices
+    assert cluster.levels is not None
+    return cluster.levels
+
+
+def _seconds(cluster: Cluster, load: Workload, method: Method, made: Made) -> float:
+    """Of a whole exchange, from the gradients to the updates."""
+    on_the_way = sum(part.times * exchange.seconds for part, exchange in made)
+    return cluster.costs.call + _local(cluster, load, method) + on_the_way
+
+
+def _local(cluster: Cluster, load: Workload, method: Method) -> float:
+    return cluster.costs.of(method.family) * load.values
+
+
+def _step(cluster: Cluster, load: Workload, seconds: float, made: Made) -> tuple[float, float]:
+    """What of the exchange does not hide, and the step."""
+    if not cluster.costs.overlap:
+        return seconds, load.compute_seconds + seconds
+    buckets = max((part.times for part, _ in made), default=1)
+    buckets = max(buckets, 8)  # a single all-reduce is not cut, but its parts are not waited for
+    end = 0.0
+    for bucket in range(buckets):
+        end = max(end, load.ready(bucket, buckets)) + seconds / buckets
+    exposed = max(end - load.compute_seconds, 0.0)
+    return exposed, load.compute_seconds + exposed
+
+
+def _prediction(
+    cluster: Cluster, load: Workload, method: Method, made: Made, with_float32: float
+) -> Prediction:
+    seconds = _seconds(cluster, load, method, made)
+    exposed, step = _step(cluster, load, seconds, made)
+    busiest = max((e for _, e in made), key=lambda e: e.busiest_link_seconds, default=None)
+    return Prediction(
+        method=method,
+        exchange=seconds,
+        link=sum(part.times * e.busiest_link_seconds for part, e in made),
+        local=_local(cluster, load, method),
+        latency=cluster.costs.call
+        + sum(part.times * e.steps * cluster.costs.latency for part, e in made),
+        exposed=exposed,
+        step=step,
+        efficiency=load.compute_seconds / step,
+        speedup=with_float32 / step,
+        bytes_busiest_link=sum(part.times * e.bytes_busiest_link for part, e in made),
+        busiest_link=busiest.busiest_link if busiest else None,
+        error=ERRORS[method.algorithm],
+    )
+
+
+def choose(found: Sequence[Prediction], margin: float = 0.02) -> list[Prediction]:
+    """The predictions with the choice first: the best quality within `margin` of the fastest.
+
+    Args:
+      found: predictions.
+      margin: how much slower a step may be for better quality, of the fastest.
+    """
+    fastest = min(prediction.step for prediction in found)
+    near = [p for p in found if p.step <= fastest * (1 + margin)]
+    best = min(near, key=lambda p: (QUALITIES.index(p.method.about.quality), p.step))
+    return [best, *(p for p in sorted(found, key=lambda p: p.step) if p is not best)]

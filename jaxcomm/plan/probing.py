@@ -1,0 +1,213 @@
+"""What messages and codes cost in this very job, measured in under a minute."""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxcomm import codecs
+from jaxcomm import mesh as mesh_
+from jaxcomm.plan.cluster import Cluster
+from jaxcomm.plan.costs import Costs, defaults
+from jaxcomm.plan.methods import FAMILIES, FEEDBACK, Method
+from jaxcomm.plan.simulate import Model, Simulation
+from jaxcomm.plan.steps import Pairs
+
+SIDE = 1024  # of the matrix on which codes are timed
+SMALL, LARGE = 1, 2**19  # float32 values of a message
+CHAINED = 4  # messages in a row, in one program
+REPEATS = 7
+_TWICE = 1.5  # both directions at once take so much longer than one where they share a rate
+
+# Which methods are timed, and for whom they stand.
+TIMED: dict[str, tuple[str, ...]] = {
+    "float32": (),
+    "bfloat16": ("float16",),
+    "int8": ("fp8_e4m3",),
+    "cnat": (),
+    "int4": (),
+    "scaled_sign": (),
+    "vote": (),
+    "oktopk": (),
+    "topk_allgather": ("topk_dsa", "gtopk", "gaussiank"),
+    "powersgd1": (),
+    "powersgd4": ("powersgd2",),
+}
+
+
+def probe(
+    mesh: Mesh | None = None,
+    cluster: Cluster | None = None,
+    families: Sequence[str] | None = None,
+) -> Costs:
+    """Measures what messages and codes cost, on all devices of a mesh at once.
+
+    Every process calls it. Messages are timed between neighbours in rank, all at once, both ways
+    and one way. Codes are timed on a matrix of 1024 x 1024 on the first device of each process, all
+    at once, so that processes that share cores slow each other down as they will in training.
+
+    Args:
+      mesh: of one axis; None is all devices.
+      cluster: what the network is declared to be. Then `efficiency` is what messages reach of it.
+        Without it, `efficiency` is the default's, and `per_byte` is what a neighbour's link takes.
+      families: which methods' codes are timed; None is all of TIMED.
+
+    Returns:
+      The costs; `source` says the machine. `Costs.save` writes them.
+
+    Raises:
+      ValueError: for a mesh of several axes, one device, or another number than the cluster has.
+    """
+    mesh = mesh_.data_mesh() if mesh is None else mesh
+    if len(mesh.axis_names) != 1 or mesh.size == 1:
+        raise ValueError(f"probe needs a mesh of one axis and several devices, got {mesh.shape}.")
+    if cluster is not None and cluster.devices != mesh.size:
+        raise ValueError(f"the cluster has {cluster.devices} devices, the mesh {mesh.size}.")
+    unknown = set(families or ()) - set(TIMED)
+    if unknown:
+        raise ValueError(f"unknown family {min(unknown)!r}; there are {', '.join(TIMED)}.")
+    started = time.perf_counter()
+    device = "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
+    usual, n = defaults(device), mesh.size
+    shift = [(r, (r + 1) % n) for r in range(n)]
+    one_way = [(r, r + 1) for r in range(0, n - 1, 2)]
+    both_ways = one_way + [(b, a) for a, b in one_way]
+    latency = _message(mesh, shift if n > 2 else one_way, SMALL)
+    large = {
+        name: _message(mesh, pairs, LARGE)
+        for name, pairs in {"one way": one_way, "both ways": both_ways, "shift": shift}.items()
+    }
+    half_duplex = large["both ways"] > _TWICE * large["one way"]
+    all_at_once = large["one way" if n == 2 and half_duplex else "shift"]
+    per_byte = max(all_at_once - latency, 0.0) / (4 * LARGE)
+    call = max(_flag(mesh) - 2 * (n - 1) * latency, 0.0)
+    local = {}
+    for family in families or TIMED:
+        if FEEDBACK in FAMILIES[family].needs and FAMILIES[family].options["method"] == "mean":
+            local[family] = _local_of_ring(mesh, family, latency, per_byte)
+        else:
+            local[family] = _local(mesh, family)
+        local |= dict.fromkeys(TIMED[family], local[family])
+    efficiency = usual.efficiency
+    if cluster is not None:
+        pairs = one_way if n == 2 and half_duplex else shift
+        declared = _declared(cluster, Pairs(*np.asarray(pairs).T))
+        if declared > 0:
+            efficiency = float(min(max(declared / max(per_byte, 1e-15), 0.05), 1.0))
+            per_byte = min(per_byte, usual.per_byte)
+    kind = mesh.devices.flat[0].device_kind
+    seconds = time.perf_counter() - started
+    return Costs(
+        source=f"measured on {n} devices ({kind}) in {seconds:.0f} s",
+        latency=latency,
+        per_byte=per_byte,
+        efficiency=efficiency,
+        half_duplex=half_duplex,
+        overlap=usual.overlap,
+        call=call,
+        local=local,
+    )
+
+
+def _declared(cluster: Cluster, pairs: Pairs) -> float:
+    """Seconds for a byte of each message, at the declared rates."""
+    cost = Simulation(cluster.topology, Model(), cluster.order).cost(pairs)
+    return float(cost.per_byte.max(initial=0.0))
+
+
+def _message(mesh: Mesh, pairs: list[tuple[int, int]], values: int) -> float:
+    """Seconds of a message of so many float32 values, all pairs at once."""
+    axis = mesh.axis_names[0]
+
+    def several(x: jax.Array) -> jax.Array:
+        for _ in range(CHAINED):
+            # What a device sends next depends on what has arrived.
+            x = jax.lax.ppermute(x, axis, pairs) + x
+        return x
+
+    return _slowest(mesh, several, values) / CHAINED
+
+
+def _flag(mesh: Mesh) -> float:
+    """Seconds of XLA's all-reduce of one value."""
+    return _slowest(mesh, functools.partial(jax.lax.psum, axis_name=mesh.axis_names[0]), 1)
+
+
+def _slowest(mesh: Mesh, body: Callable[[jax.Array], jax.Array], values: int) -> float:
+    """The median over repeats of the slowest device's time, for one vector on each device."""
+    spec = PartitionSpec(mesh.axis_names[0])
+    rows = jax.jit(
+        lambda: jnp.ones((mesh.size, values), jnp.float32),
+        out_shardings=NamedSharding(mesh, spec),
+    )()
+    program = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+    return _timed(mesh, lambda: program(rows))
+
+
+def _local(mesh: Mesh, family: str) -> float:
+    """Seconds of a value: an exchange with oneself, on every process at once."""
+    device = mesh.local_devices[0]
+    alone = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=[device])
+    method = Method(family, FAMILIES[family].algorithms[0])
+    return _exchange(mesh, alone, method) / SIDE**2
+
+
+def _local_of_ring(mesh: Mesh, family: str, latency: float, per_byte: float) -> float:
+    """Seconds of a value: an exchange around a ring, less its messages."""
+    alike = Mesh(mesh.devices, ("data",), axis_types=(AxisType.Auto,))
+    seconds = _exchange(mesh, alike, Method(family, "ring"))
+    size = codecs.from_name(family).message_bytes(-(-(SIDE**2) // mesh.size))
+    messages = 2 * (mesh.size - 1) * (latency + per_byte * size)
+    return max(seconds - messages, 0.0) / SIDE**2
+
+
+def _exchange(mesh: Mesh, over: Mesh, method: Method) -> float:
+    """Seconds of an exchange of a matrix over a mesh of one axis, all processes at once."""
+    with jax.set_mesh(over):
+        tx = method.transformation("data")
+        state = jax.jit(tx.init)(mesh_.replicate({"w": jnp.zeros((SIDE, SIDE))}))
+        rows = len(over.local_devices)
+        values = np.random.default_rng(0).standard_normal((rows, SIDE, SIDE), np.float32)
+        sharding = NamedSharding(over, PartitionSpec("data"))
+        grads = {"w": jax.make_array_from_process_local_data(sharding, values)}
+        program = jax.jit(tx.update)
+        program(grads, state)
+
+    def run() -> Any:
+        with jax.set_mesh(over):
+            return program(grads, state)
+
+    return _timed(mesh, run)
+
+
+def _timed(mesh: Mesh, run: Callable[[], Any]) -> float:
+    """The median over repeats of the slowest process's seconds; all start at once."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(REPEATS):
+        _max_over(mesh, 0.0)
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return statistics.median(_max_over(mesh, seconds) for seconds in times)
+
+
+def _max_over(mesh: Mesh, number: float) -> float:
+    """The largest of all processes' numbers; they wait for each other."""
+    spec = PartitionSpec(mesh.axis_names[0])
+    own = np.full((len(mesh.local_devices),), number, np.float32)
+    rows = jax.make_array_from_process_local_data(NamedSharding(mesh, spec), own)
+    return float(_largest(mesh)(rows))
+
+
+@functools.cache
+def _largest(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -1,0 +1,64 @@
+"""What messages and codes cost on these devices, as a file that the planner reads.
+
+    python -m jaxcomm.probe [--out=costs.yaml] [--cluster=CLUSTER.yaml] [--simulate=N]
+        [--coordinator=HOST:PORT --processes=N --process=I]
+
+Every process of a job runs it; with neither flags nor a scheduler that jax knows it is one process
+with the devices of this machine. `--simulate=4` takes 4 simulated CPU devices. With a cluster, what
+messages reach of its rates is measured too.
+"""
+
+import argparse
+import os
+import sys
+
+import jax
+
+import jaxcomm
+from jaxcomm import plan
+
+
+def main() -> int:
+    """Runs the command; returns its exit status."""
+    args = _parse()
+    try:
+        if args.simulate:
+            jaxcomm.simulate_devices(args.simulate)
+        if args.coordinator:
+            jax.distributed.initialize(args.coordinator, args.processes, args.process)
+        elif "SLURM_NTASKS" in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ:
+            jax.distributed.initialize()
+        cluster = plan.load_cluster(args.cluster) if args.cluster else None
+        costs = plan.probe(cluster=cluster)
+    except (ValueError, OSError) as error:
+        print(f"probe: {error}", file=sys.stderr)
+        return 2
+    if jax.process_index() == 0:
+        costs.save(args.out)
+        _show(costs, args.out)
+    return 0
+
+
+def _show(costs: plan.Costs, path: str) -> None:
+    ways = "one after the other" if costs.half_duplex else "at once"
+    print(f"{costs.source}; written to {path}")
+    print(f"a message takes {1e6 * costs.latency:.0f} us and {1e9 * costs.per_byte:.2f} ns a byte,")
+    print(f"{costs.efficiency:.0%} of a link's rate; both ways between two devices go {ways}")
+    for family, seconds in sorted(costs.local.items(), key=lambda item: item[1]):
+        print(f"  {family:16}{1e9 * seconds:8.2f} ns a value")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m jaxcomm.probe", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", default="costs.yaml")
+    parser.add_argument("--cluster", help="a file, or the name of a topology")
+    parser.add_argument("--simulate", type=int, metavar="N", help="CPU devices in this process")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of the first process")
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--process", type=int)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""The plan: what it chooses, what it says, and what it refuses."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxcomm
+from jaxcomm import plan
+from jaxcomm.plan.__main__ import main
+from jaxcomm.plan.methods import Method
+from jaxcomm.plan.order import best_order
+from jaxcomm.plan.predict import predictions
+from jaxcomm.plan.simulate import Model, Simulation
+
+FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, False, 0.0, {})
+
+
+def room(hosts: int = 4, rate: Any = "1Gbit", costs: plan.Costs = FREE) -> plan.Cluster:
+    return plan.cluster(plan.fabrics.star("room", hosts, rate), costs)
+
+
+def row_of(made: plan.Cluster, load: plan.Workload, family: str, algorithm: str) -> Any:
+    method = Method(family, algorithm)
+    return next(r for r in predictions(made, load, chosen=[method]) if r.method == method)
+
+
+class TestNumbers:
+    """With free messages and codes, times are bytes over rates."""
+
+    load = plan.workload(4e6, 100.0)
+
+    def test_float32_and_its_speedup(self) -> None:
+        row = row_of(room(), self.load, "float32", "native")
+        assert row.exchange == pytest.approx(1.5 * 4 * 4e6 * 8 / 1e9)
+        assert row.step == pytest.approx(0.1 + row.exchange) and row.speedup == 1
+        assert row.efficiency == pytest.approx(0.1 / row.step)
+
+    def test_a_ring_of_votes_takes_log2_n_bits(self) -> None:
+        for hosts in (2, 4, 8, 16):
+            row = row_of(room(hosts), self.load, "vote", "ring")
+            assert row.bytes_busiest_link == pytest.approx(np.log2(hosts) * 4e6 / 8, rel=1e-3)
+
+    def test_costs_add_up(self) -> None:
+        costs = dataclasses.replace(FREE, latency=1e-3, call=5e-3, local={"int8": 1e-9})
+        row = row_of(room(costs=costs), self.load, "int8", "ring")
+        free = row_of(room(), self.load, "int8", "ring")
+        buckets = 2  # of 8 MiB
+        assert row.local == pytest.approx(4e6 * 1e-9)
+        assert row.latency == pytest.approx(5e-3 + buckets * 6e-3)
+        assert row.exchange == pytest.approx(free.exchange + row.local + row.latency)
+
+    def test_a_family_without_costs_has_those_of_the_dearest(self) -> None:
+        assert dataclasses.replace(FREE, local={"int8": 1e-9, "vote": 2e-9}).of("cnat") == 2e-9
+
+    def test_what_hides_behind_the_backward_pass(self) -> None:
+        hides = dataclasses.replace(FREE, overlap=True)
+        short = row_of(room(rate="100Gbit", costs=hides), self.load, "float32", "native")
+        # Only the last bucket has nothing to hide behind.
+        assert short.exposed == pytest.approx(short.exchange / 8)
+        long = row_of(room(rate="100Mbit", costs=hides), self.load, "float32", "native")
+        assert long.exchange > 0.3 and long.exposed > long.exchange - 0.1
+
+    def test_accumulation_pays_for_one_exchange_in_several_steps(self) -> None:
+        twice = row_of(room(), plan.workload(4e6, 100.0, 2), "float32", "native")
+        once = row_of(room(), self.load, "float32", "native")
+        assert twice.exchange == once.exchange and twice.efficiency > once.efficiency
+        assert twice.efficiency == pytest.approx(0.2 / (0.2 + once.exchange))
+
+    def test_a_pytree_has_the_thin_matrices_of_its_leaves(self) -> None:
+        params = {"w": jnp.zeros((300, 500)), "b": jnp.zeros(500)}
+        row = row_of(room(), plan.workload(params, 1.0), "powersgd2", "native")
+        assert row.bytes_busiest_link == pytest.approx(1.5 * 4 * (2 * 800 + 500), rel=1e-2)
+
+
+class TestChoice:
+    """The fastest, unless something better is as fast."""
+
+    def test_on_fast_links_it_says_not_to_compress(self) -> None:
+        found = plan.plan(room(rate="100Gbit", costs=plan.costs.defaults("gpu")), TestNumbers.load)
+        assert found.choice.method == Method("float32", "native")
+        assert found.headline.startswith("Do not compress: float32; 9")
+
+    def test_on_slow_links_it_compresses_as_far_as_is_allowed(self) -> None:
+        for quality, family in (("exact", "float32"), ("16bit", "bfloat16"), ("unbiased", "cnat")):
+            found = plan.plan(room(rate="50Mbit"), TestNumbers.load, quality)
+            assert found.choice.method.family == family
+            assert any(row.method == Method("float32", "native") for row in found.rows)
+        assert plan.plan(room(rate="50Mbit"), TestNumbers.load, "16bit").headline.startswith(
+            "Send 16 bits, bfloat16/"
+        )
+        best = plan.plan(room(rate="50Mbit"), TestNumbers.load)
+        assert best.headline.startswith("Compress, ") and best.choice.speedup > 10
+        assert best.rows[1].step <= best.rows[2].step <= best.rows[-1].step
+
+    def test_what_limits(self) -> None:
+        found = plan.plan(room(rate="50Mbit"), TestNumbers.load, "exact")
+        assert found.choice.limit == "h0-s0"
+        slow = dataclasses.replace(FREE, local={"float32": 1e-5})
+        assert row_of(room(costs=slow), TestNumbers.load, "float32", "native").limit == (
+            "encoding and decoding"
+        )
+        late = dataclasses.replace(FREE, latency=10.0)
+        row = row_of(room(costs=late), TestNumbers.load, "float32", "native")
+        assert row.limit == "latency"
+
+    def test_it_makes_what_it_chose(self, make_mesh: Any) -> None:
+        found = plan.plan(room(rate="50Mbit"), TestNumbers.load, "16bit")
+        mesh = found.mesh("data", jax.devices()[:4])
+        with jax.set_mesh(mesh):
+            tx = found.transformation("data")
+            params = jaxcomm.replicate({"w": jnp.ones((4, 4))})
+            grads = {"w": jnp.ones((4, 4, 4))}
+            updates, _ = jax.jit(tx.update)(grads, tx.init(params))
+        np.testing.assert_array_equal(updates["w"], 1)
+        with pytest.raises(ValueError, match="the cluster has 4 devices, got 3"):
+            found.mesh("data", jax.devices()[:3])
+
+
+class TestOrderAndLevels:
+    """Ranks that were dealt without a look at the network, and networks of two levels."""
+
+    def test_shuffled_ranks_of_a_chain_cost_nothing(self) -> None:
+        made, shuffled = plan.fabrics.chain("c", 16, 100), tuple(np.random.permutation(16).tolist())
+        order = best_order(made, Model(), shuffled)
+        times = [
+            Simulation(made, Model(), o).seconds(jaxcomm.algorithms.ring(), 1e8)
+            for o in (range(16), order, shuffled)
+        ]
+        assert times[1] <= 1.05 * times[0] < times[2]
+        moved = dataclasses.replace(plan.cluster(made, FREE), order=shuffled)
+        found = plan.plan(moved, TestNumbers.load)
+        assert found.cluster.order != shuffled and "order of the devices" in "\n".join(
+            found.lines()
+        )
+        kept = plan.plan(moved, TestNumbers.load, reorder=False)
+        assert kept.cluster.order == shuffled and kept.float32.step > found.float32.step
+
+    def test_clusters_whose_hosts_are_mixed_are_walked_one_after_the_other(self) -> None:
+        made = plan.fabrics.clusters("c", 8, 100)
+        order = best_order(made, Model(), (0, 4, 1, 5, 2, 6, 3, 7))
+        assert {frozenset(order[:4]), frozenset(order[4:])} == {
+            frozenset(range(4)),
+            frozenset(range(4, 8)),
+        }
+
+    def test_levels(self, tmp_path: Path) -> None:
+        assert plan.cluster(plan.fabrics.clusters("c", 8, 100)).levels == (2, 4)
+        assert plan.cluster(plan.fabrics.chain("c", 8, 100)).levels is None
+        assert room(8).levels is None
+        path = tmp_path / "nodes.yaml"
+        path.write_text(
+            "fabric: star\nhosts: 2\nrate: 1Gbit\nnodes: {devices: 4, bandwidth: 300Gbit}"
+        )
+        made = plan.load_cluster(str(path), costs=FREE)
+        assert made.levels == (2, 4) and made.devices == 8
+        names = {row.method.name for row in predictions(made, TestNumbers.load)}
+        assert "bfloat16/hierarchical" in names and "cnat/ring" in names
+        found = plan.plan(made, TestNumbers.load, "16bit")
+        assert found.mesh(("far", "near"), jax.devices()[:8]).shape == {"far": 2, "near": 4}
+
+    def test_two_cards_halve_the_time_of_a_machine(self, tmp_path: Path) -> None:
+        path = tmp_path / "nodes.yaml"
+        path.write_text("fabric: star\nhosts: 2\nrate: 1Gbit\nnodes: {devices: 4}")
+        one, two = (
+            row_of(plan.load_cluster(str(path), s, FREE), TestNumbers.load, "float32", "direct")
+            for s in ({}, {"nodes.nics": 2})
+        )
+        # A message takes one cable; the number of its target says which.
+        assert two.exchange < 0.8 * one.exchange
+
+
+@pytest.mark.parametrize(
+    ("text", "sets", "message"),
+    [
+        ("fabric: star\nhosts: 4\nrate: 0\n", {}, "line 3: rate is 0 Mbit/s"),
+        ("fabric: star\nhosts: 4\nrate: 1 parsec\n", {}, "line 3: a rate is a number of Mbit/s"),
+        ("fabric: star\nhosts: 4\nrate: 1\nnodes: 3\n", {}, "line 4: nodes has devices, nics"),
+        ("fabric: star\nhosts: 4\nrate: 1\nnodes: {gpus: 3}\n", {}, "line 4: unknown key 'gpus'"),
+        ("fabric: star\nhosts: 4\nrate: 1\norder: [0, 1]\n", {}, "line 4: order names every host"),
+        (
+            "fabric: star\nhosts: 4\nrate: 1\ndevice: abacus\n",
+            {},
+            "line 4: unknown device 'abacus'",
+        ),
+        ("fabric: star\nhosts: 4\nrate: 1\ncosts: no.yaml\n", {}, "line 4: there is no file"),
+        ("version: 9\nfabric: star\nhosts: 4\nrate: 1\n", {}, "line 1: this is version 1"),
+        ("fabric: star\nhosts: 4\nrate: 1\n", {"link[s0,h9].rate": 5}, "there is no such link"),
+        ("fabric: star\nhosts: 4\nrate: 1\n", {"link.rate": 5}, r"write link\[s0,s1\]"),
+        ("fabric: star\nhosts: 4\nrate: 1\n", {"gpus.rate": 5}, "gpus.rate: unknown setting"),
+        ("fabric: star\nhosts: 4\nrate: 1\n", {"rate": "-3"}, "rate=-3: rate is -3 Mbit/s"),
+        ("fabric: explicit\nhosts: 3\nlinks: [[h0, h1, 5]]\n", {}, "no path leads from h0 to h2"),
+    ],
+)
+def test_a_wrong_cluster_is_one_line(
+    text: str, sets: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        plan.load_cluster(str(path), sets)
+    assert "\n" not in str(error.value)
+
+
+def test_settings_change_a_link() -> None:
+    slow = plan.load_cluster("clusters", {"link[0,1].bandwidth": "10Mbit", "hosts": "4"}, FREE)
+    rates = {link.ends: link.rate for link in slow.topology.links}
+    assert rates["s0", "s1"] == 10 and rates["h0", "s0"] == 50
+
+
+@pytest.mark.parametrize(
+    ("params", "step_ms", "message"),
+    [
+        (0, 1.0, "params is a number of parameters, got 0"),
+        (1e6, -1.0, "a step takes a positive time, got -0.001"),
+        ({"w": 3.0}, 1.0, "a pytree of arrays or of shapes"),
+        ({}, 1.0, "there are no parameters"),
+    ],
+)
+def test_a_wrong_workload(params: Any, step_ms: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan.workload(params, step_ms)
+
+
+class TestCosts:
+    """Measured, written and read back."""
+
+    def test_they_are_read_as_written(self, tmp_path: Path) -> None:
+        costs = dataclasses.replace(FREE, latency=1e-4, local={"int8": 1e-9})
+        costs.save(tmp_path / "costs.yaml")
+        assert plan.read_costs(tmp_path / "costs.yaml") == costs
+
+    @pytest.mark.parametrize(
+        ("old", "new", "message"),
+        [
+            ("latency: 0.0", "latency: -1.0", "latency is in seconds, 0 or more, got -1.0"),
+            ("latency: 0.0", "latency: soon", "line 3: latency is a number, got 'soon'"),
+            ("latency: 0.0", "lateness: 0.0", "line 3: unknown key 'lateness'"),
+            ("version: 1", "version: 2", "line 1: this is version 1 of costs"),
+            ("local: {}", "local: {int8: fast}", "int8 takes seconds a value, got 'fast'"),
+            ("overlap: false", "overlap: 1", "overlap is true or false, got 1"),
+            ("efficiency: 1.0", "efficiency: 2.0", r"efficiency is a share in \(0, 1\], got 2.0"),
+        ],
+    )
+    def test_a_wrong_file_is_one_line(
+        self, old: str, new: str, message: str, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "costs.yaml"
+        FREE.save(path)
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+        with pytest.raises(ValueError, match=message) as error:
+            plan.read_costs(path)
+        assert "\n" not in str(error.value)
+
+    def test_a_probe_of_simulated_devices(self, make_mesh: Any) -> None:
+        found = plan.probe(make_mesh(4), families=["float32"])
+        assert found.source.startswith("measured on 4 devices") and found.latency > 0
+        assert set(found.local) == {"float32"} and found.local["float32"] > 0
+        with pytest.raises(ValueError, match="unknown family 'int3'"):
+            plan.probe(make_mesh(4), families=["int3"])
+        with pytest.raises(ValueError, match="several devices"):
+            plan.probe(make_mesh(1))
+        with pytest.raises(ValueError, match="the cluster has 2 devices, the mesh 4"):
+            plan.probe(make_mesh(4), plan.cluster(plan.fabrics.star("two", 2, 10)))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["plan", *arguments])
+    return main()
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("star", "--params=25.6e6", "--step-ms=234", "--set", "rate=1Gbps")
+    assert run(monkeypatch, *asked, "--json") == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert rows[0]["step_ms"] <= rows[-1]["step_ms"]
+    assert {"method", "exchange_ms", "interval_ms", "busiest_link", "config"} <= set(rows[0])
+    assert run(monkeypatch, *asked) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("as it is:  Compress") and "what limits you: h0-s0" in shown
+    assert run(monkeypatch, *asked[:3], "--set", "link[s0,s9].rate=1") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("plan: link[s0,s9]: there is no such link; there are h0-s0")
+    assert said.count("\n") == 1
