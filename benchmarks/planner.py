@@ -32,7 +32,7 @@ from benchmarks.netlab.worker import Jax, measure
 from jaxcomm import plan
 from jaxcomm.plan.costs import Costs
 from jaxcomm.plan.methods import QUALITIES, Method
-from jaxcomm.plan.predict import ERRORS, predictions
+from jaxcomm.plan.predict import ERRORS, kind_of, predictions
 
 NAME = "benchmarks.planner"
 METHODS = (
@@ -225,8 +225,7 @@ def of_group(cases: list[Any], kept: dict[str, Any]) -> dict[str, Any]:
         times = predicted(case, kept)
         over += [found for _, _, found in choices(case, times)]
         for row in case["rows"]:
-            algorithm = as_method(row["method"]).algorithm
-            ratios[algorithm].append(times[row["method"]] / row["ms"])
+            ratios[kind_of(as_method(row["method"]))].append(times[row["method"]] / row["ms"])
     errors = {
         name: {
             "rows": len(found),
@@ -268,13 +267,13 @@ def draw(kept: dict[str, Any], path: str) -> None:
     for case in kept["cases"]:
         times = predicted(case, kept)
         for row in case["rows"]:
-            x, y = points.setdefault(as_method(row["method"]).algorithm, ([], []))
+            x, y = points.setdefault(kind_of(as_method(row["method"])), ([], []))
             x.append(row["ms"])
             y.append(times[row["method"]])
     ends = [1, max(max(x) for x, _ in points.values())]
     axes.plot(ends, ends, color="0.7", linewidth=1)
     for name, (x, y) in points.items():
-        axes.plot(x, y, ".", label={"own": "sparse"}.get(name, name))
+        axes.plot(x, y, ".", label={"own": "sparse and low rank"}.get(name, name))
     axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=100)

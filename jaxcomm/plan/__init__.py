@@ -6,7 +6,7 @@ In reading order: a topology, a cluster with its costs, a workload, and the plan
 from jaxcomm.plan import fabrics
 from jaxcomm.plan.choosing import Plan, plan
 from jaxcomm.plan.cluster import Cluster, cluster, load_cluster
-from jaxcomm.plan.costs import Costs
+from jaxcomm.plan.costs import Costs, defaults
 from jaxcomm.plan.costs import read as read_costs
 from jaxcomm.plan.files import TOPOLOGIES, load
 from jaxcomm.plan.messages import Coded, Votes
@@ -33,6 +33,7 @@ __all__ = [
     "Votes",
     "Workload",
     "cluster",
+    "defaults",
     "fabrics",
     "load",
     "load_cluster",

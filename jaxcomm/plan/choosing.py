@@ -120,7 +120,7 @@ class Plan:
             more = ", ..." if self.cluster.devices > 32 else ""
             found.append(f"order of the devices for a faster ring: {order}{more}")
         head = (
-            f"{'method':26}{'exchange ms':>14}{'+-':>6}{'exposed':>10}{'step ms':>10}"
+            f"{'method':29}{'exchange ms':>14}{'+-':>6}{'exposed':>10}{'step ms':>10}"
             f"{'computes':>10}{'speed-up':>10}{'link MB':>10}  {'busiest link':14}{'needs'}"
         )
         return [*found, head, *(_line(row) for row in self.rows[:rows])]
@@ -142,7 +142,7 @@ def _step_of(row: Prediction) -> float:
 def _line(row: Prediction) -> str:
     link = "-".join(row.busiest_link) if row.busiest_link else ""
     return (
-        f"{row.method.name:26}{1e3 * row.exchange:14.1f}{row.error:6.0%}{1e3 * row.exposed:10.1f}"
+        f"{row.method.name:29}{1e3 * row.exchange:14.1f}{row.error:6.0%}{1e3 * row.exposed:10.1f}"
         f"{1e3 * row.step:10.1f}{row.efficiency:10.1%}{row.speedup:10.2f}"
         f"{row.bytes_busiest_link / 1e6:10.2f}  {link:14}{row.method.about.needs}"
     ).rstrip()

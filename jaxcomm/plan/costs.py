@@ -120,9 +120,15 @@ def defaults(device: str) -> Costs:
     return DEFAULTS[device]
 
 
-# CPU: `python -m jaxcomm.probe` on one process of an x86 server with a core of its own. GPU: passes
-# over memory of 2 TB/s that the methods make, counted and not measured, and what NCCL over TCP is
-# known for: tens of microseconds for a message.
+def _passes(**bytes_of: float) -> dict[str, float]:
+    """Seconds of a value, for the bytes of memory that its methods read and write."""
+    return {family: count / _MEMORY for family, count in bytes_of.items()}
+
+
+# CPU: `python -m jaxcomm.probe --simulate=2` on an x86 server with two cores. GPU: counted, not
+# measured: bytes that the methods read and write of a memory of 2 TB/s, and tens of microseconds
+# for a message over TCP.
+_MEMORY = 2e12
 DEFAULTS = {
     "cpu": Costs(
         source="defaults for a CPU, not measured here",
@@ -142,6 +148,18 @@ DEFAULTS = {
         half_duplex=False,
         overlap=True,
         call=5e-5,
-        local={},
+        local=_passes(
+            float32=8,
+            bfloat16=16,
+            float16=16,
+            int8=24,
+            fp8_e4m3=24,
+            cnat=20,
+            int4=40,
+            scaled_sign=40,
+            vote=14,
+            **dict.fromkeys(("oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussiank"), 80),
+            **dict.fromkeys(("powersgd1", "powersgd2", "powersgd4"), 28),
+        ),
     ),
 }

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxcomm.plan.cluster import Cluster
-from jaxcomm.plan.methods import QUALITIES, Method, Sent, methods, sent
+from jaxcomm.plan.methods import FAMILIES, QUALITIES, Method, Sent, methods, sent
 from jaxcomm.plan.simulate import Exchange, Model, Simulation
 from jaxcomm.plan.workload import Workload
 
@@ -22,6 +22,12 @@ ERRORS = {
     "own": 0.3,
 }
 BASELINE = Method("float32", "native")
+
+
+def kind_of(method: Method) -> str:
+    """Its place in ERRORS: its algorithm, or "own" for what is more than one plain mean."""
+    is_plain = FAMILIES[method.family].options["method"] in ("mean", "majority_vote")
+    return method.algorithm if is_plain else "own"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +199,7 @@ def _prediction(
         speedup=with_float32 / step,
         bytes_busiest_link=sum(part.times * e.bytes_busiest_link for part, e in made),
         busiest_link=busiest.busiest_link if busiest else None,
-        error=ERRORS[method.algorithm],
+        error=ERRORS[kind_of(method)],
     )
 
 

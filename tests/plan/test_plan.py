@@ -83,7 +83,7 @@ class TestChoice:
     """The fastest, unless something better is as fast."""
 
     def test_on_fast_links_it_says_not_to_compress(self) -> None:
-        found = plan.plan(room(rate="100Gbit", costs=plan.costs.defaults("gpu")), TestNumbers.load)
+        found = plan.plan(room(rate="100Gbit", costs=plan.defaults("gpu")), TestNumbers.load)
         assert found.choice.method == Method("float32", "native")
         assert found.headline.startswith("Do not compress: float32; 9")
 
