@@ -11,6 +11,7 @@ without it is shown too. `--costs` names what `python -m jaxcomm.probe` measured
 
 import argparse
 import json
+import signal
 import sys
 
 from jaxcomm import plan
@@ -64,4 +65,5 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     sys.exit(main())
