@@ -6,9 +6,13 @@ first command on every node. On bare machines: also --coordinator, --num_process
 Every field of a config is a flag: --config.sync.codec=float32. --helpfull lists them.
 """
 
-from absl import flags
+from train import signals
 
-from train import main
+signals.install()  # Before seconds of imports.
+
+from absl import flags  # noqa: E402
+
+from train import main  # noqa: E402
 
 flags.adopt_module_key_flags(main)  # So that --help shows them.
 main.run()

@@ -1,9 +1,16 @@
 """Joining the processes of a run, whoever started them."""
 
 import socket
+import sys
+import threading
 import time
 
 from train.errors import UserError
+
+MAX_PORT = 65535
+SAY_SECONDS = 30.0  # After which a process says what it waits for.
+# How a client of HTTP/2 opens, with settings that change nothing (RFC 9113, sections 3.4 and 6.5).
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
@@ -14,10 +21,11 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
 
     Raises:
       UserError: if only some of the arguments are given, or the coordinator's port is taken, or
-        nobody answers there.
+        nobody or another program answers there.
     """
     import jax
 
+    jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is for `train.signals`.
     if coordinator is None and num_processes is None and process_id is None:
         try:
             jax.distributed.initialize()
@@ -29,17 +37,33 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
     if not 0 <= process_id < num_processes:
         raise UserError(f"--process_id={process_id} is not one of --num_processes={num_processes}")
     host, _, port = coordinator.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(f"--coordinator={coordinator}: expected host:port")
+    if not host or not port.isdigit() or not 1 <= int(port) <= MAX_PORT:
+        raise UserError(
+            f"--coordinator={coordinator}: expected host:port, with a port of 1 to {MAX_PORT}"
+        )
     if process_id == 0:
         check_port(int(port))
     else:
         await_port(host, int(port))
+        check_answer(host, int(port))
+    waiting = threading.Timer(SAY_SECONDS, _say_waiting, (coordinator, num_processes))
+    waiting.daemon = True
+    waiting.start()
     jax.distributed.initialize(coordinator, num_processes, process_id)
+    waiting.cancel()
+
+
+def _say_waiting(coordinator: str, num_processes: int) -> None:
+    print(
+        f"waiting for the {num_processes} processes of the run to come to {coordinator}",
+        file=sys.stderr,
+    )
 
 
 def check_port(port: int) -> None:
     """Raises if another program listens on a port of this machine: jax would wait for it."""
+    if not 1 <= port <= MAX_PORT:
+        raise UserError(f"port {port} is not one of 1 to {MAX_PORT}")
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -59,3 +83,23 @@ def await_port(host: str, port: int, seconds: float = 300.0) -> None:
             if isinstance(error, socket.gaierror) or time.monotonic() > deadline:
                 raise UserError(f"cannot reach process 0 at {host}:{port}: {error}") from error
         time.sleep(0.1)
+
+
+def check_answer(host: str, port: int, seconds: float = 20.0) -> None:
+    """Raises if what listens there is no gRPC server, as process 0 is: jax would wait for minutes.
+
+    A server of HTTP/2, on which gRPC is built, begins with its settings: a frame of type 4.
+    """
+    answer = b""
+    try:
+        with socket.create_connection((host, port), timeout=seconds) as connection:
+            connection.settimeout(seconds)
+            connection.sendall(HELLO)
+            answer = connection.recv(9)
+    except OSError:
+        pass
+    if answer[3:4] != b"\4":
+        said = f"answers {answer!r}" if answer else "does not answer"
+        raise UserError(
+            f"{host}:{port} {said}, so it is not process 0 of a run: look at --coordinator"
+        )

@@ -1,7 +1,13 @@
-"""Mistakes in a config or on the command line: one line each, before anything is compiled."""
+"""Why a run cannot go on: one line each, and one exit status for each kind.
+
+Status 2: a mistake in the config or on the command line, found before anything is compiled. Status
+3: what another start would meet again, such as a full disk. Any other failure ends with its
+traceback and status 1; it may be gone after a restart.
+"""
 
 import difflib
-from collections.abc import Mapping
+import errno
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -9,6 +15,27 @@ T = TypeVar("T")
 
 class UserError(Exception):
     """A mistake of the person who started the run; `train.main` prints it as one line."""
+
+
+class RunError(Exception):
+    """A run cannot go on, and would not after a restart; `train.main` prints it as one line."""
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write failed for want of space, whichever library reports it."""
+    return any(
+        getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        or "No space left on device" in str(cause)
+        or "Disk quota exceeded" in str(cause)
+        for cause in causes(error)
+    )
 
 
 def choose(table: Mapping[str, T], name: str, field: str) -> T:

@@ -1,25 +1,25 @@
 """Starts the processes of one machine: `python -m train.launch --processes=4 -- --config=...`.
 
 Flags: --processes=N on this machine; --cluster=FILE, one of configs/cluster; --port=P of process 0,
-by default a free one. The flags of `python -m train` follow `--`.
+by default a free one; --max_restarts=R, by default 0. The flags of `python -m train` follow `--`.
 
 Process 0 writes to this terminal, the others to files whose last lines are shown if they fail. The
-first failure ends the others; so does Ctrl-C.
+first failure ends the others. With --max_restarts, all of them then start again from the last
+checkpoint, up to R times; a mistake in the config or a full disk would only come again and ends the
+run. SIGTERM makes the processes save and end, and the status is 0. Ctrl-C ends them at once. They
+never outlive this program.
 
-Variables that must be set before jax starts come from a cluster file, and are printed; so are
-settings of glibc that spare CPUs page faults. If a machine has several processes, this program also
-tells them how to find each other. If it has one, the flags after `--` or the scheduler do.
+Variables that must be set before jax starts come from a cluster file, and are printed. Processes
+without a GPU also get settings of glibc that spare page faults. If a machine has several processes,
+this program also tells them how to find each other. If it has one, the flags after `--` or the
+scheduler do.
 """
 
 import os
 import runpy
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,16 +28,27 @@ from absl import flags
 
 from train.distributed import check_port
 from train.errors import UserError
+from train.supervise import Asked, supervise
 
-LAST_LINES = 15
-GRACE_SECONDS = 5.0  # Between asking a process to end and ending it.
+FINAL = (0, 2, 3)  # Statuses of `python -m train` after which a restart would not help.
 
 
 class Launch(NamedTuple):
-    """What is to be started: how many processes, which port, which variables, which flags."""
+    """What is to be started.
+
+    Attributes:
+      processes: on this machine.
+      port: of process 0; 0 for a free one at every start.
+      max_restarts: how often all processes may be started again.
+      shown: variables of the cluster file.
+      settings: all variables; `{process_id}` in a value becomes the number of the process.
+      arguments: flags of `python -m train`.
+    """
 
     processes: int
     port: int
+    max_restarts: int
+    shown: dict[str, str]
     settings: dict[str, str]
     arguments: Sequence[str]
 
@@ -48,23 +59,29 @@ def main(argv: Sequence[str]) -> int:
         if "--help" in argv[1:2]:
             print(__doc__)
             return 0
-        processes, port, settings, arguments = parse(argv)
+        launch = parse(argv)
     except (flags.Error, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for name, value in settings.items():
+    for name, value in launch.shown.items():
         print(f"launch: {name}={value}", file=sys.stderr)
     environments = [
-        {name: value.format(process_id=i) for name, value in settings.items()}
-        for i in range(processes)
+        {name: value.format(process_id=i) for name, value in launch.settings.items()}
+        for i in range(launch.processes)
     ]
-    # A flag rather than an exception, which could lose a process that is just being started.
-    interrupted = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: interrupted.set())
-    commands = commands_of(processes, port, arguments)
-    with tempfile.TemporaryDirectory(prefix="jaxcomm-") as logs:
-        return supervise(commands, environments, Path(logs), interrupted)
+    asked = Asked()
+    for restart in range(launch.max_restarts + 1):
+        port = launch.port or free_port()
+        commands = commands_of(launch.processes, port, launch.arguments, restart)
+        with tempfile.TemporaryDirectory(prefix="jaxcomm-") as logs:
+            status = supervise(commands, environments, Path(logs), asked)
+        if asked.signal or status in FINAL or restart == launch.max_restarts:
+            return status
+        print(
+            f"launch: restart {restart + 1} of {launch.max_restarts} from the last checkpoint",
+            file=sys.stderr,
+        )
+    raise AssertionError("the last start returns")
 
 
 def parse(argv: Sequence[str]) -> Launch:
@@ -79,6 +96,9 @@ def parse(argv: Sequence[str]) -> Launch:
     )
     flags.DEFINE_string("cluster", None, "A file of configs/cluster.", flag_values=values)
     flags.DEFINE_integer("port", 0, "Port of process 0; 0 finds a free one.", flag_values=values)
+    flags.DEFINE_integer(
+        "max_restarts", 0, "Starts after a failure.", lower_bound=0, flag_values=values
+    )
     split = argv.index("--") if "--" in argv else len(argv)
     rest = values(list(argv[:split]))[1:]
     if rest:
@@ -89,10 +109,14 @@ def parse(argv: Sequence[str]) -> Launch:
         raise UserError("--processes is missing")
     if values.port:
         check_port(values.port)
-    settings = {**cluster.get("env", {}), **memory_settings()}
+    arguments = argv[split + 1 :]
+    if values.max_restarts and not any(a.lstrip("-").startswith("workdir") for a in arguments):
+        raise UserError("--max_restarts needs --workdir=DIR after `--`: a restart continues there")
+    shown = cluster.get("env", {})
+    settings = {**shown, **memory_settings()}
     if processes > 1:  # On a machine with GPUs, one for each process; on others without effect.
         settings = {"JAX_LOCAL_DEVICE_IDS": "{process_id}", **settings}
-    return Launch(processes, values.port or free_port(), settings, argv[split + 1 :])
+    return Launch(processes, values.port, values.max_restarts, shown, settings, arguments)
 
 
 def memory_settings() -> dict[str, str]:
@@ -118,9 +142,13 @@ def read_cluster(path: str) -> dict:
     return runpy.run_path(path)["get_config"]().to_dict()
 
 
-def commands_of(processes: int, port: int, arguments: Sequence[str]) -> list[list[str]]:
+def commands_of(
+    processes: int, port: int, arguments: Sequence[str], restart: int
+) -> list[list[str]]:
     """The command line of each process."""
     command = [sys.executable, "-m", "train", *arguments]
+    if restart:
+        command.append(f"--restart={restart}")
     if processes == 1:
         return [command]
     together = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={processes}"]
@@ -132,76 +160,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
-
-
-def supervise(
-    commands: list[list[str]],
-    environments: list[dict[str, str]],
-    logs: Path,
-    interrupted: threading.Event,
-) -> int:
-    """Runs the commands until all have ended well, one has not, or an interrupt comes.
-
-    Returns:
-      0, the status of the first process that failed, or 130; by then all have ended.
-    """
-    running: list[subprocess.Popen] = []
-    try:
-        for i, (command, environment) in enumerate(zip(commands, environments, strict=True)):
-            running.append(start(command, environment, logs / f"{i}.log" if i else None))
-        return wait(running, logs, interrupted)
-    finally:
-        end(running)
-
-
-def start(command: list[str], environment: dict[str, str], log: Path | None) -> subprocess.Popen:
-    """Starts one process; it writes to a file, or to where this program writes."""
-    env = {**os.environ, **environment}
-    if log is None:
-        return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL)
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        )
-
-
-def wait(running: list[subprocess.Popen], logs: Path, interrupted: threading.Event) -> int:
-    """Waits until all processes have ended well or the first has failed, and says which."""
-    while not interrupted.wait(0.01):
-        statuses = [process.poll() for process in running]
-        for rank, status in enumerate(statuses):
-            if status:
-                report(rank, status, logs)
-                # What a signal has ended has a negative status, for which shells say 128 + signal.
-                return status if status > 0 else 128 - status
-        if None not in statuses:
-            return 0
-    print("launch: interrupted; all processes end", file=sys.stderr)
-    return 130
-
-
-def report(rank: int, status: int, logs: Path) -> None:
-    """Names the process that failed; the output of process 0 has been seen already."""
-    how = f"status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
-    print(f"launch: process {rank} failed with {how}; the others are ended", file=sys.stderr)
-    log = logs / f"{rank}.log"
-    if log.exists():
-        lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-        print("\n".join([f"launch: last lines of process {rank}:", *lines]), file=sys.stderr)
-
-
-def end(running: list[subprocess.Popen]) -> None:
-    """Asks the processes that still run to end, then ends them."""
-    for process in running:
-        if process.poll() is None:
-            process.terminate()
-    deadline = time.monotonic() + GRACE_SECONDS
-    for process in running:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 if __name__ == "__main__":

@@ -8,38 +8,54 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 
 import jaxcomm
-from train import checkpoint, data, measure, metrics, models, report, state, step, sync, watched
+from train import (
+    checkpoint,
+    data,
+    measure,
+    metrics,
+    models,
+    report,
+    signals,
+    state,
+    step,
+    sync,
+    watched,
+)
 from train.errors import check_sizes
 
 
-def train(config: Any, workdir: Path, started: float) -> dict[str, Any]:
+def train(
+    config: Any, workdir: Path, started: float, restarted: bool = False
+) -> dict[str, Any] | None:
     """Trains, evaluates, measures what the exchange costs, and reports.
 
     Args:
       config: a config of `configs/`.
       workdir: directory of metrics, events and checkpoints; all processes see the same one.
       started: `time.perf_counter()` at the start of the program.
+      restarted: whether the launcher has started the run again: it continues at its last
+        checkpoint, or begins anew if it had none.
 
     Returns:
-      The summary.
+      The summary, or None if SIGTERM asked the run to end.
 
     Raises:
       train.errors.UserError: if the config, the data, the directory or a checkpoint do not fit.
+      train.errors.RunError: if the run cannot go on, and could not after a restart.
     """
     # All devices of all processes, along one axis.
     mesh = jaxcomm.data_mesh()
     jax.set_mesh(mesh)
     check_sizes(config, mesh.size)
-    metrics.prepare_workdir(workdir, config)
 
     # The data: this process reads the shards of its own devices.
     own = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
     images = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
     test = [jaxcomm.global_batch(batch, sync.AXIS) for batch in images.test]
-    example = {name: test[0][name] for name in ("image", "label")}  # Like a training batch.
+    rows = test[0]
+    example = {"image": rows["image"], "label": rows["label"], step.STOP: rows["weight"]}
 
     # The model, its gradient, the exchange of gradients and behind it the optimizer.
     graph, params = models.build(config.model, images.image_shape, images.classes, config.seed)
@@ -51,11 +67,11 @@ def train(config: Any, workdir: Path, started: float) -> dict[str, Any]:
 
     # Where the run stands: at its beginning, or at its last checkpoint.
     train_state = state.init(params, tx)
-    checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
-    if config.checkpoint.resume:
-        train_state = checkpoints.restore(train_state, images.train)
-    else:
-        checkpoints.require_none()
+    folder = workdir / "checkpoints"
+    saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
+    checkpoints = checkpoint.Checkpoints(folder, config.checkpoint.keep)
+    if saved is not None:
+        train_state = checkpoints.restore(saved, train_state, images.train)
     start = int(train_state.step)
 
     # One compiled step serves the whole run; what it sends is read from it.
@@ -65,12 +81,14 @@ def train(config: Any, workdir: Path, started: float) -> dict[str, Any]:
 
     frozen_at = watched.step_of(train_state.opt_state)
     with metrics.Recorder(workdir, start, config.steps, frozen_at) as recorder:
+        signals.ask_to_stop()
         for number in range(start + 1, config.steps + 1):
-            batch = jaxcomm.global_batch(next(images.train), sync.AXIS)
+            batch = jaxcomm.global_batch(stoppable(next(images.train)), sync.AXIS)
             train_state, values = train_step(train_state, batch)
             recorder.train(number, values)
+            checkpoints.check()
 
-            last = number == config.steps
+            last = number == config.steps or recorder.stop
             if number % config.eval_every == 0 and not last:
                 with recorder.pause():
                     tested = step.evaluate(eval_step, train_state.params, test)
@@ -78,10 +96,15 @@ def train(config: Any, workdir: Path, started: float) -> dict[str, Any]:
             if number % config.checkpoint.every == 0 or last:
                 with recorder.pause():
                     checkpoints.save(number, train_state, images.train)
+            if recorder.stop:
+                checkpoints.close()
+                report.stopped(number, workdir)
+                return None
         with recorder.pause():
             tested = step.evaluate(eval_step, train_state.params, test)
             recorder.write("test", config.steps, tested)
             checkpoints.close()
+        signals.all_is_saved()
 
         # What the exchange costs: the same step without it, from the same parameters.
         plain_tx = optax.chain(sync.no_exchange(), optimizer)
@@ -105,7 +128,7 @@ def train(config: Any, workdir: Path, started: float) -> dict[str, Any]:
     return summary
 
 
-def new_workdir(name: str) -> Path:
-    """A folder of its own for a run that was given none; all processes agree on it."""
-    seconds = int(multihost_utils.broadcast_one_to_all(np.uint32(time.time())))
-    return Path("workdir", name, time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds)))
+def stoppable(batch: dict[str, Any]) -> dict[str, Any]:
+    """Adds to a batch whether this process was asked to end, which all learn in the same step."""
+    asked = np.full(len(batch["label"]), signals.stop.is_set(), np.float32)
+    return {**batch, step.STOP: asked}

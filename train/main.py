@@ -11,13 +11,14 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from train.distributed import join
-from train.errors import UserError
+from train.errors import RunError, UserError, is_disk_full
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Output; by default a new folder in workdir/.")
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
+_RESTART = flags.DEFINE_integer("restart", 0, "Set by train.launch: the number of this restart.")
 
 
 def main(argv: list[str]) -> None:
@@ -26,10 +27,11 @@ def main(argv: list[str]) -> None:
     path = parse(argv)
     give_simulated_devices_threads()
     join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-    from train import loop  # Seconds of imports, which a mistyped flag need not wait for.
+    from train import loop, workdir  # Seconds of imports, which a mistyped flag need not wait for.
 
-    workdir = Path(_WORKDIR.value) if _WORKDIR.value else loop.new_workdir(path.stem)
-    loop.train(_CONFIG.value, workdir, started)
+    folder = Path(_WORKDIR.value) if _WORKDIR.value else workdir.new(path.stem)
+    with workdir.claimed(folder, _CONFIG.value):
+        loop.train(_CONFIG.value, folder, started, restarted=_RESTART.value > 0)
 
 
 def parse(argv: list[str]) -> Path:
@@ -65,19 +67,42 @@ def give_simulated_devices_threads() -> None:
 
 
 def run() -> None:
-    """Runs `main`: a user's mistake becomes one line, a defect a traceback, and nothing hangs."""
+    """Runs `main`: a failure with a known reason becomes one line, a defect a traceback."""
+    keep_stdout()
     try:
         main(sys.argv)
         return
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        status = 2
-    except KeyboardInterrupt:
-        status = 130
-    except Exception:
-        traceback.print_exc()
-        status = 1
+    except Exception as error:
+        status, line = explained(error)
+        if line is None:
+            traceback.print_exc()
+        else:
+            print(f"error: {line}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     # Not sys.exit: jax would wait for the other processes there, which wait for this one.
     os._exit(status)
+
+
+def keep_stdout() -> None:
+    """Keeps standard output for Python: Gloo prints a line there for every group of processes."""
+    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+
+
+def explained(error: Exception) -> tuple[int, str | None]:
+    """The exit status that an exception becomes and its line, or None where the reason is unknown.
+
+    `train.errors` says what each status means.
+    """
+    if isinstance(error, UserError):
+        return 2, str(error)
+    if isinstance(error, RunError):
+        return 3, str(error)
+    if is_disk_full(error):
+        return 3, (
+            "the disk of --workdir is full; complete checkpoints are unharmed: make room, and "
+            "continue with --config.checkpoint.resume=True"
+        )
+    return 1, None

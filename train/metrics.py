@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Any
 
 import jax
-import tensorboardX
 from tqdm import tqdm
 
-from train.errors import UserError
+from train.events import Events
+from train.step import STOP
 from train.watched import FIELD
 
 
@@ -31,10 +31,13 @@ class Recorder:
 
     Attributes:
       frozen_at: the same as of the last step written.
+      stop: whether a device's process was asked to end before the last step written; the same on
+        all processes.
     """
 
     def __init__(self, workdir: Path, start: int, steps: int, frozen_at: int = 0):
         self.frozen_at = frozen_at
+        self.stop = False
         self._step_ms: list[float] = []
         self._late: tuple[int, dict[str, jax.Array]] | None = None
         self._time = time.perf_counter()
@@ -45,7 +48,7 @@ class Recorder:
         path = workdir / "metrics.jsonl"
         _keep_lines_until(path, start)
         self._file = path.open("a", buffering=1)  # A line at a time: a killed run leaves them all.
-        self._events = tensorboardX.SummaryWriter(str(workdir), purge_step=start + 1)
+        self._events = Events(workdir, start)
         interactive = sys.stderr.isatty()
         self._bar = tqdm(
             total=steps,
@@ -64,11 +67,14 @@ class Recorder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        del kind, error, trace
-        if self._primary:
-            self._bar.close()
-            self._events.close()
-            self._file.close()
+        del kind, trace
+        if not self._primary:
+            return
+        self._bar.close()
+        for file in (self._events, self._file):
+            # A disk that is full is full here too; the first error is the one to report.
+            with contextlib.suppress(OSError) if error else contextlib.nullcontext():
+                file.close()
 
     def train(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Takes the metrics of a step just started and writes those of the one before.
@@ -85,6 +91,7 @@ class Recorder:
         step, metrics = self._late
         values = {name: float(value) for name, value in metrics.items()}
         now = time.perf_counter()
+        self.stop = values.pop(STOP, 0.0) > 0
         values["step_ms"] = 1e3 * (now - self._time)
         self._late, self._time = None, now
         self._step_ms.append(values["step_ms"])
@@ -133,7 +140,7 @@ class Recorder:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         for name, value in values.items():
             if isinstance(value, int | float):
-                self._events.add_scalar(f"{kind}/{name}", value, step)
+                self._events.scalar(f"{kind}/{name}", value, step)
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
@@ -156,18 +163,3 @@ def _keep_lines_until(path: Path, step: int) -> None:
     scratch = path.with_suffix(".tmp")
     scratch.write_text("".join(kept))
     scratch.replace(path)
-
-
-def prepare_workdir(workdir: Path, config: Any) -> None:
-    """Makes the directory of a run and writes the config into it, on process 0.
-
-    Raises:
-      UserError: if the directory cannot be written.
-    """
-    if jax.process_index() != 0:
-        return
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write to --workdir={workdir}: {error}") from error

@@ -43,6 +43,16 @@ def show(summary: dict[str, Any], workdir: Path) -> None:
     print(json.dumps(finite(summary), allow_nan=False), flush=True)
 
 
+def stopped(step: int, workdir: Path) -> None:
+    """Says on process 0 that a run has ended because it was asked to."""
+    if jax.process_index() == 0:
+        print(
+            f"stopped after step {step}, which is saved; continue with --workdir={workdir} "
+            "--config.checkpoint.resume=True",
+            flush=True,
+        )
+
+
 def _number(value: float | None, unit: str) -> str:
     return "not measured" if value is None else f"{value:.3f}{unit}"
 

@@ -13,6 +13,7 @@ from train.state import TrainState
 from train.sync import AXIS
 
 Metrics = dict[str, jax.Array]
+STOP = "stop"  # In a batch: 1 where the process that read the row was asked to end, else 0.
 Forward = Callable[[Any, jax.Array], jax.Array]
 
 
@@ -29,14 +30,19 @@ def make_forward(graph: nnx.GraphDef, mean: float, std: float) -> Forward:
 def make_loss(
     forward: Forward, smoothing: float
 ) -> Callable[[Any, Any], tuple[jax.Array, Metrics]]:
-    """The mean cross entropy of one device's part of a batch, and its accuracy."""
+    """The mean cross entropy of one device's part of a batch, and its accuracy.
+
+    With them travels whether a process was asked to end, if the batch says so: all processes see it
+    in the same step.
+    """
 
     def loss_fn(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Metrics]:
         logits = forward(params, batch["image"])
         labels = jax.nn.one_hot(batch["label"], logits.shape[-1])
         losses = optax.softmax_cross_entropy(logits, optax.smooth_labels(labels, smoothing))
         accuracy = (logits.argmax(-1) == batch["label"]).astype(jnp.float32)
-        return losses.mean(), {"accuracy": accuracy.mean()}
+        asked = {STOP: batch[STOP].mean()} if STOP in batch else {}
+        return losses.mean(), {"accuracy": accuracy.mean(), **asked}
 
     return loss_fn
 

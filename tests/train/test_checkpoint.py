@@ -1,5 +1,8 @@
 """Checkpoints keep all bits, of every device, and say what does not fit."""
 
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
-from train.checkpoint import Checkpoints
+from train import digests
+from train.checkpoint import Checkpoints, where_to_continue
 from train.errors import UserError
 from train.state import TrainState
 
@@ -37,6 +41,13 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+def restored(directory: Path, state: TrainState) -> TrainState:
+    """The newest whole checkpoint."""
+    step = where_to_continue(directory, True, False)
+    assert step is not None
+    return Checkpoints(directory, keep=2).restore(step, state, position())
+
+
 def test_all_bits_of_all_devices_come_back(tmp_path: Path) -> None:
     saved, data = state_of(37, 5), position()
     expected = bits(saved)
@@ -48,7 +59,7 @@ def test_all_bits_of_all_devices_come_back(tmp_path: Path) -> None:
     jax.jit(lambda s: jax.tree.map(lambda x: x * 0, s), donate_argnums=0)(saved)
     checkpoints.close()
     other, data = state_of(37, 6), position()
-    restored = Checkpoints(tmp_path, keep=2).restore(other, data)
+    restored = Checkpoints(tmp_path, keep=2).restore(5, other, data)
     assert bits(restored) == expected != bits(other)
     assert next(data) == 7
     sharding = restored.opt_state[0]["residual"].sharding
@@ -62,7 +73,7 @@ def test_the_newest_are_kept_and_the_newest_is_read(tmp_path: Path) -> None:
         checkpoints.save(step, state_of(5, step), position())
     checkpoints.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
-    assert int(Checkpoints(tmp_path, keep=2).restore(state_of(5, 0), position()).step) == 3
+    assert int(restored(tmp_path, state_of(5, 0)).step) == 3
 
 
 def test_a_half_written_checkpoint_is_not_seen(tmp_path: Path) -> None:
@@ -71,10 +82,11 @@ def test_a_half_written_checkpoint_is_not_seen(tmp_path: Path) -> None:
     checkpoints.close()
     (tmp_path / "2.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     again = Checkpoints(tmp_path, keep=2)
-    assert int(again.restore(state_of(5, 0), position()).step) == 1
+    assert where_to_continue(tmp_path, True, False) == 1
+    assert int(again.restore(1, state_of(5, 0), position()).step) == 1
     again.save(2, state_of(5, 2), position())
     again.close()
-    assert int(Checkpoints(tmp_path, keep=2).restore(state_of(5, 0), position()).step) == 2
+    assert int(restored(tmp_path, state_of(5, 0)).step) == 2
 
 
 @pytest.mark.parametrize(
@@ -97,7 +109,7 @@ def test_a_checkpoint_of_another_run(tmp_path: Path, state: Any, message: str) -
     checkpoints.save(1, state_of(5, 1), position())
     checkpoints.close()
     with pytest.raises(UserError, match=f"checkpoint 1 in .* does not fit .*: {message}"):
-        Checkpoints(tmp_path, keep=2).restore(state(), position())
+        restored(tmp_path, state())
 
 
 def test_a_checkpoint_of_another_number_of_processes(tmp_path: Path) -> None:
@@ -107,16 +119,96 @@ def test_a_checkpoint_of_another_number_of_processes(tmp_path: Path) -> None:
     (tmp_path / "1" / "input" / "process_0-of-1.json").rename(
         tmp_path / "1" / "input" / "process_0-of-2.json"
     )
+    digests.seal(tmp_path / "1")
     with pytest.raises(UserError, match="is one of another number of processes than 1"):
-        Checkpoints(tmp_path, keep=2).restore(state_of(5, 0), position())
+        restored(tmp_path, state_of(5, 0))
 
 
 def test_nothing_to_resume_and_something_in_the_way(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.require_none()
-    with pytest.raises(UserError, match="there is no checkpoint in"):
-        checkpoints.restore(state_of(5, 0), position())
-    checkpoints.save(1, state_of(5, 1), position())
-    checkpoints.close()
+    folder = tmp_path / "checkpoints"
+    assert where_to_continue(folder, False, False) is None
+    assert where_to_continue(folder, False, True) is None  # The first start saved nothing.
+    with pytest.raises(UserError, match="checkpoint.resume: there is no whole checkpoint in"):
+        where_to_continue(folder, True, False)
+    save(folder, 1)
     with pytest.raises(UserError, match="has a checkpoint of step 1; continue it with --config.ch"):
-        Checkpoints(tmp_path, keep=2).require_none()
+        where_to_continue(folder, False, False)
+    assert where_to_continue(folder, False, True) == 1
+
+
+def save(folder: Path, *steps: int) -> None:
+    checkpoints = Checkpoints(folder, keep=9)
+    for step in steps:
+        checkpoints.save(step, state_of(5, step), position())
+    checkpoints.close()
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def largest(folder: Path) -> Path:
+    return max(folder.glob("state/**/d/*"), key=lambda path: path.stat().st_size)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "data cut": (lambda step: cut(largest(step)), r"state/.*d/.* has \d+ bytes instead of \d+"),
+    "a bit of data": (lambda step: flip(largest(step)), "state/.*d/.* has other bytes than were"),
+    "metadata cut": (lambda step: cut(step / "state" / "_METADATA"), "state/_METADATA has"),
+    "orbax's metadata cut": (
+        lambda step: cut(step / "_CHECKPOINT_METADATA"),
+        "_CHECKPOINT_METADATA is cut",
+    ),
+    "digests cut": (lambda step: cut(step / "digests.json"), "digests.json is cut"),
+    "state missing": (lambda step: shutil.rmtree(step / "state"), "state/.* is missing"),
+    "all missing": (
+        lambda step: [
+            shutil.rmtree(path) if path.is_dir() else path.unlink() for path in step.iterdir()
+        ],
+        "_CHECKPOINT_METADATA is missing",
+    ),
+    "input position cut": (
+        lambda step: cut(step / "input" / "process_0-of-1.json"),
+        "input/process_0-of-1.json has",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], saved_twice: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved_twice, folder)
+    damage, reason = DAMAGE[kind]
+    damage(folder / "2")
+    assert int(restored(folder, state_of(5, 0)).step) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    aside = tmp_path / "damaged-checkpoint-2"
+    assert re.match(rf"checkpoint 2 is damaged \({reason}.*\): it is moved to {aside}, and", line)
+    assert aside.is_dir()
+    save(folder, 2)  # It does not stand in the way of the next one.
+    assert int(restored(folder, state_of(5, 0)).step) == 2
+
+
+@pytest.fixture(scope="module")
+def saved_twice(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    save(folder, 1, 2)
+    return folder
+
+
+def test_no_checkpoint_without_damage(tmp_path: Path, saved_twice: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(saved_twice, folder)
+    for step in (1, 2):
+        cut(folder / str(step) / "digests.json")
+    assert where_to_continue(folder, False, True) is None
+    with pytest.raises(UserError, match="there is no whole checkpoint in"):
+        where_to_continue(folder, True, False)

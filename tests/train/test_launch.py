@@ -4,7 +4,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from running import ROOT, Program, children
 
 from train import launch
+from train import supervise as supervision
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,8 @@ def python(*sources: str) -> list[list[str]]:
 
 
 def supervise(tmp_path: Path, *sources: str) -> int:
-    return launch.supervise(python(*sources), [{} for _ in sources], tmp_path, threading.Event())
+    commands, asked = python(*sources), supervision.Asked()
+    return supervision.supervise(commands, [{} for _ in sources], tmp_path, asked)
 
 
 def wait_for(pids: list[int]) -> None:
@@ -74,28 +75,93 @@ def test_a_killed_process_is_named_with_its_signal(
     assert "process 1 failed with signal SIGKILL; the others are" in capfd.readouterr().err
 
 
-def test_a_process_that_does_not_want_to_end_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.3)
+def test_a_process_that_does_not_want_to_end_is_ended(tmp_path: Path) -> None:
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
     started = time.monotonic()
     assert supervise(tmp_path, "import time, sys; time.sleep(0.5); sys.exit(1)", deaf) == 1
     assert time.monotonic() - started < 10
 
 
+def terminated(process: subprocess.Popen, ready: Path) -> bool:
+    """Ends a process by SIGTERM once a file is there."""
+    while not ready.exists():
+        time.sleep(0.01)
+    return supervision.terminated([process])
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_sigterm_succeeds_if_all_end_well(tmp_path: Path, own: int) -> None:
+    ready = tmp_path / "ready"
+    source = (
+        f"import os, pathlib, signal, time; signal.signal(15, lambda *_: os._exit({own}));"
+        f"pathlib.Path({str(ready)!r}).touch(); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", source])
+    assert terminated(process, ready) == (own == 0)
+
+
+def test_after_the_grace_processes_are_left_to_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "GRACE_SECONDS", 0.3)
+    ready = tmp_path / "ready"
+    source = (
+        "import pathlib, signal, time; signal.signal(15, signal.SIG_IGN);"
+        f"pathlib.Path({str(ready)!r}).touch(); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", source])
+    assert not terminated(process, ready) and process.poll() is None
+    process.kill()
+    process.wait()
+
+
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda how: how.name)
-def test_an_interrupt_ends_all(program: Program, how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("how", "status", "says"),
+    [
+        (signal.SIGINT, 130, "launch: interrupted; all processes end"),
+        (signal.SIGTERM, 143, "launch: SIGTERM: all processes save and end"),
+        (signal.SIGKILL, -9, None),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_no_process_outlives_the_launcher(
+    program: Program, how: signal.Signals, status: int, says: str | None
+) -> None:
+    """At its start, when there is nothing to save."""
     config = "--config=configs/digits_resnet.py"
     launcher = program.start("train.launch", "--processes=2", "--", config)
     while len(pids := children(launcher.pid)) < 2:
         time.sleep(0.05)
     launcher.send_signal(how)
     _, stderr = launcher.communicate(timeout=30)
-    assert launcher.returncode == 130
-    assert stderr.splitlines()[-1] == "launch: interrupted; all processes end"
+    assert launcher.returncode == status and "Traceback" not in stderr
+    assert says is None or says in stderr.splitlines()
     wait_for(pids)
+
+
+def test_a_restart_for_what_may_be_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    statuses, starts = [1, 128 + 9, 0], []
+
+    def start(commands: list[list[str]], *_: object) -> int:
+        starts.append(commands[0][-1])
+        return statuses.pop(0)
+
+    monkeypatch.setattr(launch, "supervise", start)
+    arguments = ["launch", "--processes=1", "--max_restarts=3", "--", f"--workdir={tmp_path}"]
+    assert launch.main(arguments) == 0
+    assert starts == [f"--workdir={tmp_path}", "--restart=1", "--restart=2"]
+    assert capfd.readouterr().err.splitlines() == [
+        "launch: restart 1 of 3 from the last checkpoint",
+        "launch: restart 2 of 3 from the last checkpoint",
+    ]
+    for final in (2, 3):
+        statuses = [final]
+        assert launch.main(arguments) == final and not statuses
+    statuses = [1, 1, 1, 1]
+    assert launch.main(arguments) == 1 and not statuses
 
 
 def cluster_file(tmp_path: Path) -> str:
@@ -113,16 +179,17 @@ def test_a_cluster_file_sets_variables_which_are_printed(
 ) -> None:
     show = "import os, sys; print(*(os.environ[k] for k in ('A', 'B', 'JAX_LOCAL_DEVICE_IDS')))"
 
-    def commands_of(processes: int, port: int, arguments: list[str]) -> list[list[str]]:
-        assert arguments == ["--flag"]
+    def commands_of(
+        processes: int, port: int, arguments: list[str], restart: int
+    ) -> list[list[str]]:
+        assert restart == 0 and arguments == ["--flag"]
         return python(*[f"{show}; sys.exit({i} == 2)" for i in range(processes)])
 
     monkeypatch.setattr(launch, "commands_of", commands_of)
     status = launch.main(["launch", f"--cluster={cluster_file(tmp_path)}", "--", "--flag"])
     shown = capfd.readouterr()
     assert status == 1 and shown.out == "x card0 0\n"
-    assert shown.err.splitlines()[:3] == [
-        "launch: JAX_LOCAL_DEVICE_IDS={process_id}",
+    assert shown.err.splitlines()[:2] == [
         "launch: A=x",
         "launch: B=card{process_id}",
     ]
@@ -130,7 +197,7 @@ def test_a_cluster_file_sets_variables_which_are_printed(
 
 
 def test_several_processes_are_told_of_each_other() -> None:
-    commands = launch.commands_of(2, 1234, ["--config=a.py"])
+    commands = launch.commands_of(2, 1234, ["--config=a.py"], 0)
     together = ["--coordinator=127.0.0.1:1234", "--num_processes=2"]
     common = [sys.executable, "-m", "train", "--config=a.py", *together]
     assert commands == [[*common, "--process_id=0"], [*common, "--process_id=1"]]
@@ -138,7 +205,7 @@ def test_several_processes_are_told_of_each_other() -> None:
 
 def test_one_process_is_told_by_its_own_flags() -> None:
     command = [sys.executable, "-m", "train", "--process_id=3"]
-    assert launch.commands_of(1, 1234, ["--process_id=3"]) == [command]
+    assert launch.commands_of(1, 1234, ["--process_id=3"], 0) == [command]
 
 
 @pytest.mark.parametrize(
@@ -149,6 +216,11 @@ def test_one_process_is_told_by_its_own_flags() -> None:
         (["--procs=2"], "error: Unknown command line flag 'procs'. Did you mean: processes ?"),
         (["2"], "error: not a flag: 2; flags of the training program follow `--`"),
         (["--cluster=no.py"], "error: --cluster=no.py: there is no such file"),
+        (["--processes=2", "--port=80000"], "error: port 80000 is not one of 1 to 65535"),
+        (
+            ["--processes=2", "--max_restarts=1", "--", "--config=x.py"],
+            "error: --max_restarts needs --workdir=DIR after `--`: a restart continues there",
+        ),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,11 @@
 """What a run writes, what survives a kill, and what a resumed run keeps."""
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,8 +14,8 @@ from ml_collections import config_dict
 from running import read_lines
 from tensorboardX.proto.event_pb2 import Event
 
-from train import metrics
-from train.errors import UserError
+from train import metrics, workdir
+from train.errors import UserError, is_disk_full
 
 
 def record(workdir: Path, start: int, stop: int, steps: int) -> None:
@@ -76,13 +81,50 @@ def test_the_bar_shows_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "3/3" in last and "loss=0.3333" in last and "accuracy=0.5" in last and "step_ms" in last
 
 
+def test_the_request_to_stop_is_seen_and_not_written(tmp_path: Path) -> None:
+    with metrics.Recorder(tmp_path, 0, 9) as recorder:
+        for step, stop in ((1, 0.0), (2, 0.25), (3, 0.25)):
+            recorder.train(step, {"loss": jnp.float32(1), "stop": jnp.float32(stop)})
+            assert recorder.stop == (step == 3)  # A step is read while the next one runs.
+    assert all("stop" not in line for line in read_lines(tmp_path, "train"))
+
+
 def test_the_config_is_kept(tmp_path: Path) -> None:
     config = config_dict.create(seed=3, data={"name": "digits"})
-    metrics.prepare_workdir(tmp_path / "a" / "b", config)
-    kept = json.loads((tmp_path / "a" / "b" / "config.json").read_text())
+    with workdir.claimed(tmp_path / "a" / "b", config):
+        kept = json.loads((tmp_path / "a" / "b" / "config.json").read_text())
     assert kept == {"seed": 3, "data": {"name": "digits"}}
 
 
 def test_a_directory_that_cannot_be_written() -> None:
-    with pytest.raises(UserError, match="cannot write to --workdir=/dev/null/x: .*Not a directory"):
-        metrics.prepare_workdir(Path("/dev/null/x"), config_dict.create())
+    message = "cannot write to --workdir=/dev/null/x: .*Not a directory"
+    with pytest.raises(UserError, match=message):
+        with workdir.claimed(Path("/dev/null/x"), config_dict.create()):
+            pass
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB, which only root can make."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]
+    if sys.platform != "linux" or os.geteuid() != 0 or subprocess.run(command).returncode:
+        pytest.skip("cannot mount a file system")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("path", ["metrics.jsonl", "events"])
+def test_a_full_disk_is_an_error_of_the_step_that_meets_it(small_disk: Path, path: str) -> None:
+    with pytest.raises(OSError) as caught, metrics.Recorder(small_disk, 0, 99) as recorder:
+        recorder.write("test", 1, {"test_loss": 1.0})
+        with (small_disk / "fill").open("wb", buffering=0) as fill:
+            with contextlib.suppress(OSError):
+                while fill.write(bytes(4096)):
+                    pass
+        if path == "metrics.jsonl":
+            for _ in range(200):
+                recorder.write("test", 2, {"test_loss": 1.0, "text": "x" * 100})
+        else:
+            for number in range(10_000):
+                recorder._events.scalar("loss", 1.0, number)
+    assert is_disk_full(caught.value)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -60,35 +61,103 @@ def check_equal(whole: Path, killed: Path) -> None:
     assert histories[0] == histories[1] and len(histories[0]) == STEPS
 
 
+def wait_for_restart(launcher: subprocess.Popen[str]) -> int:
+    """The worker that the launcher has started again."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for pid in children(launcher.pid):
+            try:
+                if "--restart=1" in Path(f"/proc/{pid}/cmdline").read_text():
+                    return pid
+            except OSError:  # It has just ended.
+                continue
+        time.sleep(0.02)
+    pytest.fail("the launcher does not start the run again")
+
+
 @pytest.mark.multiprocess
-def test_one_process_with_four_devices(program: Program, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+def test_killed_restarted_stopped_damaged_and_resumed(program: Program, tmp_path: Path) -> None:
+    """All that may befall one run; it ends as the one that nothing has befallen."""
+    whole, hurt = tmp_path / "whole", tmp_path / "hurt"
     done = program.run("train", *flags(whole, False), devices=4)
     assert done.returncode == 0, done.stderr
-    step = int(np.random.default_rng().integers(EVERY + 1, STEPS - 4))
-    victim = program.start("train", *flags(killed, False), devices=4)
-    wait_for_step(killed, step)
-    victim.kill()
-    victim.wait()
-    assert str(STEPS) not in saved(killed), f"killed too late, at {step}"
-    resumed = program.run("train", *flags(killed, True), devices=4)
+
+    launch = ["--processes=1", "--max_restarts=1", "--"]
+    launcher = program.start("train.launch", *launch, *flags(hurt, False), devices=4)
+    wait_for_step(hurt, int(np.random.default_rng().integers(EVERY + 1, 20)))
+    os.kill(children(launcher.pid)[0], signal.SIGKILL)
+    wait_for_restart(launcher)
+    wait_for_step(hurt, 25)
+    launcher.send_signal(signal.SIGTERM)
+    stdout, stderr = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, stderr
+    assert "launch: process 0 failed with signal SIGKILL; the others are ended" in stderr
+    assert "launch: restart 1 of 1 from the last checkpoint" in stderr
+    stopped = int(stdout.split("stopped after step ")[1].split(",")[0])
+    steps = sorted(int(step) for step in saved(hurt))
+    assert steps[-1] == stopped < STEPS and read_lines(hurt, "train")[-1]["step"] <= stopped
+
+    data = max((hurt / "checkpoints" / str(stopped)).glob("state/**/d/*"), key=os.path.getsize)
+    os.truncate(data, data.stat().st_size // 2)
+    resumed = program.run("train", *flags(hurt, True), devices=4)
     assert resumed.returncode == 0, resumed.stderr
-    check_equal(whole, killed)
+    assert f"checkpoint {stopped} is damaged (state/" in resumed.stderr
+    check_equal(whole, hurt)
+
+
+def kill(launcher: subprocess.Popen[str], start: set[int], wait: float, folder: Path) -> bool:
+    """Kills a process of a start after a while, or when a checkpoint is written after it.
+
+    Args:
+      launcher: the launcher.
+      start: the processes that it has started last.
+      wait: seconds; for every second kill, the writing of a checkpoint is waited for.
+      folder: of the checkpoints; a folder that does not exist waits for none.
+
+    Returns:
+      Whether a checkpoint was being written.
+    """
+    deadline = time.monotonic() + wait
+    while launcher.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    writing = False
+    while launcher.poll() is None and folder.exists() and not writing:
+        writing = any(folder.glob("*.orbax-checkpoint-tmp*"))
+    if launcher.poll() is None:
+        os.kill(max(start), signal.SIGKILL)
+    return writing
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_processes_of_which_one_is_killed(program: Program, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    two = ["--processes=2", "--"]
-    done = program.run("train.launch", *two, *flags(whole, False))
-    assert done.returncode == 0, done.stderr
-    launcher = program.start("train.launch", *two, *flags(killed, False))
-    wait_for_step(killed, int(np.random.default_rng().integers(EVERY + 1, STEPS - 4)))
-    os.kill(max(children(launcher.pid)), signal.SIGKILL)
-    _, stderr = launcher.communicate(timeout=30)
-    assert launcher.returncode == 128 + signal.SIGKILL
-    assert "failed with signal SIGKILL; the others are ended" in stderr
-    resumed = program.run("train.launch", *two, *flags(killed, True))
-    assert resumed.returncode == 0, resumed.stderr
-    check_equal(whole, killed)
+@pytest.mark.timeout(7200)
+def test_killed_at_random_moments(program: Program, tmp_path: Path) -> None:
+    """Two processes; every second kill falls into the writing of a checkpoint.
+
+    JAXCOMM_KILLS is the number of kills. A run that comes to its end is compared, and followed by
+    another one, until there were as many.
+    """
+    kills = int(os.environ.get("JAXCOMM_KILLS", "6"))
+    whole, rng, done, during, runs = tmp_path / "whole", np.random.default_rng(), 0, 0, 0
+    two = ["--processes=2", f"--max_restarts={kills}", "--"]
+    started = time.monotonic()
+    first = program.run("train.launch", *two, *flags(whole, False))
+    assert first.returncode == 0, first.stderr
+    seconds = time.monotonic() - started
+    while done < kills:
+        killed, before = tmp_path / f"killed{runs}", set[int]()
+        launcher = program.start("train.launch", *two, *flags(killed, False))
+        while launcher.poll() is None and done < kills:
+            start = set(children(launcher.pid)) - before
+            if len(start) == 2:
+                before |= start
+                folder = killed / ("checkpoints" if done % 2 else "none")
+                during += kill(launcher, start, rng.uniform(0, seconds), folder)
+                done += launcher.poll() is None
+            time.sleep(0.01)
+        _, stderr = launcher.communicate(timeout=200)
+        assert launcher.returncode == 0, stderr
+        check_equal(whole, killed)
+        runs += 1
+    assert during
+    print(f"{done} kills in {runs} runs, {during} of them while a checkpoint was written")

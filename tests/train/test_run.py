@@ -41,7 +41,6 @@ def test_one_process_with_eight_devices(
     assert read_lines(tmp_path, "summary") == [{"kind": "summary", "step": 4, **summary}]
     assert list(tmp_path.glob("events.out.tfevents.*"))
     assert (tmp_path / "checkpoints" / "4").is_dir()
-    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 4
 
 
 def test_a_finished_run_can_be_asked_again(config: config_dict.ConfigDict, tmp_path: Path) -> None:
@@ -111,7 +110,7 @@ def wire_bytes(name: str, world: int) -> float:
     """Bytes a device sends in a step: the formulas of direct bf16 and of f32 all-reduces.
 
     Weights travel as bf16, padded to equal blocks; biases (also those of heads, which are matrices)
-    and scales as float32, and so do the loss and the accuracy.
+    and scales as float32, and so do the loss, the accuracy and whether to stop.
     """
     config = read_config(name)
     _, params = models.build(config.model, (8, 8, 1), 10, 0)
@@ -120,7 +119,7 @@ def wire_bytes(name: str, world: int) -> float:
         is_small = leaf.ndim <= 1 or "bias" in jax.tree_util.keystr(path)
         sizes[is_small] += leaf.size
     hops = 2 * (world - 1) / world
-    return hops * (2 * sizes[False] + 4 * sizes[True] + 4 * 2)
+    return hops * (2 * sizes[False] + 4 * sizes[True] + 4 * 3)
 
 
 def process_id(pid: int) -> str:
@@ -140,9 +139,6 @@ def test_four_processes(program: Program, tmp_path: Path) -> None:
         "--config.measure_steps=40",
         "--config.checkpoint.every=10",
     )
-    assert launcher.stderr is not None
-    line = launcher.stderr.readline()
-    assert line == "launch: JAX_LOCAL_DEVICE_IDS={process_id}\n"
     deadline, numbers = time.monotonic() + 20, {}
     while set(numbers.values()) != set("0123"):  # Until all have become the training program.
         assert time.monotonic() < deadline, numbers
@@ -154,6 +150,7 @@ def test_four_processes(program: Program, tmp_path: Path) -> None:
     summary = json.loads(stdout.splitlines()[-1])
     assert (summary["devices"], summary["processes"]) == (4, 4)
     assert stderr.count("20/20") == 1  # One progress bar.
+    assert "=" not in stderr.splitlines()[0] and "Gloo" not in stdout + stderr  # No noise.
     assert [line["step"] for line in read_lines(tmp_path, "train")] == list(range(1, 21))
     assert read_lines(tmp_path, "summary")[0]["test_accuracy"] == summary["test_accuracy"]
 

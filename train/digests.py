@@ -1,0 +1,44 @@
+"""Digests of the files in a folder, by which damage is found before anything is read from it."""
+
+import json
+import zlib
+from pathlib import Path
+
+FILE = "digests.json"
+
+
+def seal(folder: Path) -> None:
+    """Writes size and CRC-32 of every file in the subfolders of a folder into one more file."""
+    table = {str(path.relative_to(folder)): _digest(path) for path in _files(folder)}
+    (folder / FILE).write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong in a folder that was sealed, in a few words; None if every bit is there."""
+    try:
+        table = json.loads((folder / FILE).read_text())
+    except FileNotFoundError:
+        return f"{FILE} is missing"
+    except ValueError:
+        return f"{FILE} is cut"
+    for name, (size, checksum) in table.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        if _digest(path) != [size, checksum]:
+            return f"{name} has other bytes than were written"
+    return None
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*/**/*") if path.is_file())
+
+
+def _digest(path: Path) -> list[int]:
+    size = checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            size, checksum = size + len(block), zlib.crc32(block, checksum)
+    return [size, checksum]

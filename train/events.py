@@ -1,0 +1,54 @@
+"""Scalars for TensorBoard, written by the thread that has them.
+
+A writer that has a thread of its own loses what a full disk refuses, and waits for ever when its
+queue is full. Here the error reaches the caller.
+"""
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import summary
+from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import RecordWriter
+
+Event: Any = event_pb2.__dict__["Event"]  # Made at import, where a type checker finds nothing.
+SessionLog: Any = event_pb2.__dict__["SessionLog"]
+FLUSH_SECONDS = 10.0  # What a killed run may lose; metrics.jsonl loses nothing.
+
+
+class Events:
+    """One file of events.
+
+    Args:
+      workdir: the directory that TensorBoard is started with, or one above.
+      start: steps taken before this run; TensorBoard drops events of later steps of earlier runs.
+    """
+
+    def __init__(self, workdir: Path, start: int):
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"  # TensorBoard's.
+        self._writer = RecordWriter(str(workdir / name))
+        self._flushed = time.monotonic()
+        self._write(Event(file_version="brain.Event:2"))
+        begin = SessionLog(status=SessionLog.START)
+        self._write(Event(step=start + 1, session_log=begin))
+
+    def scalar(self, name: str, value: float, step: int) -> None:
+        """Writes one number; an OSError says that it could not be written."""
+        self._write(Event(step=step, summary=summary.scalar(name, value)))
+
+    def flush(self) -> None:
+        """Hands everything to the operating system."""
+        self._writer.flush()
+        self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._writer.close()
+
+    def _write(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._writer.write(event.SerializeToString())
+        if time.monotonic() > self._flushed + FLUSH_SECONDS:
+            self.flush()

@@ -1,0 +1,73 @@
+"""What signals do to a run: SIGTERM asks it to save and to end, Ctrl-C ends it at once.
+
+Python runs a handler between two instructions of the main thread, which may wait for another
+process in C++ for ever. So signals are read from a pipe by a thread of their own. It ends the
+process without an exception, which would travel through whatever the main thread is doing.
+
+A process also ends with its launcher. It holds the reading end of a pipe, and the launcher alone
+holds the other, so the pipe closes however the launcher ends.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+
+LAUNCHER = "JAXCOMM_LAUNCHER"  # The descriptor of the launcher's pipe.
+ENDED = 128  # A shell's status of a process that signal n has ended is 128 + n.
+
+stop = threading.Event()  # SIGTERM has asked this process to save and to end.
+_saves = threading.Event()  # The training loop looks at `stop`.
+_status = ENDED + signal.SIGTERM  # Of a run that SIGTERM ends where nothing is to be saved.
+
+
+def install() -> None:
+    """Takes over SIGINT and SIGTERM, and watches the launcher if there is one."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)  # Without one, nothing comes through the pipe.
+    threading.Thread(target=_watch_signals, args=(reading,), daemon=True).start()
+    launcher = os.environ.pop(LAUNCHER, None)
+    if launcher is not None:
+        threading.Thread(target=_watch_launcher, args=(int(launcher),), daemon=True).start()
+
+
+def ask_to_stop() -> None:
+    """From now on SIGTERM sets `stop`; before, it ends the process as if it had no handler."""
+    _saves.set()
+
+
+def all_is_saved() -> None:
+    """From now on SIGTERM ends the process with status 0, also one that has just come."""
+    global _status
+    _status = 0
+    _saves.clear()
+    if stop.is_set():
+        _end(_status, "ended by SIGTERM")
+
+
+def _watch_signals(reading: int) -> None:
+    while True:
+        number = os.read(reading, 1)[0]
+        if number == signal.SIGINT:
+            _end(ENDED + signal.SIGINT, "interrupted")
+        if number == signal.SIGTERM:
+            stop.set()
+            if not _saves.is_set():
+                _end(_status, "ended by SIGTERM")
+
+
+def _watch_launcher(pipe: int) -> None:
+    os.read(pipe, 1)  # Nothing is ever written: this returns at the end of the launcher.
+    _end(1, "the launcher has ended; this process ends too")
+
+
+def _end(status: int, message: str) -> None:
+    """Ends the process at once: no handler of another library runs, and none can hang."""
+    if message:
+        with contextlib.suppress(OSError):  # Nobody may be reading any more.
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{message}\n".encode())
+    os._exit(status)

@@ -1,0 +1,116 @@
+"""Processes that belong together: all end well, or the first failure ends the others."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from train.signals import ENDED, LAUNCHER
+
+LAST_LINES = 15
+POLL_SECONDS = 0.01
+# Between SIGTERM, which makes processes save, and their end: Kubernetes and SLURM wait for 30 s.
+GRACE_SECONDS = 25.0
+ASKED = {
+    signal.SIGINT: "interrupted; all processes end",
+    signal.SIGTERM: "SIGTERM: all processes save and end",
+}
+
+
+class Asked:
+    """The signal by which somebody asks this program to end: the last one, or None.
+
+    A flag rather than an exception, which could lose a process that is just being started.
+    """
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        for number in ASKED:
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, frame: object) -> None:
+        del frame
+        self.signal = signal.Signals(number)
+
+
+def supervise(
+    commands: list[list[str]], environments: list[dict[str, str]], logs: Path, asked: Asked
+) -> int:
+    """Runs the commands until all have ended well, one has not, or a signal comes.
+
+    Returns:
+      0, the status of the first process that failed, or 128 + the signal
+      that came, or 0 if it was SIGTERM and all have saved. By then all have ended.
+    """
+    running: list[subprocess.Popen] = []
+    reading, writing = os.pipe()  # `train.signals`: it closes when this program ends, in any way.
+    try:
+        for i, (command, environment) in enumerate(zip(commands, environments, strict=True)):
+            log = logs / f"{i}.log" if i else None
+            running.append(start(command, {**environment, LAUNCHER: str(reading)}, log, reading))
+        return wait(running, logs, asked)
+    finally:
+        for process in running:
+            process.kill()  # Does nothing to those that have ended.
+            process.wait()
+        os.close(reading)
+        os.close(writing)
+
+
+def start(
+    command: list[str], environment: dict[str, str], log: Path | None, pipe: int
+) -> subprocess.Popen:
+    """Starts one process; it writes to a file, or to where this program writes.
+
+    In a session of its own: Ctrl-C in a terminal reaches this program alone, which ends the others.
+    """
+    with log.open("wb") if log else contextlib.nullcontext() as output:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if output else None,
+            pass_fds=(pipe,),
+            start_new_session=True,
+        )
+
+
+def wait(running: list[subprocess.Popen], logs: Path, asked: Asked) -> int:
+    """Waits until all processes have ended well or the first has failed, and says which."""
+    while asked.signal is None:
+        statuses = [process.poll() for process in running]
+        for rank, status in enumerate(statuses):
+            if status:
+                report(rank, status, logs)
+                # What a signal has ended has a negative status, for which shells say 128 + signal.
+                return status if status > 0 else ENDED - status
+        if None not in statuses:
+            return 0
+        time.sleep(POLL_SECONDS)
+    print("launch: " + ASKED[asked.signal], file=sys.stderr)
+    saved = asked.signal == signal.SIGTERM and terminated(running)
+    return 0 if saved else ENDED + asked.signal
+
+
+def terminated(running: list[subprocess.Popen]) -> bool:
+    """Asks all processes to save and to end, and waits; returns whether all have ended well."""
+    for process in running:
+        process.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+    return all(process.poll() == 0 for process in running)
+
+
+def report(rank: int, status: int, logs: Path) -> None:
+    """Names the process that failed; the output of process 0 has been seen already."""
+    how = f"status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
+    print(f"launch: process {rank} failed with {how}; the others are ended", file=sys.stderr)
+    log = logs / f"{rank}.log"
+    if log.exists():
+        lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        print("\n".join([f"launch: last lines of process {rank}:", *lines]), file=sys.stderr)
