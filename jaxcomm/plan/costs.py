@@ -28,6 +28,7 @@ class Costs:
       per_byte: that a device needs at least for a byte that it sends.
       efficiency: the share of a link's rate that messages reach.
       half_duplex: whether both directions between two devices share the rate of one.
+      stripes: whether a message is spread over all cables between two nodes, as NCCL does.
       overlap: whether the backward pass goes on while messages travel.
       call: of an exchange, whatever it sends.
       local: of each family of methods, for a value: encoding, merging, decoding and what error
@@ -39,6 +40,7 @@ class Costs:
     per_byte: float
     efficiency: float
     half_duplex: bool
+    stripes: bool
     overlap: bool
     call: float
     local: Mapping[str, float]
@@ -90,7 +92,7 @@ def read(path: str | Path) -> Costs:
 
 
 def _check_type(file: File, key: str, value: Any) -> None:
-    flags = key in ("half_duplex", "overlap")
+    flags = key in ("half_duplex", "stripes", "overlap")
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if flags and not isinstance(value, bool):
         raise file.error(key, f"{key} is true or false, got {value!r}.")
@@ -136,6 +138,7 @@ DEFAULTS = {
         per_byte=6e-10,
         efficiency=0.95,
         half_duplex=True,
+        stripes=False,
         overlap=False,
         call=1e-3,
         local={},
@@ -146,6 +149,7 @@ DEFAULTS = {
         per_byte=5e-11,
         efficiency=0.93,
         half_duplex=False,
+        stripes=True,
         overlap=True,
         call=5e-5,
         local=_passes(

@@ -114,7 +114,7 @@ def predictions(
     candidates = list(dict.fromkeys([BASELINE, *chosen]))
     costs = cluster.costs
     network = Simulation(
-        cluster.topology,
+        cluster.topology.striped() if costs.stripes else cluster.topology,
         Model(costs.latency, 0.0, costs.half_duplex, costs.per_byte, costs.efficiency),
         cluster.order,
     )
@@ -206,11 +206,19 @@ def _prediction(
 def choose(found: Sequence[Prediction], margin: float = 0.02) -> list[Prediction]:
     """The predictions with the choice first: the best quality within `margin` of the fastest.
 
+    Of that quality it is the fastest whose algorithm is the default, if there is one so near.
+
     Args:
       found: predictions.
       margin: how much slower a step may be for better quality, of the fastest.
     """
     fastest = min(prediction.step for prediction in found)
     near = [p for p in found if p.step <= fastest * (1 + margin)]
-    best = min(near, key=lambda p: (QUALITIES.index(p.method.about.quality), p.step))
+    best = min(near, key=_preferred)
     return [best, *(p for p in sorted(found, key=lambda p: p.step) if p is not best)]
+
+
+def _preferred(prediction: Prediction) -> tuple[int, bool, float]:
+    about = prediction.method.about
+    is_usual = prediction.method.algorithm == about.algorithms[0]
+    return QUALITIES.index(about.quality), not is_usual, prediction.step

@@ -109,6 +109,7 @@ def probe(
         per_byte=per_byte,
         efficiency=efficiency,
         half_duplex=half_duplex,
+        stripes=usual.stripes,
         overlap=usual.overlap,
         call=call,
         local=local,

@@ -140,6 +140,16 @@ class Topology:
         """
         return self._ways.routes(np.asarray(sources, int), np.asarray(targets, int))
 
+    def striped(self) -> "Topology":
+        """The same with one link between two nodes, as fast as all of their cables together."""
+        rates: dict[tuple[str, str], float | None] = {}
+        for link in self.links:
+            a, b = sorted(link.ends)
+            before = rates.get((a, b), 0.0)
+            rates[a, b] = None if before is None or link.rate is None else before + link.rate
+        links = tuple(Link(ends, rate) for ends, rate in rates.items())
+        return dataclasses.replace(self, links=links)
+
     def next_hops(self, target: str) -> dict[str, str]:
         """The neighbour to which each other node sends what is for `target`.
 

@@ -19,7 +19,7 @@ from jaxcomm.plan.order import best_order
 from jaxcomm.plan.predict import predictions
 from jaxcomm.plan.simulate import Model, Simulation
 
-FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, False, 0.0, {})
+FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, False, False, 0.0, {})
 
 
 def room(hosts: int = 4, rate: Any = "1Gbit", costs: plan.Costs = FREE) -> plan.Cluster:
@@ -99,6 +99,14 @@ class TestChoice:
         assert best.headline.startswith("Compress, ") and best.choice.speedup > 10
         assert best.rows[1].step <= best.rows[2].step <= best.rows[-1].step
 
+    def test_the_default_algorithm_is_taken_where_another_is_hardly_faster(self) -> None:
+        late = dataclasses.replace(FREE, latency=1e-3)
+        found = plan.plan(room(8, costs=late), plan.workload(4e6, 100.0), "exact")
+        assert found.choice.method == Method("float32", "native")
+        assert found.rows[1].step < found.choice.step < 1.02 * found.rows[1].step
+        far = plan.plan(room(8, costs=dataclasses.replace(FREE, latency=1e-2)), found.load, "exact")
+        assert far.choice.method == Method("float32", "halving_doubling")
+
     def test_what_limits(self) -> None:
         found = plan.plan(room(rate="50Mbit"), TestNumbers.load, "exact")
         assert found.choice.limit == "h0-s0"
@@ -168,12 +176,15 @@ class TestOrderAndLevels:
     def test_two_cards_halve_the_time_of_a_machine(self, tmp_path: Path) -> None:
         path = tmp_path / "nodes.yaml"
         path.write_text("fabric: star\nhosts: 2\nrate: 1Gbit\nnodes: {devices: 4}")
-        one, two = (
-            row_of(plan.load_cluster(str(path), s, FREE), TestNumbers.load, "float32", "direct")
-            for s in ({}, {"nodes.nics": 2})
-        )
-        # A message takes one cable; the number of its target says which.
-        assert two.exchange < 0.8 * one.exchange
+
+        def exchange(costs: plan.Costs, **sets: int) -> float:
+            made = plan.load_cluster(str(path), {f"nodes.{k}": v for k, v in sets.items()}, costs)
+            return row_of(made, TestNumbers.load, "float32", "direct").exchange
+
+        # A message takes one cable, the number of its target says which; or all of them.
+        assert exchange(FREE, nics=2) < 0.8 * exchange(FREE)
+        striped = dataclasses.replace(FREE, stripes=True)
+        assert exchange(striped, nics=2) == pytest.approx(0.5 * exchange(striped))
 
 
 @pytest.mark.parametrize(
