@@ -169,6 +169,22 @@ TABLE = [
         exact=False,
     ),
     Case(
+        "int2",
+        codecs.int2(),
+        lambda x, words: expected.int2(x, 256),
+        with_scales(256, 2),
+        of_top(1),
+        exact=False,
+    ),
+    Case(
+        "int2_30",
+        codecs.int2(30),
+        lambda x, words: expected.int2(x, 30),
+        with_scales(30, 2),
+        of_top(1),
+        exact=False,
+    ),
+    Case(
         "scaled_sign",
         codecs.scaled_sign(),
         lambda x, words: expected.scaled_sign(x, 1024),

@@ -116,6 +116,11 @@ def int4() -> optax.GradientTransformation:
     return feedback("int4")
 
 
+def int2() -> optax.GradientTransformation:
+    """A mean in 2.13 bits."""
+    return feedback("int2")
+
+
 def sign() -> optax.GradientTransformation:
     """A mean in 1.03 bits."""
     return feedback("scaled_sign")
@@ -140,8 +145,10 @@ def low_rank() -> optax.GradientTransformation:
 ADAM: dict[str, Method] = {
     "float32": Method("adam", before(float32, adam), around(4e-3)),
     "factored Adam, scaled_sign(128)": Method("its own", factored_adam(sign128), around(6e-3)),
+    "factored Adam, int2": Method("its own", factored_adam(int2), around(6e-3)),
     "1-bit Adam": Method("its own", one_bit_adam, around(3e-3), lambda steps: 0.15),
     "int4, feedback": Method("adam", before(int4, adam), around(4e-3)),
+    "int2, feedback": Method("adam", before(int2, adam), around(4e-3)),
     "scaled_sign, feedback": Method("adam", before(sign, adam), around(1e-3)),
     "factored Adam, int4": Method("its own", factored_adam(int4), around(6e-3)),
     "factored Adam, scaled_sign(1024)": Method("its own", factored_adam(sign), around(6e-3)),

@@ -13,6 +13,7 @@ from jaxcomm.codecs.cnat import cnat
 from jaxcomm.codecs.float16 import float16
 from jaxcomm.codecs.float32 import float32
 from jaxcomm.codecs.fp8 import fp8_e4m3, fp8_e5m2
+from jaxcomm.codecs.int2 import int2
 from jaxcomm.codecs.integer import int4, int8
 from jaxcomm.codecs.qsgd import qsgd
 from jaxcomm.codecs.random_k import random_k
@@ -27,6 +28,7 @@ BY_NAME: dict[str, Callable[..., Codec]] = {
     "fp8_e5m2": fp8_e5m2,
     "int8": int8,
     "int4": int4,
+    "int2": int2,
     "cnat": cnat,
     "qsgd": qsgd,
     "terngrad": terngrad,

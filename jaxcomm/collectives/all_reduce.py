@@ -53,8 +53,9 @@ def mean_of(
         back.needs_error_feedback and error_feedback is not True
     ):
         raise ValueError(
-            "a mean of scaled_sign without the errors that it leaves is biased; use "
-            "jaxcomm.mean(..., error_feedback=True), or jaxcomm.majority_vote for signs alone."
+            f"a mean of {(sent if sent.needs_error_feedback else back).name} without the errors "
+            "that it leaves is biased; use jaxcomm.mean(..., error_feedback=True), or "
+            "jaxcomm.majority_vote for signs alone."
         )
     for used in (sent, back):
         if error_feedback and used.variance >= 1:

@@ -160,6 +160,7 @@ DEFAULTS = {
             fp8_e4m3=24,
             cnat=20,
             int4=40,
+            int2=40,
             scaled_sign=40,
             vote=14,
             **dict.fromkeys(("oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussiank"), 80),

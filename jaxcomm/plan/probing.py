@@ -32,7 +32,7 @@ TIMED: dict[str, tuple[str, ...]] = {
     "int8": ("fp8_e4m3",),
     "cnat": (),
     "int4": (),
-    "scaled_sign": (),
+    "scaled_sign": ("int2",),
     "vote": (),
     "oktopk": (),
     "topk_allgather": ("topk_dsa", "gtopk", "gaussiank"),

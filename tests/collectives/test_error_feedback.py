@@ -19,6 +19,7 @@ CODECS: dict[str, codecs.Codec] = {
     "float16": codecs.float16(),
     "random_k": codecs.random_k(0.25),
     "random_k of bfloat16": codecs.random_k(0.25, codecs.bfloat16()),
+    "int2": codecs.int2(96),
     "scaled_sign": codecs.scaled_sign(96),
 }
 

@@ -103,7 +103,7 @@ OVERFLOW: dict[str, Callable[[], optax.GradientTransformation]] = {
         f"{codec}, errors fed back": lambda codec=codec: jaxcomm.mean(
             "data", codec, error_feedback=True
         )
-        for codec in ("bfloat16", "int8", "int4", "cnat", "fp8_e4m3", "scaled_sign")
+        for codec in ("bfloat16", "int8", "int4", "cnat", "fp8_e4m3", "int2", "scaled_sign")
     },
     "bfloat16 on a ring": lambda: jaxcomm.mean("data", "bfloat16", "ring", error_feedback=True),
     "votes with scales": lambda: jaxcomm.majority_vote("data", error_feedback=True),

@@ -32,6 +32,7 @@ CODECS: dict[str, codecs.Codec] = {
     "random_k": codecs.random_k(0.25),
     "cnat": codecs.cnat(),
     "int4": codecs.int4(),
+    "int2": codecs.int2(64),
     "scaled_sign": codecs.scaled_sign(),
 }
 WORLD, GLOBAL = 4, VIEWS[0]

@@ -1,0 +1,75 @@
+"""Two bits a value: four levels around zero, fitted to each block."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm.codecs._block_scaled import BlockScaled, in_units_of_largest
+from jaxcomm.kernels import reductions
+from jaxcomm.kernels.block_quantization import blocks as layout
+from jaxcomm.kernels.block_quantization import packing
+
+
+@dataclasses.dataclass(frozen=True)
+class Int2(BlockScaled):
+    """-3, -1, 1 or 3 units a value, in 2 bits, and the unit of each block.
+
+    A value has magnitude 3 if it is at least the block's root mean square, else 1. The unit is
+    fitted to these numbers by least squares, so a block loses the share
+    1 - <x, c>^2 / (|x|^2 |c|^2) of its squared norm, for its numbers c: 0.12 where values are
+    normally distributed, and less than 1 always, so errors stay bounded under error feedback. There
+    is no code for zero, as for scaled signs; without error feedback the mean is biased, and
+    refused.
+
+    Attributes:
+      block_size: the values that share a unit.
+
+    References:
+      J. Max, "Quantizing for minimum distortion", IRE Transactions on Information Theory, 1960
+      (four levels for a normal distribution; the best uniform ones have their step at 0.996
+      standard deviations).
+    """
+
+    name = "int2"
+    needs_error_feedback = True
+
+    @property
+    def most(self) -> float:
+        """Three."""
+        return 3
+
+    def numbers(self, codes: jax.Array, size: int) -> jax.Array:
+        """-3, -1, 1 or 3."""
+        return 2 * packing.unpack(codes, size, 2).astype(jnp.float32) - 3
+
+    def code_bytes(self, size: int) -> int:
+        """Two bits a value."""
+        return packing.bytes_for(size, 2)
+
+    def _encode_blocks(self, blocks: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        del bits
+        parts, largest = in_units_of_largest(blocks)
+        magnitudes = jnp.abs(parts)
+        size = blocks.shape[-1]
+        middle = jnp.sqrt(reductions.sum_of_squares(parts) / size)
+        is_far = magnitudes >= middle[..., None]
+        fitted = jnp.sum(jnp.where(is_far, 3 * magnitudes, magnitudes), axis=-1)
+        far = jnp.sum(is_far, axis=-1, dtype=jnp.int32)
+        scale = 3 * largest * (fitted / (size + 8 * far).astype(jnp.float32))
+        unit, _ = layout.unit_and_factor(reductions.largest(blocks), scale, self.most)
+        # 0, 1, 2, 3 for -3, -1, 1, 3.
+        codes = jnp.where(parts >= 0, 2 + is_far.astype(jnp.uint8), 1 - is_far.astype(jnp.uint8))
+        return packing.pack(codes.astype(jnp.uint8), 2), unit
+
+
+def int2(block_size: int = 256) -> Int2:
+    """Four levels: 2 bits a value; for `error_feedback=True` only.
+
+    Args:
+      block_size: the values that share a unit of 4 bytes.
+
+    Raises:
+      TypeError, ValueError: for anything else.
+    """
+    return Int2(block_size)
