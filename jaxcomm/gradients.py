@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxcomm import _axes, _paths
+from jaxcomm import _axes, _paths, _shards
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import (
     GRADIENT,
@@ -45,17 +45,21 @@ class ValueAndGrad:
         of_one = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), params
         )
-        self._check_loss(of_one if own else params, shares, args)
+        self._check_loss(of_one if own else _shards.whole(params), shares, args)
         replicated, split = PartitionSpec(), PartitionSpec(self.axis_name)
         if _axes.explicit_axes().issuperset(_axes.names_of(self.axis_name)):
             batch = jax.tree.map(lambda x: _spread(x, self.axis_name), batch)
         # The checks of shard_map would refuse common models, such as those that scan from zeros.
         value, grads = jax.shard_map(
             lambda params, *inputs: _with_device_axis(
-                self._on_one_device(_first(params) if own else params, *inputs)
+                self._on_one_device(_first(params) if own else _shards.entering(params), *inputs)
             ),
-            in_specs=(split if own else replicated, split) + (replicated,) * len(args),
-            out_specs=(replicated, split),
+            in_specs=(
+                split if own else _shards.in_specs(params, replicated),
+                split,
+                *[replicated] * len(args),
+            ),
+            out_specs=(replicated, _shards.out_specs(params, split)),
             axis_names=set(_axes.names_of(self.axis_name)),
             check_vma=False,
         )(params, batch, *args)
@@ -207,12 +211,18 @@ def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Call
         rest = jax.tree.map(lambda x: x[1:], batches)
         start = value_and_grad_fn(params, first, *args)
 
-        def add(total: Any, batch: Any) -> tuple[Any, None]:
-            out = value_and_grad_fn(params, batch, *args)
-            return jax.tree.map(lambda t, o: t + _in_float32(o), total, out), None
+        def add(carry: Any, batch: Any) -> tuple[Any, None]:
+            total, state = carry
+            out = value_and_grad_fn(_shards.with_state(params, state), batch, *args)
+            state, out = _shards.next_state(state, out[1]), _shards.without_residuals(out)
+            return (jax.tree.map(lambda t, o: t + _in_float32(o), total, out), state), None
 
-        total, _ = jax.lax.scan(add, jax.tree.map(_in_float32, start), rest)
-        return jax.tree.map(lambda t, o: (t / microbatches).astype(_mean_dtype(o)), total, start)
+        # What an exchange in the backward pass keeps goes from one microbatch to the next.
+        state = _shards.next_state(_shards.state_of(params), start[1])
+        start = _shards.without_residuals(start)
+        (total, state), _ = jax.lax.scan(add, (jax.tree.map(_in_float32, start), state), rest)
+        means = jax.tree.map(lambda t, o: (t / microbatches).astype(_mean_dtype(o)), total, start)
+        return _shards.with_residuals(means, state)
 
     return accumulated
 
@@ -327,7 +337,7 @@ def _stacked(batch: Any, axis_name: AxisName) -> Any:
 
 def _with_device_axis(out: tuple[Any, Any]) -> tuple[Any, Any]:
     value, grads = out
-    return value, jax.tree.map(lambda g: g[None], grads)
+    return value, _shards.leaving(grads)
 
 
 def _first(tree: Any) -> Any:

@@ -8,13 +8,16 @@ from jaxcomm.collectives.all_reduce import (
     pmean,
     require_axis,
 )
+from jaxcomm.collectives.reduce_scatter import all_gather, reduce_scatter_with_residual
 
 __all__ = [
     "algorithms",
+    "all_gather",
     "all_reduce",
     "all_reduce_with_residual",
     "mean_of",
     "pmean",
+    "reduce_scatter_with_residual",
     "reductions",
     "require_axis",
     "sparse",

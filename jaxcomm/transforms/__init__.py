@@ -2,6 +2,7 @@
 
 from jaxcomm.transforms.control_variates import ControlVariatesState, control_variates
 from jaxcomm.transforms.factored_adam import FactoredAdamState, factored_adam
+from jaxcomm.transforms.gather import gather
 from jaxcomm.transforms.local import LocalState, local
 from jaxcomm.transforms.local_params import LocalStepsState, local_params
 from jaxcomm.transforms.local_steps import local_steps
@@ -14,6 +15,9 @@ from jaxcomm.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
 from jaxcomm.transforms.per_device import PerDevice, state_spec
 from jaxcomm.transforms.resize_state import resize_state
 from jaxcomm.transforms.set_to_zero import set_to_zero
+from jaxcomm.transforms.shard import shard
+from jaxcomm.transforms.sharded import sharded
+from jaxcomm.transforms.sharded_params import ShardedState, sharded_params
 from jaxcomm.transforms.sparse_mean import SparseMeanState, SparseReport, sparse_mean
 from jaxcomm.transforms.stages import StagesState, dense_first, stages
 from jaxcomm.transforms.with_layer_axis import with_layer_axis
@@ -31,12 +35,14 @@ __all__ = [
     "NoExchangeState",
     "OneBitAdamState",
     "PerDevice",
+    "ShardedState",
     "SparseMeanState",
     "SparseReport",
     "StagesState",
     "control_variates",
     "dense_first",
     "factored_adam",
+    "gather",
     "local",
     "local_params",
     "local_steps",
@@ -48,6 +54,9 @@ __all__ = [
     "one_bit_adam",
     "resize_state",
     "set_to_zero",
+    "shard",
+    "sharded",
+    "sharded_params",
     "sparse_mean",
     "stages",
     "state_spec",

@@ -72,6 +72,7 @@ def layout_of(
     axis_name: AxisName,
     exempt: Exempt = (),
     bucket_order: Sequence[str] | None = None,
+    spec_of: Callable[[Any, str, AxisName], PartitionSpec] | None = None,
 ) -> Layout:
     """Reads the layout off parameters, in either view.
 
@@ -82,6 +83,8 @@ def layout_of(
         leaves of at most one dimension, an axis of layers not counted, and to those with the usual
         names of biases and norms; or a function of path and shape that decides about all.
       bucket_order: paths of leaves, to be checked.
+      spec_of: from a leaf, its path and the axis to how it is sharded; None looks at the leaf, and
+        refuses one that is sharded over the axis.
 
     Raises:
       TypeError: for leaves that are not float32, bfloat16 or float16.
@@ -104,38 +107,40 @@ def layout_of(
                 f"parameter {name} is {dtype}; gradients are exchanged for float32, bfloat16 and "
                 "float16. Keep other leaves out of the tree that is differentiated, or cast them."
             )
-        spec, shape = _spec_of(leaf, name, axis_name), tuple(jnp.shape(leaf))
-        stacked = _fits(name, STACKED.get(()))
-        is_exempt = _is_exempt(name, shape, stacked, exempt)
-        leaves.append(Leaf(name, shape, dtype, spec, is_exempt, stacked))
+        spec = (spec_of or _spec_of)(leaf, name, axis_name)
+        shape, stacked = tuple(jnp.shape(leaf)), fits(name, STACKED.get(()))
+        exempted = is_exempt(name, shape, stacked, exempt)
+        leaves.append(Leaf(name, shape, dtype, spec, exempted, stacked))
     if not callable(exempt):
-        _check_patterns(exempt, [leaf.path for leaf in leaves])
+        check_patterns(exempt, [leaf.path for leaf in leaves])
     is_part = any(isinstance(node, optax.MaskedNode) for node in nodes)
     _check_order(bucket_order or (), [leaf.path for leaf in leaves], is_part)
     return Layout(axis_name, world, tuple(leaves))
 
 
-def _is_exempt(path: str, shape: tuple[int, ...], stacked: bool, exempt: Exempt) -> bool:
+def is_exempt(path: str, shape: tuple[int, ...], stacked: bool, exempt: Exempt) -> bool:
+    """Whether a leaf travels in float32; see `layout_of`."""
     if callable(exempt):
         return bool(exempt(path, shape))
-    is_vector = path.rpartition("/")[2] in VECTORS or _fits(path, NORMS)
-    return len(shape) - stacked <= 1 or is_vector or _fits(path, exempt)
+    is_vector = path.rpartition("/")[2] in VECTORS or fits(path, NORMS)
+    return len(shape) - stacked <= 1 or is_vector or fits(path, exempt)
 
 
-def _fits(path: str, patterns: Sequence[str]) -> bool:
+def fits(path: str, patterns: Sequence[str]) -> bool:
+    """Whether a path fits one of the patterns."""
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
-def _check_patterns(patterns: Sequence[str], paths: Sequence[str]) -> None:
+def check_patterns(patterns: Sequence[str], paths: Sequence[str], what: str = "exempt") -> None:
     """Raises for a string in place of a list, and for a pattern that matches no path."""
     if isinstance(patterns, str):
         raise TypeError(
-            f"exempt must be a list of patterns, got {patterns!r}; write [{patterns!r}]."
+            f"{what} must be a list of patterns, got {patterns!r}; write [{patterns!r}]."
         )
     for pattern in patterns:
         if not fnmatch.filter(paths, pattern):
             raise ValueError(
-                f"exempt names {pattern!r}, which fits no parameter; the paths are "
+                f"{what} names {pattern!r}, which fits no parameter; the paths are "
                 f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''}."
             )
 

@@ -26,6 +26,7 @@ from jaxcomm.transforms._exchange import (
     updates_of,
 )
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of
+from jaxcomm.transforms._scheme import Scheme, exchange
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
 
@@ -188,7 +189,9 @@ def majority_vote(
         )
         return treedef.unflatten(votes), MajorityVoteState(state.layout, state.step + 1, residual)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    reduction = None if error_feedback else Majority(ties, zeros, None, option)
+    scheme = Scheme(axis_name, reduction, chosen, seed, limit, signs=True)
+    return exchange(init_fn, update_fn, scheme, exempt)
 
 
 def _decided(ballot: jax.Array, zeros: str, key: jax.Array, axis_name: AxisName) -> jax.Array:

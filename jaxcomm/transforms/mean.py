@@ -33,6 +33,7 @@ from jaxcomm.transforms._exchange import (
     updates_of,
 )
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of
+from jaxcomm.transforms._scheme import Scheme, exchange
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
 
@@ -211,7 +212,8 @@ def mean(
         )
         return treedef.unflatten(means), MeanState(state.layout, state.step + 1, residual)
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    scheme = Scheme(axis_name, reduction, chosen, seed, limit)
+    return exchange(init_fn, update_fn, scheme, exempt)
 
 
 def _bits(codec: codecs.Codec, values: int = 2**16) -> float:

@@ -8,6 +8,7 @@ from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm.transforms._exchange import local_leaves, on_every_device
 from jaxcomm.transforms._layout import Layout, layout_of
+from jaxcomm.transforms._scheme import Scheme, exchange
 from jaxcomm.transforms._wrappers import refuse_wrappers
 
 
@@ -45,4 +46,4 @@ def no_exchange(axis_name: AxisName) -> optax.GradientTransformation:
         alone, _ = on_every_device(lambda grads, own, shared: (grads, own), grads, state.layout)
         return treedef.unflatten(alone), state
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return exchange(init_fn, update_fn, Scheme(axis_name, None))

@@ -9,6 +9,7 @@ from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm.transforms._exchange import local_leaves, on_every_device
 from jaxcomm.transforms._layout import layout_of
+from jaxcomm.transforms._scheme import Scheme, exchange
 
 
 def set_to_zero(axis_name: AxisName) -> optax.GradientTransformation:
@@ -44,4 +45,4 @@ def set_to_zero(axis_name: AxisName) -> optax.GradientTransformation:
         )
         return treedef.unflatten(zeros), state
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return exchange(init_fn, update_fn, Scheme(axis_name, None, frozen=True))

@@ -6,17 +6,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm import _axes
+from jaxcomm import _axes, codecs
 from jaxcomm._axes import AxisName
+from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives.algorithms._algorithm import (
     Algorithm,
     add_block,
+    by_owner,
     cut,
+    for_owners,
     join,
     length,
     take_block,
 )
-from jaxcomm.collectives.reductions import Prepared, Reduction
+from jaxcomm.collectives.reductions import CodedMean, Prepared, Reduction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +34,21 @@ class Hierarchical(Algorithm):
     Attributes:
       near: the algorithm between devices that differ in the last axis only.
       far: the algorithm between devices that differ in the first axis only.
+      near_codec: the format of the near reduce-scatter; None is that of the reduction. The near
+        all-gather passes on what came over the far axis, as it is.
     """
 
     near: Algorithm
     far: Algorithm
+    near_codec: codecs.Codec | None = None
     name = "hierarchical"
+
+    def _near_reduction(self, reduction: Reduction) -> Reduction:
+        if self.near_codec is None:
+            return reduction
+        if not isinstance(reduction, CodedMean):
+            raise ValueError("near_codec is the format of a mean, and votes have none; leave it.")
+        return dataclasses.replace(reduction, codec=self.near_codec)
 
     def all_reduce(
         self, prepared: Prepared, axis_name: AxisName, reduction: Reduction
@@ -53,7 +66,7 @@ class Hierarchical(Algorithm):
         blocks = cut(prepared.vector, near_blocks)
         n, near_owned, far_owned = length(blocks), self.near.owned(near), self.far.owned(far)
         partial = reduction.start(blocks, world)
-        mine, errors = self.near.reduce_scatter(partial, near, reduction, 1)
+        mine, errors = self.near.reduce_scatter(partial, near, self._near_reduction(reduction), 1)
         mine = _cut_again(mine, far_blocks)
         mine, far_errors = self.far.reduce_scatter(mine, far, reduction, on_near)
         replicated = take_block(cut(prepared.replicated, near_blocks), near_owned)
@@ -76,6 +89,34 @@ class Hierarchical(Algorithm):
         total = length(prepared.vector)
         return join(large, total), join(errors, total)
 
+    def reduce_scatter(
+        self, partial: Any, axis_name: AxisName, reduction: Reduction, devices_per_partial: int
+    ) -> tuple[Any, Any]:
+        """See `Algorithm.reduce_scatter`: block i is that of device i, counted along (far, near).
+
+        A near block holds what the near device is to own on every host.
+        """
+        far, near = _far_and_near(axis_name)
+        on_near, on_far = jax.lax.axis_size(near), jax.lax.axis_size(far)
+        near_owned, far_owned = self.near.owned_by_all(on_near), self.far.owned_by_all(on_far)
+
+        def by_near(x: jax.Array) -> jax.Array:  # (far * near, n) -> (near, far * n)
+            return x.reshape(on_far, on_near, -1).swapaxes(0, 1).reshape(on_near, -1)
+
+        blocks = for_owners(jax.tree.map(by_near, partial), near_owned)
+        reduced = self._near_reduction(reduction)
+        mine, errors = self.near.reduce_scatter(blocks, near, reduced, devices_per_partial)
+        mine = for_owners(jax.tree.map(lambda b: b.reshape(on_far, -1), mine), far_owned)
+        per_far_partial = devices_per_partial * on_near
+        mine, far_errors = self.far.reduce_scatter(mine, far, reduction, per_far_partial)
+        if errors is not None:
+            # Far errors are of the partial sums of the near block that this device owns.
+            block = by_owner(far_errors, far_owned).reshape(1, -1)
+            errors = by_owner(add_block(errors, block, self.near.owned(near)), near_owned)
+            errors = errors.reshape(on_near, on_far, -1).swapaxes(0, 1)
+            errors = errors.reshape(on_far * on_near, -1)
+        return mine, errors
+
 
 def _cut_again(block: Any, blocks: int) -> Any:
     """One block with its leading axis of 1, as further blocks."""
@@ -92,16 +133,30 @@ def _far_and_near(axis_name: AxisName) -> tuple[str, str]:
     return names[0], names[1]
 
 
-def hierarchical(near: Algorithm, far: Algorithm) -> Hierarchical:
+def hierarchical(
+    near: Algorithm, far: Algorithm, near_codec: str | codecs.Codec | None = None
+) -> Hierarchical:
     """Near links first, over the axes (far, near).
 
     Args:
       near: such as `jaxcomm.algorithms.direct()`, for devices that differ in the last axis.
       far: such as `jaxcomm.algorithms.circulant()`, for those that differ in the first.
+      near_codec: the format of the near reduce-scatter of a mean, such as "bfloat16"; None is the
+        one of the mean, which then is for the far links alone. The near all-gather passes on what
+        came over the far links, as it is.
 
     Raises:
       TypeError: if these are not algorithms with a reduce-scatter of their own.
+      ValueError: for a codec that all devices would have to scale for, or that needs feedback.
     """
+    near_codec = None if near_codec is None else codecs.from_name(near_codec)
+    if near_codec is not None and (
+        near_codec.largest or near_codec.needs_error_feedback or isinstance(near_codec, RandomK)
+    ):
+        raise ValueError(
+            f"near_codec is for fast links and cannot be {near_codec.name}; take float32, bfloat16 "
+            "or int8."
+        )
     for algorithm in (near, far):
         if isinstance(algorithm, str):
             raise TypeError(
@@ -113,4 +168,4 @@ def hierarchical(near: Algorithm, far: Algorithm) -> Hierarchical:
                 f"hierarchical needs a direct, ring, halving_doubling or circulant algorithm for "
                 f"each axis, got {algorithm!r}."
             )
-    return Hierarchical(near, far)
+    return Hierarchical(near, far, near_codec)

@@ -27,6 +27,14 @@ class Native(Algorithm):
         errors = jnp.zeros_like(prepared.vector) if reduction.keeps_errors else None
         return reduction.native(prepared, axis_name), errors
 
+    def reduce_scatter(
+        self, partial: Any, axis_name: AxisName, reduction: Reduction, devices_per_partial: int
+    ) -> tuple[Any, Any]:
+        """See `Algorithm.reduce_scatter`: one `psum_scatter`."""
+        del devices_per_partial
+        errors = jnp.zeros_like(partial) if reduction.keeps_errors else None
+        return reduction.native_reduce_scatter(partial, axis_name), errors
+
 
 def native() -> Native:
     """XLA's own all-reduce."""

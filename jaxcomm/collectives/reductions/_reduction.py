@@ -134,3 +134,11 @@ class Reduction:
           ValueError: if XLA has none for this reduction.
         """
         raise NotImplementedError
+
+    def native_reduce_scatter(self, partial: Any, axis_name: AxisName) -> Any:
+        """The full partial of this device's block, by XLA's own reduce-scatter.
+
+        Raises:
+          ValueError: if XLA has none for this reduction.
+        """
+        raise NotImplementedError

@@ -133,6 +133,11 @@ class CodedMean(Reduction):
         total = jax.lax.psum(self.codec.native(prepared.vector), axis_name)
         return total.astype(jnp.float32) * _reciprocal(jax.lax.axis_size(axis_name))
 
+    def native_reduce_scatter(self, partial: jax.Array, axis_name: AxisName) -> jax.Array:
+        """XLA's `psum_scatter` in the codec's dtype, in float32 from there on."""
+        sent = self.codec.native(partial)
+        return jax.lax.psum_scatter(sent, axis_name, tiled=True).astype(jnp.float32)
+
     def _encoded(self, codec: Codec, x: jax.Array, message_id: int) -> jax.Array:
         if not codec.is_random:
             return codec.encode(x)

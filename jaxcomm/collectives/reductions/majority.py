@@ -39,8 +39,8 @@ class Majority(Reduction):
 
     ties: str
     zeros: str
-    key: jax.Array
-    implementation: _implementations.Option = None
+    key: jax.Array | None
+    implementation: _implementations.Option = dataclasses.field(default=None, compare=False)
     operations: ClassVar[tuple[str, ...]] = ("bitplanes.add",)
 
     def __post_init__(self) -> None:
@@ -51,14 +51,15 @@ class Majority(Reduction):
         votes, against = bitplanes.pack(x), bitplanes.pack(bitplanes.negatives(x))
         # XLA on CPU would make one slow loop of both and of what follows.
         votes, against = jax.lax.optimization_barrier((votes, against))
+        assert self.key is not None  # a reduction that runs has one
         shared, own = jax.random.split(self.key)
         if self.zeros == "abstain":
             vector = (votes, against)
         else:
             own = jax.random.fold_in(own, jax.lax.axis_index(axis_name))
             # Neither positive nor negative: a zero or NaN. Each device tosses a coin of its own.
-            vector = (votes | (~against & _coins(own, votes.size)),)
-        return Prepared(vector, _coins(shared, votes.size) if self.ties == "random" else None)
+            vector = (votes | (~against & _coins(own, votes.shape)),)
+        return Prepared(vector, _coins(shared, votes.shape) if self.ties == "random" else None)
 
     def start(self, blocks: Planes, world: int) -> tuple[Planes, ...]:
         """Counts of 0 or 1, with as many planes as the count of all devices needs."""
@@ -145,9 +146,9 @@ def check_majority(ties: str, zeros: str) -> None:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {rule!r}.")
 
 
-def _coins(key: jax.Array, words: int) -> jax.Array:
+def _coins(key: jax.Array, words: tuple[int, ...]) -> jax.Array:
     """A fair coin for each coordinate, in packed words."""
-    return jax.random.bits(key, (words,), jnp.uint32)
+    return jax.random.bits(key, words, jnp.uint32)
 
 
 def _runs(counts: tuple[int, ...]) -> list[tuple[int, int, int]]:

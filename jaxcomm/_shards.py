@@ -1,0 +1,179 @@
+"""Parameters that are split over the axis of their exchange, on their way into a loss.
+
+A `ShardedParam` holds what the exchange of a parameter needs where the parameter is gathered. Its
+gradient has the same structure: what arrives in `residual` is the next residual, and in `tick` how
+often the parameter was gathered. So state leaves the backward pass as the gradient of the old.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxcomm._axes import AxisName
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What is known of a parameter before anything runs.
+
+    Attributes:
+      path: its path in the tree.
+      axis_name: the axis that it is split over.
+      spec: how it is sharded.
+      dim: the dimension that is split, counted from the end, so that the slices of a stack have the
+        same one; None if every device holds all of it.
+      exempt: whether it travels in float32.
+      scheme: how it is gathered, and its gradient exchanged.
+    """
+
+    path: str
+    axis_name: AxisName
+    spec: PartitionSpec
+    dim: int | None
+    exempt: bool
+    scheme: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ShardedParam:
+    """A parameter, or a stack of them, and the state of its exchange; `jaxcomm.gather` takes it.
+
+    Attributes:
+      value: the shard; in the global view all of it.
+      residual: this device's residual, as long as the whole parameter, or None. In the global view
+        it has a leading device axis.
+      tick: float32[..., 3]: the step, the layer and the microbatch, from which keys are made; None
+        where nothing is split. Its leading axis is that of the value, for `jax.lax.scan`.
+      place: what is known of it.
+    """
+
+    value: Any
+    residual: Any
+    tick: Any
+    place: Place = dataclasses.field(metadata={"static": True})
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether this is a `ShardedParam`."""
+    return isinstance(x, ShardedParam)
+
+
+def in_specs(params: Any, default: PartitionSpec) -> Any:
+    """How `jax.shard_map` splits parameters; those that are not sharded as `default` says."""
+
+    def of(x: ShardedParam) -> ShardedParam:
+        own = PartitionSpec(x.place.axis_name)
+        return _each(x, lambda _: x.place.spec, lambda _: own, lambda _: PartitionSpec())
+
+    return _map(of, lambda _: default, params)
+
+
+def out_specs(params: Any, default: PartitionSpec) -> Any:
+    """How `jax.shard_map` joins the gradients of parameters, as `leaving` returns them."""
+
+    def of(x: ShardedParam) -> ShardedParam:
+        own = PartitionSpec(x.place.axis_name)
+        value = own if x.place.dim is None else x.place.spec
+        return _each(x, lambda _: value, lambda _: own, lambda _: own)
+
+    return _map(of, lambda _: default, params)
+
+
+def entering(params: Any) -> Any:
+    """What one device sees of the parameters of the global view: residuals of its own."""
+    return _map(lambda x: _each(x, _same, _first, _same), _same, params)
+
+
+def leaving(grads: Any) -> Any:
+    """What one device has of the gradients, with a device axis on all but shards."""
+
+    def one(x: ShardedParam) -> ShardedParam:
+        return _each(x, _with_axis if x.place.dim is None else _same, _with_axis, _with_axis)
+
+    return _map(one, _with_axis, grads)
+
+
+def whole(params: Any) -> Any:
+    """The types of all of every parameter, in the global view."""
+    return _map(lambda x: x.value, _same, params)
+
+
+State = list[tuple[Any, Any]]  # residual and tick of every sharded parameter
+
+
+def state_of(params: Any) -> State:
+    """The state of all sharded parameters."""
+    leaves = jax.tree.leaves(params, is_leaf=is_sharded)
+    return [(x.residual, x.tick) for x in leaves if is_sharded(x)]
+
+
+def with_state(params: Any, state: State) -> Any:
+    """The parameters with another state."""
+    pairs = iter(state)
+
+    def of(x: ShardedParam) -> ShardedParam:
+        residual, tick = next(pairs)
+        return dataclasses.replace(x, residual=residual, tick=tick)
+
+    return _map(of, _same, params)
+
+
+def next_state(state: State, grads: Any) -> State:
+    """The state for the next microbatch: the residuals that this one left."""
+    one = np.array([0, 0, 1], np.float32)
+    return [
+        (left, None if tick is None else tick + one)
+        for (_, tick), (left, _) in zip(state, state_of(grads), strict=True)
+    ]
+
+
+def without_residuals(tree: Any) -> Any:
+    """Sharded parameters or gradients that hold no residual."""
+    return _map(lambda x: dataclasses.replace(x, residual=None), _same, tree)
+
+
+def with_residuals(tree: Any, state: State) -> Any:
+    """The reverse, with the residuals of a state."""
+    ticks = [tick for _, tick in state_of(tree)]
+    left = [residual for residual, _ in state]
+    return with_state(tree, list(zip(left, ticks, strict=True)))
+
+
+def _map(
+    of_sharded: Callable[[ShardedParam], Any], of_array: Callable[[Any], Any], tree: Any
+) -> Any:
+    return jax.tree.map(
+        lambda x: of_sharded(x) if is_sharded(x) else of_array(x), tree, is_leaf=is_sharded
+    )
+
+
+def _each(
+    x: ShardedParam,
+    value: Callable[[Any], Any],
+    residual: Callable[[Any], Any],
+    tick: Callable[[Any], Any],
+) -> ShardedParam:
+    """A function on each part that is there."""
+    return ShardedParam(
+        value(x.value),
+        None if x.residual is None else residual(x.residual),
+        None if x.tick is None else tick(x.tick),
+        x.place,
+    )
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _first(x: Any) -> Any:
+    return x[0]
+
+
+def _with_axis(x: Any) -> Any:
+    return x[None]

@@ -1,0 +1,61 @@
+"""How an exchange works, said in a way that others can carry out: `jaxcomm.sharded` does."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from jaxcomm import codecs
+from jaxcomm._axes import AxisName
+from jaxcomm.collectives.algorithms import Algorithm
+from jaxcomm.collectives.reductions import Reduction
+from jaxcomm.transforms._layout import Exempt
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """A static description of an exchange.
+
+    Attributes:
+      axis_name: the mesh axis.
+      reduction: what messages mean, without a key; None where nothing is exchanged.
+      algorithm: who talks to whom.
+      seed: of random rounding and coins.
+      bucket_bytes: float32 bytes that travel together at most.
+      signs: whether the updates are signs, those of exempt leaves too.
+      frozen: whether the updates are zero.
+      gather: the format in which shards are gathered.
+    """
+
+    axis_name: AxisName
+    reduction: Reduction | None
+    algorithm: Algorithm | None = None
+    seed: int = 0
+    bucket_bytes: int = 2**23
+    signs: bool = False
+    frozen: bool = False
+    gather: codecs.Codec = dataclasses.field(default_factory=codecs.float32)
+
+
+class Exchange(optax.GradientTransformation):
+    """A transformation that says how it exchanges.
+
+    Attributes:
+      scheme: how.
+      exempt: which leaves travel in float32.
+    """
+
+    scheme: Scheme
+    exempt: Exempt
+
+
+def exchange(
+    init: Callable[..., Any], update: Callable[..., Any], scheme: Scheme, exempt: Exempt = ()
+) -> Exchange:
+    """The transformation of these functions, which says how it exchanges."""
+    tx = Exchange(init, update)
+    tx.scheme, tx.exempt = scheme, exempt
+    return tx

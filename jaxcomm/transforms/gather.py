@@ -1,0 +1,245 @@
+"""Whole parameters from shards, and on the way back shards of the exchanged gradient.
+
+`gather` is the identity to autodiff but for what travels. For one bucket of leaves on N devices:
+
+    forward   shards -> one vector of the codec -> all-gather -> all N rows, decoded -> whole leaves
+    backward  gradients of whole leaves + residuals -> N rows -> reduce-scatter -> shards of the
+              mean, and what messages lost, which leaves as the "gradient" of the residuals
+
+Row r holds what device r owns of every leaf of the bucket. Where `jax.checkpoint` runs a layer
+again, the forward part runs again too, and the backward part does not.
+"""
+
+import dataclasses
+import functools
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm import _axes, _paths, codecs, collectives
+from jaxcomm._shards import Place, ShardedParam, is_sharded
+from jaxcomm.transforms._exchange import all_finite
+from jaxcomm.transforms._scheme import Scheme
+
+Arrays = list[jax.Array]
+_THERE, _BACK = 0, 1  # what a key is for: gathering shards, or the gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bucket:
+    """Leaves that travel together; static, so that `jax.custom_vjp` can be told.
+
+    Attributes:
+      scheme: how.
+      exempt: whether in float32.
+      places: of the leaves.
+    """
+
+    scheme: Scheme
+    exempt: bool
+    places: tuple[Place, ...]
+
+
+def gather(params: Any) -> Any:
+    """Whole parameters from the shards of all devices; backward, shards of the mean gradient.
+
+    Call it in the loss, where parameters are needed: for each layer inside of `jax.lax.scan` and
+    `jax.checkpoint`, so that a device holds one whole layer at a time. `jax.checkpoint` gathers
+    again in the backward pass; the gradient is exchanged once all the same. Gather a parameter
+    once and use the result as often as you like: with error feedback, or in two calls of one
+    microbatch, gathering twice would mix up its state, and makes the update NaN.
+
+    Args:
+      params: a pytree of what `jaxcomm.sharded_params` returned, or a part of it, or the slice
+        that `jax.lax.scan` makes of a stack. Outside of `jax.shard_map`, where arrays are whole
+        anyway, also a pytree of arrays, which it returns: so a model with `gather` in it can be
+        evaluated under plain `jax.jit`.
+
+    Returns:
+      The pytree of whole arrays, in the dtypes of the parameters and equal on all devices.
+
+    Raises:
+      ValueError: inside of `jax.shard_map`, for arrays without state; for a slice of a stack whose
+        layers are what is split.
+
+    Wire: forward, for each bucket of n values, N-1 messages of ceil(n/N) values in the format
+    `gather=` of `jaxcomm.sharded`, each time that it runs; backward, once, N-1 such messages in
+    that of the exchange. What is exempt and split travels in float32 both ways.
+    """
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_sharded)
+    leaves = [leaf for _, leaf in pairs]
+    manual = bool(_axes.manual_axes())
+    for path, leaf in pairs:
+        if manual and not is_sharded(leaf):
+            raise ValueError(
+                f"gather got a bare array at {_paths.path_name(path) or 'its argument'}, which "
+                "does not say how its gradient is exchanged; give the loss what "
+                "jaxcomm.sharded_params(params, state) returns, and gather it once."
+            )
+    whole = [leaf.value if is_sharded(leaf) else leaf for leaf in leaves]
+    if not manual:
+        return treedef.unflatten(whole)
+    for bucket, numbers in _buckets_of(leaves):
+        with jax.named_scope("jaxcomm.gather"):
+            shards = [leaves[i] for i in numbers]
+            full = _gathered(
+                bucket,
+                [s.value for s in shards],
+                [s.residual for s in shards],
+                [s.tick for s in shards],
+            )
+        for i, x in zip(numbers, full, strict=True):
+            whole[i] = x
+    return treedef.unflatten(whole)
+
+
+def _buckets_of(leaves: list[ShardedParam]) -> list[tuple[_Bucket, list[int]]]:
+    """The split leaves that travel together, in the order of the tree."""
+    groups: dict[tuple[Scheme, bool], list[list[int]]] = {}
+    room: dict[tuple[Scheme, bool], float] = {}
+    for i, leaf in enumerate(leaves):
+        place = leaf.place
+        if place.dim is None or leaf.value.size == 0:
+            continue
+        if leaf.value.ndim < -place.dim:
+            raise ValueError(
+                f"parameter {place.path} is split along the axis that was sliced away; split "
+                "another dimension of stacked layers: jaxcomm.shard(params, axis, layers=[...])."
+            )
+        kind = place.scheme, place.exempt
+        size = 4 * leaf.value.size * jax.lax.axis_size(place.axis_name)
+        if size > room.get(kind, -1):
+            groups.setdefault(kind, []).append([])
+            room[kind] = place.scheme.bucket_bytes
+        groups[kind][-1].append(i)
+        room[kind] -= size
+    return [
+        (_Bucket(*kind, tuple(leaves[i].place for i in numbers)), numbers)
+        for kind, buckets in groups.items()
+        for numbers in buckets
+    ]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gathered(bucket: _Bucket, values: Arrays, residuals: list[Any], ticks: Arrays) -> Arrays:
+    """The whole leaves of a bucket."""
+    del residuals
+    return _unchecked(bucket, _all_rows, (values, ticks))
+
+
+def _gathered_forward(
+    bucket: _Bucket, values: Arrays, residuals: list[Any], ticks: Arrays
+) -> tuple[Arrays, Any]:
+    return _gathered(bucket, values, residuals, ticks), (residuals, ticks)
+
+
+def _gathered_backward(bucket: _Bucket, saved: Any, gradients: Arrays) -> Any:
+    residuals, ticks = saved
+    with jax.named_scope("jaxcomm.exchange"):
+        shards, left = _unchecked(bucket, _exchanged, (gradients, residuals, ticks))
+    return shards, left, [jnp.ones_like(tick) for tick in ticks]
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def _unchecked(bucket: _Bucket, f: Any, args: tuple[Any, ...]) -> Any:
+    """`f(bucket, *args)` with the checks of `jax.shard_map` off, typed as varying."""
+    if not _axes.checks_on(bucket.scheme.axis_name):
+        return f(bucket, *args)
+    results = _axes.unchecked(lambda args: f(bucket, *args))(args)
+    axes = frozenset(_axes.names_of(bucket.scheme.axis_name))
+    return jax.tree.map(lambda x: _axes.as_varying(x, axes), results)
+
+
+def _all_rows(bucket: _Bucket, values: Arrays, ticks: Arrays) -> Arrays:
+    """The forward part on one device."""
+    scheme = bucket.scheme
+    codec, algorithm = scheme.gather, scheme.algorithm
+    if bucket.exempt:
+        codec = codecs.float32()
+    key = None
+    if codec.is_random:
+        key = _key_of(bucket, ticks, _THERE)
+        key = jax.random.fold_in(key, jax.lax.axis_index(scheme.axis_name))
+    row = jnp.concatenate([x.reshape(-1).astype(jnp.float32) for x in values])
+    rows = collectives.all_gather(row, scheme.axis_name, codec, algorithm, key)
+    found, start = [], 0
+    for x, place in zip(values, bucket.places, strict=True):
+        part = rows[:, start : start + x.size]
+        start += x.size
+        found.append(_joined(part, x.shape, place.dim).astype(x.dtype))
+    return found
+
+
+def _exchanged(
+    bucket: _Bucket, gradients: Arrays, residuals: list[Any], ticks: Arrays
+) -> tuple[Arrays, list[Any]]:
+    """The backward part on one device."""
+    scheme, axis = bucket.scheme, bucket.scheme.axis_name
+    world, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    if scheme.frozen:
+        zeros = [
+            _shard_like(g, p.dim, world) for g, p in zip(gradients, bucket.places, strict=True)
+        ]
+        return zeros, residuals
+    owed = [
+        g.astype(jnp.float32) if r is None else g.astype(jnp.float32) + r
+        for g, r in zip(gradients, residuals, strict=True)
+    ]
+    parts = [_split(x, p.dim, world) for x, p in zip(owed, bucket.places, strict=True)]
+    rows = jnp.concatenate(parts, axis=1)
+    if scheme.reduction is None:
+        mine, errors = rows[me], None
+    else:
+        reduction, algorithm = scheme.reduction, scheme.algorithm
+        if bucket.exempt:
+            reduction, algorithm = collectives.mean_of("float32", "native")
+        reduction = dataclasses.replace(reduction, key=_key_of(bucket, ticks, _BACK))
+        mine, errors = collectives.reduce_scatter_with_residual(rows, axis, reduction, algorithm)
+    if scheme.signs:
+        # Votes are finite whatever happens; who has seen something else says so in its own shard.
+        finite = all_finite([rows.reshape(-1)])
+        mine = jnp.where(finite, jnp.sign(mine) if bucket.exempt else mine, jnp.nan)
+    shards, left, start = [], [], 0
+    for g, r, p, part in zip(gradients, residuals, bucket.places, parts, strict=True):
+        stop = start + part.shape[1]
+        shape = _shard_shape(g.shape, p.dim, world)
+        shards.append(mine[start:stop].reshape(shape).astype(g.dtype))
+        left.append(None if r is None else _joined(errors[:, start:stop], shape, p.dim))
+        start = stop
+    return shards, left
+
+
+def _split(x: jax.Array, dim: int, world: int) -> jax.Array:
+    """A whole leaf as (N, n/N): row r is what device r owns."""
+    at = x.ndim + dim
+    parts = x.reshape(*x.shape[:at], world, x.shape[at] // world, *x.shape[at + 1 :])
+    return jnp.moveaxis(parts, at, 0).reshape(world, -1)
+
+
+def _joined(rows: jax.Array, shard: tuple[int, ...], dim: int) -> jax.Array:
+    """The reverse of `_split`, from the shape of a shard."""
+    at, world = len(shard) + dim, rows.shape[0]
+    parts = jnp.moveaxis(rows.reshape(world, *shard), 0, at)
+    return parts.reshape(*shard[:at], world * shard[at], *shard[at + 1 :])
+
+
+def _shard_shape(shape: tuple[int, ...], dim: int, world: int) -> tuple[int, ...]:
+    at = len(shape) + dim
+    return (*shape[:at], shape[at] // world, *shape[at + 1 :])
+
+
+def _shard_like(x: jax.Array, dim: int, world: int) -> jax.Array:
+    return jnp.zeros(_shard_shape(x.shape, dim, world), x.dtype)
+
+
+def _key_of(bucket: _Bucket, ticks: Arrays, purpose: int) -> jax.Array:
+    """A key of the bucket, its step, layer and microbatch; equal on all devices."""
+    paths = "\n".join(place.path for place in bucket.places)
+    key = jax.random.fold_in(jax.random.key(bucket.scheme.seed), zlib.crc32(paths.encode()))
+    key = jax.random.fold_in(key, purpose)
+    numbers = ticks[0].reshape(-1, 3)[0].astype(jnp.int32)
+    return functools.reduce(jax.random.fold_in, list(numbers), key)

@@ -1,0 +1,83 @@
+"""Parameters split over the devices of a mesh axis."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxcomm import _axes, _paths
+from jaxcomm._axes import AxisName
+from jaxcomm.transforms._layout import Exempt, check_patterns, fits, is_exempt
+
+
+def shard(
+    params: Any, axis_name: AxisName, *, exempt: Exempt = (), layers: Sequence[str] = ()
+) -> Any:
+    """Places parameters so that each device holds 1/N of every large one (FSDP, ZeRO-3).
+
+    A leaf is split along its largest dimension that N divides, the last one of equals. Leaves that
+    travel in float32 (of at most one dimension, and `exempt`) are replicated.
+
+    Args:
+      params: a pytree of arrays, or of `jax.ShapeDtypeStruct`s; every process passes equal values.
+      axis_name: the mesh axis, or axes, of the N devices.
+      exempt: as in `jaxcomm.mean`, to which the same is given.
+      layers: patterns of paths of leaves whose leading axis counts layers, as in
+        `jaxcomm.with_layer_axis`; that axis is not split.
+
+    Returns:
+      The pytree on the mesh that is set; of structs, the structs with shardings.
+
+    Raises:
+      ValueError: if no mesh is set, it has no such axis, or N divides no dimension of a leaf; the
+        error names the leaf.
+
+    Wire: nothing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+      ...     params = jaxcomm.shard({"w": jnp.zeros((6, 8)), "b": jnp.zeros(8)}, "data")
+      >>> params["w"].sharding.spec, params["b"].sharding.spec
+      (P(None, 'data'), P())
+    """
+    world, mesh = _axes.axis_size(axis_name), jax.sharding.get_mesh()
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
+    names = [_paths.path_name(path) for path, _ in pairs]
+    check_patterns(layers, names, "layers")
+    if not callable(exempt):
+        check_patterns(exempt, names)
+
+    def placed(name: str, leaf: Any) -> Any:
+        shape, stacked = jnp.shape(leaf), fits(name, layers)
+        spec = PartitionSpec()
+        if 0 not in shape and not is_exempt(name, shape, stacked, exempt):
+            spec = _split(name, shape, axis_name, world, int(stacked))
+        if isinstance(leaf, Tracer):
+            return jax.lax.with_sharding_constraint(leaf, spec)
+        sharding = NamedSharding(mesh, spec)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.device_put(leaf, sharding, may_alias=False)
+
+    return treedef.unflatten(
+        [placed(name, leaf) for name, (_, leaf) in zip(names, pairs, strict=True)]
+    )
+
+
+def _split(
+    name: str, shape: tuple[int, ...], axis_name: AxisName, world: int, first: int
+) -> PartitionSpec:
+    """The spec of a leaf, of which the dimensions before `first` stay whole."""
+    dims = [d for d in range(first, len(shape)) if shape[d] % world == 0]
+    if not dims:
+        raise ValueError(
+            f"parameter {name} of shape {shape} has no dimension that divides over the {world} "
+            f"devices of {axis_name!r}. Pad it to a multiple of {world}, or keep it whole on every "
+            f"device: exempt=[{name!r}], here and in the exchange."
+        )
+    dim = max(dims, key=lambda d: (shape[d], d))
+    return PartitionSpec(*[None] * dim, axis_name)

@@ -1,0 +1,273 @@
+"""Parameters and optimizer state split over the axis of the exchange: FSDP, ZeRO-3."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from jaxcomm import _axes, codecs, collectives
+from jaxcomm._marks import unmark_local
+from jaxcomm._shards import ShardedParam, is_sharded
+from jaxcomm.codecs.random_k import RandomK
+from jaxcomm.collectives import algorithms
+from jaxcomm.collectives.algorithms._default import Default
+from jaxcomm.collectives.reductions import CodedMean, RandomKMean
+from jaxcomm.transforms import _shard_layout
+from jaxcomm.transforms._buckets import joined, split
+from jaxcomm.transforms._exchange import FLAG, all_finite
+from jaxcomm.transforms._layout import Layout
+from jaxcomm.transforms._scheme import Exchange, Scheme
+from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms.per_device import PerDevice, require_own
+from jaxcomm.transforms.sharded_params import ShardedState
+
+Arrays = list[jax.Array]
+
+
+def sharded(
+    exchange: optax.GradientTransformation, gather: str | codecs.Codec = "float32"
+) -> optax.GradientTransformation:
+    """Makes an exchange one of parameters that are split over its axis (FSDP, ZeRO-3).
+
+    Each device keeps 1/N of the parameters and, behind this in the chain, 1/N of the optimizer's
+    state. In the loss, `jaxcomm.gather` makes parameters whole for as long as they are needed. Its
+    backward pass reduce-scatters their gradients in the format of `exchange`, so that each device
+    ends with its own shard of the mean. This transformation then only finishes the step: it
+    averages what is not split, and lets all devices agree whether everything was finite.
+
+    Three lines differ from training on replicated parameters: place them with `jaxcomm.shard`, give
+    the loss `jaxcomm.sharded_params(params, state)`, and gather in it:
+
+        tx = optax.chain(jaxcomm.sharded(jaxcomm.mean("data", "bfloat16")), optax.adamw(1e-3))
+        params = jaxcomm.shard(params, "data")
+
+        def loss_fn(params, batch):
+            layer = lambda x, p: (apply_layer(jaxcomm.gather(p), x), None)
+            x, _ = jax.lax.scan(jax.checkpoint(layer), batch["x"], params["layers"])
+            ...
+
+        loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(
+            jaxcomm.sharded_params(params, state), batch)
+        updates, state = tx.update(grads, state, params)
+
+    Under plain `jax.jit` arrays are global, so everything behind it in the chain sees all of the
+    gradient: `optax.clip_by_global_norm` clips by the norm of all shards. Inside of your own
+    `jax.shard_map` it sees shards, and may only compute element by element.
+
+    With error feedback every device keeps the errors of its own messages for the whole gradient:
+    a float32 copy of all parameters, N times what its shards take. There is no second hop, so
+    `error_feedback=True` and "first_hop" are the same here.
+
+    If any gradient on any device is not finite, every update on every device is NaN, and residuals
+    stay as they were.
+
+    Args:
+      exchange: how gradients travel: `jaxcomm.mean`, `jaxcomm.majority_vote` without error
+        feedback, or `jaxcomm.set_to_zero`, which gathers frozen parameters and sends no gradient;
+        `jaxcomm.no_exchange` is the control. An `algorithm` None is "direct" here, which rounds
+        each value once, and "native" for float32. Leaves that it exempts, and that are not split,
+        are averaged in float32.
+      gather: the codec in which shards are gathered. All devices decode the same bits, so they
+        compute with the same weights; each shard itself stays as it is.
+
+    Returns:
+      A transformation whose `update` takes the gradients of `jaxcomm.value_and_grad` at
+      `jaxcomm.sharded_params`, and returns updates in the shapes and shardings of the parameters.
+
+    Raises:
+      TypeError, ValueError: at once for another exchange, and for a format that cannot gather; by
+        `init` for a leaf that is neither split nor exempt, one that is split otherwise, or a mesh
+        with further axes; by `update` for gradients that were not gathered.
+
+    Wire: for each bucket of n values, backward (N-1) messages of ceil(n/N) values in the format
+    of `exchange`, and forward (N-1) in that of `gather`, twice where `jax.checkpoint` gathers
+    again: with bfloat16 for all, 3 (N-1)/N of 2 bytes a value. One float32 all-reduce of what is
+    not split, and of one flag.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> tx = jaxcomm.sharded(jaxcomm.mean("data", "bfloat16"))
+      >>> def loss_fn(params, x):
+      ...     return jnp.mean(x @ jaxcomm.gather(params)["w"])
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     params = jaxcomm.shard({"w": jnp.ones((4, 1))}, "data")
+      ...     state, x = tx.init(params), jnp.arange(8.0).reshape(2, 4)
+      ...     at = jaxcomm.sharded_params(params, state)
+      ...     loss, grads = jax.jit(jaxcomm.value_and_grad(loss_fn, "data"))(at, x)
+      ...     updates, state = jax.jit(tx.update)(grads, state)
+      >>> updates["w"].sharding.spec, updates["w"].ravel().tolist()
+      (P('data',), [2.0, 3.0, 4.0, 5.0])
+
+    References:
+      S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+      SC 2020, arXiv:1910.02054.
+      G. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model
+      Training", 2023, arXiv:2306.10209.
+
+    Differs from the paper: ZeRO++ quantizes gradients without error feedback, and in four bits
+    alone; here the format is a choice. `docs/sharded.md` has its three parts.
+    """
+    if not isinstance(exchange, Exchange):
+        raise TypeError(
+            "sharded takes what jaxcomm.mean, jaxcomm.majority_vote, jaxcomm.set_to_zero or "
+            f"jaxcomm.no_exchange returned, got {exchange!r}; the optimizer goes behind it: "
+            'optax.chain(jaxcomm.sharded(jaxcomm.mean("data", "bfloat16")), optax.adamw(1e-3)).'
+        )
+    scheme, exempt = _checked(exchange.scheme, gather), exchange.exempt
+
+    def init_fn(params: Any) -> Any:
+        refuse_wrappers()
+        layout = _shard_layout.layout_of(params, scheme, exempt)
+        residual = _shard_layout.zero_residual(layout, scheme)
+        return ShardedState(layout, scheme, jnp.zeros((), jnp.int32), residual)
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        refuse_wrappers()
+        leaves, treedef = jax.tree.flatten(updates, is_leaf=is_sharded)
+        _check_gradients(leaves, state.layout)
+        results, residual = _on_every_device([unmark_local(leaf) for leaf in leaves], state)
+        return treedef.unflatten(results), state._replace(step=state.step + 1, residual=residual)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _checked(scheme: Scheme, gather: str | codecs.Codec) -> Scheme:
+    """The scheme of a reduce-scatter.
+
+    Raises:
+      ValueError: for an exchange or a codec that cannot do that.
+    """
+    codec = codecs.from_name(gather)
+    if codec.needs_error_feedback or isinstance(codec, RandomK):
+        raise ValueError(
+            f"parameters cannot be gathered in {codec.name}, which does not hold them; take "
+            "float32, bfloat16, int8 or another codec that works without error feedback."
+        )
+    reduction, algorithm = scheme.reduction, scheme.algorithm
+    if reduction is None and scheme.signs:
+        raise ValueError(
+            "majority_vote with error feedback needs the scale of a whole leaf, and cannot be "
+            'sharded; take jaxcomm.mean(..., "scaled_sign", error_feedback=True), or no feedback.'
+        )
+    if isinstance(reduction, RandomKMean):
+        raise ValueError("random_k draws from whole buckets and cannot be sharded; take int4.")
+    if isinstance(reduction, CodedMean) and reduction.second_hop != reduction.codec:
+        raise ValueError(
+            "second_hop is the format of the mean on its way back, and nothing travels back to "
+            f"shards; leave it out, and give sharded(..., gather={reduction.second_hop.name!r})."
+        )
+    if isinstance(algorithm, Default) and algorithm.sent != "votes":
+        algorithm = algorithms.direct()
+    return dataclasses.replace(scheme, gather=codec, algorithm=algorithm)
+
+
+def _check_gradients(leaves: list[Any], layout: Layout) -> None:
+    """Raises unless these are the gradients of the layout's parameters, as `gather` leaves them."""
+    for leaf in leaves:
+        if not is_sharded(leaf):
+            raise ValueError(
+                "these gradients were not exchanged as shards: differentiate with "
+                "jaxcomm.value_and_grad at jaxcomm.sharded_params(params, state), and call "
+                "jaxcomm.gather in the loss. Only one exchange belongs in a chain."
+            )
+    paths, expected = [x.place.path for x in leaves], [leaf.path for leaf in layout.leaves]
+    if paths != expected:
+        raise ValueError(
+            f"the state was made for the parameters {', '.join(expected[:5])}, ... and the "
+            f"gradients are of {', '.join(paths[:5])}, ...; call tx.init again on these parameters."
+        )
+
+
+def _on_every_device(grads: list[ShardedParam], state: ShardedState) -> tuple[Arrays, PerDevice]:
+    """Finishes a step on every device, in either view: the updates and the next residuals."""
+    own, axis = state.residual, state.layout.axis_name
+    require_own(own, state.layout)
+    values, ticks = [g.value for g in grads], [g.tick for g in grads]
+    left = [g.residual for g in grads if g.residual is not None]
+    finish = functools.partial(_finished, grads=grads, state=state)
+    if not _axes.is_manual(axis):
+        per_device, specs = PartitionSpec(axis), [g.place.spec for g in grads]
+        value_specs = [per_device if g.place.dim is None else g.place.spec for g in grads]
+
+        def run(values: Arrays, left: Arrays, ticks: Any, old: Arrays) -> tuple[Arrays, Arrays]:
+            values = [
+                v[0] if g.place.dim is None else v for v, g in zip(values, grads, strict=True)
+            ]
+            left, ticks, old = jax.tree.map(lambda x: x[0], (left, ticks, old))
+            results, kept = finish(values, left, ticks, old)
+            return results, [x[None] for x in kept]
+
+        results, kept = jax.shard_map(
+            run,
+            in_specs=(value_specs, per_device, per_device, list(own.specs)),
+            out_specs=(specs, list(own.specs)),
+            check_vma=False,
+        )(values, left, ticks, list(own.values))
+        return results, PerDevice(kept, own.specs)
+    old = [x[0] for x in own.values]
+    if not _axes.checks_on(axis):
+        results, kept = finish(values, left, ticks, old)
+    else:
+        results, kept = _axes.unchecked(lambda args: finish(*args))((values, left, ticks, old))
+        axes = frozenset(_axes.names_of(axis))
+        results = [
+            x if g.place.dim is None else _axes.as_varying(x, axes)
+            for x, g in zip(results, grads, strict=True)
+        ]
+        kept = [_axes.as_varying(x, axes) for x in kept]
+    return results, PerDevice([x[None] for x in kept], own.specs)
+
+
+def _finished(
+    values: Arrays,
+    left: Arrays,
+    ticks: list[Any],
+    old: Arrays,
+    grads: list[ShardedParam],
+    state: ShardedState,
+) -> tuple[Arrays, Arrays]:
+    """What is not split, averaged; NaN for all if anything is not finite; the next residuals.
+
+    Args:
+      values: shards of the exchanged gradient, and local gradients of what is not split.
+      left: what the exchange left as residuals.
+      ticks: how often each leaf was gathered, for each of its layers; None if it is not split.
+      old: the residuals of before.
+      grads: what is known of the leaves.
+      state: the state of before.
+    """
+    scheme, axis = state.scheme, state.layout.axis_name
+    is_split = [g.place.dim is not None for g in grads]
+    with_state = [i for i, g in enumerate(grads) if g.residual is not None]
+    counts = [ticks[i][..., 0] for i in with_state]
+    twice = [jnp.where(count > 1, jnp.nan, 0.0) for count in counts]
+    local = [v for v, whole in zip(values, is_split, strict=True) if whole]
+    whole = [i for i in range(len(values)) if not is_split[i]]
+    finite = jnp.bool_(True)
+    means = {i: jnp.zeros_like(values[i]) for i in whole}
+    if scheme.reduction is not None:
+        flat = [x.reshape(-1) for x in (*local, *left, *twice)]
+        small: dict[Any, jax.Array] = {i: values[i] for i in whole}
+        small[FLAG] = 1 - all_finite(flat).astype(jnp.float32)
+        reduction, native = collectives.mean_of("float32", "native")
+        means = split(collectives.all_reduce(joined(small), axis, reduction, native), small)
+        finite = means.pop(FLAG) == 0
+        finite &= all_finite([x.reshape(-1) for x in means.values()])
+        means = {i: jnp.sign(x) if scheme.signs else x for i, x in means.items()}
+    elif not scheme.frozen:
+        means = {i: values[i] for i in whole}
+    results = [
+        jnp.where(finite, means.get(i, value), jnp.nan).astype(value.dtype)
+        for i, value in enumerate(values)
+    ]
+    kept = []
+    for count, new, before in zip(counts, left, old, strict=True):
+        # A layer that was not gathered has not sent anything: it still owes what it owed.
+        used = (count > 0).reshape(*count.shape, *[1] * (new.ndim - count.ndim))
+        kept.append(jnp.where(finite & used, new, before))
+    return results, kept

@@ -1,0 +1,111 @@
+"""Split parameters with the state of their exchange, for the loss."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomm import _axes, _paths
+from jaxcomm._shards import Place, ShardedParam
+from jaxcomm.transforms._layout import Layout
+from jaxcomm.transforms._scheme import Scheme
+from jaxcomm.transforms._shard_layout import keeps_residual, split_dim
+from jaxcomm.transforms.per_device import PerDevice, require_own
+
+_STEPS = 2**24  # what float32 counts to
+
+
+class ShardedState(NamedTuple):
+    """The state of `sharded`.
+
+    Attributes:
+      layout: what `init` saw of the parameters.
+      scheme: how they are gathered, and their gradients exchanged.
+      step: int32, from which the keys are made.
+      residual: with error feedback, what of each device's gradients is in no update yet, as long
+        as the whole parameters on every device; else nothing.
+    """
+
+    layout: Layout
+    scheme: Scheme
+    step: jax.Array
+    residual: PerDevice
+
+
+def sharded_params(params: Any, state: Any) -> Any:
+    """Split parameters with the state of their exchange: for the loss, which gathers them.
+
+    Args:
+      params: the parameters, split as `tx.init` saw them.
+      state: the state of `jaxcomm.sharded`, or of a chain or partition that has one or more.
+
+    Returns:
+      The pytree of the parameters, with a node for each of them that only `jaxcomm.gather` takes.
+      `jaxcomm.value_and_grad` differentiates at it, and `tx.update` takes the gradients.
+
+    Raises:
+      ValueError: if there is no such state, or a parameter is exchanged twice or not at all.
+
+    Wire: nothing.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ShardedState))
+    found = [node for node in nodes if isinstance(node, ShardedState)]
+    if not found:
+        raise ValueError(
+            "sharded_params needs the state of jaxcomm.sharded, found none; pass what tx.init or "
+            "tx.update returned, of a chain with jaxcomm.sharded(jaxcomm.mean(...)) in it."
+        )
+    known: dict[str, ShardedParam] = {}
+    for node in found:
+        for leaf in _leaves_of(node):
+            if leaf.place.path in known:
+                raise ValueError(
+                    f"parameter {leaf.place.path} is exchanged twice; give each to one exchange."
+                )
+            known[leaf.place.path] = leaf
+
+    def with_state(path: Any, value: Any) -> ShardedParam:
+        name = _paths.path_name(path)
+        if name not in known:
+            raise ValueError(
+                f"parameter {name} is exchanged by nobody: tx was initialised on "
+                f"{', '.join(list(known)[:10])}. Freeze it with "
+                "jaxcomm.sharded(jaxcomm.set_to_zero(axis)), or call tx.init again."
+            )
+        leaf = known[name]
+        return ShardedParam(value, leaf.residual, leaf.tick, leaf.place)
+
+    return jax.tree_util.tree_map_with_path(with_state, params)
+
+
+def _leaves_of(state: ShardedState) -> list[ShardedParam]:
+    """All that is known of the parameters of a state but their values."""
+    layout, own = state.layout, state.residual
+    if layout.world != _axes.axis_size(layout.axis_name):
+        raise ValueError(
+            f"the state was made for {layout.world} devices along {layout.axis_name!r}, and the "
+            f"mesh now has {_axes.axis_size(layout.axis_name)}; jaxcomm.resize_state makes it fit."
+        )
+    require_own(own, layout)
+    manual = _axes.is_manual(layout.axis_name)
+    residuals = iter([x[0] for x in own.values] if manual else own.values)
+    step = (state.step % _STEPS).astype(jnp.float32)
+    leaves = []
+    for leaf in layout.leaves:
+        dim = split_dim(leaf)
+        residual = next(residuals) if own.values and keeps_residual(leaf) else None
+        place = Place(leaf.path, layout.axis_name, leaf.spec, dim, leaf.exempt, state.scheme)
+        tick = None if dim is None else _tick(step, leaf.shape)
+        leaves.append(ShardedParam(None, residual, tick, place))
+    return leaves
+
+
+def _tick(step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The step, the layer and the microbatch, for each index along the leading axis of a matrix."""
+    if len(shape) < 2:
+        return step * np.array([1, 0, 0], np.float32)
+    rows = np.zeros((shape[0], 3), np.float32)
+    rows[:, 1] = np.arange(shape[0])
+    step_only = np.array([1, 0, 0], np.float32)
+    return jnp.asarray(rows) + step * step_only
