@@ -57,6 +57,18 @@ class ShardedParam:
     tick: Any
     place: Place = dataclasses.field(metadata={"static": True})
 
+    def __jax_array__(self) -> jax.Array:
+        raise TypeError(self._cure())
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self._cure()} (It has no {name!r} before.)")
+
+    def _cure(self) -> str:
+        return (
+            f"parameter {self.place.path} is a shard; compute with what jaxcomm.gather(params) "
+            "returns, in the loss."
+        )
+
 
 def is_sharded(x: Any) -> bool:
     """Whether this is a `ShardedParam`."""
@@ -98,6 +110,15 @@ def leaving(grads: Any) -> Any:
     return _map(one, _with_axis, grads)
 
 
+def arriving(grads: Any) -> Any:
+    """The reverse of `leaving`."""
+
+    def one(x: ShardedParam) -> ShardedParam:
+        return _each(x, _first if x.place.dim is None else _same, _first, _first)
+
+    return _map(one, _first, grads)
+
+
 def whole(params: Any) -> Any:
     """The types of all of every parameter, in the global view."""
     return _map(lambda x: x.value, _same, params)
@@ -125,9 +146,12 @@ def with_state(params: Any, state: State) -> Any:
 
 def next_state(state: State, grads: Any) -> State:
     """The state for the next microbatch: the residuals that this one left."""
-    one = np.array([0, 0, 1], np.float32)
+
+    def next_tick(tick: jax.Array) -> jax.Array:
+        return tick + np.broadcast_to(np.array([0, 0, 1], np.float32), tick.shape)
+
     return [
-        (left, None if tick is None else tick + one)
+        (left, None if tick is None else next_tick(tick))
         for (_, tick), (left, _) in zip(state, state_of(grads), strict=True)
     ]
 

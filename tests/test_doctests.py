@@ -25,6 +25,8 @@ WITH_EXAMPLES = [
     "jaxcomm.transforms.per_device",
     "jaxcomm.transforms.resize_state",
     "jaxcomm.transforms.set_to_zero",
+    "jaxcomm.transforms.shard",
+    "jaxcomm.transforms.sharded",
     "jaxcomm.transforms.stages",
     "jaxcomm.transforms.with_layer_axis",
     "jaxcomm.transforms.with_param_specs",

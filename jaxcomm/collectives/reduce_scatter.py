@@ -14,12 +14,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxcomm import _axes, codecs
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives.algorithms import Algorithm
-from jaxcomm.collectives.algorithms._algorithm import by_owner, for_owners
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.reductions import CodedMean, Reduction
 
 # What a policy of `jax.checkpoint` calls the rows that came over the far axis.
-FAR_ROWS = "jaxcomm: from far"
+FAR_ROWS = "jaxcomm.far"
 
 
 def reduce_scatter_with_residual(
@@ -50,9 +49,9 @@ def reduce_scatter_with_residual(
     if isinstance(reduction, CodedMean):
         reduction = dataclasses.replace(reduction, second_hop=codecs.float32())
     reduction = reduction.for_this_device(axis_name)
-    owned = algorithm.owned_by_all(world)
+    algorithm.require_own_blocks(world)
     prepared = reduction.prepare(rows, axis_name)
-    blocks = reduction.start(for_owners(prepared.vector, owned), world)
+    blocks = reduction.start(prepared.vector, world)
     mine, errors = algorithm.reduce_scatter(blocks, axis_name, reduction, 1)
     me = jax.lax.axis_index(axis_name)
     replicated = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, me, 1), prepared.replicated)
@@ -61,7 +60,7 @@ def reduce_scatter_with_residual(
     result = reduction.restore(result, prepared.shared_scale, rows.shape[1])
     if not reduction.keeps_errors:
         return result, None
-    return result, reduction.residual(rows, by_owner(errors, owned), prepared.shared_scale)
+    return result, reduction.residual(rows, errors, prepared.shared_scale)
 
 
 def all_gather(

@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec
 from jaxcomm import _axes, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import OWN_GRADIENT, kind_of, unmark_local
+from jaxcomm._shards import is_sharded
 from jaxcomm.transforms._buckets import Bucket, joined, split
 from jaxcomm.transforms._layout import Layout, check_gradients, restrict
 from jaxcomm.transforms._wrappers import refuse_wrappers
@@ -72,6 +73,11 @@ def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
         inside of an optax wrapper that would break the exchange.
     """
     refuse_wrappers()
+    if any(map(is_sharded, jax.tree.leaves(updates, is_leaf=is_sharded))):
+        raise ValueError(
+            "these gradients are of jaxcomm.sharded_params and were exchanged in the backward pass "
+            "already; put the exchange into jaxcomm.sharded(...)."
+        )
     grads, treedef = jax.tree.flatten(updates)
     if OWN_GRADIENT in {kind_of(g) for g in grads}:
         raise ValueError(

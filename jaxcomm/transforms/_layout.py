@@ -268,7 +268,8 @@ def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
     if names_in(spec).intersection(own) and _axes.axis_size(axis_name) > 1:
         raise ValueError(
             f"parameter {name} is sharded over {axis_name!r}; data-parallel parameters are equal "
-            "on all devices of it. Place them with jaxcomm.replicate, or shard over another axis."
+            "on all devices of it. Place them with jaxcomm.replicate, shard over another axis, or "
+            "put the exchange into jaxcomm.sharded (FSDP)."
         )
     return restrict(spec, further)
 

@@ -9,6 +9,7 @@ import optax
 
 from jaxcomm import codecs
 from jaxcomm._axes import AxisName
+from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.reductions import Reduction
 from jaxcomm.transforms._layout import Exempt
@@ -32,7 +33,7 @@ class Scheme:
 
     axis_name: AxisName
     reduction: Reduction | None
-    algorithm: Algorithm | None = None
+    algorithm: Algorithm = dataclasses.field(default_factory=algorithms.direct)
     seed: int = 0
     bucket_bytes: int = 2**23
     signs: bool = False

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm import _axes, _paths, codecs, collectives
-from jaxcomm._shards import Place, ShardedParam, is_sharded
+from jaxcomm._shards import ShardedParam, is_sharded
 from jaxcomm.transforms._exchange import all_finite
 from jaxcomm.transforms._scheme import Scheme
 
@@ -34,12 +34,14 @@ class _Bucket:
     Attributes:
       scheme: how.
       exempt: whether in float32.
-      places: of the leaves.
+      paths: of the leaves.
+      dims: the dimension that is split of each, counted from the end.
     """
 
     scheme: Scheme
     exempt: bool
-    places: tuple[Place, ...]
+    paths: tuple[str, ...]
+    dims: tuple[int, ...]
 
 
 def gather(params: Any) -> Any:
@@ -84,7 +86,7 @@ def gather(params: Any) -> Any:
     for bucket, numbers in _buckets_of(leaves):
         with jax.named_scope("jaxcomm.gather"):
             shards = [leaves[i] for i in numbers]
-            full = _gathered(
+            full: Any = _gathered(
                 bucket,
                 [s.value for s in shards],
                 [s.residual for s in shards],
@@ -98,7 +100,8 @@ def gather(params: Any) -> Any:
 def _buckets_of(leaves: list[ShardedParam]) -> list[tuple[_Bucket, list[int]]]:
     """The split leaves that travel together, in the order of the tree."""
     groups: dict[tuple[Scheme, bool], list[list[int]]] = {}
-    room: dict[tuple[Scheme, bool], float] = {}
+    room: dict[tuple[Scheme, bool], int] = {}
+    dims: dict[int, int] = {}
     for i, leaf in enumerate(leaves):
         place = leaf.place
         if place.dim is None or leaf.value.size == 0:
@@ -108,17 +111,17 @@ def _buckets_of(leaves: list[ShardedParam]) -> list[tuple[_Bucket, list[int]]]:
                 f"parameter {place.path} is split along the axis that was sliced away; split "
                 "another dimension of stacked layers: jaxcomm.shard(params, axis, layers=[...])."
             )
-        kind = place.scheme, place.exempt
+        kind, dims[i] = (place.scheme, place.exempt), place.dim
         size = 4 * leaf.value.size * jax.lax.axis_size(place.axis_name)
-        if size > room.get(kind, -1):
+        if size > room.get(kind, 0):
             groups.setdefault(kind, []).append([])
             room[kind] = place.scheme.bucket_bytes
         groups[kind][-1].append(i)
         room[kind] -= size
     return [
-        (_Bucket(*kind, tuple(leaves[i].place for i in numbers)), numbers)
+        (_Bucket(*kind, tuple(leaves[i].place.path for i in own), tuple(dims[i] for i in own)), own)
         for kind, buckets in groups.items()
-        for numbers in buckets
+        for own in buckets
     ]
 
 
@@ -132,7 +135,8 @@ def _gathered(bucket: _Bucket, values: Arrays, residuals: list[Any], ticks: Arra
 def _gathered_forward(
     bucket: _Bucket, values: Arrays, residuals: list[Any], ticks: Arrays
 ) -> tuple[Arrays, Any]:
-    return _gathered(bucket, values, residuals, ticks), (residuals, ticks)
+    # Not by `_gathered`: a policy of `jax.checkpoint` does not see into it.
+    return _unchecked(bucket, _all_rows, (values, ticks)), (residuals, ticks)
 
 
 def _gathered_backward(bucket: _Bucket, saved: Any, gradients: Arrays) -> Any:
@@ -167,10 +171,10 @@ def _all_rows(bucket: _Bucket, values: Arrays, ticks: Arrays) -> Arrays:
     row = jnp.concatenate([x.reshape(-1).astype(jnp.float32) for x in values])
     rows = collectives.all_gather(row, scheme.axis_name, codec, algorithm, key)
     found, start = [], 0
-    for x, place in zip(values, bucket.places, strict=True):
+    for x, dim in zip(values, bucket.dims, strict=True):
         part = rows[:, start : start + x.size]
         start += x.size
-        found.append(_joined(part, x.shape, place.dim).astype(x.dtype))
+        found.append(_joined(part, x.shape, dim).astype(x.dtype))
     return found
 
 
@@ -180,16 +184,15 @@ def _exchanged(
     """The backward part on one device."""
     scheme, axis = bucket.scheme, bucket.scheme.axis_name
     world, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    shapes = [_shard_shape(g.shape, d, world) for g, d in zip(gradients, bucket.dims, strict=True)]
     if scheme.frozen:
-        zeros = [
-            _shard_like(g, p.dim, world) for g, p in zip(gradients, bucket.places, strict=True)
-        ]
+        zeros = [jnp.zeros(s, g.dtype) for s, g in zip(shapes, gradients, strict=True)]
         return zeros, residuals
     owed = [
         g.astype(jnp.float32) if r is None else g.astype(jnp.float32) + r
         for g, r in zip(gradients, residuals, strict=True)
     ]
-    parts = [_split(x, p.dim, world) for x, p in zip(owed, bucket.places, strict=True)]
+    parts = [_split(x, dim, world) for x, dim in zip(owed, bucket.dims, strict=True)]
     rows = jnp.concatenate(parts, axis=1)
     if scheme.reduction is None:
         mine, errors = rows[me], None
@@ -204,11 +207,10 @@ def _exchanged(
         finite = all_finite([rows.reshape(-1)])
         mine = jnp.where(finite, jnp.sign(mine) if bucket.exempt else mine, jnp.nan)
     shards, left, start = [], [], 0
-    for g, r, p, part in zip(gradients, residuals, bucket.places, parts, strict=True):
-        stop = start + part.shape[1]
-        shape = _shard_shape(g.shape, p.dim, world)
+    for g, r, dim, shape in zip(gradients, residuals, bucket.dims, shapes, strict=True):
+        stop = start + g.size // world
         shards.append(mine[start:stop].reshape(shape).astype(g.dtype))
-        left.append(None if r is None else _joined(errors[:, start:stop], shape, p.dim))
+        left.append(r if errors is None else _joined(errors[:, start:stop], shape, dim))
         start = stop
     return shards, left
 
@@ -232,13 +234,9 @@ def _shard_shape(shape: tuple[int, ...], dim: int, world: int) -> tuple[int, ...
     return (*shape[:at], shape[at] // world, *shape[at + 1 :])
 
 
-def _shard_like(x: jax.Array, dim: int, world: int) -> jax.Array:
-    return jnp.zeros(_shard_shape(x.shape, dim, world), x.dtype)
-
-
 def _key_of(bucket: _Bucket, ticks: Arrays, purpose: int) -> jax.Array:
     """A key of the bucket, its step, layer and microbatch; equal on all devices."""
-    paths = "\n".join(place.path for place in bucket.places)
+    paths = "\n".join(bucket.paths)
     key = jax.random.fold_in(jax.random.key(bucket.scheme.seed), zlib.crc32(paths.encode()))
     key = jax.random.fold_in(key, purpose)
     numbers = ticks[0].reshape(-1, 3)[0].astype(jnp.int32)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from jaxcomm import _axes, codecs, collectives
+from jaxcomm import _axes, _shards, codecs, collectives
 from jaxcomm._marks import unmark_local
 from jaxcomm._shards import ShardedParam, is_sharded
 from jaxcomm.codecs.random_k import RandomK
@@ -99,8 +99,8 @@ def sharded(
       ...     at = jaxcomm.sharded_params(params, state)
       ...     loss, grads = jax.jit(jaxcomm.value_and_grad(loss_fn, "data"))(at, x)
       ...     updates, state = jax.jit(tx.update)(grads, state)
-      >>> updates["w"].sharding.spec, updates["w"].ravel().tolist()
-      (P('data',), [2.0, 3.0, 4.0, 5.0])
+      >>> updates["w"].addressable_shards[0].data.shape, updates["w"].ravel().tolist()
+      ((2, 1), [2.0, 3.0, 4.0, 5.0])
 
     References:
       S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
@@ -122,6 +122,7 @@ def sharded(
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         layout = _shard_layout.layout_of(params, scheme, exempt)
+        scheme.algorithm.require_own_blocks(layout.world)
         residual = _shard_layout.zero_residual(layout, scheme)
         return ShardedState(layout, scheme, jnp.zeros((), jnp.int32), residual)
 
@@ -187,87 +188,68 @@ def _on_every_device(grads: list[ShardedParam], state: ShardedState) -> tuple[Ar
     """Finishes a step on every device, in either view: the updates and the next residuals."""
     own, axis = state.residual, state.layout.axis_name
     require_own(own, state.layout)
-    values, ticks = [g.value for g in grads], [g.tick for g in grads]
-    left = [g.residual for g in grads if g.residual is not None]
-    finish = functools.partial(_finished, grads=grads, state=state)
-    if not _axes.is_manual(axis):
-        per_device, specs = PartitionSpec(axis), [g.place.spec for g in grads]
-        value_specs = [per_device if g.place.dim is None else g.place.spec for g in grads]
-
-        def run(values: Arrays, left: Arrays, ticks: Any, old: Arrays) -> tuple[Arrays, Arrays]:
-            values = [
-                v[0] if g.place.dim is None else v for v, g in zip(values, grads, strict=True)
+    finish = functools.partial(_finished, state)
+    if _axes.is_manual(axis):
+        old = [x[0] for x in own.values]
+        if not _axes.checks_on(axis):
+            results, kept = finish(grads, old)
+        else:
+            results, kept = _axes.unchecked(lambda args: finish(*args))((grads, old))
+            axes = frozenset(_axes.names_of(axis))
+            results = [
+                x if g.place.dim is None else _axes.as_varying(x, axes)
+                for x, g in zip(results, grads, strict=True)
             ]
-            left, ticks, old = jax.tree.map(lambda x: x[0], (left, ticks, old))
-            results, kept = finish(values, left, ticks, old)
-            return results, [x[None] for x in kept]
+            kept = [_axes.as_varying(x, axes) for x in kept]
+        return results, PerDevice([x[None] for x in kept], own.specs)
 
-        results, kept = jax.shard_map(
-            run,
-            in_specs=(value_specs, per_device, per_device, list(own.specs)),
-            out_specs=(specs, list(own.specs)),
-            check_vma=False,
-        )(values, left, ticks, list(own.values))
-        return results, PerDevice(kept, own.specs)
-    old = [x[0] for x in own.values]
-    if not _axes.checks_on(axis):
-        results, kept = finish(values, left, ticks, old)
-    else:
-        results, kept = _axes.unchecked(lambda args: finish(*args))((values, left, ticks, old))
-        axes = frozenset(_axes.names_of(axis))
-        results = [
-            x if g.place.dim is None else _axes.as_varying(x, axes)
-            for x, g in zip(results, grads, strict=True)
-        ]
-        kept = [_axes.as_varying(x, axes) for x in kept]
-    return results, PerDevice([x[None] for x in kept], own.specs)
+    def run(grads: list[ShardedParam], old: Arrays) -> tuple[Arrays, Arrays]:
+        results, kept = finish(_shards.arriving(grads), [x[0] for x in old])
+        return results, [x[None] for x in kept]
+
+    results, kept = jax.shard_map(
+        run,
+        in_specs=(_shards.out_specs(grads, PartitionSpec()), list(own.specs)),
+        out_specs=([g.place.spec for g in grads], list(own.specs)),
+        check_vma=False,
+    )(grads, list(own.values))
+    return results, PerDevice(kept, own.specs)
 
 
-def _finished(
-    values: Arrays,
-    left: Arrays,
-    ticks: list[Any],
-    old: Arrays,
-    grads: list[ShardedParam],
-    state: ShardedState,
-) -> tuple[Arrays, Arrays]:
+def _finished(state: ShardedState, grads: list[ShardedParam], old: Arrays) -> tuple[Arrays, Arrays]:
     """What is not split, averaged; NaN for all if anything is not finite; the next residuals.
 
     Args:
-      values: shards of the exchanged gradient, and local gradients of what is not split.
-      left: what the exchange left as residuals.
-      ticks: how often each leaf was gathered, for each of its layers; None if it is not split.
-      old: the residuals of before.
-      grads: what is known of the leaves.
       state: the state of before.
+      grads: shards of the exchanged gradient, and local gradients of what is not split; with them,
+        what the exchange left as residuals, and how often each layer was gathered.
+      old: the residuals of before.
     """
     scheme, axis = state.scheme, state.layout.axis_name
-    is_split = [g.place.dim is not None for g in grads]
-    with_state = [i for i, g in enumerate(grads) if g.residual is not None]
-    counts = [ticks[i][..., 0] for i in with_state]
-    twice = [jnp.where(count > 1, jnp.nan, 0.0) for count in counts]
-    local = [v for v, whole in zip(values, is_split, strict=True) if whole]
-    whole = [i for i in range(len(values)) if not is_split[i]]
+    values, split_up = [g.value for g in grads], [g.place.dim is not None for g in grads]
+    with_state = [g for g in grads if g.residual is not None]
+    counts = [g.tick[..., 0] for g in with_state]
+    whole = {i: x for i, x in enumerate(values) if not split_up[i]}
     finite = jnp.bool_(True)
-    means = {i: jnp.zeros_like(values[i]) for i in whole}
-    if scheme.reduction is not None:
-        flat = [x.reshape(-1) for x in (*local, *left, *twice)]
-        small: dict[Any, jax.Array] = {i: values[i] for i in whole}
-        small[FLAG] = 1 - all_finite(flat).astype(jnp.float32)
+    if scheme.frozen:
+        whole = {i: jnp.zeros_like(x) for i, x in whole.items()}
+    elif scheme.reduction is not None:
+        # Gathered twice, a residual is the sum of two.
+        twice = [jnp.where(count > 1, jnp.nan, 0.0) for count in counts]
+        local = [x for x, is_split in zip(values, split_up, strict=True) if is_split]
+        seen = [x.reshape(-1) for x in (*local, *(g.residual for g in with_state), *twice)]
+        small: dict[Any, jax.Array] = whole | {FLAG: 1 - all_finite(seen).astype(jnp.float32)}
         reduction, native = collectives.mean_of("float32", "native")
-        means = split(collectives.all_reduce(joined(small), axis, reduction, native), small)
-        finite = means.pop(FLAG) == 0
-        finite &= all_finite([x.reshape(-1) for x in means.values()])
-        means = {i: jnp.sign(x) if scheme.signs else x for i, x in means.items()}
-    elif not scheme.frozen:
-        means = {i: values[i] for i in whole}
+        whole = split(collectives.all_reduce(joined(small), axis, reduction, native), small)
+        finite = (whole.pop(FLAG) == 0) & all_finite([x.reshape(-1) for x in whole.values()])
+        whole = {i: jnp.sign(x) if scheme.signs else x for i, x in whole.items()}
     results = [
-        jnp.where(finite, means.get(i, value), jnp.nan).astype(value.dtype)
+        jnp.where(finite, whole[i] if i in whole else value, jnp.nan).astype(value.dtype)
         for i, value in enumerate(values)
     ]
     kept = []
-    for count, new, before in zip(counts, left, old, strict=True):
+    for g, count, before in zip(with_state, counts, old, strict=True):
         # A layer that was not gathered has not sent anything: it still owes what it owed.
-        used = (count > 0).reshape(*count.shape, *[1] * (new.ndim - count.ndim))
-        kept.append(jnp.where(finite & used, new, before))
+        used = (count > 0).reshape(*count.shape, *[1] * (before.ndim - count.ndim))
+        kept.append(jnp.where(finite & used, g.residual, before))
     return results, kept

@@ -103,9 +103,8 @@ def _leaves_of(state: ShardedState) -> list[ShardedParam]:
 
 def _tick(step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The step, the layer and the microbatch, for each index along the leading axis of a matrix."""
-    if len(shape) < 2:
-        return step * np.array([1, 0, 0], np.float32)
-    rows = np.zeros((shape[0], 3), np.float32)
-    rows[:, 1] = np.arange(shape[0])
-    step_only = np.array([1, 0, 0], np.float32)
-    return jnp.asarray(rows) + step * step_only
+    rows = shape[:1] if len(shape) > 1 else ()
+    steps, layers = np.zeros((*rows, 3), np.float32), np.zeros((*rows, 3), np.float32)
+    steps[..., 0] = 1
+    layers[..., 1] = np.arange(*rows) if rows else 0
+    return step * steps + layers

@@ -114,6 +114,36 @@ class WireReport:
             raise ValueError(f"{unknown} are no collectives; choose from {sorted(SHARE)}.")
         return replace(self, collectives=tuple(c for c in self.collectives if c.op in ops))
 
+    def by_axes(self, mesh: Any) -> dict[tuple[str, ...], "WireReport"]:
+        """Returns the report of the collectives along each axis of a mesh, or along several.
+
+        The key of a collective has the axes along which its devices differ. So with a mesh of
+        ("hosts", "devices") the entry ("hosts",) is what travels between hosts alone, and the entry
+        ("hosts", "devices") what travels between all devices at once.
+
+        Args:
+            mesh: the mesh that the program was compiled for.
+
+        Raises:
+            ValueError: for a mesh of another number of devices.
+        """
+        sizes = [mesh.shape[name] for name in mesh.axis_names]
+        if math.prod(sizes) != self.devices:
+            raise ValueError(
+                f"the program is for {self.devices} devices and the mesh has {math.prod(sizes)}."
+            )
+        strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
+        parts: dict[tuple[str, ...], list[Collective]] = {}
+        for c in self.collectives:
+            axes = zip(mesh.axis_names, sizes, strides, strict=True)
+            key = tuple(
+                name
+                for name, size, stride in axes
+                if any(len({d // stride % size for d in group}) > 1 for group in c.groups)
+            )
+            parts.setdefault(key, []).append(c)
+        return {key: replace(self, collectives=tuple(own)) for key, own in parts.items()}
+
     def by_branch(self) -> dict[tuple[str, int], "WireReport"]:
         """Returns the report of each (conditional, branch), as if that branch were always taken.
 

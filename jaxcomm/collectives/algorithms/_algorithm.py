@@ -39,13 +39,8 @@ class Algorithm:
         """The block that this device owns after the reduce-scatter."""
         return jax.lax.axis_index(axis_name)
 
-    def owned_by_all(self, world: int) -> tuple[int, ...]:
-        """The block that each device owns, where every device owns one and no block is left.
-
-        Raises:
-          ValueError: if a device owns none, or there are not as many blocks as devices.
-        """
-        return tuple(range(world))
+    def require_own_blocks(self, world: int) -> None:
+        """Raises a ValueError unless, of as many blocks as devices, device r owns block r."""
 
     def is_owner(self, axis_name: AxisName) -> Any:
         """Whether this device owns a block; if not, what it holds is no full partial."""
@@ -132,22 +127,6 @@ def join(blocks: Any, n: int) -> Any:
 def length(arrays: Any) -> int:
     """The length of the last axis, common to all arrays of a pytree."""
     return jax.tree.leaves(arrays)[0].shape[-1]
-
-
-def for_owners(rows: Any, owned: tuple[int, ...]) -> Any:
-    """Rows, one for each device, as blocks: device r owns the block that row r becomes."""
-    return _reordered(rows, tuple(owned.index(block) for block in range(len(owned))))
-
-
-def by_owner(blocks: Any, owned: tuple[int, ...]) -> Any:
-    """The reverse of `for_owners`."""
-    return _reordered(blocks, owned)
-
-
-def _reordered(rows: Any, order: tuple[int, ...]) -> Any:
-    if order == tuple(range(len(order))):
-        return rows
-    return jax.tree.map(lambda x: jnp.concatenate([x[i : i + 1] for i in order]), rows)
 
 
 def take_block(blocks: Any, index: jax.Array) -> Any:

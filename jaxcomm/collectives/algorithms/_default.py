@@ -47,3 +47,10 @@ class Default(Algorithm):
         """See `Algorithm.all_reduce`."""
         chosen = self.of(jax.lax.axis_size(axis_name))
         return chosen.all_reduce(prepared, axis_name, reduction)
+
+    def reduce_scatter(
+        self, partial: Any, axis_name: AxisName, reduction: Reduction, devices_per_partial: int
+    ) -> tuple[Any, Any]:
+        """See `Algorithm.reduce_scatter`."""
+        chosen = self.of(jax.lax.axis_size(axis_name))
+        return chosen.reduce_scatter(partial, axis_name, reduction, devices_per_partial)

@@ -51,15 +51,14 @@ class Scheduled(Algorithm):
         order = self.schedule(jax.lax.axis_size(axis_name)).order
         return jnp.asarray([row[0] for row in order])[jax.lax.axis_index(axis_name)]
 
-    def owned_by_all(self, world: int) -> tuple[int, ...]:
-        """See `Algorithm.owned_by_all`."""
+    def require_own_blocks(self, world: int) -> None:
+        """See `Algorithm.require_own_blocks`."""
         schedule = self.schedule(world)
-        if schedule.blocks != world or not all(schedule.owners):
+        if [row[0] for row in schedule.order] != list(range(world)) or not all(schedule.owners):
             raise ValueError(
                 f"{self.name} leaves {world} devices {schedule.blocks} blocks, so parameters "
                 "cannot be split over them; choose direct, ring or circulant."
             )
-        return tuple(row[0] for row in schedule.order)
 
     def is_owner(self, axis_name: AxisName) -> Any:
         """See `Algorithm.is_owner`."""

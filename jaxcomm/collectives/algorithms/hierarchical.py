@@ -12,9 +12,7 @@ from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives.algorithms._algorithm import (
     Algorithm,
     add_block,
-    by_owner,
     cut,
-    for_owners,
     join,
     length,
     take_block,
@@ -98,21 +96,22 @@ class Hierarchical(Algorithm):
         """
         far, near = _far_and_near(axis_name)
         on_near, on_far = jax.lax.axis_size(near), jax.lax.axis_size(far)
-        near_owned, far_owned = self.near.owned_by_all(on_near), self.far.owned_by_all(on_far)
+
+        self.near.require_own_blocks(on_near)
+        self.far.require_own_blocks(on_far)
 
         def by_near(x: jax.Array) -> jax.Array:  # (far * near, n) -> (near, far * n)
             return x.reshape(on_far, on_near, -1).swapaxes(0, 1).reshape(on_near, -1)
 
-        blocks = for_owners(jax.tree.map(by_near, partial), near_owned)
+        blocks = jax.tree.map(by_near, partial)
         reduced = self._near_reduction(reduction)
         mine, errors = self.near.reduce_scatter(blocks, near, reduced, devices_per_partial)
-        mine = for_owners(jax.tree.map(lambda b: b.reshape(on_far, -1), mine), far_owned)
+        mine = jax.tree.map(lambda b: b.reshape(on_far, -1), mine)
         per_far_partial = devices_per_partial * on_near
         mine, far_errors = self.far.reduce_scatter(mine, far, reduction, per_far_partial)
         if errors is not None:
             # Far errors are of the partial sums of the near block that this device owns.
-            block = by_owner(far_errors, far_owned).reshape(1, -1)
-            errors = by_owner(add_block(errors, block, self.near.owned(near)), near_owned)
+            errors = add_block(errors, far_errors.reshape(1, -1), self.near.owned(near))
             errors = errors.reshape(on_near, on_far, -1).swapaxes(0, 1)
             errors = errors.reshape(on_far * on_near, -1)
         return mine, errors

@@ -1,0 +1,106 @@
+"""The two halves of an all-reduce: row r of all devices for device r, and the rows of all."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from algorithm_table import CASES
+from jaxcomm import codecs, collectives
+from jaxcomm.collectives import algorithms
+from jaxcomm.collectives.reductions import Majority, Reduction
+
+P = PartitionSpec
+N = 37  # values of a row: codes, blocks and words are padded
+MakeMesh = Callable[[int], Mesh]
+# halving_doubling has a block for each device at powers of two only.
+EACH = [(name, world) for name in ("direct", "ring", "circulant") for world in (3, 4)]
+EACH += [("native", 3), ("halving_doubling", 4)]
+
+
+def scattered(
+    x: np.ndarray, mesh: Mesh, reduction: Reduction, algorithm: Any
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Each device's row, (N, n), and the residuals, (N, N, n), of x, (N, N, n)."""
+    axis: Any = mesh.axis_names if len(mesh.axis_names) > 1 else "data"
+
+    def one(x: jax.Array) -> Any:
+        found = collectives.reduce_scatter_with_residual(x[0], axis, reduction, algorithm)
+        return jax.tree.map(lambda y: y[None], found)
+
+    f = jax.shard_map(one, mesh=mesh, in_specs=P(axis), out_specs=P(axis), check_vma=False)
+    return jax.tree.map(np.asarray, jax.jit(f)(x))
+
+
+def normal(world: int) -> np.ndarray:
+    return np.random.default_rng(world).standard_normal((world, world, N)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("name", "world"), EACH)
+def test_integers_are_added_exactly(make_mesh: MakeMesh, name: str, world: int) -> None:
+    x = np.round(normal(world) * 8) * world
+    reduction, _ = collectives.mean_of("float32", "direct")
+    rows, _ = scattered(x, make_mesh(world), reduction, CASES[name].of(world))
+    np.testing.assert_array_equal(rows, x.mean(0))
+
+
+@pytest.mark.parametrize(("name", "world"), [case for case in EACH if case[0] != "native"])
+def test_sent_and_kept_is_all(make_mesh: MakeMesh, name: str, world: int) -> None:
+    reduction, _ = collectives.mean_of(codecs.cnat(), "direct", error_feedback=True)
+    reduction = dataclasses.replace(reduction, key=jax.random.key(3))
+    x = normal(world)
+    rows, kept = scattered(x, make_mesh(world), reduction, CASES[name].of(world))
+    assert kept is not None and np.abs(kept).max() > 0
+    np.testing.assert_allclose(world * rows + kept.sum(0), x.sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "world"), [case for case in EACH if case[0] != "native"])
+def test_votes_of_rows(make_mesh: MakeMesh, name: str, world: int) -> None:
+    x = np.round(normal(world))
+    reduction = Majority("zero", "abstain", jax.random.key(0))
+    rows, _ = scattered(x, make_mesh(world), reduction, CASES[name].of(world))
+    np.testing.assert_array_equal(rows, np.sign(np.sign(x).sum(0)))
+
+
+@pytest.mark.parametrize("near_codec", [None, "float32", "bfloat16"])
+def test_two_levels_keep_all_that_is_missing(mesh4x2: Mesh, near_codec: str | None) -> None:
+    algorithm = algorithms.hierarchical(algorithms.ring(), algorithms.direct(), near_codec)
+    reduction, _ = collectives.mean_of("int4", algorithm, error_feedback=True)
+    x = normal(8)
+    rows, kept = scattered(x, mesh4x2, reduction, algorithm)
+    assert kept is not None
+    np.testing.assert_allclose(8 * rows + kept.sum(0), x.sum(0), atol=1e-5)
+
+
+def test_a_near_codec_in_an_all_reduce(mesh4x2: Mesh) -> None:
+    """Only the far hop rounds, and only what bfloat16 cannot hold."""
+    algorithm = algorithms.hierarchical(algorithms.direct(), algorithms.direct(), "float32")
+    reduction, _ = collectives.mean_of(codecs.bfloat16(), algorithm, "float32")
+    x = np.random.default_rng(0).integers(-64, 64, (8, N)).astype(np.float32) + np.float32(2**-12)
+
+    def one(x: jax.Array) -> jax.Array:
+        found, _ = collectives.all_reduce_with_residual(
+            x[0], mesh4x2.axis_names, reduction, algorithm
+        )
+        return found[None]
+
+    spec = P(mesh4x2.axis_names)
+    f = jax.shard_map(one, mesh=mesh4x2, in_specs=spec, out_specs=spec, check_vma=False)
+    of_hosts = x.reshape(4, 2, N).sum(1)
+    rounded = np.stack([codecs.bfloat16().decode(codecs.bfloat16().encode(h), N) for h in of_hosts])
+    np.testing.assert_array_equal(np.asarray(jax.jit(f)(x))[0], rounded.sum(0) / np.float32(8))
+
+
+def test_formats_that_cannot_be_near() -> None:
+    direct = algorithms.direct()
+    for name in ("float16", "scaled_sign", "random_k"):
+        with pytest.raises(ValueError, match=f"near_codec is for fast links and cannot be {name}"):
+            algorithms.hierarchical(direct, direct, name)
+    mesh = jax.make_mesh((2, 2), ("far", "near"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    votes = Majority("zero", "abstain", jax.random.key(0))
+    with pytest.raises(ValueError, match="votes have none"):
+        scattered(normal(4), mesh, votes, algorithms.hierarchical(direct, direct, "bfloat16"))
