@@ -195,6 +195,7 @@ def case_program(name: str) -> Program:
     return Program(tx, manual=VIEWS[name])
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_gathered_exchanged_and_kept(name: str) -> None:
     _, rounding, feedback, _, rounds_shards = CASES[name]

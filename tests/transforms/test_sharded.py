@@ -81,6 +81,7 @@ def trained(params: Tree, tx: Any, loss_fn: Any, microbatches: int = 1, axis: An
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
 
+@pytest.mark.newest
 @pytest.mark.standard_promotion  # of optax
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_in_float32_it_is_data_parallel_training(microbatches: int) -> None:
@@ -106,6 +107,7 @@ def test_in_float32_it_is_data_parallel_training(microbatches: int) -> None:
     assert report.only("all-gather").bytes_max == gathers[0] * ends + gathers[1] * 2 * layers
 
 
+@pytest.mark.newest
 @pytest.mark.standard_promotion
 def test_what_came_from_far_may_be_kept_for_the_way_back() -> None:
     """ZeRO++'s hpZ, as a policy of `jax.checkpoint`: the second gather stays on its host."""
@@ -199,6 +201,7 @@ def types_of(state: Any) -> Any:
     return jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding.spec), state)
 
 
+@pytest.mark.newest
 @pytest.mark.standard_promotion
 def test_init_in_jit_and_eval_shape_and_inside_shard_map() -> None:
     mesh = jaxcomm.data_mesh(devices=jax.devices()[:WORLD])
