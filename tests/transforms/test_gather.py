@@ -4,7 +4,6 @@ The loss is linear: each device's gradient is what its row of the batch says.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,9 +92,10 @@ def linear(params: Tree, grads: Tree) -> tuple[jax.Array, Tree]:
     return sum(jnp.sum(whole[name] * grads[name][0]) for name in whole), whole
 
 
-def step_of(tx: Any, loss_fn: Callable[..., Any] = linear, axis: Any = "data") -> Any:
+def step_of(tx: Any, axis: Any = "data", microbatches: int = 1) -> Any:
     """(params, state, batch) to (what is gathered, updates, state)."""
-    differentiate = jaxcomm.value_and_grad(loss_fn, axis, has_aux=True)
+    differentiate = jaxcomm.value_and_grad(linear, axis, has_aux=True)
+    differentiate = jaxcomm.accumulate(differentiate, microbatches)
 
     def step(params: Tree, state: Any, batch: Tree) -> Any:
         at = jaxcomm.sharded_params(params, state)
@@ -115,7 +115,7 @@ class Program:
         with jax.set_mesh(self.mesh):
             self.params = jaxcomm.shard(initial(), axis, exempt=exempt)
             self.start = tx.init(self.params)
-            step = step_of(tx, axis=axis)
+            step = step_of(tx, axis)
             if manual:
                 specs = jax.tree.map(lambda x: x.sharding.spec, self.params)
                 state = jaxcomm.state_spec(tx, self.params, self.mesh)
@@ -315,3 +315,30 @@ def test_two_levels(manual: bool) -> None:
     assert near.only("all-gather").bytes_max == 2 * codec.message_bytes(n)
     assert near.only("all-to-all").bytes_max == 2 * 4 * n
     assert {c.op for c in parts["hosts", "devices"].collectives} == {"all-reduce"}
+
+
+@pytest.mark.parametrize("codec", ["int4", "cnat"])
+def test_microbatches_are_exchanged_one_by_one(codec: str) -> None:
+    """Residuals go from one to the next, and each rounds with a key of its own."""
+    tx = jaxcomm.sharded(jaxcomm.mean("data", codec, error_feedback=codec == "int4"))
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD])):
+        params = jaxcomm.shard(initial(), "data")
+        state, step = tx.init(params), jax.jit(step_of(tx, microbatches=2))
+        pair = {n: np.stack(p, 1) for n, p in zipped(gradients(0), gradients(1)).items()}
+        if codec == "cnat":  # between two powers of two, on one device
+            pair = {n: np.zeros_like(x) for n, x in pair.items()}
+            pair["stack"][2] = 1.5
+        batch = {n: x.reshape(2 * WORLD, *x.shape[2:]) for n, x in pair.items()}
+        _, updates, state = step(params, state, jaxcomm.global_batch(batch, "data"))
+    if codec == "cnat":
+        found, counts = np.unique(np.asarray(updates["stack"]) * WORLD, return_counts=True)
+        np.testing.assert_array_equal(found, [1, 1.5, 2])
+        assert 0.35 < counts[1] / counts.sum() < 0.65
+        return
+    for name, left in zip(SPLIT, state.residual.values, strict=True):
+        missing = pair[name].sum((0, 1)) - 2 * WORLD * np.asarray(updates[name])
+        np.testing.assert_allclose(np.asarray(left).sum(0), missing, atol=1e-5)
+
+
+def zipped(a: Tree, b: Tree) -> dict[str, Any]:
+    return {name: (a[name], b[name]) for name in a}
