@@ -50,7 +50,10 @@ def probe(
 
     Every process calls it. Messages are timed between neighbours in rank, all at once, both ways
     and one way. Codes are timed on a matrix of 1024 x 1024 on the first device of each process, all
-    at once, so that processes that share cores slow each other down as they will in training.
+    at once, so that processes that share cores slow each other down as they will in training. A
+    device that is alone has no errors to feed back, so the means with error feedback go around a
+    ring of all devices, whose messages are then subtracted. Where an operation has several
+    implementations, they are timed too; `implementation="measure"` finds the choice again.
 
     Args:
       mesh: of one axis; None is all devices.
@@ -173,7 +176,7 @@ def _local_of_ring(mesh: Mesh, family: str, latency: float, per_byte: float) -> 
 def _exchange(mesh: Mesh, over: Mesh, method: Method) -> float:
     """Seconds of an exchange of a matrix over a mesh of one axis, all processes at once."""
     with jax.set_mesh(over):
-        tx = method.transformation("data")
+        tx = method.transformation("data", implementation="measure")
         state = jax.jit(tx.init)(mesh_.replicate({"w": jnp.zeros((SIDE, SIDE))}))
         rows = len(over.local_devices)
         values = np.random.default_rng(0).standard_normal((rows, SIDE, SIDE), np.float32)
