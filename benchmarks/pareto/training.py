@@ -59,7 +59,9 @@ def train(
 
         def step(carry: Any, numbers: jax.Array, shards: Any) -> Any:
             params, state = carry
-            loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(params, (shards, numbers))
+            is_local = isinstance(state, jaxcomm.LocalStepsState)
+            own = jaxcomm.local_params(state) if is_local else params
+            loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(own, (shards, numbers))
             updates, state = tx.update(grads, state, params)
             return (optax.apply_updates(params, updates), state), loss
 

@@ -1,12 +1,13 @@
 """What to take on a cluster: every method ranked, the choice first.
 
     python -m jaxcomm.plan CLUSTER.yaml --params=25.6e6 --step-ms=234
-        [--quality=exact|16bit|unbiased|any] [--set NAME=VALUE ...] [--accumulate=N]
+        [--quality=exact|16bit|unbiased|any] [--set NAME=VALUE ...] [--accumulate=N,...]
         [--costs=FILE.yaml] [--rows=N] [--keep-order] [--json]
 
 CLUSTER.yaml is a file as `jaxcomm.plan.cluster` describes, or the name of a topology. `--set`
 changes it: nodes.nics=2, rate=10Gbit, link[s0,s1].bandwidth=1Gbit, device=gpu; what was the choice
-without it is shown too. `--costs` names what `python -m jaxcomm.probe` measured.
+without it is shown too. With several numbers, `--accumulate` shows the choice for each, and the
+table for the first. `--costs` names what `python -m jaxcomm.probe` measured.
 """
 
 import argparse
@@ -31,21 +32,28 @@ def main() -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    load = plan.workload(args.params, args.step_ms, args.accumulate)
+    loads = [plan.workload(args.params, args.step_ms, n) for n in args.accumulate]
     costs = plan.read_costs(args.costs) if args.costs else None
     changes = dict(path_of(text) for text in args.set)
 
-    def planned(changed: dict[str, str]) -> plan.Plan:
+    def planned(changed: dict[str, str], load: plan.Workload) -> plan.Plan:
         made = plan.load_cluster(args.cluster, changed, costs)
         return plan.plan(made, load, args.quality, reorder=not args.keep_order)
 
-    found = planned(changes)
-    if changes and not args.json:
-        print(f"as it is:  {planned({}).headline}\nas set:    ", end="")
+    found = planned(changes, loads[0])
+    if not args.json:
+        for load in loads[1:]:
+            print(f"accumulate {load.accumulate}: {planned(changes, load).headline}")
+        if changes:
+            print(f"as it is:  {planned({}, loads[0]).headline}\nas set:    ", end="")
     if args.json:
         print(json.dumps(found.as_json()))
     else:
         print("\n".join(found.lines(args.rows)))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
 
 
 def _parse() -> argparse.Namespace:
@@ -56,7 +64,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, required=True, help="of a step without exchange")
     parser.add_argument("--quality", choices=QUALITIES, default="any")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--accumulate", type=int, default=1, help="microbatches an exchange")
+    parser.add_argument(
+        "--accumulate", type=_numbers, default=[1], help="microbatches an exchange, such as 1,2,4,8"
+    )
     parser.add_argument("--costs", help="measured by jaxcomm.probe")
     parser.add_argument("--rows", type=int, default=12, help="of the table")
     parser.add_argument("--keep-order", action="store_true", help="of the devices")
@@ -65,5 +75,6 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     sys.exit(main())

@@ -293,9 +293,10 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert rows[0]["step_ms"] <= rows[-1]["step_ms"]
     assert {"method", "exchange_ms", "interval_ms", "busiest_link", "config"} <= set(rows[0])
-    assert run(monkeypatch, *asked) == 0
+    assert run(monkeypatch, *asked, "--accumulate=1,4") == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("as it is:  Compress") and "what limits you: h0-s0" in shown
+    assert shown.startswith("accumulate 4: Compress") and "\nas it is:  Compress" in shown
+    assert shown.count("\nas set:    Compress") == 1 and "what limits you: h0-s0" in shown
     assert run(monkeypatch, *asked[:3], "--set", "link[s0,s9].rate=1") == 2
     said = capsys.readouterr().err
     assert said.startswith("plan: link[s0,s9]: there is no such link; there are h0-s0")
