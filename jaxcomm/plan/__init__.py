@@ -13,6 +13,7 @@ from jaxcomm.plan.messages import Coded, Votes
 from jaxcomm.plan.methods import Method
 from jaxcomm.plan.predict import Prediction
 from jaxcomm.plan.probing import probe
+from jaxcomm.plan.programs import seconds_of
 from jaxcomm.plan.simulate import Exchange, Model, Simulation
 from jaxcomm.plan.topology import Link, Topology
 from jaxcomm.plan.workload import Workload, workload
@@ -40,5 +41,6 @@ __all__ = [
     "plan",
     "probe",
     "read_costs",
+    "seconds_of",
     "workload",
 ]

@@ -219,6 +219,7 @@ class Simulation:
         slowest = np.maximum.reduceat((loads * self._per_byte)[links], first)
         if self.model.half_duplex:
             alone = np.maximum.reduceat(self._per_byte[links], first)
+            alone = np.maximum(alone, self.model.per_byte)
             slowest = np.maximum(slowest, alone + _of_the_way_back(pairs, alone))
         slowest = np.maximum(slowest, self.model.per_byte)
         hops = np.diff(first, append=len(messages))

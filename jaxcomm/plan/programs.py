@@ -1,0 +1,54 @@
+"""What the messages of a compiled program cost, whatever it is."""
+
+from collections.abc import Callable
+
+from jaxcomm.plan.costs import Costs
+from jaxcomm.wire import Collective, WireReport
+
+# Messages that wait for each other, in a group of g devices: as between CPU processes, where XLA's
+# own collectives are rings.
+ROUNDS: dict[str, Callable[[int], int]] = {
+    "all-reduce": lambda g: 2 * (g - 1),
+    "all-gather": lambda g: g - 1,
+    "reduce-scatter": lambda g: g - 1,
+    "all-to-all": lambda g: g - 1,
+    "ragged-all-to-all": lambda g: g - 1,
+    "collective-permute": lambda g: 1,
+    "collective-broadcast": lambda g: 1,
+}
+
+
+def seconds_of(report: WireReport, costs: Costs) -> float:
+    """How long the collectives of a program take, one after the other, on a network of equal links.
+
+    Each takes the latency of its rounds, and `per_byte` for what its busiest device sends; twice
+    that where two devices send to each other and `half_duplex` says that they take turns. Nothing
+    is encoded here: that is in the program's own operations.
+
+    Args:
+      report: what the program sends, by `jaxcomm.wire_report`; of conditionals, all branches count.
+      costs: of messages, as `probe` measures them.
+
+    Raises:
+      ValueError: for a loop whose number of trips is not in the program.
+    """
+    return sum(_seconds(collective, costs) for collective in report.collectives)
+
+
+def _seconds(collective: Collective, costs: Costs) -> float:
+    if collective.times is None:
+        raise ValueError(
+            f"{collective.name} is in a loop whose number of trips is not in the program: "
+            f"{', '.join(collective.unknown_loops)}."
+        )
+    most = float(max(collective.sent, default=0))
+    if not most:
+        return 0.0
+    ways = 2 if costs.half_duplex and _is_both_ways(collective) else 1
+    rounds = ROUNDS[collective.op](collective.group_size)
+    return collective.times * (rounds * costs.latency + ways * most * costs.per_byte)
+
+
+def _is_both_ways(collective: Collective) -> bool:
+    pairs = {tuple(group) for group in collective.groups}
+    return collective.op == "collective-permute" and any(pair[::-1] in pairs for pair in pairs)

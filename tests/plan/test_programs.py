@@ -1,0 +1,58 @@
+"""The time of a compiled program's messages is that of the planned ones."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxcomm
+from jaxcomm import plan
+from jaxcomm.plan.methods import Method
+from jaxcomm.plan.predict import predictions
+
+COSTS = plan.Costs("none", 1e-3, 1e-8, 1.0, False, False, False, 0.0, {})
+WORLD, SHAPE = 4, (96, 128)
+
+
+def report_of(method: Method, make_mesh: Any) -> jaxcomm.WireReport:
+    with jax.set_mesh(make_mesh(WORLD)):
+        tx = method.transformation("data")
+        state = jax.eval_shape(tx.init, jaxcomm.replicate({"w": jnp.zeros(SHAPE)}))
+        grads = {"w": jax.ShapeDtypeStruct((WORLD, *SHAPE), jnp.float32)}
+        program = jax.jit(tx.update).lower(grads, state)
+        return jaxcomm.wire_report(program.compile({"xla_backend_optimization_level": 0}))
+
+
+def planned(method: Method, costs: plan.Costs) -> float:
+    cluster = plan.cluster(plan.fabrics.star("star", WORLD, "unlimited"), costs)
+    load = plan.workload({"w": jnp.zeros(SHAPE)}, 1.0)
+    rows = predictions(cluster, load, chosen=[method])
+    return next(row.exchange for row in rows if row.method == method)
+
+
+@pytest.mark.parametrize("name", ["bfloat16/ring", "int8/halving_doubling"])
+def test_a_program_takes_as_long_as_its_plan(name: str, make_mesh: Any) -> None:
+    method = Method(*name.split("/"))
+    report = report_of(method, make_mesh)
+    for half_duplex in (False, True):
+        costs = dataclasses.replace(COSTS, half_duplex=half_duplex)
+        assert plan.seconds_of(report, costs) == pytest.approx(planned(method, costs), rel=1e-3)
+    free = dataclasses.replace(COSTS, latency=0.0)
+    one_way = plan.seconds_of(report, free)
+    both = plan.seconds_of(report, dataclasses.replace(free, half_duplex=True))
+    # A ring sends one way, the others meet in pairs.
+    assert (both > 1.9 * one_way) == (method.algorithm == "halving_doubling")
+
+
+def test_a_loop_without_an_end_is_refused(make_mesh: Any) -> None:
+    def body(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda y: jnp.sum(y) < 9, lambda y: jax.lax.psum(y, "data"), x)
+
+    spec = jax.P("data")
+    with jax.set_mesh(make_mesh(2)):
+        mapped = jax.shard_map(body, in_specs=spec, out_specs=spec, check_vma=False)
+        report = jaxcomm.wire_report(jax.jit(mapped).lower(jnp.ones(2)).compile())
+    with pytest.raises(ValueError, match="in a loop whose number of trips is not in the program"):
+        plan.seconds_of(report, COSTS)
