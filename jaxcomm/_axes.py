@@ -87,6 +87,17 @@ def explicit_axes() -> frozenset[str]:
     )
 
 
+def as_typed(spec: PartitionSpec, axis_name: AxisName, rank: int) -> PartitionSpec:
+    """The spec of an array as the type of what a step returns spells it.
+
+    Along Explicit axes every dimension is named. What comes in must be spelled alike, or the second
+    step compiles once more.
+    """
+    if not explicit_axes().issuperset(names_of(axis_name)):
+        return spec
+    return PartitionSpec(*spec, *[None] * (rank - len(spec)))
+
+
 def current_mesh() -> jax.sharding.AbstractMesh:
     """The mesh that `jax.set_mesh` set.
 

@@ -63,7 +63,9 @@ def zero_residual(layout: Layout, scheme: Scheme) -> PerDevice:
     if scheme.reduction is None or not scheme.reduction.keeps_errors:
         return NOTHING
     which = [i for i, leaf in enumerate(layout.leaves) if keeps_residual(leaf)]
-    specs = tuple(PartitionSpec(layout.axis_name) for _ in which)
+    ranks = [1 + len(layout.leaves[i].shape) for i in which]
+    own = PartitionSpec(layout.axis_name)
+    specs = tuple(_axes.as_typed(own, layout.axis_name, rank) for rank in ranks)
     if _axes.is_manual(layout.axis_name):
         checked = _axes.checks_on(layout.axis_name)
         axes = frozenset(_axes.names_of(layout.axis_name) if checked else ())
@@ -84,10 +86,12 @@ def _check(leaf: Leaf, layout: Layout, scheme: Scheme) -> None:
     if dim is None:
         if scheme.reduction is None or leaf.exempt or 0 in leaf.shape or layout.world == 1:
             return
+        stack = f"jaxcomm.with_layer_axis(tx, [{leaf.path!r}]) if it is a stack of biases, or "
         raise ValueError(
             f"parameter {leaf.path} of shape {leaf.shape} is not split over {layout.axis_name!r}. "
             f"Place it with jaxcomm.shard(params, {layout.axis_name!r}), or keep it whole and "
-            f"average its gradient in float32: exempt=[{leaf.path!r}] in the exchange."
+            f"average its gradient in float32: {stack if len(leaf.shape) == 2 else ''}"
+            f"exempt=[{leaf.path!r}] in the exchange."
         )
     named = [names for names in axes_in(leaf.spec, len(leaf.shape)) if names]
     if named != [own]:

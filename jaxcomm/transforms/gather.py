@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, _paths, codecs, collectives
 from jaxcomm._shards import ShardedParam, is_sharded
@@ -57,7 +58,7 @@ def gather(params: Any) -> Any:
       params: a pytree of what `jaxcomm.sharded_params` returned, or a part of it, or the slice
         that `jax.lax.scan` makes of a stack. Outside of `jax.shard_map`, where arrays are whole
         anyway, also a pytree of arrays, which it returns: so a model with `gather` in it can be
-        evaluated under plain `jax.jit`.
+        evaluated under plain `jax.jit`. Along Explicit axes it returns them replicated.
 
     Returns:
       The pytree of whole arrays, in the dtypes of the parameters and equal on all devices.
@@ -82,7 +83,10 @@ def gather(params: Any) -> Any:
             )
     whole = [leaf.value if is_sharded(leaf) else leaf for leaf in leaves]
     if not manual:
-        return treedef.unflatten(whole)
+        explicit = _axes.explicit_axes()
+        return treedef.unflatten(
+            [jax.reshard(x, PartitionSpec()) if explicit else x for x in whole]
+        )
     for bucket, numbers in _buckets_of(leaves):
         with jax.named_scope("jaxcomm.gather"):
             shards = [leaves[i] for i in numbers]
@@ -110,6 +114,11 @@ def _buckets_of(leaves: list[ShardedParam]) -> list[tuple[_Bucket, list[int]]]:
             raise ValueError(
                 f"parameter {place.path} is split along the axis that was sliced away; split "
                 "another dimension of stacked layers: jaxcomm.shard(params, axis, layers=[...])."
+            )
+        if {x.dtype for x in jax.tree.leaves((leaf.residual, leaf.tick))} != {jnp.dtype("float32")}:
+            raise ValueError(
+                f"the state of parameter {place.path} was changed together with it; cast and scale "
+                "parameters behind jaxcomm.gather, not before it."
             )
         kind, dims[i] = (place.scheme, place.exempt), place.dim
         size = 4 * leaf.value.size * jax.lax.axis_size(place.axis_name)

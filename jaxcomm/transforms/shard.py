@@ -25,7 +25,7 @@ def shard(
       params: a pytree of arrays, or of `jax.ShapeDtypeStruct`s; every process passes equal values.
       axis_name: the mesh axis, or axes, of the N devices.
       exempt: as in `jaxcomm.mean`, to which the same is given.
-      layers: patterns of paths of leaves whose leading axis counts layers, as in
+      layers: patterns of paths of leaves whose leading axis counts layers, the same as for
         `jaxcomm.with_layer_axis`; that axis is not split.
 
     Returns:
@@ -45,6 +45,7 @@ def shard(
       (P(None, 'data'), P())
     """
     world, mesh = _axes.axis_size(axis_name), jax.sharding.get_mesh()
+    explicit = _axes.explicit_axes().issuperset(_axes.names_of(axis_name))
     pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
     names = [_paths.path_name(path) for path, _ in pairs]
     check_patterns(layers, names, "layers")
@@ -56,8 +57,10 @@ def shard(
         spec = PartitionSpec()
         if 0 not in shape and not is_exempt(name, shape, stacked, exempt):
             spec = _split(name, shape, axis_name, world, int(stacked))
+        spec = _axes.as_typed(spec, axis_name, len(shape))
         if isinstance(leaf, Tracer):
-            return jax.lax.with_sharding_constraint(leaf, spec)
+            move = jax.reshard if explicit else jax.lax.with_sharding_constraint
+            return move(leaf, spec)
         sharding = NamedSharding(mesh, spec)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

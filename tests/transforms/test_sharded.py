@@ -223,6 +223,10 @@ def test_init_in_jit_and_eval_shape_and_inside_shard_map() -> None:
             jax.eval_shape(exchange.init, structs)
 
 
+def as_bfloat16(params: Tree) -> Tree:
+    return jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+
+
 def test_bad_input() -> None:
     """Each is one error before anything runs, which names what is wrong and what to write."""
     jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD]))
@@ -271,6 +275,9 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="bare array at b"):
         f = lambda params, x: jnp.mean(x @ jaxcomm.gather(params)["w"])  # noqa: E731
         jaxcomm.value_and_grad(f, "data")(params, x)
+    with pytest.raises(ValueError, match="state of parameter w was changed together with it"):
+        f = lambda p, x: jnp.mean(jaxcomm.gather(as_bfloat16(p))["w"] @ x.T)  # noqa: E731
+        jaxcomm.value_and_grad(f, "data")(at, x)
     both = jax.make_mesh((2, 2), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     with jax.set_mesh(both), pytest.raises(ValueError, match="axes 'data' alone"):
         tx.init(jaxcomm.shard(whole, "data"))
@@ -339,3 +346,18 @@ def test_training_on_data_dealt_by_label(name: str) -> None:
     accuracy = (np.asarray(jax.jit(logits_of)(params, x)).argmax(1) == labels).mean()
     print(name, accuracy)
     assert (accuracy > 0.9) == (name != "no exchange"), accuracy
+
+
+@pytest.mark.newest
+@pytest.mark.standard_promotion
+def test_explicit_axes() -> None:
+    """As `jax.make_mesh` makes them: nothing compiles twice, and models can be evaluated."""
+    mesh = jax.make_mesh((WORLD,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:WORLD])
+    jax.set_mesh(mesh)
+    exchange = jaxcomm.sharded(jaxcomm.mean("data", "int4", error_feedback=True), "int8")
+    tx = optax.chain(exchange, optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    params = jaxcomm.shard(weights(), "data", layers=["layers/*", "unused/*"])
+    after, _, losses, _ = trained(params, tx, net)  # which counts its programs
+    assert losses[-1] < losses[0]
+    x, y = net_batches()[0]
+    assert np.isfinite(jax.jit(net)(after, (jnp.asarray(x), jnp.asarray(y))))
