@@ -20,62 +20,11 @@ References:
 
 from ml_collections import config_dict
 
+from configs import cifar_resnet20
+
 
 def get_config() -> config_dict.ConfigDict:
-    config = config_dict.ConfigDict()
-    config.seed = 0
-    config.steps = 64_000
-    config.batch_size = 128  # Of all devices together.
-    config.microbatches = 1  # Parts of a device's share that are computed one after another.
-    config.label_smoothing = 0.0
-    config.eval_every = 2000
-    config.measure_steps = 40  # Timed with and without the exchange, after training.
-
-    config.data = config_dict.ConfigDict()
-    config.data.name = "cifar10"
-    config.data.data_dir = ""  # TFDS_DATA_DIR, or ~/tensorflow_datasets.
-    config.data.train_split = "train"
-    config.data.test_split = "test"
-    config.data.shards = "shuffled"  # Or "by_label": device i has the classes congruent to i.
-    config.data.augment = "crop_flip"  # Or "none". Shifted by up to 4 pixels, mirrored.
-    config.data.mean = 120.7  # Of the pixels of all three channels.
-    config.data.std = 64.2
-
-    config.model = config_dict.ConfigDict()
-    config.model.name = "resnet"
-    config.model.dtype = "float32"  # Of the computation; parameters are always float32.
+    config = cifar_resnet20.get_config()
     config.model.stages = (18, 18, 18)
-    config.model.width = 16
-    config.model.groups = 8
-    config.model.bottleneck = False
-    config.model.large_stem = False
-
-    config.optimizer = config_dict.ConfigDict()
-    config.optimizer.name = "sgd"
-    config.optimizer.learning_rate = 0.1
-    config.optimizer.warmup_steps = 400
-    config.optimizer.momentum = 0.9
-    config.optimizer.weight_decay = 1e-4
-
-    config.sync = config_dict.ConfigDict()
-    config.sync.method = "mean"  # Or "none": no exchange at all, a control.
-    config.sync.codec = "bfloat16"  # Or a call, such as "qsgd(levels=7)".
-    config.sync.algorithm = config_dict.placeholder(str)  # None: jaxcomm chooses.
-    config.sync.second_hop = config_dict.placeholder(str)  # The way back; None: as `codec`.
-    config.sync.error_feedback = False  # Whether devices keep what rounding takes away.
-    config.sync.exempt = ()  # Patterns of further leaves that travel in float32.
-    config.sync.dense_steps = 0  # Steps in float32 before any compression.
-    config.sync.bucket_mib = 8.0
-    config.sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
-
-    config.checkpoint = config_dict.ConfigDict()
-    config.checkpoint.every = 2000
-    config.checkpoint.keep = 2
-    config.checkpoint.resume = False
-
-    config.network = config_dict.ConfigDict()
-    config.network.gigabits = config_dict.placeholder(float)  # None: measured in the run.
-    config.network.probe_mib = 16  # Size of the exchange that measures it.
-
     config.lock()
     return config

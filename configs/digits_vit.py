@@ -10,61 +10,25 @@ with the compilation in all four processes.
 
 from ml_collections import config_dict
 
+from configs.bases import digits
+
 
 def get_config() -> config_dict.ConfigDict:
-    config = config_dict.ConfigDict()
-    config.seed = 0
+    config = digits.get_config()
     config.steps = 600
-    config.batch_size = 64  # Of all devices together.
-    config.microbatches = 1  # Parts of a device's share that are computed one after another.
-    config.label_smoothing = 0.1
-    config.eval_every = 100
-    config.measure_steps = 40  # Timed with and without the exchange, after training.
-
-    config.data = config_dict.ConfigDict()
-    config.data.name = "digits"
-    config.data.data_dir = ""  # TFDS_DATA_DIR, or ~/tensorflow_datasets.
-    config.data.train_split = "train"
-    config.data.test_split = "test"
-    config.data.shards = "shuffled"  # Or "by_label": device i has the classes congruent to i.
-    config.data.augment = "none"  # Or "crop_flip": shifted by up to 4 pixels, mirrored.
-    config.data.mean = 4.9  # Of the pixels.
-    config.data.std = 6.0
-
-    config.model = config_dict.ConfigDict()
     config.model.name = "vit"
-    config.model.dtype = "float32"  # Of the computation; parameters are always float32.
     config.model.patch = 4
     config.model.width = 64
     config.model.depth = 2
     config.model.heads = 4
     config.model.mlp_width = 128
 
-    config.optimizer = config_dict.ConfigDict()
     config.optimizer.name = "adamw"
     config.optimizer.learning_rate = 3e-3
     config.optimizer.warmup_steps = 50
     config.optimizer.weight_decay = 1.0
 
-    config.sync = config_dict.ConfigDict()
-    config.sync.method = "mean"  # Or "none": no exchange at all, a control.
-    config.sync.codec = "bfloat16"  # Or a call, such as "qsgd(levels=7)".
-    config.sync.algorithm = config_dict.placeholder(str)  # None: jaxcomm chooses.
-    config.sync.second_hop = config_dict.placeholder(str)  # The way back; None: as `codec`.
-    config.sync.error_feedback = False  # Whether devices keep what rounding takes away.
-    config.sync.exempt = ()  # Patterns of further leaves that travel in float32.
-    config.sync.dense_steps = 0  # Steps in float32 before any compression.
-    config.sync.bucket_mib = 8.0
-    config.sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
-
-    config.checkpoint = config_dict.ConfigDict()
-    config.checkpoint.every = 100
-    config.checkpoint.keep = 2
-    config.checkpoint.resume = False
-
-    config.network = config_dict.ConfigDict()
-    config.network.gigabits = config_dict.placeholder(float)  # None: measured in the run.
-    config.network.probe_mib = 16  # Size of the exchange that measures it.
-
+    config.sync.method = "mean"
+    config.sync.codec = "bfloat16"
     config.lock()
     return config

@@ -8,6 +8,7 @@ damaged later is known. All processes must see the same directory.
 import json
 import sys
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import grain
@@ -17,7 +18,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from train import digests
-from train.errors import UserError
+from train.errors import RunError, UserError
 from train.state import TrainState
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # What orbax appends to the name while it writes.
@@ -109,6 +110,20 @@ class Checkpoints:
                 async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
             ),
         )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """A run that fails at the same step in all processes still finishes what it writes."""
+        del kind, trace
+        if isinstance(error, RunError):
+            self.close()
 
     def save(self, step: int, state: TrainState, position: grain.DatasetIterator) -> None:
         """Writes a checkpoint; the copy out of the devices is made before this returns."""

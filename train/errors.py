@@ -8,7 +8,7 @@ traceback and status 1; it may be gone after a restart.
 import difflib
 import errno
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 
@@ -18,7 +18,16 @@ class UserError(Exception):
 
 
 class RunError(Exception):
-    """A run cannot go on, and would not after a restart; `train.main` prints it as one line."""
+    """A run cannot go on; `train.main` prints it as one line.
+
+    Args:
+      message: the line.
+      status: of the process: 3, or 1 if a restart may help.
+    """
+
+    def __init__(self, message: str, status: int = 3):
+        super().__init__(message)
+        self.status = status
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -49,24 +58,3 @@ def choose(table: Mapping[str, T], name: str, field: str) -> T:
     near = difflib.get_close_matches(str(name), table, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UserError(f"{field}: there is no {name!r}; {hint}it is one of {', '.join(table)}")
-
-
-def check_sizes(config: Any, world: int) -> None:
-    """Raises if the sizes in a config do not fit each other or the number of devices.
-
-    Args:
-      config: a config of `configs/`.
-      world: number of devices of all processes.
-    """
-    for name in ("steps", "batch_size", "microbatches", "eval_every", "measure_steps"):
-        if config[name] < 1:
-            raise UserError(f"{name} is {config[name]}; it must be at least 1")
-    if config.checkpoint.every < 1 or config.checkpoint.keep < 1:
-        raise UserError("checkpoint.every and checkpoint.keep must be at least 1")
-    size, unit = config.batch_size, world * config.microbatches
-    if size % unit:
-        lower, upper = size // unit * unit, -(-size // unit) * unit
-        raise UserError(
-            f"batch_size {size} is not divisible by {world} devices x {config.microbatches} "
-            f"microbatches; use {f'{lower} or ' if lower else ''}{upper}"
-        )

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import summary
-from tensorboardX.proto import event_pb2
+from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.record_writer import RecordWriter
 
 Event: Any = event_pb2.__dict__["Event"]  # Made at import, where a type checker finds nothing.
+Summary: Any = summary_pb2.__dict__["Summary"]
 SessionLog: Any = event_pb2.__dict__["SessionLog"]
 FLUSH_SECONDS = 10.0  # What a killed run may lose; metrics.jsonl loses nothing.
 
@@ -36,7 +36,8 @@ class Events:
 
     def scalar(self, name: str, value: float, step: int) -> None:
         """Writes one number; an OSError says that it could not be written."""
-        self._write(Event(step=step, summary=summary.scalar(name, value)))
+        scalar = Summary.Value(tag=name, simple_value=value)
+        self._write(Event(step=step, summary=Summary(value=[scalar])))
 
     def flush(self) -> None:
         """Hands everything to the operating system."""

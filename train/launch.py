@@ -27,7 +27,7 @@ from typing import NamedTuple
 from absl import flags
 
 from train.distributed import check_port
-from train.errors import UserError
+from train.errors import UserError, choose
 from train.supervise import Asked, supervise
 
 FINAL = (0, 2, 3)  # Statuses of `python -m train` after which a restart would not help.
@@ -137,9 +137,26 @@ def memory_settings() -> dict[str, str]:
 
 def read_cluster(path: str) -> dict:
     """Reads a cluster file: `processes` and `env`, whose values may hold `{process_id}`."""
+    where = f"--cluster={path}"
     if not Path(path).is_file():
-        raise UserError(f"--cluster={path}: there is no such file")
-    return runpy.run_path(path)["get_config"]().to_dict()
+        raise UserError(f"{where}: there is no such file")
+    try:
+        found = runpy.run_path(path)["get_config"]()
+    except KeyError as error:
+        raise UserError(f"{where}: the file has no function {error}") from error
+    except Exception as error:  # The file is a program of the user.
+        raise UserError(f"{where}: {type(error).__name__}: {error}") from error
+    cluster = found.to_dict() if hasattr(found, "to_dict") else found
+    if not isinstance(cluster, dict):
+        raise UserError(f"{where}: get_config() returns {cluster!r}, not a ConfigDict")
+    for name in cluster:
+        choose({"processes": 0, "env": 0}, name, where)
+    processes, env = cluster.get("processes", 1), cluster.get("env", {})
+    if not isinstance(processes, int) or processes < 1:
+        raise UserError(f"{where}: processes is {processes!r}, not a whole number of at least 1")
+    if not isinstance(env, dict) or not all(isinstance(v, str) for v in env.values()):
+        raise UserError(f"{where}: env must map names to texts, and is {env!r}")
+    return cluster
 
 
 def commands_of(

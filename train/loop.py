@@ -1,5 +1,6 @@
 """One run, from the config to its report: read this page first."""
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import optax
 
 import jaxcomm
 from train import (
+    check,
     checkpoint,
     data,
     measure,
     metrics,
     models,
+    replicas,
     report,
     signals,
     state,
@@ -23,7 +26,7 @@ from train import (
     sync,
     watched,
 )
-from train.errors import check_sizes
+from train.errors import RunError
 
 
 def train(
@@ -48,7 +51,8 @@ def train(
     # All devices of all processes, along one axis.
     mesh = jaxcomm.data_mesh()
     jax.set_mesh(mesh)
-    check_sizes(config, mesh.size)
+    check.fields(config)
+    check.fit(config, mesh.size)
 
     # The data: this process reads the shards of its own devices.
     own = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
@@ -61,7 +65,8 @@ def train(
     graph, params = models.build(config.model, images.image_shape, images.classes, config.seed)
     forward = step.make_forward(graph, config.data.mean, config.data.std)
     gradient = step.make_gradient(forward, config.label_smoothing, config.microbatches)
-    exchange = sync.build(config.sync, jaxcomm.backward_order(gradient, params, example))
+    order = jaxcomm.backward_order(gradient, params, example)
+    exchange = sync.build(config.sync, order, config.steps)
     optimizer = state.make_optimizer(config.optimizer, config.steps)
     tx = optax.chain(exchange, optimizer)
 
@@ -78,9 +83,12 @@ def train(
     watched_step = watched.watched(step.make_train_step(gradient, tx))
     train_step = step.compile_step(watched_step, train_state, example)
     eval_step = step.make_eval_step(forward)
+    check_replicas = replicas.make_check(train_state.params)
 
     frozen_at = watched.step_of(train_state.opt_state)
-    with metrics.Recorder(workdir, start, config.steps, frozen_at) as recorder:
+    bad_steps = config.guard.bad_steps
+    recorder = metrics.Recorder(workdir, start, config.steps, frozen_at, bad_steps)
+    with checkpoints, recorder:
         signals.ask_to_stop()
         for number in range(start + 1, config.steps + 1):
             batch = jaxcomm.global_batch(stoppable(next(images.train)), sync.AXIS)
@@ -93,10 +101,13 @@ def train(
                 with recorder.pause():
                     tested = step.evaluate(eval_step, train_state.params, test)
                     recorder.write("test", number, tested)
-            if number % config.checkpoint.every == 0 or last:
+            save = number % config.checkpoint.every == 0 or last
+            if save or number % config.guard.replicas_every == 0:
                 with recorder.pause():
-                    checkpoints.save(number, train_state, images.train)
-            if recorder.stop:
+                    check_replicas(train_state.params, number)
+                    if save and not recorder.bad:
+                        checkpoints.save(number, train_state, images.train)
+            if recorder.stop and not recorder.bad:
                 checkpoints.close()
                 report.stopped(number, workdir)
                 return None
@@ -104,6 +115,7 @@ def train(
             tested = step.evaluate(eval_step, train_state.params, test)
             recorder.write("test", config.steps, tested)
             checkpoints.close()
+        require_finite(recorder, tested)
         signals.all_is_saved()
 
         # What the exchange costs: the same step without it, from the same parameters.
@@ -126,6 +138,15 @@ def train(
         recorder.write("summary", config.steps, summary)
     report.show(summary, workdir)
     return summary
+
+
+def require_finite(recorder: metrics.Recorder, tested: dict[str, float]) -> None:
+    """Raises if the last steps were bad, or the model is: such a run has failed."""
+    if recorder.bad or not math.isfinite(tested["test_loss"]):
+        raise RunError(
+            f"at the end the loss is not finite (test loss {tested['test_loss']}): lower "
+            "config.optimizer.learning_rate"
+        )
 
 
 def stoppable(batch: dict[str, Any]) -> dict[str, Any]:

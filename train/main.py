@@ -10,6 +10,7 @@ from pathlib import Path
 from absl import app, flags
 from ml_collections import config_flags
 
+from train import check
 from train.distributed import join
 from train.errors import RunError, UserError, is_disk_full
 
@@ -41,16 +42,32 @@ def parse(argv: list[str]) -> Path:
         rest = flags.FLAGS(argv)[1:]
         if rest or _CONFIG.value is None:
             raise UserError(f"not a flag: {rest[0]}" if rest else "--config=FILE is missing")
-        _CONFIG.value.keys()  # It is here that a file that was not found raises.
+        check.fields(_CONFIG.value)  # It is here that a file that was not found raises.
     except flags.Error as error:
         raise UserError(str(error)) from error
-    except OSError as error:
-        raise UserError(f"--config: {str(error).splitlines()[-1].strip()}") from error
-    except (AttributeError, KeyError) as error:  # From ml_collections: a field, perhaps a hint.
-        text = error.args[0].args[0] if isinstance(error.args[0], KeyError) else error.args[0]
-        field, *hint = text.splitlines()
-        raise UserError(" ".join([f"the config has no field {field}.", *hint])) from error
+    except (UserError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # The config is a program of the user.
+        raise UserError(mistake_in(error)) from error
     return Path(config_flags.get_config_filename(flags.FLAGS["config"]))
+
+
+def mistake_in(error: Exception) -> str:
+    """What is wrong with a config or a flag of it, by what reading them has raised."""
+    first = str(error.args[0]) if error.args else ""
+    if isinstance(error, AttributeError) and "get_config" in first:
+        return "--config: the file has no function get_config(), so it is no config"
+    if "returned None" in first or "NoneType" in first:
+        return "--config: get_config() returns nothing"
+    # From ml_collections: a field, perhaps a hint.
+    if isinstance(error, AttributeError | KeyError) and error.args:
+        text = error.args[0].args[0] if isinstance(error.args[0], KeyError) else error.args[0]
+        field, *hint = str(text).splitlines() or [""]
+        return " ".join([f"the config has no field {field}.", *hint])
+    if isinstance(error, SyntaxError):
+        return f"--config: {error.filename}, line {error.lineno}: {error.msg}"
+    last = str(error).splitlines()[-1].strip() if str(error) else ""
+    return f"--config: {last if isinstance(error, OSError) else f'{type(error).__name__}: {last}'}"
 
 
 def give_simulated_devices_threads() -> None:
@@ -99,7 +116,12 @@ def explained(error: Exception) -> tuple[int, str | None]:
     if isinstance(error, UserError):
         return 2, str(error)
     if isinstance(error, RunError):
-        return 3, str(error)
+        return error.status, str(error)
+    if "RESOURCE_EXHAUSTED: Out of memory" in str(error):
+        return 3, (
+            "a device has not enough memory: raise --config.microbatches, or lower "
+            f"--config.batch_size ({str(error).splitlines()[0]})"
+        )
     if is_disk_full(error):
         return 3, (
             "the disk of --workdir is full; complete checkpoints are unharmed: make room, and "

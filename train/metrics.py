@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from train.errors import RunError
 from train.events import Events
 from train.step import STOP
 from train.watched import FIELD
@@ -28,16 +29,22 @@ class Recorder:
       steps: steps after which the run ends.
       frozen_at: the step at which the optimizer's own warm-up ended in an earlier run, as
         `train.watched` reads it; 0 if it did not end.
+      bad_steps: in a row, whose loss is not finite: then `RunError` is raised.
 
     Attributes:
       frozen_at: the same as of the last step written.
       stop: whether a device's process was asked to end before the last step written; the same on
         all processes.
+      bad: how many of the last steps in a row had a loss that is not finite.
     """
 
-    def __init__(self, workdir: Path, start: int, steps: int, frozen_at: int = 0):
+    def __init__(
+        self, workdir: Path, start: int, steps: int, frozen_at: int = 0, bad_steps: int = 20
+    ):
         self.frozen_at = frozen_at
         self.stop = False
+        self.bad = 0
+        self._bad_steps = bad_steps
         self._step_ms: list[float] = []
         self._late: tuple[int, dict[str, jax.Array]] | None = None
         self._time = time.perf_counter()
@@ -108,6 +115,13 @@ class Recorder:
                 self._bar.close()
             if ended:
                 self._warmup_ended(step)
+        self.bad = 0 if math.isfinite(values["loss"]) else self.bad + 1
+        if self.bad >= self._bad_steps:
+            raise RunError(
+                f"the loss was not finite in steps {step - self.bad + 1} to {step}: lower "
+                "config.optimizer.learning_rate, or continue from the last checkpoint, which is "
+                "from before"
+            )
 
     def _warmup_ended(self, step: int) -> None:
         """Says once in what step the optimizer's own warm-up ended."""

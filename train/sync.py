@@ -3,6 +3,8 @@
 A new method needs a row in METHODS, and its options in `config.sync`.
 """
 
+import difflib
+import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ AXIS = "data"
 
 
 def majority_vote(
-    axis_name: str, *, local_momentum: float, correct_every: int, **options: Any
+    axis_name: str, *, local_momentum: float = 0.0, correct_every: int = 0, **options: Any
 ) -> optax.GradientTransformation:
     """The majority of signs: of gradients, corrected or not, or of each device's momentum."""
     chain = [jaxcomm.majority_vote(axis_name, **options)]
@@ -30,19 +32,35 @@ def majority_vote(
     return optax.chain(*chain)
 
 
-def one_bit_adam(axis_name: str, **options: Any) -> optax.GradientTransformation:
-    """1-bit Adam, an optimizer of its own: the one after it only scales (`scale`)."""
+def one_bit_adam(
+    axis_name: str, *, total_steps: int, dense_steps: int | None = None, **options: Any
+) -> optax.GradientTransformation:
+    """1-bit Adam, an optimizer of its own: the one after it only scales (`scale`).
+
+    With neither `dense_steps` nor `variance_stability`, a share of the run is dense.
+    """
+    if dense_steps is not None:
+        options["dense_steps"] = dense_steps
+    elif "variance_stability" not in options:
+        options["total_steps"] = total_steps
     return jaxcomm.one_bit_adam(axis_name, 1.0, mask=_matrices, **options)
 
 
 ADAM = ("b1", "b2", "eps", "weight_decay")
 
 
-def factored_adam(axis_name: str, **options: Any) -> optax.GradientTransformation:
+def factored_adam(
+    axis_name: str, *, codec: Any = "scaled_sign", **options: Any
+) -> optax.GradientTransformation:
     """Factored Adam on a mean whose errors are fed back; the optimizer after it only scales."""
     own = {name: options.pop(name) for name in ADAM if name in options}
-    exchange = jaxcomm.mean(axis_name, error_feedback=True, **options)
+    exchange = jaxcomm.mean(axis_name, codec, error_feedback=True, **options)
     return jaxcomm.factored_adam(exchange, 1.0, mask=_matrices, **own)
+
+
+def low_rank_mean(axis_name: str, *, rank: int = 4, **options: Any) -> optax.GradientTransformation:
+    """PowerSGD."""
+    return jaxcomm.low_rank_mean(axis_name, rank, **options)
 
 
 def _matrices(params: Any) -> Any:
@@ -128,7 +146,7 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
         ),
     ),
     "low_rank_mean": (
-        jaxcomm.low_rank_mean,
+        low_rank_mean,
         (
             "rank",
             "codec",
@@ -143,14 +161,15 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
 }
 
 
-def build(config: Any, bucket_order: Sequence[str]) -> optax.GradientTransformation:
+def build(config: Any, bucket_order: Sequence[str], steps: int) -> optax.GradientTransformation:
     """Makes the transformation that `config.sync` names.
 
     Args:
-      config: `config.sync`: `method` and its options. An option that is missing has jaxcomm's
-        default; fields of other methods are ignored. A codec or an algorithm is a name or a call,
-        such as "qsgd(levels=7)". With `dense_steps`, that many float32 steps come first.
+      config: `config.sync`: `method` and its options. An option that is missing or None has the
+        method's default; fields of other methods are ignored. A codec or an algorithm is a name or
+        a call, such as "qsgd(levels=7)". With `dense_steps`, that many float32 steps come first.
       bucket_order: paths of the parameters as `jaxcomm.backward_order` finds them.
+      steps: length of the run.
 
     Returns:
       The first transformation of the optimizer's chain: local gradients in, equal updates out.
@@ -159,9 +178,11 @@ def build(config: Any, bucket_order: Sequence[str]) -> optax.GradientTransformat
       UserError: if there is no such method, or it refuses its options.
     """
     factory, names = choose(METHODS, config.method, "config.sync.method")
-    options = {**config, "bucket_order": bucket_order}
+    options = {**config, "bucket_order": bucket_order, "total_steps": steps}
+    options = {name: value for name, value in options.items() if value is not None}
     for field in CALLS.keys() & options.keys():
         options[field] = read_call(options[field], CALLS[field], f"config.sync.{field}")
+    _check_exempt(options.get("exempt", ()), bucket_order)
     try:
         tx = factory(AXIS, **{name: options[name] for name in names if name in options})
         if "dense_steps" in names:  # the method has dense steps of its own
@@ -169,6 +190,19 @@ def build(config: Any, bucket_order: Sequence[str]) -> optax.GradientTransformat
         return jaxcomm.dense_first(tx, options.get("dense_steps", 0))
     except (TypeError, ValueError) as error:
         raise UserError(f"config.sync: {error}") from error
+
+
+def _check_exempt(patterns: Sequence[str], paths: Sequence[str]) -> None:
+    for pattern in patterns:
+        if paths and not fnmatch.filter(paths, pattern):
+            parts = [path.split("/") for path in paths]
+            known = {"/".join(part[:i]) + "/*" for part in parts for i in range(1, len(part))}
+            near = difflib.get_close_matches(f"{pattern}/*", sorted(known), n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UserError(
+                f"config.sync.exempt: no parameter fits {pattern!r}; {hint}paths are such as "
+                f"{', '.join(paths[:3])}"
+            )
 
 
 def shares(config: Any, steps: int, frozen_at: int) -> dict[str, float]:

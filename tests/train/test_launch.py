@@ -1,5 +1,6 @@
 """The launcher: who failed, that nothing is left behind, and what it sets."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -9,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from running import ROOT, Program, children
 
-from train import launch
+from train import launch, main
 from train import supervise as supervision
 
 
@@ -228,6 +230,27 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.splitlines() == [message]
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def get_config(): return None", "get_config() returns None, not a ConfigDict"),
+        ("x = 1", "the file has no function 'get_config'"),
+        ("def get_config(:", "SyntaxError: invalid syntax"),
+        ("def get_config(): return {'env': {'A': 1}}", "env must map names to texts, and is"),
+        ("def get_config(): return {'processes': 0}", "processes is 0, not a whole number"),
+        ("def get_config(): return {'proceses': 2}", "there is no 'proceses'; did you mean 'proc"),
+    ],
+)
+def test_mistakes_in_a_cluster_file(
+    source: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.py"
+    path.write_text(source + "\n")
+    assert launch.main(["launch", f"--cluster={path}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --cluster={path}: {message}")
+
+
 def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))
@@ -244,7 +267,71 @@ def test_cluster_files(path: Path) -> None:
     assert all(isinstance(value, str) for value in cluster["env"].values())
 
 
-def test_the_slurm_script_is_one() -> None:
-    path = ROOT / "configs" / "cluster" / "slurm.sbatch"
+@pytest.mark.parametrize("name", ["slurm.sbatch", "bare_ssh.sh"])
+def test_scripts(name: str) -> None:
+    path = ROOT / "configs" / "cluster" / name
     subprocess.run(["bash", "-n", str(path)], check=True)
     assert path.read_text().startswith("#!/bin/bash")
+    assert name == "slurm.sbatch" or os.access(path, os.X_OK)
+
+
+def test_the_kubernetes_manifest() -> None:
+    """As many pods as processes, and flags that the program has."""
+    manifest = yaml.safe_load((ROOT / "configs" / "cluster" / "kubernetes.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (job,) = manifest["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    pod = spec["template"]["spec"]
+    (container,) = pod["containers"]
+    bash, option, command = container["command"]
+    assert (bash, option) == ("bash", "-c")
+    subprocess.run(["bash", "-n", "-c", command], check=True)
+    script = command.replace("exec .venv/bin/python -m train", "printf '%s\\n'")
+    index = {"JOB_COMPLETION_INDEX": "3", "RESTART": "1", "PATH": os.environ["PATH"]}
+    shown = subprocess.run(["bash", "-c", script], env=index, capture_output=True, text=True)
+    flags = dict(flag.removeprefix("--").split("=") for flag in shown.stdout.split())
+    assert flags["process_id"] == "3" and flags["restart"] == "1"
+    assert spec["parallelism"] == spec["completions"] == int(flags["num_processes"]) == 4
+    assert spec["completionMode"] == "Indexed" and pod["restartPolicy"] == "Never"
+    assert set(flags) <= set(main.flags.FLAGS) and (ROOT / flags["config"]).exists()
+    host, port = flags["coordinator"].split(":")
+    assert (
+        host == f"{manifest['metadata']['name']}-{job['name']}-0-0.{manifest['metadata']['name']}"
+    )
+    assert int(port) == container["ports"][0]["containerPort"]
+    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    assert pod["terminationGracePeriodSeconds"] > supervision.GRACE_SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_machines_by_ssh_restart_together(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An `ssh` that stays on this machine; a launcher for each host, one of whose workers dies."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text('#!/bin/bash\nexec bash -c "${@: -1}"\n')
+    ssh.chmod(0o755)
+    workdir = tmp_path / "run"
+    arguments = ["--config=configs/digits_resnet.py", f"--workdir={workdir}"]
+    arguments += ["--config.steps=60", "--config.checkpoint.every=5", "--config.measure_steps=4"]
+    script = ["configs/cluster/bare_ssh.sh", "localhost", "localhost", "--", *arguments]
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MAX_RESTARTS": "2"}
+    variables |= {"PORT": str(launch.free_port()), "JAX_PLATFORMS": "cpu"}
+    variables |= {"TFDS_DATA_DIR": program.data_dir}
+    started = subprocess.Popen(
+        script, cwd=ROOT, env={**os.environ, **variables}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    program.started.append(started)
+    deadline = time.monotonic() + 100
+    while not list((workdir / "checkpoints").glob("[0-9]*")):
+        assert time.monotonic() < deadline and started.poll() is None
+        time.sleep(0.1)
+    launchers = [pid for pid in children(started.pid)]
+    workers = [worker for pid in launchers for worker in children(pid)]
+    assert len(launchers) == len(workers) == 2
+    os.kill(workers[1], signal.SIGKILL)
+    output, _ = started.communicate(timeout=200)
+    assert started.returncode == 0, output
+    assert output.count("launch: restart 1 of 2") == 2 and '"processes": 2' in output

@@ -15,7 +15,7 @@ from running import Program
 
 from train import loop
 from train.distributed import await_port, check_answer, join
-from train.errors import RunError, UserError, check_sizes
+from train.errors import RunError, UserError
 from train.main import explained, give_simulated_devices_threads
 from train.workdir import claimed
 
@@ -38,6 +38,11 @@ CONFIG = "--config=configs/digits_resnet.py"
             "the config has no field 'optimiser'. Did you mean \"optimizer\" instead of .*",
         ),
         ([CONFIG, "--config.qqq=1"], "the config has no field 'qqq'."),
+        (
+            [CONFIG, "--config.seed=-1"],
+            "seed is -1; it must be a whole number from 0 to 4294967295",
+        ),
+        (["--config=LICENSE"], "--config: LICENSE, line 2: unexpected indent"),
         ([CONFIG, "--config.steps=many"], "flag --config.steps=many: invalid literal .*"),
         ([CONFIG, "--wrkdir=x"], "Unknown command line flag 'wrkdir'. Did you mean: workdir .*"),
         ([CONFIG, "x"], "not a flag: x"),
@@ -139,22 +144,6 @@ def test_a_second_run_in_the_same_directory(tmp_path: Path, config: config_dict.
         assert json.loads((tmp_path / "config.json").read_text())["steps"] == 77
 
 
-@pytest.mark.parametrize(
-    ("size", "microbatches", "message"),
-    [
-        (0, 1, "batch_size is 0; it must be at least 1"),
-        (3, 1, "batch_size 3 is not divisible by 4 devices x 1 microbatches; use 4$"),
-        (62, 1, "batch_size 62 is not divisible by 4 devices x 1 microbatches; use 60 or 64$"),
-        (64, 3, "batch_size 64 is not divisible by 4 devices x 3 microbatches; use 60 or 72$"),
-        (64, 0, "microbatches is 0; it must be at least 1"),
-    ],
-)
-def test_sizes(config: config_dict.ConfigDict, size: int, microbatches: int, message: str) -> None:
-    config.batch_size, config.microbatches = size, microbatches
-    with pytest.raises(UserError, match=message):
-        check_sizes(config, 4)
-
-
 def change(name: str, value: object) -> Callable[[config_dict.ConfigDict], None]:
     return lambda config: config.update_from_flattened_dict({name: value})
 
@@ -173,7 +162,8 @@ def change(name: str, value: object) -> Callable[[config_dict.ConfigDict], None]
         (change("sync.algorithm", "rung"), "config.sync: unknown algorithm 'rung'; choose one of"),
         (change("optimizer.name", "adam"), "config.optimizer.name: .*did you mean 'adamw'"),
         (change("checkpoint.resume", True), "checkpoint.resume: there is no whole checkpoint in"),
-        (change("checkpoint.every", 0), "checkpoint.every and checkpoint.keep must be at least 1"),
+        (change("checkpoint.every", 0), "checkpoint.every is 0; it must be a whole number"),
+        (change("sync.exempt", ("hed/*",)), "config.sync.exempt: no parameter fits 'hed/.'; did"),
     ],
 )
 def test_configs(

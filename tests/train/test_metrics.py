@@ -15,7 +15,7 @@ from running import read_lines
 from tensorboardX.proto.event_pb2 import Event
 
 from train import metrics, workdir
-from train.errors import UserError, is_disk_full
+from train.errors import RunError, UserError, is_disk_full
 
 
 def record(workdir: Path, start: int, stop: int, steps: int) -> None:
@@ -87,6 +87,23 @@ def test_the_request_to_stop_is_seen_and_not_written(tmp_path: Path) -> None:
             recorder.train(step, {"loss": jnp.float32(1), "stop": jnp.float32(stop)})
             assert recorder.stop == (step == 3)  # A step is read while the next one runs.
     assert all("stop" not in line for line in read_lines(tmp_path, "train"))
+
+
+def test_bad_losses_in_a_row_end_the_run(tmp_path: Path) -> None:
+    losses = [1.0, float("nan"), float("inf"), 1.0, float("nan"), float("nan"), float("inf"), 1.0]
+    with metrics.Recorder(tmp_path, 0, 9, bad_steps=3) as recorder:
+        with pytest.raises(RunError, match="the loss was not finite in steps 5 to 7: lower"):
+            for step, loss in enumerate(losses, 1):
+                recorder.train(step, {"loss": jnp.float32(loss)})
+    assert [line["loss"] for line in read_lines(tmp_path, "train")] == [
+        1,
+        None,
+        None,
+        1,
+        None,
+        None,
+        None,
+    ]
 
 
 def test_the_config_is_kept(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from ml_collections import config_dict
 from running import Program, checkpoint_bits, children, read_config, read_lines
 
 from train import loop, models
+from train.errors import RunError
 
 NUMBERS = {
     "test_accuracy",
@@ -51,6 +52,17 @@ def test_a_finished_run_can_be_asked_again(config: config_dict.ConfigDict, tmp_p
     assert again["test_accuracy"] == first["test_accuracy"]
     assert again["loop_step_ms"] is None
     assert checkpoint_bits(tmp_path, 4) == before
+
+
+def test_a_run_that_diverges_fails(config: config_dict.ConfigDict, tmp_path: Path) -> None:
+    config.steps, config.optimizer.warmup_steps, config.guard.bad_steps = 9, 0, 3
+    config.optimizer.learning_rate = 1e30
+    with pytest.raises(RunError, match="the loss was not finite in steps . to .: lower"):
+        loop.train(config, tmp_path, 0.0)
+    bad = [line["step"] for line in read_lines(tmp_path, "train") if line["loss"] is None]
+    saved = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
+    # What was being written is complete; nothing was written after the first bad loss.
+    assert len(bad) == 3 and saved == list(range(2, bad[0], 2))
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def losses_of(mesh: jax.sharding.Mesh, steps: int, microbatches: int = 1) -> lis
         data = [jaxcomm.global_batch(batch, sync.AXIS) for batch in batches(steps, 32)]
         gradient = step.make_gradient(forward, 0.1, microbatches)
         order = jaxcomm.backward_order(gradient, parameters(), data[0])
-        tx = optax.chain(sync.build(config, order), optax.sgd(0.5, momentum=0.9))
+        tx = optax.chain(sync.build(config, order, steps), optax.sgd(0.5, momentum=0.9))
         now = state.init(parameters(), tx)
         run = step.compile_step(step.make_train_step(gradient, tx), now, data[0])
         losses = []

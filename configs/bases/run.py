@@ -1,0 +1,93 @@
+"""Every field of a run, with its meaning and its value where a config says nothing.
+
+The bases of data sets add what belongs to the data; each config adds model, optimizer and exchange.
+A field that is None has the default of the method or the model that reads it. Options of other
+methods have no effect, so that every method can be chosen by flags on every config:
+
+    --config.sync.method=majority_vote --config.optimizer.learning_rate=6e-3
+    --config.sync.method=low_rank_mean --config.sync.rank=4
+    --config.sync.method=one_bit_adam --config.optimizer.name=scale
+"""
+
+from ml_collections import config_dict
+
+
+def get_config() -> config_dict.ConfigDict:
+    """A config without data, model and optimizer, not locked."""
+    config = config_dict.ConfigDict()
+    config.seed = 0
+    config.steps = 1000
+    config.batch_size = 64  # Of all devices together.
+    config.microbatches = 1  # Parts of a device's share that are computed one after another.
+    config.label_smoothing = 0.0
+    config.eval_every = 100
+    config.measure_steps = 40  # Timed with and without the exchange, after training.
+
+    config.data = config_dict.ConfigDict()
+    config.data.name = ""
+    config.data.data_dir = ""  # TFDS_DATA_DIR, or ~/tensorflow_datasets.
+    config.data.train_split = "train"
+    config.data.test_split = "test"
+    config.data.shards = "shuffled"  # Or "by_label": device i has the classes congruent to i.
+    config.data.augment = "none"  # Or "crop_flip": shifted by up to 4 pixels, mirrored.
+
+    config.model = config_dict.ConfigDict()
+    config.model.name = ""
+    config.model.dtype = "float32"  # Of the computation, or bfloat16; parameters are float32.
+
+    config.optimizer = config_dict.ConfigDict()
+    config.optimizer.name = "sgd"  # Or "adamw", or "scale" after a method that is an optimizer.
+    config.optimizer.learning_rate = 0.1  # The peak: it rises in warmup_steps, then falls to 0.
+    config.optimizer.warmup_steps = 50
+    config.optimizer.momentum = 0.9  # Of sgd, Nesterov's.
+    config.optimizer.weight_decay = 0.0  # Of sgd and adamw.
+
+    config.sync = sync()
+
+    config.guard = config_dict.ConfigDict()
+    config.guard.bad_steps = 20  # In a row, whose loss is not finite: then the run ends.
+    config.guard.replicas_every = 100  # Steps between comparisons of the devices' parameters.
+
+    config.checkpoint = config_dict.ConfigDict()
+    config.checkpoint.every = 100
+    config.checkpoint.keep = 2
+    config.checkpoint.resume = False
+
+    config.network = config_dict.ConfigDict()
+    config.network.gigabits = config_dict.placeholder(float)  # None: measured in the run.
+    config.network.probe_mib = 16  # Size of the exchange that measures it.
+    return config
+
+
+def sync() -> config_dict.ConfigDict:
+    """How the devices agree on a gradient, with the options of all methods."""
+    sync = config_dict.ConfigDict()
+    # mean, majority_vote, sparse_mean, low_rank_mean, factored_adam, one_bit_adam; "none": no
+    # exchange at all, a control.
+    sync.method = "mean"
+    sync.codec = config_dict.placeholder(str)  # A name, or a call such as "qsgd(levels=7)".
+    sync.algorithm = config_dict.placeholder(str)  # None: jaxcomm chooses.
+    sync.second_hop = config_dict.placeholder(str)  # The codec of the way back; None: `codec`.
+    sync.error_feedback = config_dict.placeholder(bool)  # Keep what rounding takes away.
+    sync.exempt = ()  # Patterns of further leaves that travel in float32.
+    sync.dense_steps = config_dict.placeholder(int)  # Steps in float32 before any compression.
+    sync.bucket_mib = config_dict.placeholder(float)
+    sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
+    # Of majority_vote:
+    sync.ties = config_dict.placeholder(str)  # "random", "zero", "positive" or "negative".
+    sync.zeros = config_dict.placeholder(str)  # "random" or "abstain".
+    sync.local_momentum = 0.0  # Of each device's gradients: Signum.
+    sync.correct_every = 0  # Steps between means, in bfloat16, that correct the gradients.
+    # Of sparse_mean:
+    sync.density = config_dict.placeholder(float)  # The share of values that is selected.
+    sync.momentum_correction = config_dict.placeholder(float)  # Each device's own momentum.
+    sync.measure_xi = False  # The distance to the true top-k in the metrics: costs two means.
+    # Of low_rank_mean:
+    sync.rank = config_dict.placeholder(int)
+    # Of factored_adam and one_bit_adam, which are optimizers:
+    sync.b1 = config_dict.placeholder(float)
+    sync.b2 = config_dict.placeholder(float)
+    sync.eps = config_dict.placeholder(float)
+    sync.weight_decay = config_dict.placeholder(float)
+    sync.variance_stability = config_dict.placeholder(float)  # Ends 1-bit Adam's warm-up instead.
+    return sync

@@ -1,0 +1,162 @@
+"""Configs: what their fields may hold, and that every method can be chosen on every config."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ml_collections import config_dict
+from running import ROOT, read_config
+
+from train import check, main, sync
+from train.errors import UserError
+
+NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+PATHS = ("head/bias", "head/kernel", "stem/kernel")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_method_on_every_config(name: str) -> None:
+    config = read_config(name)
+    check.fields(config)
+    for method in sync.METHODS:
+        config.sync.method = method
+        sync.build(config.sync, PATHS, config.steps)
+
+
+def changed(name: str, value: object) -> config_dict.ConfigDict:
+    config = read_config("digits_resnet")
+    with config.ignore_type(), config.unlocked():
+        config.update_from_flattened_dict({name: value})
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("seed", -1, "seed is -1; it must be a whole number from 0 to 4294967295"),
+        ("steps", 0, "steps is 0; it must be a whole number of at least 1"),
+        ("steps", 2.5, "steps is 2.5; it must be a whole number"),
+        ("steps", True, "steps is True; it must be a whole number"),
+        ("label_smoothing", 1.0, "label_smoothing is 1.0; it must be a number from 0 to below 1"),
+        ("batch_size", 0, "batch_size is 0; it must be a whole number of at least 1"),
+        ("microbatches", 0, "microbatches is 0; it must be a whole number of at least 1"),
+        ("data.std", 0.0, "data.std is 0.0; it must be a number above 0, or one for each channel"),
+        ("data.mean", float("nan"), "data.mean is nan; it must be a finite number"),
+        ("data.mean", (1.0, "2"), "data.mean is .*; it must be a finite number"),
+        ("model.width", 0, "model.width is 0; it must be a number above 0"),
+        ("model.stages", (), r"model.stages is \(\); it must be one or more whole numbers above 0"),
+        ("model.stages", (1, 0), r"model.stages is \(1, 0\); it must be one or more whole"),
+        ("model.dtype", "int8", "model.dtype is 'int8'; it must be one of float32, bfloat16"),
+        ("model.dtype", "bfloat17", "model.dtype is 'bfloat17'; .*; did you mean bfloat16?"),
+        ("optimizer.learning_rate", -1.0, "optimizer.learning_rate is -1.0; it must be a number"),
+        ("optimizer.momentum", 1.0, "optimizer.momentum is 1.0; it must be a number from 0 to"),
+        ("sync.exempt", "head", "sync.exempt is 'head'; it must be a tuple of patterns"),
+        ("sync.bucket_mib", 0.0, "sync.bucket_mib is 0.0; it must be a number above 0, or None"),
+        ("sync.dense_steps", -1, "sync.dense_steps is -1; it must be a whole number of at least 0"),
+        ("guard.bad_steps", 0, "guard.bad_steps is 0; it must be a whole number of at least 1"),
+        ("checkpoint.every", 0, "checkpoint.every is 0; it must be a whole number of at least 1"),
+        ("checkpoint.keep", 0, "checkpoint.keep is 0; it must be a whole number of at least 1"),
+        ("checkpoint.resume", "yes", "checkpoint.resume is 'yes'; it must be True or False"),
+        ("network.gigabits", 0.0, "network.gigabits is 0.0; it must be a number above 0, or None"),
+        ("network.probe_mib", 0, "network.probe_mib is 0; it must be a whole number of at least 1"),
+    ],
+)
+def test_fields(name: str, value: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check.fields(changed(name, value))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "network",
+            "the config has no field network.gigabits, a number above 0, or None;",
+        ),
+        ("seed", "the config has no field seed, a whole number from 0"),
+    ],
+)
+def test_what_is_missing(name: str, message: str) -> None:
+    config = read_config("digits_resnet")
+    with config.unlocked():
+        del config[name]
+    with pytest.raises(UserError, match=message):
+        check.fields(config)
+
+
+@pytest.mark.parametrize("config", [None, {"seed": 1}, 7])
+def test_what_is_no_config(config: Any) -> None:
+    with pytest.raises(UserError, match="returns (NoneType|dict|int), not a ml_collections.Config"):
+        check.fields(config)
+
+
+@pytest.mark.parametrize(
+    ("size", "microbatches", "message"),
+    [
+        (3, 1, "batch_size 3 is not divisible by 4 devices x 1 microbatches; use 4$"),
+        (62, 1, "batch_size 62 is not divisible by 4 devices x 1 microbatches; use 60 or 64$"),
+        (64, 3, "batch_size 64 is not divisible by 4 devices x 3 microbatches; use 60 or 72$"),
+    ],
+)
+def test_sizes(size: int, microbatches: int, message: str) -> None:
+    config = changed("batch_size", size)
+    config.microbatches = microbatches
+    with pytest.raises(UserError, match=message):
+        check.fit(config, 4)
+
+
+def test_an_optimizer_behind_an_optimizer() -> None:
+    config = changed("sync.method", "one_bit_adam")
+    with pytest.raises(UserError, match="one_bit_adam is an optimizer itself, and sgd would stand"):
+        check.fit(config, 4)
+    config.optimizer.name = "scale"
+    check.fit(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("head", r"no parameter fits 'head'; did you mean 'head/\*'\? paths are such as head/bias"),
+        ("hed", r"no parameter fits 'hed'; did you mean 'head/\*'\?"),
+        ("zzz", "no parameter fits 'zzz'; paths are such as head/bias, head/kernel, stem/kernel"),
+    ],
+)
+def test_patterns_that_fit_nothing(pattern: str, message: str) -> None:
+    config = changed("sync.exempt", (pattern,))
+    with pytest.raises(UserError, match=f"config.sync.exempt: {message}"):
+        sync.build(config.sync, PATHS, 10)
+    sync.build(changed("sync.exempt", ("head/*",)).sync, PATHS, 10)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def get_config(:", "--config: .*config.py, line 1: invalid syntax"),
+        ("x = 1", r"--config: the file has no function get_config\(\), so it is no config"),
+        ("def get_config(): return None", r"--config: get_config\(\) returns nothing"),
+        (
+            "import no_such_module",
+            "--config: ModuleNotFoundError: No module named 'no_such_",
+        ),
+        ("def get_config(): return {}['a']", "the config has no field a."),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_files_that_are_no_config(source: str, message: str, tmp_path: Path) -> None:
+    """What ml_collections raises for them becomes one line."""
+    from ml_collections.config_flags import config_flags
+
+    path = tmp_path / "config.py"
+    path.write_text(source + "\n")
+    values = main.flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, flag_values=values)
+    with pytest.raises(Exception) as caught:  # noqa: B017  (ml_collections raises many kinds)
+        values(["train", f"--config={path}"])
+        check.fields(values.config)
+    error = caught.value
+    line = str(error) if isinstance(error, UserError) else main.mistake_in(error)
+    if "return None" in source:
+        message = "returns NoneType, not a ml_collections.ConfigDict|" + message
+    assert re.search(message, line), line
+    assert "\n" not in line

@@ -1,0 +1,65 @@
+"""A bit that flips on one device is found, and named."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+import jaxcomm
+from train.errors import RunError
+from train.replicas import hashes, make_check
+
+
+def parameters() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {"a": rng.normal(size=(3, 5)).astype(np.float32), "b": np.zeros(70, np.float32)}
+
+
+def placed(changed: dict[int, dict[str, np.ndarray]]) -> dict[str, jax.Array]:
+    """Said to be equal on all devices; some hold others."""
+    mesh = jax.sharding.get_mesh()
+    sharding = NamedSharding(mesh, jax.P())
+    return {
+        name: jax.make_array_from_single_device_arrays(
+            value.shape,
+            sharding,
+            [
+                jax.device_put(changed.get(i, {}).get(name, value), d)
+                for i, d in enumerate(mesh.devices.flat)
+            ],
+        )
+        for name, value in parameters().items()
+    }
+
+
+def flipped(value: np.ndarray, index: int, bit: int) -> np.ndarray:
+    words = value.copy().reshape(-1).view(np.uint32)
+    words[index] ^= np.uint32(1 << bit)
+    return words.view(np.float32).reshape(value.shape)
+
+
+def test_one_bit_on_some_devices() -> None:
+    good = parameters()
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        check = make_check(placed({}))
+        check(placed({}), 7)
+        for index, bit in ((0, 0), (69, 31), (33, 17)):
+            with pytest.raises(RunError) as caught:
+                check(placed({5: {"b": flipped(good["b"], index, bit)}}), 7)
+            assert "after step 7, the parameters of device 5 (process 0)" in str(caught.value)
+            assert "b is the first of 1" in str(caught.value) and caught.value.status == 1
+        both = {"a": flipped(good["a"], 3, 1), "b": flipped(good["b"], 3, 1)}
+        message = re.escape("device 2 (process 0), 6 (process 0) are not")
+        with pytest.raises(RunError, match=f"{message}.*: a is the first of 2 that differ"):
+            check(placed({2: both, 6: {"b": both["b"]}}), 7)
+
+
+def test_hashes_notice_the_order_and_the_sign_of_zero() -> None:
+    x = jnp.arange(1000.0)
+    assert (hashes([x]) == hashes([x + 0])).all()
+    for other in (x[::-1], x.at[0].set(-0.0), jnp.roll(x, 1), x.astype(jnp.float32).at[7].add(1)):
+        assert (hashes([x]) != hashes([other])).all()
+    assert hashes([x.astype(jnp.bfloat16)]).shape == (1, 2)

@@ -1,0 +1,171 @@
+"""What the fields of a config may hold: all of it is checked before anything starts."""
+
+import difflib
+import numbers
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from train.errors import UserError
+
+# Methods of `train.sync` behind which nothing but `scale` may be.
+OPTIMIZERS = ("factored_adam", "one_bit_adam")
+
+
+class Rule(NamedTuple):
+    """What a field may hold, in words and as a test."""
+
+    says: str
+    holds: Callable[[Any], bool]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def whole(low: int) -> Rule:
+    """Whole numbers from `low` on."""
+    return Rule(f"a whole number of at least {low}", lambda v: _is_whole(v) and v >= low)
+
+
+def number(says: str, holds: Callable[[Any], bool]) -> Rule:
+    """Numbers for which a condition holds; not a number is none of them."""
+    return Rule(says, lambda v: _is_number(v) and holds(v))
+
+
+def or_none(rule: Rule) -> Rule:
+    """The same, or nothing."""
+    return Rule(f"{rule.says}, or None", lambda v: v is None or rule.holds(v))
+
+
+def each(rule: Rule) -> Rule:
+    """One value, or one for each channel of an image."""
+    return Rule(
+        f"{rule.says}, or one for each channel",
+        lambda v: all(map(rule.holds, v)) and len(v) > 0 if isinstance(v, tuple) else rule.holds(v),
+    )
+
+
+POSITIVE = number("a number above 0", lambda v: 0 < v < float("inf"))
+NOT_NEGATIVE = number("a number of at least 0", lambda v: 0 <= v < float("inf"))
+SHARE = number("a number from 0 to below 1", lambda v: 0 <= v < 1)
+FINITE = number("a finite number", lambda v: abs(v) < float("inf"))
+NAME = Rule("a name", lambda v: isinstance(v, str) and v != "")
+TEXT = Rule("a text", lambda v: isinstance(v, str))
+YES_OR_NO = Rule("True or False", lambda v: isinstance(v, bool))
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Every config has these fields. The methods of `config.sync` check their own options.
+FIELDS = {
+    "seed": Rule("a whole number from 0 to 4294967295", lambda v: _is_whole(v) and 0 <= v < 2**32),
+    "steps": whole(1),
+    "batch_size": whole(1),
+    "microbatches": whole(1),
+    "label_smoothing": SHARE,
+    "eval_every": whole(1),
+    "measure_steps": whole(1),
+    "data.name": NAME,
+    "data.data_dir": TEXT,
+    "data.train_split": NAME,
+    "data.test_split": NAME,
+    "data.shards": NAME,
+    "data.augment": NAME,
+    "model.name": NAME,
+    "model.dtype": Rule(f"one of {', '.join(DTYPES)}", lambda v: v in DTYPES),
+    "optimizer.name": NAME,
+    "optimizer.learning_rate": NOT_NEGATIVE,
+    "optimizer.warmup_steps": whole(0),
+    "optimizer.momentum": SHARE,
+    "optimizer.weight_decay": NOT_NEGATIVE,
+    "sync.method": NAME,
+    "sync.exempt": Rule("a tuple of patterns", lambda v: isinstance(v, tuple | list)),
+    "sync.dense_steps": or_none(whole(0)),
+    "sync.bucket_mib": or_none(POSITIVE),
+    "sync.local_momentum": SHARE,
+    "sync.correct_every": whole(0),
+    "guard.bad_steps": whole(1),
+    "guard.replicas_every": whole(1),
+    "checkpoint.every": whole(1),
+    "checkpoint.keep": whole(1),
+    "checkpoint.resume": YES_OR_NO,
+    "network.gigabits": or_none(POSITIVE),
+    "network.probe_mib": whole(1),
+}
+# Where a config has them.
+OPTIONAL = {"data.mean": each(FINITE), "data.std": each(POSITIVE)}
+
+
+def fields(config: Any) -> None:
+    """Raises if a field is missing or holds what it may not.
+
+    Args:
+      config: a config of `configs/`.
+
+    Raises:
+      UserError: names the field, what it may hold, and what it holds.
+    """
+    if not hasattr(config, "to_dict"):
+        raise UserError(
+            f"--config: get_config() returns {type(config).__name__}, not a "
+            "ml_collections.ConfigDict"
+        )
+    found = dict(_flat(config.to_dict()))
+    for name, rule in FIELDS.items():
+        if name not in found:
+            raise UserError(
+                f"the config has no field {name}, {rule.says}; configs/bases/run.py has all fields"
+            )
+    rules = FIELDS | OPTIONAL
+    rules |= {name: _model_rule(found[name]) for name in found if name.startswith("model.")} | {
+        name: FIELDS[name] for name in FIELDS if name.startswith("model.")
+    }
+    for name, value in found.items():
+        if name in rules and not rules[name].holds(value):
+            near = difflib.get_close_matches(str(value), DTYPES, 1) if "dtype" in name else []
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise UserError(f"{name} is {value!r}; it must be {rules[name].says}{hint}")
+
+
+def _model_rule(value: Any) -> Rule:
+    """Sizes of a model are above 0; its names and switches are for the model to check."""
+    if _is_number(value):
+        return POSITIVE
+    if isinstance(value, tuple | list) and all(map(_is_number, value)):
+        return Rule("one or more whole numbers above 0", lambda v: len(v) > 0 and min(v) > 0)
+    return Rule("anything", lambda v: True)
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def fit(config: Any, world: int) -> None:
+    """Raises if the batch does not fit the number of devices, or the optimizer the method.
+
+    Args:
+      config: a config of `configs/`.
+      world: number of devices of all processes.
+
+    Raises:
+      UserError: says what to type instead.
+    """
+    method, optimizer = config.sync.method, config.optimizer.name
+    if method in OPTIMIZERS and optimizer != "scale":
+        raise UserError(
+            f"config.sync.method={method} is an optimizer itself, and {optimizer} would stand "
+            "behind it; set --config.optimizer.name=scale, and --config.optimizer.learning_rate"
+        )
+    size, unit = config.batch_size, world * config.microbatches
+    if size % unit:
+        lower, upper = size // unit * unit, -(-size // unit) * unit
+        raise UserError(
+            f"batch_size {size} is not divisible by {world} devices x {config.microbatches} "
+            f"microbatches; use {f'{lower} or ' if lower else ''}{upper}"
+        )
