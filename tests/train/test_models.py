@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from running import read_config
@@ -35,35 +36,145 @@ CIFAR = (32, 32, 3)
 IMAGENET = (224, 224, 3)
 
 
-def size_of(config: dict[str, Any], shape: tuple[int, int, int], classes: int) -> int:
+def size_of(config: dict[str, Any], shape: tuple[int, ...], classes: int) -> int:
     """The number of parameters of a network that is traced and not run."""
     options = {name: value for name, value in config.items() if name not in ("name", "dtype")}
+    text = len(shape) == 1
 
-    def run(images: jax.Array) -> tuple[jax.Array, Any]:
-        arguments = {**options, "image_shape": shape, "classes": classes}
+    def run(inputs: jax.Array) -> tuple[jax.Array, Any]:
+        names = ("length", "vocabulary") if text else ("image_shape", "classes")
+        sizes = dict(zip(names, (shape[0] if text else shape, classes), strict=True))
         model = models.MODELS[config["name"]](
-            **arguments, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0)
+            **options, **sizes, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0)
         )
-        return model(images), nnx.state(model, nnx.Param)
+        return model(inputs), nnx.state(model, nnx.Param)
 
-    logits, params = jax.eval_shape(run, jnp.zeros((2, *shape)))
-    assert logits.shape == (2, classes)
+    inputs = jnp.zeros((2, *shape), jnp.int32 if text else jnp.float32)
+    logits, params = jax.eval_shape(run, inputs)
+    assert logits.shape == ((2, *shape, classes) if text else (2, classes))
     return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+IMAGENET_RESNET = RESNET | {"width": 64, "groups": 32, "bottleneck": True, "large_stem": True}
+VIT_12 = VIT | {"patch": 16, "depth": 12}
+LSTM = {"name": "lstm", "dtype": "float32", "layers": 2, "width": 16}
+BERT = {
+    "name": "bert",
+    "dtype": "float32",
+    "positions": 512,
+    "width": 16,
+    "depth": 1,
+    "heads": 2,
+    "mlp_width": 64,
+}
+PUBLISHED = {
+    # torchvision's documentation: 25,557,032 and 44,549,160.
+    "resnet50": (IMAGENET_RESNET | {"stages": (3, 4, 6, 3)}, IMAGENET, 1000, 25_557_032),
+    "resnet101": (IMAGENET_RESNET | {"stages": (3, 4, 23, 3)}, IMAGENET, 1000, 44_549_160),
+    # torchvision: vgg16_bn 138,365,992; alexnet 61,100,840, with a bias for each of 1152 channels
+    # where these have a scale and an offset.
+    "vgg16": (
+        VGG | {"width": 1.0, "groups": 32, "hidden": (4096, 4096)},
+        IMAGENET,
+        1000,
+        138_365_992,
+    ),
+    "alexnet": (
+        ALEXNET | {"width": 1.0, "groups": 32, "large_stem": True},
+        IMAGENET,
+        1000,
+        61_100_840 + 1152,
+    ),
+    # Steiner et al., arXiv:2106.10270: Ti 5.8 M, S 22.2 M and B 86.6 M with a class token and its
+    # position, which the mean of the tokens does not need: 2 * width parameters fewer.
+    "vit_ti16": (
+        VIT_12 | {"width": 192, "heads": 3, "mlp_width": 768},
+        IMAGENET,
+        1000,
+        5_717_416 - 2 * 192,
+    ),
+    "vit_s16": (
+        VIT_12 | {"width": 384, "heads": 6, "mlp_width": 1536},
+        IMAGENET,
+        1000,
+        22_050_664 - 2 * 384,
+    ),
+    "vit_b16": (
+        VIT_12 | {"width": 768, "heads": 12, "mlp_width": 3072},
+        IMAGENET,
+        1000,
+        86_567_656 - 2 * 768,
+    ),
+    # Zaremba et al.: "66M" and "20M"; 4w(2w + 1) a layer, and 2wV + V around them.
+    "lstm_large": (LSTM | {"width": 1500}, (35,), 10_000, 66_022_000),
+    "lstm_medium": (LSTM | {"width": 650}, (35,), 10_000, 19_775_200),
+    # Devlin et al.: 110 M; Turc et al.: 4.4 M. Both published checkpoints have a pooler of w(w + 1)
+    # in their 109,482,240 and 4,385,920, and not the head of w(w + 1) + 2w + V for masked tokens.
+    "bert_base": (
+        BERT | {"width": 768, "depth": 12, "heads": 12, "mlp_width": 3072},
+        (512,),
+        30_522,
+        109_482_240 + 2 * 768 + 30_522,
+    ),
+    "bert_tiny": (
+        BERT | {"width": 128, "depth": 2, "heads": 2, "mlp_width": 512},
+        (512,),
+        30_522,
+        4_385_920 + 2 * 128 + 30_522,
+    ),
+}
+
+
+SLOW = ("resnet50", "vit_ti16", "vit_b16", "lstm_medium", "bert_base")  # Others of the families.
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in PUBLISHED]
+)
+def test_published_networks(name: str) -> None:
+    config, shape, classes, params = PUBLISHED[name]
+    assert size_of(config, shape, classes) == params
+
+
+def test_an_lstm_follows_its_equations() -> None:
+    """Against numpy, one position after another; gates in the order i, f, g, o, f opened by 1."""
+    shape, tokens = (7,), jax.random.randint(jax.random.key(1), (3, 7), 0, 11)
+    graph, params = models.build(LSTM | {"layers": 1, "width": 4}, shape, 11, 0)
+    logits = nnx.merge(graph, params)(tokens)
+    p = jax.tree.map(np.asarray, params)
+    layer = p["layers"][0]
+
+    def sigmoid(x: np.ndarray) -> np.ndarray:
+        return 1 / (1 + np.exp(-x))
+
+    hidden = cell = np.zeros((3, 4))
+    for t in range(7):
+        x = p["embed"]["embedding"][np.asarray(tokens)[:, t]]
+        gates = x @ layer["input"]["kernel"] + layer["input"]["bias"]
+        i, f, g, o = np.split(gates + hidden @ layer["hidden"]["kernel"], 4, axis=-1)
+        cell = sigmoid(f + 1) * cell + sigmoid(i) * np.tanh(g)
+        hidden = sigmoid(o) * np.tanh(cell)
+        expected = hidden @ p["head"]["kernel"] + p["head"]["bias"]
+        np.testing.assert_allclose(logits[:, t], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_who_sees_what_in_a_text() -> None:
+    """An LSTM only what came before; BERT all positions."""
+    tokens = jax.random.randint(jax.random.key(1), (1, 9), 0, 11)
+    other = tokens.at[0, 5].set((tokens[0, 5] + 1) % 11)
+    for config, first in ((LSTM, 5), (BERT, 0)):
+        graph, params = models.build(config, (9,), 11, 0)
+        model = nnx.merge(graph, params)
+        changed = (model(tokens) != model(other)).any(-1)[0]
+        assert not changed[:first].any() and changed[first:].all()
 
 
 @pytest.mark.parametrize(
     ("change", "shape", "classes", "millions"),
     [
-        # Table 6 of He et al., 2016: 0.27 M, 1.7 M; torchvision's ResNet-50: 25.557 M.
+        # Table 6 of He et al., 2016: 0.27 M, 1.7 M.
         ({"stages": (3, 3, 3)}, CIFAR, 10, 0.27),
         ({"stages": (18, 18, 18)}, CIFAR, 10, 1.73),
-        (
-            {"stages": (3, 4, 6, 3), "width": 64, "groups": 32}
-            | {"bottleneck": True, "large_stem": True},
-            IMAGENET,
-            1000,
-            25.557,
-        ),
     ],
 )
 def test_published_sizes(
@@ -109,11 +220,17 @@ def test_vgg_has_the_published_size() -> None:
     assert size_of(config, CIFAR, 10) == 14_728_266
 
 
-@pytest.mark.parametrize("config", [RESNET, VIT, ALEXNET, VGG], ids=lambda config: config["name"])
+ALL = [RESNET, VIT, ALEXNET, VGG, LSTM, BERT]
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda config: config["name"])
 def test_bfloat16_is_for_the_computation_only(config: dict[str, Any]) -> None:
     logits = {}
     shape = CIFAR if config in (ALEXNET, VGG) else (8, 8, 1)
-    images = jax.random.normal(jax.random.key(0), (2, *shape))
+    if config in (LSTM, BERT):
+        shape, images = (6,), jnp.arange(12).reshape(2, 6) % 10
+    else:
+        images = jax.random.normal(jax.random.key(0), (2, *shape))
     for dtype in ("float32", "bfloat16"):
         graph, params = models.build(config | {"dtype": dtype}, shape, 10, 0)
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
@@ -151,6 +268,7 @@ def test_a_block_starts_as_the_identity() -> None:
         (VGG | {"width": 0.1}, "width 0.1 makes 6 channels of 64, .*not divisible by groups 8"),
         (VGG, "config.model: vgg halves images five times; 8 x 8 are not multiples of 32"),
         ({"dtype": "float23"}, "config.model: .*float23"),
+        (LSTM, "config.model.name=lstm takes tokens, which config.data does not have"),
     ],
 )
 def test_mistakes(change: dict[str, Any], message: str) -> None:

@@ -9,6 +9,8 @@ from flax import nnx
 
 from train.errors import UserError, choose
 from train.models.alexnet import AlexNet
+from train.models.bert import BERT
+from train.models.lstm import LSTM
 from train.models.resnet import ResNet
 from train.models.vgg import VGG
 from train.models.vit import ViT
@@ -20,34 +22,45 @@ MODELS: dict[str, Callable[..., nnx.Module]] = {
     "vgg": VGG,
     "resnet": ResNet,
     "vit": ViT,
+    "lstm": LSTM,
+    "bert": BERT,
 }
+TEXT = ("lstm", "bert")  # They take tokens; the others take images.
 
 
 def build(
-    config: Mapping[str, Any], image_shape: tuple[int, int, int], classes: int, seed: int
+    config: Mapping[str, Any], shape: tuple[int, ...], classes: int, seed: int
 ) -> tuple[nnx.GraphDef, Params]:
     """Makes the model that a config names, and its first parameters.
 
     Args:
       config: `name`, `dtype` (of the computation) and the arguments of that model's class.
-      image_shape: height, width and channels of one image.
-      classes: number of logits.
+      shape: height, width and channels of one image, or the number of tokens in a row.
+      classes: number of logits: classes of images, or the vocabulary.
       seed: of the parameters, equal in all processes.
 
     Returns:
       The model without its parameters, and these as nested dicts of float32 arrays: what
-      `nnx.merge` joins to a function from images `[batch, height, width, channels]` to logits.
+      `nnx.merge` joins to a function from images `[batch, height, width, channels]` to logits, or
+      from tokens `[batch, length]` to logits of every position.
 
     Raises:
       UserError: if there is no such model, or it refuses its arguments.
     """
     options = dict(config)
-    factory = choose(MODELS, options.pop("name"), "config.model.name")
+    name = options.pop("name")
+    factory = choose(MODELS, name, "config.model.name")
+    if (name in TEXT) != (len(shape) == 1):
+        kind = "tokens" if name in TEXT else "images"
+        raise UserError(f"config.model.name={name} takes {kind}, which config.data does not have")
+    if name in TEXT:
+        sizes = {"length": shape[0], "vocabulary": classes}
+    else:
+        sizes = {"image_shape": shape, "classes": classes}
 
     def make() -> nnx.Module:
         dtype = jnp.dtype(options["dtype"])
-        arguments = {**options, "image_shape": image_shape, "classes": classes, "dtype": dtype}
-        return factory(**arguments, rngs=nnx.Rngs(seed))
+        return factory(**{**options, **sizes, "dtype": dtype}, rngs=nnx.Rngs(seed))
 
     try:
         graph = nnx.graphdef(nnx.eval_shape(make))

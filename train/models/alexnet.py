@@ -1,9 +1,10 @@
-"""AlexNet for images of 32 x 32: five convolutions and most of its weights in three dense layers.
+"""AlexNet: five convolutions and most of its weights in three dense layers.
 
-This is the usual adaptation to CIFAR: the channels of the one-GPU network, kernels of 3 x 3, a
-first stride of 2 instead of 4, three poolings of 2 x 2. At width 1 it has 23.3 M parameters, of
-which 21.0 M are in the dense layers. Papers on compression use it because it has many gradients for
-little arithmetic. The network for ImageNet has 62.4 M, and images of 224 x 224.
+With a large stem it is the network for images of 224 x 224 in its version for one GPU: kernels of
+11 x 11, 5 x 5 and 3 x 3, a first stride of 4, overlapping poolings; 61.1 M parameters, of which
+58.6 M are in the dense layers. Without, it is the usual adaptation to CIFAR: kernels of 3 x 3, a
+first stride of 2, poolings of 2 x 2; 23.3 M parameters, of which 21.0 M are in the dense layers.
+Papers on compression use it because it has many gradients for little arithmetic.
 
 Differs from the paper: no dropout (it would need random bits of its own in every step and on every
 device), and normalisation over groups of channels after every convolution instead of local response
@@ -21,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-# (channels at width 1, stride, whether a pooling follows).
-CONVOLUTIONS = ((64, 2, True), (192, 1, True), (384, 1, False), (256, 1, False), (256, 1, True))
+# (channels at width 1, side of the kernel with a large stem, whether a pooling follows).
+CONVOLUTIONS = ((64, 11, True), (192, 5, True), (384, 3, False), (256, 3, False), (256, 3, True))
 HIDDEN = 4096
 
 _he_normal = nnx.initializers.he_normal()
@@ -36,6 +37,7 @@ class AlexNet(nnx.Module):
       classes: number of logits.
       width: multiplies the channels and the hidden units; 1 is the published network.
       groups: groups of channels that are normalised together; divides all channels.
+      large_stem: the published kernels, strides and poolings, for images of 224 x 224.
       dtype: of the computation; parameters are float32.
       rngs: source of the initial parameters.
     """
@@ -47,17 +49,21 @@ class AlexNet(nnx.Module):
         classes: int,
         width: float,
         groups: int,
+        large_stem: bool = False,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
         height, image_width, channels_in = image_shape
-        if height % 16 or image_width % 16:
+        if not large_stem and (height % 16 or image_width % 16):
             raise ValueError(
                 f"alexnet halves images four times; {height} x {image_width} are not multiples "
                 "of 16"
             )
+        self.pool = 3 if large_stem else 2
         convs, norms = [], []
-        for full, stride, _ in CONVOLUTIONS:
+        for full, side, _ in CONVOLUTIONS:
+            size = side if large_stem else 3
+            stride = 1 if convs else (4 if large_stem else 2)
             channels = int(width * full)
             if channels < 1 or channels % groups:
                 raise ValueError(
@@ -67,8 +73,10 @@ class AlexNet(nnx.Module):
             conv = nnx.Conv(
                 channels_in,
                 channels,
-                (3, 3),
+                (size, size),
                 strides=stride,
+                # 224 becomes 55 and 32 becomes 16; the other convolutions keep the size.
+                padding=2 if stride == 4 else "SAME",
                 use_bias=False,
                 kernel_init=_he_normal,
                 dtype=dtype,
@@ -78,7 +86,8 @@ class AlexNet(nnx.Module):
             norms.append(nnx.GroupNorm(channels, num_groups=groups, dtype=dtype, rngs=rngs))
             channels_in = channels
         self.convs, self.norms = nnx.List(convs), nnx.List(norms)
-        sizes = [height // 16 * (image_width // 16) * channels_in] + 2 * [int(width * HIDDEN)]
+        pixels = _pixels(height, large_stem) * _pixels(image_width, large_stem)
+        sizes = [pixels * channels_in] + 2 * [int(width * HIDDEN)]
         self.hidden = nnx.List(
             [
                 nnx.Linear(i, o, kernel_init=_he_normal, dtype=dtype, rngs=rngs)
@@ -92,8 +101,20 @@ class AlexNet(nnx.Module):
         for conv, norm, (_, _, pooled) in zip(self.convs, self.norms, CONVOLUTIONS, strict=True):
             x = nnx.relu(norm(conv(x)))
             if pooled:
-                x = nnx.max_pool(x, (2, 2), strides=(2, 2))
-        x = x.reshape(x.shape[0], -1)  # [batch, height / 16 * width / 16 * channels]
+                x = nnx.max_pool(x, (self.pool, self.pool), strides=(2, 2))
+        x = x.reshape(x.shape[0], -1)  # [batch, pixels that are left * channels]
         for layer in self.hidden:
             x = nnx.relu(layer(x))
         return self.head(x)
+
+
+def _pixels(side: int, large_stem: bool) -> int:
+    """What convolutions and poolings leave of a side."""
+    if not large_stem:
+        return side // 16
+    side = (side + 2 * 2 - 11) // 4 + 1
+    for _ in range(3):
+        side = (side - 3) // 2 + 1
+    if side < 1:
+        raise ValueError("alexnet with large_stem needs images of at least 63 x 63")
+    return side

@@ -1,7 +1,8 @@
-"""VGG-16 for images of 32 x 32: thirteen convolutions, five poolings, one dense layer.
+"""VGG-16: thirteen convolutions, five poolings, dense layers.
 
-This is the usual adaptation to CIFAR, with 14,728,266 parameters at width 1. Images have one pixel
-left where the published network begins its three dense layers; one classifier stands for them.
+For images of 224 x 224 and with hidden layers of (4096, 4096) it is the published network, with
+138,365,992 parameters. For CIFAR, the usual adaptation has no hidden layers and 14,728,266
+parameters: images of 32 x 32 have one pixel left there.
 
 Differs from the paper: normalisation over groups of channels after every convolution, with as many
 parameters as over the batch; `train.models.resnet` says why.
@@ -12,6 +13,8 @@ References:
   S. Li, T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022,
   arXiv:2201.07598 (this network, with batch normalisation).
 """
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +34,7 @@ class VGG(nnx.Module):
       classes: number of logits.
       width: multiplies the channels; 1 is the published network.
       groups: groups of channels that are normalised together; divides all channels.
+      hidden: units of the dense layers before the classifier, at width 1.
       dtype: of the computation; parameters are float32.
       rngs: source of the initial parameters.
     """
@@ -42,6 +46,7 @@ class VGG(nnx.Module):
         classes: int,
         width: float,
         groups: int,
+        hidden: Sequence[int] = (),
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
@@ -68,8 +73,15 @@ class VGG(nnx.Module):
                 channels_in = channels
             stages.append(nnx.List(layers))
         self.stages = nnx.List(stages)
-        pixels = height // 32 * (image_width // 32)
-        self.head = nnx.Linear(pixels * channels_in, classes, dtype=dtype, rngs=rngs)
+        sizes = [height // 32 * (image_width // 32) * channels_in]
+        sizes += [int(width * units) for units in hidden]
+        self.hidden = nnx.List(
+            [
+                nnx.Linear(i, o, kernel_init=_he_normal, dtype=dtype, rngs=rngs)
+                for i, o in zip(sizes[:-1], sizes[1:], strict=True)
+            ]
+        )
+        self.head = nnx.Linear(sizes[-1], classes, dtype=dtype, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
         x = images
@@ -77,4 +89,7 @@ class VGG(nnx.Module):
             for conv, norm in stage:
                 x = nnx.relu(norm(conv(x)))
             x = nnx.max_pool(x, (2, 2), strides=(2, 2))
-        return self.head(x.reshape(x.shape[0], -1))
+        x = x.reshape(x.shape[0], -1)  # [batch, height / 32 * width / 32 * channels]
+        for layer in self.hidden:
+            x = nnx.relu(layer(x))
+        return self.head(x)

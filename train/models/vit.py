@@ -1,5 +1,9 @@
 """A vision transformer: patches, pre-norm encoder blocks, mean of the tokens.
 
+With patches of 16, depth 12, a perceptron of four times the width, and heads of 64, for images of
+224 x 224 and 1000 classes: width 192 is ViT-Ti with 5.7 M parameters, 384 ViT-S with 22.05 M, and
+768 ViT-B with 86.6 M.
+
 References:
   A. Dosovitskiy et al., "An Image is Worth 16x16 Words", 2021, arXiv:2010.11929.
   L. Beyer, X. Zhai, A. Kolesnikov, "Better plain ViT baselines for ImageNet-1k", 2022,
