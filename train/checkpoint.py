@@ -14,12 +14,15 @@ from typing import Any
 import grain
 import jax
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+import jaxcomm
 from train import digests
 from train.errors import RunError, UserError
 from train.state import TrainState
+from train.sync import AXIS
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # What orbax appends to the name while it writes.
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's own, JSON; it gets its last line after the digests.
@@ -136,26 +139,41 @@ class Checkpoints:
         """Raises what has kept an earlier checkpoint from being written; costs microseconds."""
         self._manager.check_for_errors()
 
-    def restore(self, step: int, state: TrainState, position: grain.DatasetIterator) -> TrainState:
-        """Reads a checkpoint.
+    def restore(
+        self,
+        step: int,
+        state: TrainState,
+        position: grain.DatasetIterator,
+        tx: optax.GradientTransformation,
+    ) -> TrainState:
+        """Reads a checkpoint, also one of another number of devices or processes.
 
         Args:
           step: which one, as `where_to_continue` found it.
-          state: a state of the same shapes, dtypes and shardings; its values are not used.
+          state: the state at the beginning of this run; it gives shapes, dtypes and shardings.
           position: the input, which is moved to where it was.
+          tx: what made `state.opt_state`.
 
         Returns:
-          The state, bit for bit as it was saved.
+          The state, bit for bit as it was saved. On another number of devices, what differs from
+          device to device is what `jaxcomm.resize_state` makes of it.
 
         Raises:
           UserError: if it is one of another model or optimizer.
         """
-        self._check(step, state)
-        arguments = ocp.args.Composite(
-            state=ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, state)),
-            input=grain.checkpoint.CheckpointRestore(position),
+        found = _leaves(self._manager.item_metadata(step)["state"].tree)
+        self._check(step, found, _leaves(state))
+        wanted = jax.tree_util.tree_map_with_path(
+            lambda path, x: _like(found[_name(path)], x), state
         )
-        return self._manager.restore(step, args=arguments)["state"]
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+        saved = self._manager.restore(step, args=arguments)["state"]
+        # All processes have read equally many batches.
+        (file,) = (self._directory / str(step) / "input").glob("process_0-of-*.json")
+        position.set_state(json.loads(file.read_text()))
+        if jax.tree.map(np.shape, saved) == jax.tree.map(np.shape, state):
+            return saved
+        return saved._replace(opt_state=jaxcomm.resize_state(tx, saved.opt_state, saved.params))
 
     def close(self) -> None:
         """Waits until everything is on disk."""
@@ -165,30 +183,47 @@ class Checkpoints:
         (folder,) = self._directory.glob(f"*{UNFINISHED}*")  # One is written at a time.
         digests.seal(folder)
 
-    def _check(self, step: int, state: TrainState) -> None:
-        found = _shapes(self._manager.item_metadata(step)["state"].tree)
-        wanted = _shapes(state)
+    def _check(self, step: int, found: dict[str, Any], wanted: dict[str, Any]) -> None:
         where = f"checkpoint {step} in {self._directory} does not fit this model and optimizer"
         # Parameters first: they say more than what the optimizer keeps for each of them.
         for name in sorted(found.keys() | wanted.keys(), key=lambda n: (n.startswith("opt"), n)):
-            there, here = found.get(name, "absent"), wanted.get(name, "absent")
-            if there != here:
-                raise UserError(f"{where}: {name} is {there} there and {here} here")
-        if not (self._directory / str(step) / "input" / _input_file()).exists():
-            raise UserError(
-                f"checkpoint {step} in {self._directory} is one of another number of "
-                f"processes than {jax.process_count()}"
-            )
+            there, here = found.get(name), wanted.get(name)
+            if there is None or here is None or not _fits(there, here):
+                raise UserError(f"{where}: {name} is {_shown(there)} there and {_shown(here)} here")
 
 
-def _input_file() -> str:
-    return f"process_{jax.process_index()}-of-{jax.process_count()}.json"
+def _leaves(tree: Any) -> dict[str, Any]:
+    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def _shapes(tree: object) -> dict[str, str]:
-    """Name of each leaf, as orbax writes it, to its shape and dtype."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): f"{leaf.dtype}{list(leaf.shape)}"
-        for path, leaf in leaves
-    }
+def _name(path: Any) -> str:
+    """The name of a leaf, as orbax writes it."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _shown(leaf: Any) -> str:
+    return "absent" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
+
+
+def _differs_by_device(leaf: jax.Array) -> bool:
+    return getattr(leaf.sharding, "spec", ())[:1] == (AXIS,)
+
+
+def _fits(there: Any, here: jax.Array) -> bool:
+    """Whether a saved leaf can become this one: equal, or one that has a part for each device."""
+    if there.dtype != here.dtype or len(there.shape) != len(here.shape):
+        return False
+    if not _differs_by_device(here):
+        return there.shape == here.shape
+    # A part of two dimensions in all may be a device's share of a bucket.
+    return there.shape[1:] == here.shape[1:] or (
+        len(there.shape) == 2 and there.shape[0] != here.shape[0]
+    )
+
+
+def _like(there: Any, here: jax.Array) -> Any:
+    """Where to put a saved leaf: as it is here, or whole on every device to be resized."""
+    if there.shape == here.shape:
+        return jax.ShapeDtypeStruct(here.shape, here.dtype, sharding=here.sharding)
+    everywhere = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P())
+    return jax.ShapeDtypeStruct(there.shape, there.dtype, sharding=everywhere)

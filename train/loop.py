@@ -76,7 +76,7 @@ def train(
     saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
     checkpoints = checkpoint.Checkpoints(folder, config.checkpoint.keep)
     if saved is not None:
-        train_state = checkpoints.restore(saved, train_state, images.train)
+        train_state = checkpoints.restore(saved, train_state, images.train, tx)
     start = int(train_state.step)
 
     # One compiled step serves the whole run; what it sends is read from it.

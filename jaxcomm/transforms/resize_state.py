@@ -17,8 +17,8 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
     What differs from device to device becomes its mean over the old devices, on every new one. So
     the mean of the residuals over devices, which the updates still lack, stays as it was, and each
     device's own parameters under `jaxcomm.local_steps` start where the old ones were on average.
-    Counters stay. What belongs to one device's share of a bucket, such as the second error of
-    `jaxcomm.one_bit_adam`, starts anew.
+    Counters stay. Devices' shares of a bucket, such as the second errors of `jaxcomm.one_bit_adam`,
+    are joined and dealt out anew, so that they stay as they were too.
 
     Args:
       tx: the transformation of the new run, made as that of the old one.
@@ -66,10 +66,19 @@ def _resized(new: Any, old: Any) -> Any:
 
 
 def _spread(new: jax.Array, old: Any) -> jax.Array:
-    """The mean over the old devices, on every new one; as it was made if shapes differ."""
-    if np.shape(old)[1:] != new.shape[1:]:
-        return new
+    """The mean over the old devices, on every new one; shares, by their sizes, dealt out anew."""
     old = np.asarray(old)
+    if old.shape[1:] != new.shape[1:]:
+        if old.ndim != 2 or new.ndim != 2:
+            raise ValueError(
+                f"the state is not one of this transformation: it holds {old.shape[1:]} for each "
+                f"device where this one has {new.shape[1:]}."
+            )
+        # Device i owns part i of a bucket; what is behind the bucket's end is zero.
+        joined = np.zeros(new.size, old.dtype)
+        size = min(old.size, new.size)
+        joined[:size] = old.reshape(-1)[:size]
+        return _placed(joined.reshape(new.shape), new)
     is_float = jnp.issubdtype(old.dtype, jnp.floating)
     mean = old.astype(np.float64).mean(0).astype(old.dtype) if is_float else old[0]
     return _placed(np.broadcast_to(mean, new.shape), new)

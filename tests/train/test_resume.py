@@ -105,6 +105,30 @@ def test_killed_restarted_stopped_damaged_and_resumed(program: Program, tmp_path
     check_equal(whole, hurt)
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_another_number_of_devices(program: Program, tmp_path: Path) -> None:
+    """4 -> 2 -> 3 -> 4 processes, 1-bit Adam and scaled signs: the loss goes on falling."""
+    for name in ("digits_one_bit_adam", "digits_ef_sign"):
+        workdir, losses = tmp_path / name, []
+        for part, processes in enumerate((4, 2, 3, 4)):
+            arguments = [
+                f"--config=configs/{name}.py",
+                f"--workdir={workdir}",
+                f"--config.steps={60 * (part + 1)}",
+                "--config.batch_size=48",
+                f"--config.checkpoint.resume={part > 0}",
+                "--config.measure_steps=4",
+                "--config.network.gigabits=1",
+            ]
+            done = program.run("train.launch", f"--processes={processes}", "--", *arguments)
+            assert done.returncode == 0, done.stderr
+            lines = read_lines(workdir, "train")
+            assert [line["step"] for line in lines] == list(range(1, 60 * (part + 1) + 1))
+            losses.append(np.mean([line["loss"] for line in lines[-10:]]))
+        assert losses == sorted(losses, reverse=True), losses
+
+
 def kill(launcher: subprocess.Popen[str], start: set[int], wait: float, folder: Path) -> bool:
     """Kills a process of a start after a while, or when a checkpoint is written after it.
 

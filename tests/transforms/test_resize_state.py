@@ -1,0 +1,78 @@
+"""States on another number of devices: what they owe stays, for every method."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxcomm
+from jaxcomm.transforms.per_device import PerDevice
+
+METHODS: dict[str, optax.GradientTransformation] = {
+    "mean": jaxcomm.mean("data", "int8", error_feedback=True),
+    "majority_vote": jaxcomm.majority_vote("data", error_feedback=True),
+    "sparse_mean": jaxcomm.sparse_mean("data", 0.05),
+    "low_rank_mean": jaxcomm.low_rank_mean("data", 2),
+    "one_bit_adam": jaxcomm.one_bit_adam("data", 1e-3, dense_steps=2),
+    "factored_adam": jaxcomm.factored_adam(
+        jaxcomm.mean("data", "scaled_sign", error_feedback=True), 1e-3
+    ),
+    "control_variates": jaxcomm.control_variates(jaxcomm.majority_vote("data")),
+}
+SIZES = {"w": (30, 7), "b": (7,)}
+
+
+def is_own(x: object) -> bool:
+    return isinstance(x, PerDevice)
+
+
+def owed(own: np.ndarray, length: int) -> np.ndarray:
+    """Of parts of one bucket all of it; else the mean over devices."""
+    is_part = own.shape == (len(own), -(-length // len(own)))
+    return own.reshape(-1)[:length] if is_part else own.astype(np.float64).mean(0)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_owed_stays(name: str) -> None:
+    tx, rng, state, wanted = METHODS[name], np.random.default_rng(0), None, None
+    length = 30 * 7
+    for world in (4, 2, 3, 4):
+        with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:world])):
+            params = jaxcomm.replicate({key: jnp.zeros(shape) for key, shape in SIZES.items()})
+            if state is None:
+                state = jax.tree.map(
+                    lambda x: rng.normal(size=x.shape).astype(x.dtype), tx.init(params)
+                )
+                for leaf in jax.tree.leaves(state, is_leaf=is_own):
+                    for own in leaf.values if is_own(leaf) else ():
+                        if own.shape == (4, 53):  # Behind the end of the bucket is nothing.
+                            own[3, 51:] = 0
+            else:
+                state = jaxcomm.resize_state(tx, jax.tree.map(np.asarray, state), params)
+                sharding = [leaf.sharding for leaf in jax.tree.leaves(tx.init(params))]
+                assert [leaf.sharding for leaf in jax.tree.leaves(state)] == sharding
+            found = [
+                [owed(np.asarray(own), length) for own in leaf.values]
+                if is_own(leaf)
+                else [np.asarray(leaf)]
+                for leaf in jax.tree.leaves(state, is_leaf=is_own)
+            ]
+        wanted = wanted or found
+        for leaf, other in zip(found, wanted, strict=True):
+            for a, b in zip(leaf, other, strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_it_is_the_second_errors_that_are_dealt_out_anew() -> None:
+    tx = METHODS["one_bit_adam"]
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+        params = jaxcomm.replicate({key: jnp.zeros(shape) for key, shape in SIZES.items()})
+        saved = jax.tree.map(np.array, tx.init(params))
+    parts = np.zeros(4 * 53, np.float32)
+    parts[:210] = np.arange(210)
+    saved.server_error.values[0][...] = parts.reshape(4, 53)
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:3])):
+        params = jaxcomm.replicate(params)
+        found = jaxcomm.resize_state(tx, saved, params).server_error.values[0]
+    np.testing.assert_array_equal(found, np.arange(210).reshape(3, 70))
