@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxcomm import _axes, _paths, codecs, collectives
-from jaxcomm._shards import ShardedParam, is_sharded
+from jaxcomm import _axes, codecs, collectives
+from jaxcomm._shards import is_sharded
 from jaxcomm.transforms._exchange import all_finite
 from jaxcomm.transforms._scheme import Scheme
 
@@ -56,33 +56,24 @@ def gather(params: Any) -> Any:
 
     Args:
       params: a pytree of what `jaxcomm.sharded_params` returned, or a part of it, or the slice
-        that `jax.lax.scan` makes of a stack. Outside of `jax.shard_map`, where arrays are whole
-        anyway, also a pytree of arrays, which it returns: so a model with `gather` in it can be
-        evaluated under plain `jax.jit`. Along Explicit axes it returns them replicated.
+        that `jax.lax.scan` makes of a stack. Arrays come back as they are, so that a model with
+        `gather` in it can also be evaluated under plain `jax.jit`, or trained on parameters that
+        are replicated. Outside of `jax.shard_map`, along Explicit axes, they come back replicated.
 
     Returns:
       The pytree of whole arrays, in the dtypes of the parameters and equal on all devices.
 
     Raises:
-      ValueError: inside of `jax.shard_map`, for arrays without state; for a slice of a stack whose
-        layers are what is split.
+      ValueError: for a slice of a stack whose layers are what is split, and for parameters that
+        were cast before.
 
     Wire: forward, for each bucket of n values, N-1 messages of ceil(n/N) values in the format
     `gather=` of `jaxcomm.sharded`, each time that it runs; backward, once, N-1 such messages in
     that of the exchange. What is exempt and split travels in float32 both ways.
     """
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_sharded)
-    leaves = [leaf for _, leaf in pairs]
-    manual = bool(_axes.manual_axes())
-    for path, leaf in pairs:
-        if manual and not is_sharded(leaf):
-            raise ValueError(
-                f"gather got a bare array at {_paths.path_name(path) or 'its argument'}, which "
-                "does not say how its gradient is exchanged; give the loss what "
-                "jaxcomm.sharded_params(params, state) returns, and gather it once."
-            )
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_sharded)
     whole = [leaf.value if is_sharded(leaf) else leaf for leaf in leaves]
-    if not manual:
+    if not _axes.manual_axes():
         explicit = _axes.explicit_axes()
         return treedef.unflatten(
             [jax.reshard(x, PartitionSpec()) if explicit else x for x in whole]
@@ -101,12 +92,14 @@ def gather(params: Any) -> Any:
     return treedef.unflatten(whole)
 
 
-def _buckets_of(leaves: list[ShardedParam]) -> list[tuple[_Bucket, list[int]]]:
+def _buckets_of(leaves: list[Any]) -> list[tuple[_Bucket, list[int]]]:
     """The split leaves that travel together, in the order of the tree."""
     groups: dict[tuple[Scheme, bool], list[list[int]]] = {}
     room: dict[tuple[Scheme, bool], int] = {}
     dims: dict[int, int] = {}
     for i, leaf in enumerate(leaves):
+        if not is_sharded(leaf):
+            continue
         place = leaf.place
         if place.dim is None or leaf.value.size == 0:
             continue

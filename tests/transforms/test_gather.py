@@ -4,6 +4,7 @@ The loss is linear: each device's gradient is what its row of the batch says.
 """
 
 import functools
+import json
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import jaxcomm
 import oracles
 from codec_oracles import HALF, blockwise, cnat_window, fp8, scaled_sign
 from jaxcomm import algorithms, codecs
+from processes import run_processes
 
 P = PartitionSpec
 Tree = dict[str, Any]
@@ -342,3 +344,54 @@ def test_microbatches_are_exchanged_one_by_one(codec: str) -> None:
 
 def zipped(a: Tree, b: Tree) -> dict[str, Any]:
     return {name: (a[name], b[name]) for name in a}
+
+
+IN_PROCESSES = """
+import json, zlib
+import jax, jax.numpy as jnp, numpy as np
+import jaxcomm
+
+
+def digests(mesh):
+    \"\"\"Of what each device of this process holds after two steps, by its place.\"\"\"
+    jax.set_mesh(mesh)
+    x = np.random.default_rng(0).standard_normal((3, 96, 1024)).astype(np.float32)
+    mine = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
+    batch = jaxcomm.global_batch(x[mine], "data")
+    tx = jaxcomm.sharded(jaxcomm.mean("data", "int4", error_feedback=True), "int8")
+    params = jaxcomm.shard({"w": x[0], "b": np.ones(3, np.float32)}, "data")
+    state = tx.init(params)
+
+    def loss_fn(params, x):
+        whole = jaxcomm.gather(params)
+        return jnp.sum(whole["w"] * x[0]) + jnp.sum(whole["w"][0]) * jnp.sum(whole["b"])
+
+    @jax.jit
+    def step(params, state, x):
+        at = jaxcomm.sharded_params(params, state)
+        _, grads = jaxcomm.value_and_grad(loss_fn, "data")(at, x)
+        return tx.update(grads, state)
+
+    found = {}
+    for _ in range(2):
+        updates, state = step(params, state, batch)
+        for name, shards in (("w", updates["w"]), ("residual", state.residual.values[0])):
+            for shard in shards.addressable_shards:
+                place = list(mesh.devices.flat).index(shard.device)
+                bits = np.ascontiguousarray(shard.data).tobytes()
+                found[f"{name} {place}"] = zlib.crc32(bits, found.get(f"{name} {place}", 0))
+    return found
+"""
+
+
+@pytest.mark.multiprocess
+def test_processes_have_the_bits_of_simulated_devices() -> None:
+    """Over TCP, where large messages travel in rounds of their own."""
+    script = IN_PROCESSES + "\nprint(json.dumps(digests(jaxcomm.data_mesh())))"
+    finished = run_processes(3, script, timeout=240)
+    reports = [json.loads(process.stdout.splitlines()[-1]) for process in finished]
+    names: dict[str, Any] = {}
+    exec(IN_PROCESSES, names)
+    expected = names["digests"](jaxcomm.data_mesh(devices=jax.devices()[:3]))
+    assert functools.reduce(dict.__or__, reports) == expected
+    assert len(expected) == 6
