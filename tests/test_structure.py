@@ -135,7 +135,7 @@ def public(module: str, source: str) -> list[str]:
     used = [n for n in imports(source, module) if within(n, "jaxcomm")] + [
         n for n in attributes(source) if within(n, "jaxcomm") and n.count(".") == 1
     ]
-    known = {"jaxcomm", *(f"jaxcomm.{name}" for name in public_names())}
+    known = {"jaxcomm", "jaxcomm.plan", *(f"jaxcomm.{name}" for name in public_names())}
     return [f"{module} uses {name}" for name in used if name not in known]
 
 

@@ -56,6 +56,7 @@ FINITE = number("a finite number", lambda v: abs(v) < float("inf"))
 NAME = Rule("a name", lambda v: isinstance(v, str) and v != "")
 TEXT = Rule("a text", lambda v: isinstance(v, str))
 YES_OR_NO = Rule("True or False", lambda v: isinstance(v, bool))
+QUALITIES = ("exact", "16bit", "unbiased", "any")
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Every config has these fields. The methods of `config.sync` check their own options.
@@ -93,6 +94,9 @@ FIELDS = {
     "checkpoint.resume": YES_OR_NO,
     "network.gigabits": or_none(POSITIVE),
     "network.probe_mib": whole(1),
+    "network.cluster": TEXT,
+    "network.costs": TEXT,
+    "network.quality": Rule(f"one of {', '.join(QUALITIES)}", lambda v: v in QUALITIES),
 }
 # Where a config has them.
 OPTIONAL = {"data.mean": each(FINITE), "data.std": each(POSITIVE)}

@@ -18,6 +18,7 @@ from train import (
     measure,
     metrics,
     models,
+    planned,
     replicas,
     report,
     signals,
@@ -66,8 +67,9 @@ def train(
     forward = step.make_forward(graph, config.data.mean, config.data.std)
     gradient = step.make_gradient(forward, config.label_smoothing, config.microbatches)
     order = jaxcomm.backward_order(gradient, params, example)
-    exchange = sync.build(config.sync, order, config.steps)
     optimizer = state.make_optimizer(config.optimizer, config.steps)
+    how = planned.resolved(config, workdir, gradient, params, example, optimizer)
+    exchange = sync.build(how, order, config.steps)
     tx = optax.chain(exchange, optimizer)
 
     # Where the run stands: at its beginning, or at its last checkpoint.
@@ -126,13 +128,15 @@ def train(
             train_step, train_state, plain_step, plain, example, config.measure_steps
         )
         network = measure.bandwidth(config.network)
-        shares = sync.shares(config.sync, config.steps, recorder.frozen_at)
+        shares = sync.shares(how, config.steps, recorder.frozen_at)
+        wire = jaxcomm.wire_report(train_step)
+        predicted = planned.predicted(wire, exchange, params, config.network.gigabits)
         summary = {
             **tested,
             "test_images": images.test_images,
             "frozen_at": recorder.frozen_at or None,
             "loop_step_ms": recorder.median_step_ms(),
-            **measure.costs(times, jaxcomm.wire_report(train_step), network, params, shares),
+            **measure.costs(times, wire, network, params, shares, predicted),
             "seconds": time.perf_counter() - started,
         }
         recorder.write("summary", config.steps, summary)

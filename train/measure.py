@@ -143,6 +143,7 @@ def costs(
     network: Bandwidth,
     params: Any,
     shares: Mapping[str, float],
+    predicted: Any = None,
 ) -> dict[str, Any]:
     """What the exchange costs, by the names that the numbers have in the report.
 
@@ -152,6 +153,7 @@ def costs(
       network: of `bandwidth`.
       params: the parameters, for each of which bytes are counted.
       shares: how many of the steps take a branch, of those that have this name in `wire`.
+      predicted: a `planned.Predicted`, or None for a single device.
 
     Returns:
       Numbers; None where the platform or the number of devices leaves nothing to count.
@@ -160,10 +162,7 @@ def costs(
     sent = float(wire.bytes_max)
     named = {branch.name for branch in wire.named}
     on_average = wire.per_step({name: share for name, share in shares.items() if name in named})
-    predicted = on_interface = None
-    if network.gigabits is not None:
-        sending_ms = 8e-6 * sent / network.gigabits
-        predicted = steps.compute_ms / (steps.compute_ms + sending_ms)
+    on_interface = None
     if steps.interface_bytes is not None:
         on_interface = steps.interface_bytes / count
     return {
@@ -174,7 +173,10 @@ def costs(
         "compute_ms": steps.compute_ms,
         "communication_ms": steps.step_ms - steps.compute_ms,
         "efficiency": steps.compute_ms / steps.step_ms,
-        "predicted_efficiency": predicted,
+        "predicted_efficiency": predicted and steps.compute_ms / (steps.compute_ms + predicted.ms),
+        "predicted_ms": predicted and predicted.ms,
+        "predicted_parts_ms": predicted and predicted._asdict(),
+        "predicted_largest": predicted and predicted.largest,
         "gigabits": network.gigabits,
         "gigabits_from": network.source,
         "rounds": wire.rounds,

@@ -22,10 +22,11 @@ def show(summary: dict[str, Any], workdir: Path) -> None:
         "end of the optimizer's warm-up": s["frozen_at"] and f"step {s['frozen_at']}",
         "median step": f"{s['step_ms']:.2f} ms",
         "the same step without exchange": f"{s['compute_ms']:.2f} ms",
-        "communication": f"{s['communication_ms']:.2f} ms in {s['rounds']} rounds",
+        "communication": _communication(s),
         "median step while training": _number(s["loop_step_ms"], " ms"),
-        "scaling efficiency, measured": _percent(s["efficiency"]),
-        "scaling efficiency, from bytes and bandwidth": _percent(s["predicted_efficiency"]),
+        "scaling efficiency, measured": _measured(s["efficiency"]),
+        "communication, predicted": _predicted(s),
+        "scaling efficiency, predicted": _percent(s["predicted_efficiency"]),
         "bandwidth of a device": _number(s["gigabits"], f" Gb/s ({s['gigabits_from']})"),
         "bytes per parameter and device, compiled program": f"{s['bytes_per_param']:.3f}",
         "the same, mean over all steps of the run": f"{s['bytes_per_param_mean']:.3f}",
@@ -51,6 +52,23 @@ def stopped(step: int, workdir: Path) -> None:
             "--config.checkpoint.resume=True",
             flush=True,
         )
+
+
+def _communication(s: dict[str, Any]) -> str:
+    noise = ", within noise of none" if s["communication_ms"] <= 0 else ""
+    return f"{s['communication_ms']:.2f} ms in {s['rounds']} rounds{noise}"
+
+
+def _measured(efficiency: float) -> str:
+    return (
+        f"{_percent(efficiency)}, within noise of 100 %" if efficiency > 1 else _percent(efficiency)
+    )
+
+
+def _predicted(s: dict[str, Any]) -> str | None:
+    if s["predicted_ms"] is None:
+        return None
+    return f"{s['predicted_ms']:.2f} ms, most of it {s['predicted_largest']}"
 
 
 def _number(value: float | None, unit: str) -> str:

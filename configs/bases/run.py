@@ -56,14 +56,18 @@ def get_config() -> config_dict.ConfigDict:
     config.network = config_dict.ConfigDict()
     config.network.gigabits = config_dict.placeholder(float)  # None: measured in the run.
     config.network.probe_mib = 16  # Size of the exchange that measures it.
+    # Of config.sync.method="auto", the planner's choice:
+    config.network.cluster = ""  # A cluster.yaml, see docs/planner.md; "": links are measured.
+    config.network.costs = ""  # What `python -m jaxcomm.probe` wrote; "": measured in the run.
+    config.network.quality = "16bit"  # Or "exact", "unbiased", "any".
     return config
 
 
 def sync() -> config_dict.ConfigDict:
     """How the devices agree on a gradient, with the options of all methods."""
     sync = config_dict.ConfigDict()
-    # mean, majority_vote, sparse_mean, low_rank_mean, factored_adam, one_bit_adam; "none": no
-    # exchange at all, a control.
+    # mean, majority_vote, sparse_mean, low_rank_mean, factored_adam, one_bit_adam; "auto": what the
+    # planner takes; "none": no exchange at all, a control.
     sync.method = "mean"
     sync.codec = config_dict.placeholder(str)  # A name, or a call such as "qsgd(levels=7)".
     sync.algorithm = config_dict.placeholder(str)  # None: jaxcomm chooses.

@@ -10,7 +10,7 @@ from jaxcomm.plan.costs import Costs, defaults
 from jaxcomm.plan.costs import read as read_costs
 from jaxcomm.plan.files import TOPOLOGIES, load
 from jaxcomm.plan.messages import Coded, Votes
-from jaxcomm.plan.methods import Method
+from jaxcomm.plan.methods import Method, methods
 from jaxcomm.plan.predict import Prediction
 from jaxcomm.plan.probing import probe
 from jaxcomm.plan.programs import seconds_of
@@ -38,6 +38,7 @@ __all__ = [
     "fabrics",
     "load",
     "load_cluster",
+    "methods",
     "plan",
     "probe",
     "read_costs",

@@ -91,7 +91,7 @@ def probe(
     per_byte = max(all_at_once - latency, 0.0) / (4 * LARGE)
     call = max(_flag(mesh) - 2 * (n - 1) * latency, 0.0)
     local = {}
-    for family in families or TIMED:
+    for family in TIMED if families is None else families:
         if FEEDBACK in FAMILIES[family].needs and FAMILIES[family].options["method"] == "mean":
             local[family] = _local_of_ring(mesh, family, latency, per_byte)
         else:

@@ -9,7 +9,7 @@ import pytest
 from ml_collections import config_dict
 
 import jaxcomm
-from train import measure, sync
+from train import measure, planned, sync
 
 PROC_NET_DEV = """\
 Inter-|   Receive                                                |  Transmit
@@ -83,12 +83,13 @@ PARAMS = {"w": jnp.zeros((8, 5))}
 
 def test_costs_follow_from_their_parts() -> None:
     steps = measure.Steps(5.0, 4.0, "lo", 130.0)
-    # 120 bytes at 0.0024 Gb/s are 0.4 ms.
     network, shares = measure.Bandwidth(0.0024, "config"), {"dense": 0.5, "of others": 0.1}
-    found = measure.costs(steps, Wire(), network, PARAMS, shares)
+    predicted = planned.Predicted(latency_ms=0.1, bytes_ms=0.4, local_ms=0.3)
+    found = measure.costs(steps, Wire(), network, PARAMS, shares, predicted)
     assert found["communication_ms"] == pytest.approx(1.0)
     assert found["efficiency"] == pytest.approx(0.8)
-    assert found["predicted_efficiency"] == pytest.approx(4.0 / 4.4)
+    assert found["predicted_efficiency"] == pytest.approx(4.0 / 4.8)
+    assert found["predicted_ms"] == pytest.approx(0.8) and found["predicted_largest"] == "bytes"
     assert found["bytes_per_param"] == pytest.approx(3.0)
     assert found["bytes_per_param_mean"] == pytest.approx(1.5)
     assert found["interface_bytes_per_param"] == pytest.approx(3.25)

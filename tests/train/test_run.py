@@ -11,8 +11,9 @@ import pytest
 from ml_collections import config_dict
 from running import Program, checkpoint_bits, children, read_config, read_lines
 
+from jaxcomm import plan
 from train import loop, models
-from train.errors import RunError
+from train.errors import RunError, UserError
 
 NUMBERS = {
     "test_accuracy",
@@ -197,3 +198,22 @@ def test_processes_that_a_scheduler_starts(program: Program, tmp_path: Path) -> 
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert json.loads(outputs[0][0].splitlines()[-1])["processes"] == 2
     assert "{" not in outputs[1][0]  # Process 0 speaks for both.
+
+
+def test_the_planner_chooses_the_exchange(
+    config: config_dict.ConfigDict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By costs in a file, so that the choice is known: it is kept, and a resumed run has it too."""
+    local = {"float32": 1e-9, "bfloat16": 1e-9, "cnat": 1e-9, "int8": 1e-3}
+    slow = plan.Costs("a test", 1e-6, 1e-3, 1.0, False, False, False, 0.0, local)
+    slow.save(tmp_path / "costs.yaml")
+    config.sync.method, config.network.costs = "auto", str(tmp_path / "costs.yaml")
+    summary = loop.train(config, tmp_path / "run", 0.0)
+    printed = capsys.readouterr().out
+    assert printed.startswith("config.sync.method=auto\nSend 16 bits, bfloat16/direct: ")
+    assert 3.4 < summary["bytes_per_param"] < 3.8  # 2 * 7/8 * 2 bytes, and biases
+    assert summary["predicted_ms"] > 0 and summary["predicted_largest"] in printed
+    config.network.costs, config.checkpoint.resume = "no/such/file.yaml", True
+    assert loop.train(config, tmp_path / "run", 0.0)["test_accuracy"] == summary["test_accuracy"]
+    with pytest.raises(UserError, match="config.network: .*no/such/file.yaml"):
+        loop.train(config, tmp_path / "new", 0.0)

@@ -1,0 +1,182 @@
+"""The exchange that the planner chooses, and what it says that an exchange takes."""
+
+import dataclasses
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxcomm
+from jaxcomm import plan
+from train import measure, state, step, sync
+from train.errors import UserError
+
+STEPS = 5  # of the timed ones without exchange, after one that warms up
+REPEATS = 10  # of an exchange with oneself
+
+
+class Predicted(NamedTuple):
+    """What an exchange takes, in milliseconds.
+
+    Attributes:
+      latency_ms: of messages that wait for each other.
+      bytes_ms: of what the busiest device sends.
+      local_ms: of encoding, decoding, and whatever else a device does by itself.
+    """
+
+    latency_ms: float
+    bytes_ms: float
+    local_ms: float
+
+    @property
+    def ms(self) -> float:
+        """All together: on CPU, they follow one another."""
+        return self.latency_ms + self.bytes_ms + self.local_ms
+
+    @property
+    def largest(self) -> str:
+        """The part that takes most of it."""
+        names = dict(zip(("latency", "bytes", "encoding and decoding"), self, strict=True))
+        return max(names, key=lambda name: names[name])
+
+
+def resolved(
+    config: Any, workdir: Path, gradient: Any, params: Any, example: Any, optimizer: Any
+) -> Any:
+    """`config.sync`, or what the planner takes for `method="auto"`.
+
+    The step without exchange, messages and codes are measured, and the fastest method of
+    `config.network.quality` is taken. A run that goes on keeps the choice of its beginning.
+
+    Args:
+      config: a config of `configs/`.
+      workdir: where the choice is kept.
+      gradient: of `step.make_gradient`.
+      params: parameters.
+      example: a batch.
+      optimizer: what follows the exchange.
+
+    Raises:
+      UserError: for a cluster or costs that cannot be read, or are of another number of devices.
+    """
+    chosen, mesh = config.sync.copy_and_resolve_references(), jax.sharding.get_mesh()
+    if config.sync.method != "auto":
+        return chosen
+    file = workdir / "exchange.json"
+    if file.exists():
+        chosen.update(json.loads(file.read_text())["config"])
+        return chosen
+    try:
+        cluster = _cluster(config.network, mesh.size)
+    except (ValueError, OSError) as error:
+        raise UserError(f"config.network: {error}") from error
+    if cluster is None:
+        chosen.method = "mean"
+        return chosen
+    load = plan.workload(params, 1e3 * _step_seconds(gradient, params, example, optimizer))
+    allowed = [m for m in plan.methods(config.network.quality) if m.family != "float16"]
+    found = plan.plan(cluster, load, config.network.quality, allowed, reorder=False)
+    fields = found.choice.method.config
+    if jax.process_index() == 0:
+        print("\n".join(["config.sync.method=auto", *found.lines(rows=5)]), flush=True)
+        workdir.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({"headline": found.headline, "config": fields}) + "\n")
+    chosen.update(fields)
+    return chosen
+
+
+def _cluster(network: Any, devices: int) -> plan.Cluster | None:
+    """The devices with their costs; None for a single one."""
+    if devices == 1:
+        return None
+    declared = plan.load_cluster(network.cluster) if network.cluster else None
+    if declared is not None and declared.devices != devices:
+        raise ValueError(f"{network.cluster} has {declared.devices} devices, this run {devices}.")
+    costs = plan.read_costs(network.costs) if network.costs else plan.probe(cluster=declared)
+    if declared is not None:
+        return plan.load_cluster(network.cluster, costs=costs)
+    # Links that nobody described are as fast as a message to the next device.
+    return plan.cluster(plan.fabrics.star("these devices", devices, "unlimited"), costs)
+
+
+def _step_seconds(gradient: Any, params: Any, example: Any, optimizer: Any) -> float:
+    """The median of a few steps without exchange, of the slowest process."""
+    tx = optax.chain(sync.no_exchange(), optimizer)
+    at = state.init(jax.tree.map(jnp.copy, params), tx)
+    program = step.compile_step(step.make_train_step(gradient, tx), at, example)
+    times = []
+    for _ in range(1 + STEPS):
+        measure.barrier()
+        start = time.perf_counter()
+        at, metrics = program(at, example)
+        jax.block_until_ready((at, metrics))
+        times.append(time.perf_counter() - start)
+    return measure.slowest(statistics.median(times[1:]))
+
+
+def predicted(
+    wire: jaxcomm.WireReport, exchange: Any, params: Any, gigabits: float | None
+) -> Predicted | None:
+    """What the exchange of a compiled step takes, by what messages and codes take by themselves.
+
+    Messages are those of the compiled program; `plan.probe` measures them. Codes are timed in an
+    exchange of each process with itself, all at once.
+
+    Args:
+      wire: of the compiled step.
+      exchange: the transformation.
+      params: the parameters.
+      gigabits: that a device sends in a second; None is what is measured.
+
+    Returns:
+      The prediction; None for a single device.
+    """
+    mesh = jax.sharding.get_mesh()
+    if mesh.size == 1:
+        return None
+    costs = plan.probe(mesh, families=())
+    if gigabits is not None:
+        costs = dataclasses.replace(costs, per_byte=8e-9 / gigabits)
+    usual = _usual(wire)
+    latency = plan.seconds_of(usual, dataclasses.replace(costs, per_byte=0.0))
+    return Predicted(
+        1e3 * latency,
+        1e3 * (plan.seconds_of(usual, costs) - latency),
+        1e3 * _with_oneself(exchange, params),
+    )
+
+
+def _usual(wire: jaxcomm.WireReport) -> jaxcomm.WireReport:
+    """What is sent where every conditional takes the branch that sends least: no dense steps."""
+    while wire.conditionals:
+        name, _ = wire.conditionals[0]
+        branches = [report for (at, _), report in wire.by_branch().items() if at == name]
+        wire = min(branches, key=lambda report: float(report.bytes_max))
+    return wire
+
+
+def _with_oneself(exchange: Any, params: Any) -> float:
+    """Seconds of the exchange on one device of each process, all at once."""
+    device = jax.local_devices()[0]
+    alone = jaxcomm.data_mesh(sync.AXIS, [device])
+    values = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), params)
+    with jax.set_mesh(alone):
+        own = jaxcomm.replicate(values)
+        grads = jaxcomm.global_batch(jax.tree.map(lambda x: x[None], values), sync.AXIS)
+        at = exchange.init(own)
+        program = jax.jit(exchange.update)
+        jax.block_until_ready(program(grads, at, own))
+    times = []
+    for _ in range(REPEATS):
+        measure.barrier()
+        with jax.set_mesh(alone):
+            start = time.perf_counter()
+            jax.block_until_ready(program(grads, at, own))
+            times.append(time.perf_counter() - start)
+    return measure.slowest(statistics.median(times))
