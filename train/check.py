@@ -86,6 +86,10 @@ FIELDS = {
     "sync.dense_steps": or_none(whole(0)),
     "sync.bucket_mib": or_none(POSITIVE),
     "sync.local_momentum": SHARE,
+    "sync.every": whole(1),
+    "sync.outer_rate": POSITIVE,
+    "sync.outer_momentum": SHARE,
+    "sync.fragments": whole(1),
     "sync.correct_every": whole(0),
     "guard.bad_steps": whole(1),
     "guard.replicas_every": whole(1),
@@ -165,6 +169,11 @@ def fit(config: Any, world: int) -> None:
         raise UserError(
             f"config.sync.method={method} is an optimizer itself, and {optimizer} would stand "
             "behind it; set --config.optimizer.name=scale, and --config.optimizer.learning_rate"
+        )
+    if method in (*OPTIMIZERS, "none") and config.sync.every > 1:
+        raise UserError(
+            f"config.sync.method={method} exchanges no plain mean of what devices did in "
+            f"{config.sync.every} steps; take mean, or --config.sync.every=1"
         )
     size, unit = config.batch_size, world * config.microbatches
     if size % unit:

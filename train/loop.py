@@ -70,7 +70,7 @@ def train(
     optimizer = state.make_optimizer(config.optimizer, config.steps)
     how = planned.resolved(config, workdir, gradient, params, example, optimizer)
     exchange = sync.build(how, order, config.steps)
-    tx = optax.chain(exchange, optimizer)
+    tx = sync.joined(how, exchange, optimizer)
 
     # Where the run stands: at its beginning, or at its last checkpoint.
     train_state = state.init(params, tx)
@@ -130,7 +130,8 @@ def train(
         network = measure.bandwidth(config.network)
         shares = sync.shares(how, config.steps, recorder.frozen_at)
         wire = jaxcomm.wire_report(train_step)
-        predicted = planned.predicted(wire, exchange, params, config.network.gigabits)
+        usual = exchange if how.every == 1 else None
+        predicted = planned.predicted(wire, usual, params, config.network.gigabits)
         summary = {
             **tested,
             "test_images": images.test_images,

@@ -121,7 +121,7 @@ def _step_seconds(gradient: Any, params: Any, example: Any, optimizer: Any) -> f
 
 
 def predicted(
-    wire: jaxcomm.WireReport, exchange: Any, params: Any, gigabits: float | None
+    wire: jaxcomm.WireReport, exchange: Any | None, params: Any, gigabits: float | None
 ) -> Predicted | None:
     """What the exchange of a compiled step takes, by what messages and codes take by themselves.
 
@@ -130,7 +130,7 @@ def predicted(
 
     Args:
       wire: of the compiled step.
-      exchange: the transformation.
+      exchange: the transformation; None where most steps have none.
       params: the parameters.
       gigabits: that a device sends in a second; None is what is measured.
 
@@ -148,7 +148,7 @@ def predicted(
     return Predicted(
         1e3 * latency,
         1e3 * (plan.seconds_of(usual, costs) - latency),
-        1e3 * _with_oneself(exchange, params),
+        1e3 * _with_oneself(exchange, params) if exchange else 0.0,
     )
 
 

@@ -192,6 +192,28 @@ def build(config: Any, bucket_order: Sequence[str], steps: int) -> optax.Gradien
         raise UserError(f"config.sync: {error}") from error
 
 
+def joined(
+    config: Any, exchange: optax.GradientTransformation, optimizer: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """The exchange in front of the optimizer; or with `every`, local steps by the optimizer.
+
+    Args:
+      config: `config.sync`.
+      exchange: what `build` has made.
+      optimizer: of all devices, or with `every` above 1 of each device.
+    """
+    if config.every == 1:
+        return optax.chain(exchange, optimizer)
+    nesterov = config.outer_momentum > 0
+    outer = optax.sgd(config.outer_rate, config.outer_momentum or None, nesterov)
+    try:
+        return jaxcomm.local_steps(
+            optimizer, config.every, outer, exchange, fragments=config.fragments
+        )
+    except ValueError as error:
+        raise UserError(f"config.sync: {error}") from error
+
+
 def _check_exempt(patterns: Sequence[str], paths: Sequence[str]) -> None:
     for pattern in patterns:
         if paths and not fnmatch.filter(paths, pattern):

@@ -77,6 +77,12 @@ def sync() -> config_dict.ConfigDict:
     sync.dense_steps = config_dict.placeholder(int)  # Steps in float32 before any compression.
     sync.bucket_mib = config_dict.placeholder(float)
     sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
+    # Local SGD and DiLoCo: devices take `every` steps of their own, then exchange how far they
+    # came.
+    sync.every = 1
+    sync.outer_rate = 1.0  # Of the outer SGD, which takes the exchanged difference for a gradient.
+    sync.outer_momentum = 0.0  # Nesterov's.
+    sync.fragments = 1  # Parts of the leaves, which are exchanged in turn.
     # Of majority_vote:
     sync.ties = config_dict.placeholder(str)  # "random", "zero", "positive" or "negative".
     sync.zeros = config_dict.placeholder(str)  # "random" or "abstain".

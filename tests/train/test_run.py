@@ -76,7 +76,7 @@ def fashion() -> str | None:
 @pytest.mark.parametrize(
     "name",
     ["digits_vit", "digits_majority", "digits_ef_sign", "digits_one_bit_adam", "fashion_resnet"]
-    + ["digits_cnat", "digits_oktopk", "digits_vit_one_bit"]
+    + ["digits_cnat", "digits_oktopk", "digits_vit_one_bit", "digits_vit_local"]
     + ["cifar_resnet20", "cifar_alexnet", "cifar_vgg"]
     + [pytest.param("cifar_resnet110", marks=pytest.mark.slow)],  # of the family of resnet20
 )

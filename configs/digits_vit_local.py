@@ -1,0 +1,19 @@
+"""The vision transformer of digits_vit, whose devices exchange in every eighth step, in 4 bits.
+
+    python -m train.launch --processes=4 -- --config=configs/digits_vit_local.py
+
+Each device takes eight steps of AdamW by itself, and what it did is averaged: local SGD.
+"""
+
+from ml_collections import config_dict
+
+from configs import digits_vit
+
+
+def get_config() -> config_dict.ConfigDict:
+    config = digits_vit.get_config()
+    config.sync.codec = "int4"
+    config.sync.error_feedback = True
+    config.sync.every = 8
+    config.lock()
+    return config
