@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pareto import results as front
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "measurements.md"
@@ -263,7 +265,32 @@ def compile_time() -> Lines:
     return table(["", *(f"{float(size) / 1e6:g} million values" for size in sizes)], body)
 
 
+def pareto() -> Lines:
+    """Bytes and losses of the methods for Adam, at the chosen rates."""
+    rows = front.read(front.FOLDER)
+    body = []
+    for line in front.summaries(rows):
+        own = [
+            row
+            for row in rows
+            if row["chosen"] and all(row[key] == line[key] for key in ("task", "method"))
+        ]
+        worse = [row["minus_float32"] for row in sorted(own, key=lambda row: row["seed"])]
+        body.append(
+            [
+                line["method"],
+                line["optimizer"],
+                f"{line['bytes_per_step']:.2f}",
+                f"{line['loss']:.3f}",
+                ", ".join("?" if nats is None else f"{nats:+.3f}" for nats in worse),
+                f"{line['rate']:g} of {line['rates']}",
+            ]
+        )
+    return table(["method", "optimizer", "bytes", "loss", "minus float32", "rate"], body)
+
+
 TABLES: dict[str, Callable[[], Lines]] = {
+    "pareto": pareto,
     "compile_time": compile_time,
     "dln": dln,
     "exchanges": exchanges,
