@@ -96,6 +96,7 @@ FIELDS = {
     "checkpoint.every": whole(1),
     "checkpoint.keep": whole(1),
     "checkpoint.resume": YES_OR_NO,
+    "profile.steps": whole(0),
     "network.gigabits": or_none(POSITIVE),
     "network.probe_mib": whole(1),
     "network.cluster": TEXT,

@@ -19,6 +19,7 @@ from train import (
     metrics,
     models,
     planned,
+    profiling,
     replicas,
     report,
     signals,
@@ -89,11 +90,14 @@ def train(
 
     frozen_at = watched.step_of(train_state.opt_state)
     bad_steps = config.guard.bad_steps
+    profile = profiling.Profile(workdir, start, config.profile.steps)
     recorder = metrics.Recorder(workdir, start, config.steps, frozen_at, bad_steps)
     with checkpoints, recorder:
         signals.ask_to_stop()
         for number in range(start + 1, config.steps + 1):
-            batch = jaxcomm.global_batch(stoppable(next(images.train)), sync.AXIS)
+            profile.before(number, train_state)
+            with recorder.waiting():
+                batch = jaxcomm.global_batch(stoppable(next(images.train)), sync.AXIS)
             train_state, values = train_step(train_state, batch)
             recorder.train(number, values)
             checkpoints.check()
@@ -114,6 +118,7 @@ def train(
                 report.stopped(number, workdir)
                 return None
         with recorder.pause():
+            profile.close(train_state)
             tested = step.evaluate(eval_step, train_state.params, test)
             recorder.write("test", config.steps, tested)
             checkpoints.close()
@@ -127,7 +132,7 @@ def train(
         times = measure.measure_steps(
             train_step, train_state, plain_step, plain, example, config.measure_steps
         )
-        network = measure.bandwidth(config.network)
+        network, loop_ms = measure.bandwidth(config.network), recorder.median_step_ms()
         shares = sync.shares(how, config.steps, recorder.frozen_at)
         wire = jaxcomm.wire_report(train_step)
         usual = exchange if how.every == 1 else None
@@ -136,7 +141,9 @@ def train(
             **tested,
             "test_images": images.test_images,
             "frozen_at": recorder.frozen_at or None,
-            "loop_step_ms": recorder.median_step_ms(),
+            "loop_step_ms": loop_ms,
+            "images_per_second": loop_ms and 1e3 * config.batch_size / loop_ms,
+            "input_share": recorder.input_share(),
             **measure.costs(times, wire, network, params, shares, predicted),
             "seconds": time.perf_counter() - started,
         }

@@ -46,6 +46,7 @@ class Recorder:
         self.bad = 0
         self._bad_steps = bad_steps
         self._step_ms: list[float] = []
+        self._waited = 0.0
         self._late: tuple[int, dict[str, jax.Array]] | None = None
         self._time = time.perf_counter()
         self._steps = steps
@@ -90,6 +91,18 @@ class Recorder:
         """
         self.flush()
         self._late = (step, metrics)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Surrounds the wait for a batch."""
+        started = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - started
+
+    def input_share(self) -> float | None:
+        """The share of the steps' time that was spent waiting for batches."""
+        total = sum(self._step_ms) / 1e3
+        return min(self._waited / total, 1.0) if total else None
 
     def flush(self) -> None:
         """Waits for the last step and writes it; its time runs from the end of the one before."""

@@ -1,6 +1,11 @@
-"""The end of a run: what it measured, as a table and as one line of JSON."""
+"""The end of a run: what it measured, as a table and as one line of JSON.
+
+`python -m train.report WORKDIR... [--out=report.png]` compares runs: a table, and plots of the loss
+against steps, time and bytes.
+"""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +13,8 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
+from train.compare import compare
+from train.errors import UserError
 from train.metrics import finite
 
 
@@ -24,6 +31,8 @@ def show(summary: dict[str, Any], workdir: Path) -> None:
         "the same step without exchange": f"{s['compute_ms']:.2f} ms",
         "communication": _communication(s),
         "median step while training": _number(s["loop_step_ms"], " ms"),
+        "images in a second, while training": _number(s["images_per_second"], ""),
+        "waiting for input, while training": _percent(s["input_share"]),
         "scaling efficiency, measured": _measured(s["efficiency"]),
         "communication, predicted": _predicted(s),
         "scaling efficiency, predicted": _percent(s["predicted_efficiency"]),
@@ -77,3 +86,23 @@ def _number(value: float | None, unit: str) -> str:
 
 def _percent(value: float | None) -> str:
     return "not measured" if value is None else f"{100 * value:.1f} %"
+
+
+def main(arguments: list[str]) -> int:
+    """Compares the runs of some directories; returns the exit status."""
+    out = [a.removeprefix("--out=") for a in arguments if a.startswith("--out=")]
+    workdirs = [a for a in arguments if not a.startswith("--")]
+    unknown = [a for a in arguments if a.startswith("--") and not a.startswith("--out=")]
+    if unknown or not workdirs:
+        print(f"error: {unknown[0]} is not a flag" if unknown else __doc__, file=sys.stderr)
+        return 2
+    try:
+        compare(workdirs, Path(out[-1] if out else "report.png"))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

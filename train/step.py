@@ -80,8 +80,10 @@ def make_train_step(
         at = state.params
         if isinstance(state.opt_state, jaxcomm.LocalStepsState):  # each device's own
             at = jaxcomm.local_params(state.opt_state)
-        (loss, metrics), grads = gradient(at, batch)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        with jax.named_scope("gradient"):
+            (loss, metrics), grads = gradient(at, batch)
+        with jax.named_scope("exchange_and_optimizer"):
+            updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state), {"loss": loss, **metrics}
 

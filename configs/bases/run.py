@@ -53,6 +53,9 @@ def get_config() -> config_dict.ConfigDict:
     config.checkpoint.keep = 2
     config.checkpoint.resume = False
 
+    config.profile = config_dict.ConfigDict()
+    config.profile.steps = 0  # Traced after the tenth step, for TensorBoard.
+
     config.network = config_dict.ConfigDict()
     config.network.gigabits = config_dict.placeholder(float)  # None: measured in the run.
     config.network.probe_mib = 16  # Size of the exchange that measures it.

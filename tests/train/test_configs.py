@@ -21,7 +21,14 @@ def test_every_method_on_every_config(name: str) -> None:
     check.fields(config)
     for method in sync.METHODS:
         config.sync.method = method
-        sync.build(config.sync, PATHS, config.steps)
+        try:
+            sync.build(config.sync, PATHS, config.steps)
+        except UserError:
+            # What only some methods send in one bit; the message says so, and a flag mends it.
+            assert "scaled_sign" in config.sync.codec and method in ("mean", "low_rank_mean")
+            config.sync.codec = "bfloat16"
+            sync.build(config.sync, PATHS, config.steps)
+            config.sync.codec = "scaled_sign"
 
 
 def changed(name: str, value: object) -> config_dict.ConfigDict:

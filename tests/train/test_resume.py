@@ -107,6 +107,7 @@ def test_killed_restarted_stopped_damaged_and_resumed(program: Program, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.timeout(1500)
 def test_another_number_of_devices(program: Program, tmp_path: Path) -> None:
     """4 -> 2 -> 3 -> 4 processes, 1-bit Adam and scaled signs: the loss goes on falling."""
     for name in ("digits_one_bit_adam", "digits_ef_sign"):

@@ -38,6 +38,7 @@ def test_one_process_with_eight_devices(
     rows = "\n".join(table)
     assert f"{100 * summary['test_accuracy']:.2f} % of 360 images" in rows
     assert f"{summary['bytes_per_param']:.3f}" in rows
+    assert 0 < summary["input_share"] < 1 and summary["images_per_second"] > 0
     assert [line["step"] for line in read_lines(tmp_path, "train")] == [1, 2, 3, 4]
     assert [line["step"] for line in read_lines(tmp_path, "test")] == [2, 4]
     assert read_lines(tmp_path, "summary") == [{"kind": "summary", "step": 4, **summary}]

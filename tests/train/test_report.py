@@ -1,0 +1,63 @@
+"""Runs side by side, and a profile of some steps."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from train import compare, metrics, profiling, report
+from train.errors import UserError
+
+
+def record(workdir: Path, steps: int, rate: float, end: bool) -> None:
+    with metrics.Recorder(workdir, 0, steps) as recorder:
+        for step in range(1, steps + 1):
+            loss = float("nan") if step == 3 else rate / step
+            recorder.train(step, {"loss": jnp.float32(loss)})
+        with recorder.pause():
+            recorder.write("test", steps, {"test_loss": 0.5, "test_accuracy": 0.25})
+        if end:
+            summary = {"bytes_per_param_mean": 2.0, "params": 10**6, "step_ms": 3.0}
+            recorder.write("summary", steps, {**summary, "efficiency": 1.2})
+
+
+def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, rate, end in (("a", 1.0, True), ("b", 2.0, False)):
+        (tmp_path / name).mkdir()
+        record(tmp_path / name, 30, rate, end)
+    capsys.readouterr()
+    out = tmp_path / "plot.png"
+    assert report.main([str(tmp_path / "a"), str(tmp_path / "b"), f"--out={out}"]) == 0
+    shown = capsys.readouterr().out
+    rows = {
+        line.split("│")[1].strip(): line.split("│") for line in shown.splitlines() if "│" in line
+    }
+    a, b = ([cell.strip() for cell in rows[name]] for name in ("a", "b"))
+    assert a[2] == "30" and b[2] == "30 so far" and a[5] == "25.00%" and a[7] == "100.0%"
+    assert a[9] == "60.0" and b[9] == "-" and shown.splitlines()[-1] == str(out)
+    last = np.mean([1 / step for step in range(11, 31)])
+    assert float(a[3]) == pytest.approx(last, abs=1e-4)
+    assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report.main([]) == report.main(["--ot=x"]) == report.main([str(tmp_path)]) == 2
+    assert f"error: {tmp_path} is not the directory of a run" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="has no step"):
+        compare.read(tmp_path)
+
+
+def test_a_profile_of_some_steps(tmp_path: Path) -> None:
+    profile, x = profiling.Profile(tmp_path, 5, 2), jnp.zeros(3)
+    double = jax.jit(lambda x: 2 * x)
+    for step in range(6, 20):
+        profile.before(step, x)
+        assert profile._running == (step in (16, 17))
+        x = double(x)
+    assert len(list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))) == 1
+    none = profiling.Profile(tmp_path, 5, 0)
+    none.before(16, x)
+    assert not none._running
