@@ -5,6 +5,7 @@ exchange them, what these are made of, and what they sent.
 """
 
 from jaxcomm import codecs
+from jaxcomm._attached import exchanged
 from jaxcomm._marks import mark_local, unmark_local
 from jaxcomm.collectives import algorithms, pmean, sparse
 from jaxcomm.compiling import compiler_options
@@ -14,6 +15,8 @@ from jaxcomm.simulation import simulate_devices
 from jaxcomm.transforms import (
     ControlVariatesState,
     FactoredAdamState,
+    InBackward,
+    InBackwardState,
     LocalState,
     LocalStepsState,
     LowRankMeanState,
@@ -30,6 +33,7 @@ from jaxcomm.transforms import (
     dense_first,
     factored_adam,
     gather,
+    in_backward,
     local,
     local_params,
     local_steps,
@@ -57,6 +61,8 @@ __version__ = "0.1.0"
 __all__ = [
     "ControlVariatesState",
     "FactoredAdamState",
+    "InBackward",
+    "InBackwardState",
     "LocalState",
     "LocalStepsState",
     "LowRankMeanState",
@@ -78,9 +84,11 @@ __all__ = [
     "control_variates",
     "data_mesh",
     "dense_first",
+    "exchanged",
     "factored_adam",
     "gather",
     "global_batch",
+    "in_backward",
     "local",
     "local_params",
     "local_steps",

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.random import define_prng_impl
 
 GRADIENT, OWN_GRADIENT, OWN_PARAMETER = "gradient", "own gradient", "own parameter"
+FINISHED = "finished gradient"
 # Errors of jax show a dtype as key<tag>; the tag says what to do.
 _TAGS = {
     GRADIENT: "local gradient in {}, not exchanged: jaxcomm.mean or another exchange comes first "
@@ -25,6 +26,8 @@ _TAGS = {
     "each device",
     OWN_GRADIENT: "local gradient in {}, at each device's own parameters: only jaxcomm.local_steps "
     "takes it",
+    FINISHED: "gradient in {}, exchanged in the backward pass, with the state of its exchange: the "
+    "jaxcomm.in_backward that attached it comes first in a chain",
     OWN_PARAMETER: "each device's own parameters in {}, which no device may take for the model's: "
     "jaxcomm.value_and_grad takes them; evaluate and save the shared parameters",
 }

@@ -10,8 +10,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, _paths, _shards
+from jaxcomm._attached import attached_in, map_leaves, specs_of, with_attached
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import (
+    FINISHED,
     GRADIENT,
     OWN_GRADIENT,
     OWN_PARAMETER,
@@ -19,6 +21,7 @@ from jaxcomm._marks import (
     mark,
     unmark_local,
 )
+from jaxcomm._microbatches import accumulated, mean_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +38,12 @@ class ValueAndGrad:
         world = _axes.axis_size(self.axis_name)
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
         own, params = OWN_PARAMETER in kinds, unmark_local(params)
+        self._check_attached(params)
         kind = OWN_GRADIENT if own else GRADIENT
         if _axes.is_manual(self.axis_name):
             self._check_loss(params, batch, args)
             value, grads = self._on_one_device(params, batch, *args)
-            return value, mark(grads, kind)
+            return value, _marked(grads, kind)
         shares = _shares(batch, world, self.axis_name)
         _refuse_unplaced(batch, self.axis_name)
         of_one = jax.tree.map(
@@ -47,6 +51,7 @@ class ValueAndGrad:
         )
         self._check_loss(of_one if own else _shards.whole(params), shares, args)
         replicated, split = PartitionSpec(), PartitionSpec(self.axis_name)
+        attached_specs = map_leaves(lambda x: x, specs_of, params)
         if _axes.explicit_axes().issuperset(_axes.names_of(self.axis_name)):
             batch = jax.tree.map(lambda x: _spread(x, self.axis_name), batch)
         # The checks of shard_map would refuse common models, such as those that scan from zeros.
@@ -55,21 +60,36 @@ class ValueAndGrad:
                 self._on_one_device(_first(params) if own else _shards.entering(params), *inputs)
             ),
             in_specs=(
-                split if own else _shards.in_specs(params, replicated),
+                split
+                if own
+                else with_attached(_shards.in_specs(params, replicated), attached_specs),
                 split,
                 *[replicated] * len(args),
             ),
-            out_specs=(replicated, _shards.out_specs(params, split)),
+            out_specs=(
+                replicated,
+                with_attached(_shards.out_specs(params, split), attached_specs),
+            ),
             axis_names=set(_axes.names_of(self.axis_name)),
             check_vma=False,
         )(params, batch, *args)
         # Not inside the region: at its border an opaque dtype would be gathered over other axes.
-        return value, mark(grads, kind)
+        return value, _marked(grads, kind)
+
+    def _check_attached(self, params: Any) -> None:
+        """Raises if the exchange inside the backward pass is over another axis."""
+        for node in attached_in(params):
+            if node.stack.axis_name != self.axis_name:
+                raise ValueError(
+                    f"parameter {node.path} is exchanged over {node.stack.axis_name!r} in the "
+                    f"backward pass, and gradients are taken over {self.axis_name!r}; name the "
+                    "same axis in both."
+                )
 
     def _on_one_device(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
         if _axes.checks_on(self.axis_name):
             axes = frozenset(_axes.names_of(self.axis_name))
-            params = jax.tree.map(lambda p: _axes.as_varying(p, axes), params)
+            params = map_leaves(lambda p: _axes.as_varying(p, axes), lambda node: node, params)
         differentiate = jax.value_and_grad(self._checked_loss, has_aux=True)
         value, grads = accumulate(differentiate, self.microbatches)(params, batch, *args)
         loss, aux = _mean_over(value, self.axis_name)
@@ -197,34 +217,7 @@ def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Call
     if microbatches == 1:
         return value_and_grad_fn
 
-    def accumulated(params: Any, batch: Any, *args: Any) -> Any:
-        def microbatch(x: jax.Array) -> jax.Array:
-            if x.shape[0] % microbatches:
-                raise ValueError(
-                    f"{x.shape[0]} examples on a device do not divide into {microbatches} "
-                    "microbatches; change the batch size or the number of microbatches."
-                )
-            return x.reshape(microbatches, x.shape[0] // microbatches, *x.shape[1:])
-
-        batches = jax.tree.map(microbatch, batch)
-        first = jax.tree.map(lambda x: x[0], batches)
-        rest = jax.tree.map(lambda x: x[1:], batches)
-        start = value_and_grad_fn(params, first, *args)
-
-        def add(carry: Any, batch: Any) -> tuple[Any, None]:
-            total, state = carry
-            out = value_and_grad_fn(_shards.with_state(params, state), batch, *args)
-            state, out = _shards.next_state(state, out[1]), _shards.without_residuals(out)
-            return (jax.tree.map(lambda t, o: t + _in_float32(o), total, out), state), None
-
-        # What an exchange in the backward pass keeps goes from one microbatch to the next.
-        state = _shards.next_state(_shards.state_of(params), start[1])
-        start = _shards.without_residuals(start)
-        (total, state), _ = jax.lax.scan(add, (jax.tree.map(_in_float32, start), state), rest)
-        means = jax.tree.map(lambda t, o: (t / microbatches).astype(_mean_dtype(o)), total, start)
-        return _shards.with_residuals(means, state)
-
-    return accumulated
+    return accumulated(value_and_grad_fn, microbatches)
 
 
 def backward_order(f: ValueAndGrad, params: Any, batch: Any, *args: Any) -> tuple[str, ...]:
@@ -337,7 +330,12 @@ def _stacked(batch: Any, axis_name: AxisName) -> Any:
 
 def _with_device_axis(out: tuple[Any, Any]) -> tuple[Any, Any]:
     value, grads = out
-    return value, _shards.leaving(grads)
+    return value, with_attached(_shards.leaving(grads), grads)
+
+
+def _marked(grads: Any, kind: str) -> Any:
+    """The gradients marked: as local, or as exchanged in the backward pass."""
+    return map_leaves(lambda g: mark(g, kind), lambda node: mark(node, FINISHED), grads)
 
 
 def _first(tree: Any) -> Any:
@@ -353,19 +351,10 @@ def _mean_over(tree: Any, axis_name: AxisName) -> Any:
     total = jax.lax.pmean(jnp.concatenate(flat), axis_name)
     pieces = jnp.split(total, np.cumsum([x.size for x in flat])[:-1])
     means = [
-        piece.reshape(x.shape).astype(_mean_dtype(x))
+        piece.reshape(x.shape).astype(mean_dtype(x))
         for piece, x in zip(pieces, leaves, strict=True)
     ]
     return treedef.unflatten(means)
-
-
-def _in_float32(x: Any) -> jax.Array:
-    return jnp.asarray(x).astype(jnp.float32)
-
-
-def _mean_dtype(x: Any) -> Any:
-    dtype = jnp.result_type(x)
-    return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
 
 
 def _spread(x: Any, axis_name: AxisName) -> Any:

@@ -16,6 +16,7 @@ WITH_EXAMPLES = [
     "jaxcomm.plan.choosing",
     "jaxcomm.plan.simulate",
     "jaxcomm.simulation",
+    "jaxcomm.transforms.in_backward",
     "jaxcomm.transforms.local",
     "jaxcomm.transforms.local_steps",
     "jaxcomm.transforms.low_rank_mean",

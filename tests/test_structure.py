@@ -20,7 +20,8 @@ FOLDERS = ("jaxcomm", "train", "configs", "tests", "benchmarks")
 
 # Each layer of jaxcomm imports only itself and those to its left; `jaxcomm` itself is __init__.
 # Any layer may import these.
-ANYWHERE = ("_axes", "_branches", "_compat", "_marks", "_names", "_paths", "_shards")
+ANYWHERE = ("_attached", "_axes", "_branches", "_compat", "_marks")
+ANYWHERE += ("_microbatches", "_names", "_paths", "_shards")
 STACK = ("kernels", "codecs", "collectives", "transforms")
 BESIDE = ("compiling", "gradients", "mesh", "simulation", "wire", *ANYWHERE)  # nothing of it
 # These stand on top: they import anything, but networks read only who talks to whom.
@@ -99,13 +100,10 @@ def libraries(module: str, source: str) -> list[str]:
 
 
 def programs(module: str, source: str) -> list[str]:
-    """Nothing imports tests, train, benchmarks, notebooks or configs; two packages are for all."""
-    free = {
-        "tests": ("tests", "train", "benchmarks.netlab", "benchmarks.pareto"),
-        "train": ("train",),
-        "configs": ("configs",),
-        "benchmarks": ("benchmarks.netlab", "benchmarks.pareto"),
-    }
+    """Nothing imports tests, train, benchmarks, notebooks or configs; some packages are for all."""
+    shared = tuple(f"benchmarks.{name}" for name in ("aot", "netlab", "pareto"))
+    free = {"tests": ("tests", "train", *shared), "train": ("train",), "benchmarks": shared}
+    free["configs"] = ("configs",)
     closed = ("tests", "train", "benchmarks", "notebooks", "configs")
     wrong = [name for name in imports(source, module) if within(name, closed)]
     allowed = free.get(module.split(".")[0], ())

@@ -3,6 +3,7 @@
 from jaxcomm.transforms.control_variates import ControlVariatesState, control_variates
 from jaxcomm.transforms.factored_adam import FactoredAdamState, factored_adam
 from jaxcomm.transforms.gather import gather
+from jaxcomm.transforms.in_backward import InBackward, InBackwardState, in_backward
 from jaxcomm.transforms.local import LocalState, local
 from jaxcomm.transforms.local_params import LocalStepsState, local_params
 from jaxcomm.transforms.local_steps import local_steps
@@ -26,6 +27,8 @@ from jaxcomm.transforms.with_param_specs import with_param_specs
 __all__ = [
     "ControlVariatesState",
     "FactoredAdamState",
+    "InBackward",
+    "InBackwardState",
     "LocalState",
     "LocalStepsState",
     "LowRankMeanState",
@@ -43,6 +46,7 @@ __all__ = [
     "dense_first",
     "factored_adam",
     "gather",
+    "in_backward",
     "local",
     "local_params",
     "local_steps",

@@ -1,5 +1,6 @@
 """Which leaves travel together, in which order, and as which vector."""
 
+import contextvars
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,11 @@ import numpy as np
 from jaxcomm.transforms._layout import Layout, names_in
 
 Bucket = tuple[int, ...]
+
+# Set where a layer is exchanged by itself, inside of the backward pass: the layer's number, from
+# which keys follow; 0 in `init`.
+LAYER: contextvars.ContextVar[jax.Array | int | None]
+LAYER = contextvars.ContextVar("layer", default=None)
 
 
 def split_off_exempt(layout: Layout) -> tuple[Bucket, Bucket]:
@@ -28,6 +34,9 @@ def buckets_of(
     A bucket is closed before it would exceed the limit, so a larger leaf travels by itself. Every
     bucket is a concatenation of whole leaves of its own: slices of one concatenation of all would
     make the first bucket wait for the last gradient.
+
+    Inside of the backward pass of a loop, the buckets of a layer are filled from its last gradient
+    on: there are few products left for these to travel behind, so they are few messages.
 
     Leaves that are sharded over a further axis never share a bucket with others: what is equal
     along that axis must be rounded alike along it.
@@ -47,7 +56,8 @@ def buckets_of(
     buckets: list[list[int]] = []
     current: dict[frozenset[str], list[int]] = {}
     room: dict[frozenset[str], int] = {}
-    for i in queue:
+    last_first = LAYER.get() is not None
+    for i in reversed(queue) if last_first else queue:
         leaf = layout.leaves[i]
         size, axes = 4 * math.prod(leaf.shape), names_in(leaf.spec)
         if size > room.get(axes, 0):
@@ -55,6 +65,8 @@ def buckets_of(
             buckets.append(current[axes])
         current[axes].append(i)
         room[axes] -= size
+    if last_first:
+        buckets = [bucket[::-1] for bucket in buckets[::-1]]
     return tuple(map(tuple, buckets))
 
 
@@ -62,11 +74,13 @@ def key_of(key: jax.Array, layout: Layout, leaves: Bucket) -> jax.Array:
     """A key of its own for a bucket, or a leaf: no two of them round alike.
 
     It follows from the paths of the leaves, so it differs between the transformations of an
-    `optax.partition` too; and from the shard, where the leaves are sharded over a further axis. It
-    is equal on all devices of the exchange's axis.
+    `optax.partition` too; from the layer, inside of the backward pass; and from the shard, where
+    the leaves are sharded over a further axis. It is equal on all devices of the exchange's axis.
     """
     paths = "\n".join(layout.leaves[i].path for i in leaves)
     key = jax.random.fold_in(key, zlib.crc32(paths.encode()))
+    if (layer := LAYER.get()) is not None:
+        key = jax.random.fold_in(key, layer)
     for axis in sorted(names_in(layout.leaves[leaves[0]].spec)):
         key = jax.random.fold_in(key, jax.lax.axis_index(axis))
     return key

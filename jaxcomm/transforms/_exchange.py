@@ -27,10 +27,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, collectives
+from jaxcomm._attached import attached_in
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import OWN_GRADIENT, kind_of, unmark_local
 from jaxcomm._shards import is_sharded
-from jaxcomm.transforms._buckets import Bucket, joined, split
+from jaxcomm.transforms._buckets import LAYER, Bucket, joined, split
 from jaxcomm.transforms._layout import Layout, check_gradients, restrict
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, require_own
@@ -77,6 +78,12 @@ def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
         raise ValueError(
             "these gradients are of jaxcomm.sharded_params and were exchanged in the backward pass "
             "already; put the exchange into jaxcomm.sharded(...)."
+        )
+    if attached := attached_in(updates):
+        raise ValueError(
+            f"the gradient of {attached[0].path} was exchanged in the backward pass. Exchange once "
+            "in a chain: the jaxcomm.in_backward that attached it comes first; microbatches are "
+            "added up by jaxcomm.accumulate."
         )
     grads, treedef = jax.tree.flatten(updates)
     if OWN_GRADIENT in {kind_of(g) for g in grads}:
@@ -125,17 +132,21 @@ def on_every_device(
     else:
         grad_specs = [PartitionSpec(layout.axis_name, *spec) for spec in specs]
 
-    def run(grads: Arrays, own: list[Arrays], shared: Any) -> tuple[Arrays, list[Arrays]]:
+    def run(grads: Arrays, own: list[Arrays], shared: Any, layer: Any) -> Any:
         local = grads if is_manual else [g[0] for g in grads]
-        results, kept = on_device(local, tuple([x[0] for x in part] for part in own), shared)
+        token = LAYER.set(layer)
+        try:
+            results, kept = on_device(local, tuple([x[0] for x in part] for part in own), shared)
+        finally:
+            LAYER.reset(token)
         return results, [[x[None] for x in part] for part in kept]
 
     results, kept = jax.shard_map(
         run,
-        in_specs=(grad_specs, own_specs, PartitionSpec()),
+        in_specs=(grad_specs, own_specs, PartitionSpec(), PartitionSpec()),
         out_specs=(specs + [PartitionSpec()] * further_results, own_specs),
         check_vma=False,
-    )(grads, [list(part.values) for part in own], shared)
+    )(grads, [list(part.values) for part in own], shared, LAYER.get())
     if is_manual:
         # Without checks the region's results are typed as equal everywhere: say what varies.
         names = _axes.names_of(layout.axis_name)

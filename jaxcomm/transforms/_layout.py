@@ -21,6 +21,8 @@ from jaxcomm._marks import marked_dtype
 GIVEN_SPECS: contextvars.ContextVar[dict[str, PartitionSpec]] = contextvars.ContextVar("specs")
 # Patterns of paths of leaves whose leading axis counts layers.
 STACKED: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("stacked")
+# All paths that patterns may name, where `init` is given a part of the parameters.
+PATHS: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("paths", default=())
 # How frameworks call what has one number for each feature: a bias, or the scale of a norm. Stacked
 # for a scan over layers, or shaped (heads, head width), it has several dimensions all the same.
 VECTORS = ("bias", "scale", "offset", "beta", "gamma")
@@ -112,7 +114,7 @@ def layout_of(
         exempted = is_exempt(name, shape, stacked, exempt)
         leaves.append(Leaf(name, shape, dtype, spec, exempted, stacked))
     if not callable(exempt):
-        check_patterns(exempt, [leaf.path for leaf in leaves])
+        check_patterns(exempt, PATHS.get() or [leaf.path for leaf in leaves])
     is_part = any(isinstance(node, optax.MaskedNode) for node in nodes)
     _check_order(bucket_order or (), [leaf.path for leaf in leaves], is_part)
     return Layout(axis_name, world, tuple(leaves))

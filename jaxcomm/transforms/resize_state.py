@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm.transforms.per_device import PerDevice
 
@@ -61,26 +61,33 @@ def _resized(new: Any, old: Any) -> Any:
     """The numbers of `old` in the shapes and places of `new`."""
     if not _is_own(new):
         return _placed(np.asarray(old), new)
-    values = [_spread(x, o) for x, o in zip(new.values, old.values, strict=True)]
-    return PerDevice(values, new.specs)
+    triples = zip(new.values, old.values, new.specs, strict=True)
+    return PerDevice([_spread(x, o, _device_axis(spec)) for x, o, spec in triples], new.specs)
 
 
-def _spread(new: jax.Array, old: Any) -> jax.Array:
+def _device_axis(spec: PartitionSpec) -> int:
+    """Which axis counts devices: the first, or in stacks of layers the second."""
+    return next(i for i, entry in enumerate(spec) if entry is not None)
+
+
+def _spread(new: jax.Array, old: Any, axis: int) -> jax.Array:
     """The mean over the old devices, on every new one; shares, by their sizes, dealt out anew."""
     old = np.asarray(old)
-    if old.shape[1:] != new.shape[1:]:
-        if old.ndim != 2 or new.ndim != 2:
+    if np.delete(old.shape, axis).tolist() != np.delete(new.shape, axis).tolist():
+        if old.ndim != axis + 2 or new.ndim != axis + 2 or old.shape[:axis] != new.shape[:axis]:
             raise ValueError(
-                f"the state is not one of this transformation: it holds {old.shape[1:]} for each "
-                f"device where this one has {new.shape[1:]}."
+                f"the state is not one of this transformation: it holds {old.shape[axis + 1 :]} "
+                f"for each device where this one has {new.shape[axis + 1 :]}."
             )
         # Device i owns part i of a bucket; what is behind the bucket's end is zero.
-        joined = np.zeros(new.size, old.dtype)
-        size = min(old.size, new.size)
-        joined[:size] = old.reshape(-1)[:size]
+        joined = np.zeros((*new.shape[:axis], new.shape[axis] * new.shape[axis + 1]), old.dtype)
+        old = old.reshape(*old.shape[:axis], -1)
+        size = min(old.shape[-1], joined.shape[-1])
+        joined[..., :size] = old[..., :size]
         return _placed(joined.reshape(new.shape), new)
+    first = old.take([0], axis)
     is_float = jnp.issubdtype(old.dtype, jnp.floating)
-    mean = old.astype(np.float64).mean(0).astype(old.dtype) if is_float else old[0]
+    mean = old.astype(np.float64).mean(axis, keepdims=True).astype(old.dtype) if is_float else first
     return _placed(np.broadcast_to(mean, new.shape), new)
 
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from gpu_aot.program import read_program
-from gpu_aot.targets import mesh_of
+from benchmarks.aot.program import read_program
+from benchmarks.aot.targets import mesh_of
 from gpu_aot.traffic import kernels
 from jaxcomm.kernels import select
 from jaxcomm.kernels.select import triton

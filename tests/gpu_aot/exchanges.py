@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
-from gpu_aot.targets import mesh_of
+from benchmarks.aot.targets import mesh_of
 
 DENSITY = 0.01
 METHODS: dict[str, Any] = {

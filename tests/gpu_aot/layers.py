@@ -15,8 +15,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
-from gpu_aot.overlap import overlap
-from gpu_aot.targets import mesh_of
+from benchmarks.aot.overlap import overlap
+from benchmarks.aot.targets import mesh_of
 
 LAYERS, WIDTH, BATCH = 12, 2048, 4096
 BUCKET = 3 * WIDTH**2 * 4 / 2**20  # MiB

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gpu_aot.program import read_program
-from gpu_aot.targets import mesh_of
+from benchmarks.aot.program import read_program
+from benchmarks.aot.targets import mesh_of
 from gpu_aot.traffic import kernels, moved
 from jaxcomm import codecs
 from jaxcomm.kernels import bitplanes, select

@@ -15,7 +15,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcomm
-from gpu_aot.targets import mesh_of
+from benchmarks.aot.targets import mesh_of
 
 SHAPES = {"dense": ((4096, 1024), PartitionSpec("fsdp")), "bias": ((1024,), PartitionSpec())}
 

@@ -15,8 +15,8 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
-from gpu_aot.overlap import overlap
-from gpu_aot.targets import mesh_of
+from benchmarks.aot.overlap import overlap
+from benchmarks.aot.targets import mesh_of
 from train.models.resnet import ResNet
 from train.state import TrainState
 from train.step import compile_step, make_forward, make_gradient, make_train_step

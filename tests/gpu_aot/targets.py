@@ -1,9 +1,4 @@
-"""GPUs that programs are compiled for where there is none: what the compiler must know of them.
-
-Compiling for a target takes the packages of the `gpu-aot` extra, and a process of its own for each
-target: Pallas keeps the kernels that it has compiled, whatever they were compiled for, and takes
-the architecture of the first device that it sees.
-"""
+"""Programs compiled for GPUs that are not there, each target in a process of its own."""
 
 import json
 import os
@@ -13,54 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 TESTS = Path(__file__).parent.parent
-
-# Left out: what the compiler does not ask for. Numbers are from the vendor's data sheets.
-_LIMITS = """
-  threads_per_block_limit: 1024 threads_per_warp: 32 fpus_per_core: 128
-  shared_memory_per_block: 49152 registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-"""
-_H100 = """
-  cuda_compute_capability { major: 9 minor: 0 }
-  core_count: 132 threads_per_core_limit: 2048 clock_rate_ghz: 1.98
-  shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448 l2_cache_size: 52428800
-  memory_bandwidth: 3352320000000 device_memory_size: 84978434048
-"""
-_A10 = """
-  cuda_compute_capability { major: 8 minor: 6 }
-  core_count: 72 threads_per_core_limit: 1536 clock_rate_ghz: 1.695
-  shared_memory_per_core: 102400 shared_memory_per_block_optin: 101376 l2_cache_size: 6291456
-  memory_bandwidth: 600096000000 device_memory_size: 23609475072
-"""
-# Capability 8.6 is an A10, because newer jax refuses an RTX 3090 that it cannot look at.
-TARGETS = {"h100": ("NVIDIA H100 80GB HBM3", _H100), "a10": ("NVIDIA A10", _A10)}
 
 needs_gpu_aot = pytest.mark.skipif(
     find_spec("jax_cuda13_plugin") is None,
     reason='compiling for GPUs needs the gpu-aot extra: pip install "jaxcomm[gpu-aot]"',
 )
-
-
-def mesh_of(target: str, devices: int = 8) -> Any:
-    """A mesh with one axis, "data", of GPUs that are not there."""
-    import jax
-    from jax.experimental import topologies
-    from jax.sharding import AxisType, Mesh
-
-    name, limits = TARGETS[target]
-    config = (
-        f"gpu_device_info {{ {limits} {_LIMITS} }} "
-        f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} '
-        f'device_description_str: "{name}"'
-    )
-    topology = topologies.get_topology_desc(target, "cuda", target_config=config, topology="1x1x8")
-    mesh = Mesh(np.array(topology.devices[:devices]), ("data",), (AxisType.Auto,))
-    assert jax.devices()[0].platform == "cpu"  # nothing runs on these
-    return mesh
 
 
 def compiled_in_a_process(module: str, *args: str, timeout: float = 600) -> Any:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from gpu_aot.targets import TARGETS, compiled_in_a_process, needs_gpu_aot
+from benchmarks.aot.targets import TARGETS
+from gpu_aot.targets import compiled_in_a_process, needs_gpu_aot
 
 N = 2**22
 LIMIT = 1.05

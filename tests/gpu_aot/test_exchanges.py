@@ -4,8 +4,9 @@ import math
 
 import pytest
 
+from benchmarks.aot.targets import TARGETS
 from gpu_aot.exchanges import DENSITY
-from gpu_aot.targets import TARGETS, compiled_in_a_process, needs_gpu_aot
+from gpu_aot.targets import compiled_in_a_process, needs_gpu_aot
 from jaxcomm import codecs
 
 n, WORLD = 2**16, 8

@@ -2,8 +2,9 @@
 
 import pytest
 
-from gpu_aot.program import read_program
-from gpu_aot.targets import TARGETS, compiled_in_a_process, needs_gpu_aot
+from benchmarks.aot.program import read_program
+from benchmarks.aot.targets import TARGETS
+from gpu_aot.targets import compiled_in_a_process, needs_gpu_aot
 from gpu_aot.traffic import Kernel, kernels
 
 N = 2**22  # what each operation is given, and a length that divides by nothing

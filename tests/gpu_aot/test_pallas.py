@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from gpu_aot.targets import TARGETS, compiled_in_a_process, needs_gpu_aot
+from benchmarks.aot.targets import TARGETS
+from gpu_aot.targets import compiled_in_a_process, needs_gpu_aot
 from jaxcomm import _compat
 
 pytestmark = [needs_gpu_aot, pytest.mark.gpu_aot]

@@ -2,8 +2,9 @@
 
 import pytest
 
-from gpu_aot.overlap import overlap
-from gpu_aot.targets import TARGETS, compiled_in_a_process, needs_gpu_aot
+from benchmarks.aot.overlap import overlap
+from benchmarks.aot.targets import TARGETS
+from gpu_aot.targets import compiled_in_a_process, needs_gpu_aot
 
 BUCKETED = ("bfloat16", "majority_vote", "one_bit_adam", "oktopk")
 

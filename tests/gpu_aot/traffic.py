@@ -7,7 +7,7 @@ each kernel. What a kernel reads twice is counted once: that stays in its regist
 import re
 from typing import NamedTuple
 
-from gpu_aot.program import Instruction, Program
+from benchmarks.aot.program import Instruction, Program
 
 # These move nothing: they name a value, or parts of one.
 FREE = {"parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all"}

@@ -2,7 +2,9 @@
 
 Read from a scheduled program: a collective is hidden if a kernel of the backward pass is started
 between its start and its done. Counted beside it is the stricter measure, where this kernel has to
-be a matrix product or a convolution. How long either takes, the program does not say.
+be a matrix product or a convolution. How long either takes, the program does not say. What a loop
+sends counts as often as the loop goes round, and stands behind what the same round computes; what
+is sent around a loop stands behind all that the loop computes.
 """
 
 import re
@@ -10,10 +12,11 @@ from fractions import Fraction
 from typing import NamedTuple
 
 import jaxcomm
-from gpu_aot.program import Instruction, read_program
+from benchmarks.aot.program import Instruction, Program, read_program
 
 _BACKWARD = re.compile(r'op_name="[^"]*transpose\(')
 _PRODUCT = re.compile(r'custom_call_target="__cu(?:dnn|blas)|kind=kCustom')
+_EXCHANGE = re.compile(r'op_name="[^"]*jaxcomm\.exchange')
 
 SMALL = 256
 
@@ -41,33 +44,46 @@ class Overlap(NamedTuple):
 def overlap(text: str) -> Overlap:
     """Reads `compiled.as_text()` of a training step."""
     program = read_program(text)
-    lines = program.computations[program.entry]
-    inside = {
-        inner.name: line.name
-        for line in lines
-        if line.op == "async-start"
-        for inner in program.computations[line.calls[0]]
-    }
-    at = {line.name: i for i, line in enumerate(lines)}
-    done = {line.operands[0]: i for i, line in enumerate(lines) if line.op.endswith("-done")}
+    windows = _windows(program)
     sent = hidden = behind_products = in_conditionals = Fraction(0)
     blocking = []
     for collective in jaxcomm.wire_report(text).collectives:
         mean = Fraction(sum(collective.sent)) / len(collective.sent) * (collective.times or 0)
-        name = inside.get(collective.name, collective.name)
         if collective.branch:
             in_conditionals += mean
             continue
         sent += mean
-        if name not in done:
+        if collective.name not in windows:
             blocking += [collective.name] if mean >= SMALL else []
             continue
-        kernels = [line for line in lines[at[name] : done[name]] if _is_backward(line)]
+        kernels = _kernels(windows[collective.name], program)
         hidden += mean if kernels else 0
         behind_products += mean if any(_PRODUCT.search(line.text) for line in kernels) else 0
     amounts = map(float, (sent, hidden, behind_products, in_conditionals))
     return Overlap(*amounts, tuple(blocking))
 
 
-def _is_backward(line: Instruction) -> bool:
-    return line.op in ("fusion", "custom-call") and bool(_BACKWARD.search(line.text))
+def _windows(program: Program) -> dict[str, list[Instruction]]:
+    """By the name of a collective: what is started between its start and its done."""
+    windows = {}
+    for lines in program.computations.values():
+        at = {line.name: i for i, line in enumerate(lines)}
+        for i, done in enumerate(lines):
+            if not (done.op.endswith("-done") and done.operands and done.operands[0] in at):
+                continue
+            start = lines[at[done.operands[0]]]
+            inner = program.computations[start.calls[0]] if start.op == "async-start" else [start]
+            windows |= {line.name: lines[at[start.name] : i] for line in inner}
+    return windows
+
+
+def _kernels(lines: list[Instruction], program: Program) -> list[Instruction]:
+    """The kernels of the backward pass among these instructions and in the loops among them."""
+    found = []
+    for line in lines:
+        if line.op == "while":
+            for name in line.calls:
+                found += _kernels(program.computations[name], program)
+        elif line.op in ("fusion", "custom-call") and _BACKWARD.search(line.text):
+            found += [] if _EXCHANGE.search(line.text) else [line]
+    return found

@@ -1,0 +1,295 @@
+"""Parameters whose gradients are exchanged where they are used, inside the backward pass.
+
+How it works, for a stack of L layers that `jax.lax.scan` goes through:
+
+1. `attach` of `jaxcomm.in_backward` puts the state of the exchange next to the parameters: every
+   leaf of the stack becomes an `Attached`, whose arrays all have a leading axis of L. What slices
+   the parameters, as a scan does, slices the state alike.
+2. `exchanged`, in the body of the loop, takes the parameters of one layer out again. It is the
+   identity, but for its backward pass: that exchanges the gradient of the layer, and returns the
+   finished update as the gradient of the parameters and the next state as that of the state. A
+   loop stacks both, as it stacks every gradient.
+3. Gradients have the dtypes of what they are of, and integers have none. So integers of the state
+   are carried as float32 numbers of 16 bits each, which are exact.
+
+The number of the layer is carried too: keys follow from it. Its gradient is 1, so that a sum of
+other than one exchange is noticed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxcomm import _axes
+from jaxcomm._axes import AxisName
+
+Arrays = list[jax.Array]
+# What a device does in the backward pass: from the local gradients of a layer, its carried arrays
+# and its parameters to finished updates and the next carried arrays.
+OnLayer = Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stack:
+    """Layers whose gradients are exchanged in the backward pass.
+
+    Attributes:
+      axis_name: the axis of the exchange.
+      paths: of the leaves.
+      layer: their shapes in one layer.
+      carried: the number of axes and the dtype of each carried array of one layer.
+      specs: how these are sharded, stacked, in the global view.
+      on_layer: what a device does with the gradients of one layer.
+      microbatches: how many the gradient of a step is the mean of.
+    """
+
+    axis_name: AxisName
+    paths: tuple[str, ...]
+    layer: tuple[tuple[int, ...], ...]
+    carried: tuple[tuple[int, Any], ...]
+    specs: tuple[PartitionSpec, ...]
+    on_layer: OnLayer
+    microbatches: int = 1
+
+
+@jax.tree_util.register_pytree_node_class
+class Attached:
+    """A parameter that has to go through `exchanged` before anything computes with it.
+
+    Attributes:
+      value: the parameter, or its finished update.
+      carried: with the first leaf of a stack, the state of the exchange; else empty.
+      total: the sum of the gradients of earlier microbatches, float32; None if there are none.
+      stack: the layers that it belongs to.
+      number: which leaf of them it is.
+      used: whether it went through `exchanged`.
+    """
+
+    def __init__(self, value: Any, carried: Any, total: Any, stack: Stack, number: int) -> None:
+        self.value, self.carried, self.total = value, carried, total
+        self.stack, self.number = stack, number
+        self.used = False
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any, Any], tuple[Stack, int]]:
+        return (self.value, self.carried, self.total), (self.stack, self.number)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[Stack, int], children: Any) -> "Attached":
+        value, carried, total = children
+        return cls(value, carried, total, *static)
+
+    @property
+    def path(self) -> str:
+        """The path of the parameter."""
+        return self.stack.paths[self.number]
+
+    def __jax_array__(self) -> jax.Array:
+        raise TypeError(self._unused())
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{self._unused()} (It has no {name!r} before.)")
+
+    def _unused(self) -> str:
+        return (
+            f"parameter {self.path} is to be exchanged in the backward pass; begin the body of the "
+            "loop with `layer = jaxcomm.exchanged(layer)`, and compute with what it returns."
+        )
+
+
+def is_attached(x: Any) -> bool:
+    """Whether a node is a parameter that is exchanged in the backward pass."""
+    return isinstance(x, Attached)
+
+
+def attached_in(tree: Any) -> list[Attached]:
+    """The attached parameters of a tree."""
+    return list(filter(is_attached, jax.tree.leaves(tree, is_leaf=is_attached)))
+
+
+def detached(tree: Any) -> Any:
+    """The tree with plain parameters, whose gradients are local and not exchanged."""
+    return map_leaves(lambda x: x, lambda node: _as_local(node.value, node.stack), tree)
+
+
+def last_of(tree: Any, totals: Any, microbatches: int) -> Any:
+    """The tree for the last of several microbatches, from the sums of the others' gradients."""
+    stacks: dict[int, Stack] = {}
+
+    def of(node: Attached, total: jax.Array) -> Attached:
+        new = dataclasses.replace(node.stack, microbatches=microbatches)
+        stack = stacks.setdefault(id(node.stack), new)
+        return Attached(node.value, node.carried, total, stack, node.number)
+
+    return map_leaves(lambda x, total: x, of, tree, totals)
+
+
+def finished(node: Attached, of: Attached) -> Attached:
+    """The update that the last microbatch ends with, in the place of its parameter."""
+    return Attached(node.value, node.carried, None, of.stack, of.number)
+
+
+def specs_of(node: Attached) -> Attached:
+    """How an attached parameter is sharded over the axis of the exchange, in the global view."""
+    specs = node.stack.specs if node.carried else ()
+    return Attached(PartitionSpec(), specs, node.total, node.stack, node.number)
+
+
+def with_attached(tree: Any, of: Any) -> Any:
+    """The tree, with the attached parameters of another one."""
+    return map_leaves(lambda x, _: x, lambda _, node: node, tree, of)
+
+
+def map_leaves(
+    plain: Callable[..., Any], attached: Callable[..., Any], tree: Any, *rest: Any
+) -> Any:
+    """As `jax.tree.map`, with a function for each kind of leaf."""
+
+    def of(x: Any, *others: Any) -> Any:
+        return (attached if is_attached(x) else plain)(x, *others)
+
+    return jax.tree.map(of, tree, *rest, is_leaf=is_attached)
+
+
+def exchanged(layer: Any) -> Any:
+    """The parameters of one layer, whose gradient is exchanged inside the backward pass.
+
+    Call it once for each layer, first thing in the body of `jax.lax.scan`, `nnx.scan` or a Python
+    loop, inside or outside of `jax.checkpoint`, and compute with what it returns. Then a layer's
+    gradient travels while the gradients of the layers before it are computed, where after the loop
+    there would be nothing left to compute. A parameter that is used several times is exchanged
+    once, after the sum, if all uses are of one call's result. It is exchanged once also if the
+    layer is recomputed.
+
+    Args:
+      layer: the pytree of one layer's parameters, from what `attach` of `jaxcomm.in_backward`
+        returned. Parameters that are not attached come back as they are, so that a model can be
+        evaluated by the same code.
+
+    Returns:
+      The same parameters, as plain arrays.
+
+    Raises:
+      ValueError: for a part of a layer, for layers that are still stacked, or if something was done
+        to the parameters before: cast them behind this call.
+
+    Wire: in the backward pass, that of the exchange that `jaxcomm.in_backward` was given.
+    """
+    nodes, treedef = jax.tree.flatten(layer, is_leaf=is_attached)
+    if not any(map(is_attached, nodes)):
+        return layer
+    stack = _stack_of(nodes)
+    for node in nodes:
+        node.used = True
+    values = [node.value for node in nodes]
+    carried, totals = list(nodes[0].carried), [node.total for node in nodes]
+    return treedef.unflatten(_identity(stack)(values, carried, totals))
+
+
+def _identity(stack: Stack) -> Callable[[Arrays, Arrays, list[Any]], Arrays]:
+    """The parameters of a layer, from these and what is carried."""
+
+    def plain(values: Arrays) -> Arrays:
+        return [_as_local(x, stack) for x in values]
+
+    @jax.custom_vjp
+    def identity(values: Arrays, carried: Arrays, totals: list[Any]) -> Arrays:
+        del carried, totals
+        return plain(values)
+
+    def forward(values: Arrays, carried: Arrays, totals: list[Any]) -> tuple[Arrays, Any]:
+        return plain(values), (values, carried, totals)
+
+    def backward(saved: Any, grads: Arrays) -> tuple[Arrays, Arrays, list[Any]]:
+        values, carried, totals = saved
+        means = [_mean_of(g, t, stack.microbatches) for g, t in zip(grads, totals, strict=True)]
+        updates, carried = stack.on_layer(means, carried, values)
+        return updates, carried, jax.tree.map(jnp.zeros_like, totals)
+
+    identity.defvjp(forward, backward)
+    return identity
+
+
+def _as_local(value: Any, stack: Stack) -> Any:
+    """A parameter, typed as each device's own, so that its gradient is not summed."""
+    if not _axes.checks_on(stack.axis_name):
+        return value
+    return _axes.as_varying(value, frozenset(_axes.names_of(stack.axis_name)))
+
+
+def _mean_of(grad: jax.Array, total: jax.Array | None, microbatches: int) -> jax.Array:
+    """The mean gradient of all microbatches, from that of the last one."""
+    if total is None:
+        return grad
+    return ((total + grad.astype(jnp.float32)) / microbatches).astype(grad.dtype)
+
+
+def _stack_of(nodes: Sequence[Any]) -> Stack:
+    """The stack that the leaves of one layer belong to, checked."""
+    stack: Stack = next(node.stack for node in nodes if is_attached(node))
+    found = {node.path for node in nodes if is_attached(node) and node.stack is stack}
+    if lacking := [path for path in stack.paths if path not in found]:
+        raise ValueError(
+            f"jaxcomm.exchanged was given a layer without parameter {lacking[0]}; give it all "
+            "parameters of a layer at once, as they were attached."
+        )
+    if len(nodes) > len(found):
+        raise ValueError(
+            f"jaxcomm.exchanged was given {len(nodes)} leaves, and the layer of {stack.paths[0]} "
+            f"has {len(found)}; give it one layer, and nothing else."
+        )
+    for node, shape in zip(nodes, stack.layer, strict=True):
+        if jnp.shape(node.value) != shape:
+            raise ValueError(
+                f"parameter {node.path} has shape {jnp.shape(node.value)} in jaxcomm.exchanged, "
+                f"and that of one layer is {shape}; call it inside the loop, on one layer."
+            )
+    if any(node.used for node in nodes):
+        raise ValueError(
+            f"the layer of {stack.paths[0]} went through jaxcomm.exchanged before; call it once, "
+            "and use its result several times: then the sum of the gradients is exchanged."
+        )
+    kinds = [(jnp.ndim(x), jnp.result_type(x)) for x in nodes[0].carried]
+    if kinds != list(stack.carried):
+        raise ValueError(
+            f"the state of the exchange of {stack.paths[0]} was changed together with the "
+            "parameters; cast and scale parameters behind jaxcomm.exchanged, not before it."
+        )
+    return stack
+
+
+def to_floats(tree: Any) -> Arrays:
+    """The arrays of a state as float arrays, which gradients can have the dtypes of."""
+    return [_to_float(x) for x in jax.tree.leaves(tree)]
+
+
+def from_floats(arrays: Sequence[jax.Array], like: Any) -> Any:
+    """The reverse of `to_floats`, with the structure and the dtypes of another state."""
+    leaves, treedef = jax.tree.flatten(like)
+    pairs = zip(arrays, leaves, strict=True)
+    return treedef.unflatten([_from_float(x, leaf) for x, leaf in pairs])
+
+
+def _to_float(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if x.dtype.itemsize > 2:
+        x = jax.lax.bitcast_convert_type(x, jnp.uint16)
+    return x.astype(jnp.float32)
+
+
+def _from_float(x: jax.Array, like: Any) -> jax.Array:
+    if jnp.issubdtype(like.dtype, jnp.floating):
+        return x
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        bits = jax.lax.bitcast_convert_type(x.astype(jnp.uint16), jnp.uint32)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like))
+    if like.dtype.itemsize <= 2:
+        return x.astype(like.dtype)
+    return jax.lax.bitcast_convert_type(x.astype(jnp.uint16), like.dtype)

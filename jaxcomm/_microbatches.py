@@ -1,0 +1,81 @@
+"""Values and gradients of a batch in microbatches: their mean, with the memory of one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm import _shards
+from jaxcomm._attached import attached_in, detached, finished, last_of, map_leaves
+
+
+def accumulated(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Callable[..., Any]:
+    """`value_and_grad_fn` of a batch, of which it sees so many equal parts in turn."""
+
+    def on_batch(params: Any, batch: Any, *args: Any) -> Any:
+        batches = jax.tree.map(lambda x: _split(x, microbatches), batch)
+        if attached_in(params):
+            return _exchanged_last(value_and_grad_fn, microbatches, params, batches, *args)
+        total, start, state = _sums(value_and_grad_fn, params, batches, *args)
+        means = jax.tree.map(lambda t, o: (t / microbatches).astype(mean_dtype(o)), total, start)
+        return _shards.with_residuals(means, state)
+
+    return on_batch
+
+
+def _exchanged_last(
+    value_and_grad_fn: Callable[..., Any], microbatches: int, params: Any, batches: Any, *args: Any
+) -> Any:
+    """Gradients that are local in all microbatches but the last, which exchanges their mean."""
+    before, last = (jax.tree.map(lambda x, i=i: x[i], batches) for i in (slice(-1), -1))
+    (value, grads), _, _ = _sums(value_and_grad_fn, detached(params), before, *args)
+    last_params = last_of(params, grads, microbatches)
+    last_value, last_grads = value_and_grad_fn(last_params, last, *args)
+
+    def mean(out: Any, total: Any, _: Any = None) -> jax.Array:
+        return ((total + _in_float32(out)) / microbatches).astype(mean_dtype(out))
+
+    grads = map_leaves(mean, lambda node, _, of: finished(node, of), last_grads, grads, params)
+    return jax.tree.map(mean, last_value, value), grads
+
+
+def _sums(
+    value_and_grad_fn: Callable[..., Any], params: Any, batches: Any, *args: Any
+) -> tuple[Any, Any, Any]:
+    """The float32 sums over microbatches, what the first one returned, and the state behind them.
+
+    What an exchange of shards keeps in the backward pass goes from one microbatch to the next.
+    """
+    first, rest = (jax.tree.map(lambda x, i=i: x[i], batches) for i in (0, slice(1, None)))
+    start = value_and_grad_fn(params, first, *args)
+
+    def add(carry: Any, batch: Any) -> tuple[Any, None]:
+        total, state = carry
+        out = value_and_grad_fn(_shards.with_state(params, state), batch, *args)
+        state, out = _shards.next_state(state, out[1]), _shards.without_residuals(out)
+        return (jax.tree.map(lambda t, o: t + _in_float32(o), total, out), state), None
+
+    state = _shards.next_state(_shards.state_of(params), start[1])
+    start = _shards.without_residuals(start)
+    (total, state), _ = jax.lax.scan(add, (jax.tree.map(_in_float32, start), state), rest)
+    return total, start, state
+
+
+def _split(x: jax.Array, microbatches: int) -> jax.Array:
+    if x.shape[0] % microbatches:
+        raise ValueError(
+            f"{x.shape[0]} examples on a device do not divide into {microbatches} "
+            "microbatches; change the batch size or the number of microbatches."
+        )
+    return x.reshape(microbatches, x.shape[0] // microbatches, *x.shape[1:])
+
+
+def _in_float32(x: Any) -> jax.Array:
+    return jnp.asarray(x).astype(jnp.float32)
+
+
+def mean_dtype(x: Any) -> Any:
+    """The dtype of a mean of such values."""
+    dtype = jnp.result_type(x)
+    return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
