@@ -110,6 +110,11 @@ def attached_in(tree: Any) -> list[Attached]:
     return list(filter(is_attached, jax.tree.leaves(tree, is_leaf=is_attached)))
 
 
+def values_of(tree: Any) -> Any:
+    """The tree with plain parameters, as they are."""
+    return map_leaves(lambda x: x, lambda node: node.value, tree)
+
+
 def detached(tree: Any) -> Any:
     """The tree with plain parameters, whose gradients are local and not exchanged."""
     return map_leaves(lambda x: x, lambda node: _as_local(node.value, node.stack), tree)
@@ -178,15 +183,17 @@ def exchanged(layer: Any) -> Any:
 
     Wire: in the backward pass, that of the exchange that `jaxcomm.in_backward` was given.
     """
-    nodes, treedef = jax.tree.flatten(layer, is_leaf=is_attached)
-    if not any(map(is_attached, nodes)):
+    leaves, treedef = jax.tree.flatten(layer, is_leaf=is_attached)
+    nodes = list(filter(is_attached, leaves))
+    if not nodes:
         return layer
     stack = _stack_of(nodes)
     for node in nodes:
         node.used = True
     values = [node.value for node in nodes]
     carried, totals = list(nodes[0].carried), [node.total for node in nodes]
-    return treedef.unflatten(_identity(stack)(values, carried, totals))
+    whole = iter(_identity(stack)(values, carried, totals))
+    return treedef.unflatten([next(whole) if is_attached(x) else x for x in leaves])
 
 
 def _identity(stack: Stack) -> Callable[[Arrays, Arrays, list[Any]], Arrays]:
@@ -215,6 +222,12 @@ def _identity(stack: Stack) -> Callable[[Arrays, Arrays, list[Any]], Arrays]:
 
 def _as_local(value: Any, stack: Stack) -> Any:
     """A parameter, typed as each device's own, so that its gradient is not summed."""
+    if not _axes.is_manual(stack.axis_name):
+        raise ValueError(
+            f"parameter {stack.paths[0]} is exchanged where its gradient is each device's own: "
+            f"take gradients by jaxcomm.value_and_grad(loss_fn, {stack.axis_name!r}), or inside of "
+            "jax.shard_map. To evaluate the loss, use parameters that are not attached."
+        )
     if not _axes.checks_on(stack.axis_name):
         return value
     return _axes.as_varying(value, frozenset(_axes.names_of(stack.axis_name)))
@@ -227,10 +240,10 @@ def _mean_of(grad: jax.Array, total: jax.Array | None, microbatches: int) -> jax
     return ((total + grad.astype(jnp.float32)) / microbatches).astype(grad.dtype)
 
 
-def _stack_of(nodes: Sequence[Any]) -> Stack:
+def _stack_of(nodes: Sequence[Attached]) -> Stack:
     """The stack that the leaves of one layer belong to, checked."""
-    stack: Stack = next(node.stack for node in nodes if is_attached(node))
-    found = {node.path for node in nodes if is_attached(node) and node.stack is stack}
+    stack: Stack = nodes[0].stack
+    found = {node.path for node in nodes if node.stack is stack}
     if lacking := [path for path in stack.paths if path not in found]:
         raise ValueError(
             f"jaxcomm.exchanged was given a layer without parameter {lacking[0]}; give it all "
@@ -238,8 +251,8 @@ def _stack_of(nodes: Sequence[Any]) -> Stack:
         )
     if len(nodes) > len(found):
         raise ValueError(
-            f"jaxcomm.exchanged was given {len(nodes)} leaves, and the layer of {stack.paths[0]} "
-            f"has {len(found)}; give it one layer, and nothing else."
+            f"jaxcomm.exchanged was given {len(nodes)} parameters, and the layer of "
+            f"{stack.paths[0]} has {len(found)}; give it one layer at a time."
         )
     for node, shape in zip(nodes, stack.layer, strict=True):
         if jnp.shape(node.value) != shape:

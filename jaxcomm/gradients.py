@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, _paths, _shards
-from jaxcomm._attached import attached_in, map_leaves, specs_of, with_attached
+from jaxcomm._attached import attached_in, map_leaves, specs_of, values_of, with_attached
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import (
     FINISHED,
@@ -41,7 +41,7 @@ class ValueAndGrad:
         self._check_attached(params)
         kind = OWN_GRADIENT if own else GRADIENT
         if _axes.is_manual(self.axis_name):
-            self._check_loss(params, batch, args)
+            self._check_loss(values_of(params), batch, args)
             value, grads = self._on_one_device(params, batch, *args)
             return value, _marked(grads, kind)
         shares = _shares(batch, world, self.axis_name)
@@ -49,7 +49,7 @@ class ValueAndGrad:
         of_one = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), params
         )
-        self._check_loss(of_one if own else _shards.whole(params), shares, args)
+        self._check_loss(of_one if own else _shards.whole(values_of(params)), shares, args)
         replicated, split = PartitionSpec(), PartitionSpec(self.axis_name)
         attached_specs = map_leaves(lambda x: x, specs_of, params)
         if _axes.explicit_axes().issuperset(_axes.names_of(self.axis_name)):

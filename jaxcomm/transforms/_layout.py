@@ -113,10 +113,11 @@ def layout_of(
         shape, stacked = tuple(jnp.shape(leaf)), fits(name, STACKED.get(()))
         exempted = is_exempt(name, shape, stacked, exempt)
         leaves.append(Leaf(name, shape, dtype, spec, exempted, stacked))
+    known = PATHS.get() or [leaf.path for leaf in leaves]
     if not callable(exempt):
-        check_patterns(exempt, PATHS.get() or [leaf.path for leaf in leaves])
+        check_patterns(exempt, known)
     is_part = any(isinstance(node, optax.MaskedNode) for node in nodes)
-    _check_order(bucket_order or (), [leaf.path for leaf in leaves], is_part)
+    _check_order(bucket_order or (), known, is_part and not PATHS.get())
     return Layout(axis_name, world, tuple(leaves))
 
 
@@ -187,6 +188,12 @@ def axis_of(state: Any, who: str) -> AxisName:
             f"{', or use optax.MultiSteps' if who == 'multi_steps' else ''}."
         )
     return axes.pop()
+
+
+def leaf_paths(state: Any) -> set[str]:
+    """The paths of the parameters that the transformations of a state know."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout))
+    return {leaf.path for node in nodes if isinstance(node, Layout) for leaf in node.leaves}
 
 
 def check_gradients(grads: list[Any], layout: Layout) -> None:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxcomm._attached import Arrays, Attached, Stack, from_floats, is_attached, to_floats
 from jaxcomm._marks import mark_local, unmark_local
 from jaxcomm.transforms._buckets import LAYER
-from jaxcomm.transforms._layout import GIVEN_SPECS, PATHS, STACKED, axis_of
+from jaxcomm.transforms._layout import GIVEN_SPECS, PATHS, STACKED, axis_of, leaf_paths
 from jaxcomm.transforms._stacks import (
     first_layer,
     is_nan,
@@ -227,7 +227,9 @@ class _InBackward:
         for number, (own, size) in enumerate(
             zip(found[0].layers, found[0].stacks.sizes, strict=True)
         ):
-            chosen = [i for i, x in enumerate(of) if x == number]
+            known = leaf_paths(own)  # a part of optax.partition does not have all leaves
+            is_chosen = [x == number and path in known for x, path in zip(of, paths, strict=True)]
+            chosen = [i for i, x in enumerate(is_chosen) if x]
             for i in chosen:
                 if is_attached(leaves[i]):
                     raise ValueError(f"parameter {paths[i]} is attached already; attach it once.")
@@ -236,7 +238,7 @@ class _InBackward:
                         f"parameter {paths[i]} has shape {jnp.shape(leaves[i])}, and the state of "
                         f"its exchange is of {size} layers; call tx.init again on these parameters."
                     )
-            part = jax.tree.structure(part_of(params, [x == number for x in of]))
+            part = jax.tree.structure(part_of(params, is_chosen))
             shapes = {paths[i]: jnp.shape(leaves[i])[1:] for i in chosen}
             stack, carried = self._stack(part, shapes, own, size)
             for place, i in enumerate(chosen):

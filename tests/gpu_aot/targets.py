@@ -19,9 +19,9 @@ needs_gpu_aot = pytest.mark.skipif(
 
 
 def compiled_in_a_process(module: str, *args: str, timeout: float = 600) -> Any:
-    """What `python -m gpu_aot.<module> args` prints as its last line, read as JSON."""
+    """What a program of this folder, or of another, prints as its last line, read as JSON."""
     finished = subprocess.run(
-        [sys.executable, "-m", f"gpu_aot.{module}", *args],
+        [sys.executable, "-m", module if "." in module else f"gpu_aot.{module}", *args],
         env={
             **{name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
             "JAX_PLATFORMS": "cpu",

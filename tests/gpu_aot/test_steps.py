@@ -62,6 +62,62 @@ def test_overlap_of_a_program_that_can_be_read() -> None:
     assert (found.in_conditionals, found.blocking) == (400, ("last",))
 
 
+LOOP = """
+HloModule jit_step, is_scheduled=true, num_partitions=2
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%again (c: f32[100]) -> pred[] {
+  %c = f32[100]{0} parameter(0)
+  ROOT %true = pred[] constant(true)
+}
+
+%layer (p: f32[100]) -> f32[100] {
+  %p = f32[100]{0} parameter(0)
+  %inside = f32[100]{0} all-reduce-start(%p), replica_groups={{0,1}}, to_apply=%add
+  %wgrad = f32[100]{0} custom-call(%p), custom_call_target="__cublas$gemm", \
+metadata={op_name="jit(step)/transpose(jvp())/while/body/dot_general"}
+  %inside-done = f32[100]{0} all-reduce-done(%inside)
+  %late = f32[100]{0} all-reduce-start(%inside-done), replica_groups={{0,1}}, to_apply=%add
+  %encode = f32[100]{0} custom-call(%wgrad), custom_call_target="__cublas$gemm", \
+metadata={op_name="jit(step)/transpose(jvp())/while/body/jaxcomm.exchange/dot_general"}
+  ROOT %late-done = f32[100]{0} all-reduce-done(%late)
+}
+
+ENTRY %main (a: f32[100]) -> f32[100] {
+  %a = f32[100]{0} parameter(0)
+  %around = f32[100]{0} all-reduce-start(%a), replica_groups={{0,1}}, to_apply=%add
+  %loop = f32[100]{0} while(%a), condition=%again, body=%layer, \
+backend_config={"known_trip_count":{"n":"12"}}
+  ROOT %around-done = f32[100]{0} all-reduce-done(%around)
+}
+"""
+
+
+def test_overlap_of_a_loop() -> None:
+    """Behind a product of its own round, or of the loop around which it travels; not a codec's."""
+    found = overlap(LOOP)
+    assert (found.sent, found.hidden, found.behind_products) == (400 * 25, 400 * 13, 400 * 13)
+    assert found.blocking == ()
+
+
+@needs_gpu_aot
+@pytest.mark.gpu_aot
+@pytest.mark.parametrize("target", TARGETS)
+def test_scanned_layers_travel_behind_products(target: str) -> None:
+    """For an A10 no product goes behind the last bucket of a layer, a third of its bytes."""
+    limits = {"float32": 0.9, "bfloat16": 0.6 if target == "a10" else 0.9}
+    arguments = (f"--target={target}", f"--methods={','.join(limits)}", "--json")
+    rows = compiled_in_a_process("benchmarks.overlap", *arguments, timeout=900)
+    assert rows["psum"]["hidden"] == 0 and rows.keys() == {"psum", *limits}
+    for name, limit in limits.items():
+        assert rows[name]["behind_products"] >= limit and rows[name]["of_psum"] <= 1.1, rows[name]
+
+
 @needs_gpu_aot
 @pytest.mark.gpu_aot
 @pytest.mark.parametrize("target", TARGETS)

@@ -40,8 +40,8 @@ BAD_LOSS = {
     "cast and scale parameters behind jaxcomm.exchanged": lambda p, b: scanned(
         {**p, "blocks": jax.tree.map(lambda x: x.astype(jnp.bfloat16), p["blocks"])}, b
     ),
-    "has 2; give it one layer, and nothing else": lambda p, b: scanned(
-        p, b, lambda x, layer: (x @ jaxcomm.exchanged({**layer, "x": x})["w"], None)
+    "blocks/b has 2; give it one layer at a time": lambda p, b: scanned(
+        p, b, lambda x, layer: (x @ jaxcomm.exchanged([layer, layer])[0]["w"], None)
     ),
 }
 
@@ -87,7 +87,11 @@ def test_bad_arguments_and_states() -> None:
             jaxcomm.in_backward(jaxcomm.mean("data"), ["layers"]).init(params)
         with pytest.raises(ValueError, match="need the same leading axis of layers"):
             exchange.init({"blocks": {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}})
+        with pytest.raises(ValueError, match="bucket_order names 'x', which is no parameter"):
+            jaxcomm.in_backward(jaxcomm.mean("data", bucket_order=["x"]), ["blocks"]).init(params)
         state = exchange.init(params)
+        with pytest.raises(ValueError, match="blocks/b is exchanged where its gradient is each"):
+            jax.eval_shape(jax.grad(scanned), exchange.attach(params, state), batch())
         fewer = {**params, "blocks": jax.tree.map(lambda x: x[:2], params["blocks"])}
         with pytest.raises(ValueError, match=r"blocks/b has shape \(2, 6\), and the state .* of 3"):
             exchange.attach(fewer, state)
@@ -114,3 +118,23 @@ def test_states_of_every_dtype_are_carried_in_floats(dtype: str) -> None:
     assert all(jnp.issubdtype(f.dtype, jnp.floating) for f in floats)
     (again,) = from_floats([0.0 + f for f in floats], [x])
     assert again.dtype == x.dtype and bool(jnp.all(again == x))
+
+
+def test_frozen_leaves_of_a_layer() -> None:
+    """What `optax.partition` gives to `set_to_zero` is not attached, and comes back as it is."""
+    exchange = jaxcomm.in_backward(jaxcomm.mean("data", "int8"), ["blocks"])
+    labels = {"blocks": {"b": "frozen", "w": "trained"}, "embed": "trained"}
+    tx = optax.partition({"trained": exchange, "frozen": jaxcomm.set_to_zero("data")}, labels)
+    with jax.set_mesh(mesh_of()):
+        params, data = placed(mesh_of()), jaxcomm.global_batch(batch(), "data")
+
+        @jax.jit
+        def step(state: Any) -> Any:
+            attached = exchange.attach(params, state)
+            _, grads = jaxcomm.value_and_grad(scanned, "data")(attached, data)
+            return tx.update(grads, state, params)[0]
+
+        updates = step(tx.init(params))
+        alone = run(exchange, steps=1).updates[0]
+    np.testing.assert_array_equal(updates["blocks"]["w"], alone["blocks"]["w"])
+    assert not np.any(updates["blocks"]["b"])
