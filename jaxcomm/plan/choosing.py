@@ -79,7 +79,7 @@ class Plan:
     def headline(self) -> str:
         """What to do, in a sentence."""
         best, dense = self.choice, self.float32
-        gain = f"{1e3 * dense.step:.3g} -> {1e3 * best.step:.3g} ms a step"
+        gain = f"{_ms(dense.step)} -> {_ms(best.step)} ms a step"
         share = f"{dense.efficiency:.1%} -> {best.efficiency:.1%} of it computes"
         if best.method.family == "float32":
             other = min((r for r in self.rows if r.method.family != "float32"), key=_step_of)
@@ -100,8 +100,8 @@ class Plan:
         """What the choice, and the float32 mean, spend their time on."""
         best, dense = self.choice, self.float32
         return (
-            f"what limits you: {dense.limit} with float32 ({1e3 * dense.exchange:.3g} ms an "
-            f"exchange), {best.limit} with {best.method.name} ({1e3 * best.exchange:.3g} ms)."
+            f"what limits you: {dense.limit} with float32 ({_ms(dense.exchange)} ms an "
+            f"exchange), {best.limit} with {best.method.name} ({_ms(best.exchange)} ms)."
         )
 
     def lines(self, rows: int | None = None) -> list[str]:
@@ -133,6 +133,12 @@ class Plan:
         """Writes the rows, as JSON."""
         with open(path, "w") as file:
             json.dump({"headline": self.headline, "rows": self.as_json()}, file, indent=1)
+
+
+def _ms(seconds: float) -> str:
+    """Milliseconds, with three digits or more."""
+    ms = 1e3 * seconds
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
 
 
 def _step_of(row: Prediction) -> float:

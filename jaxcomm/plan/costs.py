@@ -73,6 +73,8 @@ def read(path: str | Path) -> Costs:
     Raises:
       ValueError: for what cannot be, in one line with the file and the number of its line.
     """
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path}; python -m jaxcomm.probe writes one.")
     file = File(Path(path))
     values = dict(file.settings)
     if values.pop("version", VERSION) != VERSION:

@@ -270,6 +270,10 @@ class TestCosts:
             plan.read_costs(path)
         assert "\n" not in str(error.value)
 
+    def test_there_is_no_file(self) -> None:
+        with pytest.raises(ValueError, match="there is no file no.yaml; python -m jaxcomm.probe"):
+            plan.read_costs("no.yaml")
+
     def test_a_probe_of_simulated_devices(self, make_mesh: Any) -> None:
         found = plan.probe(make_mesh(4), families=["float32"])
         assert found.source.startswith("measured on 4 devices") and found.latency > 0
