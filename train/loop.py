@@ -1,5 +1,6 @@
 """One run, from the config to its report: read this page first."""
 
+import functools
 import math
 import time
 from pathlib import Path
@@ -74,7 +75,8 @@ def train(
     tx = sync.joined(how, exchange, optimizer)
 
     # Where the run stands: at its beginning, or at its last checkpoint.
-    train_state = state.init(params, tx)
+    place = functools.partial(sync.place, config=config.sync)
+    train_state = state.init(params, tx, place)
     folder = workdir / "checkpoints"
     saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
     checkpoints = checkpoint.Checkpoints(folder, config.checkpoint.keep)
@@ -126,8 +128,8 @@ def train(
         signals.all_is_saved()
 
         # What the exchange costs: the same step without it, from the same parameters.
-        plain_tx = optax.chain(sync.no_exchange(), optimizer)
-        plain = state.init(jax.tree.map(jnp.copy, train_state.params), plain_tx)
+        plain_tx = optax.chain(sync.no_exchange(config.sync), optimizer)
+        plain = state.init(jax.tree.map(jnp.copy, train_state.params), plain_tx, place)
         plain_step = step.compile_step(step.make_train_step(gradient, plain_tx), plain, example)
         times = measure.measure_steps(
             train_step, train_state, plain_step, plain, example, config.measure_steps

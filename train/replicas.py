@@ -40,9 +40,12 @@ def make_check(params: Any) -> Callable[[Any, int], None]:
 
     Returns:
       `check(params, step)`, which raises a RunError on all processes if two devices hold other
-      bits, and names the devices and the first array.
+      bits, and names the devices and the first array. Of what is split no device holds a copy.
     """
     mesh = jax.sharding.get_mesh()
+    names, copied = _copied(params)
+    if not copied:
+        return lambda params, step: None
     # Without the check that replicated values are equal: whether they are is the question.
     gathered = jax.shard_map(
         lambda p: jax.lax.all_gather(hashes(p), AXIS),
@@ -50,14 +53,10 @@ def make_check(params: Any) -> Callable[[Any, int], None]:
         out_specs=jax.P(),
         check_vma=False,
     )
-    compiled = jax.jit(gathered).lower(params).compile()
-    names = [
-        jax.tree_util.keystr(path, simple=True, separator="/")
-        for path, _ in jax.tree_util.tree_leaves_with_path(params)
-    ]
+    compiled = jax.jit(gathered).lower(copied).compile()
 
     def check(params: Any, step: int) -> None:
-        found = np.asarray(compiled(params))  # [devices, arrays, 2]
+        found = np.asarray(compiled(_copied(params)[1]))  # [devices, arrays, 2]
         whole = [row.tobytes() for row in found]
         usual, _ = Counter(whole).most_common(1)[0]
         if all(row == usual for row in whole):
@@ -74,3 +73,13 @@ def make_check(params: Any) -> Callable[[Any, int], None]:
         )
 
     return check
+
+
+def _copied(params: Any) -> tuple[list[str], list[jax.Array]]:
+    """The names and arrays of which every device holds a copy."""
+    pairs = [
+        (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        if leaf.sharding.is_fully_replicated
+    ]
+    return [name for name, _ in pairs], [leaf for _, leaf in pairs]

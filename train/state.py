@@ -1,5 +1,6 @@
 """The state that a run carries from step to step, and its optimizer."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -67,7 +68,9 @@ def make_optimizer(config: Any, steps: int) -> optax.GradientTransformation:
     )
 
 
-def init(params: Any, tx: optax.GradientTransformation) -> TrainState:
-    """The state before the first step, on all devices of the mesh."""
-    params = jaxcomm.replicate(params)
+def init(
+    params: Any, tx: optax.GradientTransformation, place: Callable[[Any], Any] = jaxcomm.replicate
+) -> TrainState:
+    """The state before the first step, on all devices of the mesh, the parameters as placed."""
+    params = place(params)
     return TrainState(jaxcomm.replicate(jnp.zeros((), jnp.int32)), params, tx.init(params))

@@ -9,20 +9,35 @@ import optax
 from flax import nnx
 
 import jaxcomm
+from train.models.transformer import STACK
 from train.state import TrainState
-from train.sync import AXIS
+from train.sync import AXIS, for_loss
 
 Metrics = dict[str, jax.Array]
 STOP = "stop"  # In a batch: 1 where the process that read the row was asked to end, else 0.
 Forward = Callable[[Any, jax.Array], jax.Array]
 
 
-def make_forward(graph: nnx.GraphDef, mean: float, std: float) -> Forward:
-    """From a model to `forward(params, uint8 images) -> float32 logits`."""
+def whole(params: Any) -> Any:
+    """Parameters that are split over the devices, gathered; a stack gathers its layers itself."""
+    return {name: part if name == STACK else jaxcomm.gather(part) for name, part in params.items()}
 
-    def forward(params: Any, images: jax.Array) -> jax.Array:
-        images = (images.astype(jnp.float32) - mean) / std
-        return nnx.merge(graph, params)(images).astype(jnp.float32)
+
+def make_forward(graph: nnx.GraphDef, mean: float | None = None, std: float = 1.0) -> Forward:
+    """From a model to `forward(params, inputs) -> float32 logits`.
+
+    Args:
+      graph: the model without its parameters.
+      mean: of the pixels of images, which are uint8; None where inputs are tokens.
+      std: of the pixels.
+    """
+
+    def forward(params: Any, inputs: jax.Array) -> jax.Array:
+        if mean is None:
+            inputs = inputs.astype(jnp.int32)
+        else:
+            inputs = (inputs.astype(jnp.float32) - mean) / std
+        return nnx.merge(graph, whole(params))(inputs).astype(jnp.float32)
 
     return forward
 
@@ -77,9 +92,7 @@ def make_train_step(
     """
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
-        at = state.params
-        if isinstance(state.opt_state, jaxcomm.LocalStepsState):  # each device's own
-            at = jaxcomm.local_params(state.opt_state)
+        at = for_loss(state.params, state.opt_state)
         with jax.named_scope("gradient"):
             (loss, metrics), grads = gradient(at, batch)
         with jax.named_scope("exchange_and_optimizer"):

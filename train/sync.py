@@ -29,7 +29,7 @@ def majority_vote(
         shared = {"exempt", "bucket_mib", "bucket_order"} & options.keys()
         mean = jaxcomm.mean(axis_name, "bfloat16", **{name: options[name] for name in shared})
         chain.insert(0, jaxcomm.control_variates(mean, correct_every))
-    return optax.chain(*chain)
+    return optax.chain(*chain) if len(chain) > 1 else chain[0]
 
 
 def one_bit_adam(
@@ -185,9 +185,9 @@ def build(config: Any, bucket_order: Sequence[str], steps: int) -> optax.Gradien
     _check_exempt(options.get("exempt", ()), bucket_order)
     try:
         tx = factory(AXIS, **{name: options[name] for name in names if name in options})
-        if "dense_steps" in names:  # the method has dense steps of its own
-            return tx
-        return jaxcomm.dense_first(tx, options.get("dense_steps", 0))
+        if "dense_steps" not in names:  # else the method has dense steps of its own
+            tx = jaxcomm.dense_first(tx, options.get("dense_steps", 0))
+        return _sharded(tx, config)
     except (TypeError, ValueError) as error:
         raise UserError(f"config.sync: {error}") from error
 
@@ -204,6 +204,11 @@ def joined(
     """
     if config.every == 1:
         return optax.chain(exchange, optimizer)
+    if config.get("gather"):
+        raise UserError(
+            "config.sync: with every above 1 each device has all parameters of its own, so they "
+            "cannot be split: leave out gather, or every"
+        )
     nesterov = config.outer_momentum > 0
     outer = optax.sgd(config.outer_rate, config.outer_momentum or None, nesterov)
     try:
@@ -212,6 +217,36 @@ def joined(
         )
     except ValueError as error:
         raise UserError(f"config.sync: {error}") from error
+
+
+def _sharded(tx: optax.GradientTransformation, config: Any) -> optax.GradientTransformation:
+    """The exchange of parameters that are split over the devices, if `gather` names a codec."""
+    if not config.get("gather"):
+        return tx
+    codec = read_call(config.gather, CALLS["codec"], "config.sync.gather")
+    return jaxcomm.sharded(tx, codec)
+
+
+def place(params: Any, config: Any) -> Any:
+    """Puts parameters on the devices: all of them on each, or split if `gather` names a codec."""
+    if not config.get("gather"):
+        return jaxcomm.replicate(params)
+    try:
+        return jaxcomm.shard(params, AXIS, exempt=tuple(config.get("exempt", ())))
+    except ValueError as error:
+        raise UserError(f"config.sync.gather: {error}") from error
+
+
+def for_loss(params: Any, opt_state: Any) -> Any:
+    """Parameters as the loss takes them: each device's own, or with the state of their exchange."""
+    if isinstance(opt_state, jaxcomm.LocalStepsState):
+        return jaxcomm.local_params(opt_state)
+    leaves = jax.tree.leaves(opt_state, is_leaf=_is_sharded)
+    return jaxcomm.sharded_params(params, opt_state) if any(map(_is_sharded, leaves)) else params
+
+
+def _is_sharded(node: Any) -> bool:
+    return isinstance(node, jaxcomm.ShardedState)
 
 
 def _check_exempt(patterns: Sequence[str], paths: Sequence[str]) -> None:
@@ -239,6 +274,9 @@ def shares(config: Any, steps: int, frozen_at: int) -> dict[str, float]:
     return {"from step 0": dense / steps, "one_bit_adam: dense": (frozen_at or steps) / steps}
 
 
-def no_exchange() -> optax.GradientTransformation:
-    """The exchange of the same step without communication, for measuring."""
-    return jaxcomm.no_exchange(AXIS)
+def no_exchange(config: Any) -> optax.GradientTransformation:
+    """The exchange of the same step without communication, for measuring.
+
+    Parameters that are split are gathered all the same.
+    """
+    return _sharded(jaxcomm.no_exchange(AXIS), config)

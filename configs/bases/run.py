@@ -86,6 +86,9 @@ def sync() -> config_dict.ConfigDict:
     sync.outer_rate = 1.0  # Of the outer SGD, which takes the exchanged difference for a gradient.
     sync.outer_momentum = 0.0  # Nesterov's.
     sync.fragments = 1  # Parts of the leaves, which are exchanged in turn.
+    # FSDP: a codec in which parameters are gathered that are split over the devices. None: every
+    # device has all of them. For mean, majority_vote and none.
+    sync.gather = config_dict.placeholder(str)
     # Of majority_vote:
     sync.ties = config_dict.placeholder(str)  # "random", "zero", "positive" or "negative".
     sync.zeros = config_dict.placeholder(str)  # "random" or "abstain".

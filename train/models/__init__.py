@@ -12,6 +12,7 @@ from train.models.alexnet import AlexNet
 from train.models.bert import BERT
 from train.models.lstm import LSTM
 from train.models.resnet import ResNet
+from train.models.transformer import Transformer
 from train.models.vgg import VGG
 from train.models.vit import ViT
 
@@ -24,8 +25,9 @@ MODELS: dict[str, Callable[..., nnx.Module]] = {
     "vit": ViT,
     "lstm": LSTM,
     "bert": BERT,
+    "transformer": Transformer,
 }
-TEXT = ("lstm", "bert")  # They take tokens; the others take images.
+TEXT = ("lstm", "bert", "transformer")  # They take tokens; the others take images.
 
 
 def build(

@@ -1,0 +1,95 @@
+"""The training program with parameters that are split over the devices (`config.sync.gather`)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from running import read_config
+
+import jaxcomm
+from train import models, replicas, state, step, sync
+from train.errors import UserError
+
+WORLD, LENGTH, VOCABULARY = 4, 12, 32
+GPT = {
+    "name": "transformer",
+    "dtype": "float32",
+    "width": 32,
+    "depth": 3,
+    "heads": 4,
+    "mlp_width": 64,
+    "recompute": True,
+}
+
+
+def settings(**options: Any) -> Any:
+    config = read_config("digits_vit").sync
+    with config.unlocked():
+        config.update({"codec": "float32", **options})
+    return config
+
+
+def batches(steps: int) -> list[dict[str, np.ndarray]]:
+    rng = np.random.default_rng(0)
+    rows = rng.integers(0, VOCABULARY, (steps, 8, LENGTH + 1)).astype(np.int32)
+    return [{"image": row[:, :-1], "label": row[:, 1:]} for row in rows]
+
+
+def trained(steps: int = 4, **options: Any) -> tuple[list[float], Any, jaxcomm.WireReport]:
+    """Losses, the last state and what a step sends, on four devices."""
+    jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD]))
+    config = settings(**options)
+    graph, params = models.build(GPT, (LENGTH,), VOCABULARY, 0)
+    gradient = step.make_gradient(step.make_forward(graph), 0.0, 1)
+    tx = optax.chain(sync.build(config, (), steps), optax.adam(1e-2))
+    now = state.init(params, tx, lambda p: sync.place(p, config))
+    data = [jaxcomm.global_batch(batch, sync.AXIS) for batch in batches(steps)]
+    run = step.compile_step(step.make_train_step(gradient, tx), now, data[0])
+    losses = []
+    for batch in data:
+        now, metrics = run(now, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, now, jaxcomm.wire_report(run)
+
+
+def kernels_of(now: Any) -> list[jax.Array]:
+    """Without biases: that of the keys has no gradient but rounding errors, which Adam scales."""
+    return [x for x in jax.tree.leaves(now.params) if x.ndim > 3 or x.shape == (VOCABULARY, 32)]
+
+
+def test_losses_are_those_of_replicated_training() -> None:
+    expected, copied, _ = trained()
+    found, now, report = trained(gather="float32")
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for ours, theirs in zip(kernels_of(now), kernels_of(copied), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    kernel = now.params["blocks"]["expand"]["kernel"]
+    assert kernel.addressable_shards[0].data.size == kernel.size / WORLD
+    moment = now.opt_state[1][0].mu["blocks"]["expand"]["kernel"]
+    assert moment.addressable_shards[0].data.size == kernel.size / WORLD
+    # Layers are gathered one by one, and again on the way back.
+    layers = [c for c in report.only("all-gather").collectives if c.times == GPT["depth"]]
+    assert len(layers) == 2
+    check = replicas.make_check(now.params)  # of what is copied
+    check(now.params, 4)
+    less, _, small = trained(gather="int8", codec="int4", error_feedback=True)
+    np.testing.assert_allclose(less, expected, rtol=1e-2)
+    assert small.bytes_max < 0.35 * report.bytes_max
+
+
+def test_what_cannot_be_split() -> None:
+    for options, message in (
+        ({"gather": "int9"}, "config.sync: unknown codec 'int9'"),
+        ({"gather": "int8", "method": "sparse_mean", "density": 0.1}, "sharded takes what"),
+        ({"gather": "scaled_sign"}, "cannot be gathered in scaled_sign"),
+    ):
+        with pytest.raises(UserError, match=message):
+            sync.build(settings(**options), (), 10)
+    jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD]))
+    with pytest.raises(UserError, match=r"config.sync.gather: parameter w of shape \(3, 5\)"):
+        sync.place({"w": jnp.zeros((3, 5))}, settings(gather="int8"))
+    votes = sync.build(settings(gather="int8", method="majority_vote"), (), 10)
+    assert votes.init(sync.place({"w": jnp.zeros((8, 5))}, settings(gather="int8"))).scheme.signs
