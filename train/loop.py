@@ -137,7 +137,8 @@ def train(
         network, loop_ms = measure.bandwidth(config.network), recorder.median_step_ms()
         shares = sync.shares(how, config.steps, recorder.frozen_at)
         wire = jaxcomm.wire_report(train_step)
-        usual = exchange if how.every == 1 else None
+        in_one_piece = how.every == 1 and not how.gather
+        usual = exchange if in_one_piece else None  # Else it is not behind the gradient.
         predicted = planned.predicted(wire, usual, params, config.network.gigabits)
         summary = {
             **tested,

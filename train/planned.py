@@ -107,7 +107,7 @@ def _cluster(network: Any, devices: int) -> plan.Cluster | None:
 
 def _step_seconds(gradient: Any, params: Any, example: Any, optimizer: Any) -> float:
     """The median of a few steps without exchange, of the slowest process."""
-    tx = optax.chain(sync.no_exchange(), optimizer)
+    tx = optax.chain(sync.no_exchange({}), optimizer)
     at = state.init(jax.tree.map(jnp.copy, params), tx)
     program = step.compile_step(step.make_train_step(gradient, tx), at, example)
     times = []

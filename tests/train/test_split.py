@@ -18,7 +18,7 @@ GPT = {
     "name": "transformer",
     "dtype": "float32",
     "width": 32,
-    "depth": 3,
+    "depth": 2,
     "heads": 4,
     "mlp_width": 64,
     "recompute": True,
@@ -38,7 +38,7 @@ def batches(steps: int) -> list[dict[str, np.ndarray]]:
     return [{"image": row[:, :-1], "label": row[:, 1:]} for row in rows]
 
 
-def trained(steps: int = 4, **options: Any) -> tuple[list[float], Any, jaxcomm.WireReport]:
+def trained(steps: int = 3, **options: Any) -> tuple[list[float], Any, jaxcomm.WireReport]:
     """Losses, the last state and what a step sends, on four devices."""
     jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD]))
     config = settings(**options)
@@ -66,9 +66,9 @@ def test_losses_are_those_of_replicated_training() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     for ours, theirs in zip(kernels_of(now), kernels_of(copied), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
-    kernel = now.params["blocks"]["expand"]["kernel"]
+    kernel = now.params["stack"]["expand"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size / WORLD
-    moment = now.opt_state[1][0].mu["blocks"]["expand"]["kernel"]
+    moment = now.opt_state[1][0].mu["stack"]["expand"]["kernel"]
     assert moment.addressable_shards[0].data.size == kernel.size / WORLD
     # Layers are gathered one by one, and again on the way back.
     layers = [c for c in report.only("all-gather").collectives if c.times == GPT["depth"]]

@@ -23,7 +23,7 @@ from flax import nnx
 
 import jaxcomm
 
-STACK = "blocks"  # The field of the model with the layers: each is gathered by itself.
+STACK = "stack"  # The field of the model with the layers: each is gathered by itself.
 
 
 class Block(nnx.Module):
@@ -79,16 +79,16 @@ class Transformer(nnx.Module):
 
         @nnx.split_rngs(splits=depth)
         @nnx.vmap
-        def stack(rngs: nnx.Rngs) -> Block:
+        def stacked(rngs: nnx.Rngs) -> Block:
             return Block(width, heads, mlp_width, dtype, rngs)
 
-        self.blocks = stack(rngs)
+        self.stack = stacked(rngs)
         self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
         self.recompute = recompute
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
-        graph, blocks = nnx.split(self.blocks)
+        graph, blocks = nnx.split(self.stack)
 
         def layer(x: jax.Array, own: nnx.State) -> tuple[jax.Array, None]:
             return nnx.merge(graph, jaxcomm.gather(own))(x), None
