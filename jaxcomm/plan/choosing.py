@@ -181,7 +181,7 @@ def plan(
       >>> room = plan.cluster(plan.fabrics.star("room", hosts=4, rate="1Gbit"))
       >>> found = plan.plan(room, plan.workload(25.6e6, step_ms=234), quality="16bit")
       >>> found.choice.method.name
-      'bfloat16/ring'
+      'bfloat16/direct'
       >>> tx = found.transformation("data")
     """
     given = cluster.order
