@@ -103,6 +103,7 @@ def run(args: argparse.Namespace) -> None:
                 programs.mkdir(exist_ok=True)
                 measured = measured_on(case, args, programs, needs_codes(kept, case))
                 kept = {**kept, **circumstances(NAME), "cases": [*kept["cases"], measured]}
+                kept["summary"] = summarised(kept)
                 Path(args.out).write_text(json.dumps(kept, indent=1) + "\n")
                 print(summary_of(measured, kept), flush=True)
 
@@ -203,18 +204,22 @@ def summary_of(case: dict[str, Any], kept: dict[str, Any]) -> str:
 def report(args: argparse.Namespace) -> None:
     """Errors by kind, and how often the choice was good; tuned networks and others."""
     kept = read(args.out)
-    groups: dict[str, list[Any]] = {"tuned": [], "others": []}
-    for case in kept["cases"]:
-        groups["tuned" if case["network"] in TUNED else "others"].append(case)
-    summary: dict[str, Any] = {}
-    for group, cases in groups.items():
-        if cases:
-            summary[group] = of_group(cases, kept)
-            show(group, summary[group])
+    summary = summarised(kept)
+    for group, found in summary.items():
+        show(group, found)
     if args.png:
         draw(kept, args.png)
     if args.json:
         print(json.dumps(summary))
+
+
+def summarised(kept: dict[str, Any]) -> dict[str, Any]:
+    """Tuned networks and the others, as far as there are cases of them."""
+    groups: dict[str, list[Any]] = {}
+    for case in kept["cases"]:
+        group = "tuned" if case["network"] in TUNED else "others"
+        groups.setdefault(group, []).append(case)
+    return {group: of_group(cases, kept) for group, cases in sorted(groups.items())}
 
 
 def of_group(cases: list[Any], kept: dict[str, Any]) -> dict[str, Any]:

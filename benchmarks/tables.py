@@ -289,7 +289,34 @@ def pareto() -> Lines:
     return table(["method", "optimizer", "bytes", "loss", "minus float32", "rate"], body)
 
 
+def planner() -> Lines:
+    """How far predictions are from measurements, by algorithm."""
+    summary = json.loads((RESULTS / "planner.json").read_text())["summary"]
+    body = [
+        [
+            {"own": "sparse and low rank"}.get(algorithm, algorithm),
+            group,
+            str(row["rows"]),
+            f"{row['median_ratio']:.2f}",
+            f"{100 * row['median_error']:.0f} %",
+            f"{100 * row['within']:.0f} % of +-{100 * row['error']:.0f} %",
+        ]
+        for group, at in summary.items()
+        for algorithm, row in at["errors"].items()
+    ]
+    head = ["algorithm", "networks", "predictions", "predicted / measured", "error", "within"]
+    return table(head, body)
+
+
+def overlap_cpu() -> Lines:
+    """Milliseconds of products and an exchange, alone and together."""
+    (found,) = parts("overlap_cpu").values()
+    return table(["", "ms"], [[row["name"], f"{row['ms']:.0f}"] for row in found["rows"]])
+
+
 TABLES: dict[str, Callable[[], Lines]] = {
+    "overlap_cpu": overlap_cpu,
+    "planner": planner,
     "pareto": pareto,
     "compile_time": compile_time,
     "dln": dln,

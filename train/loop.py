@@ -88,7 +88,7 @@ def train(
     watched_step = watched.watched(step.make_train_step(gradient, tx))
     train_step = step.compile_step(watched_step, train_state, example)
     eval_step = step.make_eval_step(forward)
-    check_replicas = replicas.make_check(train_state.params)
+    check_replicas = replicas.make_check(train_state.params, how.method)
 
     frozen_at = watched.step_of(train_state.opt_state)
     bad_steps = config.guard.bad_steps
