@@ -44,7 +44,7 @@ def flipped(value: np.ndarray, index: int, bit: int) -> np.ndarray:
 def test_one_bit_on_some_devices() -> None:
     good = parameters()
     with jax.set_mesh(jaxcomm.data_mesh()):
-        check = make_check(placed({}))
+        check = make_check(placed({}), "mean")
         check(placed({}), 7)
         for index, bit in ((0, 0), (69, 31), (33, 17)):
             with pytest.raises(RunError) as caught:

@@ -73,7 +73,7 @@ def test_losses_are_those_of_replicated_training() -> None:
     # Layers are gathered one by one, and again on the way back.
     layers = [c for c in report.only("all-gather").collectives if c.times == GPT["depth"]]
     assert len(layers) == 2
-    check = replicas.make_check(now.params)  # of what is copied
+    check = replicas.make_check(now.params, "mean")  # of what is copied
     check(now.params, 4)
     less, _, small = trained(gather="int8", codec="int4", error_feedback=True)
     np.testing.assert_allclose(less, expected, rtol=1e-2)
