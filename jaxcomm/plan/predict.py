@@ -10,16 +10,16 @@ from jaxcomm.plan.methods import FAMILIES, QUALITIES, Method, Sent, methods, sen
 from jaxcomm.plan.simulate import Exchange, Model, Simulation
 from jaxcomm.plan.workload import Workload
 
-# How far off predictions were on networks that they had not been adjusted to, by algorithm:
-# `python -m benchmarks.planner`.
+# How far off most predictions were, by algorithm: `python -m benchmarks.planner --report`. Of
+# hierarchical exchanges none was measured.
 ERRORS = {
-    "native": 0.05,
-    "ring": 0.05,
-    "halving_doubling": 0.05,
-    "hierarchical": 0.05,
-    "direct": 0.15,
-    "circulant": 0.3,
-    "own": 0.3,
+    "native": 0.1,
+    "ring": 0.15,
+    "halving_doubling": 0.3,
+    "hierarchical": 0.3,
+    "direct": 0.3,
+    "circulant": 0.35,
+    "own": 0.35,
 }
 BASELINE = Method("float32", "native")
 

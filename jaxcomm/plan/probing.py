@@ -51,8 +51,8 @@ def probe(
     Every process calls it. Messages are timed between neighbours in rank, all at once, both ways
     and one way. Codes are timed on a matrix of 1024 x 1024 on the first device of each process, all
     at once, so that processes that share cores slow each other down as they will in training. A
-    device that is alone has no errors to feed back, so the means with error feedback go around a
-    ring of all devices, whose messages are then subtracted. Where an operation has several
+    device that is alone has no errors to feed back, so the codes of means with error feedback are
+    timed by themselves. Where an operation has several
     implementations, they are timed too; `implementation="measure"` finds the choice again.
 
     Args:
@@ -93,7 +93,7 @@ def probe(
     local = {}
     for family in TIMED if families is None else families:
         if FEEDBACK in FAMILIES[family].needs and FAMILIES[family].options["method"] == "mean":
-            local[family] = _local_of_ring(mesh, family, latency, per_byte)
+            local[family] = _local_of_feedback(mesh, family)
         else:
             local[family] = _local(mesh, family)
         local |= dict.fromkeys(TIMED[family], local[family])
@@ -164,13 +164,24 @@ def _local(mesh: Mesh, family: str) -> float:
     return _exchange(mesh, alone, method) / SIDE**2
 
 
-def _local_of_ring(mesh: Mesh, family: str, latency: float, per_byte: float) -> float:
-    """Seconds of a value: an exchange around a ring, less its messages."""
-    alike = Mesh(mesh.devices, ("data",), axis_types=(AxisType.Auto,))
-    seconds = _exchange(mesh, alike, Method(family, "ring"))
-    size = codecs.from_name(family).message_bytes(-(-(SIDE**2) // mesh.size))
-    messages = 2 * (mesh.size - 1) * (latency + per_byte * size)
-    return max(seconds - messages, 0.0) / SIDE**2
+def _local_of_feedback(mesh: Mesh, family: str) -> float:
+    """Seconds of a value: what a device encodes, decodes, keeps and adds, without messages."""
+    codec, n = codecs.from_name(family), SIDE**2 // mesh.size
+
+    def body(x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        blocks = (x + residual).reshape(mesh.size, n)
+        payload = codec.encode(blocks)
+        left = blocks - codec.decode(payload, n)
+        arrived = jax.lax.optimization_barrier(payload)
+        mine = codec.decode_and_sum(arrived, n)
+        result = jnp.tile(codec.encode(mine)[None], (mesh.size, 1))
+        results = codec.decode(jax.lax.optimization_barrier(result), n)
+        return results.reshape(-1), left.reshape(-1)
+
+    values = np.random.default_rng(0).standard_normal(n * mesh.size, np.float32)
+    x = jax.device_put(values, mesh.local_devices[0])
+    program = jax.jit(body)
+    return _timed(mesh, lambda: program(x, x)) / x.size
 
 
 def _exchange(mesh: Mesh, over: Mesh, method: Method) -> float:
