@@ -30,7 +30,7 @@ def main() -> int:
             jax.distributed.initialize()
         cluster = plan.load_cluster(args.cluster) if args.cluster else None
         costs = plan.probe(cluster=cluster)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"probe: {error}", file=sys.stderr)
         return 2
     if jax.process_index() == 0:

@@ -25,7 +25,7 @@ def main() -> int:
     args = _parse()
     try:
         _run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
     return 0

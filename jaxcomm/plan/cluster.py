@@ -23,12 +23,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import yaml
 
 from jaxcomm.plan import costs as costs_
 from jaxcomm.plan.costs import Costs
 from jaxcomm.plan.fabrics import rate_of
-from jaxcomm.plan.files import File, find, topology_of
+from jaxcomm.plan.files import File, find, pyyaml, topology_of
 from jaxcomm.plan.topology import Link, Topology
 
 _NODE_KEYS = ("devices", "nics", "bandwidth")
@@ -159,14 +158,14 @@ def _sorted_out(overrides: Mapping[str, Any]) -> tuple[dict[tuple[str, str], Any
     """Rates of links, and all else."""
     links, others = {}, {}
     for key, value in overrides.items():
-        value = yaml.safe_load(value) if isinstance(value, str) else value
+        value = pyyaml().safe_load(value) if isinstance(value, str) else value
         found = _LINK.fullmatch(key)
         if found:
             links[found[1], found[2]] = value
         elif key.startswith("link"):
             raise ValueError(f"{key}: write link[s0,s1].bandwidth=1Gbit, with the ends of a link.")
         elif "." in key and not key.startswith("nodes."):
-            raise ValueError(f"{key}: unknown setting; nodes. is followed by {_NODE_KEYS}.")
+            raise ValueError(f"{key}: unknown setting; nodes has {', '.join(_NODE_KEYS)}.")
         else:
             others[key] = value
     return links, others

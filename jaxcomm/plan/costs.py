@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxcomm.plan.files import File
+from jaxcomm.plan.files import File, pyyaml
 
 VERSION = 1
 
@@ -61,10 +61,8 @@ class Costs:
 
     def save(self, path: str | Path) -> None:
         """Writes them as YAML, which `read` reads."""
-        import yaml
-
         values = {"version": VERSION, **dataclasses.asdict(self), "local": dict(self.local)}
-        Path(path).write_text(yaml.safe_dump(values, sort_keys=False))
+        Path(path).write_text(pyyaml().safe_dump(values, sort_keys=False))
 
 
 def read(path: str | Path) -> Costs:
@@ -129,9 +127,9 @@ def _passes(**bytes_of: float) -> dict[str, float]:
     return {family: count / _MEMORY for family, count in bytes_of.items()}
 
 
-# CPU: `python -m jaxcomm.probe --simulate=2` on an x86 server with two cores. GPU: counted, not
-# measured: bytes that the methods read and write of a memory of 2 TB/s, and tens of microseconds
-# for a message over TCP.
+# CPU, on an x86 server of two cores: codes by `python -m jaxcomm.probe --simulate=2`, messages as
+# between the four processes of `benchmarks.planner`. GPU: counted, not measured: bytes that the
+# methods read and write of a memory of 2 TB/s, and tens of microseconds for a message over TCP.
 _MEMORY = 2e12
 DEFAULTS = {
     "cpu": Costs(
@@ -143,7 +141,19 @@ DEFAULTS = {
         stripes=False,
         overlap=False,
         call=1e-3,
-        local={},
+        local={
+            "float32": 2.1e-9,
+            **dict.fromkeys(("bfloat16", "float16"), 1.1e-9),
+            **dict.fromkeys(("int8", "fp8_e4m3"), 1.3e-9),
+            "cnat": 3.8e-9,
+            "int4": 5.1e-9,
+            **dict.fromkeys(("scaled_sign", "int2"), 4.0e-9),
+            "vote": 1.6e-9,
+            "oktopk": 9.4e-9,
+            **dict.fromkeys(("topk_allgather", "topk_dsa", "gtopk", "gaussiank"), 11.1e-9),
+            "powersgd1": 5.7e-9,
+            **dict.fromkeys(("powersgd2", "powersgd4"), 9.0e-9),
+        },
     ),
     "gpu": Costs(
         source="defaults for a GPU, not measured here",

@@ -102,16 +102,20 @@ def _check_rate(
         raise file.error(key, wrong, overrides, item)
 
 
+def pyyaml() -> Any:
+    """PyYAML, which only files need; an ImportError says how to get it."""
+    try:
+        import yaml
+    except ImportError as error:
+        raise ImportError('files of clusters need PyYAML: pip install "jaxcomm[plan]".') from error
+    return yaml
+
+
 class File:
     """A YAML mapping, and in which line each of its keys and items stands."""
 
     def __init__(self, path: Path):
-        try:
-            import yaml
-        except ImportError as error:
-            raise ImportError(
-                'reading topologies needs PyYAML: pip install "jaxcomm[plan]".'
-            ) from error
+        yaml = pyyaml()
         self.path = path
         self.settings: dict[str, Any] = {}
         self._lines: dict[str, int] = {}
