@@ -15,6 +15,7 @@ WITH_EXAMPLES = [
     "jaxcomm._marks",
     "jaxcomm.plan.choosing",
     "jaxcomm.plan.simulate",
+    "jaxcomm.plan.using",
     "jaxcomm.simulation",
     "jaxcomm.transforms.in_backward",
     "jaxcomm.transforms.local",

@@ -1,9 +1,11 @@
 """The exchange that the planner chooses, and what it says that an exchange takes."""
 
+import contextlib
 import dataclasses
 import json
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,15 +69,14 @@ def resolved(
     """
     chosen, mesh = config.sync.copy_and_resolve_references(), jax.sharding.get_mesh()
     if config.sync.method != "auto":
+        _use_algorithms_of(config.network, mesh.size)
         return chosen
     file = workdir / "exchange.json"
     if file.exists():
         chosen.update(json.loads(file.read_text())["config"])
         return chosen
-    try:
+    with _told_as_network():
         cluster = _cluster(config.network, mesh.size)
-    except (ValueError, OSError) as error:
-        raise UserError(f"config.network: {error}") from error
     if cluster is None:
         chosen.method = "mean"
         return chosen
@@ -91,13 +92,36 @@ def resolved(
     return chosen
 
 
+@contextlib.contextmanager
+def _told_as_network() -> Iterator[None]:
+    """Names the part of the config that an error is about."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise UserError(f"config.network: {error}") from error
+
+
+def _use_algorithms_of(network: Any, devices: int) -> None:
+    """Lets `algorithm=None` be what is fastest on the cluster that the config names, if it does."""
+    with _told_as_network():
+        declared = _declared(network, devices)
+        costs = plan.read_costs(network.costs) if network.costs and declared else None
+        plan.use(declared and plan.load_cluster(network.cluster, costs=costs))
+
+
+def _declared(network: Any, devices: int) -> plan.Cluster | None:
+    """The cluster that the config names."""
+    declared = plan.load_cluster(network.cluster) if network.cluster else None
+    if declared is not None and declared.devices != devices:
+        raise ValueError(f"{network.cluster} has {declared.devices} devices, this run {devices}.")
+    return declared
+
+
 def _cluster(network: Any, devices: int) -> plan.Cluster | None:
     """The devices with their costs; None for a single one."""
     if devices == 1:
         return None
-    declared = plan.load_cluster(network.cluster) if network.cluster else None
-    if declared is not None and declared.devices != devices:
-        raise ValueError(f"{network.cluster} has {declared.devices} devices, this run {devices}.")
+    declared = _declared(network, devices)
     costs = plan.read_costs(network.costs) if network.costs else plan.probe(cluster=declared)
     if declared is not None:
         return plan.load_cluster(network.cluster, costs=costs)

@@ -59,7 +59,8 @@ def get_config() -> config_dict.ConfigDict:
     config.network = config_dict.ConfigDict()
     config.network.gigabits = config_dict.placeholder(float)  # None: measured in the run.
     config.network.probe_mib = 16  # Size of the exchange that measures it.
-    # Of config.sync.method="auto", the planner's choice:
+    # Of config.sync.method="auto", the planner's choice. With a cluster, config.sync.algorithm=None
+    # is the algorithm that is fastest on it, for every method.
     config.network.cluster = ""  # A cluster.yaml, see docs/planner.md; "": links are measured.
     config.network.costs = ""  # What `python -m jaxcomm.probe` wrote; "": measured in the run.
     config.network.quality = "16bit"  # Or "exact", "unbiased", "any".

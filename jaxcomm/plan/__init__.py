@@ -16,6 +16,7 @@ from jaxcomm.plan.probing import probe
 from jaxcomm.plan.programs import seconds_of
 from jaxcomm.plan.simulate import Exchange, Model, Simulation
 from jaxcomm.plan.topology import Link, Topology
+from jaxcomm.plan.using import use
 from jaxcomm.plan.workload import Workload, workload
 
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
     "probe",
     "read_costs",
     "seconds_of",
+    "use",
     "workload",
 ]

@@ -28,6 +28,7 @@ from jaxcomm.plan import costs as costs_
 from jaxcomm.plan.costs import Costs
 from jaxcomm.plan.fabrics import rate_of
 from jaxcomm.plan.files import File, find, pyyaml, topology_of
+from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.topology import Link, Topology
 
 _NODE_KEYS = ("devices", "nics", "bandwidth")
@@ -67,6 +68,16 @@ class Cluster:
         """(far, near), if there are two levels."""
         has_two = 1 < self.near < self.devices and self.devices % self.near == 0
         return (self.devices // self.near, self.near) if has_two else None
+
+    @property
+    def network(self) -> Simulation:
+        """What exchanges take on its links, by its costs."""
+        costs = self.costs
+        return Simulation(
+            self.topology.striped() if costs.stripes else self.topology,
+            Model(costs.latency, 0.0, costs.half_duplex, costs.per_byte, costs.efficiency),
+            self.order,
+        )
 
 
 def cluster(topology: Topology, costs: Costs | None = None) -> Cluster:

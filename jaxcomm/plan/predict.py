@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxcomm.plan.cluster import Cluster
 from jaxcomm.plan.methods import FAMILIES, QUALITIES, Method, Sent, methods, sent
-from jaxcomm.plan.simulate import Exchange, Model, Simulation
+from jaxcomm.plan.simulate import Exchange, Simulation
 from jaxcomm.plan.workload import Workload
 
 # How far off most predictions were, by algorithm: `python -m benchmarks.planner --report`. Of
@@ -113,13 +113,7 @@ def predictions(
     if chosen is None:
         chosen = methods(quality, cluster.levels is not None)
     candidates = list(dict.fromkeys([BASELINE, *chosen]))
-    costs = cluster.costs
-    network = Simulation(
-        cluster.topology.striped() if costs.stripes else cluster.topology,
-        Model(costs.latency, 0.0, costs.half_duplex, costs.per_byte, costs.efficiency),
-        cluster.order,
-    )
-    exchanged = _exchanges(network, cluster, load, candidates)
+    exchanged = _exchanges(cluster.network, cluster, load, candidates)
     base = exchanged[BASELINE]
     with_float32 = _step(cluster, load, _seconds(cluster, load, BASELINE, base), base)[1]
     found = [

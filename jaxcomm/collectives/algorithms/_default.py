@@ -1,12 +1,14 @@
-"""Which algorithm None stands for, by what is known without measuring."""
+"""Which algorithm None stands for: what a plan says, or what is known without measuring."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives.algorithms._algorithm import Algorithm
+from jaxcomm.collectives.algorithms._algorithm import length as length_of
 from jaxcomm.collectives.algorithms.circulant import circulant
 from jaxcomm.collectives.algorithms.direct import direct
 from jaxcomm.collectives.algorithms.ring import ring
@@ -15,10 +17,21 @@ from jaxcomm.kernels import _device
 
 _FEW = 16  # devices
 
+# From a reduction, the number of devices, the length of what travels, and what would be taken, to
+# what is taken.
+Chooser = Callable[[Reduction, int, int, Algorithm], Algorithm]
+_chooser: Chooser | None = None
+
+
+def choose_by(chooser: Chooser | None) -> None:
+    """Sets who chooses in this process from now on; None is nobody but `Default`."""
+    global _chooser  # noqa: PLW0603
+    _chooser = chooser
+
 
 @dataclasses.dataclass(frozen=True)
 class Default(Algorithm):
-    """Chosen when the number of devices is known.
+    """Chosen when the number of devices is known; `jaxcomm.plan.use` has the last word.
 
     - Votes go directly: no other algorithm takes as few bits. On more than 16 devices, whose blocks
       are small, they take the few rounds of the circulant graph.
@@ -34,7 +47,7 @@ class Default(Algorithm):
     name = "default"
 
     def of(self, world: int) -> Algorithm:
-        """The choice for so many devices."""
+        """The choice for so many devices, of which nothing is known."""
         if self.sent == "votes" and world > _FEW:
             return circulant()
         if self.sent == "16 bits" and _device.is_between_cpu_processes():
@@ -45,7 +58,7 @@ class Default(Algorithm):
         self, prepared: Prepared, axis_name: AxisName, reduction: Reduction
     ) -> tuple[Any, Any]:
         """See `Algorithm.all_reduce`."""
-        chosen = self.of(jax.lax.axis_size(axis_name))
+        chosen = self._chosen(axis_name, reduction, length_of(prepared.vector))
         return chosen.all_reduce(prepared, axis_name, reduction)
 
     def reduce_scatter(
@@ -54,3 +67,8 @@ class Default(Algorithm):
         """See `Algorithm.reduce_scatter`."""
         chosen = self.of(jax.lax.axis_size(axis_name))
         return chosen.reduce_scatter(partial, axis_name, reduction, devices_per_partial)
+
+    def _chosen(self, axis_name: AxisName, reduction: Reduction, length: int) -> Algorithm:
+        world = jax.lax.axis_size(axis_name)
+        usual = self.of(world)
+        return usual if _chooser is None else _chooser(reduction, world, length, usual)

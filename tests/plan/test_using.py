@@ -1,0 +1,71 @@
+"""The algorithm that stands for None, by a plan."""
+
+import jax
+import numpy as np
+import pytest
+
+import jaxcomm
+from jaxcomm import plan
+from jaxcomm.plan.fabrics import clusters, star
+
+
+@pytest.fixture(autouse=True)
+def nobody():
+    yield
+    plan.use(None)
+
+
+def sent_by(tx, n=2**18):
+    """The collectives of an exchange on eight devices, and its result."""
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:8])):
+        params = jax.numpy.zeros((512, n // 512))
+        state = tx.init(params)
+        grads = jax.random.normal(jax.random.key(0), (8, *params.shape))
+        program = jax.jit(lambda g, s: tx.update(g, s)).lower(grads, state).compile()
+        report = jaxcomm.wire_report(program)
+        return {c.op for c in report.collectives}, np.asarray(program(grads, state)[0])
+
+
+def slow_middle(hosts=8):
+    return plan.cluster(clusters("rooms", hosts=hosts, rate="100Mbit"))
+
+
+def mean():
+    return jaxcomm.mean("data", "int8", error_feedback=True, exempt=())
+
+
+def test_across_a_slow_middle_codes_go_around_a_ring():
+    direct, exact = sent_by(mean())
+    plan.use(slow_middle())
+    ring, other = sent_by(mean())
+    assert "all-to-all" in direct and "all-to-all" not in ring
+    np.testing.assert_allclose(other, exact, atol=0.1)
+    plan.use(None)
+    assert sent_by(mean())[0] == direct
+
+
+def test_votes_stay_direct_where_nothing_is_faster():
+    votes = jaxcomm.majority_vote("data")
+    plan.use(plan.cluster(star("room", hosts=8, rate="100Mbit")))
+    planned = sent_by(votes)
+    plan.use(None)
+    usual = sent_by(votes)
+    assert planned[0] == usual[0]
+    np.testing.assert_array_equal(planned[1], usual[1])
+
+
+def test_another_number_of_devices_is_not_planned():
+    direct, _ = sent_by(mean())
+    plan.use(slow_middle(hosts=4))
+    assert sent_by(mean())[0] == direct
+
+
+def test_a_named_algorithm_is_taken_as_it_is():
+    plan.use(slow_middle())
+    found, _ = sent_by(jaxcomm.mean("data", "int8", algorithm="direct"))
+    assert "all-to-all" in found
+
+
+def test_a_name_is_no_cluster():
+    with pytest.raises(TypeError, match=r"plan.load_cluster\('star'\)"):
+        plan.use("star")
