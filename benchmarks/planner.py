@@ -50,6 +50,9 @@ METHODS = (
     "vote/ring",
     "vote/halving_doubling",
     "vote/circulant",
+    "float32/hierarchical",
+    "bfloat16/hierarchical",
+    "vote/hierarchical",
     "oktopk",
     "topk_allgather",
     "powersgd1",
@@ -149,12 +152,16 @@ def work(args: argparse.Namespace) -> None:
 
     topology = plan.load(args.networks, hosts=int(args.hosts), rate=args.rates)
     families = None if args.codes else ["float32"]
-    costs = plan.probe(cluster=plan.cluster(topology), families=families)
+    cluster = plan.cluster(topology)
+    costs = plan.probe(cluster=cluster, families=families)
     if together.rank == 0:
         costs.save(args.costs)
     jax.set_mesh(jaxcomm.data_mesh())
     shapes = shapes_of(round(float(args.sizes)))
-    cases = [Exchange(method, shapes) for method in args.methods.split(",")]
+    names = args.methods.split(",")
+    if cluster.levels is None:
+        names = [name for name in names if not name.endswith("/hierarchical")]
+    cases = [Exchange(method, shapes, levels=cluster.levels) for method in names]
     measure(cases, together, args.repeats)
 
 

@@ -18,13 +18,13 @@ ROWS = 32  # of a host's batch in a step
 # The codec (or kind) and the algorithms of each family; the first is the default.
 FAMILIES: dict[str, tuple[str, ...]] = {
     BARE: ("native",),
-    "float32": ("native", "ring", "direct", "halving_doubling", "circulant"),
-    "bfloat16": ("default", "direct", "ring", "circulant"),
+    "float32": ("native", "ring", "direct", "halving_doubling", "circulant", "hierarchical"),
+    "bfloat16": ("default", "direct", "ring", "circulant", "hierarchical"),
     "int8": ("default", "direct", "ring", "circulant"),
     "cnat": ("default", "direct", "ring"),
     "int4": ("default", "direct"),
     "scaled_sign": ("default", "direct"),
-    "vote": ("default", "direct", "ring", "halving_doubling", "circulant"),
+    "vote": ("default", "direct", "ring", "halving_doubling", "circulant", "hierarchical"),
     "oktopk": ("default",),
     "topk_allgather": ("default",),
     "topk_dsa": ("default",),
@@ -49,20 +49,28 @@ def check_method(method: str) -> tuple[str, str]:
 
 
 def transformation(method: str, density: float = 0.01) -> Any:
-    """The exchange of a method over the axis "data"; sparse ones have a density."""
+    """The exchange of a method over the axes of `axes_of`; sparse ones have a density."""
     import jaxcomm
+    from jaxcomm.plan.methods import hierarchical
 
     family, algorithm = check_method(method)
     options: dict[str, Any] = {} if algorithm == "default" else {"algorithm": algorithm}
+    if algorithm == "hierarchical":
+        options["algorithm"] = hierarchical()
     if family == "vote":
-        return jaxcomm.majority_vote("data", **options)
+        return jaxcomm.majority_vote(axes_of(method), **options)
     if family in SPARSE:
         return jaxcomm.sparse_mean("data", density, family)
     if family.startswith("powersgd"):
         return jaxcomm.low_rank_mean("data", int(family.removeprefix("powersgd")))
     if family in ("int4", "scaled_sign"):
         options["error_feedback"] = True
-    return jaxcomm.mean("data", family, **options)
+    return jaxcomm.mean(axes_of(method), family, **options)
+
+
+def axes_of(method: str) -> str | tuple[str, str]:
+    """The mesh axes of a method; hierarchical exchanges go over two."""
+    return ("far", "near") if check_method(method)[1] == "hierarchical" else "data"
 
 
 def shapes_of(params: int) -> dict[str, tuple[int, int]]:
@@ -112,19 +120,35 @@ def _count(folder: str) -> int:
 
 
 class Exchange:
-    """A method's exchange of gradients that are there, compiled, with its state."""
+    """A method's exchange of gradients that are there, compiled, with its state.
+
+    Args:
+      method: which.
+      shapes: of the gradients.
+      density: of sparse methods.
+      levels: the devices of both axes of a hierarchical method, (far, near).
+    """
 
     steps = 1
 
-    def __init__(self, method: str, shapes: dict[str, tuple[int, int]], density: float = 0.01):
+    def __init__(
+        self,
+        method: str,
+        shapes: dict[str, tuple[int, int]],
+        density: float = 0.01,
+        levels: tuple[int, int] | None = None,
+    ):
         import jax
         import jax.numpy as jnp
         import numpy as np
+        from jax.sharding import AxisType
 
         import jaxcomm
 
         family, algorithm = check_method(method)
-        sharding = jax.NamedSharding(jax.sharding.get_mesh(), jax.P("data"))
+        if levels is not None and axes_of(method) != "data":
+            jax.set_mesh(jax.make_mesh(levels, axes_of(method), (AxisType.Auto,) * 2))
+        sharding = jax.NamedSharding(jax.sharding.get_mesh(), jax.P(axes_of(method)))
         rng = np.random.default_rng(jax.process_index())
         self.grads = {
             name: jax.make_array_from_process_local_data(
@@ -149,6 +173,7 @@ class Exchange:
         self.program = compiled(jax.jit(f).lower(self.grads, self.state))
         self.row = {"name": method, "method": method, "codec": family, "algorithm": algorithm}
         self.row |= {"compile_s": time.perf_counter() - start}
+        jax.set_mesh(jaxcomm.data_mesh())
 
     def run(self) -> None:
         """One exchange."""
