@@ -35,6 +35,7 @@ from jaxcomm.plan.methods import QUALITIES, Method
 from jaxcomm.plan.predict import ERRORS, kind_of, predictions
 
 NAME = "benchmarks.planner"
+# Hierarchical ones come last: networks of one level have none, and programs are numbered.
 METHODS = (
     "float32/native",
     "float32/ring",
@@ -50,13 +51,13 @@ METHODS = (
     "vote/ring",
     "vote/halving_doubling",
     "vote/circulant",
-    "float32/hierarchical",
-    "bfloat16/hierarchical",
-    "vote/hierarchical",
     "oktopk",
     "topk_allgather",
     "powersgd1",
     "powersgd4",
+    "float32/hierarchical",
+    "bfloat16/hierarchical",
+    "vote/hierarchical",
 )
 TUNED = ("star", "clusters")
 

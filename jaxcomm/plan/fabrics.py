@@ -7,10 +7,13 @@ from typing import Any
 from jaxcomm.plan.topology import Link, Topology
 
 
-def rate_of(text: Any) -> float | None:
-    """Mbit/s of a number, or of a text such as 50Mbit, 1Gbit, 1Gbps or unlimited."""
+def rate_of(text: Any, whole: Any = None) -> float | None:
+    """Mbit/s of a number, or of a text: 50Mbit, 1Gbit, 1Gbps, unlimited, or 50% of `whole`."""
     if text is None or text == "unlimited":
         return None
+    if whole is not None and str(text).endswith("%"):
+        rate, share = rate_of(whole), rate_of(str(text).removesuffix("%"))
+        return None if rate is None or share is None else rate * share / 100
     for unit, factor in (("Gbit", 1000), ("Gbps", 1000), ("Mbit", 1), ("Mbps", 1), ("", 1)):
         if isinstance(text, bool) or not str(text).endswith(unit):
             continue
@@ -35,14 +38,17 @@ def chain(
     closed: bool = False,
     links_per_host: int = 1,
 ) -> Topology:
-    """A switch for each host, in a row; `rates` are those between switches, in turn."""
+    """A switch for each host, in a row; `rates` are those between switches, in turn.
+
+    They are rates, or shares of `rate` such as "50%".
+    """
     names, switches = _hosts(hosts), _switches(hosts)
     links = _uplinks(names, switches, rate, links_per_host)
     pairs = list(zip(switches, switches[1:], strict=False))
     if closed and hosts > 2:
         pairs.append((switches[-1], switches[0]))
     for i, (a, b) in enumerate(pairs):
-        links += _cables(a, b, rates[i % len(rates)] if rates else rate)
+        links += _cables(a, b, rate_of(rates[i % len(rates)], rate) if rates else rate)
     return Topology(name, names, switches, tuple(links))
 
 

@@ -81,7 +81,7 @@ def topology_of(
         if settings.get(key) is not None:
             _check_rate(file, key, settings[key], overrides)
     for i, rate in enumerate(settings.get("rates") or ()):
-        _check_rate(file, "rates", rate, overrides, i)
+        _check_rate(file, "rates", rate, overrides, i, settings["rate"])
     try:
         return FABRICS[fabric](file.path.stem, **settings)
     except LinkError as error:
@@ -91,10 +91,15 @@ def topology_of(
 
 
 def _check_rate(
-    file: "File", key: str, value: Any, overrides: Mapping[str, Any], item: int | None = None
+    file: "File",
+    key: str,
+    value: Any,
+    overrides: Mapping[str, Any],
+    item: int | None = None,
+    whole: Any = None,
 ) -> None:
     try:
-        rate = rate_of(value)
+        rate = rate_of(value, whole)
     except ValueError as error:
         raise file.error(key, str(error), overrides, item) from None
     if rate is not None and not 0 < rate < float("inf"):
