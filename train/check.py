@@ -104,7 +104,11 @@ FIELDS = {
     "network.quality": Rule(f"one of {', '.join(QUALITIES)}", lambda v: v in QUALITIES),
 }
 # Where a config has them.
-OPTIONAL = {"data.mean": each(FINITE), "data.std": each(POSITIVE)}
+OPTIONAL = {
+    "data.mean": each(FINITE),
+    "data.std": each(POSITIVE),
+    "data.sequence_length": or_none(whole(1)),
+}
 
 
 def fields(config: Any) -> None:

@@ -1,9 +1,10 @@
-"""Batches of images and labels from TensorFlow Datasets: one fixed shard of rows for each device.
+"""Batches from TensorFlow Datasets: one fixed shard of rows for each device.
 
-A device draws from its own shard only. The order is new in every epoch and depends on the seed
-alone. A process decodes the rows of its own devices once and keeps them in memory as uint8, so the
-data set must fit there. Batches are laid out device by device, as `jaxcomm.global_batch` wants
-them.
+A row is an image with its label (`train.images`), or some tokens of a text with the tokens that
+follow them (`train.text`). A device draws from its own shard only. The order is new in every epoch
+and depends on the seed alone. A process reads the rows of its own devices once and keeps them in
+memory as uint8, so the data set must fit there. Batches are laid out device by device, as
+`jaxcomm.global_batch` wants them.
 """
 
 import functools
@@ -17,9 +18,11 @@ import numpy as np
 import tensorflow_datasets as tfds
 from absl import flags
 
-from train import digits
+from train import digits, python_topics
 from train.augment import AUGMENTATIONS, Augment
 from train.errors import UserError, choose
+from train.images import Images
+from train.text import Text
 
 Batch = dict[str, np.ndarray]
 
@@ -29,17 +32,19 @@ class Data(NamedTuple):
 
     Attributes:
       train: endless iterator over this process's part of the batches; `get_state` is the position.
-      test: this process's part of the whole test set; rows of padding have weight 0.
-      image_shape: height, width and channels of one image.
-      classes: number of classes.
-      test_images: images in the whole test split.
+      test: this process's part of the whole test set; padding has weight 0.
+      shape: height, width and channels of one image, or the number of tokens in a row.
+      classes: number of classes, or of tokens that there are.
+      unit: what a test counts: "images" or "tokens".
+      test_size: how many of them the whole test split has.
     """
 
     train: grain.DatasetIterator
     test: list[Batch]
-    image_shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     classes: int
-    test_images: int
+    unit: str
+    test_size: int
 
 
 def shuffled(labels: np.ndarray, world: int, seed: int) -> list[np.ndarray]:
@@ -54,15 +59,24 @@ def by_label(labels: np.ndarray, world: int, seed: int) -> list[np.ndarray]:
     return [np.flatnonzero(labels % world == device) for device in range(world)]
 
 
-SHARDS = {"shuffled": shuffled, "by_label": by_label}
+def by_position(labels: np.ndarray, world: int, seed: int) -> list[np.ndarray]:
+    """Gives each device a contiguous part: chapters of its own of a text."""
+    del seed
+    return np.array_split(np.arange(len(labels)), world)
+
+
+SHARDS = {"shuffled": shuffled, "by_label": by_label, "by_position": by_position}
+# Data sets that are prepared on the spot.
+PREPARED_HERE = {"digits": digits.prepare, "python_topics": python_topics.prepare}
 
 
 def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed: int) -> Data:
-    """Opens a prepared data set and decodes the part of it that this process's devices hold.
+    """Opens a prepared data set and reads the part of it that this process's devices hold.
 
     Args:
-      config: `config.data`: `name`, `data_dir`, `train_split`, `test_split`, `shards`, `augment`.
-      batch_size: images in a global batch; divisible by `world`.
+      config: `config.data`: `name`, `data_dir`, `train_split`, `test_split`, `shards`, `augment`,
+        and for text `sequence_length`.
+      batch_size: rows in a global batch; divisible by `world`.
       devices: positions along the data axis of this process's devices.
       world: number of devices of all processes.
       seed: of the shards and of the order within them, equal in all processes.
@@ -71,42 +85,54 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
       The two streams of this process.
 
     Raises:
-      UserError: if the data set is not there, or a device would hold no image.
+      UserError: if the data set is not there, a device would hold no row of it, or the config is
+        of another kind of data.
     """
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain's readers look at absl's flags.
     shards_of = choose(SHARDS, config.shards, "config.data.shards")
     augment = choose(AUGMENTATIONS, config.augment, "config.data.augment")
     builder = open_builder(config)
+    is_text = "text" in builder.info.features
+    source = Text(builder, config) if is_text else Images(builder)
     share = batch_size // world
-    labels = read(builder, config.train_split, images=False)["label"]
-    shards = shards_of(labels, world, seed)
+    shards = shards_of(source.labels(config.train_split), world, seed)
     empty = [device for device in range(world) if not len(shards[device])]
     if empty:
-        raise UserError(
-            f"config.data.shards={config.shards!r} leaves device {empty[0]} of {world} without an "
-            f"image of {config.name}; use fewer devices or config.data.shards='shuffled'"
+        what, cure = (
+            ("a row", "a shorter config.data.sequence_length")
+            if is_text
+            else (
+                "an image",
+                "config.data.shards='shuffled'",
+            )
         )
-    train = read(builder, config.train_split, np.concatenate([shards[d] for d in devices]))
+        raise UserError(
+            f"config.data.shards={config.shards!r} leaves device {empty[0]} of {world} without "
+            f"{what} of {config.name}; use fewer devices or {cure}"
+        )
+    train = source.read(config.train_split, np.concatenate([shards[d] for d in devices]))
+    del train["weight"]
     return Data(
         train=stream(train, [len(shards[d]) for d in devices], share, devices, seed, augment),
-        test=test_batches(builder, config.test_split, share, devices, world),
-        image_shape=train["image"].shape[1:],
-        classes=builder.info.features["label"].num_classes,
-        test_images=builder.info.splits[config.test_split].num_examples,
+        test=test_batches(source, config.test_split, share, devices, world),
+        shape=train["image"].shape[1:],
+        classes=source.classes,
+        unit=source.unit,
+        test_size=source.test_size(config.test_split),
     )
 
 
 def open_builder(config: Any) -> Any:
-    """The TFDS builder of a prepared data set; the digits are prepared on the spot."""
+    """The TFDS builder of a data set that is prepared, or that can be prepared on the spot."""
     data_dir = config.data_dir or os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
-    if config.name == "digits":
+    if config.name in PREPARED_HERE:
         try:
-            return digits.prepare(data_dir)
+            return PREPARED_HERE[config.name](data_dir)
         except OSError as error:
             raise UserError(
-                f"cannot prepare the digits in {data_dir}: {error}; set --config.data.data_dir or "
-                "TFDS_DATA_DIR to a directory that can be written"
+                f"cannot prepare {config.name} in {data_dir}: {error}; set --config.data.data_dir "
+                "or TFDS_DATA_DIR to a directory that can be written"
             ) from error
     try:
         builder = tfds.builder(config.name, data_dir=data_dir, try_gcs=False)
@@ -120,26 +146,6 @@ def open_builder(config: Any) -> Any:
             f"tfds build {config.name} --file_format=array_record --data_dir={data_dir}"
         )
     return builder
-
-
-def read(
-    builder: Any,
-    split: str,
-    rows: np.ndarray | None = None,
-    images: bool = True,
-) -> Batch:
-    """Decodes rows of a split (all of them by default), with or without the images."""
-    decoders = None if images else {"image": tfds.decode.SkipDecoding()}
-    try:
-        source = builder.as_data_source(split, decoders=decoders)
-    except ValueError as error:  # No such split; the message lists those that there are.
-        raise UserError(f"config.data: {error}") from error
-    rows = np.arange(len(source)) if rows is None else rows
-    examples = source.__getitems__(rows.tolist())
-    batch = {"label": np.array([example["label"] for example in examples], np.int32)}
-    if images:
-        batch["image"] = np.stack([example["image"] for example in examples])
-    return batch
 
 
 def stream(
@@ -208,21 +214,15 @@ def permutation(size: int, seed: tuple[int, int], epoch: int) -> np.ndarray:
 
 
 def test_batches(
-    builder: Any, split: str, share: int, devices: Sequence[int], world: int
+    source: Text | Images, split: str, share: int, devices: Sequence[int], world: int
 ) -> list[Batch]:
-    """The test images of this process's devices, padded so that all devices have equally many."""
-    try:
-        size = builder.info.splits[split].num_examples  # Also of a part, such as "test[:1000]".
-    except ValueError:
-        size = 0
-    if not size:
-        raise UserError(f"config.data.test_split: {builder.info.name} has no images in {split!r}")
+    """The test rows of this process's devices, padded so that all devices have equally many."""
+    size = source.test_rows(split)
     count = math.ceil(size / world / share)  # Batches, equal on all devices.
-    # [batch, device, row of the device]: device i of N holds images i, i + N, i + 2N, ...
+    # [batch, device, row of the device]: device i of N holds rows i, i + N, i + 2N, ...
     rows = np.stack([device + world * np.arange(count * share) for device in devices])
     rows = rows.reshape(len(devices), count, share).swapaxes(0, 1).reshape(count, -1)
-    weights = (rows < size).astype(np.float32)
-    batches = []
-    for batch_rows, weight in zip(np.minimum(rows, size - 1), weights, strict=True):
-        batches.append({**read(builder, split, batch_rows), "weight": weight})
+    batches = [source.read(split, np.minimum(batch, size - 1)) for batch in rows]
+    for batch, own in zip(batches, rows, strict=True):
+        batch["weight"][own >= size] = 0
     return batches

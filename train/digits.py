@@ -9,17 +9,13 @@ References:
   Repository, 1998, doi:10.24432/C50P49.
 """
 
-import contextlib
-import io
-import os
-import shutil
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
+
+from train.prepare import prepared
 
 TEST_IMAGES = 360
 SPLIT_SEED = 0
@@ -69,30 +65,5 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
 
 def prepare(data_dir: str) -> tfds.core.DatasetBuilder:
-    """Writes the data set below a directory, once, and returns its builder.
-
-    Any number of processes may call this together: each one that finds nothing prepares its own
-    copy beside the final place and renames it there in one step; the first rename wins.
-
-    Args:
-      data_dir: root of prepared data sets, as `tfds.data_source` takes it.
-
-    Returns:
-      A builder whose data are on disk.
-    """
-    final = Path(data_dir).expanduser() / "digits" / str(Digits.VERSION)
-    if not final.is_dir():
-        final.parent.mkdir(parents=True, exist_ok=True)
-        scratch = tempfile.mkdtemp(prefix=".preparing-", dir=final.parent)
-        try:
-            builder = Digits(data_dir=scratch, file_format="array_record")
-            tfds.disable_progress_bar()
-            with contextlib.redirect_stdout(io.StringIO()):  # It would speak of a download.
-                builder.download_and_prepare()
-            os.rename(builder.data_dir, final)
-        except OSError:
-            if not final.is_dir():  # Else another process was first, and its copy is as good.
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    return tfds.builder_from_directory(str(final))
+    """Writes the data set below a directory, once, and returns its builder."""
+    return prepared(Digits, data_dir)

@@ -59,14 +59,15 @@ def train(
 
     # The data: this process reads the shards of its own devices.
     own = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
-    images = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
-    test = [jaxcomm.global_batch(batch, sync.AXIS) for batch in images.test]
-    rows = test[0]
-    example = {"image": rows["image"], "label": rows["label"], step.STOP: rows["weight"]}
+    rows = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
+    test = [jaxcomm.global_batch(batch, sync.AXIS) for batch in rows.test]
+    like = stoppable({name: rows.test[0][name] for name in ("image", "label")})
+    example = jaxcomm.global_batch(like, sync.AXIS)
 
     # The model, its gradient, the exchange of gradients and behind it the optimizer.
-    graph, params = models.build(config.model, images.image_shape, images.classes, config.seed)
-    forward = step.make_forward(graph, config.data.mean, config.data.std)
+    graph, params = models.build(config.model, rows.shape, rows.classes, config.seed)
+    pixels = (config.data.mean, config.data.std) if rows.unit == "images" else ()
+    forward = step.make_forward(graph, *pixels)
     gradient = step.make_gradient(forward, config.label_smoothing, config.microbatches)
     order = jaxcomm.backward_order(gradient, params, example)
     optimizer = state.make_optimizer(config.optimizer, config.steps)
@@ -81,7 +82,7 @@ def train(
     saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
     checkpoints = checkpoint.Checkpoints(folder, config.checkpoint.keep)
     if saved is not None:
-        train_state = checkpoints.restore(saved, train_state, images.train, tx)
+        train_state = checkpoints.restore(saved, train_state, rows.train, tx)
     start = int(train_state.step)
 
     # One compiled step serves the whole run; what it sends is read from it.
@@ -99,7 +100,7 @@ def train(
         for number in range(start + 1, config.steps + 1):
             profile.before(number, train_state)
             with recorder.waiting():
-                batch = jaxcomm.global_batch(stoppable(next(images.train)), sync.AXIS)
+                batch = jaxcomm.global_batch(stoppable(next(rows.train)), sync.AXIS)
             train_state, values = train_step(train_state, batch)
             recorder.train(number, values)
             checkpoints.check()
@@ -114,7 +115,7 @@ def train(
                 with recorder.pause():
                     check_replicas(train_state.params, number)
                     if save and not recorder.bad:
-                        checkpoints.save(number, train_state, images.train)
+                        checkpoints.save(number, train_state, rows.train)
             if recorder.stop and not recorder.bad:
                 checkpoints.close()
                 report.stopped(number, workdir)
@@ -142,10 +143,10 @@ def train(
         predicted = planned.predicted(wire, usual, params, config.network.gigabits)
         summary = {
             **tested,
-            "test_images": images.test_images,
+            f"test_{rows.unit}": rows.test_size,
             "frozen_at": recorder.frozen_at or None,
             "loop_step_ms": loop_ms,
-            "images_per_second": loop_ms and 1e3 * config.batch_size / loop_ms,
+            f"{rows.unit}_per_second": loop_ms and 1e3 * example["label"].size / loop_ms,
             "input_share": recorder.input_share(),
             **measure.costs(times, wire, network, params, shares, predicted),
             "seconds": time.perf_counter() - started,

@@ -5,6 +5,7 @@ against steps, time and bytes.
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,16 @@ def show(summary: dict[str, Any], workdir: Path) -> None:
     """Prints the table, and the summary as the very last line, on process 0."""
     if jax.process_index() != 0:
         return
-    s = summary
+    s, unit = summary, _unit(summary)
     table = Table(title=f"{s['devices']} devices in {s['processes']} processes", show_header=False)
     rows = {
-        "test accuracy": f"{100 * s['test_accuracy']:.2f} % of {s['test_images']} images",
+        **_score(s),
         "end of the optimizer's warm-up": s["frozen_at"] and f"step {s['frozen_at']}",
         "median step": f"{s['step_ms']:.2f} ms",
         "the same step without exchange": f"{s['compute_ms']:.2f} ms",
         "communication": _communication(s),
         "median step while training": _number(s["loop_step_ms"], " ms"),
-        "images in a second, while training": _number(s["images_per_second"], ""),
+        f"{unit} in a second, while training": _number(s[f"{unit}_per_second"], ""),
         "waiting for input, while training": _percent(s["input_share"]),
         "scaling efficiency, measured": _measured(s["efficiency"]),
         "communication, predicted": _predicted(s),
@@ -61,6 +62,20 @@ def stopped(step: int, workdir: Path) -> None:
             "--config.checkpoint.resume=True",
             flush=True,
         )
+
+
+def _unit(s: dict[str, Any]) -> str:
+    return "tokens" if "test_tokens" in s else "images"
+
+
+def _score(s: dict[str, Any]) -> dict[str, str]:
+    """What a test of images, or of a language model, says."""
+    if _unit(s) == "images":
+        return {"test accuracy": f"{100 * s['test_accuracy']:.2f} % of {s['test_images']} images"}
+    return {
+        "test loss": f"{s['test_loss']:.4f} nats a token, of {s['test_tokens']} tokens",
+        "perplexity of a token": f"{math.exp(s['test_loss']):.3f}",
+    }
 
 
 def _communication(s: dict[str, Any]) -> str:

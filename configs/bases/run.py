@@ -28,8 +28,10 @@ def get_config() -> config_dict.ConfigDict:
     config.data.data_dir = ""  # TFDS_DATA_DIR, or ~/tensorflow_datasets.
     config.data.train_split = "train"
     config.data.test_split = "test"
-    config.data.shards = "shuffled"  # Or "by_label": device i has the classes congruent to i.
+    # Or "by_label": device i has the classes congruent to i; or "by_position": parts of a text.
+    config.data.shards = "shuffled"
     config.data.augment = "none"  # Or "crop_flip": shifted by up to 4 pixels, mirrored.
+    config.data.sequence_length = config_dict.placeholder(int)  # Tokens in a row of text.
 
     config.model = config_dict.ConfigDict()
     config.model.name = ""

@@ -16,6 +16,7 @@ from sklearn.datasets import load_digits
 
 from train import augment, data, digits
 from train.errors import UserError
+from train.images import read
 
 WORLD = 4
 
@@ -255,7 +256,7 @@ def test_a_part_of_cifar(settings: config_dict.ConfigDict) -> None:
     assert (batch["label"][:8] % WORLD == 1).all() and (batch["label"][8:] % WORLD == 2).all()
     first = {image.tobytes() for image in cifar.images(500)["image"]}
     assert {image.tobytes() for image in batch["image"]} <= first
-    assert (loaded.image_shape, loaded.classes, loaded.test_images) == ((32, 32, 3), 10, 100)
+    assert (loaded.shape, loaded.classes, loaded.test_size) == ((32, 32, 3), 10, 100)
     assert sum(part["weight"].sum() for part in loaded.test) == 50
 
 
@@ -267,7 +268,7 @@ def test_more_devices_than_classes(settings: config_dict.ConfigDict) -> None:
 
 def test_a_directory_that_cannot_be_written(settings: config_dict.ConfigDict) -> None:
     settings.data_dir = "/dev/null/data"
-    with pytest.raises(UserError, match="cannot prepare the digits in /dev/null/data"):
+    with pytest.raises(UserError, match="cannot prepare digits in /dev/null/data"):
         data.load(settings, 32, [0], WORLD, 0)
 
 
@@ -297,6 +298,6 @@ def test_images_that_are_stored_as_png(tmp_path: Path, settings: config_dict.Con
 
     builder = Png(data_dir=str(tmp_path), file_format="array_record")
     builder.download_and_prepare()
-    whole = data.read(builder, "test")
+    whole = read(builder, "test")
     assert whole["image"].shape == (360, 8, 8, 1) and whole["image"].dtype == np.uint8
-    assert (whole["label"] == data.read(builder, "test", images=False)["label"]).all()
+    assert (whole["label"] == read(builder, "test", images=False)["label"]).all()

@@ -26,6 +26,16 @@ NUMBERS = {
 }
 
 
+TINY_GPT = {
+    "data.sequence_length": 64,
+    "data.train_split": "validation",
+    "model.depth": 2,
+    "model.width": 32,
+    "model.heads": 2,
+    "model.mlp_width": 64,
+}
+
+
 def test_one_process_with_eight_devices(
     config: config_dict.ConfigDict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,6 +89,7 @@ def fashion() -> str | None:
     ["digits_vit", "digits_majority", "digits_ef_sign", "digits_one_bit_adam", "fashion_resnet"]
     + ["digits_cnat", "digits_oktopk", "digits_vit_one_bit", "digits_vit_local"]
     + ["cifar_resnet20", "cifar_alexnet", "cifar_vgg"]
+    + ["lm_transformer"]
     + [pytest.param("cifar_resnet110", marks=pytest.mark.slow)],  # of the family of resnet20
 )
 def test_every_config_runs(
@@ -95,6 +106,8 @@ def test_every_config_runs(
         other.data.train_split = "train[:512]"
     if other.data.name == "cifar10":
         cifar.shrink(other, name)
+    if other.data.name == "python_topics":
+        other.update_from_flattened_dict(TINY_GPT)
     summary = loop.train(other, tmp_path, 0.0)
     assert 0 <= summary["test_accuracy"] <= 1
 

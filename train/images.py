@@ -1,0 +1,72 @@
+"""Images of a prepared TensorFlow data set, decoded to uint8."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from train.errors import UserError
+
+Batch = dict[str, np.ndarray]
+
+
+class Images:
+    """The splits of a data set of images with one label each, as `train.data` reads them.
+
+    Args:
+      builder: of a prepared data set whose examples have an "image" and a "label".
+
+    Attributes:
+      classes: number of labels.
+      unit: of what is counted in a test.
+    """
+
+    unit = "images"
+
+    def __init__(self, builder: Any):
+        self._builder = builder
+        self.classes = builder.info.features["label"].num_classes
+
+    def labels(self, split: str) -> np.ndarray:
+        """The labels of all images of a split, which are not decoded for it."""
+        return read(self._builder, split, images=False)["label"]
+
+    def test_size(self, split: str) -> int:
+        """How many images a test has."""
+        try:
+            # Also of a part, such as "test[:1000]".
+            size = self._builder.info.splits[split].num_examples
+        except ValueError:
+            size = 0
+        if not size:
+            raise UserError(
+                f"config.data.test_split: {self._builder.info.name} has no images in {split!r}"
+            )
+        return size
+
+    test_rows = test_size
+
+    def read(self, split: str, rows: np.ndarray) -> Batch:
+        """Images of a split with their labels, and a weight of 1 for each."""
+        batch = read(self._builder, split, rows)
+        return {**batch, "weight": np.ones(len(rows), np.float32)}
+
+
+def read(
+    builder: Any,
+    split: str,
+    rows: np.ndarray | None = None,
+    images: bool = True,
+) -> Batch:
+    """Decodes rows of a split (all of them by default), with or without the images."""
+    decoders = None if images else {"image": tfds.decode.SkipDecoding()}
+    try:
+        source = builder.as_data_source(split, decoders=decoders)
+    except ValueError as error:  # No such split; the message lists those that there are.
+        raise UserError(f"config.data: {error}") from error
+    rows = np.arange(len(source)) if rows is None else rows
+    examples = source.__getitems__(rows.tolist())
+    batch = {"label": np.array([example["label"] for example in examples], np.int32)}
+    if images:
+        batch["image"] = np.stack([example["image"] for example in examples])
+    return batch
