@@ -9,6 +9,7 @@ from jaxcomm._attached import exchanged
 from jaxcomm._marks import mark_local, unmark_local
 from jaxcomm.collectives import algorithms, pmean, sparse
 from jaxcomm.compiling import compiler_options
+from jaxcomm.explaining import Explanation, explain
 from jaxcomm.gradients import accumulate, backward_order, value_and_grad
 from jaxcomm.mesh import data_mesh, global_batch, replicate
 from jaxcomm.simulation import simulate_devices
@@ -61,6 +62,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ControlVariatesState",
     "FactoredAdamState",
+    "Explanation",
     "InBackward",
     "InBackwardState",
     "LocalState",
@@ -85,6 +87,7 @@ __all__ = [
     "data_mesh",
     "dense_first",
     "exchanged",
+    "explain",
     "factored_adam",
     "gather",
     "global_batch",

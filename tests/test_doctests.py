@@ -11,6 +11,7 @@ import jaxcomm
 MODULES = ["jaxcomm"] + [m.name for m in pkgutil.walk_packages(jaxcomm.__path__, "jaxcomm.")]
 WITH_EXAMPLES = [
     "jaxcomm.collectives.all_reduce",
+    "jaxcomm.explaining",
     "jaxcomm.gradients",
     "jaxcomm._marks",
     "jaxcomm.plan.choosing",

@@ -21,11 +21,11 @@ FOLDERS = ("jaxcomm", "train", "configs", "tests", "benchmarks")
 # Each layer of jaxcomm imports only itself and those to its left; `jaxcomm` itself is __init__.
 # Any layer may import these.
 ANYWHERE = ("_attached", "_axes", "_branches", "_compat", "_marks")
-ANYWHERE += ("_microbatches", "_names", "_paths", "_shards")
+ANYWHERE += ("_microbatches", "_names", "_notes", "_paths", "_shards")
 STACK = ("kernels", "codecs", "collectives", "transforms")
 BESIDE = ("compiling", "gradients", "mesh", "simulation", "wire", *ANYWHERE)  # nothing of it
 # These stand on top: they import anything, but networks read only who talks to whom.
-TOP = ("plan", "probe")
+TOP = ("explaining", "plan", "probe")
 NETWORKS = ("fabrics", "files", "flows", "messages", "simulate", "steps", "topology")
 READ_BY_NETWORKS = ("plan", "collectives.algorithms", "collectives._all_to_all")
 LIBRARIES = {  # who may import what; nothing else is a dependency of jaxcomm

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jaxcomm import _axes, _paths, codecs
 from jaxcomm._axes import AxisName
+from jaxcomm._notes import noted
 from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms import Algorithm
@@ -141,7 +142,8 @@ def all_reduce_with_residual(
         return x, (x if reduction.keeps_errors else None)
     reduction = reduction.for_this_device(axis_name)
     prepared = reduction.prepare(x, axis_name)
-    result, errors = algorithm.all_reduce(prepared, axis_name, reduction)
+    with noted((reduction, algorithm)):
+        result, errors = algorithm.all_reduce(prepared, axis_name, reduction)
     result = reduction.restore(result, prepared.shared_scale, x.size)
     if not reduction.keeps_errors:
         return result, None

@@ -30,6 +30,7 @@ from jaxcomm import _axes, collectives
 from jaxcomm._attached import attached_in
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import OWN_GRADIENT, kind_of, unmark_local
+from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
 from jaxcomm.transforms._buckets import LAYER, Bucket, joined, split
 from jaxcomm.transforms._layout import Layout, check_gradients, restrict
@@ -141,12 +142,13 @@ def on_every_device(
             LAYER.reset(token)
         return results, [[x[None] for x in part] for part in kept]
 
-    results, kept = jax.shard_map(
-        run,
-        in_specs=(grad_specs, own_specs, PartitionSpec(), PartitionSpec()),
-        out_specs=(specs + [PartitionSpec()] * further_results, own_specs),
-        check_vma=False,
-    )(grads, [list(part.values) for part in own], shared, LAYER.get())
+    with noted(layout):
+        results, kept = jax.shard_map(
+            run,
+            in_specs=(grad_specs, own_specs, PartitionSpec(), PartitionSpec()),
+            out_specs=(specs + [PartitionSpec()] * further_results, own_specs),
+            check_vma=False,
+        )(grads, [list(part.values) for part in own], shared, LAYER.get())
     if is_manual:
         # Without checks the region's results are typed as equal everywhere: say what varies.
         names = _axes.names_of(layout.axis_name)
@@ -194,7 +196,8 @@ def exchange_buckets(
     results, kept = [], []
     for number, bucket in enumerate(buckets):
         ready, results = in_turn({i: parts[i] for i in bucket}, results)
-        result, rest = on_bucket(number, ready)
+        with noted(Message("bucket", bucket)):
+            result, rest = on_bucket(number, ready)
         results.append(result)
         kept.append(rest)
     small = dict(small)
@@ -210,7 +213,10 @@ def exchange_buckets(
     if small:
         small, results = in_turn(small, results)
         reduction, native = collectives.mean_of("float32", "native")
-        exact = split(collectives.all_reduce(joined(small), axis_name, reduction, native), small)
+        exempt = tuple(key for key in small if isinstance(key, int))
+        with noted(Message("exempt", exempt)):
+            sums = collectives.all_reduce(joined(small), axis_name, reduction, native)
+        exact = split(sums, small)
     if FLAG in exact:
         finite &= exact.pop(FLAG) == 0
     if equal_key is not None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm import _axes
+from jaxcomm._notes import Message, noted
 from jaxcomm.transforms._buckets import joined, split
 from jaxcomm.transforms._exchange import Arrays, Own, on_every_device
 from jaxcomm.transforms._layout import Layout, Leaf, axes_in
@@ -73,7 +74,9 @@ def next_squares_and_roots(
             else:
                 parts[number, 0] = _in_place(square.mean(-1), whole.rows, rows, size)
                 parts[number, 1] = _in_place(square.mean(-2), whole.columns, columns, size)
-        means = split(jax.lax.psum(joined(parts), every_axis), parts)
+        filled_ = tuple(i for i, leaf in enumerate(layout.leaves) if 0 not in leaf.shape)
+        with noted(Message("squares", filled_)), noted("float32, native"):
+            means = split(jax.lax.psum(joined(parts), every_axis), parts)
         new = [
             decay * x + (1 - decay) * y
             for x, y in zip(jax.tree.leaves(old), means.values(), strict=True)

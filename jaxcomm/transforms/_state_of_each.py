@@ -40,7 +40,7 @@ class Structure:
 
 def on_each_device(state: Any, layout: Layout) -> tuple[Structure, PerDevice]:
     """A state that every device starts with, and how its arrays hang together."""
-    state = jax.tree.map(jnp.asarray, state)
+    state = jax.tree.map(_as_array, state)
     leaves, treedef = jax.tree.flatten(state)
     empty = [None if x.size else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     structure = Structure(treedef, tuple(empty))
@@ -55,6 +55,12 @@ def on_each_device(state: Any, layout: Layout) -> tuple[Structure, PerDevice]:
             lambda kept: [jnp.broadcast_to(x, (world, *x.shape)) for x in kept], specs, kept
         )
     return structure, PerDevice(values, tuple(specs))
+
+
+def _as_array(x: Any) -> jax.Array:
+    """Also for what only has a shape, where `state_spec` asks for the shapes of a state."""
+    is_shape = isinstance(x, jax.ShapeDtypeStruct)
+    return jnp.zeros(x.shape, x.dtype) if is_shape else jnp.asarray(x)
 
 
 def _specs_of(state: Any, layout: Layout) -> Any:

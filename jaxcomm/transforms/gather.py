@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, codecs, collectives
+from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
 from jaxcomm.transforms._exchange import all_finite
 from jaxcomm.transforms._scheme import Scheme
@@ -171,7 +172,8 @@ def _all_rows(bucket: _Bucket, values: Arrays, ticks: Arrays) -> Arrays:
         key = _key_of(bucket, ticks, _THERE)
         key = jax.random.fold_in(key, jax.lax.axis_index(scheme.axis_name))
     row = jnp.concatenate([x.reshape(-1).astype(jnp.float32) for x in values])
-    rows = collectives.all_gather(row, scheme.axis_name, codec, algorithm, key)
+    with noted(Message("gathered", bucket.paths)), noted((codec, algorithm)):
+        rows = collectives.all_gather(row, scheme.axis_name, codec, algorithm, key)
     found, start = [], 0
     for x, dim in zip(values, bucket.dims, strict=True):
         part = rows[:, start : start + x.size]
@@ -203,7 +205,10 @@ def _exchanged(
         if bucket.exempt:
             reduction, algorithm = collectives.mean_of("float32", "native")
         reduction = dataclasses.replace(reduction, key=_key_of(bucket, ticks, _BACK))
-        mine, errors = collectives.reduce_scatter_with_residual(rows, axis, reduction, algorithm)
+        with noted(Message("gradient", bucket.paths)), noted((reduction, algorithm)):
+            mine, errors = collectives.reduce_scatter_with_residual(
+                rows, axis, reduction, algorithm
+            )
     if scheme.signs:
         # Votes are finite whatever happens; who has seen something else says so in its own shard.
         finite = all_finite([rows.reshape(-1)])

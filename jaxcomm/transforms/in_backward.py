@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomm._attached import Arrays, Attached, Stack, from_floats, is_attached, to_floats
 from jaxcomm._marks import mark_local, unmark_local
+from jaxcomm._notes import noted
 from jaxcomm.transforms._buckets import LAYER
 from jaxcomm.transforms._layout import GIVEN_SPECS, PATHS, STACKED, axis_of, leaf_paths
 from jaxcomm.transforms._stacks import (
@@ -180,7 +181,8 @@ class _InBackward:
 
     def init(self, params: Any) -> Any:
         refuse_wrappers()
-        of = places(paths_of(params), self.layers)
+        with noted(self):  # `jaxcomm.explain` attaches the state
+            of = places(paths_of(params), self.layers)
         sizes = layers_in(params, of, self.layers)
         states = tuple(self._init_stack(params, of, i, size) for i, size in enumerate(sizes))
         rest = self._init_part(params, [i is None for i in of]) if None in of else ()

@@ -12,6 +12,7 @@ import optax
 
 from jaxcomm import _axes, codecs, collectives
 from jaxcomm._axes import AxisName
+from jaxcomm._notes import noted
 from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _implementations
 from jaxcomm.transforms._buckets import (
@@ -179,7 +180,8 @@ def mean(
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[Any, Any]:
             if is_plain:
-                return plain_mean(parts, axis_name), None
+                with noted("float32, native"):
+                    return plain_mean(parts, axis_name), None
             vector = joined(
                 {i: g.astype(jnp.float32) + residual.get(i, 0.0) for i, g in parts.items()}
             )

@@ -12,6 +12,7 @@ import optax
 
 from jaxcomm import _axes, _branches, collectives
 from jaxcomm._axes import AxisName
+from jaxcomm._notes import Message, noted
 from jaxcomm.codecs import sign
 from jaxcomm.collectives.one_bit import chunk_length, one_bit_mean
 from jaxcomm.kernels import _implementations
@@ -316,7 +317,11 @@ def _exchange(
     reduction, native = collectives.mean_of("float32", "native")
 
     def in_float32(vectors: dict[int, jax.Array]) -> Arrays:
-        return [collectives.all_reduce(x, axis_name, reduction, native) for x in vectors.values()]
+        means = []
+        for number, x in vectors.items():
+            with noted(Message("dense", buckets[number])):
+                means.append(collectives.all_reduce(x, axis_name, reduction, native))
+        return means
 
     def on_device(sent: Arrays, own: Own, compressed: jax.Array) -> tuple[Arrays, Own]:
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, Any]:
@@ -324,7 +329,10 @@ def _exchange(
             # does not overlap collectives inside a conditional.
             vector = joined(parts)
             errors = own[0][number], own[1][number]
-            mean, *errors = one_bit_mean(vector, *errors, axis_name, implementation=implementation)
+            with noted("1 bit, direct"):
+                mean, *errors = one_bit_mean(
+                    vector, *errors, axis_name, implementation=implementation
+                )
             return mean, (vector, *errors)
 
         done = exchange_buckets(

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, _shards, codecs, collectives
 from jaxcomm._marks import unmark_local
+from jaxcomm._notes import Message, noted
 from jaxcomm._shards import ShardedParam, is_sharded
 from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives import algorithms
@@ -240,7 +241,8 @@ def _finished(state: ShardedState, grads: list[ShardedParam], old: Arrays) -> tu
         seen = [x.reshape(-1) for x in (*local, *(g.residual for g in with_state), *twice)]
         small: dict[Any, jax.Array] = whole | {FLAG: 1 - all_finite(seen).astype(jnp.float32)}
         reduction, native = collectives.mean_of("float32", "native")
-        whole = split(collectives.all_reduce(joined(small), axis, reduction, native), small)
+        with noted(state.layout), noted(Message("exempt", tuple(whole))):
+            whole = split(collectives.all_reduce(joined(small), axis, reduction, native), small)
         finite = (whole.pop(FLAG) == 0) & all_finite([x.reshape(-1) for x in whole.values()])
         whole = {i: jnp.sign(x) if scheme.signs else x for i, x in whole.items()}
     results = [

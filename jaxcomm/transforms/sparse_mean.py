@@ -11,6 +11,7 @@ import optax
 
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
+from jaxcomm._notes import noted
 from jaxcomm.collectives import sparse
 from jaxcomm.kernels import _implementations, select
 from jaxcomm.transforms._buckets import Bucket, buckets_of, bytes_of, joined, split_off_exempt
@@ -258,7 +259,8 @@ class _Exchange:
         self, x: jax.Array, velocity: jax.Array, threshold: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, _Bucket]:
         """The mean of a bucket, of which this device holds x, and what is kept of it."""
-        result, after = self.algorithm.exchange(x, threshold[0], step, self.axis_name)
+        with noted(f"{self.algorithm.name}, density {self.algorithm.density:g}"):
+            result, after = self.algorithm.exchange(x, threshold[0], step, self.axis_name)
         distance = [jnp.zeros(()), jnp.zeros(())]
         if self.measure_xi:
             k = self.algorithm.k(x.size)

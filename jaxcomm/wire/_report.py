@@ -240,10 +240,10 @@ class WireReport:
                 "loops of fixed length (lax.scan), or add up the entries with times=None yourself."
             )
         pairs = zip(self.collectives, amounts, strict=True)
-        return _worst([(c.branch, (c.times or 0) * amount) for c, amount in pairs])
+        return worst([(c.branch, (c.times or 0) * amount) for c, amount in pairs])
 
 
-def _worst(amounts: Sequence[tuple[Branch, Bytes]]) -> Bytes:
+def worst(amounts: Sequence[tuple[Branch, Bytes]]) -> Bytes:
     """The sum of all amounts, with the largest branch of each conditional."""
     total: Bytes = sum(amount for branch, amount in amounts if not branch)
     conditionals: dict[str, dict[int, list[tuple[Branch, Bytes]]]] = {}
@@ -251,7 +251,7 @@ def _worst(amounts: Sequence[tuple[Branch, Bytes]]) -> Bytes:
         if branch:
             (name, i), *inner = branch
             conditionals.setdefault(name, {}).setdefault(i, []).append((tuple(inner), amount))
-    return total + sum(max(map(_worst, branches.values())) for branches in conditionals.values())
+    return total + sum(max(map(worst, branches.values())) for branches in conditionals.values())
 
 
 def _row(c: Collective, called: Mapping[tuple[str, int], str]) -> tuple[str, ...]:

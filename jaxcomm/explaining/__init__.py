@@ -1,0 +1,254 @@
+"""What a chain does with each parameter, read from its trace; nothing is compiled.
+
+A loss that uses every parameter stands for the model's. One step with it is traced, and its
+collectives are found in the jaxpr. The library leaves notes beside them (`jaxcomm._notes`): which
+leaves of which layout, in which bucket, in which format. What has no note is small: flags, scales,
+the loss.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm import _axes, _notes, _paths
+from jaxcomm._notes import Message
+from jaxcomm.explaining._explanation import Explanation, Leaf, Sent
+from jaxcomm.explaining._program import Collective, collectives_in, nodes_of, trace
+from jaxcomm.transforms import (
+    ControlVariatesState,
+    FactoredAdamState,
+    InBackwardState,
+    LocalState,
+    LocalStepsState,
+    LowRankMeanState,
+    MajorityVoteState,
+    MeanState,
+    MultiStepsState,
+    NoExchangeState,
+    OneBitAdamState,
+    ShardedState,
+    SparseMeanState,
+    StagesState,
+    state_spec,
+)
+from jaxcomm.transforms._layout import Layout
+from jaxcomm.transforms.per_device import PerDevice
+from jaxcomm.wire._report import Bytes
+
+_FEEDBACK = (
+    "error feedback: SGD, with or without momentum, behind it; in front of Adam int4 or more bits, "
+    "or the mean in jaxcomm.factored_adam"
+)
+
+
+_OPTIMIZER = "it is the optimizer: nothing that keeps moments goes behind it"
+
+
+_NEEDS: dict[type, tuple[str, str]] = {
+    MeanState: ("mean", "any optimizer behind it"),
+    MajorityVoteState: (
+        "majority_vote",
+        "SGD with a rate for signs; data that are alike on all devices, or "
+        "jaxcomm.control_variates before it",
+    ),
+    SparseMeanState: ("sparse_mean", "SGD behind it; jaxcomm.dense_first for a warm-up"),
+    LowRankMeanState: ("low_rank_mean", "SGD behind it; dense_steps= for a warm-up"),
+    OneBitAdamState: ("one_bit_adam", f"{_OPTIMIZER}; its first steps are dense"),
+    FactoredAdamState: ("factored_adam", f"{_OPTIMIZER}; no warm-up"),
+    ControlVariatesState: ("control_variates", "jaxcomm.majority_vote behind it"),
+    LocalState: ("local", "an exchange behind it"),
+    LocalStepsState: ("local_steps", "gradients at jaxcomm.local_params(state)"),
+    MultiStepsState: ("multi_steps", "to be around the whole chain"),
+    StagesState: ("stages", "what each of its stages needs"),
+    InBackwardState: ("in_backward", "attach() and jaxcomm.exchanged in the loss"),
+    ShardedState: ("sharded", "jaxcomm.sharded_params(params, state) and jaxcomm.gather"),
+    NoExchangeState: ("no_exchange", "nothing; devices drift apart"),
+}
+
+
+def explain(tx: Any, params: Any) -> Explanation:
+    """Says which parameters travel how, in how many bytes, and what a chain needs.
+
+    Nothing is compiled.
+
+    Bytes are those of the program as it is traced, for one step with every branch listed.
+    `jaxcomm.wire_report` reads what the compiler made of it, and is the number to trust.
+
+    Args:
+      tx: a transformation of jaxcomm, alone or in a chain, as `tx.update` is called in a step.
+      params: the parameters, as arrays or as `jax.ShapeDtypeStruct`s such as those of
+        `jax.eval_shape`; with shardings where they are sharded.
+
+    Returns:
+      An `Explanation`: print it, or read its `leaves`, `messages`, `bytes_max`, `own_bytes` and
+      `needs`.
+
+    Raises:
+      TypeError: if `tx` is no transformation.
+      ValueError: if no mesh is set, nothing in `tx` exchanges gradients, or `tx.init` refuses the
+        parameters.
+
+    Wire: nothing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm, optax
+      >>> tx = optax.chain(jaxcomm.mean("data", "int8", error_feedback=True), optax.sgd(0.1))
+      >>> params = jax.eval_shape(lambda: {"w": jnp.zeros((64, 64)), "b": jnp.zeros(64)})
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+      ...     print(jaxcomm.explain(tx, params))
+      2 parameters of 4,160 values on 4 devices
+      <BLANKLINE>
+      parameter  shape     travels          in
+      b          (64,)     float32, native  exempt
+      w          (64, 64)  int8, direct     bucket 1
+      <BLANKLINE>
+      message      form             bytes  hops
+      flags, loss  float32          6      all-reduce 6
+      bucket 1     int8, direct     6,240  all-to-all 3,120, all-gather 3,120
+      exempt       float32, native  384    all-reduce 384
+      A device sends at most 6,630 bytes in a step, 1.59 a value; a float32 mean 6.00.
+      State on a device: 16,384 bytes that differ from device to device, 4 others.
+      <BLANKLINE>
+      First in the chain: the exchange, after jaxcomm.local at most. What it needs:
+      - mean: error feedback: SGD, with or without momentum, behind it; in front of Adam int4 or
+        more bits, or the mean in jaxcomm.factored_adam
+    """
+    mesh = _checked(tx, params)
+    notes: list[Any] = []
+    token = _notes.NOTES.set(notes)
+    try:
+        state = jax.eval_shape(lambda: tx.init(params))
+        specs = state_spec(tx, params, mesh)
+        layouts = [x for x in nodes_of(state, Layout) if isinstance(x, Layout)]
+        if not layouts:
+            raise ValueError(
+                "nothing in this chain exchanges gradients; put jaxcomm.mean or another method "
+                "first: optax.chain(jaxcomm.mean('data'), optimizer)."
+            )
+        program = trace(tx, params, state, layouts[0].axis_name)
+    finally:
+        _notes.NOTES.reset(token)
+    messages = _messages(program, notes, dict(mesh.shape))
+    own, shared = _memory(state, specs, mesh)
+    return Explanation(mesh.size, _leaves(params, messages), messages, own, shared, _needs(state))
+
+
+def _checked(tx: Any, params: Any) -> jax.sharding.Mesh:
+    """The mesh that is set.
+
+    Raises:
+      TypeError, ValueError: as `explain`.
+    """
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"explain takes an optax transformation, got {tx!r}; write "
+            "jaxcomm.explain(optax.chain(jaxcomm.mean('data'), optax.adam(1e-3)), params)."
+        )
+    if not jax.tree.leaves(params):
+        raise ValueError(f"there are no parameters in {params!r}; pass the pytree of them.")
+    _axes.current_mesh()
+    if _axes.manual_axes():
+        raise ValueError("explain traces a whole step: call it outside of jax.shard_map.")
+    return jax.sharding.get_mesh()
+
+
+def _messages(program: Any, notes: list[Any], mesh: dict[str, int]) -> tuple[Sent, ...]:
+    """The messages of a program: its collectives, by their notes."""
+    found: dict[tuple[Any, ...], list[Collective]] = {}
+    for collective in collectives_in(program, mesh):
+        on = _notes.read(collective.scope, notes)
+        layout = next((x for x in reversed(on) if isinstance(x, Layout)), None)
+        message = next((x for x in reversed(on) if isinstance(x, Message)), Message("small", ()))
+        form = next((x for x in reversed(on) if type(x) in (tuple, str)), None)
+        name = message.name if message.leaves else "small"
+        paths = tuple(_path(layout, leaf) for leaf in message.leaves)
+        inside = collective.branch, collective.when
+        key = (name, paths, _form(form, mesh, layout), *inside, id(layout))
+        if name == "small":
+            key = (name, (), "", *inside, 0)
+        found.setdefault(key, []).append(collective)
+    counts: dict[str, int] = {}
+    messages = []
+    for (name, paths, form, branch, when, _), collectives in found.items():
+        counts[name] = counts.get(name, 0) + 1
+        numbered = {"small": "flags, loss", "exempt": "exempt"}.get(name, f"{name} {counts[name]}")
+        form = form or "+".join(dict.fromkeys(c.dtype for c in collectives))
+        messages.append(Sent(numbered, form, paths, _hops(collectives), branch, when))
+    return tuple(messages)
+
+
+def _path(layout: Layout | None, leaf: Any) -> str:
+    return layout.leaves[leaf].path if layout is not None and isinstance(leaf, int) else str(leaf)
+
+
+def _form(noted: Any, mesh: dict[str, int], layout: Layout | None) -> str:
+    """A format and an algorithm, as people write them; "" where no note names them."""
+    if noted is None or isinstance(noted, str):
+        return noted or ""
+    what, algorithm = noted
+    codec = getattr(what, "codec", what)
+    name = getattr(codec, "name", "votes")
+    back = getattr(what, "second_hop", codec)
+    world = layout.world if layout is not None else math.prod(mesh.values())
+    chosen = algorithm.of(world) if hasattr(algorithm, "of") else algorithm
+    return f"{name}{'' if back == codec else f', {back.name} back'}, {chosen.name}"
+
+
+def _hops(collectives: list[Collective]) -> tuple[tuple[str, int, Bytes], ...]:
+    """Equal operations in a row are one hop with a count."""
+    hops: list[tuple[str, int, Bytes]] = []
+    for c in collectives:
+        if hops and hops[-1][0] == c.operation:
+            hops[-1] = (c.operation, hops[-1][1] + c.times, hops[-1][2] + c.times * c.sent)
+        else:
+            hops.append((c.operation, c.times, c.times * c.sent))
+    return tuple(hops)
+
+
+def _leaves(params: Any, messages: tuple[Sent, ...]) -> tuple[Leaf, ...]:
+    """Each parameter, and the messages that it is in."""
+    leaves = []
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        name = _paths.path_name(path)
+        own = [message for message in messages if name in message.leaves]
+        forms = dict.fromkeys(message.form for message in own)
+        travels = "; ".join(forms) or "not sent"
+        leaves.append(Leaf(name, tuple(jnp.shape(x)), travels, tuple(m.name for m in own)))
+    return tuple(leaves)
+
+
+def _memory(state: Any, specs: Any, mesh: jax.sharding.Mesh) -> tuple[int, int]:
+    """Bytes of state on a device: its own, and those that are equal on all or split."""
+
+    def on_a_device(x: Any, spec: Any) -> int:
+        axes = [name for part in spec if part for name in ((part,) if type(part) is str else part)]
+        return math.prod(x.shape) * x.dtype.itemsize // math.prod(mesh.shape[a] for a in axes)
+
+    is_own = lambda x: isinstance(x, PerDevice)  # noqa: E731
+    own = shared = 0
+    for node, spec in zip(
+        jax.tree.leaves(state, is_leaf=is_own),
+        jax.tree.leaves(specs, is_leaf=lambda x: is_own(x) or isinstance(x, jax.P)),
+        strict=True,
+    ):
+        if is_own(node):
+            own += sum(map(on_a_device, node.values, spec.values))
+        else:
+            shared += on_a_device(node, spec)
+    return own, shared
+
+
+def _needs(state: Any) -> tuple[tuple[str, str], ...]:
+    """What each method needs, the outermost first."""
+    found = nodes_of(state, tuple(_NEEDS))
+    is_inside = any(isinstance(x, FactoredAdamState | LocalStepsState) for x in found)
+    needs = {}
+    for node in found:
+        name, text = _NEEDS[type(node)]
+        if isinstance(node, MeanState) and node.residual.values:
+            text = _FEEDBACK
+        if not (is_inside and isinstance(node, MeanState)):
+            needs[name, text] = None
+    return tuple(needs)

@@ -1,0 +1,142 @@
+"""What was found of a chain, and how it is shown."""
+
+import dataclasses
+import math
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from jaxcomm.wire._report import Branch, Bytes, exact, worst
+
+
+class Leaf(NamedTuple):
+    """A parameter.
+
+    Attributes:
+      path: such as "layers/0/kernel".
+      shape: its global shape.
+      travels: in which formats, by which algorithms; "not sent" if it is frozen.
+      messages: the names of those that it is in.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    travels: str
+    messages: tuple[str, ...]
+
+
+class Sent(NamedTuple):
+    """A message: what some leaves travel in together.
+
+    Attributes:
+      name: such as "bucket 2", "exempt" or "flags, loss".
+      form: the format and the algorithm.
+      leaves: the paths of the leaves.
+      hops: (operation, times, bytes that each device sends in them), in order.
+      branch: (conditional, branch) pairs that lead to it; () if it is sent in every step.
+      when: what these branches are called.
+    """
+
+    name: str
+    form: str
+    leaves: tuple[str, ...]
+    hops: tuple[tuple[str, int, Bytes], ...]
+    branch: Branch
+    when: str
+
+    @property
+    def sent(self) -> Bytes:
+        """Bytes that each device sends."""
+        return sum(count for *_, count in self.hops)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; `print` shows it.
+
+    Attributes:
+      devices: of the mesh.
+      leaves: the parameters.
+      messages: what one step sends.
+      own_bytes: state that differs from device to device, on each device.
+      shared_bytes: state that is equal on all devices or split, on each device.
+      needs: (method, what it needs), outermost first.
+    """
+
+    devices: int
+    leaves: tuple[Leaf, ...]
+    messages: tuple[Sent, ...]
+    own_bytes: int
+    shared_bytes: int
+    needs: tuple[tuple[str, str], ...]
+
+    @property
+    def bytes_max(self) -> Bytes:
+        """Bytes that a device sends in the step that sends most."""
+        return exact(worst([(message.branch, message.sent) for message in self.messages]))
+
+    def __str__(self) -> str:
+        values = sum(math.prod(leaf.shape) for leaf in self.leaves)
+        dense = 8 * (self.devices - 1) / self.devices
+        lines = [
+            f"{len(self.leaves)} parameters of {values:,} values on {self.devices} devices",
+            "",
+        ]
+        lines += _table(["parameter", "shape", "travels", "in"], _leaf_rows(self.leaves)) + [""]
+        lines += _table(["message", "form", "bytes", "hops"], map(_message_row, self.messages))
+        lines += [
+            f"A device sends at most {_number(self.bytes_max)} bytes in a step, "
+            f"{float(self.bytes_max) / max(values, 1):.2f} a value; a float32 mean {dense:.2f}.",
+            f"State on a device: {self.own_bytes:,} bytes that differ from device to device, "
+            f"{self.shared_bytes:,} others.",
+            "",
+            "First in the chain: the exchange, after jaxcomm.local at most. What it needs:",
+        ]
+        needs = (textwrap.wrap(f"- {': '.join(x)}", 90, subsequent_indent="  ") for x in self.needs)
+        return "\n".join([*lines, *(line for wrapped in needs for line in wrapped)])
+
+
+def _leaf_rows(leaves: tuple[Leaf, ...]) -> Iterator[tuple[str, ...]]:
+    """A row for each leaf; those that differ in the numbers of their paths alone share one."""
+    rows: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for leaf in leaves:
+        key = (re.sub(r"\d+", "*", leaf.path), str(leaf.shape), leaf.travels)
+        rows.setdefault(key, []).append((leaf.path, *leaf.messages))
+    for (pattern, shape, travels), found in rows.items():
+        names = dict.fromkeys(name for _, *own in found for name in own)
+        path = found[0][0] if len(found) == 1 else f"{pattern} ({len(found)})"
+        yield path, shape, travels, _ranges(list(names))
+
+
+def _ranges(names: list[str]) -> str:
+    """Names that differ in their numbers alone as one, such as "bucket 1-3"."""
+    found: dict[str, list[int]] = {}
+    for name in names:
+        kind, _, number = name.partition(" ")
+        found.setdefault(kind, []).extend([int(number)] if number else [])
+    parts = []
+    for kind, numbers in found.items():
+        ends = f"{min(numbers)}-{max(numbers)}" if len(numbers) > 1 else "".join(map(str, numbers))
+        parts.append(f"{kind} {ends}".strip())
+    return ", ".join(parts)
+
+
+def _message_row(message: Sent) -> tuple[str, ...]:
+    hops = ", ".join(
+        f"{operation}{f' x {times}' if times > 1 else ''} {_number(sent)}"
+        for operation, times, sent in message.hops
+    )
+    when = f" ({message.when})" if message.when else ""
+    return message.name + when, message.form, _number(message.sent), hops
+
+
+def _table(head: list[str], rows: Any) -> list[str]:
+    """Columns as wide as they need to be."""
+    cells = [tuple(head), *rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+
+
+def _number(count: Bytes) -> str:
+    return f"{float(count):,.1f}".removesuffix(".0")

@@ -1,0 +1,143 @@
+"""The trace of a step that stands for a model's, and the collectives in it."""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm import _axes, _branches, _notes, _paths
+from jaxcomm._attached import exchanged
+from jaxcomm.gradients import value_and_grad
+from jaxcomm.transforms import (
+    LocalStepsState,
+    ShardedState,
+    gather,
+    local_params,
+    sharded_params,
+)
+from jaxcomm.wire._report import SHARE, Branch, Bytes, exact
+
+_OPERATIONS = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+class Collective(NamedTuple):
+    """A collective of the jaxpr: where it is, what it sends, and how often."""
+
+    scope: str
+    branch: Branch
+    when: str
+    operation: str
+    dtype: str
+    times: int
+    sent: Bytes
+
+
+def nodes_of(tree: Any, kinds: Any) -> list[Any]:
+    """The nodes of these types, the outermost first, and those inside of them."""
+    is_one = lambda x: isinstance(x, kinds)  # noqa: E731
+    found = []
+    for node in filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)):
+        inside = node if isinstance(node, tuple) else ()
+        found += [node, *(x for part in inside for x in nodes_of(part, kinds))]
+    return found
+
+
+def trace(tx: Any, params: Any, state: Any, axis_name: Any) -> Any:
+    """The jaxpr of a step whose loss uses all parameters."""
+    made = [note for note in _notes.NOTES.get() or [] if hasattr(note, "attach")]
+    attached = list({id(note): note for note in made}.values())
+    world = _axes.axis_size(axis_name)
+
+    def loss(params: Any, batch: jax.Array) -> jax.Array:
+        total = functools.partial(_total, stacks=[path for x in attached for path in x.layers])
+        return total(gather(params)) * jnp.mean(batch)
+
+    def step(params: Any, state: Any, batch: jax.Array) -> Any:
+        at = params
+        for exchange in attached:
+            at = exchange.attach(at, state)
+        if nodes_of(state, ShardedState):
+            at = sharded_params(at, state)
+        if nodes_of(state, LocalStepsState):
+            at = local_params(state)
+        value, grads = value_and_grad(loss, axis_name)(at, batch)
+        return value, tx.update(grads, state, params)
+
+    batch = jax.ShapeDtypeStruct((world,), jnp.float32)
+    return jax.make_jaxpr(step)(params, state, batch).jaxpr
+
+
+def _total(params: Any, stacks: list[str]) -> jax.Array:
+    """The sum of all parameters; stacks are gone through layer by layer."""
+    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: hasattr(x, "stack"))
+    leaves = {_paths.path_name(path): x for path, x in found}
+    total = jnp.zeros(())
+    for stack in stacks:
+        own = {path: leaves.pop(path) for path in [*leaves] if path.startswith(stack + "/")}
+        add = lambda sum_, layer: (sum_ + _sum(exchanged(layer)), None)  # noqa: E731
+        total, _ = jax.lax.scan(add, total, own)
+    return total + _sum(leaves)
+
+
+def _sum(tree: Any) -> jax.Array:
+    return sum((jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(tree)), jnp.zeros(()))
+
+
+def collectives_in(
+    jaxpr: Any,
+    mesh: dict[str, int],
+    scope: str = "",
+    branch: Branch = (),
+    when: str = "",
+    times: int = 1,
+) -> Iterator[Collective]:
+    """All collectives of a program, in order."""
+    for eqn in jaxpr.eqns:
+        name, here = eqn.primitive.name, f"{scope}/{eqn.source_info.name_stack}"
+        if name in _OPERATIONS:
+            axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+            names = axes if isinstance(axes, tuple) else (axes,)
+            groups = eqn.params.get("axis_index_groups")
+            size = len(groups[0]) if groups else math.prod(mesh[axis] for axis in names)
+            arrays = [var.aval for var in eqn.invars]
+            held = sum(x.size * x.dtype.itemsize for x in arrays)
+            sent = exact(SHARE[_OPERATIONS[name]](size) * held)
+            dtype = "+".join(dict.fromkeys(x.dtype.name for x in arrays))
+            if sent:
+                yield Collective(here, branch, when, _OPERATIONS[name], dtype, times, sent)
+        again = times * eqn.params.get("length", 1) if name == "scan" else times
+        named = {x.number: x for x in _branches.read("", f"{here}/cond")} if name == "cond" else {}
+        for i, inner in enumerate(_inner(eqn)):
+            inside, called = branch, when
+            if name == "cond":
+                inside = (*branch, (str(id(eqn)), i))
+                called = ", ".join(filter(None, (when, _branch_name(named.get(i), i))))
+            yield from collectives_in(inner, mesh, here, inside, called, again)
+
+
+def _inner(eqn: Any) -> Iterator[Any]:
+    """The jaxprs that an equation runs."""
+    for value in eqn.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            part = getattr(part, "jaxpr", part)
+            if hasattr(part, "eqns"):
+                yield part
+
+
+def _branch_name(named: Any, number: int) -> str:
+    if named is None:
+        return f"branch {number}"
+    return f"{named.name}, 1 step in {named.every}" if named.every else named.name

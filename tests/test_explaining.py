@@ -1,0 +1,151 @@
+"""What `jaxcomm.explain` says equals what compiled programs do."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxcomm
+
+SHAPES = {
+    "blocks": {"w": (3, 64, 32), "bias": (3, 32)},
+    "emb": (100, 32),
+    "head": {"kernel": (32, 10), "bias": (10,)},
+}
+
+
+def shapes() -> dict:
+    """Parameters that only have shapes."""
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), SHAPES, is_leaf=is_shape)
+
+
+def loss_fn(params: dict, batch: jax.Array) -> jax.Array:
+    params = jaxcomm.gather(params)
+
+    def block(x: jax.Array, layer: dict) -> tuple[jax.Array, None]:
+        layer = jaxcomm.exchanged(layer)
+        return x + jnp.tanh(x @ layer["w"].T) @ layer["w"] + layer["bias"], None
+
+    x = batch @ params["emb"]
+    x, _ = jax.lax.scan(block, x, params["blocks"])
+    return jnp.mean(x @ params["head"]["kernel"] + params["head"]["bias"])
+
+
+def compiled_bytes(tx: optax.GradientTransformation, params: dict, at: object) -> object:
+    """What the compiled program of a step sends; `at` makes parameters those of the loss."""
+
+    @jax.jit
+    def step(params: dict, state: object, batch: jax.Array) -> object:
+        loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(at(params, state), batch)
+        return loss, tx.update(grads, state, params)
+
+    lowered = step.lower(params, tx.init(params), jnp.ones((8, 100)))
+    return jaxcomm.wire_report(lowered.compile()).bytes_max
+
+
+def same(params: dict, state: object) -> dict:
+    del state
+    return params
+
+
+vote = jaxcomm.majority_vote("data")
+stacked = jaxcomm.in_backward(jaxcomm.mean("data", "cnat", "ring", bucket_mib=0.005), ["blocks"])
+CHAINS = {
+    "branches": (
+        jaxcomm.multi_steps(
+            optax.chain(jaxcomm.control_variates(jaxcomm.mean("data", "int8"), 3), vote), 2
+        ),
+        same,
+    ),
+    "in the backward pass": (optax.chain(stacked, optax.sgd(0.1)), stacked.attach),
+    "sharded": (
+        jaxcomm.sharded(jaxcomm.mean("data", "int4", error_feedback=True), "bfloat16"),
+        jaxcomm.sharded_params,
+    ),
+}
+
+
+@pytest.mark.standard_promotion  # optax promotes
+@pytest.mark.parametrize("name", CHAINS)
+def test_bytes_are_those_of_the_compiled_program(name: str) -> None:
+    tx, at = CHAINS[name]
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape), shapes())
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        if name == "sharded":
+            tx = jaxcomm.with_layer_axis(tx, ["blocks/*"])
+            params = jaxcomm.shard(params, "data", layers=["blocks/*"], exempt=["emb", "head/*"])
+            exempt = ["emb", "head/*"]
+            mean = jaxcomm.mean("data", "int4", error_feedback=True, exempt=exempt)
+            tx = jaxcomm.with_layer_axis(jaxcomm.sharded(mean, "bfloat16"), ["blocks/*"])
+        found = jaxcomm.explain(tx, params)
+        assert found.bytes_max == compiled_bytes(tx, params, at), str(found)
+
+
+def test_leaves_buckets_and_state() -> None:
+    trained = optax.chain(
+        jaxcomm.mean("data", "int8", error_feedback=True, bucket_mib=0.01, exempt=["head/kernel"]),
+        optax.sgd(0.1, momentum=0.9),
+    )
+    labels = {"blocks": "trained", "emb": "frozen", "head": "trained"}
+    tx = optax.partition({"trained": trained, "frozen": jaxcomm.set_to_zero("data")}, labels)
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        found = jaxcomm.explain(tx, shapes())
+    travels = {leaf.path: (leaf.travels, leaf.messages) for leaf in found.leaves}
+    assert travels == {
+        "blocks/bias": ("float32, native", ("exempt",)),
+        "blocks/w": ("int8, direct", ("bucket 1",)),
+        "emb": ("not sent", ()),
+        "head/bias": ("float32, native", ("exempt",)),
+        "head/kernel": ("float32, native", ("exempt",)),
+    }
+    residual, momentum = 4 * 3 * 64 * 32, 4 * (3 * 64 * 32 + 3 * 32 + 32 * 10 + 10)
+    assert found.own_bytes == residual
+    assert found.shared_bytes == momentum + 4  # and a counter
+    assert found.needs[0][0] == "mean" and "factored_adam" in found.needs[0][1]
+    assert max(map(len, str(found).splitlines())) <= 120
+
+
+def test_every_method_is_explained_from_shapes() -> None:
+    feedback = jaxcomm.mean("data", "scaled_sign", error_feedback=True)
+    methods = {
+        "1 bit, direct": jaxcomm.one_bit_adam("data", 1e-3, dense_steps=10),
+        "bfloat16, ring": jaxcomm.mean("data", "bfloat16", "ring"),
+        "float32, native": jaxcomm.low_rank_mean("data", 2, dense_steps=5),
+        "int4, direct": jaxcomm.local_steps(
+            optax.sgd(0.1), 8, optax.sgd(0.7), jaxcomm.mean("data", "int4", error_feedback=True)
+        ),
+        "oktopk, density 0.01": jaxcomm.sparse_mean("data", 0.01),
+        "scaled_sign, direct": jaxcomm.factored_adam(feedback, 1e-3),
+        "votes, direct": optax.chain(jaxcomm.local("data", optax.trace(0.9)), vote),
+    }
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        for form, tx in methods.items():
+            found = jaxcomm.explain(tx, shapes())
+            (matrix,) = [leaf for leaf in found.leaves if leaf.path == "blocks/w"]
+            assert form in matrix.travels, (form, matrix)
+            assert found.needs and form in str(found)
+
+
+def test_split_over_a_further_axis(mesh4x2: jax.sharding.Mesh) -> None:
+    with jax.set_mesh(mesh4x2):
+        sharding = jax.NamedSharding(mesh4x2, jax.P(None, "model"))
+        params = {"w": jax.ShapeDtypeStruct((64, 32), "float32", sharding=sharding)}
+        tx = jaxcomm.mean("data", "int8", error_feedback=True)
+        found = jaxcomm.explain(tx, params)
+    (bucket,) = [message for message in found.messages if message.leaves]
+    codec = jaxcomm.codecs.int8()
+    assert bucket.sent == 2 * 3 * codec.message_bytes(64 * 16 // 4)
+    assert found.own_bytes == 4 * 64 * 16
+
+
+def test_errors_say_what_to_write() -> None:
+    with pytest.raises(ValueError, match=r"jax\.set_mesh\(jaxcomm\.data_mesh"):
+        jaxcomm.explain(jaxcomm.mean("data"), shapes())
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        with pytest.raises(ValueError, match="put jaxcomm.mean"):
+            jaxcomm.explain(optax.adam(1e-3), shapes())
+        with pytest.raises(TypeError, match="optax transformation"):
+            jaxcomm.explain("adam", shapes())
+        with pytest.raises(ValueError, match="no parameters"):
+            jaxcomm.explain(jaxcomm.mean("data"), {})
