@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxcomm._axes import AxisName
+from jaxcomm._notes import noted
 from jaxcomm.collectives.algorithms._algorithm import Algorithm
 from jaxcomm.collectives.algorithms._algorithm import length as length_of
 from jaxcomm.collectives.algorithms.circulant import circulant
@@ -59,7 +60,8 @@ class Default(Algorithm):
     ) -> tuple[Any, Any]:
         """See `Algorithm.all_reduce`."""
         chosen = self._chosen(axis_name, reduction, length_of(prepared.vector))
-        return chosen.all_reduce(prepared, axis_name, reduction)
+        with noted((reduction, chosen)):
+            return chosen.all_reduce(prepared, axis_name, reduction)
 
     def reduce_scatter(
         self, partial: Any, axis_name: AxisName, reduction: Reduction, devices_per_partial: int
