@@ -87,6 +87,7 @@ FIELDS = {
     "sync.bucket_mib": or_none(POSITIVE),
     "sync.local_momentum": SHARE,
     "sync.every": whole(1),
+    "sync.fsdp": whole(1),
     "sync.outer_rate": POSITIVE,
     "sync.outer_momentum": SHARE,
     "sync.fragments": whole(1),
@@ -160,7 +161,7 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 
 
 def fit(config: Any, world: int) -> None:
-    """Raises if the batch does not fit the number of devices, or the optimizer the method.
+    """Raises if the batch does not fit the number of devices, or the config's parts each other.
 
     Args:
       config: a config of `configs/`.
@@ -180,10 +181,31 @@ def fit(config: Any, world: int) -> None:
             f"config.sync.method={method} exchanges no plain mean of what devices did in "
             f"{config.sync.every} steps; take mean, or --config.sync.every=1"
         )
+    if config.sync.fsdp > 1:
+        _fit_groups(config.sync, world)
     size, unit = config.batch_size, world * config.microbatches
     if size % unit:
         lower, upper = size // unit * unit, -(-size // unit) * unit
         raise UserError(
             f"batch_size {size} is not divisible by {world} devices x {config.microbatches} "
             f"microbatches; use {f'{lower} or ' if lower else ''}{upper}"
+        )
+
+
+def _fit_groups(sync: Any, world: int) -> None:
+    """Raises if parameters cannot be split within groups of `fsdp` devices."""
+    where = f"config.sync.fsdp={sync.fsdp}"
+    for field, value in (("gather", sync.get("gather") or None), ("every", sync.every)):
+        if value not in (None, 1):
+            raise UserError(
+                f"{where} splits parameters within groups of devices, and config.sync.{field}="
+                f"{value} keeps them otherwise; set --config.sync.fsdp=1, or leave out {field}"
+            )
+    if sync.method == "auto":
+        raise UserError(f"{where}: the planner knows no such groups; name a method, such as mean")
+    fitting = [n for n in range(2, world // 2 + 1) if world % n == 0]
+    if sync.fsdp not in fitting:
+        raise UserError(
+            f"{where}: {world} devices are no two or more groups of {sync.fsdp}; use "
+            f"{' or '.join(map(str, (1, *fitting)))}, or config.sync.gather to split over all"
         )

@@ -51,18 +51,18 @@ def train(
       train.errors.UserError: if the config, the data, the directory or a checkpoint do not fit.
       train.errors.RunError: if the run cannot go on, and could not after a restart.
     """
-    # All devices of all processes, along one axis.
-    mesh = jaxcomm.data_mesh()
-    jax.set_mesh(mesh)
+    # All devices of all processes, along one axis, or in groups that hold the parameters together.
     check.fields(config)
-    check.fit(config, mesh.size)
+    check.fit(config, jax.device_count())
+    mesh = sync.make_mesh(config.sync)
+    jax.set_mesh(mesh)
 
     # The data: this process reads the shards of its own devices.
     own = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
     rows = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
-    test = [jaxcomm.global_batch(batch, sync.AXIS) for batch in rows.test]
+    test = [sync.global_batch(batch) for batch in rows.test]
     like = stoppable({name: rows.test[0][name] for name in ("image", "label")})
-    example = jaxcomm.global_batch(like, sync.AXIS)
+    example = sync.global_batch(like)
 
     # The model, its gradient, the exchange of gradients and behind it the optimizer.
     graph, params = models.build(config.model, rows.shape, rows.classes, config.seed)
@@ -100,7 +100,7 @@ def train(
         for number in range(start + 1, config.steps + 1):
             profile.before(number, train_state)
             with recorder.waiting():
-                batch = jaxcomm.global_batch(stoppable(next(rows.train)), sync.AXIS)
+                batch = sync.global_batch(stoppable(next(rows.train)))
             train_state, values = train_step(train_state, batch)
             recorder.train(number, values)
             checkpoints.check()
@@ -140,7 +140,10 @@ def train(
         wire = jaxcomm.wire_report(train_step)
         in_one_piece = how.every == 1 and not how.gather
         usual = exchange if in_one_piece else None  # Else it is not behind the gradient.
-        predicted = planned.predicted(wire, usual, params, config.network.gigabits)
+        in_groups = how.fsdp > 1  # The links within them are faster.
+        predicted = (
+            None if in_groups else planned.predicted(wire, usual, params, config.network.gigabits)
+        )
         summary = {
             **tested,
             f"test_{rows.unit}": rows.test_size,

@@ -121,7 +121,7 @@ def measure_gigabits(mebibytes: int) -> float:
     mesh = jax.sharding.get_mesh()
     exchange = jaxcomm.mean(AXIS, codec="float32", algorithm="native")
     make = jax.jit(
-        lambda: jnp.ones((mesh.size, *shape)),
+        lambda: jnp.ones((mesh.shape[AXIS], *shape)),
         out_shardings=NamedSharding(mesh, PartitionSpec(AXIS)),
     )
     local = make()
@@ -162,6 +162,11 @@ def costs(
     sent = float(wire.bytes_max)
     named = {branch.name for branch in wire.named}
     on_average = wire.per_step({name: share for name, share in shares.items() if name in named})
+    mesh, between = jax.sharding.get_mesh(), None
+    if len(mesh.axis_names) > 1:
+        between = (
+            float(sum(r.bytes_max for k, r in wire.by_axes(mesh).items() if AXIS in k)) / count
+        )
     on_interface = None
     if steps.interface_bytes is not None:
         on_interface = steps.interface_bytes / count
@@ -182,6 +187,7 @@ def costs(
         "rounds": wire.rounds,
         "bytes_per_param": sent / count,
         "bytes_per_param_mean": on_average / count,
+        "bytes_per_param_between": between,
         "interface": steps.interface,
         "interface_bytes_per_param": on_interface,
     }

@@ -39,6 +39,7 @@ def show(summary: dict[str, Any], workdir: Path) -> None:
         "scaling efficiency, predicted": _percent(s["predicted_efficiency"]),
         "bandwidth of a device": _number(s["gigabits"], f" Gb/s ({s['gigabits_from']})"),
         "bytes per parameter and device, compiled program": f"{s['bytes_per_param']:.3f}",
+        "the same, between groups of devices": _between(s),
         "the same, mean over all steps of the run": f"{s['bytes_per_param_mean']:.3f}",
         "bytes per parameter and device, interface": _number(
             s["interface_bytes_per_param"], f" ({s['interface']})"
@@ -93,6 +94,11 @@ def _predicted(s: dict[str, Any]) -> str | None:
     if s["predicted_ms"] is None:
         return None
     return f"{s['predicted_ms']:.2f} ms, most of it {s['predicted_largest']}"
+
+
+def _between(s: dict[str, Any]) -> str | None:
+    between = s["bytes_per_param_between"]
+    return None if between is None else f"{between:.3f}"
 
 
 def _number(value: float | None, unit: str) -> str:

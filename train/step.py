@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 
 import jaxcomm
-from train.models.transformer import STACK
+from train.models.transformer import SPLIT, STACK
 from train.state import TrainState
 from train.sync import AXIS, for_loss
 
@@ -20,7 +20,10 @@ Forward = Callable[[Any, jax.Array], jax.Array]
 
 def whole(params: Any) -> Any:
     """Parameters that are split over the devices, gathered; a stack gathers its layers itself."""
-    return {name: part if name == STACK else jaxcomm.gather(part) for name, part in params.items()}
+    return {
+        name: part if name == STACK else jaxcomm.gather(part, within=SPLIT)
+        for name, part in params.items()
+    }
 
 
 def make_forward(graph: nnx.GraphDef, mean: float | None = None, std: float = 1.0) -> Forward:
@@ -52,7 +55,7 @@ def make_loss(
     """
 
     def loss_fn(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Metrics]:
-        logits = forward(params, batch["image"])
+        logits = forward(params, _over_group(batch["image"]))
         labels = jax.nn.one_hot(batch["label"], logits.shape[-1])
         losses = optax.softmax_cross_entropy(logits, optax.smooth_labels(labels, smoothing))
         accuracy = (logits.argmax(-1) == batch["label"]).astype(jnp.float32)
@@ -60,6 +63,13 @@ def make_loss(
         return losses.mean(), {"accuracy": accuracy.mean(), **asked}
 
     return loss_fn
+
+
+def _over_group(rows: jax.Array) -> jax.Array:
+    """Rows with their share on each device of a group that holds the parameters together."""
+    if SPLIT not in jax.sharding.get_abstract_mesh().axis_names:
+        return rows
+    return jax.lax.with_sharding_constraint(rows, jax.P(SPLIT))
 
 
 def make_gradient(forward: Forward, smoothing: float, microbatches: int) -> Any:

@@ -14,6 +14,7 @@ import optax
 import jaxcomm
 from train.calls import read_call
 from train.errors import UserError, choose
+from train.models.transformer import SPLIT, STACK
 
 AXIS = "data"
 
@@ -227,14 +228,35 @@ def _sharded(tx: optax.GradientTransformation, config: Any) -> optax.GradientTra
     return jaxcomm.sharded(tx, codec)
 
 
+def make_mesh(config: Any, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
+    """Devices (of all processes) along AXIS; with `fsdp`, neighbours in groups along SPLIT."""
+    if config.fsdp == 1:
+        return jaxcomm.data_mesh(AXIS, devices)
+    devices = jax.devices() if devices is None else devices
+    shape = (len(devices) // config.fsdp, config.fsdp)
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    return jax.make_mesh(shape, (AXIS, SPLIT), kinds, devices=devices)
+
+
+def global_batch(batch: Any) -> Any:
+    """Joins what the processes have read: rows over all devices of the mesh."""
+    return jaxcomm.global_batch(batch, tuple(jax.sharding.get_mesh().axis_names))
+
+
 def place(params: Any, config: Any) -> Any:
-    """Puts parameters on the devices: all of them on each, or split if `gather` names a codec."""
-    if not config.get("gather"):
+    """Puts parameters on the devices.
+
+    All of them on each; or split over all devices if `gather` names a codec; or with `fsdp` over
+    those of each group.
+    """
+    axis, field = (AXIS, "gather") if config.get("gather") else (SPLIT, "fsdp")
+    if axis == SPLIT and config.fsdp == 1:
         return jaxcomm.replicate(params)
+    layers = [f"{STACK}/*"] if STACK in params else []
     try:
-        return jaxcomm.shard(params, AXIS, exempt=tuple(config.get("exempt", ())))
+        return jaxcomm.shard(params, axis, exempt=tuple(config.exempt), layers=layers)
     except ValueError as error:
-        raise UserError(f"config.sync.gather: {error}") from error
+        raise UserError(f"config.sync.{field}: {error}") from error
 
 
 def for_loss(params: Any, opt_state: Any) -> Any:

@@ -92,6 +92,9 @@ def sync() -> config_dict.ConfigDict:
     # FSDP: a codec in which parameters are gathered that are split over the devices. None: every
     # device has all of them. For mean, majority_vote and none.
     sync.gather = config_dict.placeholder(str)
+    # HSDP: so many neighbouring devices hold one copy of the parameters together, as XLA splits it,
+    # and the exchange is between these groups, in shards. 1: every device has all parameters.
+    sync.fsdp = 1
     # Of majority_vote:
     sync.ties = config_dict.placeholder(str)  # "random", "zero", "positive" or "negative".
     sync.zeros = config_dict.placeholder(str)  # "random" or "abstain".

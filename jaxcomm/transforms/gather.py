@@ -19,11 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxcomm import _axes, codecs, collectives
+from jaxcomm import _axes, _paths, codecs, collectives
+from jaxcomm._axes import AxisName
 from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
 from jaxcomm.transforms._exchange import all_finite
+from jaxcomm.transforms._layout import is_exempt
 from jaxcomm.transforms._scheme import Scheme
+from jaxcomm.transforms.shard import split_dim_of
 
 Arrays = list[jax.Array]
 _THERE, _BACK = 0, 1  # what a key is for: gathering shards, or the gradient
@@ -46,7 +49,7 @@ class _Bucket:
     dims: tuple[int, ...]
 
 
-def gather(params: Any) -> Any:
+def gather(params: Any, *, within: AxisName | None = None) -> Any:
     """Whole parameters from the shards of all devices; backward, shards of the mean gradient.
 
     Call it in the loss, where parameters are needed: for each layer inside of `jax.lax.scan` and
@@ -60,6 +63,9 @@ def gather(params: Any) -> Any:
         that `jax.lax.scan` makes of a stack. Arrays come back as they are, so that a model with
         `gather` in it can also be evaluated under plain `jax.jit`, or trained on parameters that
         are replicated. Outside of `jax.shard_map`, along Explicit axes, they come back replicated.
+      within: an automatic axis over which `jaxcomm.shard(params, within)` has split plain arrays,
+        beside that of the exchange (HSDP). They become whole in each group of devices along it, and
+        their gradients leave in shards. A mesh without this axis changes nothing.
 
     Returns:
       The pytree of whole arrays, in the dtypes of the parameters and equal on all devices.
@@ -70,8 +76,11 @@ def gather(params: Any) -> Any:
 
     Wire: forward, for each bucket of n values, N-1 messages of ceil(n/N) values in the format
     `gather=` of `jaxcomm.sharded`, each time that it runs; backward, once, N-1 such messages in
-    that of the exchange. What is exempt and split travels in float32 both ways.
+    that of the exchange. What is exempt and split travels in float32 both ways. Along `within` it
+    is XLA's all-gather, and a reduce-scatter or all-reduce backward, in the dtype of the arrays.
     """
+    if within is not None:
+        return _whole_within(params, within)
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_sharded)
     whole = [leaf.value if is_sharded(leaf) else leaf for leaf in leaves]
     if not _axes.manual_axes():
@@ -91,6 +100,44 @@ def gather(params: Any) -> Any:
         for i, x in zip(numbers, full, strict=True):
             whole[i] = x
     return treedef.unflatten(whole)
+
+
+def _whole_within(params: Any, axis_name: AxisName) -> Any:
+    """The parameters gathered over an automatic axis, where the mesh has it."""
+    names = _axes.current_mesh().axis_names
+    if not set(names).issuperset(_axes.names_of(axis_name)):
+        return gather(params)
+    if _axes.manual_axes().intersection(_axes.names_of(axis_name)):
+        raise ValueError(
+            f"gather(within={axis_name!r}) leaves the gathering to XLA, and this code runs device "
+            f"by device along it: take gradients over another axis, such as 'data'."
+        )
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_sharded)
+    if split := [leaf.place.path for _, leaf in pairs if is_sharded(leaf)]:
+        raise ValueError(
+            f"parameter {split[0]} is split over {pairs[0][1].place.axis_name!r} and comes from "
+            "jaxcomm.sharded_params; gather it without `within`."
+        )
+    world = _axes.axis_size(axis_name)
+    found = []
+    for path, x in pairs:
+        name = _paths.path_name(path)
+        dim = None if is_exempt(name, x.shape, False, ()) else split_dim_of(x.shape, world)
+        found.append(x if dim is None else _in_group(PartitionSpec(*[None] * dim, axis_name), x))
+    return treedef.unflatten(found)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_group(spec: PartitionSpec, x: jax.Array) -> jax.Array:
+    """An array that is whole on every device of a group, and its gradient in shards."""
+    del spec
+    return jax.lax.with_sharding_constraint(x, PartitionSpec())
+
+
+_in_group.defvjp(
+    lambda spec, x: (_in_group(spec, x), None),
+    lambda spec, _, gradient: (jax.lax.with_sharding_constraint(gradient, spec),),
+)
 
 
 def _buckets_of(leaves: list[Any]) -> list[tuple[_Bucket, list[int]]]:

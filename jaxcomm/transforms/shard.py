@@ -75,12 +75,17 @@ def _split(
     name: str, shape: tuple[int, ...], axis_name: AxisName, world: int, first: int
 ) -> PartitionSpec:
     """The spec of a leaf, of which the dimensions before `first` stay whole."""
-    dims = [d for d in range(first, len(shape)) if shape[d] % world == 0]
-    if not dims:
+    dim = split_dim_of(shape, world, first)
+    if dim is None:
         raise ValueError(
             f"parameter {name} of shape {shape} has no dimension that divides over the {world} "
             f"devices of {axis_name!r}. Pad it to a multiple of {world}, or keep it whole on every "
             f"device: exempt=[{name!r}], here and in the exchange."
         )
-    dim = max(dims, key=lambda d: (shape[d], d))
     return PartitionSpec(*[None] * dim, axis_name)
+
+
+def split_dim_of(shape: tuple[int, ...], world: int, first: int = 0) -> int | None:
+    """The dimension along which a leaf is split; None if `world` divides none from `first` on."""
+    dims = [d for d in range(first, len(shape)) if shape[d] % world == 0]
+    return max(dims, key=lambda d: (shape[d], d), default=None)

@@ -17,9 +17,9 @@ from ml_collections import config_dict
 ROOT = Path(__file__).parents[2]
 
 
-def read_config(name: str) -> config_dict.ConfigDict:
+def read_config(name: str, *arguments: str) -> config_dict.ConfigDict:
     """A config of `configs/`, as its file has it."""
-    return runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"]()
+    return runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*arguments)
 
 
 @dataclasses.dataclass

@@ -122,6 +122,31 @@ def test_an_optimizer_behind_an_optimizer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"fsdp": 3}, "fsdp=3: 8 devices are no two or more groups of 3; use 1 or 2 or 4, or conf"),
+        ({"fsdp": 8}, "fsdp=8: 8 devices are no two or more groups of 8; use 1 or 2 or 4, or conf"),
+        ({"fsdp": 2, "gather": "int8"}, "config.sync.gather=int8 keeps them otherwise; set --con"),
+        ({"fsdp": 2, "every": 4}, "config.sync.every=4 keeps them otherwise; set --config.sync.f"),
+        ({"fsdp": 2, "method": "auto"}, "fsdp=2: the planner knows no such groups; name a method"),
+    ],
+)
+def test_groups_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
+    config = read_config("lm_transformer")
+    config.sync.update(fields)
+    with pytest.raises(UserError, match=message):
+        check.fit(config, 8)
+
+
+def test_sizes_of_the_language_model() -> None:
+    with pytest.raises(ValueError, match="there is no size 'huge'; it is one of nano, mini"):
+        read_config("lm_transformer", "huge")
+    config = read_config("lm_transformer", "xl")
+    check.fields(config)
+    assert (config.model.depth, config.model.width, config.model.recompute) == (24, 2048, True)
+
+
+@pytest.mark.parametrize(
     ("pattern", "message"),
     [
         ("head", r"no parameter fits 'head'; did you mean 'head/\*'\? paths are such as head/bias"),

@@ -57,6 +57,28 @@ def test_one_bit_on_some_devices() -> None:
             check(placed({2: both, 6: {"b": both["b"]}}), 7)
 
 
+def test_one_bit_of_what_is_split_within_groups() -> None:
+    """Device 5 of (4, 2) holds the second half of each array, as devices 1, 3 and 7 do."""
+    mesh = jax.make_mesh((4, 2), ("data", "fsdp"), (jax.sharding.AxisType.Auto,) * 2)
+    halves = np.arange(12, dtype=np.float32).reshape(2, 6)
+
+    def split(changed: int | None) -> dict[str, jax.Array]:
+        rows = [
+            flipped(halves[i % 2], 2, 9) if i == changed else halves[i % 2]
+            for i in range(mesh.size)
+        ]
+        pairs = zip(rows, mesh.devices.flat, strict=True)
+        arrays = [jax.device_put(row, device) for row, device in pairs]
+        sharding = NamedSharding(mesh, jax.P("fsdp"))
+        return {"w": jax.make_array_from_single_device_arrays((12,), sharding, arrays)}
+
+    with jax.set_mesh(mesh):
+        check = make_check(split(None), "mean")
+        check(split(None), 7)
+        with pytest.raises(RunError, match="of device 5 .* are not those .*: w is the first of 1"):
+            check(split(5), 7)
+
+
 def test_hashes_notice_the_order_and_the_sign_of_zero() -> None:
     x = jnp.arange(1000.0)
     assert (hashes([x]) == hashes([x + 0])).all()

@@ -1,4 +1,4 @@
-"""The training program with parameters that are split over the devices (`config.sync.gather`)."""
+"""The training program with parameters that are split: over all devices, or within groups."""
 
 from typing import Any
 
@@ -40,13 +40,13 @@ def batches(steps: int) -> list[dict[str, np.ndarray]]:
 
 def trained(steps: int = 3, **options: Any) -> tuple[list[float], Any, jaxcomm.WireReport]:
     """Losses, the last state and what a step sends, on four devices."""
-    jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD]))
     config = settings(**options)
+    jax.set_mesh(sync.make_mesh(config, jax.devices()[:WORLD]))
     graph, params = models.build(GPT, (LENGTH,), VOCABULARY, 0)
     gradient = step.make_gradient(step.make_forward(graph), 0.0, 1)
     tx = optax.chain(sync.build(config, (), steps), optax.adam(1e-2))
     now = state.init(params, tx, lambda p: sync.place(p, config))
-    data = [jaxcomm.global_batch(batch, sync.AXIS) for batch in batches(steps)]
+    data = [sync.global_batch(batch) for batch in batches(steps)]
     run = step.compile_step(step.make_train_step(gradient, tx), now, data[0])
     losses = []
     for batch in data:
@@ -60,8 +60,31 @@ def kernels_of(now: Any) -> list[jax.Array]:
     return [x for x in jax.tree.leaves(now.params) if x.ndim > 3 or x.shape == (VOCABULARY, 32)]
 
 
+def between(report: jaxcomm.WireReport) -> jaxcomm.WireReport:
+    """What is sent between groups."""
+    (own,) = [r for k, r in report.by_axes(jax.sharding.get_mesh()).items() if sync.AXIS in k]
+    return own
+
+
 def test_losses_are_those_of_replicated_training() -> None:
+    """In the three forms: on all devices, split over all of them, split within groups of two."""
     expected, copied, _ = trained()
+    in_groups, now, report = trained(fsdp=2)
+    np.testing.assert_allclose(in_groups, expected, rtol=1e-6)
+    for ours, theirs in zip(kernels_of(now), kernels_of(copied), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    kernel = now.params["stack"]["expand"]["kernel"]
+    moment = now.opt_state[1][0].mu["stack"]["expand"]["kernel"]
+    for x in (kernel, moment):
+        assert x.addressable_shards[0].data.size == kernel.size / 2
+    small = sum(x.size for x in jax.tree.leaves(now.params)) - sum(
+        x.size for x in jax.tree.leaves(now.params) if not x.sharding.is_fully_replicated
+    )
+    split = sum(x.size for x in jax.tree.leaves(now.params)) - small
+    # Of two groups: half of each array there and back, beside loss, accuracy and a flag.
+    assert 0 <= between(report).bytes_max - 4 * (split / 2 + small) < 16
+    check = replicas.make_check(now.params, "mean")
+    check(now.params, 4)
     found, now, report = trained(gather="float32")
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     for ours, theirs in zip(kernels_of(now), kernels_of(copied), strict=True):
@@ -88,6 +111,9 @@ def test_what_cannot_be_split() -> None:
     ):
         with pytest.raises(UserError, match=message):
             sync.build(settings(**options), (), 10)
+    with jax.set_mesh(sync.make_mesh(settings(fsdp=2), jax.devices()[:WORLD])):
+        with pytest.raises(UserError, match=r"config.sync.fsdp: parameter w of shape \(3, 5\)"):
+            sync.place({"w": jnp.zeros((3, 5))}, settings(fsdp=2))
     jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD]))
     with pytest.raises(UserError, match=r"config.sync.gather: parameter w of shape \(3, 5\)"):
         sync.place({"w": jnp.zeros((3, 5))}, settings(gather="int8"))

@@ -1,8 +1,8 @@
 """A GPT-style transformer: tokens in, logits of the next token out.
 
 Its layers are one stack that `jax.lax.scan` goes through, so that compiling takes as long for 24 of
-them as for one. Where parameters are split over the devices (`config.sync.gather`), a layer is
-whole on a device only while it is used.
+them as for one. Where parameters are split over the devices (`config.sync.gather`, `fsdp`), a layer
+is whole on a device only while it is used.
 
 Parameters with a vocabulary of 256: width 384 and depth 6 have 10.8 M; width 2048, depth 24 and
 16 heads have 1.2 G.
@@ -24,6 +24,7 @@ from flax import nnx
 import jaxcomm
 
 STACK = "stack"  # The field of the model with the layers: each is gathered by itself.
+SPLIT = "fsdp"  # The mesh axis of devices that hold one copy of the parameters together (HSDP).
 
 
 class Block(nnx.Module):
@@ -91,7 +92,7 @@ class Transformer(nnx.Module):
         graph, blocks = nnx.split(self.stack)
 
         def layer(x: jax.Array, own: nnx.State) -> tuple[jax.Array, None]:
-            return nnx.merge(graph, jaxcomm.gather(own))(x), None
+            return nnx.merge(graph, jaxcomm.gather(own, within=SPLIT))(x), None
 
         x, _ = jax.lax.scan(jax.checkpoint(layer) if self.recompute else layer, x, blocks)
         return self.tokens.attend(self.norm(x))
