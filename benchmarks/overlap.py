@@ -5,11 +5,14 @@
 compiles a training step with Adam for each method, ahead of time (the `gpu-aot` extra; no GPU is
 needed), and reads the scheduled program: nothing is timed. The transformer has 12 layers of width
 768 in a `jax.lax.scan` (85 M parameters), 8 rows of 1024 tokens a device, and bfloat16 products.
-With --model=exchanged_after the same layers are exchanged behind the backward pass.
+With --model=exchanged_after the same layers are exchanged behind the backward pass. With --fsdp=4
+the devices are two groups of four (HSDP): parameters and Adam's moments are split within a group,
+each layer is computed twice, and the exchange is between the groups.
 
 A row has the megabytes that a device sends in a step; the share of them that is of collectives
 between whose start and done a kernel of the backward pass is started, and the share behind a matrix
-product of it; the peak memory of a device, and that in units of plain `jax.lax.pmean`'s.
+product of it (with --fsdp between the groups, and as `within_` inside of them); the peak memory of
+a device, and that in units of plain `jax.lax.pmean`'s.
 """
 
 import argparse
@@ -29,12 +32,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
 from benchmarks.aot import transformer
-from benchmarks.aot.overlap import overlap
+from benchmarks.aot.overlap import Overlap, overlap
 from benchmarks.aot.targets import TARGETS, mesh_of
 
 ROWS, BUCKET_MIB = 8, 16.0
 SHAPES = transformer.shapes(layers=12, width=768, heads=12, vocabulary=256, context=1024)
 MODELS = ("scanned", "exchanged_after")
+LAYERS = ["blocks/*"]
 
 Order = Sequence[str]
 P = PartitionSpec
@@ -61,6 +65,7 @@ def placed(mesh: Any, tree: Any, specs: Any) -> Any:
 def compiled(mesh: Any, tx: optax.GradientTransformation, gradient: Callable[..., Any]) -> Any:
     """A step of `gradient(params, state, tokens)` and `tx`, for the GPUs of a mesh."""
     params, tokens = inputs(mesh)
+    tx = jaxcomm.with_param_specs(tx, params)
     shapes = jax.eval_shape(tx.init, params)
     state = placed(mesh, shapes, jaxcomm.state_spec(tx, params, mesh))
 
@@ -78,7 +83,10 @@ def inputs(mesh: Any) -> tuple[Any, Any]:
     """The shapes of the parameters and of a batch."""
     rows, context = ROWS * mesh.size, SHAPES["embed"]["positions"].shape[0]
     tokens = jax.ShapeDtypeStruct((rows, context + 1), jnp.int32)
-    return placed(mesh, SHAPES, P()), placed(mesh, tokens, P("data"))
+    params = placed(mesh, SHAPES, P())
+    if "fsdp" in mesh.axis_names:
+        params = jaxcomm.shard(SHAPES, "fsdp", layers=LAYERS)
+    return params, placed(mesh, tokens, P(mesh.axis_names))
 
 
 def with_method(mesh: Any, method: str, model: str) -> Any:
@@ -100,20 +108,35 @@ def with_psum(mesh: Any) -> Any:
     def local(params: Any, tokens: jax.Array) -> Any:
         return jax.lax.pmean(jax.value_and_grad(transformer.loss_fn)(params, tokens), "data")
 
-    means = jax.shard_map(local, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    means = jax.shard_map(
+        local,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
     return compiled(mesh, optax.adam(1e-3), lambda params, _, tokens: means(params, tokens))
 
 
-def row(program: Any) -> dict[str, float]:
+def row(mesh: Any, program: Any) -> dict[str, float]:
     """What the compiled program says."""
-    memory, found = program.memory_analysis(), overlap(program.as_text())
+    memory, text = program.memory_analysis(), program.as_text()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
+    parts = jaxcomm.wire_report(text).by_axes(mesh)
+    found = traffic(overlap(text, parts["data",]))
+    if "fsdp" in mesh.axis_names:
+        within = traffic(overlap(text, parts["fsdp",]))
+        found |= {f"within_{name}": value for name, value in within.items()}
+    return {**found, "peak_mib": round(peak / 2**20)}
+
+
+def traffic(found: Overlap) -> dict[str, float]:
+    """Megabytes, and the shares that travel behind something."""
     return {
         "sent_mb": round(found.sent / 1e6, 3),
         "hidden": round(found.hidden / found.sent, 3),
         "behind_products": round(found.behind_products / found.sent, 3),
-        "peak_mib": round(peak / 2**20),
     }
 
 
@@ -122,6 +145,7 @@ def main() -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--target", default="h100", choices=sorted(TARGETS))
     parser.add_argument("--model", default="scanned", choices=MODELS)
+    parser.add_argument("--fsdp", type=int, default=1, choices=(1, 2, 4))
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--json", action="store_true", help="all rows as JSON in the last line")
     args = parser.parse_args()
@@ -129,11 +153,11 @@ def main() -> None:
     if wrong := [method for method in methods if method not in METHODS]:
         parser.error(f"unknown method {wrong[0]!r}; choose among {', '.join(METHODS)}.")
     warnings.filterwarnings("ignore", message=".*in front of an optimizer that keeps a variance")
-    mesh, rows = mesh_of(args.target), {}
+    mesh, rows = mesh_of(args.target, within=args.fsdp), {}
     with jax.set_mesh(mesh):
         for method in ("psum", *methods):
             is_psum = method == "psum"
-            found = row(with_psum(mesh) if is_psum else with_method(mesh, method, args.model))
+            found = row(mesh, with_psum(mesh) if is_psum else with_method(mesh, method, args.model))
             of_psum = found["peak_mib"] / rows.get("psum", found)["peak_mib"]
             rows[method] = found | {"of_psum": round(of_psum, 3)}
             print(method, rows[method], flush=True)

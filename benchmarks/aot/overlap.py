@@ -41,13 +41,18 @@ class Overlap(NamedTuple):
     blocking: tuple[str, ...]
 
 
-def overlap(text: str) -> Overlap:
-    """Reads `compiled.as_text()` of a training step."""
-    program = read_program(text)
+def overlap(text: str, report: jaxcomm.WireReport | None = None) -> Overlap:
+    """Reads `compiled.as_text()` of a training step.
+
+    Args:
+      text: the program.
+      report: which of its collectives count, such as those along one axis; None is all.
+    """
+    program, report = read_program(text), report or jaxcomm.wire_report(text)
     windows = _windows(program)
     sent = hidden = behind_products = in_conditionals = Fraction(0)
     blocking = []
-    for collective in jaxcomm.wire_report(text).collectives:
+    for collective in report.collectives:
         mean = Fraction(sum(collective.sent)) / len(collective.sent) * (collective.times or 0)
         if collective.branch:
             in_conditionals += mean

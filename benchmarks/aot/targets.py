@@ -31,8 +31,14 @@ _A10 = """
 TARGETS = {"h100": ("NVIDIA H100 80GB HBM3", _H100), "a10": ("NVIDIA A10", _A10)}
 
 
-def mesh_of(target: str, devices: int = 8) -> Any:
-    """A mesh with one axis, "data", of GPUs that are not there."""
+def mesh_of(target: str, devices: int = 8, within: int = 1) -> Any:
+    """A mesh of GPUs that are not there.
+
+    Args:
+      target: a name of TARGETS.
+      devices: how many.
+      within: so many neighbours along an axis "fsdp", behind "data"; 1 for "data" alone.
+    """
     import jax
     from jax.experimental import topologies
     from jax.sharding import AxisType, Mesh
@@ -44,6 +50,10 @@ def mesh_of(target: str, devices: int = 8) -> Any:
         f'device_description_str: "{name}"'
     )
     topology = topologies.get_topology_desc(target, "cuda", target_config=config, topology="1x1x8")
-    mesh = Mesh(np.array(topology.devices[:devices]), ("data",), (AxisType.Auto,))
+    own = np.array(topology.devices[:devices]).reshape(-1, within)
+    if within > 1:
+        mesh = Mesh(own, ("data", "fsdp"), (AxisType.Auto,) * 2)
+    else:
+        mesh = Mesh(own[:, 0], ("data",), (AxisType.Auto,))
     assert jax.devices()[0].platform == "cpu"  # nothing runs on these
     return mesh

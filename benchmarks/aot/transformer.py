@@ -41,18 +41,25 @@ def shapes(layers: int, width: int, heads: int, vocabulary: int, context: int) -
 
 
 def loss_fn(params: Params, tokens: jax.Array) -> jax.Array:
-    """The mean cross-entropy of the next tokens; int32 tokens of shape (rows, context + 1)."""
+    """The mean cross-entropy of the next tokens; int32 tokens of shape (rows, context + 1).
+
+    With a mesh axis "fsdp", parameters are split over it: a layer is whole while it is used, and is
+    computed twice, so that whole layers are not kept for the backward pass.
+    """
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    outside = {name: part for name, part in params.items() if name != "blocks"}
+    params = {**params, **jaxcomm.gather(outside, within="fsdp")}
     embed = params["embed"]
     x = (embed["tokens"][inputs] + embed["positions"][: inputs.shape[1]]).astype(jnp.bfloat16)
 
     def block(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        layer = jaxcomm.exchanged(layer)
+        layer = jaxcomm.gather(jaxcomm.exchanged(layer), within="fsdp")
         layer = jax.tree.map(lambda p: p.astype(jnp.bfloat16), layer)
         x = x + _attention(_norm(x, layer["norm1"]["scale"]), layer["attention"])
         return x + _mlp(_norm(x, layer["norm2"]["scale"]), layer["mlp"]), None
 
-    x, _ = jax.lax.scan(block, x, params["blocks"])
+    recompute = "fsdp" in jax.sharding.get_abstract_mesh().axis_names
+    x, _ = jax.lax.scan(jax.checkpoint(block) if recompute else block, x, params["blocks"])
     x = _norm(x, params["norm"]["scale"].astype(jnp.bfloat16))
     logits = (x @ params["head"]["kernel"].astype(jnp.bfloat16)).astype(jnp.float32)
     picked = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
