@@ -54,7 +54,7 @@ def make_check(params: Any, method: str) -> Callable[[Any, int], None]:
     # Without the check that replicated values are equal: whether they are is the question.
     gathered = jax.shard_map(
         lambda p: jax.lax.all_gather(hashes(p), mesh.axis_names),
-        in_specs=([leaf.sharding.spec for leaf in copied],),
+        in_specs=([_spec_of(leaf) for leaf in copied],),
         out_specs=jax.P(),
         check_vma=False,
     )
@@ -99,6 +99,11 @@ def _copied(params: Any) -> tuple[list[str], list[jax.Array]]:
     pairs = [
         (jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        if AXIS not in jax.tree.leaves(tuple(leaf.sharding.spec))
+        if AXIS not in jax.tree.leaves(tuple(_spec_of(leaf)))
     ]
     return [name for name, _ in pairs], [leaf for _, leaf in pairs]
+
+
+def _spec_of(leaf: jax.Array) -> jax.P:
+    assert isinstance(leaf.sharding, jax.NamedSharding)  # parameters are placed on a mesh
+    return leaf.sharding.spec
