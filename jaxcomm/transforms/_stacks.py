@@ -12,13 +12,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxcomm import _axes, _paths
 from jaxcomm._attached import is_attached
 from jaxcomm._axes import AxisName
+from jaxcomm._shards import is_sharded
 from jaxcomm.transforms._layout import names_in, restrict
 from jaxcomm.transforms.per_device import PerDevice, made_sharded, next_of
 
 
+def is_parameter(node: Any) -> bool:
+    """Whether a node is a parameter together with the state of its exchange."""
+    return is_attached(node) or is_sharded(node)
+
+
 def paths_of(tree: Any) -> list[str]:
     """The paths of the leaves."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_attached)
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_parameter)
     return [_paths.path_name(path) for path, _ in leaves]
 
 
@@ -34,7 +40,7 @@ def places(paths: Sequence[str], stacks: Sequence[str]) -> list[int | None]:
 
 def part_of(tree: Any, chosen: Sequence[bool]) -> Any:
     """The tree with these leaves only, as `optax.partition` passes a part of it."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_attached)
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_parameter)
     pairs = zip(leaves, chosen, strict=True)
     return treedef.unflatten([x if is_chosen else optax.MaskedNode() for x, is_chosen in pairs])
 

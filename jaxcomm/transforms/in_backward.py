@@ -20,12 +20,14 @@ from jax.sharding import PartitionSpec
 from jaxcomm._attached import Arrays, Attached, Stack, from_floats, is_attached, to_floats
 from jaxcomm._marks import mark_local, unmark_local
 from jaxcomm._notes import noted
+from jaxcomm._shards import is_sharded
 from jaxcomm.transforms._buckets import LAYER
 from jaxcomm.transforms._layout import GIVEN_SPECS, PATHS, STACKED, axis_of, leaf_paths
 from jaxcomm.transforms._stacks import (
     first_layer,
     is_nan,
     is_own,
+    is_parameter,
     kept,
     layers_in,
     none_of,
@@ -223,7 +225,7 @@ class _InBackward:
                 f"attach needs the state of one jaxcomm.in_backward of {list(self.layers)}, found "
                 f"{len(found)}; pass what tx.init or tx.update returned."
             )
-        leaves, treedef = jax.tree.flatten(params, is_leaf=is_attached)
+        leaves, treedef = jax.tree.flatten(params, is_leaf=is_parameter)
         paths = paths_of(params)
         of = places(paths, self.layers)
         for number, (own, size) in enumerate(
@@ -233,6 +235,11 @@ class _InBackward:
             is_chosen = [x == number and path in known for x, path in zip(of, paths, strict=True)]
             chosen = [i for i, x in enumerate(is_chosen) if x]
             for i in chosen:
+                if is_sharded(leaves[i]):
+                    raise ValueError(
+                        f"parameter {paths[i]} is exchanged by jaxcomm.sharded and by "
+                        "jaxcomm.in_backward; give each to one exchange."
+                    )
                 if is_attached(leaves[i]):
                     raise ValueError(f"parameter {paths[i]} is attached already; attach it once.")
                 if jnp.shape(leaves[i])[:1] != (size,):
@@ -277,7 +284,7 @@ class _InBackward:
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         refuse_wrappers()
-        leaves, treedef = jax.tree.flatten(updates, is_leaf=is_attached)
+        leaves, treedef = jax.tree.flatten(updates, is_leaf=is_parameter)
         paths = paths_of(updates)
         of = places(paths, state.stacks.paths)
         for path, leaf, number in zip(paths, leaves, of, strict=True):

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm import _axes, _paths
+from jaxcomm._attached import is_attached
 from jaxcomm._shards import Place, ShardedParam
-from jaxcomm.transforms._layout import Layout
+from jaxcomm.transforms._layout import Layout, leaf_paths
 from jaxcomm.transforms._scheme import Scheme
 from jaxcomm.transforms._shard_layout import keeps_residual, split_dim
 from jaxcomm.transforms.per_device import PerDevice, require_own
@@ -42,7 +43,8 @@ def sharded_params(params: Any, state: Any) -> Any:
 
     Returns:
       The pytree of the parameters, with a node for each of them that only `jaxcomm.gather` takes.
-      `jaxcomm.value_and_grad` differentiates at it, and `tx.update` takes the gradients.
+      `jaxcomm.value_and_grad` differentiates at it, and `tx.update` takes the gradients. Parameters
+      that another exchange of the state has, such as one of `optax.partition`, stay as they are.
 
     Raises:
       ValueError: if there is no such state, or a parameter is exchanged twice or not at all.
@@ -65,9 +67,18 @@ def sharded_params(params: Any, state: Any) -> Any:
                 )
             known[leaf.place.path] = leaf
 
-    def with_state(path: Any, value: Any) -> ShardedParam:
+    others = leaf_paths(state)
+
+    def with_state(path: Any, value: Any) -> Any:
         name = _paths.path_name(path)
+        if is_attached(value) and name in known:
+            raise ValueError(
+                f"parameter {name} is exchanged by jaxcomm.in_backward and by jaxcomm.sharded; "
+                "give each to one exchange."
+            )
         if name not in known:
+            if is_attached(value) or name in others:
+                return value
             raise ValueError(
                 f"parameter {name} is exchanged by nobody: tx was initialised on "
                 f"{', '.join(list(known)[:10])}. Freeze it with "
@@ -76,7 +87,7 @@ def sharded_params(params: Any, state: Any) -> Any:
         leaf = known[name]
         return ShardedParam(value, leaf.residual, leaf.tick, leaf.place)
 
-    return jax.tree_util.tree_map_with_path(with_state, params)
+    return jax.tree_util.tree_map_with_path(with_state, params, is_leaf=is_attached)
 
 
 def _leaves_of(state: ShardedState) -> list[ShardedParam]:
