@@ -140,8 +140,8 @@ def measured_on(
         costs = dataclasses.asdict(plan.read_costs(path))
     local = costs.pop("local")
     kept = ("method", "ms", "all_ms", "cpu_ms", "floor_ms", "bytes_busiest_link")
-    found = [{name: row[name] for name in kept} for row in rows]
-    return {**case, "costs": costs, "local": local if codes else None, "rows": found}
+    rows = [{name: row[name] for name in kept} for row in rows]
+    return {**case, "costs": costs, "local": local if codes else None, "rows": rows}
 
 
 def work(args: argparse.Namespace) -> None:
@@ -191,6 +191,8 @@ def choices(case: dict[str, Any], times: dict[str, float]) -> Iterator[tuple[str
     for quality in QUALITIES:
         allowed = QUALITIES[: QUALITIES.index(quality) + 1]
         names = [n for n in measured if as_method(n).about.quality in allowed]
+        if not names:  # of the methods that were asked for
+            continue
         chosen = min(names, key=lambda n: times[n])
         yield quality, chosen, measured[chosen] / min(measured[n] for n in names)
 
@@ -283,7 +285,7 @@ def draw(kept: dict[str, Any], path: str) -> None:
             x, y = points.setdefault(kind_of(as_method(row["method"])), ([], []))
             x.append(row["ms"])
             y.append(times[row["method"]])
-    ends = [1, max(max(x) for x, _ in points.values())]
+    ends = [min(min(x) for x, _ in points.values()), max(max(x) for x, _ in points.values())]
     axes.plot(ends, ends, color="0.7", linewidth=1)
     for name, (x, y) in points.items():
         axes.plot(x, y, ".", label={"own": "sparse and low rank"}.get(name, name))

@@ -19,10 +19,11 @@ from jaxcomm.plan.methods import FAMILIES, FEEDBACK, Method
 from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.steps import Pairs
 
-SIDE = 1024  # of the matrix on which codes are timed
+SIDE, MATRICES = 1024, 2  # what codes are timed on: together a bucket
 SMALL, LARGE = 1, 2**19  # float32 values of a message
 CHAINED = 4  # messages in a row, in one program
 REPEATS = 7
+OF_SMALL = 5  # times as many of what is small, and so varies most
 _TWICE = 1.5  # both directions at once take so much longer than one where they share a rate
 
 # Which methods are timed, and for whom they stand.
@@ -49,11 +50,11 @@ def probe(
     """Measures what messages and codes cost, on all devices of a mesh at once.
 
     Every process calls it. Messages are timed between neighbours in rank, all at once, both ways
-    and one way. Codes are timed on a matrix of 1024 x 1024 on the first device of each process, all
-    at once, so that processes that share cores slow each other down as they will in training. A
-    device that is alone has no errors to feed back, so the codes of means with error feedback are
-    timed by themselves. Where an operation has several
-    implementations, they are timed too; `implementation="measure"` finds the choice again.
+    and one way. Codes are timed on the first device of each process, all at once, so that processes
+    that share cores slow each other down as they will in training, on two matrices of
+    1024 x 1024. A device that is alone has no errors to feed back, so the codes of means with error
+    feedback are timed by themselves. Where an operation has several implementations, they are timed
+    too; `implementation="measure"` finds the choice again.
 
     Args:
       mesh: of one axis; None is all devices.
@@ -90,13 +91,9 @@ def probe(
     all_at_once = large["one way" if n == 2 and half_duplex else "shift"]
     per_byte = max(all_at_once - latency, 0.0) / (4 * LARGE)
     call = max(_flag(mesh) - 2 * (n - 1) * latency, 0.0)
-    local = {}
+    local: dict[str, float] = {}
     for family in TIMED if families is None else families:
-        if FEEDBACK in FAMILIES[family].needs and FAMILIES[family].options["method"] == "mean":
-            local[family] = _local_of_feedback(mesh, family)
-        else:
-            local[family] = _local(mesh, family)
-        local |= dict.fromkeys(TIMED[family], local[family])
+        local |= dict.fromkeys((family, *TIMED[family]), _local(mesh, family))
     efficiency = usual.efficiency
     if cluster is not None:
         pairs = one_way if n == 2 and half_duplex else shift
@@ -153,30 +150,35 @@ def _slowest(mesh: Mesh, body: Callable[[jax.Array], jax.Array], values: int) ->
     program = jax.jit(
         jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     )
-    return _timed(mesh, lambda: program(rows))
+    repeats = REPEATS * OF_SMALL if values <= SMALL else REPEATS
+    return _timed(mesh, lambda: program(rows), repeats)
 
 
 def _local(mesh: Mesh, family: str) -> float:
-    """Seconds of a value: an exchange with oneself, on every process at once."""
+    """Seconds of a value, on every process at once."""
+    about = FAMILIES[family]
+    if FEEDBACK in about.needs and about.options["method"] == "mean":
+        return _feedback(mesh, family)
     device = mesh.local_devices[0]
     alone = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=[device])
-    method = Method(family, FAMILIES[family].algorithms[0])
-    return _exchange(mesh, alone, method) / SIDE**2
+    method = Method(family, about.algorithms[0])
+    return _exchange(mesh, alone, method) / (MATRICES * SIDE**2)
 
 
-def _local_of_feedback(mesh: Mesh, family: str) -> float:
-    """Seconds of a value: what a device encodes, decodes, keeps and adds, without messages."""
-    codec, n = codecs.from_name(family), SIDE**2 // mesh.size
+def _feedback(mesh: Mesh, family: str) -> float:
+    """Of a value: what a device encodes, decodes, keeps and adds, without messages."""
+    codec, n = codecs.from_name(family), MATRICES * SIDE**2 // mesh.size
 
     def body(x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        finite = jnp.all(jnp.isfinite(x))
         blocks = (x + residual).reshape(mesh.size, n)
         payload = codec.encode(blocks)
-        left = blocks - codec.decode(payload, n)
+        left = (blocks - codec.decode(payload, n)).reshape(-1)
         arrived = jax.lax.optimization_barrier(payload)
         mine = codec.decode_and_sum(arrived, n)
         result = jnp.tile(codec.encode(mine)[None], (mesh.size, 1))
-        results = codec.decode(jax.lax.optimization_barrier(result), n)
-        return results.reshape(-1), left.reshape(-1)
+        results = codec.decode(jax.lax.optimization_barrier(result), n).reshape(-1)
+        return jnp.where(finite, results, jnp.nan), jnp.where(finite, left, residual)
 
     values = np.random.default_rng(0).standard_normal(n * mesh.size, np.float32)
     x = jax.device_put(values, mesh.local_devices[0])
@@ -185,14 +187,16 @@ def _local_of_feedback(mesh: Mesh, family: str) -> float:
 
 
 def _exchange(mesh: Mesh, over: Mesh, method: Method) -> float:
-    """Seconds of an exchange of a matrix over a mesh of one axis, all processes at once."""
+    """Seconds of an exchange of the matrices over a mesh of one axis, all processes at once."""
     with jax.set_mesh(over):
         tx = method.transformation("data", implementation="measure")
-        state = jax.jit(tx.init)(mesh_.replicate({"w": jnp.zeros((SIDE, SIDE))}))
+        names = [f"w{i}" for i in range(MATRICES)]
+        state = jax.jit(tx.init)(mesh_.replicate({w: jnp.zeros((SIDE, SIDE)) for w in names}))
         rows = len(over.local_devices)
         values = np.random.default_rng(0).standard_normal((rows, SIDE, SIDE), np.float32)
         sharding = NamedSharding(over, PartitionSpec("data"))
-        grads = {"w": jax.make_array_from_process_local_data(sharding, values)}
+        own = jax.make_array_from_process_local_data(sharding, values)
+        grads = {w: jnp.copy(own) for w in names}
         program = jax.jit(tx.update)
         program(grads, state)
 
@@ -203,11 +207,11 @@ def _exchange(mesh: Mesh, over: Mesh, method: Method) -> float:
     return _timed(mesh, run)
 
 
-def _timed(mesh: Mesh, run: Callable[[], Any]) -> float:
+def _timed(mesh: Mesh, run: Callable[[], Any], repeats: int = REPEATS) -> float:
     """The median over repeats of the slowest process's seconds; all start at once."""
     jax.block_until_ready(run())
     times = []
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         _max_over(mesh, 0.0)
         start = time.perf_counter()
         jax.block_until_ready(run())
