@@ -5,6 +5,7 @@ every rule is shown a bad example that it must find. `python tests/test_structur
 """
 
 import ast
+import functools
 import os
 import re
 import statistics
@@ -51,9 +52,13 @@ def within(name: str, parents: str | tuple[str, ...]) -> bool:
     return any(name == parent or name.startswith(parent + ".") for parent in parents)
 
 
+# Many rules ask for the same source.
+nodes = functools.cache(lambda source: list(ast.walk(ast.parse(source))))
+
+
 def imports(source: str, module: str) -> Iterator[str]:
     """The dotted names that a module imports; `from a import b` is `a.b`, and `.` is resolved."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -62,11 +67,17 @@ def imports(source: str, module: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def attributes(source: str) -> Iterator[str]:
+@functools.cache
+def attributes(source: str) -> list[str]:
     """The dotted chains of names that a module uses, such as `jax.lax.psum`."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Attribute) and re.fullmatch(r"[\w.]+", text := ast.unparse(node)):
-            yield text
+    found = []
+    for node in nodes(source):
+        names = []
+        while isinstance(node, ast.Attribute):
+            names, node = [node.attr, *names], node.value
+        if names and isinstance(node, ast.Name):
+            found.append(".".join([node.id, *names]))
+    return found
 
 
 def layers(module: str, source: str) -> list[str]:
@@ -119,6 +130,7 @@ def contents(module: str, source: str) -> list[str]:
     return [f"{module} holds {line!r}" for line in lines]
 
 
+@functools.cache
 def public_names() -> set[str]:
     """What `jaxcomm/__init__.py` exports."""
     source = (ROOT / "jaxcomm" / "__init__.py").read_text()
@@ -155,7 +167,7 @@ def versions(module: str, source: str) -> list[str]:
 def functions(source: str) -> dict[str, int]:
     """The lines of each function without those of docstrings; a nested one counts in its outer."""
     lengths = {}
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             docstrings = sum(
                 (inner.body[0].end_lineno or 0) - inner.body[0].lineno + 1
@@ -182,24 +194,6 @@ def words(name: str, text: str) -> list[str]:
     reminder = r"\b(?:" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3)) + r")\b"
     path = r"(?<![\w.~\-/])/(?:root|work|home|Users)/"
     return [f"{name}: {match[0]}" for match in re.finditer(f"{reminder}|{path}", text)]
-
-
-def circles(found: dict[str, str]) -> list[str]:
-    """The modules of jaxcomm in a circle of imports, those inside functions included.
-
-    `from a import b` imports the module `a.b`, or else `a`. That every import of `a.b` also runs
-    `a/__init__.py` makes no circle.
-    """
-    inside = {n.removesuffix(".__init__"): (n, s) for n, s in found.items() if within(n, "jaxcomm")}
-    needs = {}
-    for name, (module, source) in inside.items():
-        targets = imports(source, module)
-        known = {t if t in inside else t.rpartition(".")[0] for t in targets} & set(inside)
-        needs[name] = known - {name}
-    # What needs nothing that is left is in no circle, and neither is what nothing needs.
-    while ends := {n for n in needs if not needs[n] or not any(n in own for own in needs.values())}:
-        needs = {name: own - ends for name, own in needs.items() if name not in ends}
-    return [f"{name} imports {', '.join(sorted(own))}" for name, own in needs.items()]
 
 
 RULES: tuple[Rule, ...] = (
@@ -261,34 +255,7 @@ GOOD: tuple[tuple[Rule, str, str], ...] = (
 )
 
 
-CIRCLES: tuple[tuple[dict[str, str], int], ...] = (  # modules, and how many are in a circle
-    (
-        {
-            "jaxcomm.a": "from jaxcomm import b",
-            "jaxcomm.b": "def f():\n    import jaxcomm.c",
-            "jaxcomm.c": "from jaxcomm.a import x",
-            "jaxcomm.d": "from jaxcomm import a",
-        },
-        3,
-    ),
-    (
-        {
-            "jaxcomm.f.__init__": "def f():\n    from jaxcomm.f import kernel",
-            "jaxcomm.f.kernel": "from jaxcomm.f import plain",
-        },
-        2,
-    ),
-    (
-        {
-            "jaxcomm.f.__init__": "from jaxcomm.f import kernel, plain",
-            "jaxcomm.f.kernel": "from jaxcomm.f import plain\nfrom .plain import x",
-            "jaxcomm.f.plain": "import jax",
-        },
-        0,
-    ),
-)
-
-
+@functools.cache
 def tracked() -> list[Path]:
     """The files of the repository: those that git does not ignore, or all where there is no git."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -302,6 +269,7 @@ def tracked() -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
+@functools.cache
 def modules() -> dict[str, str]:
     """The source of every module, by its dotted name; packages end with `.__init__`."""
     paths = [path.relative_to(ROOT) for path in tracked() if path.suffix == ".py"]
@@ -327,15 +295,6 @@ def test_rule_finds_a_bad_example(rule: Rule, module: str, source: str) -> None:
 @pytest.mark.parametrize(("rule", "module", "source"), GOOD)
 def test_rule_lets_a_good_example_pass(rule: Rule, module: str, source: str) -> None:
     assert rule(module, source) == []
-
-
-def test_no_circles() -> None:
-    assert circles(modules()) == []
-
-
-@pytest.mark.parametrize(("found", "number"), CIRCLES)
-def test_circles_are_found(found: dict[str, str], number: int) -> None:
-    assert len(circles(found)) == number
 
 
 def test_words() -> None:
