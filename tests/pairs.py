@@ -30,16 +30,18 @@ def pairwise(*axes: Sequence[Any]) -> list[Case]:
 
 def every_pair(
     newest: bool = False,
+    meeting: int = 2,
     possible: Callable[[Case], bool] = lambda case: True,
     **axes: Iterable[Any],
 ) -> pytest.MarkDecorator:
     """Parametrizes a test with the possible cases of a product, of which most are slow.
 
-    Not slow are so many that every two values of two axes meet, and of these so many are marked
-    `newest`, if that is asked for, that every value occurs.
+    Not slow are so many that every two values of two axes meet, or with `meeting` 1 that every
+    value occurs. Of these so many are marked `newest`, if that is asked for, that every value
+    occurs.
     """
     product = [case for case in itertools.product(*axes.values()) if possible(case)]
-    pairs = covering(product, 2)
+    pairs = covering(product, meeting)
     core = covering(pairs, 1) if newest else []
 
     def marks(case: Case) -> list[pytest.MarkDecorator]:

@@ -85,7 +85,6 @@ def test_what_is_wrong_with_a_page_is_found() -> None:
 
 
 @pytest.mark.standard_promotion  # optax promotes
-@pytest.mark.newest
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_the_programs_of_a_page_run(page: Path) -> None:
     source, reasons = program(page.read_text())

@@ -16,6 +16,7 @@ from jaxcomm.kernels import select
 from sparse_table import DENSITY, K, N, compiled, exchanged, normal
 
 MakeMesh = Callable[[int], Mesh]
+WORLDS = [pytest.param(2, marks=pytest.mark.slow), 4, 8]
 
 
 def hard_to_divide(world: int) -> list[np.ndarray]:
@@ -36,7 +37,7 @@ def hard_to_divide(world: int) -> list[np.ndarray]:
     return [*moving, first, apart, columns, equal]
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", WORLDS)
 def test_what_is_selected_is_delivered(make_mesh: MakeMesh, world: int) -> None:
     """With the defaults, in steps that re-use the threshold and in those that do not."""
     thresholds = None
@@ -49,7 +50,7 @@ def test_what_is_selected_is_delivered(make_mesh: MakeMesh, world: int) -> None:
     assert (np.unique(outcome.mean[0]) == [0, 1]).all()
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", WORLDS)
 def test_about_the_largest_sums_are_applied(make_mesh: MakeMesh, world: int) -> None:
     """Of those close to the k-th sum, the deal decides; all that are far above it arrive."""
     x = normal(world) * np.linspace(0.1, 2, N, dtype=np.float32)
@@ -61,7 +62,7 @@ def test_about_the_largest_sums_are_applied(make_mesh: MakeMesh, world: int) -> 
     assert applied[ranks < 0.5 * K].all() and not applied[ranks > 1.7 * K].any()
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", WORLDS)
 def test_bytes_beside_the_paper(make_mesh: MakeMesh, world: int) -> None:
     """In every step 0.6 of 6 k (N-1)/N words of 4 bytes, and nothing in conditionals."""
     n = 2**18

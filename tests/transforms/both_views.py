@@ -59,10 +59,19 @@ def by_name(value: Any) -> str | None:
     return value.name if isinstance(value, View) else None
 
 
-# The newest jax, whose views may differ, has those that differ most.
+# The others have what these have, in another combination.
+QUICK = [VIEWS[0], *APART]
+# The newest jax has one of them here, the other where a test takes `in_views`.
 each_view = pytest.mark.parametrize(
     "view",
-    [pytest.param(view, marks=[pytest.mark.newest] if view in APART else []) for view in VIEWS],
+    [
+        pytest.param(
+            view,
+            marks=[pytest.mark.newest] * (view is APART[1])
+            + [pytest.mark.slow] * (view not in QUICK),
+        )
+        for view in VIEWS
+    ],
     ids=by_name,
 )
 
@@ -71,10 +80,15 @@ def in_views(members: Iterable[Any], everywhere: Sequence[Any]) -> list[Any]:
     """Cases (member, view): some members in all views, the others in one of `APART` in turn.
 
     What a codec or a collective does, it does in the region that `on_every_device` makes in every
-    view, so no member needs all views. The newest jax has those members that do.
+    view, so no member needs all views.
     """
     return [
-        pytest.param(member, view, marks=[pytest.mark.newest] if member in everywhere else [])
+        pytest.param(
+            member,
+            view,
+            marks=[pytest.mark.newest] * (member in everywhere and view is APART[0])
+            + [pytest.mark.slow] * (view not in QUICK),
+        )
         for i, member in enumerate(members)
         for view in (VIEWS if member in everywhere else [APART[i % 2]])
     ]

@@ -40,7 +40,9 @@ from transforms.scanned_layers import (
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(m, marks=pytest.mark.newest if m in QUICK else pytest.mark.slow)
+        pytest.param(
+            m, marks=[pytest.mark.newest] * (m == INT8) + [pytest.mark.slow] * (m not in QUICK)
+        )
         for m in METHODS
     ],
 )

@@ -134,10 +134,10 @@ PLANS = [Plan(3), Plan(4, fragments=2), Plan(4, fragments=4, delay=2), Plan(2, d
     ("plan", "view"),
     [
         *((plan, GLOBAL) for plan in PLANS),
-        (PLANS[0], MANUAL),
+        pytest.param(PLANS[0], MANUAL, marks=pytest.mark.slow),
         pytest.param(PLANS[2], CHECKED, marks=pytest.mark.newest),
-        pytest.param(PLANS[2], MODEL, marks=pytest.mark.newest),
-        (PLANS[2], CHECKED_MODEL),
+        (PLANS[2], MODEL),
+        pytest.param(PLANS[2], CHECKED_MODEL, marks=pytest.mark.slow),
     ],
     ids=lambda x: x.name if isinstance(x, View) else f"{x.every}-{x.fragments}-{x.delay}",
 )

@@ -81,9 +81,11 @@ def trained(params: Tree, tx: Any, loss_fn: Any, microbatches: int = 1, axis: An
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
 
-@pytest.mark.newest
 @pytest.mark.standard_promotion  # of optax
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    "microbatches",
+    [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.newest)],
+)
 def test_in_float32_it_is_data_parallel_training(microbatches: int) -> None:
     """With scanned layers, recomputed; clipped by the norm of all; Adam's state is split too."""
     jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD]))
@@ -106,7 +108,6 @@ def test_in_float32_it_is_data_parallel_training(microbatches: int) -> None:
     assert report.only("all-gather").bytes_max == gathers[0] * ends + gathers[1] * 2 * layers
 
 
-@pytest.mark.newest
 @pytest.mark.standard_promotion
 def test_what_came_from_far_may_be_kept_for_the_way_back() -> None:
     """ZeRO++'s hpZ, as a policy of `jax.checkpoint`: the second gather stays on its host."""
