@@ -123,6 +123,15 @@ peers:  ## PyTorch in .venv-peers, for `python -m benchmarks.allreduce --peers`
 notebooks: $(VENV)/.installed-test  ## run the notebooks
 	$(VENV)/bin/python -m pytest tests/test_notebooks.py
 
+.PHONY: docs
+docs: $(VENV)/.installed-test  ## the site, in build/site; a warning or a broken link is an error
+	$(VENV)/bin/python -m sphinx -c docs -b html -j $(WORKERS) -W --keep-going -n -q . build/site
+	@echo "Open build/site/index.html"
+
+.PHONY: test-docs
+test-docs: $(VENV)/.installed-test  ## look at every page of the site in headless Chromium
+	$(VENV)/bin/python -m pytest -m slow -rs tests/test_site.py
+
 .PHONY: clean
 clean:  ## remove the environments, the caches and what runs left behind
 	rm -rf .venv .venv-newest .venv-oldest .venv-gpu .venv-gpu-aot .venv-gpu-aot-oldest .venv-peers \

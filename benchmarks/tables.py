@@ -1,4 +1,4 @@
-"""The tables of docs/measurements.md and the plots beside them, from what benchmarks have kept.
+"""The tables of the pages in PAGES, and the plots beside them, from what benchmarks have kept.
 
     python -m benchmarks.tables [--check]
 
@@ -19,8 +19,9 @@ from benchmarks.pareto import results as front
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "measurements.md"
+PAGES = [ROOT / "docs" / "measurements.md", ROOT / "docs" / "choose.md"]
 Lines = list[str]
+VALUES = 2e6  # of the vectors on four hosts
 RATES = ("50", "200", "1000", "unlimited")
 NAMES = {
     "psum": "a bare `psum`",
@@ -308,6 +309,41 @@ def planner() -> Lines:
     return table(head, body)
 
 
+# Optimizer, what to write, and what it is called where links and where losses were measured.
+TAKE = (
+    ("any", '`jaxcomm.mean("data")`', "float32", "float32"),
+    ("any", '`jaxcomm.mean("data", "bfloat16")`', "bfloat16", "bfloat16"),
+    ("any", '`jaxcomm.mean("data", "cnat")`', "cnat", "cnat"),
+    ("any", '`jaxcomm.mean("data", "int4", error_feedback=True)`', "int4", "int4, feedback"),
+    ("Adam", "`factored_adam` around scaled signs", "", "factored Adam, scaled_sign(128)"),
+    ("Adam", "`local_steps`, 4, of scaled signs", "", "4 local steps, scaled_sign"),
+    ("SGD", '`jaxcomm.mean("data", "scaled_sign", error_feedback=True)`', "scaled_sign", ""),
+    ("SGD", '`jaxcomm.sparse_mean("data", 0.01)`', "oktopk", ""),
+    ("SGD", '`jaxcomm.majority_vote("data")`', "vote", ""),
+)
+
+
+def take() -> Lines:
+    """What to take: bytes, how much faster a step is, and what it costs in loss."""
+    timed, rates = timed_steps(), RATES[:3]
+    losses: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(front.read(front.FOLDER), key=lambda row: row["seed"]):
+        if row["chosen"] and row["task"] == "gpt_small" and row["minus_float32"] is not None:
+            losses.setdefault(row["method"], []).append(row)
+    body = []
+    for optimizer, code, link, loss in TAKE:
+        sent = [row["bytes_per_step"] for row in losses.get(loss, [])]
+        if link:
+            sent = [timed[link][r]["bytes_busiest_link"] / VALUES for r in rates]
+        faster = [
+            f"{timed['float32'][r]['step_ms'] / timed[link][r]['step_ms']:.1f}" if link else ""
+            for r in rates
+        ]
+        worse = ", ".join(f"{row['minus_float32']:+.3f}" for row in losses.get(loss, []))
+        body.append([optimizer, code, f"{statistics.mean(sent):.2f}", *faster, worse])
+    return table(["optimizer", "take", "bytes", *heads()[:3], "loss"], body)
+
+
 def overlap_cpu() -> Lines:
     """Milliseconds of products and an exchange, alone and together."""
     (found,) = parts("overlap_cpu").values()
@@ -315,6 +351,7 @@ def overlap_cpu() -> Lines:
 
 
 TABLES: dict[str, Callable[[], Lines]] = {
+    "take": take,
     "overlap_cpu": overlap_cpu,
     "planner": planner,
     "pareto": pareto,
@@ -346,19 +383,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--page", type=Path, default=PAGE)
+    parser.add_argument("--page", type=Path, help="this one alone")
     args = parser.parse_args()
-    page = args.page.read_text()
-    new = filled(page)
-    if args.check:
-        if new != page:
-            print(f"{args.page.name} is not what the results say: run python -m benchmarks.tables")
-        return int(new != page)
-    args.page.write_text(new)
-    for name, draw in PLOTS.items():
-        if name in new:
-            draw(RESULTS / name)
-    return 0
+    wrong = 0
+    for path in [args.page] if args.page else PAGES:
+        page = path.read_text()
+        new = filled(page)
+        wrong += new != page
+        if args.check and new != page:
+            print(f"{path.name} is not what the results say: run python -m benchmarks.tables")
+        if not args.check:
+            path.write_text(new)
+        for name, draw in PLOTS.items():
+            if name in new and not args.check:
+                draw(RESULTS / name)
+    return int(wrong > 0) if args.check else 0
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from jaxcomm.kernels._implementations import OPERATIONS
-from processes import run_processes
+from processes import free_port, run_processes
 from test_readme import BLOCK, program
 
 ROOT = Path(__file__).parent.parent
@@ -93,6 +93,19 @@ def test_the_programs_of_a_page_run(page: Path) -> None:
     assert reasons == []
     assert jax.device_count() == 8
     exec(compile(source, str(page), "exec"), {})
+
+
+@pytest.mark.multiprocess
+def test_the_recipe_of_several_processes_runs() -> None:
+    script = f"""
+        import os, runpy, sys
+        sys.argv[1:] = ["127.0.0.1:{free_port()}", "2", os.environ["RANK"]]
+        runpy.run_path({str(ROOT / "docs/several_processes.py")!r}, run_name="__main__")
+    """
+    done = run_processes(2, script, join=False)
+    lines = [process.stdout.splitlines()[-1] for process in done]
+    assert [line.partition(":")[0] for line in lines] == ["process 0 of 2", "process 1 of 2"]
+    assert lines[0].partition(":")[2] == lines[1].partition(":")[2]  # the same weights
 
 
 def test_the_page_on_kernels_names_all_of_them() -> None:
