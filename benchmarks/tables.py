@@ -15,11 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import plots
 from benchmarks.pareto import results as front
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "docs" / "measurements.md", ROOT / "docs" / "choose.md"]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("choose.md", "measurements.md"))]
 Lines = list[str]
 VALUES = 2e6  # of the vectors on four hosts
 RATES = ("50", "200", "1000", "unlimited")
@@ -103,34 +104,6 @@ def timed_steps() -> dict[str, dict[str, Any]]:
     return {method: at for method, at in found.items() if at}
 
 
-def plot_star4(path: Path) -> None:
-    """A panel for each rate: what was measured, and the floor."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows, rates = timed_steps(), RATES[:3]
-    names = sorted(rows, key=lambda m: rows[m]["200"]["step_less_compute_ms"])
-    figure, panels = plt.subplots(1, len(rates), sharey=True, figsize=(11, 5), layout="constrained")
-    for rate, axes in zip(rates, panels, strict=True):
-        for peer, colour, label in ((False, "C0", "jaxcomm"), (True, "C1", "PyTorch DDP")):
-            ours = [i for i, m in enumerate(names) if m.startswith("torch/") == peer]
-            places = [i for i in ours if rate in rows[names[i]]]
-            ms = [rows[names[i]][rate]["step_less_compute_ms"] for i in places]
-            axes.plot(ms, places, "o", color=colour, markersize=5, label=label)
-        floors = {i: rows[m][rate]["floor_ms"] for i, m in enumerate(names) if rate in rows[m]}
-        mark = {"color": "black", "markersize": 11, "label": "link's floor"}
-        axes.plot(list(floors.values()), list(floors), "|", **mark)
-        axes.set_xscale("log")
-        axes.set(xlabel="ms, step less compute", title=f"{rate} Mbit/s")
-        axes.grid(axis="both", linewidth=0.3)
-    panels[0].set_yticks(range(len(names)), [NAMES[m].replace("`", "") for m in names])
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def parts(name: str) -> dict[str, Any]:
     """The parts of an experiment."""
     return json.loads((RESULTS / f"{name}.json").read_text())["parts"]
@@ -182,12 +155,17 @@ def ethernet() -> Lines:
 
 def cnat() -> Lines:
     """Millions of elements a second."""
-    found = {part: at["rows"] for part, at in parts("seed_cnat").items() if part != "train"}
+    found = aggregations()
     rows = []
     for cells in zip(*found.values(), strict=True):
         shown = [f"{median(c) / 1e6:.2f} ({c['of_float32']:.2f})" for c in cells]
         rows.append([cells[0]["method"], *shown])
     return table(["", *found], rows)
+
+
+def aggregations() -> dict[str, Any]:
+    """Part -> rows, of what was timed without training."""
+    return {part: at["rows"] for part, at in parts("seed_cnat").items() if part != "train"}
 
 
 def cnat_train() -> Lines:
@@ -217,29 +195,6 @@ def oktopk() -> Lines:
         rows.append(["", "paper", *paper])
         rows.append(["", "ms", *(f"{c['ms']:.0f}" for c in cells)])
     return table(["", "", *(f"N = {N}" for N in found)], rows)
-
-
-def plot_cnat(path: Path) -> None:
-    """Violins: elements aggregated a second."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    found = {part: at["rows"] for part, at in parts("seed_cnat").items() if part != "train"}
-    figure, panels = plt.subplots(
-        1, len(found), sharey=True, figsize=(8, 3.6), layout="constrained"
-    )
-    for (part, rows), axes in zip(found.items(), panels, strict=True):
-        data = [[rate / 1e6 for rate in row["elements_per_second"]] for row in rows]
-        axes.violinplot(data, showmedians=True)
-        axes.set_xticks(range(1, len(rows) + 1), [row["method"] for row in rows])
-        axes.set_ylim(0)
-        axes.set_title(part)
-        axes.grid(axis="y", linewidth=0.3)
-    panels[0].set_ylabel("million elements a second")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def dln() -> Lines:
@@ -366,8 +321,9 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "oktopk": oktopk,
 }
 PLOTS: dict[str, Callable[[Path], None]] = {
-    "allreduce_star4.png": plot_star4,
-    "seed_cnat.png": plot_cnat,
+    "allreduce_star4.png": lambda path: plots.plot_exchanges(path, timed_steps(), RATES[:3], NAMES),
+    "step_time.png": lambda path: plots.plot_steps(path, timed_steps(), RATES[:3], NAMES),
+    "seed_cnat.png": lambda path: plots.plot_cnat(path, aggregations()),
 }
 
 

@@ -112,7 +112,7 @@ def libraries(module: str, source: str) -> list[str]:
 
 def programs(module: str, source: str) -> list[str]:
     """Nothing imports tests, train, benchmarks, notebooks or configs; some packages are for all."""
-    shared = tuple(f"benchmarks.{name}" for name in ("aot", "netlab", "pareto"))
+    shared = tuple(f"benchmarks.{name}" for name in ("aot", "netlab", "pareto", "plots"))
     free = {"tests": ("tests", "train", *shared), "train": ("train",), "benchmarks": shared}
     free["configs"] = ("configs",)
     closed = ("tests", "train", "benchmarks", "notebooks", "configs")
