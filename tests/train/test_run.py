@@ -89,13 +89,13 @@ def fashion() -> str | None:
     ["digits_vit", "digits_majority", "digits_ef_sign", "digits_one_bit_adam", "fashion_resnet"]
     + ["digits_cnat", "digits_oktopk", "digits_vit_one_bit", "digits_vit_local"]
     + ["cifar_resnet20", "cifar_alexnet", "cifar_vgg"]
-    + ["lm_transformer", "lm_transformer in groups"]
+    + ["lm_transformer"]
     + [pytest.param("cifar_resnet110", marks=pytest.mark.slow)],  # of the family of resnet20
 )
 def test_every_config_runs(
     name: str, config: config_dict.ConfigDict, tmp_path: Path, fashion: str | None
 ) -> None:
-    other = read_config(name.partition(" ")[0])
+    other = read_config(name)
     for field in ("steps", "eval_every", "measure_steps", "checkpoint", "network"):
         other[field] = config[field]
     other.data.data_dir = config.data.data_dir
@@ -108,7 +108,7 @@ def test_every_config_runs(
         cifar.shrink(other, name)
     if other.data.name == "python_topics":
         other.update_from_flattened_dict(TINY_GPT)
-        other.sync.fsdp = 4 if "groups" in name else 1
+        other.sync.fsdp = 4  # In one form; tests/train/test_split.py compares all three.
     summary = loop.train(other, tmp_path, 0.0)
     assert 0 <= summary["test_accuracy"] <= 1
 
