@@ -1,10 +1,25 @@
-"""A GPT of scanned layers that predicts the next byte of a text, with bf16 on the wire.
+r"""A GPT of scanned layers that predicts the next byte of a text, with bf16 on the wire.
 
 Four processes on this machine, which prepare the text themselves (Python's help texts, 0.4 MB):
 
     python -m train.launch --processes=4 -- --config=configs/lm_transformer.py
 
-The size stands behind the name of the file, such as lm_transformer.py:nano.
+The size stands behind the name of the file, such as lm_transformer.py:nano. Parameters lie in one
+of three forms: on every device; split over all (FSDP, `--config.sync.gather=bfloat16`); or split
+within groups of N neighbours, and the exchange is between the groups (HSDP,
+`--config.sync.fsdp=N`).
+
+The default size has not been trained to its end yet. A smaller one was, of 0.4 M parameters on 0.3 M
+tokens, on four simulated devices:
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m train \
+      --config=configs/lm_transformer.py:nano --config.model.depth=2 --config.batch_size=16 \
+      --config.data.sequence_length=64 --config.steps=300 --config.sync.codec=CODEC
+
+    codec     validation loss, in nats a byte (seed 0, help texts of Python 3.11.7)
+    float32   2.3602
+    bfloat16  2.3602
+    cnat      2.3731
 """
 
 from ml_collections import config_dict
