@@ -9,8 +9,8 @@ of three forms: on every device; split over all (FSDP, `--config.sync.gather=bfl
 within groups of N neighbours, and the exchange is between the groups (HSDP,
 `--config.sync.fsdp=N`).
 
-The default size has not been trained to its end yet. A smaller one was, of 0.4 M parameters on 0.3 M
-tokens, on four simulated devices:
+The default size has not been trained to its end yet. A smaller one was, of 0.4 M parameters on
+0.3 M tokens, on four simulated devices:
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m train \
       --config=configs/lm_transformer.py:nano --config.model.depth=2 --config.batch_size=16 \
