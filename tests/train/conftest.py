@@ -1,5 +1,6 @@
 """The digits prepared once, a tiny config, and the training program to start."""
 
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from ml_collections import config_dict
 
+from jaxcomm import plan
 from train import digits
 
 sys.path.append(str(Path(__file__).parent))  # for `from running import ...`
@@ -21,6 +23,14 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("data")
     digits.prepare(str(path))
     return str(path)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_probe() -> Iterator[None]:
+    """What messages take here is measured once for all runs of this process that ask for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "probe", functools.cache(plan.probe))
+        yield
 
 
 @pytest.fixture

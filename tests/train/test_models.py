@@ -164,23 +164,9 @@ def test_who_sees_what_in_a_text() -> None:
     other = tokens.at[0, 5].set((tokens[0, 5] + 1) % 11)
     for config, first in ((LSTM, 5), (BERT, 0)):
         graph, params = models.build(config, (9,), 11, 0)
-        model = nnx.merge(graph, params)
-        changed = (model(tokens) != model(other)).any(-1)[0]
+        run = jax.jit(lambda p, x, graph=graph: nnx.merge(graph, p)(x))
+        changed = (run(params, tokens) != run(params, other)).any(-1)[0]
         assert not changed[:first].any() and changed[first:].all()
-
-
-@pytest.mark.parametrize(
-    ("change", "shape", "classes", "millions"),
-    [
-        # Table 6 of He et al., 2016: 0.27 M, 1.7 M.
-        ({"stages": (3, 3, 3)}, CIFAR, 10, 0.27),
-        ({"stages": (18, 18, 18)}, CIFAR, 10, 1.73),
-    ],
-)
-def test_published_sizes(
-    change: dict[str, Any], shape: tuple[int, int, int], classes: int, millions: float
-) -> None:
-    assert size_of(RESNET | change, shape, classes) / 1e6 == pytest.approx(millions, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +175,10 @@ def test_published_sizes(
 def test_cifar_resnets_are_the_papers_but_for_the_shortcuts(
     stages: tuple[int, ...], layers: int, params: int
 ) -> None:
-    """6n + 2 layers with weights; He et al. widen shortcuts with zeros, here two are projected."""
+    """6n + 2 layers with weights; He et al. widen shortcuts with zeros, here two are projected.
+
+    Table 6 of He et al., 2016, has 0.27 M and 1.7 M parameters.
+    """
     name = f"cifar_resnet{layers}"
     model = read_config(name).model
     assert tuple(model.stages) == stages and sum(2 * depth for depth in stages) + 2 == layers
@@ -220,7 +209,7 @@ def test_vgg_has_the_published_size() -> None:
     assert size_of(config, CIFAR, 10) == 14_728_266
 
 
-ALL = [RESNET, VIT, ALEXNET, VGG, LSTM, BERT]
+ALL = [RESNET, VIT, ALEXNET, pytest.param(VGG, marks=pytest.mark.slow), LSTM, BERT]
 
 
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config["name"])
@@ -278,12 +267,9 @@ def test_mistakes(change: dict[str, Any], message: str) -> None:
         models.build(config, shape, 10, 0)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["digits_resnet", "digits_vit", "fashion_resnet"]
-    + ["cifar_resnet20", "cifar_resnet110", "cifar_alexnet", "cifar_vgg"],
-)
+@pytest.mark.parametrize("name", ["digits_resnet", "digits_vit", "fashion_resnet"])
 def test_models_of_the_configs(name: str) -> None:
+    """Those of CIFAR-10 are above."""
     config = read_config(name)
-    shape = {"fashion": (28, 28, 1), "cifar": CIFAR}.get(name.split("_")[0], (8, 8, 1))
+    shape = (28, 28, 1) if name.startswith("fashion") else (8, 8, 1)
     assert size_of(config.model.to_dict(), shape, 10) > 0

@@ -1,6 +1,7 @@
 """The end of 1-bit Adam's warm-up is found in its state, said once, and kept in the metrics."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,7 +91,7 @@ def test_a_run(
     other = read_config("digits_one_bit_adam")
     for field in ("eval_every", "measure_steps", "checkpoint", "network", "data"):
         other[field] = config[field]
-    other.steps, other.sync.dense_steps = 4, 3
+    other.steps, other.sync.dense_steps, other.model.stages = 6, 3, (1,)
     summary = loop.train(other, tmp_path, 0.0)
     shown = capsys.readouterr()
     assert summary["frozen_at"] == 3
@@ -100,15 +101,8 @@ def test_a_run(
     assert read_lines(tmp_path, "warmup_ended") == [
         {"kind": "warmup_ended", "step": 3, "frozen_at": 3}
     ]
-    other.checkpoint.resume, other.steps = True, 6
+    shutil.rmtree(tmp_path / "checkpoints" / "6")
+    other.checkpoint.resume = True  # From the fourth step.
     again = loop.train(other, tmp_path, 0.0)
     assert again["frozen_at"] == 3 and "warm-up has ended" not in capsys.readouterr().err
     assert [line["step"] for line in read_lines(tmp_path, "warmup_ended")] == [3]
-
-
-def test_a_warmup_that_has_not_ended_is_none(
-    config: config_dict.ConfigDict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    summary = loop.train(config, tmp_path, 0.0)
-    assert summary["frozen_at"] is None and read_lines(tmp_path, "warmup_ended") == []
-    assert "warm-up" not in "".join(capsys.readouterr())
