@@ -1,6 +1,7 @@
 """Changes of training images that keep their class, drawn anew for every batch."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -36,5 +37,31 @@ def crop_flip(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return crops[np.arange(len(images)), place[0], place[1], 0]
 
 
-# Name -> f(images, rng) -> images of the same shape.
-AUGMENTATIONS: dict[str, Augment | None] = {"none": None, "crop_flip": crop_flip}
+class CropFlip:
+    """What `crop_flip` does, and then a further change.
+
+    Args:
+      further: of the images behind the crop; None changes nothing more.
+    """
+
+    def __init__(self, further: Augment | None = None):
+        self.further: Augment = further or (lambda images, rng: images)
+
+    def __call__(self, images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        return self.further(crop_flip(images, rng), rng)
+
+
+def rand_augment(**options: Any) -> CropFlip:
+    """`crop_flip`, then what `train.rand_augment` does."""
+    from train.rand_augment import rand_augment  # Pillow, which most runs do without.
+
+    return CropFlip(rand_augment(**options))
+
+
+# Name -> the factory of what changes images. Large images are cropped and mirrored when they are
+# decoded (`train.pictures`), so of a CropFlip they take what comes after.
+AUGMENTATIONS: dict[str, Callable[..., CropFlip | None]] = {
+    "none": lambda: None,
+    "crop_flip": CropFlip,
+    "rand_augment": rand_augment,
+}

@@ -1,4 +1,4 @@
-"""Runs side by side: a table, and the loss against steps, time and bytes as plots."""
+"""Runs side by side: a table, and plots of the loss and of how near exchanges are to the mean."""
 
 import json
 from collections.abc import Sequence
@@ -22,6 +22,8 @@ class Run(NamedTuple):
       steps: numbers of the steps.
       loss: of each step; NaN where it was not finite.
       seconds: time from the first step to the end of each, evaluation and checkpoints left out.
+      megabytes: what a device has sent until each step, by the compiled program.
+      looks: lines of `train.inspection`.
       tested: the last line of a test, or {}.
       summary: the line at its end, or {} if it has not ended.
     """
@@ -30,15 +32,15 @@ class Run(NamedTuple):
     steps: np.ndarray
     loss: np.ndarray
     seconds: np.ndarray
+    megabytes: np.ndarray
+    looks: list[dict[str, Any]]
     tested: dict[str, Any]
     summary: dict[str, Any]
 
-    @property
-    def megabytes(self) -> np.ndarray | None:
-        """What a device has sent until each step, by the compiled program."""
-        if not self.summary:
-            return None
-        return self.steps * self.summary["bytes_per_param_mean"] * self.summary["params"] / 1e6
+    def seen(self, name: str) -> float | None:
+        """The mean of a number over all looks."""
+        found = [look[name] for look in self.looks if look.get(name) is not None]
+        return float(np.mean(found)) if found else None
 
 
 def read(workdir: Path) -> Run:
@@ -54,16 +56,19 @@ def read(workdir: Path) -> Run:
         raise UserError(f"{workdir} is not the directory of a run: {error}") from error
     except ValueError as error:
         raise UserError(f"{path} has a line that is not JSON: {error}") from error
-    kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "test")}
-    train = kinds["train"]
-    if not train:
+    names = ("start", "train", "exchange", "test", "summary")
+    kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in names}
+    train, starts, ends = kinds["train"], kinds["start"], kinds["summary"]
+    if not train or not starts:
         raise UserError(f"{path} has no step")
-    ends = [line for line in lines if line["kind"] == "summary"]
+    sent = starts[-1]["params"] * np.cumsum([line["bytes_per_param"] for line in train])
     return Run(
         name=str(workdir),
         steps=np.array([line["step"] for line in train]),
         loss=np.array([line["loss"] for line in train], float),
         seconds=np.cumsum([line["step_ms"] for line in train]) / 1e3,
+        megabytes=sent / 1e6,
+        looks=kinds["exchange"],
         tested=kinds["test"][-1] if kinds["test"] else {},
         summary=ends[-1] if ends else {},
     )
@@ -81,10 +86,10 @@ def named(runs: Sequence[Run]) -> list[Run]:
 def table(runs: Sequence[Run]) -> Table:
     """One row for each run."""
     shown = Table("run", "steps", "last loss", "test loss", "test accuracy", "step ms", "computes")
-    for column in ("bytes/param", "MB sent", "seconds of steps"):
+    for column in ("bytes/param", "MB sent", "seconds of steps", "error", "cosine", "ties"):
         shown.add_column(column)
     for run in runs:
-        s, sent = run.summary, run.megabytes
+        s = run.summary
         shown.add_row(
             run.name,
             str(run.steps[-1]) + ("" if s else " so far"),
@@ -94,8 +99,11 @@ def table(runs: Sequence[Run]) -> Table:
             _shown(s.get("step_ms"), ".2f"),
             _shown(s.get("efficiency") and min(s["efficiency"], 1.0), ".1%"),
             _shown(s.get("bytes_per_param_mean"), ".3f"),
-            _shown(None if sent is None else float(sent[-1]), ".1f"),
+            f"{run.megabytes[-1]:.1f}",
             f"{run.seconds[-1]:.1f}",
+            _shown(run.seen("error"), ".1%"),
+            _shown(run.seen("cosine"), ".4f"),
+            _shown(run.seen("ties"), ".1%"),
         )
     return shown
 
@@ -115,24 +123,28 @@ def smoothed(loss: np.ndarray) -> np.ndarray:
 
 
 def plot(runs: Sequence[Run], path: Path) -> None:
-    """Writes the loss against steps, against seconds, and against what a device has sent."""
+    """Writes the loss against steps, seconds and bytes, and the cosine with the exact mean."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), sharey=True, layout="constrained")
-    labels = ("steps", "seconds of steps", "MB that a device has sent")
+    figure, axes = pyplot.subplots(1, 4, figsize=(16, 4), layout="constrained")
+    labels = ("steps", "seconds of steps", "MB that a device has sent", "steps")
     for axis, label in zip(axes, labels, strict=True):
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
+    for axis in axes[1:3]:
+        axis.sharey(axes[0])
     axes[0].set_ylabel(f"training loss, mean of {WINDOW} steps")
+    axes[3].set_ylabel("cosine of exchanged and exact mean")
     for run in runs:
         loss = smoothed(run.loss)
-        for axis, x in zip(axes, (run.steps, run.seconds, run.megabytes), strict=True):
-            if x is not None:
-                axis.plot(x, loss, label=run.name)
-    if any(run.megabytes is not None for run in runs):
+        for axis, x in zip(axes, (run.steps, run.seconds, run.megabytes), strict=False):
+            axis.plot(x, loss, label=run.name)
+        near = [(look["step"], look["cosine"]) for look in run.looks if "cosine" in look]
+        axes[3].plot(*zip(*near, strict=True) if near else ([], []), marker=".")
+    if any(run.megabytes[-1] > 0 for run in runs):
         axes[2].set_xscale("log")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     figure.savefig(path, dpi=150)
@@ -146,7 +158,7 @@ def compare(workdirs: Sequence[str], out: Path) -> None:
       UserError: if a directory is not one of a run, or the plot cannot be written.
     """
     runs = named([read(Path(workdir)) for workdir in workdirs])
-    Console(width=140, soft_wrap=True).print(table(runs))
+    Console(width=160, soft_wrap=True).print(table(runs))
     try:
         plot(runs, out)
     except OSError as error:

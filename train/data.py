@@ -3,10 +3,11 @@
 A row is an image with its label (`train.images`), or some tokens of a text with the tokens that
 follow them (`train.text`). A device draws from its own shard only. The order is new in every epoch
 and depends on the seed alone. A process reads the rows of its own devices once and keeps them in
-memory as uint8, so the data set must fit there. Batches are laid out device by device, as
-`jaxcomm.global_batch` wants them.
+memory as uint8; with `config.data.image_size` it decodes images when a batch needs them
+(`train.pictures`). Batches are laid out device by device, as `jaxcomm.global_batch` wants them.
 """
 
+import difflib
 import functools
 import math
 import os
@@ -16,15 +17,17 @@ from typing import Any, NamedTuple
 import grain
 import numpy as np
 import tensorflow_datasets as tfds
-from absl import flags
+from absl import flags, logging
 
 from train import digits, python_topics
 from train.augment import AUGMENTATIONS, Augment
+from train.calls import read_call
 from train.errors import UserError, choose
 from train.images import Images
 from train.text import Text
 
 Batch = dict[str, np.ndarray]
+Labels = Sequence[int] | np.ndarray
 
 
 class Data(NamedTuple):
@@ -32,7 +35,8 @@ class Data(NamedTuple):
 
     Attributes:
       train: endless iterator over this process's part of the batches; `get_state` is the position.
-      test: this process's part of the whole test set; padding has weight 0.
+      test: this process's part of the whole test set; padding has weight 0. A list, or what is
+        read anew for every evaluation.
       shape: height, width and channels of one image, or the number of tokens in a row.
       classes: number of classes, or of tokens that there are.
       unit: what a test counts: "images" or "tokens".
@@ -40,26 +44,26 @@ class Data(NamedTuple):
     """
 
     train: grain.DatasetIterator
-    test: list[Batch]
+    test: list[Batch] | grain.IterDataset
     shape: tuple[int, ...]
     classes: int
     unit: str
     test_size: int
 
 
-def shuffled(labels: np.ndarray, world: int, seed: int) -> list[np.ndarray]:
+def shuffled(labels: Labels, world: int, seed: int) -> list[np.ndarray]:
     """Deals all rows out to the devices at random: every shard looks like the whole set."""
     order = np.random.default_rng(seed).permutation(len(labels))
     return [order[device::world] for device in range(world)]
 
 
-def by_label(labels: np.ndarray, world: int, seed: int) -> list[np.ndarray]:
+def by_label(labels: Labels, world: int, seed: int) -> list[np.ndarray]:
     """Gives device i of N the classes that are congruent to i modulo N, and no other."""
     del seed  # The shard is a set of rows; its order is drawn by the stream.
-    return [np.flatnonzero(labels % world == device) for device in range(world)]
+    return [np.flatnonzero(np.asarray(labels) % world == device) for device in range(world)]
 
 
-def by_position(labels: np.ndarray, world: int, seed: int) -> list[np.ndarray]:
+def by_position(labels: Labels, world: int, seed: int) -> list[np.ndarray]:
     """Gives each device a contiguous part: chapters of its own of a text."""
     del seed
     return np.array_split(np.arange(len(labels)), world)
@@ -75,7 +79,7 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
 
     Args:
       config: `config.data`: `name`, `data_dir`, `train_split`, `test_split`, `shards`, `augment`,
-        and for text `sequence_length`.
+        `image_size`, and for text `sequence_length`.
       batch_size: rows in a global batch; divisible by `world`.
       devices: positions along the data axis of this process's devices.
       world: number of devices of all processes.
@@ -91,12 +95,17 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain's readers look at absl's flags.
     shards_of = choose(SHARDS, config.shards, "config.data.shards")
-    augment = choose(AUGMENTATIONS, config.augment, "config.data.augment")
+    augment = read_call(config.augment, AUGMENTATIONS, "config.data.augment")
+    if isinstance(augment, str):
+        augment = choose(AUGMENTATIONS, augment, "config.data.augment")()
     builder = open_builder(config)
     is_text = "text" in builder.info.features
-    source = Text(builder, config) if is_text else Images(builder)
+    source = Text(builder, config) if is_text else Images(builder, config)
     share = batch_size // world
-    shards = shards_of(source.labels(config.train_split), world, seed)
+    # To deal rows out by their numbers, no label of a large set is read.
+    by_label, split = config.shards == "by_label", config.train_split
+    labels = source.labels(split) if by_label else range(source.train_rows(split))
+    shards = shards_of(labels, world, seed)
     empty = [device for device in range(world) if not len(shards[device])]
     if empty:
         what, cure = (
@@ -111,16 +120,22 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
             f"config.data.shards={config.shards!r} leaves device {empty[0]} of {world} without "
             f"{what} of {config.name}; use fewer devices or {cure}"
         )
-    train = source.read(config.train_split, np.concatenate([shards[d] for d in devices]))
-    del train["weight"]
-    return Data(
-        train=stream(train, [len(shards[d]) for d in devices], share, devices, seed, augment),
-        test=test_batches(source, config.test_split, share, devices, world),
-        shape=train["image"].shape[1:],
-        classes=source.classes,
-        unit=source.unit,
-        test_size=source.test_size(config.test_split),
-    )
+    own = [shards[device] for device in devices]
+    test = test_rows(source.test_rows(config.test_split), share, devices, world)
+    if config.image_size:
+        from train import pictures  # Pillow, which most runs do without.
+
+        later = pictures.Pictures(builder, config.image_size)
+        blocks = functools.partial(rows_of_batch, own, share, devices, seed)
+        train = later.stream(split, blocks, share, devices, seed, augment)
+        batches, shape = later.test_batches(config.test_split, *test), later.shape
+    else:
+        read = source.read(split, np.concatenate(own))
+        del read["weight"]
+        train = stream(read, [len(rows) for rows in own], share, devices, seed, augment)
+        batches, shape = test_batches(source, config.test_split, *test), read["image"].shape[1:]
+    size = source.test_size(config.test_split)
+    return Data(train, batches, shape, source.classes, source.unit, size)
 
 
 def open_builder(config: Any) -> Any:
@@ -134,16 +149,26 @@ def open_builder(config: Any) -> Any:
                 f"cannot prepare {config.name} in {data_dir}: {error}; set --config.data.data_dir "
                 "or TFDS_DATA_DIR to a directory that can be written"
             ) from error
+    logging.set_verbosity(logging.ERROR)  # TFDS would warn of what is said below.
     try:
         builder = tfds.builder(config.name, data_dir=data_dir, try_gcs=False)
-        found = builder.is_prepared()
-    except tfds.core.DatasetNotFoundError:
-        found = False
-    if not found:
+    except tfds.core.DatasetNotFoundError as error:
+        names = [*PREPARED_HERE, *tfds.list_builders(with_community_datasets=False)]
+        near = difflib.get_close_matches(config.name, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(
-            f"data set {config.name!r} is not in {data_dir}; set --config.data.data_dir or "
+            f"config.data.name: there is no {config.name!r}, neither in TFDS nor in "
+            f"{data_dir}{hint}"
+        ) from error
+    except (ValueError, AssertionError) as error:  # Of TFDS: no such version, or no name at all.
+        raise UserError(f"config.data.name: {' '.join(str(error).split())[:300]}") from error
+    if not builder.is_prepared():
+        by_hand = " ".join((builder.MANUAL_DOWNLOAD_INSTRUCTIONS or "").split())
+        raise UserError(
+            f"data set {config.name!r} is not in {builder.data_dir}; set --config.data.data_dir or "
             "TFDS_DATA_DIR to where it is, or prepare it once where TensorFlow is installed: "
             f"tfds build {config.name} --file_format=array_record --data_dir={data_dir}"
+            + (f" (before: {by_hand.rstrip('.')})" if by_hand else "")
         )
     return builder
 
@@ -192,6 +217,17 @@ def stream(
     return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
 
+def rows_of_batch(
+    shards: Sequence[np.ndarray], share: int, devices: Sequence[int], seed: int, step: int
+) -> np.ndarray:
+    """The rows of a batch of this process, those of its first device first, as of `stream`."""
+    blocks = [
+        rows[shuffled_block(len(rows), share, (seed, device), step)]
+        for device, rows in zip(devices, shards, strict=True)
+    ]
+    return np.concatenate(blocks)
+
+
 def shuffled_block(size: int, share: int, seed: tuple[int, int], block: int) -> np.ndarray:
     """The rows of block number `block`, in an endless order of 0 .. size-1 that is new every epoch.
 
@@ -213,16 +249,26 @@ def permutation(size: int, seed: tuple[int, int], epoch: int) -> np.ndarray:
     return np.random.default_rng((*seed, epoch)).permutation(size)
 
 
-def test_batches(
-    source: Text | Images, split: str, share: int, devices: Sequence[int], world: int
-) -> list[Batch]:
-    """The test rows of this process's devices, padded so that all devices have equally many."""
-    size = source.test_rows(split)
+def test_rows(
+    size: int, share: int, devices: Sequence[int], world: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows this process's devices test, padded so that all devices have equally many.
+
+    Returns:
+      For each batch its rows, those of the first device first, and their weights: 0 of padding.
+    """
     count = math.ceil(size / world / share)  # Batches, equal on all devices.
     # [batch, device, row of the device]: device i of N holds rows i, i + N, i + 2N, ...
     rows = np.stack([device + world * np.arange(count * share) for device in devices])
     rows = rows.reshape(len(devices), count, share).swapaxes(0, 1).reshape(count, -1)
-    batches = [source.read(split, np.minimum(batch, size - 1)) for batch in rows]
-    for batch, own in zip(batches, rows, strict=True):
-        batch["weight"][own >= size] = 0
+    return np.minimum(rows, size - 1), (rows < size).astype(np.float32)
+
+
+def test_batches(
+    source: Text | Images, split: str, rows: np.ndarray, weights: np.ndarray
+) -> list[Batch]:
+    """The test rows of this process's devices."""
+    batches = [source.read(split, batch) for batch in rows]
+    for batch, weight in zip(batches, weights, strict=True):
+        batch["weight"][weight == 0] = 0
     return batches

@@ -15,21 +15,34 @@ class Images:
 
     Args:
       builder: of a prepared data set whose examples have an "image" and a "label".
+      config: `config.data`, with `name` and `image_size`.
 
     Attributes:
       classes: number of labels.
       unit: of what is counted in a test.
+
+    Raises:
+      UserError: if they have many sizes and are to get none.
     """
 
     unit = "images"
 
-    def __init__(self, builder: Any):
+    def __init__(self, builder: Any, config: Any):
+        if None in builder.info.features["image"].shape and not config.image_size:
+            raise UserError(
+                f"images of {config.name} have many sizes; set --config.data.image_size=224, or "
+                "another one"
+            )
         self._builder = builder
         self.classes = builder.info.features["label"].num_classes
 
     def labels(self, split: str) -> np.ndarray:
         """The labels of all images of a split, which are not decoded for it."""
         return read(self._builder, split, images=False)["label"]
+
+    def train_rows(self, split: str) -> int:
+        """How many images there are for training."""
+        return len(open_split(self._builder, split, images=False))
 
     def test_size(self, split: str) -> int:
         """How many images a test has."""
@@ -52,6 +65,15 @@ class Images:
         return {**batch, "weight": np.ones(len(rows), np.float32)}
 
 
+def open_split(builder: Any, split: str, images: bool = True) -> Any:
+    """The rows of a split, with their images decoded or not."""
+    decoders = None if images else {"image": tfds.decode.SkipDecoding()}
+    try:
+        return builder.as_data_source(split, decoders=decoders)
+    except ValueError as error:  # No such split; the message lists those that there are.
+        raise UserError(f"config.data: {error}") from error
+
+
 def read(
     builder: Any,
     split: str,
@@ -59,11 +81,7 @@ def read(
     images: bool = True,
 ) -> Batch:
     """Decodes rows of a split (all of them by default), with or without the images."""
-    decoders = None if images else {"image": tfds.decode.SkipDecoding()}
-    try:
-        source = builder.as_data_source(split, decoders=decoders)
-    except ValueError as error:  # No such split; the message lists those that there are.
-        raise UserError(f"config.data: {error}") from error
+    source = open_split(builder, split, images)
     rows = np.arange(len(source)) if rows is None else rows
     examples = source.__getitems__(rows.tolist())
     batch = {"label": np.array([example["label"] for example in examples], np.int32)}

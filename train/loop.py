@@ -16,6 +16,7 @@ from train import (
     check,
     checkpoint,
     data,
+    inspection,
     measure,
     metrics,
     models,
@@ -60,8 +61,9 @@ def train(
     # The data: this process reads the shards of its own devices.
     own = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
     rows = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
-    test = [sync.global_batch(batch) for batch in rows.test]
-    like = stoppable({name: rows.test[0][name] for name in ("image", "label")})
+    test = step.placed(rows.test)
+    first = next(iter(rows.test))
+    like = stoppable({name: first[name] for name in ("image", "label")})
     example = sync.global_batch(like)
 
     # The model, its gradient, the exchange of gradients and behind it the optimizer.
@@ -91,11 +93,26 @@ def train(
     eval_step = step.make_eval_step(forward)
     check_replicas = replicas.make_check(train_state.params, how.method)
 
+    # What is said of the run while it runs.
     frozen_at = watched.step_of(train_state.opt_state)
-    bad_steps = config.guard.bad_steps
+    rates = state.learning_rates(config.optimizer, config.steps)
+    sent = measure.Sent(jaxcomm.wire_report(train_step), how, params)
+    recorder = metrics.Recorder(
+        workdir,
+        start,
+        config.steps,
+        frozen_at,
+        config.guard.bad_steps,
+        {rows.unit: example["label"].size},
+        lambda number, frozen_at: {
+            "learning_rate": float(rates[number - 1]),
+            "bytes_per_param": sent.in_step(number, frozen_at),
+        },
+    )
+    look = inspection.make_look(how, gradient, exchange, order, config.steps)
     profile = profiling.Profile(workdir, start, config.profile.steps)
-    recorder = metrics.Recorder(workdir, start, config.steps, frozen_at, bad_steps)
     with checkpoints, recorder:
+        recorder.write("start", start, measure.sizes(sent))
         signals.ask_to_stop()
         for number in range(start + 1, config.steps + 1):
             profile.before(number, train_state)
@@ -105,6 +122,9 @@ def train(
             recorder.train(number, values)
             checkpoints.check()
 
+            if config.inspect.every and number % config.inspect.every == 0:
+                with recorder.pause():
+                    recorder.looked(number, look(train_state, batch))
             last = number == config.steps or recorder.stop
             if number % config.eval_every == 0 and not last:
                 with recorder.pause():
@@ -136,14 +156,11 @@ def train(
             train_step, train_state, plain_step, plain, example, config.measure_steps
         )
         network, loop_ms = measure.bandwidth(config.network), recorder.median_step_ms()
-        shares = sync.shares(how, config.steps, recorder.frozen_at)
-        wire = jaxcomm.wire_report(train_step)
         in_one_piece = how.every == 1 and not how.gather
         usual = exchange if in_one_piece else None  # Else it is not behind the gradient.
         in_groups = how.fsdp > 1  # The links within them are faster.
-        predicted = (
-            None if in_groups else planned.predicted(wire, usual, params, config.network.gigabits)
-        )
+        gigabits = config.network.gigabits
+        predicted = None if in_groups else planned.predicted(sent.wire, usual, params, gigabits)
         summary = {
             **tested,
             f"test_{rows.unit}": rows.test_size,
@@ -151,7 +168,9 @@ def train(
             "loop_step_ms": loop_ms,
             f"{rows.unit}_per_second": loop_ms and 1e3 * example["label"].size / loop_ms,
             "input_share": recorder.input_share(),
-            **measure.costs(times, wire, network, params, shares, predicted),
+            **recorder.looks(),
+            **measure.costs(times, sent, network, predicted),
+            "bytes_per_param_mean": sent.on_average(config.steps, recorder.frozen_at),
             "seconds": time.perf_counter() - started,
         }
         recorder.write("summary", config.steps, summary)

@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
+from train import sync
 from train.sync import AXIS
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -137,43 +138,68 @@ def measure_gigabits(mebibytes: int) -> float:
     return 8e-9 * sent / slowest(float(np.median(seconds[1:])))
 
 
-def costs(
-    steps: Steps,
-    wire: jaxcomm.WireReport,
-    network: Bandwidth,
-    params: Any,
-    shares: Mapping[str, float],
-    predicted: Any = None,
-) -> dict[str, Any]:
+class Sent:
+    """What a device sends in a step, by the compiled program, for each parameter.
+
+    Args:
+      wire: of the compiled step.
+      config: `config.sync`, with the method that is in use.
+      params: the parameters.
+    """
+
+    def __init__(self, wire: jaxcomm.WireReport, config: Any, params: Any):
+        self.wire = wire
+        self.params = sum(leaf.size for leaf in jax.tree.leaves(params))
+        self._config = config
+        self._known: dict[tuple[float, ...], float] = {}
+
+    def in_step(self, step: int, frozen_at: int) -> float:
+        """Bytes a parameter in a step, counted from 1; what is periodic counts on average.
+
+        Args:
+          step: its number.
+          frozen_at: the step before it in which the optimizer's warm-up ended; 0 before that.
+        """
+        return self._with(sync.shares_in_step(self._config, step, frozen_at))
+
+    def on_average(self, steps: int, frozen_at: int) -> float:
+        """Bytes a parameter and step, on average over a run; arguments as of `sync.shares`."""
+        return self._with(sync.shares(self._config, steps, frozen_at))
+
+    def between_groups(self) -> float | None:
+        """Bytes a parameter that leave a group of devices; None where there are no groups."""
+        mesh = jax.sharding.get_mesh()
+        if len(mesh.axis_names) < 2:
+            return None
+        reports = self.wire.by_axes(mesh).items()
+        return float(sum(part.bytes_max for axes, part in reports if AXIS in axes)) / self.params
+
+    def _with(self, shares: Mapping[str, float]) -> float:
+        named = {branch.name for branch in self.wire.named}
+        found: dict[Any, float] = {name: share for name, share in shares.items() if name in named}
+        key = tuple(found.values())
+        if key not in self._known:  # Kept, as every step asks.
+            self._known[key] = self.wire.per_step(found) / self.params
+        return self._known[key]
+
+
+def costs(steps: Steps, sent: Sent, network: Bandwidth, predicted: Any = None) -> dict[str, Any]:
     """What the exchange costs, by the names that the numbers have in the report.
 
     Args:
       steps: of `measure_steps`.
-      wire: what the compiled step sends.
+      sent: what the compiled step sends.
       network: of `bandwidth`.
-      params: the parameters, for each of which bytes are counted.
-      shares: how many of the steps take a branch, of those that have this name in `wire`.
       predicted: a `planned.Predicted`, or None for a single device.
 
     Returns:
       Numbers; None where the platform or the number of devices leaves nothing to count.
     """
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    sent = float(wire.bytes_max)
-    named = {branch.name for branch in wire.named}
-    on_average = wire.per_step({name: share for name, share in shares.items() if name in named})
-    mesh, between = jax.sharding.get_mesh(), None
-    if len(mesh.axis_names) > 1:
-        between = (
-            float(sum(r.bytes_max for k, r in wire.by_axes(mesh).items() if AXIS in k)) / count
-        )
     on_interface = None
     if steps.interface_bytes is not None:
-        on_interface = steps.interface_bytes / count
+        on_interface = steps.interface_bytes / sent.params
     return {
-        "devices": wire.devices,
-        "processes": jax.process_count(),
-        "params": count,
+        **sizes(sent),
         "step_ms": steps.step_ms,
         "compute_ms": steps.compute_ms,
         "communication_ms": steps.step_ms - steps.compute_ms,
@@ -184,12 +210,20 @@ def costs(
         "predicted_largest": predicted and predicted.largest,
         "gigabits": network.gigabits,
         "gigabits_from": network.source,
-        "rounds": wire.rounds,
-        "bytes_per_param": sent / count,
-        "bytes_per_param_mean": on_average / count,
-        "bytes_per_param_between": between,
         "interface": steps.interface,
         "interface_bytes_per_param": on_interface,
+    }
+
+
+def sizes(sent: Sent) -> dict[str, Any]:
+    """What is known of the exchange before anything is measured, by names of the report."""
+    return {
+        "devices": sent.wire.devices,
+        "processes": jax.process_count(),
+        "params": sent.params,
+        "rounds": sent.wire.rounds,
+        "bytes_per_param": float(sent.wire.bytes_max) / sent.params,
+        "bytes_per_param_between": sent.between_groups(),
     }
 
 

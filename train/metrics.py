@@ -6,9 +6,9 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import jax
@@ -30,6 +30,8 @@ class Recorder:
       frozen_at: the step at which the optimizer's own warm-up ended in an earlier run, as
         `train.watched` reads it; 0 if it did not end.
       bad_steps: in a row, whose loss is not finite: then `RunError` is raised.
+      batch: how much a global batch has, by the name of what is counted.
+      known: what the host knows of a step, by its number and the `frozen_at` of the step before.
 
     Attributes:
       frozen_at: the same as of the last step written.
@@ -39,15 +41,25 @@ class Recorder:
     """
 
     def __init__(
-        self, workdir: Path, start: int, steps: int, frozen_at: int = 0, bad_steps: int = 20
+        self,
+        workdir: Path,
+        start: int,
+        steps: int,
+        frozen_at: int = 0,
+        bad_steps: int = 20,
+        batch: Mapping[str, int] = MappingProxyType({}),
+        known: Callable[[int, int], dict[str, float]] = lambda step, frozen_at: {},
     ):
         self.frozen_at = frozen_at
         self.stop = False
         self.bad = 0
         self._bad_steps = bad_steps
+        self._batch, self._known = batch, known
         self._step_ms: list[float] = []
+        self._input_ms: list[float] = []
         self._waited = 0.0
-        self._late: tuple[int, dict[str, jax.Array]] | None = None
+        self._looks: list[dict[str, float]] = []
+        self._late: tuple[int, dict[str, Any]] | None = None
         self._time = time.perf_counter()
         self._steps = steps
         self._primary = jax.process_index() == 0
@@ -94,15 +106,19 @@ class Recorder:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Surrounds the wait for a batch."""
+        """Surrounds the making of a batch, while the devices do the step before.
+
+        If they have ended it by then, they may have waited all the time; else they have not waited.
+        """
         started = time.perf_counter()
         yield
-        self._waited += time.perf_counter() - started
+        if self._late is None or all(value.is_ready() for value in self._late[1].values()):
+            self._waited += time.perf_counter() - started
 
     def input_share(self) -> float | None:
-        """The share of the steps' time that was spent waiting for batches."""
-        total = sum(self._step_ms) / 1e3
-        return min(self._waited / total, 1.0) if total else None
+        """The share of the steps' time that devices have waited for batches, at most."""
+        total = sum(self._step_ms)
+        return min(sum(self._input_ms) / total, 1.0) if total else None
 
     def flush(self) -> None:
         """Waits for the last step and writes it; its time runs from the end of the one before."""
@@ -113,21 +129,22 @@ class Recorder:
         now = time.perf_counter()
         self.stop = values.pop(STOP, 0.0) > 0
         values["step_ms"] = 1e3 * (now - self._time)
-        self._late, self._time = None, now
         self._step_ms.append(values["step_ms"])
+        self._input_ms.append(1e3 * self._waited)
+        self._late, self._time, self._waited = None, now, 0.0
         frozen_at = int(values.pop(FIELD, self.frozen_at))
         ended = frozen_at > 0 and self.frozen_at == 0
-        self.frozen_at = frozen_at
         if self._primary:
-            self.write("train", step, values)
+            self.write("train", step, values | self._of_host(step))
             self._bar.set_postfix(
                 {name: f"{value:.4g}" for name, value in values.items()}, refresh=False
             )
             self._bar.update()
             if step == self._steps:
                 self._bar.close()
-            if ended:
-                self._warmup_ended(step)
+        self.frozen_at = frozen_at
+        if self._primary and ended:
+            self._warmup_ended(step)
         self.bad = 0 if math.isfinite(values["loss"]) else self.bad + 1
         if self.bad >= self._bad_steps:
             raise RunError(
@@ -136,11 +153,31 @@ class Recorder:
                 "from before"
             )
 
+    def _of_host(self, step: int) -> dict[str, float]:
+        """What is known of the last step beside what the devices say."""
+        times = {"input_ms": self._input_ms[-1]}
+        for unit, size in self._batch.items():
+            times[f"{unit}_per_second"] = 1e3 * size / self._step_ms[-1]
+        return times | self._known(step, self.frozen_at)
+
     def _warmup_ended(self, step: int) -> None:
         """Says once in what step the optimizer's own warm-up ended."""
         self.write("warmup_ended", step, {FIELD: self.frozen_at})
         # Above the bar, which is drawn again below it.
         tqdm.write(f"step {step}: the optimizer's warm-up has ended", file=sys.stderr)
+
+    def looked(self, step: int, values: dict[str, float]) -> None:
+        """Writes what `train.inspection` has seen after a step."""
+        self._looks.append(values)
+        self.write("exchange", step, values)
+
+    def looks(self) -> dict[str, float]:
+        """The means over what was seen, by `exchange_NAME`."""
+        names = self._looks[0] if self._looks else ()
+        return {
+            f"exchange_{name}": statistics.fmean(look[name] for look in self._looks)
+            for name in names
+        }
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -157,7 +194,7 @@ class Recorder:
         """Writes one line of metrics.jsonl, and the numbers as TensorBoard scalars.
 
         Args:
-          kind: "train", "test", "summary" or "warmup_ended".
+          kind: "start", "train", "exchange", "test", "summary" or "warmup_ended".
           step: steps taken.
           values: by name; a number that is not finite becomes null in JSON.
         """
@@ -183,7 +220,9 @@ def _keep_lines_until(path: Path, step: int) -> None:
     kept = []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
         try:
-            if json.loads(line)["step"] <= step:
+            found = json.loads(line)
+            # What an earlier run said at its start is said again by one that starts there.
+            if found["step"] < step + (found["kind"] != "start"):
                 kept.append(line)
         except json.JSONDecodeError:
             continue

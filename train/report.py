@@ -44,6 +44,9 @@ def show(summary: dict[str, Any], workdir: Path) -> None:
         "bytes per parameter and device, interface": _number(
             s["interface_bytes_per_param"], f" ({s['interface']})"
         ),
+        "result of the exchange against the exact mean": _error(s),
+        "what a device keeps, of the norm of the mean gradient": _kept(s),
+        "ties among votes": "exchange_ties" in s and _percent(s["exchange_ties"]) or None,
         "parameters": f"{s['params']}",
         "seconds": f"{s['seconds']:.1f}",
         "workdir": str(workdir),
@@ -99,6 +102,19 @@ def _predicted(s: dict[str, Any]) -> str | None:
 def _between(s: dict[str, Any]) -> str | None:
     between = s["bytes_per_param_between"]
     return None if between is None else f"{between:.3f}"
+
+
+def _error(s: dict[str, Any]) -> str | None:
+    """Mean over the looks of `train.inspection`."""
+    if "exchange_cosine" not in s:
+        return None
+    error = f"error {_percent(s['exchange_error'])}, " if "exchange_error" in s else ""
+    return f"{error}cosine {s['exchange_cosine']:.4f}"
+
+
+def _kept(s: dict[str, Any]) -> str | None:
+    residual, gradient = s.get("exchange_residual_norm"), s.get("exchange_gradient_norm")
+    return f"{residual / gradient:.2f}" if residual is not None and gradient else None
 
 
 def _number(value: float | None, unit: str) -> str:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import jaxcomm
@@ -26,23 +27,23 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
 
 
-def sgd(config: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+def sgd(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
     """Nesterov momentum with the weight decay inside the gradient, as ResNets are trained."""
     return optax.chain(
         optax.add_decayed_weights(config.weight_decay, mask=_matrices),
-        optax.sgd(schedule, momentum=config.momentum, nesterov=True),
+        optax.sgd(rate, momentum=config.momentum, nesterov=True),
     )
 
 
-def adamw(config: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+def adamw(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
     """Adam with decoupled weight decay, as transformers are trained."""
-    return optax.adamw(schedule, weight_decay=config.weight_decay, mask=_matrices)
+    return optax.adamw(rate, weight_decay=config.weight_decay, mask=_matrices)
 
 
-def scale(config: Any, schedule: optax.Schedule) -> optax.GradientTransformation:
+def scale(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
     """The learning rate alone, after a method of `train.sync` that is an optimizer itself."""
     del config
-    return optax.scale_by_schedule(schedule)
+    return optax.scale_by_schedule(rate)
 
 
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "scale": scale}
@@ -62,10 +63,18 @@ def make_optimizer(config: Any, steps: int) -> optax.GradientTransformation:
       steps: length of the run, where the cosine reaches zero.
     """
     rule = choose(OPTIMIZERS, config.name, "config.optimizer.name")
+    return rule(config, schedule(config, steps))
+
+
+def schedule(config: Any, steps: int) -> optax.Schedule:
+    """The learning rate of a step, counted from 0: a linear rise, then half a cosine to zero."""
     warmup = min(config.warmup_steps, steps - 1)
-    return rule(
-        config, optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, steps)
-    )
+    return optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, steps)
+
+
+def learning_rates(config: Any, steps: int) -> np.ndarray:
+    """The learning rates of all steps of a run, float32 `[steps]`."""
+    return np.asarray(jax.jit(schedule(config, steps))(np.arange(steps)))
 
 
 def init(

@@ -11,7 +11,7 @@ from flax import nnx
 import jaxcomm
 from train.models.transformer import SPLIT, STACK
 from train.state import TrainState
-from train.sync import AXIS, for_loss
+from train.sync import AXIS, for_loss, global_batch
 
 Metrics = dict[str, jax.Array]
 STOP = "stop"  # In a batch: 1 where the process that read the row was asked to end, else 0.
@@ -26,20 +26,21 @@ def whole(params: Any) -> Any:
     }
 
 
-def make_forward(graph: nnx.GraphDef, mean: float | None = None, std: float = 1.0) -> Forward:
+def make_forward(graph: nnx.GraphDef, mean: Any = None, std: Any = 1.0) -> Forward:
     """From a model to `forward(params, inputs) -> float32 logits`.
 
     Args:
       graph: the model without its parameters.
-      mean: of the pixels of images, which are uint8; None where inputs are tokens.
-      std: of the pixels.
+      mean: of the pixels of images, which are uint8, or of each channel's; None where inputs are
+        tokens.
+      std: of the pixels, likewise.
     """
 
     def forward(params: Any, inputs: jax.Array) -> jax.Array:
         if mean is None:
             inputs = inputs.astype(jnp.int32)
         else:
-            inputs = (inputs.astype(jnp.float32) - mean) / std
+            inputs = (inputs.astype(jnp.float32) - jnp.float32(mean)) / jnp.float32(std)
         return nnx.merge(graph, whole(params))(inputs).astype(jnp.float32)
 
     return forward
@@ -140,6 +141,13 @@ def make_eval_step(forward: Forward) -> Callable[[Any, Any], Metrics]:
     return jax.jit(step)
 
 
+def placed(batches: Any) -> Any:
+    """Test batches on the devices: all of them at once if they are in memory, else one by one."""
+    if isinstance(batches, list):
+        return [global_batch(batch) for batch in batches]
+    return batches.map(global_batch)
+
+
 def evaluate(
     eval_step: Callable[[Any, Any], Metrics], params: Any, batches: Any
 ) -> dict[str, float]:
@@ -148,7 +156,7 @@ def evaluate(
     Args:
       eval_step: what `make_eval_step` returned.
       params: the parameters.
-      batches: all global test batches.
+      batches: what `placed` returned.
 
     Returns:
       `test_loss` and `test_accuracy`, equal in all processes.

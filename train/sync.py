@@ -296,6 +296,12 @@ def shares(config: Any, steps: int, frozen_at: int) -> dict[str, float]:
     return {"from step 0": dense / steps, "one_bit_adam: dense": (frozen_at or steps) / steps}
 
 
+def shares_in_step(config: Any, step: int, frozen_at: int) -> dict[str, float]:
+    """The same for a single step, counted from 1; `frozen_at` is of before it."""
+    dense = step <= (config.get("dense_steps") or 0)
+    return {"from step 0": float(dense), "one_bit_adam: dense": float(not frozen_at)}
+
+
 def no_exchange(config: Any) -> optax.GradientTransformation:
     """The exchange of the same step without communication, for measuring.
 

@@ -50,6 +50,11 @@ class Text:
                 f"config.data.augment={config.augment!r} changes images, and {config.name} is "
                 "text; set --config.data.augment=none"
             )
+        if config.image_size:
+            raise UserError(
+                f"config.data.image_size={config.image_size} is of images, and {config.name} is "
+                "text; set --config.data.image_size=0"
+            )
         if config.shards == "by_label":
             raise UserError(
                 f"config.data.shards='by_label' needs classes, and {config.name} is text; "
@@ -74,7 +79,11 @@ class Text:
 
     def labels(self, split: str) -> np.ndarray:
         """The numbers of the rows for training: text has no classes to deal it by."""
-        return np.arange((len(self._tokens(split)) - 1) // self._length)
+        return np.arange(self.train_rows(split))
+
+    def train_rows(self, split: str) -> int:
+        """How many rows there are for training."""
+        return (len(self._tokens(split)) - 1) // self._length
 
     def test_rows(self, split: str) -> int:
         """How many rows a test has, the padded one too."""

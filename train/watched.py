@@ -1,16 +1,18 @@
 """Reads what methods report in their states.
 
 The field `frozen_at` of 1-bit Adam is the step at which its warm-up ended. The field `report` of a
-sparse mean has what it selected and delivered.
+sparse mean has what it selected and delivered. Methods with error feedback have residuals.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 REPORT = "report"  # A named tuple of float32 numbers.
 FIELD = "frozen_at"  # int32: the step of the method that ended its warm-up; 0 until one has.
+RESIDUALS = ("residual", "worker_error")  # float32 [devices, ...]: what each device has not sent.
 
 
 def frozen_at(opt_state: Any) -> jax.Array | None:
@@ -33,6 +35,22 @@ def reported(opt_state: Any) -> dict[str, jax.Array]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
         if len(path) > 1 and getattr(path[-2], "name", None) == REPORT
     }
+
+
+def residual_norm(opt_state: Any) -> dict[str, jax.Array]:
+    """The norm of a device's residuals, root mean square over the devices, as `residual_norm`.
+
+    Nothing where no method keeps residuals.
+    """
+    found = [
+        leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
+        if any(getattr(key, "name", None) in RESIDUALS for key in path)
+    ]
+    if not found:
+        return {}
+    squares = sum(jnp.square(leaf).sum() for leaf in found)
+    return {"residual_norm": jnp.sqrt(squares / found[0].shape[0])}
 
 
 def step_of(opt_state: Any) -> int:

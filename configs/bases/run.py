@@ -30,7 +30,12 @@ def get_config() -> config_dict.ConfigDict:
     config.data.test_split = "test"
     # Or "by_label": device i has the classes congruent to i; or "by_position": parts of a text.
     config.data.shards = "shuffled"
-    config.data.augment = "none"  # Or "crop_flip": shifted by up to 4 pixels, mirrored.
+    # Or "crop_flip": shifted by up to 4 pixels, mirrored; "rand_augment": that, and two operations
+    # of RandAugment; or a call, such as "rand_augment(layers=2, magnitude=5)".
+    config.data.augment = "none"
+    # 0: images are as they are, and kept in memory. Else each is decoded when it is needed, and cut
+    # to this height and width: at random with an augmentation, else in the middle.
+    config.data.image_size = 0
     config.data.sequence_length = config_dict.placeholder(int)  # Tokens in a row of text.
 
     config.model = config_dict.ConfigDict()
@@ -49,6 +54,11 @@ def get_config() -> config_dict.ConfigDict:
     config.guard = config_dict.ConfigDict()
     config.guard.bad_steps = 20  # In a row, whose loss is not finite: then the run ends.
     config.guard.replicas_every = 100  # Steps between comparisons of the devices' parameters.
+
+    config.inspect = config_dict.ConfigDict()
+    # Steps between looks at gradients, residuals and the error of the exchange; 0: none. A look
+    # takes as long as a step with its exchange and a float32 mean, and memory for both results.
+    config.inspect.every = 100
 
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 100

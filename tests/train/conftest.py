@@ -14,6 +14,7 @@ from train import digits
 
 sys.path.append(str(Path(__file__).parent))  # for `from running import ...`
 
+import imagenet
 from running import Program, read_config
 
 
@@ -31,6 +32,14 @@ def one_probe() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan, "probe", functools.cache(plan.probe))
         yield
+
+
+@pytest.fixture(scope="session")
+def imagenet_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory that holds a data set like ImageNet."""
+    path = tmp_path_factory.mktemp("imagenet")
+    imagenet.prepare(str(path))
+    return str(path)
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ def test_the_whole_test_set_is_seen_once(
             "crop_flop",
             "config.data.augment: there is no 'crop_flop'; did you mean 'crop_flip'",
         ),
-        ("name", "no_such_set", "data set 'no_such_set' is not in .*; set --config.data.data_dir"),
+        ("name", "no_such_set", "config.data.name: there is no 'no_such_set', neither in TFDS nor"),
         ("name", "mnist", "data set 'mnist' is not in .*tfds build mnist --file_format=array_rec"),
         ("train_split", "trian", "config.data: Unknown split 'trian'"),
         ("test_split", "tset", "config.data.test_split: digits has no images in 'tset'"),

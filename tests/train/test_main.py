@@ -152,7 +152,10 @@ def change(name: str, value: object) -> Callable[[config_dict.ConfigDict], None]
     ("spoil", "message"),
     [
         (change("batch_size", 7), "batch_size 7 is not divisible by 8 devices"),
-        (change("data.name", "no_such_set"), "data set 'no_such_set' is not in"),
+        (
+            change("data.name", "cifar01"),
+            "config.data.name: .* did you mean 'cifar10'",
+        ),
         (change("model.name", "vti"), "config.model.name: there is no 'vti'; did you mean 'vit'"),
         (
             change("sync.method", "meen"),

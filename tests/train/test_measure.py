@@ -72,10 +72,10 @@ class Wire(NamedTuple):
     devices: int = 4
     rounds: int = 3
     bytes_max: float = 120.0
-    named: tuple[Branch, ...] = (Branch("dense"),)
+    named: tuple[Branch, ...] = (Branch("from step 0"),)
 
     def per_step(self, shares: dict[str, float]) -> float:
-        return self.bytes_max * shares["dense"]
+        return self.bytes_max * sum(shares.values())
 
 
 PARAMS = {"w": jnp.zeros((8, 5))}
@@ -83,25 +83,34 @@ PARAMS = {"w": jnp.zeros((8, 5))}
 
 def test_costs_follow_from_their_parts() -> None:
     steps = measure.Steps(5.0, 4.0, "lo", 130.0)
-    network, shares = measure.Bandwidth(0.0024, "config"), {"dense": 0.5, "of others": 0.1}
+    network = measure.Bandwidth(0.0024, "config")
     predicted = planned.Predicted(latency_ms=0.1, bytes_ms=0.4, local_ms=0.3)
-    found = measure.costs(steps, Wire(), network, PARAMS, shares, predicted)
+    sent = measure.Sent(Wire(), config_dict.create(dense_steps=50), PARAMS)
+    found = measure.costs(steps, sent, network, predicted)
     assert found["communication_ms"] == pytest.approx(1.0)
     assert found["efficiency"] == pytest.approx(0.8)
     assert found["predicted_efficiency"] == pytest.approx(4.0 / 4.8)
     assert found["predicted_ms"] == pytest.approx(0.8) and found["predicted_largest"] == "bytes"
     assert found["bytes_per_param"] == pytest.approx(3.0)
-    assert found["bytes_per_param_mean"] == pytest.approx(1.5)
     assert found["interface_bytes_per_param"] == pytest.approx(3.25)
     assert (found["gigabits"], found["gigabits_from"]) == (0.0024, "config")
     assert (found["devices"], found["params"], found["rounds"]) == (4, 40, 3)
+
+
+def test_bytes_of_a_step_and_of_a_run() -> None:
+    sent = measure.Sent(Wire(), config_dict.create(dense_steps=50), PARAMS)
+    assert sent.on_average(100, 0) == pytest.approx(1.5)
+    assert [sent.in_step(step, 0) for step in (1, 50, 51)] == pytest.approx([3.0, 3.0, 0.0])
+    adam = measure.Sent(Wire(named=(Branch("one_bit_adam: dense"),)), config_dict.create(), PARAMS)
+    assert [adam.in_step(7, frozen_at) for frozen_at in (0, 6)] == [3.0, 0.0]
 
 
 def test_one_device_sends_nothing() -> None:
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1])):
         network = measure.bandwidth(config_dict.create(gigabits=1.0, probe_mib=1))
     steps = measure.Steps(5.0, 5.0, None, None)
-    found = measure.costs(steps, Wire(1, 0, 0.0), network, PARAMS, {"dense": 1.0})
+    sent = measure.Sent(Wire(1, 0, 0.0), config_dict.create(), PARAMS)
+    found = measure.costs(steps, sent, network)
     assert found["bytes_per_param"] == 0 and found["predicted_efficiency"] is None
     assert found["gigabits"] is None and found["interface_bytes_per_param"] is None
 

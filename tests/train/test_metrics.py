@@ -5,9 +5,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 import pytest
 from ml_collections import config_dict
@@ -31,7 +34,7 @@ def test_every_step_is_a_line(tmp_path: Path) -> None:
     lines = read_lines(tmp_path, "train")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["loss"] for line in lines] == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4, 1 / 5])
-    assert set(lines[0]) == {"kind", "step", "loss", "accuracy", "step_ms"}
+    assert set(lines[0]) == {"kind", "step", "loss", "accuracy", "step_ms", "input_ms"}
     assert read_lines(tmp_path, "test") == [
         {"kind": "test", "step": 5, "test_loss": None, "test_accuracy": 0.5}
     ]
@@ -87,6 +90,68 @@ def test_the_request_to_stop_is_seen_and_not_written(tmp_path: Path) -> None:
             recorder.train(step, {"loss": jnp.float32(1), "stop": jnp.float32(stop)})
             assert recorder.stop == (step == 3)  # A step is read while the next one runs.
     assert all("stop" not in line for line in read_lines(tmp_path, "train"))
+
+
+def test_what_the_host_knows_of_a_step_is_written(tmp_path: Path) -> None:
+    def known(step: int, frozen_at: int) -> dict[str, float]:
+        return {"learning_rate": step / 10, "before": float(frozen_at)}
+
+    frozen = (0, 0, 2, 2)  # The warm-up ends in the third step.
+    with metrics.Recorder(tmp_path, 0, 4, batch={"images": 64}, known=known) as recorder:
+        for step, value in enumerate(frozen, 1):
+            recorder.train(step, {"loss": jnp.float32(1), "frozen_at": jnp.int32(value)})
+        recorder.flush()
+    lines = read_lines(tmp_path, "train")
+    assert [line["learning_rate"] for line in lines] == [0.1, 0.2, 0.3, 0.4]
+    assert [line["before"] for line in lines] == [0, 0, 0, 2]
+    for line in lines:
+        assert line["images_per_second"] == pytest.approx(64e3 / line["step_ms"])
+
+
+class Running(NamedTuple):
+    """A number that a device is still computing, or not."""
+
+    ready: bool
+
+    def is_ready(self) -> bool:
+        return self.ready
+
+    def __float__(self) -> float:
+        return 1.0
+
+
+def test_making_a_batch_is_waiting_only_if_the_step_before_has_ended(tmp_path: Path) -> None:
+    with metrics.Recorder(tmp_path, 0, 9) as recorder:
+        for step, ready in ((1, True), (2, False), (3, True), (4, True)):
+            with recorder.waiting():
+                time.sleep(0.02)
+            recorder.train(step, {"loss": cast(jax.Array, Running(ready))})
+        recorder.flush()
+        # No step runs before the first; the batch of the third is made while the second runs.
+        waited = [line["input_ms"] >= 20 for line in read_lines(tmp_path, "train")]
+        assert waited == [True, False, True, False]
+        assert 0.2 < recorder.input_share() < 0.9
+
+
+def test_looks_are_lines_and_have_means(tmp_path: Path) -> None:
+    with metrics.Recorder(tmp_path, 0, 9) as recorder:
+        assert recorder.looks() == {}
+        recorder.looked(2, {"error": 0.25, "cosine": 1.0})
+        recorder.looked(4, {"error": 0.75, "cosine": 0.5})
+        assert recorder.looks() == {"exchange_error": 0.5, "exchange_cosine": 0.75}
+    assert read_lines(tmp_path, "exchange")[1] == {
+        "kind": "exchange",
+        "step": 4,
+        "error": 0.75,
+        "cosine": 0.5,
+    }
+
+
+def test_what_is_said_at_the_start_is_said_once(tmp_path: Path) -> None:
+    for _ in range(2):
+        with metrics.Recorder(tmp_path, 3, 9) as recorder:
+            recorder.write("start", 3, {"params": 5})
+    assert len(read_lines(tmp_path, "start")) == 1
 
 
 def test_bad_losses_in_a_row_end_the_run(tmp_path: Path) -> None:

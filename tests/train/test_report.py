@@ -12,10 +12,15 @@ from train.errors import UserError
 
 
 def record(workdir: Path, steps: int, rate: float, end: bool) -> None:
-    with metrics.Recorder(workdir, 0, steps) as recorder:
+    sent = {"bytes_per_param": 2.0}
+    with metrics.Recorder(workdir, 0, steps, known=lambda step, frozen_at: sent) as recorder:
+        recorder.write("start", 0, {"params": 10**6})
         for step in range(1, steps + 1):
             loss = float("nan") if step == 3 else rate / step
             recorder.train(step, {"loss": jnp.float32(loss)})
+            if end and step % 10 == 0:
+                with recorder.pause():
+                    recorder.looked(step, {"error": step / 100, "cosine": 0.5})
         with recorder.pause():
             recorder.write("test", steps, {"test_loss": 0.5, "test_accuracy": 0.25})
         if end:
@@ -36,7 +41,8 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     }
     a, b = ([cell.strip() for cell in rows[name]] for name in ("a", "b"))
     assert a[2] == "30" and b[2] == "30 so far" and a[5] == "25.00%" and a[7] == "100.0%"
-    assert a[9] == "60.0" and b[9] == "-" and shown.splitlines()[-1] == str(out)
+    assert a[9] == b[9] == "60.0" and a[11:14] == ["20.0%", "0.5000", "-"] and b[11] == "-"
+    assert shown.splitlines()[-1] == str(out)
     last = np.mean([1 / step for step in range(11, 31)])
     assert float(a[3]) == pytest.approx(last, abs=1e-4)
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import cifar
+import imagenet
 import jax
 import pytest
 from ml_collections import config_dict
@@ -41,6 +42,7 @@ TINY_GPT = {
 def test_one_process_with_eight_devices(
     config: config_dict.ConfigDict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config.inspect.every = 3
     summary = loop.train(config, tmp_path, 0.0)
     shown = capsys.readouterr()
     *table, last = shown.out.splitlines()
@@ -52,8 +54,15 @@ def test_one_process_with_eight_devices(
     assert f"{100 * summary['test_accuracy']:.2f} % of 360 images" in rows
     assert f"{summary['bytes_per_param']:.3f}" in rows
     assert 0 < summary["input_share"] < 1 and summary["images_per_second"] > 0
-    assert [line["step"] for line in read_lines(tmp_path, "train")] == [1, 2, 3, 4]
+    lines = read_lines(tmp_path, "train")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["learning_rate"] for line in lines] == pytest.approx([0, 0.1 / 3, 0.2 / 3, 0.1])
+    assert {line["bytes_per_param"] for line in lines} == {summary["bytes_per_param"]}
     assert [line["step"] for line in read_lines(tmp_path, "test")] == [2, 4]
+    (look,) = read_lines(tmp_path, "exchange")
+    assert look["step"] == 3 and 0 < look["error"] < 0.01  # bfloat16 rounds in the eighth bit.
+    assert 0 < look["gradient_norm"] < look["device_gradient_norm"]
+    assert f"cosine {look['cosine']:.4f}" in rows
     assert read_lines(tmp_path, "summary") == [{"kind": "summary", "step": 4, **summary}]
     assert list(tmp_path.glob("events.out.tfevents.*"))
     assert (tmp_path / "checkpoints" / "4").is_dir()
@@ -91,17 +100,22 @@ def fashion() -> str | None:
 # Others run elsewhere: digits_vit on several processes, digits_one_bit_adam in test_watched.py.
 # Of those that are slow, the networks learn in test_memorise.py, and their methods run here.
 SLOW = ("digits_vit", "digits_one_bit_adam", "cifar_resnet110", "cifar_alexnet", "cifar_vgg")
+SLOW += ("imagenet_resnet50", "imagenet_resnet101", "imagenet_vit_b16")
 
 
 @pytest.mark.parametrize(
     "name",
     ["digits_majority", "digits_ef_sign", "digits_cnat", "digits_oktopk"]
     + ["digits_vit_one_bit", "digits_vit_local", "fashion_resnet", "cifar_resnet20"]
-    + ["lm_transformer"]
+    + ["lm_transformer", "imagenet_vit_s16"]
     + [pytest.param(name, marks=pytest.mark.slow) for name in SLOW],
 )
 def test_every_config_runs(
-    name: str, config: config_dict.ConfigDict, tmp_path: Path, fashion: str | None
+    name: str,
+    config: config_dict.ConfigDict,
+    tmp_path: Path,
+    fashion: str | None,
+    imagenet_dir: str,
 ) -> None:
     other = read_config(name)
     for field in ("steps", "eval_every", "measure_steps", "checkpoint", "network"):
@@ -121,6 +135,8 @@ def test_every_config_runs(
     if other.data.name == "python_topics":
         other.update_from_flattened_dict(TINY_GPT)
         other.sync.fsdp = 4  # In one form; tests/train/test_split.py compares all three.
+    if other.data.name == "imagenet2012":
+        imagenet.shrink(other, name, imagenet_dir)
     summary = loop.train(other, tmp_path, 0.0)
     assert 0 <= summary["test_accuracy"] <= 1
 

@@ -126,7 +126,7 @@ def test_too_few_rows_for_the_devices(in_memory: None, settings: config_dict.Con
 
 def test_a_text_that_is_not_prepared(settings: config_dict.ConfigDict, tmp_path: Path) -> None:
     settings.name, settings.data_dir = "tiny_shakespeare", str(tmp_path)
-    with pytest.raises(UserError, match=f"not in {tmp_path}; .* tfds build tiny_shakespeare"):
+    with pytest.raises(UserError, match=f"not in {tmp_path}/.*; .* tfds build tiny_shakespeare"):
         data.load(settings, 4, [0], 4, 0)
 
 

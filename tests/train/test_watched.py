@@ -61,7 +61,7 @@ def test_the_end_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert read_lines(tmp_path, "warmup_ended") == [
         {"kind": "warmup_ended", "step": 4, "frozen_at": 3}
     ]
-    assert set(read_lines(tmp_path, "train")[-1]) == {"kind", "step", "loss", "step_ms"}
+    assert set(read_lines(tmp_path, "train")[-1]) == {"kind", "step", "loss", "step_ms", "input_ms"}
 
 
 def test_a_resumed_run_says_it_only_if_it_comes_again(
