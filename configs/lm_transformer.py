@@ -20,6 +20,9 @@ The default size has not been trained to its end yet. A smaller one was, of 0.4 
     float32   2.3602
     bfloat16  2.3602
     cnat      2.3731
+
+In float32, FSDP (`--config.sync.gather=float32`) and HSDP (`--config.sync.fsdp=2`) have the same
+validation loss to 1e-7.
 """
 
 from ml_collections import config_dict

@@ -100,7 +100,7 @@ def fashion() -> str | None:
 # Others run elsewhere: digits_vit on several processes, digits_one_bit_adam in test_watched.py.
 # Of those that are slow, the networks learn in test_memorise.py, and their methods run here.
 SLOW = ("digits_vit", "digits_one_bit_adam", "cifar_resnet110", "cifar_alexnet", "cifar_vgg")
-SLOW += ("imagenet_resnet50", "imagenet_resnet101", "imagenet_vit_b16")
+SLOW += ("imagenet_resnet50", "imagenet_resnet101", "imagenet_vit_b16", "text_lstm")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,8 @@ def test_every_config_runs(
     if name == "digits_oktopk":
         other.sync.dense_steps = 2  # As cifar_vgg has them, the others do not.
     if other.data.name == "python_topics":
-        other.update_from_flattened_dict(TINY_GPT)
+        tiny = TINY_GPT if name == "lm_transformer" else {"model.width": 32, "model.layers": 1}
+        other.update_from_flattened_dict(tiny)
         other.sync.fsdp = 4  # In one form; tests/train/test_split.py compares all three.
     if other.data.name == "imagenet2012":
         imagenet.shrink(other, name, imagenet_dir)

@@ -104,6 +104,16 @@ def test_in_float32_it_is_data_parallel_training_in_shards() -> None:
         assert max(sum(map(np.prod, c.shapes)) for c in inside) <= WIDTH * WIDTH + WIDTH
 
 
+def test_gradients_leave_in_shards() -> None:
+    """Else each device would hold the gradient of the whole stack."""
+    with jax.set_mesh(mesh_of(WITHIN)):
+        params, batch = split(weights()), jaxcomm.global_batch(batches(1)[0], BOTH)
+        _, grads = jax.jit(jaxcomm.value_and_grad(loss_fn, "data"))(params, batch)
+        found = jax.tree.map(lambda x: x.sharding.spec, jaxcomm.unmark_local(grads))
+    assert found["blocks"]["w"] == PartitionSpec("data", None, None, "fsdp")
+    assert found["embed"] == PartitionSpec("data", None, "fsdp")
+
+
 def test_a_codec_rounds_shards_and_its_state_is_made_where_it_lies() -> None:
     """Half of the bytes between groups; the same state by `init`, in `jax.jit`, and of shapes."""
     mesh = mesh_of(WITHIN)
