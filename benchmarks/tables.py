@@ -295,8 +295,8 @@ def take() -> Lines:
             for r in rates
         ]
         worse = ", ".join(f"{row['minus_float32']:+.3f}" for row in losses.get(loss, []))
-        body.append([optimizer, code, f"{statistics.mean(sent):.2f}", *faster, worse])
-    return table(["optimizer", "take", "bytes", *heads()[:3], "loss"], body)
+        body.append([optimizer, code, f"{statistics.mean(sent):.2f}", worse, *faster])
+    return table(["optimizer", "take", "bytes", "loss", *heads()[:3]], body)
 
 
 def overlap_cpu() -> Lines:

@@ -6,7 +6,8 @@ import sys
 import jaxcomm
 
 project = "jaxcomm"
-copyright = "the authors of jaxcomm"
+author = "the authors of jaxcomm"
+copyright = author
 release = jaxcomm.__version__
 
 root_doc = "docs/index"
@@ -25,6 +26,7 @@ html_copy_source = False
 html_theme_options = {
     "use_download_button": False,
     "use_fullscreen_button": False,
+    "navbar_persistent": [],  # the search is in the sidebar
     "show_toc_level": 2,
 }
 templates_path = ["_templates"]
@@ -40,6 +42,7 @@ autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 napoleon_custom_sections = ["Wire", "Differs from the paper"]
 napoleon_use_ivar = True
+napoleon_use_rtype = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
 
@@ -56,6 +59,8 @@ def _as_rst(app, what, name, obj, options, lines):
     for i, line in enumerate(lines):
         if line.lstrip().startswith((">>>", "...")):
             continue
+        # Napoleon takes the words before a colon for a type.
+        line = re.sub(r"^:returns: \*?(.*?)\*? -- ", r":returns: \1: ", line)
         line = re.sub(r"(?<![\w`])`(?=\S)([^`]*[^`\s])`(?=\w)", r"``\1``\\ ", line)  # `Array`s
         lines[i] = re.sub(r"(?<![\\*])\*(?=[^\s*])", r"\\*", line)  # layers/*
     for line, (i, below) in zip(lines, enumerate(lines[2:]), strict=False):
