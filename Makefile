@@ -16,10 +16,10 @@ OLDEST = $(shell sed -nE 's/^    "(jax|numpy|optax)>=([0-9.]+)",$$/\1==\2/p' pyp
 INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile
 VERSIONS = $(VENV)/bin/python -c "import platform, importlib.metadata as m; print( \
 	'Python', platform.python_version(), *(f'{p} {m.version(p)}' for p in ('jax', 'optax', 'numpy')))"
-# The tests that start other processes run one at a time and beside nothing else. Where QUICK is set,
-# programs compile quickly: without LLVM's optimizations and, where XLA still has it, with its simpler
-# code generator they take half of the time. XLA ends the process for a flag that it does not know.
-# With all optimizations run the processes of tests/processes.py and all of `make test-oldest`.
+# The tests whose processes wait for each other run one at a time and beside nothing else. Where QUICK
+# is set, programs compile quickly: without LLVM's optimizations and, where XLA still has it, with its
+# simpler code generator they take half of the time. XLA ends the process for a flag that it does not
+# know. With all optimizations run the processes of tests/processes.py and all of `make test-oldest`.
 define run_tests
 	@$(VERSIONS)
 	@if [ -n "$(QUICK)" ]; then \
@@ -120,8 +120,8 @@ peers:  ## PyTorch in .venv-peers, for `python -m benchmarks.allreduce --peers`
 	@$(MAKE) --no-print-directory .venv-peers/.installed-peers VENV=.venv-peers
 
 .PHONY: notebooks
-notebooks: $(VENV)/.installed-test  ## run the notebooks
-	$(VENV)/bin/python -m pytest tests/test_notebooks.py
+notebooks: $(VENV)/.installed-test  ## run the notebooks at their full sizes
+	$(VENV)/bin/python -m pytest -m slow tests/test_notebooks.py
 
 .PHONY: docs
 docs: $(VENV)/.installed-test  ## the site, in build/site; a warning or a broken link is an error

@@ -1,8 +1,15 @@
-"""Every notebook runs from its first cell to its last, in less than a minute."""
+"""Every notebook runs from its first cell to its last: small here, whole in `make notebooks`.
 
+What a notebook trains has its sizes in a cell with the tag `parameters`. The small run sets smaller
+ones behind it, compiles as the tests do, and leaves out the cells with the tag `full-size`: they
+hold what is true of the full sizes only, such as accuracies.
+"""
+
+import ast
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -12,12 +19,39 @@ from nbclient.exceptions import CellExecutionError
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 SECONDS = 300
 
+SMALL: dict[str, dict[str, int]] = {
+    "01_first_steps": {"STEPS": 10},
+    "02_majority_vote": {"STEPS": 10},
+    "03_quantizers": {"STEPS": 10, "LENGTH": 2**17},
+    "04_sparse": {"STEPS": 20},
+    "05_few_bits_with_adam": {"STEPS": 24},
+}
 
-def run_notebook(path: Path) -> None:
+
+def tagged(notebook: Any, tag: str) -> list[Any]:
+    return [cell for cell in notebook.cells if tag in cell.metadata.get("tags", ())]
+
+
+def shrink(notebook: Any, sizes: dict[str, int]) -> None:
+    """Sets smaller parameters and leaves out what holds at the full sizes only."""
+    found = set()
+    for cell in tagged(notebook, "parameters"):
+        targets = [t for node in ast.parse(cell.source).body for t in node.targets]
+        found |= {target.id for target in targets}
+        cell.source += "".join(f"\n{name} = {value}" for name, value in sizes.items())
+    assert found == set(sizes)
+    left_out = tagged(notebook, "full-size")
+    assert not any(cell.outputs for cell in left_out)
+    notebook.cells = [cell for cell in notebook.cells if cell not in left_out]
+
+
+def run_notebook(path: Path, small: bool) -> None:
     """Executes a notebook as its readers do: in its folder, with no variables but its own."""
-    ours = ("JAX_PLATFORMS", "NPROC", "XLA_FLAGS")
+    ours = ("JAX_PLATFORMS", "NPROC") if small else ("JAX_PLATFORMS", "NPROC", "XLA_FLAGS")
     env = {name: value for name, value in os.environ.items() if name not in ours}
     notebook = nbformat.read(path, as_version=4)
+    if small:
+        shrink(notebook, SMALL.get(path.stem, {}))
     client = NotebookClient(
         notebook,
         timeout=SECONDS,
@@ -30,12 +64,18 @@ def run_notebook(path: Path) -> None:
 
 
 def test_there_are_notebooks() -> None:
-    assert NOTEBOOKS
+    assert NOTEBOOKS and set(SMALL) <= {path.stem for path in NOTEBOOKS}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path: Path) -> None:
-    run_notebook(path)
+    run_notebook(path, small=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_whole_notebook(path: Path) -> None:
+    run_notebook(path, small=False)
 
 
 def test_a_notebook_that_fails_is_seen(tmp_path: Path) -> None:
@@ -43,4 +83,4 @@ def test_a_notebook_that_fails_is_seen(tmp_path: Path) -> None:
     path = tmp_path / "broken.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     with pytest.raises(CellExecutionError, match="ZeroDivisionError"):
-        run_notebook(path)
+        run_notebook(path, small=True)
