@@ -10,7 +10,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("flag", "error"),
     [("--cables=2", None), ("--per_switch=12", "powers of two, with at least two switches")],

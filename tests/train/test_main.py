@@ -22,7 +22,6 @@ from train.workdir import claimed
 CONFIG = "--config=configs/digits_resnet.py"
 
 
-@pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -68,7 +67,6 @@ def test_a_mistake_after_the_start_is_one_line_too(program: Program, tmp_path: P
     ]
 
 
-@pytest.mark.multiprocess
 def test_a_port_in_use(program: Program) -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))
