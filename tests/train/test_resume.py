@@ -79,9 +79,7 @@ def wait_for_restart(launcher: subprocess.Popen[str]) -> int:
 def test_killed_restarted_stopped_damaged_and_resumed(program: Program, tmp_path: Path) -> None:
     """All that may befall one run; it ends as the one that nothing has befallen."""
     whole, hurt = tmp_path / "whole", tmp_path / "hurt"
-    done = program.run("train", *flags(whole, False), devices=4)
-    assert done.returncode == 0, done.stderr
-
+    unhurt = program.start("train", *flags(whole, False), devices=4)
     launch = ["--processes=1", "--max_restarts=1", "--"]
     launcher = program.start("train.launch", *launch, *flags(hurt, False), devices=4)
     wait_for_step(hurt, int(np.random.default_rng().integers(EVERY + 1, 20)))
@@ -102,6 +100,8 @@ def test_killed_restarted_stopped_damaged_and_resumed(program: Program, tmp_path
     resumed = program.run("train", *flags(hurt, True), devices=4)
     assert resumed.returncode == 0, resumed.stderr
     assert f"checkpoint {stopped} is damaged (state/" in resumed.stderr
+    _, stderr = unhurt.communicate(timeout=100)
+    assert unhurt.returncode == 0, stderr
     check_equal(whole, hurt)
 
 
