@@ -82,7 +82,7 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
                 f"which do not divide over the {local} local devices of axis {axis_name!r}; "
                 f"pass a positive multiple of {local} rows."
             )
-    return jax.tree.map(
-        lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)),
-        local_batch,
-    )
+    arrays = jax.tree.map(np.asarray, local_batch)
+    if not mesh.is_multi_process:
+        return jax.device_put(arrays, sharding)  # One call for all leaves.
+    return jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(sharding, leaf), arrays)

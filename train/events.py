@@ -6,6 +6,7 @@ queue is full. Here the error reaches the caller.
 
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,11 @@ class Events:
         begin = SessionLog(status=SessionLog.START)
         self._write(Event(step=start + 1, session_log=begin))
 
-    def scalar(self, name: str, value: float, step: int) -> None:
-        """Writes one number; an OSError says that it could not be written."""
-        scalar = Summary.Value(tag=name, simple_value=value)
-        self._write(Event(step=step, summary=Summary(value=[scalar])))
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        """Writes numbers by name, as one event; an OSError says that it could not be written."""
+        pairs = values.items()
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in pairs]
+        self._write(Event(step=step, summary=Summary(value=scalars)))
 
     def flush(self) -> None:
         """Hands everything to the operating system."""

@@ -63,8 +63,10 @@ def train(
     rows = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
     test = step.placed(rows.test)
     first = next(iter(rows.test))
-    like = stoppable({name: first[name] for name in ("image", "label")})
-    example = sync.global_batch(like)
+    like = sync.global_batch({name: first[name] for name in ("image", "label")})
+    # Whether this process was asked to end, which all learn in the same step.
+    asked = functools.cache(functools.partial(asked_rows, len(first["label"])))
+    example = {**like, step.STOP: asked(False)}
 
     # The model, its gradient, the exchange of gradients and behind it the optimizer.
     graph, params = models.build(config.model, rows.shape, rows.classes, config.seed)
@@ -117,7 +119,8 @@ def train(
         for number in range(start + 1, config.steps + 1):
             profile.before(number, train_state)
             with recorder.waiting():
-                batch = sync.global_batch(stoppable(next(rows.train)))
+                batch = sync.global_batch(next(rows.train))
+                batch[step.STOP] = asked(signals.stop.is_set())
             train_state, values = train_step(train_state, batch)
             recorder.train(number, values)
             checkpoints.check()
@@ -187,7 +190,6 @@ def require_finite(recorder: metrics.Recorder, tested: dict[str, float]) -> None
         )
 
 
-def stoppable(batch: dict[str, Any]) -> dict[str, Any]:
-    """Adds to a batch whether this process was asked to end, which all learn in the same step."""
-    asked = np.full(len(batch["label"]), signals.stop.is_set(), np.float32)
-    return {**batch, step.STOP: asked}
+def asked_rows(rows: int, stop: bool) -> jax.Array:
+    """What stands in rows that this process has read, to say whether it was asked to end."""
+    return sync.global_batch(np.full(rows, stop, np.float32))

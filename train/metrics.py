@@ -202,9 +202,12 @@ class Recorder:
             return
         line = {"kind": kind, "step": step, **finite(values)}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._events.scalar(f"{kind}/{name}", value, step)
+        numbers = {
+            f"{kind}/{name}": value
+            for name, value in values.items()
+            if isinstance(value, int | float)
+        }
+        self._events.scalars(numbers, step)
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:

@@ -208,5 +208,5 @@ def test_a_full_disk_is_an_error_of_the_step_that_meets_it(small_disk: Path, pat
                 recorder.write("test", 2, {"test_loss": 1.0, "text": "x" * 100})
         else:
             for number in range(10_000):
-                recorder._events.scalar("loss", 1.0, number)
+                recorder._events.scalars({"loss": 1.0}, number)
     assert is_disk_full(caught.value)
