@@ -62,10 +62,10 @@ while True:
         subprocess.run([sys.executable, "-c", {beat!r}])
         """
     heartbeat = tmp_path / "heartbeat"
-    with pytest.raises(ProcessError, match=r"(?s)ranks \[0\] did not end in 3 seconds.*waiting"):
-        run_processes(1, script, timeout=3, join=False, env={"HEARTBEAT": str(heartbeat)})
+    with pytest.raises(ProcessError, match=r"(?s)ranks \[0\] did not end in 2 seconds.*waiting"):
+        run_processes(1, script, timeout=2, join=False, env={"HEARTBEAT": str(heartbeat)})
     beats = heartbeat.stat().st_size
-    time.sleep(0.5)
+    time.sleep(0.3)
     assert beats > 0
     assert heartbeat.stat().st_size == beats
 
