@@ -95,6 +95,33 @@ def _nats(number: float | None, form: str) -> str:
     return "-" if number is None else format(number, form)
 
 
+def _name_points(panel: Any, lines: Rows) -> None:
+    """The method beside each point, higher where it would be written over another one."""
+    panel.set_xlim(0.03, 20)
+    low = min(line["loss"] for line in lines)
+    high = max(line["loss"] for line in lines)
+    inches = [
+        (3.0 * math.log10(line["bytes_per_step"]), 3.2 * (line["loss"] - low) / (high - low or 1))
+        for line in lines
+    ]
+    taken = [(x - 0.05, x + 0.05, y) for x, y in inches]  # left, right, height
+    for (x, point), line in sorted(zip(inches, lines, strict=True), key=lambda pair: pair[0][1]):
+        y, left, right = point, x + 0.1, x + 0.15 + 0.066 * len(line["method"])
+        while any(left < b and a < right and abs(y - c) < 0.13 for a, b, c in taken):
+            y += 0.02
+        taken.append((left, right, y))
+        arrow = {"arrowstyle": "-", "linewidth": 0.4, "color": "0.6"} if y > point else None
+        panel.annotate(
+            line["method"],
+            (line["bytes_per_step"], line["loss"]),
+            (7, 72 * (y - point)),
+            textcoords="offset points",
+            arrowprops=arrow,
+            fontsize=8,
+            va="center",
+        )
+
+
 def plot(rows: Rows, file: Path) -> None:
     """Loss against bytes, a panel for each task."""
     import matplotlib
@@ -115,12 +142,12 @@ def plot(rows: Rows, file: Path) -> None:
         for i, line in enumerate(own):
             marker, color = "osD^v"[i // 10 % 5], f"C{i % 10}"
             place = line["bytes_per_step"], line["loss"]
-            panel.plot(*place, marker, color=color, markersize=5, label=line["method"])
+            panel.plot(*place, marker, color=color, markersize=5)
         ticks = [2.0**i for i in range(-5, 4)]
         panel.set_xscale("log")
         panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         panel.set_xticks([], minor=True)
         panel.set(xlabel="bytes sent for each parameter, device and step", title=task)
         panel.set(ylabel="test loss, nats")
-        panel.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
+        _name_points(panel, own)
     figure.savefig(file, dpi=110)
