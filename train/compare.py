@@ -142,8 +142,9 @@ def plot(runs: Sequence[Run], path: Path) -> None:
         loss = smoothed(run.loss)
         for axis, x in zip(axes, (run.steps, run.seconds, run.megabytes), strict=False):
             axis.plot(x, loss, label=run.name)
-        near = [(look["step"], look["cosine"]) for look in run.looks if "cosine" in look]
+        near = [(look["step"], look["cosine"]) for look in run.looks if look.get("cosine")]
         axes[3].plot(*zip(*near, strict=True) if near else ([], []), marker=".")
+    axes[3].set_ylim(-0.05, 1.05)
     if any(run.megabytes[-1] > 0 for run in runs):
         axes[2].set_xscale("log")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
