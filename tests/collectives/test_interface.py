@@ -13,7 +13,7 @@ import pytest
 from processes import run_processes
 
 COUNTERS = Path("/proc/net/dev")
-LENGTH = 3 * 2**21  # Coordinates; divides into words and blocks for 3 and 4 devices.
+LENGTH = 3 * 2**20  # Coordinates; divides into words and blocks for 3 and 4 devices.
 NOISE = 0.006  # What others may send in the intervals around, as a share of what a vote sends.
 
 # Bits per coordinate, the mean over devices; votes, then the way back.
