@@ -7,6 +7,7 @@ nothing, and fails if a table is not what the results say.
 """
 
 import argparse
+import functools
 import json
 import re
 import statistics
@@ -221,9 +222,9 @@ def compile_time() -> Lines:
     return table(["", *(f"{float(size) / 1e6:g} million values" for size in sizes)], body)
 
 
-def pareto() -> Lines:
-    """Bytes and losses of the methods for Adam, at the chosen rates."""
-    rows = front.read(front.FOLDER)
+def pareto(task: str) -> Lines:
+    """Bytes and losses of the methods for a task, at the chosen rates."""
+    rows = [row for row in front.read(front.FOLDER) if row["task"] == task]
     body = []
     for line in front.summaries(rows):
         own = [
@@ -309,7 +310,8 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "take": take,
     "overlap_cpu": overlap_cpu,
     "planner": planner,
-    "pareto": pareto,
+    "pareto": functools.partial(pareto, "gpt_small"),
+    "pareto_lstm": functools.partial(pareto, "lstm"),
     "compile_time": compile_time,
     "dln": dln,
     "exchanges": exchanges,
