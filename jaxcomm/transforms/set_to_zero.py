@@ -16,7 +16,9 @@ def set_to_zero(axis_name: AxisName) -> optax.GradientTransformation:
     """Replaces local gradients by zero updates, without an exchange: for frozen parameters.
 
     It is `optax.set_to_zero` for local gradients: what `optax.partition` gives it is not sent.
-    Behind the exchange `optax.set_to_zero` freezes too, but what it throws away was sent.
+    Behind the exchange `optax.set_to_zero` freezes too, but what it throws away was sent. The
+    optimizer belongs into the part that is trained: weight decay behind the partition moves the
+    frozen part.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
