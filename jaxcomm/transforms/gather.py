@@ -71,8 +71,8 @@ def gather(params: Any, *, within: AxisName | None = None) -> Any:
       The pytree of whole arrays, in the dtypes of the parameters and equal on all devices.
 
     Raises:
-      ValueError: for a slice of a stack whose layers are what is split, and for parameters that
-        were cast before.
+      ValueError: for a slice of a stack whose layers are what is split, for parameters that were
+        cast before, and where `within` is Explicit or runs device by device.
 
     Wire: forward, for each bucket of n values, N-1 messages of ceil(n/N) values in the format
     `gather=` of `jaxcomm.sharded`, each time that it runs; backward, once, N-1 such messages in
@@ -111,6 +111,12 @@ def _whole_within(params: Any, axis_name: AxisName) -> Any:
         raise ValueError(
             f"gather(within={axis_name!r}) leaves the gathering to XLA, and this code runs device "
             f"by device along it: take gradients over another axis, such as 'data'."
+        )
+    if _axes.explicit_axes().intersection(_axes.names_of(axis_name)):
+        raise ValueError(
+            f"gather(within={axis_name!r}) leaves the gathering to XLA, which decides nothing along "
+            "Explicit axes; make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * "
+            f"{len(names)}."
         )
     pairs, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_sharded)
     if split := [leaf.place.path for _, leaf in pairs if is_sharded(leaf)]:

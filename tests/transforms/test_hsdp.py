@@ -164,3 +164,10 @@ def test_parameters_that_are_not_split_within_groups() -> None:
             jax.eval_shape(manual, own)
     with jax.set_mesh(mesh_of(WITHIN)), pytest.raises(ValueError, match=r"parameter odd of shape"):
         split({"blocks": {"b": x}, "odd": np.ones((3, 5), np.float32)})
+
+
+def test_explicit_axes_are_refused() -> None:
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "fsdp"), kinds, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="Explicit axes; make the mesh with"):
+        jaxcomm.gather({"w": jnp.ones((4, 4))}, within="fsdp")
