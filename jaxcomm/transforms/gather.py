@@ -104,7 +104,7 @@ def gather(params: Any, *, within: AxisName | None = None) -> Any:
 
 def _whole_within(params: Any, axis_name: AxisName) -> Any:
     """The parameters gathered over an automatic axis, where the mesh has it."""
-    names = _axes.current_mesh().axis_names
+    names = jax.sharding.get_abstract_mesh().axis_names  # none without a mesh
     if not set(names).issuperset(_axes.names_of(axis_name)):
         return gather(params)
     if _axes.manual_axes().intersection(_axes.names_of(axis_name)):
@@ -114,8 +114,8 @@ def _whole_within(params: Any, axis_name: AxisName) -> Any:
         )
     if _axes.explicit_axes().intersection(_axes.names_of(axis_name)):
         raise ValueError(
-            f"gather(within={axis_name!r}) leaves the gathering to XLA, which decides nothing along "
-            "Explicit axes; make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * "
+            f"gather(within={axis_name!r}) leaves the gathering to XLA, which decides nothing "
+            "along Explicit axes; make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * "
             f"{len(names)}."
         )
     pairs, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_sharded)

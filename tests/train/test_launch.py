@@ -180,12 +180,15 @@ def test_a_cluster_file_sets_variables_which_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     show = "import os, sys; print(*(os.environ[k] for k in ('A', 'B', 'JAX_LOCAL_DEVICE_IDS')))"
+    shown_by_0 = tmp_path / "shown"  # before the failure of another process ends process 0
+    first = f"{show}; sys.stdout.flush(); open({str(shown_by_0)!r}, 'w')"
+    last = f"{show}\nwhile not os.path.exists({str(shown_by_0)!r}): pass\nsys.exit(1)"
 
     def commands_of(
         processes: int, port: int, arguments: list[str], restart: int
     ) -> list[list[str]]:
         assert restart == 0 and arguments == ["--flag"]
-        return python(*[f"{show}; sys.exit({i} == 2)" for i in range(processes)])
+        return python(first, *[show] * (processes - 2), last)
 
     monkeypatch.setattr(launch, "commands_of", commands_of)
     status = launch.main(["launch", f"--cluster={cluster_file(tmp_path)}", "--", "--flag"])
