@@ -44,7 +44,10 @@ def parse(argv: list[str]) -> Path:
             raise UserError(f"not a flag: {rest[0]}" if rest else "--config=FILE is missing")
         check.fields(_CONFIG.value)  # It is here that a file that was not found raises.
     except flags.Error as error:
-        raise UserError(str(error)) from error
+        text = str(error).strip()
+        if "Traceback" in text:  # Of a config that refuses what stands behind its name.
+            text = f"--config: {text.splitlines()[-1].removeprefix('ValueError: ')}"
+        raise UserError(text) from error
     except (UserError, KeyboardInterrupt):
         raise
     except Exception as error:  # The config is a program of the user.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from absl import flags
 from ml_collections import config_dict
 from running import ROOT, read_config
 
@@ -148,6 +149,21 @@ def test_groups_that_do_not_fit(fields: dict[str, Any], message: str) -> None:
     config.sync.update(fields)
     with pytest.raises(UserError, match=message):
         check.fit(config, 8)
+
+
+def test_what_a_config_says_of_its_argument_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised = flags.Error(
+        "flag --config: Error whilst parsing\n\nTraceback ...\nValueError: no size"
+    )
+
+    class Refusing:
+        def __call__(self, argv: list[str]) -> list[str]:
+            raise raised
+
+    monkeypatch.setattr(main.flags, "FLAGS", Refusing())
+    with pytest.raises(UserError) as told:
+        main.parse(["train", "--config=configs/lm_transformer.py:huge"])
+    assert str(told.value) == "--config: no size"
 
 
 def test_sizes_of_the_language_model() -> None:
