@@ -16,10 +16,12 @@ OLDEST = $(shell sed -nE 's/^    "(jax|numpy|optax)>=([0-9.]+)",$$/\1==\2/p' pyp
 INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile
 VERSIONS = $(VENV)/bin/python -c "import platform, importlib.metadata as m; print( \
 	'Python', platform.python_version(), *(f'{p} {m.version(p)}' for p in ('jax', 'optax', 'numpy')))"
-# The tests whose processes wait for each other run one at a time and beside nothing else. Where QUICK
-# is set, programs compile quickly: without LLVM's optimizations and, where XLA still has it, with its
-# simpler code generator they take half of the time. XLA ends the process for a flag that it does not
-# know. With all optimizations run the processes of tests/processes.py and all of `make test-oldest`.
+# The tests whose processes wait for each other run after all others, and of those that make networks
+# one at a time; they are looked for in their own files, as collecting takes seconds.
+# Where QUICK is set, programs compile quickly: without LLVM's optimizations and, where XLA still has
+# it, with its simpler code generator they take half of the time. XLA ends the process for a flag that
+# it does not know. With all optimizations run the processes of tests/processes.py and all of
+# `make test-oldest`.
 define run_tests
 	@$(VERSIONS)
 	@if [ -n "$(QUICK)" ]; then \
@@ -29,7 +31,8 @@ define run_tests
 	    export XLA_FLAGS="$$simpler"; \
 	fi; \
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "$(1) and not multiprocess" $(2) && \
-	$(VENV)/bin/python -m pytest -m "$(1) and multiprocess" $(2)
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "$(1) and multiprocess" \
+	  $$(grep -rl --include='test_*.py' mark.multiprocess $(or $(2),tests))
 endef
 # Where the tests of the subset are; the others import what its environment does not have.
 SUBSET = $(addprefix tests/,codecs collectives kernels transforms test_compiling.py test_docs.py \
@@ -43,11 +46,11 @@ help:  ## list these targets
 train: $(VENV)/.installed-train  ## the main job: PROCESSES=4 processes train CONFIG
 	$(VENV)/bin/python -m train.launch --processes=$(PROCESSES) -- --config=$(CONFIG)
 
-# The closing line of pytest is the last line, so what is not run is said first. The environment of
-# the newest jax is made while lint runs, which leaves a core free.
+# The closing line of pytest is the last line, so what is not run is said first. Both environments are
+# made at the same time: an installation keeps one core busy.
 .PHONY: test
-test: $(VENV)/.installed-test  ## lint, the whole suite, and a small part of it on the newest jax
-	@newest=$$(.ci/newest_python.sh $(VENV)/bin/python) || exit 1; \
+test:  ## lint, the whole suite, and a small part of it on the newest jax
+	@newest=$$(.ci/newest_python.sh "$$(command -v $(VENV)/bin/python || echo "$(PYTHON)")") || exit 1; \
 	subset="$(MAKE) --no-print-directory VENV=.venv-newest PYTHON=$$newest"; \
 	if [ -n "$$newest" ]; then \
 	  $$subset .venv-newest/.installed-test-subset & \

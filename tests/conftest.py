@@ -1,5 +1,6 @@
 """Eight simulated CPU devices, strict arithmetic and meshes for every test."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -27,15 +28,26 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Nobody looks up in which line of Python an operation was written; finding out takes time.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import jax
 import pytest
 from jax.sharding import AxisType, Mesh
 
 TESTS = Path(__file__).parent
+MANY_BYTES = 3 * 2**30
 
 # For `from processes import run_processes`. Last, so that `train` stays the program, not its tests.
 sys.path.append(str(TESTS))
+
+
+def resident_bytes() -> float:
+    """What this process has in memory; infinity where no /proc says it."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return float("inf")
 
 
 @pytest.fixture(autouse=True)
@@ -56,11 +68,19 @@ def no_mesh_left_behind() -> Iterator[None]:
         yield
 
 
+def pytest_collection_finish() -> None:
+    """What is there now stays; looking through it for garbage would only take time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
 @pytest.fixture(autouse=True, scope="module")
-def no_programs_left_behind() -> Iterator[None]:
-    """The compiled programs of a file are of no use to the next; they would fill the memory."""
+def memory_is_not_filled() -> Iterator[None]:
+    """The small programs of jax.numpy serve the next file too; the large ones would pile up."""
     yield
-    jax.clear_caches()
+    if resident_bytes() > MANY_BYTES:
+        jax.clear_caches()
 
 
 @pytest.fixture

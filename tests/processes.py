@@ -8,6 +8,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ def run_processes(
     timeout: float = 120,
     join: bool = True,
     env: dict[str, str] | None = None,
+    prefix: Sequence[str] = (),
 ) -> list[Finished]:
     """Runs `script` in n Python processes at once; returns what they printed, by rank.
 
@@ -56,6 +58,7 @@ def run_processes(
         timeout: seconds after which all are ended and the test fails.
         join: whether to join the processes with jax.
         env: further environment variables.
+        prefix: a command that starts each of them, such as `ip netns exec NAME`.
 
     Raises:
         ProcessError: a process exited with another status than 0, or the time was over. Every
@@ -69,7 +72,7 @@ def run_processes(
                 source = _JOIN.format(coordinator=coordinator, n=n, rank=rank) if join else ""
                 path = Path(folder, f"rank{rank}.py")
                 path.write_text(source + textwrap.dedent(script))
-                processes.append(_start(path, _environment(rank, n, env or {})))
+                processes.append(_start(path, _environment(rank, n, env or {}), prefix))
             _wait(processes, Path(folder), timeout)
         finally:
             for process in processes:
@@ -90,12 +93,12 @@ def _environment(rank: int, n: int, env: dict[str, str]) -> dict[str, str]:
     }
 
 
-def _start(path: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+def _start(path: Path, env: dict[str, str], prefix: Sequence[str]) -> subprocess.Popen[bytes]:
     # Files rather than pipes: a pipe that nobody reads fills up and stops its writer. A session of
     # its own, so that whatever the process starts can be ended with it.
     with path.with_suffix(".out").open("wb") as out, path.with_suffix(".err").open("wb") as err:
         return subprocess.Popen(
-            [sys.executable, "-u", str(path)],
+            [*prefix, sys.executable, "-u", str(path)],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,

@@ -30,6 +30,7 @@ def can_make_networks() -> bool:
 
 pytestmark = [
     pytest.mark.multiprocess,
+    pytest.mark.xdist_group("networks"),
     # pyroute2 forks, and jax, which other tests have loaded, warns of it. netlab loads no jax.
     pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -132,6 +132,8 @@ def test_every_config_runs(
         other.update_from_flattened_dict(TINY_VIT if "vit" in name else TINY_RESNET)
     if name == "digits_oktopk":
         other.sync.dense_steps = 2  # As cifar_vgg has them, the others do not.
+    if name not in ("lm_transformer", "imagenet_vit_s16"):
+        other.inspect.every = 0  # The others' methods are watched in test_watched.py.
     if other.data.name == "python_topics":
         tiny = TINY_GPT if name == "lm_transformer" else {"model.width": 32, "model.layers": 1}
         other.update_from_flattened_dict(tiny)
