@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 Augment = Callable[[np.ndarray, np.random.Generator], np.ndarray]
+Change = Callable[[dict[str, np.ndarray], np.random.Generator], None]
 
 PADDING = 4  # Pixels at each side; a crop cuts the image back to its size.
 
@@ -65,3 +66,14 @@ AUGMENTATIONS: dict[str, Callable[..., CropFlip | None]] = {
     "crop_flip": CropFlip,
     "rand_augment": rand_augment,
 }
+
+
+def changes(augment: Augment | None) -> Change | None:
+    """What does this to the images of a batch, in place."""
+    if augment is None:
+        return None
+
+    def change(batch: dict[str, np.ndarray], rng: np.random.Generator) -> None:
+        batch["image"][:] = augment(batch["image"], rng)
+
+    return change

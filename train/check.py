@@ -9,6 +9,7 @@ from train.errors import UserError
 
 # Methods of `train.sync` behind which nothing but `scale` may be.
 OPTIMIZERS = ("factored_adam", "one_bit_adam")
+MASKED_MODEL = "bert"  # Sees what is behind a token too.
 
 
 class Rule(NamedTuple):
@@ -75,6 +76,7 @@ FIELDS = {
     "data.shards": NAME,
     "data.augment": NAME,
     "data.image_size": whole(0),
+    "data.masked": SHARE,
     "model.name": NAME,
     "model.dtype": Rule(f"one of {', '.join(DTYPES)}", lambda v: v in DTYPES),
     "optimizer.name": NAME,
@@ -185,6 +187,16 @@ def fit(config: Any, world: int) -> None:
         )
     if config.sync.fsdp > 1:
         _fit_groups(config.sync, world)
+    if config.data.masked and config.model.name != MASKED_MODEL:
+        raise UserError(
+            f"config.data.masked={config.data.masked} hides tokens of a text, and config.model."
+            f"name={config.model.name} does not predict them; set --config.data.masked=0"
+        )
+    if config.model.name == MASKED_MODEL and not config.data.masked:
+        raise UserError(
+            f"config.model.name={MASKED_MODEL} sees the whole row, so it would read off each next "
+            "token; set --config.data.masked=0.15"
+        )
     size, unit = config.batch_size, world * config.microbatches
     if size % unit:
         lower, upper = size // unit * unit, -(-size // unit) * unit

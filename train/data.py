@@ -1,10 +1,11 @@
 """Batches from TensorFlow Datasets: one fixed shard of rows for each device.
 
 A row is an image with its label (`train.images`), or some tokens of a text with the tokens that
-follow them (`train.text`). A device draws from its own shard only. The order is new in every epoch
-and depends on the seed alone. A process reads the rows of its own devices once and keeps them in
-memory as uint8; with `config.data.image_size` it decodes images when a batch needs them
-(`train.pictures`). Batches are laid out device by device, as `jaxcomm.global_batch` wants them.
+follow them (`train.text`) or that are hidden among them (`train.masked_text`). A device draws from
+its own shard only. The order is new in every epoch and depends on the seed alone. A process reads
+the rows of its own devices once and keeps them in memory as integers; with `config.data.image_size`
+it decodes images when a batch needs them (`train.pictures`). Batches are laid out device by device,
+as `jaxcomm.global_batch` wants them.
 """
 
 import difflib
@@ -20,10 +21,11 @@ import tensorflow_datasets as tfds
 from absl import flags, logging
 
 from train import digits, python_topics
-from train.augment import AUGMENTATIONS, Augment
+from train.augment import AUGMENTATIONS, Change, changes
 from train.calls import read_call
 from train.errors import UserError, choose
 from train.images import Images
+from train.masked_text import MaskedText
 from train.text import Text
 
 Batch = dict[str, np.ndarray]
@@ -37,6 +39,7 @@ class Data(NamedTuple):
       train: endless iterator over this process's part of the batches; `get_state` is the position.
       test: this process's part of the whole test set; padding has weight 0. A list, or what is
         read anew for every evaluation.
+      names: what a training batch has: "image", "label", and "weight" if not all labels count.
       shape: height, width and channels of one image, or the number of tokens in a row.
       classes: number of classes, or of tokens that there are.
       unit: what a test counts: "images" or "tokens".
@@ -45,6 +48,7 @@ class Data(NamedTuple):
 
     train: grain.DatasetIterator
     test: list[Batch] | grain.IterDataset
+    names: tuple[str, ...]
     shape: tuple[int, ...]
     classes: int
     unit: str
@@ -79,7 +83,7 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
 
     Args:
       config: `config.data`: `name`, `data_dir`, `train_split`, `test_split`, `shards`, `augment`,
-        `image_size`, and for text `sequence_length`.
+        `image_size`, and for text `sequence_length` and `masked`.
       batch_size: rows in a global batch; divisible by `world`.
       devices: positions along the data axis of this process's devices.
       world: number of devices of all processes.
@@ -100,7 +104,7 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
         augment = choose(AUGMENTATIONS, augment, "config.data.augment")()
     builder = open_builder(config)
     is_text = "text" in builder.info.features
-    source = Text(builder, config) if is_text else Images(builder, config)
+    source = open_source(builder, config)
     share = batch_size // world
     # To deal rows out by their numbers, no label of a large set is read.
     by_label, split = config.shards == "by_label", config.train_split
@@ -121,6 +125,7 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
             f"{what} of {config.name}; use fewer devices or {cure}"
         )
     own = [shards[device] for device in devices]
+    names = ("image", "label", "weight") if isinstance(source, MaskedText) else ("image", "label")
     test = test_rows(source.test_rows(config.test_split), share, devices, world)
     if config.image_size:
         from train import pictures  # Pillow, which most runs do without.
@@ -131,11 +136,19 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
         batches, shape = later.test_batches(config.test_split, *test), later.shape
     else:
         read = source.read(split, np.concatenate(own))
-        del read["weight"]
-        train = stream(read, [len(rows) for rows in own], share, devices, seed, augment)
+        kept = {name: read[name] for name in names}
+        change = source.change if isinstance(source, MaskedText) else changes(augment)
+        train = stream(kept, [len(rows) for rows in own], share, devices, seed, change)
         batches, shape = test_batches(source, config.test_split, *test), read["image"].shape[1:]
     size = source.test_size(config.test_split)
-    return Data(train, batches, shape, source.classes, source.unit, size)
+    return Data(train, batches, names, shape, source.classes, source.unit, size)
+
+
+def open_source(builder: Any, config: Any) -> Images | Text:
+    """What reads the rows of a data set, by its features and `config.data.masked`."""
+    if "text" not in builder.info.features:
+        return Images(builder, config)
+    return MaskedText(builder, config) if config.get("masked") else Text(builder, config)
 
 
 def open_builder(config: Any) -> Any:
@@ -179,7 +192,7 @@ def stream(
     share: int,
     devices: Sequence[int],
     seed: int,
-    augment: Augment | None = None,
+    change: Change | None = None,
 ) -> grain.DatasetIterator:
     """Endless local batches: `share` rows of each device's shard, one device after another.
 
@@ -188,9 +201,9 @@ def stream(
       shard_sizes: how many rows each device of this process holds.
       share: rows of one device in a batch.
       devices: positions of the devices along the data axis; each has its own order.
-      seed: of the order and of the augmentation.
-      augment: what changes the images of a device; its draws depend on the seed, the device's
-        position and the number of the batch alone.
+      seed: of the order and of the changes.
+      change: what changes the rows of a device, in place; its draws depend on the seed, the
+        device's position and the number of the batch alone.
 
     Returns:
       An iterator whose position is its number of batches, kept by `get_state` and `set_state`.
@@ -204,11 +217,11 @@ def stream(
         ]
         rows = np.concatenate(rows)
         made = {name: array[rows] for name, array in arrays.items()}
-        if augment is not None:
+        if change is not None:
             for i, device in enumerate(devices):
-                own = made["image"][i * share : (i + 1) * share]
+                own = {name: rows[i * share : (i + 1) * share] for name, rows in made.items()}
                 # Four numbers, the last not 0: no epoch's order is drawn from the same ones.
-                own[:] = augment(own, np.random.default_rng((seed, device, step, 1)))
+                change(own, np.random.default_rng((seed, device, step, 1)))
         return made
 
     # All is in memory: reading threads would only wait for each other. The length only has to be
@@ -268,7 +281,7 @@ def test_batches(
     source: Text | Images, split: str, rows: np.ndarray, weights: np.ndarray
 ) -> list[Batch]:
     """The test rows of this process's devices."""
-    batches = [source.read(split, batch) for batch in rows]
+    batches = [source.read_test(split, batch) for batch in rows]
     for batch, weight in zip(batches, weights, strict=True):
         batch["weight"][weight == 0] = 0
     return batches

@@ -64,6 +64,8 @@ class Images:
         batch = read(self._builder, split, rows)
         return {**batch, "weight": np.ones(len(rows), np.float32)}
 
+    read_test = read
+
 
 def open_split(builder: Any, split: str, images: bool = True) -> Any:
     """The rows of a split, with their images decoded or not."""

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 import jaxcomm
 from train import (
@@ -20,6 +18,7 @@ from train import (
     measure,
     metrics,
     models,
+    plain,
     planned,
     profiling,
     replicas,
@@ -63,7 +62,7 @@ def train(
     rows = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
     test = step.placed(rows.test)
     first = next(iter(rows.test))
-    like = sync.global_batch({name: first[name] for name in ("image", "label")})
+    like = sync.global_batch({name: first[name] for name in rows.names})
     # Whether this process was asked to end, which all learn in the same step.
     asked = functools.cache(functools.partial(asked_rows, len(first["label"])))
     example = {**like, step.STOP: asked(False)}
@@ -111,6 +110,7 @@ def train(
             "bytes_per_param": sent.in_step(number, frozen_at),
         },
     )
+    without = plain.Plain(config.sync, gradient, optimizer, place, example)
     look = inspection.make_look(how, gradient, exchange, order, config.steps)
     profile = profiling.Profile(workdir, start, config.profile.steps)
     with checkpoints, recorder:
@@ -126,37 +126,43 @@ def train(
             checkpoints.check()
 
             if config.inspect.every and number % config.inspect.every == 0:
-                with recorder.pause():
+                with recorder.pause("look"):
                     recorder.looked(number, look(train_state, batch))
+                    recorder.split(number, without.milliseconds(train_state.params, batch))
             last = number == config.steps or recorder.stop
             if number % config.eval_every == 0 and not last:
-                with recorder.pause():
+                with recorder.pause("test"):
                     tested = step.evaluate(eval_step, train_state.params, test)
                     recorder.write("test", number, tested)
+                recorder.split(number)
             save = number % config.checkpoint.every == 0 or last
             if save or number % config.guard.replicas_every == 0:
-                with recorder.pause():
+                with recorder.pause("replicas"):
                     check_replicas(train_state.params, number)
-                    if save and not recorder.bad:
+                if save and not recorder.bad:
+                    with recorder.pause("checkpoint"):
                         checkpoints.save(number, train_state, rows.train)
             if recorder.stop and not recorder.bad:
                 checkpoints.close()
                 report.stopped(number, workdir)
                 return None
-        with recorder.pause():
+        with recorder.pause("test"):
             profile.close(train_state)
             tested = step.evaluate(eval_step, train_state.params, test)
             recorder.write("test", config.steps, tested)
+        with recorder.pause("checkpoint"):
             checkpoints.close()
+        recorder.split(config.steps)
         require_finite(recorder, tested)
         signals.all_is_saved()
 
         # What the exchange costs: the same step without it, from the same parameters.
-        plain_tx = optax.chain(sync.no_exchange(config.sync), optimizer)
-        plain = state.init(jax.tree.map(jnp.copy, train_state.params), plain_tx, place)
-        plain_step = step.compile_step(step.make_train_step(gradient, plain_tx), plain, example)
         times = measure.measure_steps(
-            train_step, train_state, plain_step, plain, example, config.measure_steps
+            train_step,
+            train_state,
+            *without.start(train_state.params),
+            example,
+            config.measure_steps,
         )
         network, loop_ms = measure.bandwidth(config.network), recorder.median_step_ms()
         in_one_piece = how.every == 1 and not how.gather

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from train.errors import RunError
 from train.events import Events
+from train.split import Split
 from train.step import STOP
 from train.watched import FIELD
 
@@ -59,6 +60,7 @@ class Recorder:
         self._input_ms: list[float] = []
         self._waited = 0.0
         self._looks: list[dict[str, float]] = []
+        self._split = Split()
         self._late: tuple[int, dict[str, Any]] | None = None
         self._time = time.perf_counter()
         self._steps = steps
@@ -131,6 +133,7 @@ class Recorder:
         values["step_ms"] = 1e3 * (now - self._time)
         self._step_ms.append(values["step_ms"])
         self._input_ms.append(1e3 * self._waited)
+        self._split.step(now - self._time, self._waited)
         self._late, self._time, self._waited = None, now, 0.0
         frozen_at = int(values.pop(FIELD, self.frozen_at))
         ended = frozen_at > 0 and self.frozen_at == 0
@@ -180,11 +183,22 @@ class Recorder:
         }
 
     @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Surrounds work that is no step: writes the last step first, restarts the clock after."""
+    def pause(self, name: str) -> Iterator[None]:
+        """Surrounds work that is no step: writes the last step first, restarts the clock after.
+
+        Args:
+          name: of the part of the run's time that this work is, see `train.split`.
+        """
         self.flush()
-        yield
+        with self._split.part(name):
+            yield
         self._time = time.perf_counter()
+
+    def split(self, step: int, compute_ms: float | None = None) -> None:
+        """Writes where the time has gone since this was written last; see `train.split`."""
+        parts = self._split.line(compute_ms)
+        if parts:
+            self.write("split", step, parts)
 
     def median_step_ms(self) -> float | None:
         """The median time from the end of one step to the end of the next, files and all."""
@@ -194,7 +208,7 @@ class Recorder:
         """Writes one line of metrics.jsonl, and the numbers as TensorBoard scalars.
 
         Args:
-          kind: "start", "train", "exchange", "test", "summary" or "warmup_ended".
+          kind: "start", "train", "exchange", "split", "test", "summary" or "warmup_ended".
           step: steps taken.
           values: by name; a number that is not finite becomes null in JSON.
         """

@@ -51,6 +51,7 @@ def make_loss(
 ) -> Callable[[Any, Any], tuple[jax.Array, Metrics]]:
     """The mean cross entropy of one device's part of a batch, and its accuracy.
 
+    If the batch has weights, they are weighted means; every device's weights have the same sum.
     With them travels whether a process was asked to end, if the batch says so: all processes see it
     in the same step.
     """
@@ -61,7 +62,8 @@ def make_loss(
         losses = optax.softmax_cross_entropy(logits, optax.smooth_labels(labels, smoothing))
         accuracy = (logits.argmax(-1) == batch["label"]).astype(jnp.float32)
         asked = {STOP: batch[STOP].mean()} if STOP in batch else {}
-        return losses.mean(), {"accuracy": accuracy.mean(), **asked}
+        loss, accuracy = (jnp.average(x, weights=batch.get("weight")) for x in (losses, accuracy))
+        return loss, {"accuracy": accuracy, **asked}
 
     return loss_fn
 

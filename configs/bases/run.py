@@ -37,6 +37,9 @@ def get_config() -> config_dict.ConfigDict:
     # to this height and width: at random with an augmentation, else in the middle.
     config.data.image_size = 0
     config.data.sequence_length = config_dict.placeholder(int)  # Tokens in a row of text.
+    # 0: each token of a text is predicted from those before it. Else this share of them, such as
+    # 0.15, is hidden and predicted from all others, as BERT does.
+    config.data.masked = 0.0
 
     config.model = config_dict.ConfigDict()
     config.model.name = ""
@@ -56,8 +59,8 @@ def get_config() -> config_dict.ConfigDict:
     config.guard.replicas_every = 100  # Steps between comparisons of the devices' parameters.
 
     config.inspect = config_dict.ConfigDict()
-    # Steps between looks at gradients, residuals and the error of the exchange; 0: none. A look
-    # takes as long as a step with its exchange and a float32 mean, and memory for both results.
+    # Steps between looks at gradients, residuals, error and time of the exchange; 0: none. A
+    # look takes as long as three steps and a float32 mean, and memory for a second state.
     config.inspect.every = 100
 
     config.checkpoint = config_dict.ConfigDict()

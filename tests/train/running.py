@@ -54,7 +54,7 @@ class Program:
         return process
 
     def run(
-        self, module: str, *arguments: str, devices: int = 1, timeout: float = 150
+        self, module: str, *arguments: str, devices: int = 1, timeout: float | None = 150
     ) -> subprocess.CompletedProcess[str]:
         """Starts a module and waits for its end."""
         process = self.start(module, *arguments, devices=devices)

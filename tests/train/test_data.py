@@ -213,10 +213,10 @@ def test_augmentation_changes_images_only(settings: config_dict.ConfigDict) -> N
 
 def test_every_batch_device_and_seed_is_augmented_in_its_own_way() -> None:
     """All images are equal, so that all differences are the augmentation's."""
-    arrays = {"image": numbered(64, 8)}
+    arrays, changed = {"image": numbered(64, 8)}, augment.changes(augment.crop_flip)
 
     def batches(seed: int) -> list[bytes]:
-        steps = data.stream(arrays, [32, 32], 32, [0, 1], seed, augment.crop_flip)
+        steps = data.stream(arrays, [32, 32], 32, [0, 1], seed, changed)
         parts = [np.split(next(steps)["image"], 2) for _ in range(4)]
         return [half.tobytes() for halves in parts for half in halves]
 

@@ -1,6 +1,7 @@
 """What a run writes, what survives a kill, and what a resumed run keeps."""
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -19,13 +20,14 @@ from tensorboardX.proto.event_pb2 import Event
 
 from train import metrics, workdir
 from train.errors import RunError, UserError, is_disk_full
+from train.split import Split
 
 
 def record(workdir: Path, start: int, stop: int, steps: int) -> None:
     with metrics.Recorder(workdir, start, steps) as recorder:
         for step in range(start + 1, stop + 1):
             recorder.train(step, {"loss": jnp.float32(1 / step), "accuracy": jnp.float32(0.5)})
-        with recorder.pause():
+        with recorder.pause("test"):
             recorder.write("test", stop, {"test_loss": float("nan"), "test_accuracy": 0.5})
 
 
@@ -131,6 +133,37 @@ def test_making_a_batch_is_waiting_only_if_the_step_before_has_ended(tmp_path: P
         waited = [line["input_ms"] >= 20 for line in read_lines(tmp_path, "train")]
         assert waited == [True, False, True, False]
         assert 0.2 < recorder.input_share() < 0.9
+
+
+def test_every_moment_belongs_to_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by one second whenever it is read."""
+    now = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)))
+    with metrics.Recorder(tmp_path, 0, 9) as recorder:
+        for step in range(1, 5):
+            with recorder.waiting():
+                pass
+            recorder.train(step, {"loss": cast(jax.Array, Running(step > 2))})
+            if step == 2:
+                with recorder.pause("test"):
+                    time.perf_counter()
+        with recorder.pause("checkpoint"):
+            recorder.split(4, compute_ms=2000.0)
+        with recorder.pause("test"):
+            recorder.split(5)  # No step since.
+        recorder.split(5)
+    first, *others = read_lines(tmp_path, "split")
+    assert not others and first["step"] == 4 and first["steps"] == 4
+    steps = sum(line["step_ms"] for line in read_lines(tmp_path, "train"))
+    assert first["input_ms"] + first["step_ms"] == pytest.approx(steps / 4)
+    assert (first["input_ms"], first["test_ms"]) == (750.0, 500.0)
+    assert first["exchange_ms"] == first["step_ms"] - 2000 and "checkpoint_ms" not in first
+
+
+def test_an_exchange_within_noise_takes_no_time() -> None:
+    parts = Split()
+    parts.step(0.003, 0.001)
+    assert parts.line(compute_ms=5.0)["exchange_ms"] == 0
 
 
 def test_looks_are_lines_and_have_means(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ def record(workdir: Path, steps: int, rate: float, end: bool) -> None:
             loss = float("nan") if step == 3 else rate / step
             recorder.train(step, {"loss": jnp.float32(loss)})
             if end and step % 10 == 0:
-                with recorder.pause():
+                with recorder.pause("test"):
                     recorder.looked(step, {"error": step / 100, "cosine": 0.5})
-        with recorder.pause():
+        with recorder.pause("test"):
             recorder.write("test", steps, {"test_loss": 0.5, "test_accuracy": 0.25})
         if end:
             summary = {"bytes_per_param_mean": 2.0, "params": 10**6, "step_ms": 3.0}

@@ -29,13 +29,17 @@ NUMBERS = {
 
 TINY_VIT = {"model.depth": 1, "model.width": 16, "model.heads": 2, "model.mlp_width": 32}
 TINY_RESNET = {"model.stages": (1,)}
-TINY_GPT = {
-    "data.sequence_length": 64,
-    "data.train_split": "validation",
-    "model.depth": 2,
-    "model.width": 32,
-    "model.heads": 2,
-    "model.mlp_width": 64,
+TINY_TEXT = {
+    "lm_transformer": {
+        "data.sequence_length": 64,
+        "data.train_split": "validation",
+        "model.depth": 2,
+        "model.width": 32,
+        "model.heads": 2,
+        "model.mlp_width": 64,
+    },
+    "text_bert": {"model.width": 16, "model.depth": 1, "model.mlp_width": 32},
+    "text_lstm": {"model.width": 32, "model.layers": 1},
 }
 
 
@@ -63,6 +67,11 @@ def test_one_process_with_eight_devices(
     assert look["step"] == 3 and 0 < look["error"] < 0.01  # bfloat16 rounds in the eighth bit.
     assert 0 < look["gradient_norm"] < look["device_gradient_norm"]
     assert f"cosine {look['cosine']:.4f}" in rows
+    splits = read_lines(tmp_path, "split")
+    assert [(line["step"], line["steps"]) for line in splits] == [(2, 2), (3, 1), (4, 1)]
+    assert splits[0]["test_ms"] > 0 and "compute_ms" not in splits[0]
+    assert splits[1]["compute_ms"] > 0 and splits[1]["exchange_ms"] >= 0
+    assert splits[2]["look_ms"] > 0 and splits[2]["checkpoint_ms"] > 0
     assert read_lines(tmp_path, "summary") == [{"kind": "summary", "step": 4, **summary}]
     assert list(tmp_path.glob("events.out.tfevents.*"))
     assert (tmp_path / "checkpoints" / "4").is_dir()
@@ -107,7 +116,7 @@ SLOW += ("imagenet_resnet50", "imagenet_resnet101", "imagenet_vit_b16", "text_ls
     "name",
     ["digits_majority", "digits_ef_sign", "digits_cnat", "digits_oktopk"]
     + ["digits_vit_one_bit", "digits_vit_local", "fashion_resnet", "cifar_resnet20"]
-    + ["lm_transformer", "imagenet_vit_s16"]
+    + ["lm_transformer", "text_bert", "imagenet_vit_s16"]
     + [pytest.param(name, marks=pytest.mark.slow) for name in SLOW],
 )
 def test_every_config_runs(
@@ -135,9 +144,9 @@ def test_every_config_runs(
     if name not in ("lm_transformer", "imagenet_vit_s16"):
         other.inspect.every = 0  # The others' methods are watched in test_watched.py.
     if other.data.name == "python_topics":
-        tiny = TINY_GPT if name == "lm_transformer" else {"model.width": 32, "model.layers": 1}
-        other.update_from_flattened_dict(tiny)
-        other.sync.fsdp = 4  # In one form; tests/train/test_split.py compares all three.
+        other.update_from_flattened_dict(TINY_TEXT[name])
+        # In one form; tests/train/test_split.py compares all three.
+        other.sync.fsdp = 1 if name == "text_bert" else 4
     if other.data.name == "imagenet2012":
         imagenet.shrink(other, name, imagenet_dir)
     summary = loop.train(other, tmp_path, 0.0)

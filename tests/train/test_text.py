@@ -1,6 +1,5 @@
 """Text as rows of tokens: every token is predicted once, on any number of processes."""
 
-import types
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 from ml_collections import config_dict
+from texts import InMemory
 
 from train import data, python_topics
 from train.errors import UserError
@@ -22,20 +22,6 @@ def settings(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
     with config.unlocked():
         config.data.update({"name": "python_topics", "sequence_length": LENGTH})
     return config.data
-
-
-class InMemory:
-    """A data set of a few bytes in each split, numbered from 0."""
-
-    def __init__(self, **sizes: int):
-        self.texts = {split: bytes(range(size)) for split, size in sizes.items()}
-        self.info = types.SimpleNamespace(features={"text": None})
-
-    def as_data_source(self, split: str) -> list[dict[str, bytes]]:
-        if split not in self.texts:
-            raise ValueError(f"Unknown split {split!r}")
-        half = len(self.texts[split]) // 2
-        return [{"text": self.texts[split][:half]}, {"text": self.texts[split][half:]}]
 
 
 @pytest.fixture

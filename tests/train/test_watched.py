@@ -49,7 +49,7 @@ def record(workdir: Path, start: int, stop: int, values: list[int], before: int 
     with metrics.Recorder(workdir, start, stop, before) as recorder:
         for step, value in zip(range(start + 1, stop + 1), values, strict=True):
             recorder.train(step, {"loss": jnp.float32(1), "frozen_at": jnp.int32(value)})
-        with recorder.pause():
+        with recorder.pause("test"):
             return recorder.frozen_at
 
 

@@ -1,0 +1,56 @@
+"""The training step without its exchange: what the time of the exchange is the difference to."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from train import measure, state, step, sync
+
+
+class Plain:
+    """A step that takes the same gradient and gives each device's own to the optimizer.
+
+    It is compiled when it is first needed.
+
+    Args:
+      config: `config.sync`.
+      gradient: of `step.make_gradient`.
+      optimizer: of `state.make_optimizer`.
+      place: puts parameters on the devices.
+      example: a global batch.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        gradient: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        place: Callable[[Any], Any],
+        example: Any,
+    ):
+        self._tx = optax.chain(sync.no_exchange(config), optimizer)
+        self._gradient, self._place, self._example = gradient, place, example
+        self._step: Any = None
+
+    def start(self, params: Any) -> tuple[Any, state.TrainState]:
+        """The compiled step, and a state with a copy of these parameters, which it uses up."""
+        begin = state.init(jax.tree.map(jnp.copy, params), self._tx, self._place)
+        if self._step is None:
+            train_step = step.make_train_step(self._gradient, self._tx)
+            self._step = step.compile_step(train_step, begin, self._example)
+        return self._step, begin
+
+    def milliseconds(self, params: Any, batch: Any) -> float:
+        """The time of one step of the slowest process, after another one that warms up."""
+        train_step, now = self.start(params)
+        seconds = 0.0
+        for _ in range(2):
+            jax.block_until_ready(now)
+            started = time.perf_counter()
+            now, _ = jax.block_until_ready(train_step(now, batch))
+            seconds = time.perf_counter() - started
+        return 1e3 * measure.slowest(seconds)
