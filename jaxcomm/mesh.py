@@ -1,5 +1,6 @@
 """The mesh, and getting parameters and batches onto it."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -64,25 +65,45 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
       ValueError: if no mesh is set, it has no such axis, the local leading axis is not a multiple
         of the number of local devices along it, or the batch is global already.
     """
-    _axes.axis_size(axis_name)
-    mesh = jax.sharding.get_mesh()
+    sharding, local = _rows_over(jax.sharding.get_mesh(), axis_name)
+    leaves, tree = jax.tree.flatten(local_batch)
+    if not all(_fits(leaf, local) for leaf in leaves):
+        _refuse(local_batch, local, axis_name)
+    leaves = [np.asarray(leaf) for leaf in leaves]
+    if sharding.mesh.is_multi_process:
+        make = jax.make_array_from_process_local_data
+        return jax.tree.unflatten(tree, [make(sharding, leaf) for leaf in leaves])
+    return jax.tree.unflatten(tree, jax.device_put(leaves, sharding))  # One call for all leaves.
+
+
+@functools.lru_cache(maxsize=16)  # Every step of a run asks for the same one.
+def _rows_over(mesh: Mesh, axis_name: AxisName) -> tuple[NamedSharding, int]:
+    """The sharding of rows over an axis of the current mesh, and its devices of this process."""
+    _axes.axis_size(axis_name)  # Raises if there is no such axis.
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
-    local = math.prod(mesh.local_mesh.shape[name] for name in _axes.names_of(axis_name))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(local_batch):
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            raise ValueError(
-                f"{_paths.path_name(path) or 'the batch'} is global already: it spans devices of "
-                "other processes, as all that jnp makes does while a mesh is set; pass this "
-                "process's own rows as a numpy array."
-            )
-        rows = np.shape(leaf)[0] if np.ndim(leaf) else 0
-        if rows == 0 or rows % local:
-            raise ValueError(
-                f"the local batch has {rows} rows at {_paths.path_name(path) or 'its leaf'}, "
-                f"which do not divide over the {local} local devices of axis {axis_name!r}; "
-                f"pass a positive multiple of {local} rows."
-            )
-    arrays = jax.tree.map(np.asarray, local_batch)
-    if not mesh.is_multi_process:
-        return jax.device_put(arrays, sharding)  # One call for all leaves.
-    return jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(sharding, leaf), arrays)
+    return sharding, math.prod(mesh.local_mesh.shape[name] for name in _axes.names_of(axis_name))
+
+
+def _fits(leaf: Any, local: int) -> bool:
+    """Whether a leaf has rows of this process that divide over its devices."""
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        return False
+    return np.ndim(leaf) > 0 and np.shape(leaf)[0] > 0 and np.shape(leaf)[0] % local == 0
+
+
+def _refuse(local_batch: Any, local: int, axis_name: AxisName) -> None:
+    """Raises for the first leaf that does not fit."""
+    leaves = jax.tree_util.tree_leaves_with_path(local_batch)
+    path, leaf = next((path, leaf) for path, leaf in leaves if not _fits(leaf, local))
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        raise ValueError(
+            f"{_paths.path_name(path) or 'the batch'} is global already: it spans devices of "
+            "other processes, as all that jnp makes does while a mesh is set; pass this "
+            "process's own rows as a numpy array."
+        )
+    rows = np.shape(leaf)[0] if np.ndim(leaf) else 0
+    raise ValueError(
+        f"the local batch has {rows} rows at {_paths.path_name(path) or 'its leaf'}, "
+        f"which do not divide over the {local} local devices of axis {axis_name!r}; "
+        f"pass a positive multiple of {local} rows."
+    )

@@ -8,18 +8,21 @@ from train.errors import UserError, choose
 
 
 def read_call(text: Any, factories: Mapping[str, Callable[..., Any]], field: str) -> Any:
-    """The object that a call such as `qsgd(levels=7)` makes; other values are returned unchanged.
+    """The object that a call such as `qsgd(levels=7)` makes; a name alone is returned unchanged.
 
     Args:
-      text: the value of the field. Arguments of a call are named; each is a number, a string, a
-        tuple or a call.
-      factories: what may be called, by name.
+      text: the value of the field; what is no text is returned unchanged. Arguments of a call are
+        named; each is a number, a string, a tuple or a call.
+      factories: what may be named or called, by name.
       field: the name of the field, for messages.
 
     Raises:
       UserError: if it cannot be read, there is no such factory, or it refuses the arguments.
     """
-    if not isinstance(text, str) or "(" not in text:
+    if not isinstance(text, str):
+        return text
+    if "(" not in text:
+        choose(factories, text, field)
         return text
     try:
         (statement,) = ast.parse(text.strip()).body

@@ -101,7 +101,7 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
     shards_of = choose(SHARDS, config.shards, "config.data.shards")
     augment = read_call(config.augment, AUGMENTATIONS, "config.data.augment")
     if isinstance(augment, str):
-        augment = choose(AUGMENTATIONS, augment, "config.data.augment")()
+        augment = AUGMENTATIONS[augment]()
     builder = open_builder(config)
     is_text = "text" in builder.info.features
     source = open_source(builder, config)

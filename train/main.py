@@ -7,7 +7,7 @@ import time
 import traceback
 from pathlib import Path
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from train import check
@@ -38,10 +38,13 @@ def main(argv: list[str]) -> None:
 def parse(argv: list[str]) -> Path:
     """Reads the flags and the config; returns the config's file."""
     app.define_help_flags()
+    logging.set_verbosity(logging.ERROR)  # What ml_collections would warn of is said below.
     try:
         rest = flags.FLAGS(argv)[1:]
-        if rest or _CONFIG.value is None:
-            raise UserError(f"not a flag: {rest[0]}" if rest else "--config=FILE is missing")
+        if rest:
+            raise UserError(f"not a flag: {rest[0]}")
+        if _CONFIG.value is None and not flags.FLAGS["config"].present:
+            raise UserError("--config=FILE is missing")
         check.fields(_CONFIG.value)  # It is here that a file that was not found raises.
     except flags.Error as error:
         text = str(error).strip()

@@ -29,6 +29,7 @@ def test_calls_and_calls_within() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("qsdg", "f: there is no 'qsdg'; did you mean 'qsgd'?"),
         ("qsdg(levels=7)", "f: there is no 'qsdg'; did you mean 'qsgd'?"),
         ("qsgd(7)", "f: 'qsgd(7)': expected a name with named arguments"),
         ("qsgd(levels=7", "f: 'qsgd(levels=7': '(' was never closed"),
