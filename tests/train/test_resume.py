@@ -161,9 +161,11 @@ def test_killed_at_random_moments(program: Program, tmp_path: Path) -> None:
     """Two processes; every second kill falls into the writing of a checkpoint.
 
     JAXCOMM_KILLS is the number of kills. A run that comes to its end is compared, and followed by
-    another one, until there were as many. No time limit but pytest's: a busy machine may take any
-    time for a start, and may even stop all processes until they think that their peers are dead,
-    for which there are restarts to spare.
+    another one, until there were as many. How fast the machine is may change all the time, and
+    with it what a random moment is: the times to wait are drawn up to a bound that gets shorter
+    when a start ends before its kill, and longer when a kill comes before a checkpoint. There is no
+    time limit but pytest's, and restarts to spare: a machine that is busy enough makes processes
+    think that their peers are dead.
     """
     kills = int(os.environ.get("JAXCOMM_KILLS", "6"))
     whole, rng, done, during, runs = tmp_path / "whole", np.random.default_rng(), 0, 0, 0
@@ -175,6 +177,7 @@ def test_killed_at_random_moments(program: Program, tmp_path: Path) -> None:
     while done < kills:
         killed, before = tmp_path / f"killed{runs}", set[int]()
         launcher = program.start("train.launch", *two, *flags(killed, False))
+        newest = 0
         while launcher.poll() is None and done < kills:
             start = set(children(launcher.pid)) - before
             if len(start) == 2:
@@ -182,10 +185,12 @@ def test_killed_at_random_moments(program: Program, tmp_path: Path) -> None:
                 folder = killed / ("checkpoints" if done % 2 else "none")
                 during += kill(launcher, start, rng.uniform(0, seconds), folder)
                 done += launcher.poll() is None
+                last, newest = newest, max(map(int, saved(killed)), default=0)
+                seconds *= 0.7 if launcher.poll() is not None else 1.1 if newest == last else 1.0
             time.sleep(0.01)
         _, stderr = launcher.communicate()
         assert launcher.returncode == 0, stderr
         check_equal(whole, killed)
+        print(f"{done} kills in {runs + 1} runs, {during} of them while a checkpoint was written")
         runs += 1
     assert during
-    print(f"{done} kills in {runs} runs, {during} of them while a checkpoint was written")
