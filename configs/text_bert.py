@@ -3,6 +3,23 @@ r"""BERT on bytes: 15 % of a text are hidden and predicted from the rest, with b
 Four processes on this machine, which prepare the text themselves (Python's help texts, 0.4 MB):
 
     python -m train.launch --processes=4 -- --config=configs/text_bert.py
+
+The size stands behind the name of the file, such as text_bert.py:tiny. The default size has not
+been trained to its end: neither hours nor score were measured, and to expect is a loss below that
+of the smallest size, which was trained for 600 steps on one CPU device:
+
+    python -m train --config=configs/text_bert.py:tiny --config.steps=600
+
+    step   validation loss, in nats a hidden byte (seed 0, help texts of Python 3.11.7)
+    100    3.112
+    200    2.804
+    300    2.724
+    400    2.640
+    500    2.561
+    600    2.553, and 37.4 % of the hidden bytes are right
+
+To predict each byte by how often it is in the training text has a loss of 3.295 there. The run took
+4.4 minutes of CPU time, with the compilation.
 """
 
 from ml_collections import config_dict
