@@ -65,12 +65,13 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
       ValueError: if no mesh is set, it has no such axis, the local leading axis is not a multiple
         of the number of local devices along it, or the batch is global already.
     """
-    sharding, local = _rows_over(jax.sharding.get_mesh(), axis_name)
+    mesh = jax.sharding.get_mesh()
+    sharding, local = _rows_over(mesh, axis_name)
     leaves, tree = jax.tree.flatten(local_batch)
     if not all(_fits(leaf, local) for leaf in leaves):
         _refuse(local_batch, local, axis_name)
     leaves = [np.asarray(leaf) for leaf in leaves]
-    if sharding.mesh.is_multi_process:
+    if mesh.is_multi_process:
         make = jax.make_array_from_process_local_data
         return jax.tree.unflatten(tree, [make(sharding, leaf) for leaf in leaves])
     return jax.tree.unflatten(tree, jax.device_put(leaves, sharding))  # One call for all leaves.
