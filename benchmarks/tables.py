@@ -300,6 +300,27 @@ def take() -> Lines:
     return table(["optimizer", "take", "bytes", "loss", *heads()[:3]], body)
 
 
+def powersgd() -> Lines:
+    """Losses of our PowerSGD and of PyTorch's, each at its best rate."""
+    rows = json.loads((RESULTS / "powersgd_torch.json").read_text())["rows"]
+    runs: dict[tuple[int, str], dict[float, list[dict[str, Any]]]] = {}
+    for row in rows:
+        at = runs.setdefault((row["rank"], row["side"]), {})
+        at.setdefault(row["rate"], []).append(row)
+
+    def losses(own: list[dict[str, Any]], name: str) -> str:
+        each = [row[name] for row in own]
+        return f"{statistics.mean(each):.3f} ({', '.join(f'{loss:.3f}' for loss in each)})"
+
+    body = []
+    for (rank, side), at in runs.items():
+        best = min(at, key=lambda rate, at=at: sum(row["test_loss"] for row in at[rate]))
+        name = {0: "float32", -1: "no exchange"}.get(rank, f"rank {rank}")
+        cells = [name, side, f"{at[best][0]['bytes_per_step']:.2f}", f"{best:g} of {len(at)}"]
+        body.append(cells + [losses(at[best], of) for of in ("training_loss", "test_loss")])
+    return table(["", "", "bytes", "rate", "training loss", "test loss"], body)
+
+
 def overlap_cpu() -> Lines:
     """Milliseconds of products and an exchange, alone and together."""
     (found,) = parts("overlap_cpu").values()
@@ -310,6 +331,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "take": take,
     "overlap_cpu": overlap_cpu,
     "planner": planner,
+    "powersgd": powersgd,
     "pareto": functools.partial(pareto, "gpt_small"),
     "pareto_lstm": functools.partial(pareto, "lstm"),
     "compile_time": compile_time,
