@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import plots
+from benchmarks import digits, plots, take
 from benchmarks.pareto import results as front
 
 ROOT = Path(__file__).parents[1]
@@ -265,39 +265,39 @@ def planner() -> Lines:
     return table(head, body)
 
 
-# Optimizer, what to write, and what it is called where links and where losses were measured.
-TAKE = (
-    ("any", '`jaxcomm.mean("data")`', "float32", "float32"),
-    ("any", '`jaxcomm.mean("data", "bfloat16")`', "bfloat16", "bfloat16"),
-    ("any", '`jaxcomm.mean("data", "cnat")`', "cnat", "cnat"),
-    ("any", '`jaxcomm.mean("data", "int4", error_feedback=True)`', "int4", "int4, feedback"),
-    ("Adam", "`factored_adam` around scaled signs", "", "factored Adam, scaled_sign(128)"),
-    ("Adam", "`local_steps`, 4, of scaled signs", "", "4 local steps, scaled_sign"),
-    ("SGD", '`jaxcomm.mean("data", "scaled_sign", error_feedback=True)`', "scaled_sign", ""),
-    ("SGD", '`jaxcomm.sparse_mean("data", 0.01)`', "oktopk", ""),
-    ("SGD", '`jaxcomm.majority_vote("data")`', "vote", ""),
-)
+def what_to_take() -> Lines:
+    """Bytes, losses and speed of what users are told to take."""
+    return table(*take.rows(timed_steps(), RATES[:3]))
 
 
-def take() -> Lines:
-    """What to take: bytes, how much faster a step is, and what it costs in loss."""
-    timed, rates = timed_steps(), RATES[:3]
-    losses: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(front.read(front.FOLDER), key=lambda row: row["seed"]):
-        if row["chosen"] and row["task"] == "gpt_small" and row["minus_float32"] is not None:
-            losses.setdefault(row["method"], []).append(row)
+def digits_alike() -> Lines:
+    """Accuracies and bytes of the digits' configs, one seed."""
     body = []
-    for optimizer, code, link, loss in TAKE:
-        sent = [row["bytes_per_step"] for row in losses.get(loss, [])]
-        if link:
-            sent = [timed[link][r]["bytes_busiest_link"] / VALUES for r in rates]
-        faster = [
-            f"{timed['float32'][r]['step_ms'] / timed[link][r]['step_ms']:.1f}" if link else ""
-            for r in rates
-        ]
-        worse = ", ".join(f"{row['minus_float32']:+.3f}" for row in losses.get(loss, []))
-        body.append([optimizer, code, f"{statistics.mean(sent):.2f}", worse, *faster])
-    return table(["optimizer", "take", "bytes", "loss", *heads()[:3]], body)
+    for run, row in digits.read().items():
+        if run.seed == 0 and (not run.by_label or run.name in ("bfloat16", "none")):
+            sent = [row["bytes_per_param"], row["interface_bytes_per_param"]]
+            cells = [f"{number:.2f}" if row["bytes_per_param"] else "0" for number in sent]
+            body.append([f"`{run.arguments}`", percent(row), *cells])
+    return table(["command", "test accuracy", "bytes, compiled program", "bytes, interface"], body)
+
+
+def digits_by_label() -> Lines:
+    """Accuracies where devices hold different classes, all seeds."""
+    runs: dict[str, list[tuple[digits.Run, dict[str, Any]]]] = {}
+    for run, row in digits.read().items():
+        if run.by_label and run.name in digits.BY_LABEL:
+            runs.setdefault(run.name, []).append((run, row))
+    body = []
+    for found in runs.values():
+        mean = statistics.mean(row["test_accuracy"] for _, row in found)
+        seeds = ", ".join(f"{100 * row['test_accuracy']:.1f}" for _, row in found)
+        sent = f"{found[0][1]['bytes_per_param_mean']:.2f}"
+        body.append([f"`{found[0][0].arguments}`", f"{100 * mean:.1f} %", seeds, sent])
+    return table(["command", "test accuracy", "seeds", "bytes, mean of the run"], body)
+
+
+def percent(row: dict[str, Any]) -> str:
+    return f"{100 * row['test_accuracy']:.1f} %"
 
 
 def powersgd() -> Lines:
@@ -328,7 +328,9 @@ def overlap_cpu() -> Lines:
 
 
 TABLES: dict[str, Callable[[], Lines]] = {
-    "take": take,
+    "take": what_to_take,
+    "digits": digits_alike,
+    "digits_by_label": digits_by_label,
     "overlap_cpu": overlap_cpu,
     "planner": planner,
     "powersgd": powersgd,

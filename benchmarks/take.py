@@ -1,0 +1,123 @@
+"""What users are told to take: the table of the README, from the results of other benchmarks.
+
+Losses are those of `python -m benchmarks.pareto`, on the GPT with Adam and on the LSTM with SGD;
+steps are those of `python -m benchmarks.allreduce --peers`.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.pareto import results as front
+
+Timed = Mapping[str, Mapping[str, Any]]
+
+
+class Take(NamedTuple):
+    """A row of what to take.
+
+    Attributes:
+      optimizer: that it is for.
+      code: what to write, or its name.
+      link: its name where links were measured.
+      adam: its name on the GPT, or empty.
+      sgd: its name on the LSTM, or empty.
+      derived: how its step follows from that of `link`: "" if it is that one, "more" if it sends
+        and computes a little more, or the steps between two exchanges.
+    """
+
+    optimizer: str
+    code: str
+    link: str
+    adam: str = ""
+    sgd: str = ""
+    derived: str | int = ""
+
+
+TAKE = (
+    Take("any", '`jaxcomm.mean("data")`', "float32", "float32", "float32"),
+    Take("any", '`jaxcomm.mean("data", "bfloat16")`', "bfloat16", "bfloat16", "bfloat16"),
+    Take("any", '`jaxcomm.mean("data", "cnat")`', "cnat", "cnat", "cnat"),
+    Take(
+        "any",
+        '`jaxcomm.mean("data", "int4", error_feedback=True)`',
+        "int4",
+        "int4, feedback",
+        "int4, feedback",
+    ),
+    Take(
+        "Adam",
+        "`jaxcomm.factored_adam` around scaled signs",
+        "scaled_sign",
+        adam="factored Adam, scaled_sign(128)",
+        derived="more",
+    ),
+    Take(
+        "Adam",
+        "`jaxcomm.local_steps`, 4, of scaled signs",
+        "scaled_sign",
+        adam="4 local steps, scaled_sign",
+        derived=4,
+    ),
+    Take("SGD", '`jaxcomm.low_rank_mean("data", 4)`', "powersgd4", sgd="PowerSGD, rank 4"),
+    Take(
+        "SGD",
+        '`jaxcomm.mean("data", "scaled_sign", error_feedback=True)`',
+        "scaled_sign",
+        sgd="scaled_sign, feedback",
+    ),
+    Take("SGD", '`jaxcomm.sparse_mean("data", 0.01)`', "oktopk", sgd="Ok-Topk, 1 %"),
+    Take("SGD", '`jaxcomm.majority_vote("data")` of momenta', "vote", sgd="local momentum, vote"),
+)
+
+
+def rows(timed: Timed, rates: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """The head and the cells of the table.
+
+    Args:
+      timed: method -> rate -> row, of whole steps.
+      rates: of the links, in Mbit/s.
+    """
+    body = []
+    losses = {task: chosen_losses(task) for task in ("gpt_small", "lstm")}
+    for row in TAKE:
+        adam, sgd = losses["gpt_small"].get(row.adam, []), losses["lstm"].get(row.sgd, [])
+        sent = statistics.mean(one["bytes_per_step"] for one in adam or sgd)
+        faster = [speed(timed, row, rate) for rate in rates]
+        body.append([row.optimizer, row.code, f"{sent:.2f}", worse(adam), worse(sgd), *faster])
+    head = ["optimizer", "take", "bytes", "loss, Adam", "loss, SGD"]
+    head += [f"speed at {rates[0]} Mbit/s", *(f"at {rate}" for rate in rates[1:])]
+    return head, body
+
+
+def chosen_losses(task: str) -> dict[str, list[dict[str, Any]]]:
+    """Method -> runs at its chosen rate, which know how many rates were tried."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    runs = [run for run in front.read(front.FOLDER) if run["task"] == task]
+    for row in runs:
+        if row["chosen"] and row["minus_float32"] is not None:
+            tried = {one["rate"] for one in runs if one["method"] == row["method"]}
+            found.setdefault(row["method"], []).append({**row, "tried": len(tried)})
+    return found
+
+
+def worse(runs: list[dict[str, Any]]) -> str:
+    """Nats above float32, the mean over seeds; a star where one learning rate was tried."""
+    if not runs:
+        return ""
+    star = "\\*" if runs[0]["tried"] == 1 else ""
+    mean = statistics.mean(run["minus_float32"] for run in runs)
+    return f"{round(mean, 2) + 0.0:+.2f}{star}"  # not -0.00
+
+
+def speed(timed: Timed, row: Take, rate: str) -> str:
+    """How many steps fit into a float32 step; `~` and `<` where that follows from another row."""
+    if rate not in timed[row.link]:
+        return ""
+    at = timed[row.link][rate]
+    step, sign = at["step_ms"], "<" if row.derived == "more" else ""
+    if isinstance(row.derived, int):
+        exchange = at["step_less_compute_ms"]
+        step, sign = step - exchange + exchange / row.derived, "~"
+    times = timed["float32"][rate]["step_ms"] / step
+    return f"{sign}{times:.0f}x" if times >= 10 else f"{sign}{times:.1f}x"

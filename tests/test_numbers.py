@@ -1,0 +1,51 @@
+"""The numbers of the README and of the pages are those of the results that benchmarks have kept."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tables
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.name)
+def test_tables_say_what_the_results_say(page: Path) -> None:
+    written = page.read_text()
+    assert tables.filled(written) == written, "run python -m benchmarks.tables"
+    assert len(tables.PLACE.findall(written)) == written.count("<!-- table ")
+
+
+def test_a_table_that_says_something_else_is_noticed() -> None:
+    page = (ROOT / "README.md").read_text()
+    row = next(line for line in page.splitlines() if '"cnat")`' in line)
+    assert tables.filled(page.replace(row, row.replace("1.51", "1.15"))) == page
+
+
+# What a result looks like: 98.1 %, 6.00 bytes, 37 ms, 2.4 times, 17x, +0.31.
+RESULT = re.compile(
+    r"[+-]?\d+(?:\.\d+)?(?= %|x\b| (?:bytes?|ms|s|nats?|times|MB|GiB)\b)|[+-]\d+\.\d+|\b\d+\.\d{2,}"
+)
+
+
+def results_in_prose(markdown: str) -> set[str]:
+    """The numbers outside of programs, links and generated tables that look like results."""
+    for made in (r"^```.*?^```$", r"<!-- table .*?<!-- end -->", r"`[^`]*`", r"\]\([^)]*\)"):
+        markdown = re.sub(made, "", markdown, flags=re.S | re.M)
+    return set(RESULT.findall(re.sub(r"arXiv:[\d.]+|Apache-[\d.]+", "", markdown)))
+
+
+def test_results_in_the_readme_stand_in_tables_that_are_made_or_checked() -> None:
+    """In its prose alone are the bytes of the drawing, which compiled programs have too."""
+    checked = re.findall(r"\| ([\d.]+) \| [\d.]+ \|$", (ROOT / "docs/choose.md").read_text(), re.M)
+    bytes_of_four = {f"{float(number):.2f}" for number in checked}
+    assert results_in_prose((ROOT / "README.md").read_text()) == {"6.00", "0.19"}
+    assert bytes_of_four >= {"6.00", "0.19"}
+    drawing = (ROOT / "docs/images/one_step.svg").read_text()
+    assert {*re.findall(r">([\d.]+) bytes a weight<", drawing)} == {"6.00", "0.19"}
+
+
+def test_a_result_in_prose_is_found() -> None:
+    page = "It ends at 98.1 %, +0.31 above, `0.5 ms`.\n\n```text\n7.12 s\n```\nSee [37 ms](a_9.25.md)."
+    assert results_in_prose(page) == {"98.1", "+0.31", "37"}
