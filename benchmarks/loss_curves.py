@@ -51,7 +51,7 @@ def main() -> None:
         distance = np.abs(values[:length] - first[:length]).max()
         print(f"{name:20} {values[-1]:8.4f} {distance:18.4f}")
         axes.plot(np.arange(len(values)) + arguments.window, values, label=name, linewidth=1)
-    axes.set(xlabel="step", ylabel=f"training loss, mean of {arguments.window} steps")
+    axes.set(xlabel="step", ylabel=f"training loss in nats, mean of {arguments.window} steps")
     axes.set_title(arguments.title)
     axes.legend()
     figure.savefig(arguments.out, dpi=120)

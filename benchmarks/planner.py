@@ -31,7 +31,7 @@ from benchmarks.netlab.network import Network
 from benchmarks.netlab.worker import Jax, measure
 from jaxcomm import plan
 from jaxcomm.plan.costs import Costs
-from jaxcomm.plan.methods import QUALITIES, Method
+from jaxcomm.plan.families import QUALITIES, Method
 from jaxcomm.plan.predict import ERRORS, kind_of, predictions
 
 NAME = "benchmarks.planner"

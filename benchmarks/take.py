@@ -1,15 +1,18 @@
 """What users are told to take: the table of the README, from the results of other benchmarks.
 
 Losses are those of `python -m benchmarks.pareto`, on the GPT with Adam and on the LSTM with SGD;
-steps are those of `python -m benchmarks.allreduce --peers`.
+steps are those of `python -m benchmarks.allreduce --peers` and `python -m benchmarks.adam_steps`.
 """
 
+import json
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.pareto import results as front
 
+ADAM_STEPS = Path(__file__).parent / "results" / "adam_steps.json"
 Timed = Mapping[str, Mapping[str, Any]]
 
 
@@ -22,8 +25,9 @@ class Take(NamedTuple):
       link: its name where links were measured.
       adam: its name on the GPT, or empty.
       sgd: its name on the LSTM, or empty.
-      derived: how its step follows from that of `link`: "" if it is that one, "more" if it sends
-        and computes a little more, or the steps between two exchanges.
+      step: its name where steps with Adam were measured, or empty.
+      derived: how its step follows from that of `link` where it was not measured: "" if it is that
+        one, "more" if it sends and computes a little more, or the steps between two exchanges.
     """
 
     optimizer: str
@@ -31,6 +35,7 @@ class Take(NamedTuple):
     link: str
     adam: str = ""
     sgd: str = ""
+    step: str = ""
     derived: str | int = ""
 
 
@@ -50,6 +55,7 @@ TAKE = (
         "`jaxcomm.factored_adam` around scaled signs",
         "scaled_sign",
         adam="factored Adam, scaled_sign(128)",
+        step="factored_adam",
         derived="more",
     ),
     Take(
@@ -57,6 +63,7 @@ TAKE = (
         "`jaxcomm.local_steps`, 4, of scaled signs",
         "scaled_sign",
         adam="4 local steps, scaled_sign",
+        step="local_steps",
         derived=4,
     ),
     Take("SGD", '`jaxcomm.low_rank_mean("data", 4)`', "powersgd4", sgd="PowerSGD, rank 4"),
@@ -112,6 +119,9 @@ def worse(runs: list[dict[str, Any]]) -> str:
 
 def speed(timed: Timed, row: Take, rate: str) -> str:
     """How many steps fit into a float32 step; `~` and `<` where that follows from another row."""
+    with_adam = {step["name"]: step["ms"] for step in adam_steps(rate)}
+    if row.step in with_adam:
+        return times(with_adam["float32"] / with_adam[row.step])
     if rate not in timed[row.link]:
         return ""
     at = timed[row.link][rate]
@@ -119,5 +129,15 @@ def speed(timed: Timed, row: Take, rate: str) -> str:
     if isinstance(row.derived, int):
         exchange = at["step_less_compute_ms"]
         step, sign = step - exchange + exchange / row.derived, "~"
-    times = timed["float32"][rate]["step_ms"] / step
-    return f"{sign}{times:.0f}x" if times >= 10 else f"{sign}{times:.1f}x"
+    return sign + times(timed["float32"][rate]["step_ms"] / step)
+
+
+def times(factor: float) -> str:
+    return f"{factor:.0f}x" if factor >= 10 else f"{factor:.1f}x"
+
+
+def adam_steps(rate: str) -> list[dict[str, Any]]:
+    """What `python -m benchmarks.adam_steps` has kept of links with this rate."""
+    if not ADAM_STEPS.exists():
+        return []
+    return json.loads(ADAM_STEPS.read_text())["parts"].get(rate, {"rows": []})["rows"]

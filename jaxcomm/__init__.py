@@ -1,10 +1,10 @@
 """Communication-efficient data-parallel training for JAX.
 
 The contents, in reading order: the mesh, gradients that stay local, the transformations that
-exchange them, what these are made of, and what they sent.
+exchange them, what these are made of, what they sent, and what to take on a network.
 """
 
-from jaxcomm import codecs
+from jaxcomm import codecs, plan
 from jaxcomm._attached import exchanged
 from jaxcomm._marks import mark_local, unmark_local
 from jaxcomm.collectives import algorithms, pmean, sparse
@@ -102,6 +102,7 @@ __all__ = [
     "multi_steps",
     "no_exchange",
     "one_bit_adam",
+    "plan",
     "pmean",
     "replicate",
     "resize_state",

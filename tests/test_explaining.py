@@ -125,6 +125,10 @@ def test_every_method_is_explained_from_shapes() -> None:
             (matrix,) = [leaf for leaf in found.leaves if leaf.path == "blocks/w"]
             assert form in matrix.travels, (form, matrix)
             assert found.needs and form in str(found)
+            sometimes = " ".join(str(found).split()).partition("Not in every step: ")[2]
+            assert bool(sometimes) == any(message.when for message in found.messages)
+            if form == "int4, direct":
+                assert "a value (local_steps: fragment 0, 1 step in 8)." in sometimes
 
 
 def test_split_over_a_further_axis(mesh4x2: jax.sharding.Mesh) -> None:

@@ -33,7 +33,7 @@ def results_in_prose(markdown: str) -> set[str]:
     """The numbers outside of programs, links and generated tables that look like results."""
     for made in (r"^```.*?^```$", r"<!-- table .*?<!-- end -->", r"`[^`]*`", r"\]\([^)]*\)"):
         markdown = re.sub(made, "", markdown, flags=re.S | re.M)
-    return set(RESULT.findall(re.sub(r"arXiv:[\d.]+|Apache-[\d.]+", "", markdown)))
+    return set(RESULT.findall(re.sub(r"(arXiv:|Apache-|Python )[\d.]+", "", markdown)))
 
 
 def test_results_in_the_readme_stand_in_tables_that_are_made_or_checked() -> None:
@@ -47,5 +47,25 @@ def test_results_in_the_readme_stand_in_tables_that_are_made_or_checked() -> Non
 
 
 def test_a_result_in_prose_is_found() -> None:
-    page = "It ends at 98.1 %, +0.31 above, `0.5 ms`.\n\n```text\n7.12 s\n```\nSee [37 ms](a_9.25.md)."
+    page = "It ends at 98.1 %, +0.31 above.\n\n```\n7.12 s\n```\n`0.5 ms`, [37 ms](a_9.25.md)."
     assert results_in_prose(page) == {"98.1", "+0.31", "37"}
+
+
+COMMAND = re.compile(r"python -m \w+|`make [\w-]+|--peers|\bconfigs/\w+\.py")
+
+
+def sections_without_command(markdown: str) -> list[str]:
+    """The headings of sections that have a result, in prose or in a table, and name no command."""
+    parts = re.split(r"^#{2,} (.*)$", markdown, flags=re.M)
+    pairs = zip(parts[1::2], parts[2::2], strict=True)
+    return [
+        heading
+        for heading, text in pairs
+        if (RESULT.search(text) or re.search(r"^\|.*\d", text, re.M)) and not COMMAND.search(text)
+    ]
+
+
+def test_every_measurement_names_its_command() -> None:
+    page = (ROOT / "docs/measurements.md").read_text()
+    assert sections_without_command(page) == []
+    assert sections_without_command("## A\n\n98.1 %\n\n## B\n\n| x | 3 |\n") == ["A", "B"]

@@ -41,11 +41,12 @@ def names_in(out: Path) -> set[str]:
 
 
 def public_names() -> set[str]:
-    modules = {"algorithms", "codecs", "sparse"}
+    modules = {"algorithms", "codecs", "plan", "sparse"}
     names = {f"jaxcomm.{name}" for name in set(jaxcomm.__all__) - modules}
     names |= {f"jaxcomm.codecs.{name}" for name in codecs.BY_NAME}
     names |= {f"jaxcomm.algorithms.{name}" for name in (*algorithms.BY_NAME, "hierarchical")}
     names |= {f"jaxcomm.sparse.{name}" for name in sparse.BY_NAME}
+    names |= {f"jaxcomm.plan.fabrics.{name}" for name in plan.fabrics.FABRICS}
     return names | {f"jaxcomm.plan.{name}" for name in set(plan.__all__) - {"fabrics"}}
 
 

@@ -51,7 +51,7 @@ def check_method(method: str) -> tuple[str, str]:
 def transformation(method: str, density: float = 0.01) -> Any:
     """The exchange of a method over the axes of `axes_of`; sparse ones have a density."""
     import jaxcomm
-    from jaxcomm.plan.methods import hierarchical
+    from jaxcomm.plan.families import hierarchical
 
     family, algorithm = check_method(method)
     options: dict[str, Any] = {} if algorithm == "default" else {"algorithm": algorithm}
@@ -260,7 +260,9 @@ class Step:
 
         def step(state: Any, batch: Any) -> Any:
             params, opt_state = state
-            loss, grads = gradient(params, batch)
+            is_local = isinstance(opt_state, jaxcomm.LocalStepsState)
+            at = jaxcomm.local_params(opt_state) if is_local else params
+            loss, grads = gradient(at, batch)
             updates, opt_state = tx.update(grads, opt_state, params)
             return (optax.apply_updates(params, updates), opt_state), loss
 

@@ -39,5 +39,13 @@ class Float16(Codec):
 
 
 def float16() -> Float16:
-    """float16 as uint16 patterns: 2 bytes a value."""
+    """float16: sign, 5 bits of exponent, 10 of mantissa, rounded to nearest even.
+
+    A mean scales its values first, by a power of two that all devices agree on, so that no sum
+    overflows: one int32 all-reduce more.
+
+    Returns:
+      The codec. A message of n values is uint16 `(n,)`, the bit patterns: 2n bytes. The relative
+      error is at most 2^-11, and below 2^-14 the absolute one at most 2^-25.
+    """
     return Float16()

@@ -33,5 +33,9 @@ class Float32(Codec):
 
 
 def float32() -> Float32:
-    """float32 as it is: 4 bytes a value, nothing rounded."""
+    """float32 as it is, with which the others are compared.
+
+    Returns:
+      The codec. A message of n values is float32 `(n,)`: 4n bytes. Nothing is rounded.
+    """
     return Float32()

@@ -59,11 +59,18 @@ _NEEDS: dict[type, tuple[str, str]] = {
     FactoredAdamState: ("factored_adam", f"{_OPTIMIZER}; no warm-up"),
     ControlVariatesState: ("control_variates", "jaxcomm.majority_vote behind it"),
     LocalState: ("local", "an exchange behind it"),
-    LocalStepsState: ("local_steps", "gradients at jaxcomm.local_params(state)"),
+    LocalStepsState: (
+        "local_steps",
+        "gradients at jaxcomm.local_params(state); nothing behind it: its optimizers are inside",
+    ),
     MultiStepsState: ("multi_steps", "to be around the whole chain"),
     StagesState: ("stages", "what each of its stages needs"),
     InBackwardState: ("in_backward", "attach() and jaxcomm.exchanged in the loss"),
-    ShardedState: ("sharded", "jaxcomm.sharded_params(params, state) and jaxcomm.gather"),
+    ShardedState: (
+        "sharded",
+        "jaxcomm.sharded_params(params, state) and jaxcomm.gather; under jax.checkpoint everything "
+        "is gathered twice in a step",
+    ),
     NoExchangeState: ("no_exchange", "nothing; devices drift apart"),
 }
 
@@ -143,7 +150,7 @@ def _checked(tx: Any, params: Any) -> jax.sharding.Mesh:
     """
     if not (hasattr(tx, "init") and hasattr(tx, "update")):
         raise TypeError(
-            f"explain takes an optax transformation, got {tx!r}; write "
+            f"explain takes an optax transformation, got a {type(tx).__name__}; write "
             "jaxcomm.explain(optax.chain(jaxcomm.mean('data'), optax.adam(1e-3)), params)."
         )
     if not jax.tree.leaves(params):

@@ -88,6 +88,7 @@ class Explanation:
         lines += [
             f"A device sends at most {_number(self.bytes_max)} bytes in a step, "
             f"{float(self.bytes_max) / max(values, 1):.2f} a value; a float32 mean {dense:.2f}.",
+            *self._sometimes(values),
             f"State on a device: {self.own_bytes:,} bytes that differ from device to device, "
             f"{self.shared_bytes:,} others.",
             "",
@@ -95,6 +96,18 @@ class Explanation:
         ]
         needs = (textwrap.wrap(f"- {': '.join(x)}", 90, subsequent_indent="  ") for x in self.needs)
         return "\n".join([*lines, *(line for wrapped in needs for line in wrapped)])
+
+    def _sometimes(self, values: int) -> list[str]:
+        """What is not sent in every step."""
+        sent: dict[str, Bytes] = {}
+        for message in self.messages:
+            if message.when:
+                sent[message.when] = sent.get(message.when, 0) + message.sent
+        parts = [
+            f"{_number(count)} bytes, {float(count) / max(values, 1):.2f} a value ({when})"
+            for when, count in sent.items()
+        ]
+        return textwrap.wrap(f"Not in every step: {', '.join(parts)}.", 90) if parts else []
 
 
 def _leaf_rows(leaves: tuple[Leaf, ...]) -> Iterator[tuple[str, ...]]:

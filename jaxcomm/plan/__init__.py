@@ -1,23 +1,28 @@
 """Networks, how long exchanges take on them, and which method to take.
 
-In reading order: a topology, a cluster with its costs, a workload, and the plan for both.
+In reading order: a topology, a cluster with its costs, a workload, and the plan for both. The
+module itself can be called: `jaxcomm.plan(cluster, workload)` is `jaxcomm.plan.plan`.
 """
+
+import sys
+import types
+from typing import Any
 
 from jaxcomm.plan import fabrics
 from jaxcomm.plan.choosing import Plan, plan
-from jaxcomm.plan.cluster import Cluster, cluster, load_cluster
 from jaxcomm.plan.costs import Costs, defaults
 from jaxcomm.plan.costs import read as read_costs
+from jaxcomm.plan.families import Method, methods
 from jaxcomm.plan.files import TOPOLOGIES, load
+from jaxcomm.plan.loads import Workload, workload
+from jaxcomm.plan.machines import Cluster, cluster, load_cluster
 from jaxcomm.plan.messages import Coded, Votes
-from jaxcomm.plan.methods import Method, methods
 from jaxcomm.plan.predict import Prediction
 from jaxcomm.plan.probing import probe
 from jaxcomm.plan.programs import seconds_of
 from jaxcomm.plan.simulate import Exchange, Model, Simulation
 from jaxcomm.plan.topology import Link, Topology
 from jaxcomm.plan.using import use
-from jaxcomm.plan.workload import Workload, workload
 
 __all__ = [
     "TOPOLOGIES",
@@ -47,3 +52,13 @@ __all__ = [
     "use",
     "workload",
 ]
+
+
+class _Planner(types.ModuleType):
+    """A module that plans when it is called, so that its name is the name of what it does."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Plan:
+        return plan(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Planner

@@ -4,7 +4,7 @@
         [--quality=exact|16bit|unbiased|any] [--set NAME=VALUE ...] [--accumulate=N,...]
         [--costs=FILE.yaml] [--rows=N] [--keep-order] [--json]
 
-CLUSTER.yaml is a file as `jaxcomm.plan.cluster` describes, or the name of a topology. `--set`
+CLUSTER.yaml is a file as `jaxcomm.plan.machines` describes, or the name of a topology. `--set`
 changes it: nodes.nics=2, rate=10Gbit, link[s0,s1].bandwidth=1Gbit, device=gpu; what was the choice
 without it is shown too. With several numbers, `--accumulate` shows the choice for each, and the
 table for the first. `--costs` names what `python -m jaxcomm.probe` measured.
@@ -16,8 +16,8 @@ import signal
 import sys
 
 from jaxcomm import plan
-from jaxcomm.plan.cluster import path_of
-from jaxcomm.plan.methods import QUALITIES
+from jaxcomm.plan.families import QUALITIES
+from jaxcomm.plan.machines import path_of
 
 
 def main() -> int:

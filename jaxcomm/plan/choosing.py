@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from jaxcomm.plan.cluster import Cluster
-from jaxcomm.plan.methods import Method
+from jaxcomm.plan.families import Method
+from jaxcomm.plan.loads import Workload
+from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.order import best_order
 from jaxcomm.plan.predict import BASELINE, Prediction, choose, predictions
 from jaxcomm.plan.simulate import Model
-from jaxcomm.plan.workload import Workload
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +179,7 @@ def plan(
     Example:
       >>> from jaxcomm import plan
       >>> room = plan.cluster(plan.fabrics.star("room", hosts=4, rate="1Gbit"))
-      >>> found = plan.plan(room, plan.workload(25.6e6, step_ms=234), quality="16bit")
+      >>> found = plan(room, plan.workload(25.6e6, step_ms=234), quality="16bit")
       >>> found.choice.method.name
       'bfloat16/direct'
       >>> tx = found.transformation("data")

@@ -25,7 +25,17 @@ def rate_of(text: Any, whole: Any = None) -> float | None:
 
 
 def star(name: str, hosts: int, rate: Any, links_per_host: int = 1) -> Topology:
-    """All hosts on one switch."""
+    """All hosts on one switch.
+
+    Args:
+      name: for messages.
+      hosts: their number.
+      rate: of each link, in each direction: a number of Mbit/s, "50Mbit", "1Gbit" or "unlimited".
+      links_per_host: network cards of a host.
+
+    Raises:
+      ValueError: for another rate, or fewer than one host.
+    """
     names = _hosts(hosts)
     return Topology(name, names, ("s0",), tuple(_uplinks(names, ["s0"], rate, links_per_host)))
 
@@ -38,9 +48,16 @@ def chain(
     closed: bool = False,
     links_per_host: int = 1,
 ) -> Topology:
-    """A switch for each host, in a row; `rates` are those between switches, in turn.
+    """A switch for each host, in a row.
 
-    They are rates, or shares of `rate` such as "50%".
+    Args:
+      name: as of `star`.
+      hosts: likewise.
+      rate: likewise.
+      rates: those between switches, in turn: rates, or shares of `rate` such as "50%". None is
+        `rate` for all of them.
+      closed: whether the last switch is joined to the first.
+      links_per_host: as of `star`.
     """
     names, switches = _hosts(hosts), _switches(hosts)
     links = _uplinks(names, switches, rate, links_per_host)
@@ -53,7 +70,7 @@ def chain(
 
 
 def ring(name: str, hosts: int, rate: Any, links_per_host: int = 1) -> Topology:
-    """A switch for each host, in a circle."""
+    """A switch for each host, in a circle: `chain`, closed."""
     return chain(name, hosts, rate, None, True, links_per_host)
 
 
@@ -65,7 +82,19 @@ def clusters(
     middle: Any = None,
     links_per_host: int = 1,
 ) -> Topology:
-    """Stars of equally many hosts, whose switches stand in a row; `middle` is the rate between."""
+    """Stars of equally many hosts, whose switches stand in a row.
+
+    Args:
+      name: as of `star`.
+      hosts: of all stars together.
+      rate: as of `star`.
+      groups: the number of stars.
+      middle: the rate between switches; None is `rate`.
+      links_per_host: as of `star`.
+
+    Raises:
+      ValueError: if the hosts do not divide into the groups.
+    """
     names = _hosts(hosts, _count("groups", groups))
     if hosts % groups:
         raise ValueError(f"{hosts} hosts do not divide into {groups} equal groups.")
@@ -84,7 +113,17 @@ def fat_tree(
     links_per_host: int = 1,
     routing: str = "d_mod_k",
 ) -> Topology:
-    """Two levels: each lower switch has as many links up as it has hosts."""
+    """Two levels of switches: each lower one has as many links up as it has hosts.
+
+    Args:
+      name: as of `star`.
+      hosts: likewise.
+      rate: of every link.
+      hosts_per_switch: of each lower switch.
+      links_per_host: as of `star`.
+      routing: which of several equal ways a message takes: "d_mod_k", by the number of its target,
+        or "hashed".
+    """
     names = _hosts(hosts)
     leaves = _switches(-(-hosts // _count("hosts_per_switch", hosts_per_switch)))
     spines = tuple(f"t{i}" for i in range(hosts_per_switch if len(leaves) > 1 else 0))
@@ -108,8 +147,19 @@ def dln(
 ) -> Topology:
     """A distributed loop network: 2^q switches in a ring, with shortcuts.
 
-    Switch s is joined to s + 1, s + 2, s + 4, ..., s + 2^(q-1) by `cables` cables each, of the rate
-    `shortcut` (default `rate`).
+    Switch s is joined to s + 1, s + 2, s + 4, ..., s + 2^(q-1).
+
+    Args:
+      name: as of `star`.
+      hosts: likewise.
+      rate: likewise.
+      hosts_per_switch: equally many on each.
+      cables: of each shortcut.
+      shortcut: the rate of a cable between switches; None is `rate`.
+      links_per_host: as of `star`.
+
+    Raises:
+      ValueError: if the number of switches is no power of two.
 
     References:
       M. Koibuchi, H. Matsutani, H. Amano, D. F. Hsu and H. Casanova, "A case for random shortcut
@@ -133,7 +183,19 @@ def dln_2d(
     """The product of two distributed loop networks: each row and each column is one.
 
     Switch (i, j) of a `grid` of m x n has the number i + m j: the first dimension is the near one.
-    Without a grid, n is m or 2 m.
+
+    Args:
+      name: as of `star`.
+      hosts: likewise.
+      rate: likewise.
+      hosts_per_switch: equally many on each; without effect where there is a grid.
+      grid: m and n, two powers of two; None makes n m or 2 m.
+      cables: as of `dln`.
+      shortcut: likewise.
+      links_per_host: as of `star`.
+
+    Raises:
+      ValueError: if a number of switches is no power of two.
     """
     if grid is None:
         switches = -(-hosts // _count("hosts_per_switch", hosts_per_switch))
@@ -145,7 +207,18 @@ def dln_2d(
 
 
 def explicit(name: str, hosts: int, links: list[Any], switches: Any = (), rate: Any = None) -> Any:
-    """Links that a file lists, each [end, end] or [end, end, rate]."""
+    """Links that a file lists.
+
+    Args:
+      name: as of `star`.
+      hosts: h0, h1, ...: so many.
+      links: each [end, end] or [end, end, rate].
+      switches: their names.
+      rate: of links that name none.
+
+    Raises:
+      ValueError: for a link of another form.
+    """
     made = []
     for link in links:
         if not isinstance(link, list) or len(link) not in (2, 3):

@@ -5,10 +5,10 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxcomm.plan.cluster import Cluster
-from jaxcomm.plan.methods import FAMILIES, QUALITIES, Method, Sent, methods, sent
+from jaxcomm.plan.families import FAMILIES, QUALITIES, Method, Sent, methods, sent
+from jaxcomm.plan.loads import Workload
+from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.simulate import Exchange, Simulation
-from jaxcomm.plan.workload import Workload
 
 # How far off four of five predictions were, by algorithm: `python -m benchmarks.planner --report`.
 ERRORS = {

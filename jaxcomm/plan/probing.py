@@ -13,9 +13,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomm import codecs
 from jaxcomm import mesh as mesh_
-from jaxcomm.plan.cluster import Cluster
 from jaxcomm.plan.costs import Costs, defaults
-from jaxcomm.plan.methods import FAMILIES, FEEDBACK, Method
+from jaxcomm.plan.families import FAMILIES, FEEDBACK, Method
+from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.steps import Pairs
 

@@ -14,8 +14,6 @@ import functools
 from typing import Any
 
 import numpy as np
-from scipy import sparse
-from scipy.sparse import csgraph
 
 ROUTINGS = ("d_mod_k", "hashed")
 
@@ -77,6 +75,8 @@ class Topology:
             self._check(i, link)
         if not self.hosts:
             raise ValueError("a network needs at least one host.")
+        from scipy.sparse import csgraph  # here, as importing it takes long
+
         apart = np.flatnonzero(csgraph.connected_components(self.joined)[1] != 0)
         if apart.size:
             names = ", ".join(self.nodes[i] for i in apart[:5]) + (" ..." if apart.size > 5 else "")
@@ -121,6 +121,8 @@ class Topology:
 
     @functools.cached_property
     def joined(self) -> Any:
+        from scipy import sparse
+
         n, ends = len(self.nodes), self._ends
         return sparse.csr_matrix((np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=(n, n))
 
@@ -205,6 +207,9 @@ class _Ways:
 
     def _choose(self, inner: np.ndarray, ends: np.ndarray) -> None:
         """For each pair of inner nodes, the slots that lead nearer, and how many there are."""
+        from scipy import sparse
+        from scipy.sparse import csgraph
+
         n = len(inner)
         self._place = np.full(len(self._leaf), -1)
         self._place[inner] = np.arange(n)

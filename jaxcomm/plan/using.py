@@ -7,8 +7,8 @@ from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.algorithms._default import choose_by
 from jaxcomm.collectives.reductions import CodedMean, Majority, Reduction
 from jaxcomm.plan import messages
-from jaxcomm.plan.cluster import Cluster
-from jaxcomm.plan.methods import SCHEDULED
+from jaxcomm.plan.families import SCHEDULED
+from jaxcomm.plan.machines import Cluster
 
 _GAIN = 0.95  # an algorithm is changed for one that needs at most so much of its time
 

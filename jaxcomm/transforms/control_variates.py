@@ -46,13 +46,7 @@ def control_variates(
     have. Every few steps, the devices exchange the mean of their gradients since the last time.
     Until the next exchange each device adds the difference between that mean and its own average to
     its gradients. These corrections add up to zero over devices, so the mean of the gradients does
-    not change, but each device votes on something nearer to it:
-
-        optax.chain(
-            jaxcomm.control_variates(jaxcomm.mean("data", "bfloat16"), every=8),
-            jaxcomm.majority_vote("data"),
-            optax.sgd(1e-3, momentum=0.9),
-        )
+    not change, but each device votes on something nearer to it.
 
     The rounding errors of `inner` are the same on all devices, so they shift the mean that is voted
     on; error feedback in `inner` corrects that later.
@@ -75,6 +69,14 @@ def control_variates(
         over several axes.
 
     Wire: that of `inner` every so many steps, in a branch of a conditional; else nothing.
+
+    Example:
+      >>> import jaxcomm, optax
+      >>> tx = optax.chain(
+      ...     jaxcomm.control_variates(jaxcomm.mean("data", "bfloat16"), every=8),
+      ...     jaxcomm.majority_vote("data"),
+      ...     optax.sgd(1e-3, momentum=0.9),
+      ... )
 
     References:
       S. P. Karimireddy et al., "SCAFFOLD: Stochastic Controlled Averaging for Federated Learning",

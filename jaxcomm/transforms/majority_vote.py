@@ -115,6 +115,12 @@ def majority_vote(
     halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, and ring log2 N. Exempt leaves,
     scales and one flag travel in one float32 all-reduce.
 
+    Example:
+      >>> import jaxcomm, optax
+      >>> momentum = jaxcomm.local("data", optax.trace(0.9))  # of each device
+      >>> vote = jaxcomm.majority_vote("data", ties="zero")
+      >>> signum = optax.chain(momentum, vote, optax.sgd(1e-3))
+
     References:
       J. Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault
       Tolerant", ICLR 2019, arXiv:1810.05291.

@@ -55,6 +55,11 @@ def multi_steps(
         over several axes.
 
     Wire: that of `inner` in one step of `every`, in a branch of a conditional; else nothing.
+
+    Example:
+      >>> import jaxcomm, optax
+      >>> chain = optax.chain(jaxcomm.mean("data", "int8"), optax.adam(1e-3))
+      >>> tx = jaxcomm.multi_steps(chain, every=4)
     """
     if not isinstance(every, int) or every < 1:
         raise ValueError(f"multi_steps needs a positive number of steps, got {every!r}.")

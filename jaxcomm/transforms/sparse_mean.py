@@ -131,6 +131,11 @@ def sparse_mean(
     one flag; one of 5 numbers for the report; on a mesh of several axes, one int32 over the others.
     With `measure_xi` two float32 all-reduces of each bucket more.
 
+    Example:
+      >>> import jaxcomm, optax
+      >>> halves = jaxcomm.sparse.oktopk(values="bfloat16")  # entries of 4 bytes
+      >>> tx = optax.chain(jaxcomm.sparse_mean("data", 0.01, halves), optax.sgd(0.1, momentum=0.9))
+
     References:
       Y. Lin et al., "Deep Gradient Compression: Reducing the Communication Bandwidth for
       Distributed Training", ICLR 2018, arXiv:1712.01887 (momentum correction, factor masking).

@@ -8,7 +8,7 @@ import pytest
 
 import jaxcomm
 from jaxcomm import plan
-from jaxcomm.plan.methods import FAMILIES, Method, buckets_of, methods, sent
+from jaxcomm.plan.families import FAMILIES, Method, buckets_of, methods, sent
 from jaxcomm.plan.simulate import Simulation
 
 SHAPE = (96, 128)

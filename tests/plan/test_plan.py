@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pkgutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import jaxcomm
 from jaxcomm import plan
 from jaxcomm.plan.__main__ import main
-from jaxcomm.plan.methods import Method
+from jaxcomm.plan.families import Method
 from jaxcomm.plan.order import best_order
 from jaxcomm.plan.predict import predictions
 from jaxcomm.plan.simulate import Model, Simulation
@@ -305,3 +306,12 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     said = capsys.readouterr().err
     assert said.startswith("plan: link[s0,s9]: there is no such link; there are h0-s0")
     assert said.count("\n") == 1
+
+
+def test_the_module_plans_and_hides_none_of_its_parts() -> None:
+    called: Any = jaxcomm.plan
+    room = plan.cluster(plan.fabrics.star("room", hosts=4, rate="1Gbit"))
+    load = plan.workload(1e6, 10)
+    assert called(room, load, quality="exact") == plan.plan(room, load, quality="exact")
+    parts = {part.name for part in pkgutil.iter_modules(plan.__path__)}
+    assert len(parts) > 10 and parts & set(plan.__all__) == {"fabrics"}

@@ -9,7 +9,7 @@ import pytest
 
 import jaxcomm
 from jaxcomm import plan
-from jaxcomm.plan.methods import Method
+from jaxcomm.plan.families import Method
 from jaxcomm.plan.predict import predictions
 
 COSTS = plan.Costs("none", 1e-3, 1e-8, 1.0, False, False, False, 0.0, {})

@@ -37,5 +37,13 @@ class Native(Algorithm):
 
 
 def native() -> Native:
-    """XLA's own all-reduce."""
+    """XLA's own all-reduce, for means alone.
+
+    Returns:
+      The algorithm: one `psum` in the dtype of the codec, which is float32, bfloat16 or float16.
+      Error feedback needs float32 here, as nobody could keep what XLA rounds.
+
+    Wire: 2(N-1)/N of the vector, if the backend sends as little as possible. XLA's CPU backend
+    sends bfloat16 as float32.
+    """
     return Native()

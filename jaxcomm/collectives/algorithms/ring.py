@@ -30,5 +30,16 @@ class Ring(Scheduled):
 
 
 def ring() -> Ring:
-    """The ring: 2(N-1) rounds between neighbours."""
+    """The ring: every device sends to its right neighbour alone.
+
+    Returns:
+      The algorithm. A partial result is decoded, added to and encoded again N-1 times.
+
+    Wire: of a mean 2(N-1)/N of the vector, in 2(N-1) rounds. Of a vote log2 N bits a coordinate at
+    powers of two.
+
+    References:
+      P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+      workstations", Journal of Parallel and Distributed Computing 69(2), 2009.
+    """
     return Ring()

@@ -69,6 +69,20 @@ class Gaussiank(SparseAllReduce):
 
 
 def gaussiank(values: str = "float32", slack: float = 1.5) -> Gaussiank:
-    """Gaussiank: TopkA with the threshold of a normal distribution; see `topk_allgather`."""
+    """Gaussiank: TopkA with a threshold that a normal distribution suggests, found in every step.
+
+    Args:
+      values: "float32" or "bfloat16", on the wire.
+      slack: how many times k entries a message has room for, at least 1.
+
+    Raises:
+      ValueError: for anything else.
+
+    Wire: (N-1) slack k entries of 6 bytes.
+
+    References:
+      S. Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning", 2019,
+      arXiv:1911.08772, algorithm 1.
+    """
     # No threshold is re-used, so the rules for re-used ones do not matter.
     return Gaussiank(values=values, slack=slack, recompute_every=1, scaling=1.0, tolerance=None)

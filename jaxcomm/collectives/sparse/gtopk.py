@@ -142,7 +142,23 @@ def _holds(entries: _List, places: jax.Array) -> jax.Array:
 
 
 def gtopk(recompute_every: int = 1, scaling: float = 1.012, tolerance: float | None = 2.0) -> Gtopk:
-    """gTopk: pairs merge their lists and keep the k largest; see `topk_allgather`."""
+    """gTopk: pairs of devices merge their lists and keep the k largest, until all have the same.
+
+    Args:
+      recompute_every: as of `topk_allgather`.
+      scaling: likewise.
+      tolerance: likewise.
+
+    Raises:
+      ValueError: for anything else.
+
+    Wire: log2 N lists of k entries of 6 bytes at powers of two; else the busiest device sends one
+    list and k bits more.
+
+    References:
+      S. Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for
+      Low Bandwidth Networks", ICDCS 2019, arXiv:1901.04359.
+    """
     return Gtopk(
         values="float32",
         slack=1.0,

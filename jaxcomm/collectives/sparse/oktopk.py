@@ -111,6 +111,13 @@ def oktopk(
 
     Raises:
       ValueError: for anything else.
+
+    Wire: (N-1) ceil(slack k / N) entries of 6 bytes, or 4 in bfloat16, to the owners of their
+    places, and (N-1) ceil(k / N) back.
+
+    References:
+      S. Li and T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
+      2022, arXiv:2201.07598, algorithm 1.
     """
     return OkTopk(
         values=values,

@@ -87,7 +87,25 @@ def topk_dsa(
     scaling: float = 1.012,
     tolerance: float | None = 2.0,
 ) -> TopkDsa:
-    """TopkDSA: split among owners, add, gather as is cheapest; see `topk_allgather`."""
+    """TopkDSA: the k largest go to the owners of their places, are added, and all sums come back.
+
+    Args:
+      values: "float32" or "bfloat16", on the wire.
+      slack: how many times an equal share of k entries a message to an owner has room for.
+      recompute_every: as of `topk_allgather`.
+      scaling: likewise.
+      tolerance: likewise.
+
+    Raises:
+      ValueError: for anything else.
+
+    Wire: (N-1) c entries of 6 bytes to the owners, c = ceil(slack k / N), and (N-1) N c entries, or
+    all sums if these are fewer bytes, back.
+
+    References:
+      C. Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning",
+      SC 2019, arXiv:1802.08021.
+    """
     return TopkDsa(
         values=values,
         slack=slack,

@@ -81,7 +81,15 @@ class Cluster:
 
 
 def cluster(topology: Topology, costs: Costs | None = None) -> Cluster:
-    """The cluster of a topology, whose hosts are devices in the order of their ranks."""
+    """The cluster of a topology, whose hosts are devices in the order of their ranks.
+
+    Args:
+      topology: of `jaxcomm.plan.fabrics`, or of `jaxcomm.plan.load`.
+      costs: of messages and codes; None is `defaults("cpu")`.
+
+    Returns:
+      The cluster, for `jaxcomm.plan.plan`.
+    """
     n = len(topology.hosts)
     return Cluster(topology, tuple(range(n)), _near(topology), costs or costs_.defaults("cpu"))
 

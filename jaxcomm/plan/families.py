@@ -13,8 +13,8 @@ from jaxcomm import codecs
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives import algorithms, sparse
 from jaxcomm.collectives.algorithms import Algorithm
+from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.messages import Coded, PerBlock, Reduction, Votes
-from jaxcomm.plan.workload import Workload
 
 # Each contains those before it.
 QUALITIES = ("exact", "16bit", "unbiased", "any")

@@ -1,0 +1,87 @@
+"""Whole training steps of the methods for Adam on a network, beside Adam with a float32 mean.
+
+    python -m benchmarks.adam_steps [--rate=200] [--params=2e6] [--repeats=5] [--out=JSON]
+
+The step is that of `python -m benchmarks.allreduce --peers`, with Adam in place of SGD: forward,
+backward, exchange and optimizer of a perceptron with so many weights, 32 rows a host. Four local
+steps, one of which exchanges, are timed together. Hosts are real processes in namespaces of their
+own (`benchmarks.netlab`; needs root). Each rate is a part of the JSON.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+from benchmarks.netlab.flags import add_flags, chosen
+from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
+from benchmarks.netlab.methods import Step, shapes_of
+from benchmarks.netlab.network import Network
+from benchmarks.netlab.worker import Jax, measure
+
+NAME = "benchmarks.adam_steps"
+EVERY = 4  # local steps
+
+
+def main() -> int:
+    args = parse()
+    if args.worker:
+        work(args)
+        return 0
+    return guarded("adam_steps", lambda: run(args))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m {NAME}", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_flags(parser)
+    parser.set_defaults(hosts=4, rate="200")
+    parser.add_argument("--params", type=float, default=2e6, help="weights of the perceptron")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--out", default=str(RESULTS / "adam_steps.json"))
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def run(args: argparse.Namespace) -> None:
+    made = chosen(args)
+    command = [sys.executable, "-m", NAME, "--worker", f"--params={args.params}"]
+    with Network(made) as network:
+        rows = Lab(network).rows([*command, f"--repeats={args.repeats}"], args.seconds)
+    for row in rows:
+        print(f"{row['name']:20}{row['ms']:9.1f} ms{rows[0]['ms'] / row['ms']:8.1f} x")
+    keep(args.out, NAME, str(args.rate), rows, params=args.params, topology=made.name)
+
+
+def optimizers() -> dict[str, tuple[Any, int]]:
+    """What makes updates of local gradients, by name, and the steps that are timed together."""
+    import optax
+
+    import jaxcomm
+    from jaxcomm import codecs
+
+    signs = jaxcomm.mean("data", codecs.scaled_sign(128), error_feedback=True)
+    blocks_of_1024 = jaxcomm.mean("data", "scaled_sign", error_feedback=True)
+    local = jaxcomm.local_steps(optax.adam(1e-3), EVERY, optax.sgd(1.0), blocks_of_1024)
+    return {
+        "float32": (optax.chain(jaxcomm.mean("data"), optax.adam(1e-3)), 1),
+        "factored_adam": (jaxcomm.factored_adam(signs, 1e-3), 1),
+        "local_steps": (local, EVERY),
+    }
+
+
+def work(args: argparse.Namespace) -> None:
+    """What one host does."""
+    together = Jax()
+    import jax
+
+    import jaxcomm
+
+    jax.set_mesh(jaxcomm.data_mesh())
+    shapes = shapes_of(round(args.params))
+    cases = [Step(name, shapes, tx, steps=n) for name, (tx, n) in optimizers().items()]
+    measure(cases, together, args.repeats)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
