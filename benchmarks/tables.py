@@ -266,8 +266,10 @@ def planner() -> Lines:
 
 
 def what_to_take() -> Lines:
-    """Bytes, losses and speed of what users are told to take."""
-    return table(*take.rows(timed_steps(), RATES[:3]))
+    """Bytes, losses and speed of what users are told to take, and what marks in cells mean."""
+    head, rows = take.rows(timed_steps(), RATES[:3])
+    marks = "".join(cell for row in rows for cell in row[3:])
+    return table(head, rows) + ["", *(text for mark, text in take.MARKS if mark in marks)]
 
 
 def digits_alike() -> Lines:

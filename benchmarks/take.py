@@ -77,6 +77,21 @@ TAKE = (
     Take("SGD", '`jaxcomm.majority_vote("data")` of momenta', "vote", sgd="local momentum, vote"),
 )
 
+MARKS = (
+    ("*", "- \\*: only one learning rate was tried, so the true loss may be lower."),
+    (
+        "<",
+        "- `<`: at most. Not measured: factored Adam computes and sends a little more than the "
+        "scaled signs that were.",
+    ),
+    (
+        "~",
+        "- `~`: not measured, but computed from the times of scaled signs: three steps without "
+        "exchange and one with it.",
+    ),
+    ("", "- An empty cell is not measured."),
+)
+
 
 def rows(timed: Timed, rates: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """The head and the cells of the table.
