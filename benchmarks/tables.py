@@ -21,7 +21,10 @@ from benchmarks.pareto import results as front
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("choose.md", "measurements.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / name for name in ("choose.md", "measurements.md", "networks.md")),
+]
 Lines = list[str]
 VALUES = 2e6  # of the vectors on four hosts
 RATES = ("50", "200", "1000", "unlimited")
@@ -323,6 +326,21 @@ def powersgd() -> Lines:
     return table(["", "", "bytes", "rate", "training loss", "test loss"], body)
 
 
+def simulated() -> Lines:
+    """Times on loop networks and fat trees over those of a ring on the fat tree."""
+    rows = json.loads((RESULTS / "simulate_512.json").read_text())["rows"]
+    sizes = [2**20, 2**24, 2**26, 2**30]
+    plain = {row["network"]: row["ms"] for row in rows if row["algorithm"] == "near first"}
+    body = []
+    for row in rows:
+        of_plain = row["ms"][str(2**26)] / plain[row["network"]][str(2**26)]
+        cells = [f"{row['normalised'][str(size)]:.3f}" for size in sizes] + [f"{of_plain:.3f}"]
+        over = f"{row['over_bound']:.2f}" if "over_bound" in row else ""
+        body.append([row["network"], row["algorithm"], *cells, over])
+    head = [f"{size >> 20} MiB" for size in sizes]
+    return table(["network", "algorithm", *head, "of plain", "over bound"], body)
+
+
 def overlap_cpu() -> Lines:
     """Milliseconds of products and an exchange, alone and together."""
     (found,) = parts("overlap_cpu").values()
@@ -334,6 +352,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "digits": digits_alike,
     "digits_by_label": digits_by_label,
     "overlap_cpu": overlap_cpu,
+    "simulated": simulated,
     "planner": planner,
     "powersgd": powersgd,
     "pareto": functools.partial(pareto, "gpt_small"),
