@@ -298,7 +298,8 @@ def digits_by_label() -> Lines:
         seeds = ", ".join(f"{100 * row['test_accuracy']:.1f}" for _, row in found)
         sent = f"{found[0][1]['bytes_per_param_mean']:.2f}"
         body.append([f"`{found[0][0].arguments}`", f"{100 * mean:.1f} %", seeds, sent])
-    return table(["command", "test accuracy", "seeds", "bytes, mean of the run"], body)
+    head = ["command", "test accuracy", "seeds", "bytes, mean of the run"]
+    return table(head, body) if body else ["None of these runs is kept yet."]
 
 
 def percent(row: dict[str, Any]) -> str:

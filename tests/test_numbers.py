@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tables
+from benchmarks import digits, tables
 
 ROOT = Path(__file__).parent.parent
 
@@ -69,3 +69,12 @@ def test_every_measurement_names_its_command() -> None:
     page = (ROOT / "docs/measurements.md").read_text()
     assert sections_without_command(page) == []
     assert sections_without_command("## A\n\n98.1 %\n\n## B\n\n| x | 3 |\n") == ["A", "B"]
+
+
+def test_runs_on_digits_are_kept_with_their_commands() -> None:
+    """An accuracy is a number of images, and the command is that of the row."""
+    for run, row in digits.read().items():
+        assert row["command"] == digits.LAUNCH + run.arguments
+        assert (ROOT / "configs" / run.arguments.split()[0]).exists()
+        right = row["test_accuracy"] * row["test_images"]
+        assert abs(right - round(right)) < 1e-3 and row["devices"] == row["processes"] == 4
