@@ -9,6 +9,7 @@ in the median step, so nothing else may talk to itself on this machine meanwhile
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -76,6 +77,32 @@ def read(path: Path = FILE) -> dict[Run, dict[str, Any]]:
     """What has been run."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return {Run(row["name"], row["by_label"], row["seed"]): row for row in rows}
+
+
+def alike() -> tuple[list[str], list[list[str]]]:
+    """Head and cells: accuracies and bytes of one seed, and the control."""
+    body = []
+    for run, row in read().items():
+        if run.seed == 0 and (not run.by_label or run.name in ("bfloat16", "none")):
+            sent = [row["bytes_per_param"], row["interface_bytes_per_param"]]
+            cells = [f"{number:.2f}" if row["bytes_per_param"] else "0" for number in sent]
+            body.append([f"`{run.arguments}`", f"{100 * row['test_accuracy']:.1f} %", *cells])
+    return ["command", "test accuracy", "bytes, compiled program", "bytes, interface"], body
+
+
+def by_label() -> tuple[list[str], list[list[str]]]:
+    """Head and cells: accuracies of all seeds where devices hold different classes."""
+    found: dict[str, list[tuple[Run, dict[str, Any]]]] = {}
+    for run, row in read().items():
+        if run.by_label and run.name in BY_LABEL:
+            found.setdefault(run.name, []).append((run, row))
+    body = []
+    for own in found.values():
+        each = [100 * row["test_accuracy"] for _, row in own]
+        seeds = ", ".join(f"{accuracy:.1f}" for accuracy in each)
+        sent = f"{own[0][1]['bytes_per_param_mean']:.2f}"
+        body.append([f"`{own[0][0].arguments}`", f"{statistics.mean(each):.1f} %", seeds, sent])
+    return ["command", "test accuracy", "seeds", "bytes, mean of the run"], body
 
 
 def train(run: Run) -> dict[str, Any]:

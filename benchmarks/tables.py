@@ -59,6 +59,11 @@ def table(head: list[str], rows: list[list[str]]) -> Lines:
     ]
 
 
+def table_or(head: list[str], rows: list[list[str]], text: str) -> Lines:
+    """A table, or a text in its place if it has no row."""
+    return table(head, rows) if rows else [text]
+
+
 def star4() -> dict[str, dict[str, Any]]:
     """Method -> rate -> row, on four hosts."""
     found: dict[str, dict[str, Any]] = {}
@@ -275,37 +280,6 @@ def what_to_take() -> Lines:
     return table(head, rows) + ["", *(text for mark, text in take.MARKS if mark in marks)]
 
 
-def digits_alike() -> Lines:
-    """Accuracies and bytes of the digits' configs, one seed."""
-    body = []
-    for run, row in digits.read().items():
-        if run.seed == 0 and (not run.by_label or run.name in ("bfloat16", "none")):
-            sent = [row["bytes_per_param"], row["interface_bytes_per_param"]]
-            cells = [f"{number:.2f}" if row["bytes_per_param"] else "0" for number in sent]
-            body.append([f"`{run.arguments}`", percent(row), *cells])
-    return table(["command", "test accuracy", "bytes, compiled program", "bytes, interface"], body)
-
-
-def digits_by_label() -> Lines:
-    """Accuracies where devices hold different classes, all seeds."""
-    runs: dict[str, list[tuple[digits.Run, dict[str, Any]]]] = {}
-    for run, row in digits.read().items():
-        if run.by_label and run.name in digits.BY_LABEL:
-            runs.setdefault(run.name, []).append((run, row))
-    body = []
-    for found in runs.values():
-        mean = statistics.mean(row["test_accuracy"] for _, row in found)
-        seeds = ", ".join(f"{100 * row['test_accuracy']:.1f}" for _, row in found)
-        sent = f"{found[0][1]['bytes_per_param_mean']:.2f}"
-        body.append([f"`{found[0][0].arguments}`", f"{100 * mean:.1f} %", seeds, sent])
-    head = ["command", "test accuracy", "seeds", "bytes, mean of the run"]
-    return table(head, body) if body else ["None of these runs is kept yet."]
-
-
-def percent(row: dict[str, Any]) -> str:
-    return f"{100 * row['test_accuracy']:.1f} %"
-
-
 def powersgd() -> Lines:
     """Losses of our PowerSGD and of PyTorch's, each at its best rate."""
     rows = json.loads((RESULTS / "powersgd_torch.json").read_text())["rows"]
@@ -350,8 +324,8 @@ def overlap_cpu() -> Lines:
 
 TABLES: dict[str, Callable[[], Lines]] = {
     "take": what_to_take,
-    "digits": digits_alike,
-    "digits_by_label": digits_by_label,
+    "digits": lambda: table(*digits.alike()),
+    "digits_by_label": lambda: table_or(*digits.by_label(), "None of these runs is kept yet."),
     "overlap_cpu": overlap_cpu,
     "simulated": simulated,
     "planner": planner,

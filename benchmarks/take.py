@@ -4,6 +4,7 @@ Losses are those of `python -m benchmarks.pareto`, on the GPT with Adam and on t
 steps are those of `python -m benchmarks.allreduce --peers` and `python -m benchmarks.adam_steps`.
 """
 
+import collections
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -78,7 +79,7 @@ TAKE = (
 )
 
 MARKS = (
-    ("*", "- \\*: only one learning rate was tried, so the true loss may be lower."),
+    ("*", "- \\*: at one learning rate alone; the loss at the best one may be lower."),
     (
         "<",
         "- `<`: at most. Not measured: factored Adam computes and sends a little more than the "
@@ -118,8 +119,11 @@ def chosen_losses(task: str) -> dict[str, list[dict[str, Any]]]:
     runs = [run for run in front.read(front.FOLDER) if run["task"] == task]
     for row in runs:
         if row["chosen"] and row["minus_float32"] is not None:
-            tried = {one["rate"] for one in runs if one["method"] == row["method"]}
-            found.setdefault(row["method"], []).append({**row, "tried": len(tried)})
+            rates = collections.Counter(
+                run["rate"] for run in runs if run["method"] == row["method"]
+            )
+            tried = sum(seeds == rates[row["rate"]] for seeds in rates.values())  # and compared
+            found.setdefault(row["method"], []).append({**row, "tried": tried})
     return found
 
 
