@@ -272,7 +272,12 @@ TAKE = (
     ("any", '`jaxcomm.mean("data", "cnat")`', "cnat", "cnat"),
     ("any", '`jaxcomm.mean("data", "int4", error_feedback=True)`', "int4", "int4, feedback"),
     ("Adam", "`factored_adam` around scaled signs", "", "factored Adam, scaled_sign(128)"),
-    ("Adam", "`local_steps`, 4, of scaled signs", "", "4 local steps, scaled_sign"),
+    (
+        "Adam",
+        "`local_steps`, 4, of scaled signs, outer momentum",
+        "",
+        "4 local steps, scaled_sign, outer momentum",
+    ),
     ("SGD", '`jaxcomm.mean("data", "scaled_sign", error_feedback=True)`', "scaled_sign", ""),
     ("SGD", '`jaxcomm.sparse_mean("data", 0.01)`', "oktopk", ""),
     ("SGD", '`jaxcomm.majority_vote("data")`', "vote", ""),
