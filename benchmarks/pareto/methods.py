@@ -116,7 +116,7 @@ def outer_momentum(
         outer = optax.sgd(1.0, momentum=momentum, nesterov=True)
         return jaxcomm.local_steps(optax.adam(rate, b1=0.5, b2=0.99), every, outer, exchange())
 
-    return Method("local adam", make, around(2e-3), lambda steps: 1 / every)
+    return Method("local adam", make, around(4e-3), lambda steps: 1 / every)
 
 
 def float32() -> optax.GradientTransformation:

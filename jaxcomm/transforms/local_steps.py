@@ -82,7 +82,7 @@ def local_steps(
     momentum of the outer optimizer carries on what they share:
 
         tx = jaxcomm.local_steps(
-            optax.adam(2e-3, b1=0.5),
+            optax.adam(4e-3, b1=0.5),
             every=4,
             outer=optax.sgd(1.0, momentum=0.75, nesterov=True),
             exchange=jaxcomm.mean("data", "scaled_sign", error_feedback=True),
