@@ -2,12 +2,13 @@
 
     python -m benchmarks.planner [--networks=star,clusters,...] [--hosts=4,8] [--rates=100,300,1000]
         [--sizes=2.5e5,2e6] [--methods=...] [--repeats=3] [--out=JSON]
+    python -m benchmarks.planner --codes [--hosts=4,8] [--out=JSON]
     python -m benchmarks.planner --report [--out=JSON] [--png=PNG] [--json]
 
 On each network (`benchmarks.netlab`; needs root) the processes probe messages and then exchange
 gradients by every method, in turn; codes are probed once for each number of hosts. What is in the
-file already is not measured again. The report compares predictions, which know the topology, the
-probe and nothing else, with the medians.
+file already is not measured again; --codes probes the codes again and nothing else. The report
+compares predictions, which know the topology, the probe and nothing else, with the medians.
 
 A choice is the method that is predicted to be fastest, among those of a quality. It is good if it
 took at most 1.05 of the fastest measured one. Networks in TUNED were looked at while the model was
@@ -67,7 +68,8 @@ def main() -> int:
     if args.worker:
         work(args)
         return 0
-    return guarded("planner", lambda: report(args) if args.report else run(args))
+    action = report if args.report else probe_codes if args.codes else run
+    return guarded("planner", lambda: action(args))
 
 
 def parse() -> argparse.Namespace:
@@ -86,7 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="the summary as the last line")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--costs", help=argparse.SUPPRESS)
-    parser.add_argument("--codes", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--codes", action="store_true", help="probe the codes only, again")
     return parser.parse_args()
 
 
@@ -110,6 +112,24 @@ def run(args: argparse.Namespace) -> None:
                 kept["summary"] = summarised(kept)
                 Path(args.out).write_text(json.dumps(kept, indent=1) + "\n")
                 print(summary_of(measured, kept), flush=True)
+
+
+def probe_codes(args: argparse.Namespace) -> None:
+    """Replaces what codes cost, of each number of hosts; a probe needs no certain network."""
+    args.methods = "float32/native"
+    for hosts in args.hosts.split(","):
+        case = {"network": "star", "hosts": int(hosts), "rate": "1000", "size": 2.5e5}
+        kept = read(args.out)
+        same = [old for old in kept["cases"] if old["hosts"] == case["hosts"]]
+        if not same:
+            raise ValueError(f"{args.out} has no network of {hosts} hosts.")
+        with tempfile.TemporaryDirectory(prefix="planner-") as programs:
+            local = measured_on(case, args, Path(programs), codes=True)["local"]
+        for old in same:
+            old["local"] = None
+        same[0]["local"] = local
+        kept |= {**circumstances(NAME), "summary": summarised(kept)}
+        Path(args.out).write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def read(path: str) -> dict[str, Any]:

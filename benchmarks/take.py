@@ -61,9 +61,9 @@ TAKE = (
     ),
     Take(
         "Adam",
-        "`jaxcomm.local_steps`, 4, of scaled signs",
+        "`jaxcomm.local_steps`, 4, of scaled signs, outer momentum",
         "scaled_sign",
-        adam="4 local steps, scaled_sign",
+        adam="4 local steps, scaled_sign, outer momentum",
         step="local_steps",
         derived=4,
     ),

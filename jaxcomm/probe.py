@@ -16,6 +16,7 @@ import jax
 
 import jaxcomm
 from jaxcomm import plan
+from jaxcomm.plan.costs import SIZES
 
 
 def main() -> int:
@@ -44,8 +45,10 @@ def _show(costs: plan.Costs, path: str) -> None:
     print(f"{costs.source}; written to {path}")
     print(f"a message takes {1e6 * costs.latency:.0f} us and {1e9 * costs.per_byte:.2f} ns a byte,")
     print(f"{costs.efficiency:.0%} of a link's rate; both ways between two devices go {ways}")
-    for family, seconds in sorted(costs.local.items(), key=lambda item: item[1]):
-        print(f"  {family:16}{1e9 * seconds:8.2f} ns a value")
+    small, full = SIZES
+    print(f"  ns a value{small:>14,}{full:>11,} values")
+    for family, (few, many) in sorted(costs.local.items(), key=lambda item: item[1][1]):
+        print(f"  {family:16}{1e9 * few:8.2f}{1e9 * many:11.2f}")
 
 
 def _parse() -> argparse.Namespace:

@@ -106,6 +106,19 @@ def local_steps(every: int, exchange: Callable[[], optax.GradientTransformation]
     return Method("local adam", make, around(6e-3), lambda steps: 1 / every)
 
 
+def outer_momentum(
+    every: int, momentum: float, exchange: Callable[[], optax.GradientTransformation]
+) -> Method:
+    """Local steps with little momentum of their own; that of the outer optimizer is shared."""
+
+    def make(rate: optax.Schedule, steps: int) -> optax.GradientTransformation:
+        del steps
+        outer = optax.sgd(1.0, momentum=momentum, nesterov=True)
+        return jaxcomm.local_steps(optax.adam(rate, b1=0.5, b2=0.99), every, outer, exchange())
+
+    return Method("local adam", make, around(4e-3), lambda steps: 1 / every)
+
+
 def float32() -> optax.GradientTransformation:
     """The mean that all are compared with."""
     return jaxcomm.mean("data")
@@ -157,6 +170,7 @@ ADAM: dict[str, Method] = {
     "factored Adam, scaled_sign(128)": Method("its own", factored_adam(sign128), around(6e-3)),
     "factored Adam, int2": Method("its own", factored_adam(int2), around(6e-3)),
     "4 local steps, scaled_sign": local_steps(4, sign),
+    "4 local steps, scaled_sign, outer momentum": outer_momentum(4, 0.75, sign),
     "1-bit Adam": Method("its own", one_bit_adam, around(3e-3), lambda steps: 0.15),
     "int4, feedback": Method("adam", before(int4, adam), around(4e-3)),
     "int2, feedback": Method("adam", before(int2, adam), around(4e-3)),
@@ -174,8 +188,8 @@ ADAM: dict[str, Method] = {
 # The methods for SGD, on the LSTM and on ResNet-20.
 SGD: dict[str, Method] = {
     "float32": Method("sgd", before(float32, sgd), around(0.5)),
-    "scaled_sign, feedback": Method("sgd", before(sign, sgd), around(0.5)),
-    "Ok-Topk, 1 %": Method("sgd", before(oktopk, sgd), around(0.25)),
+    "scaled_sign, feedback": Method("sgd", before(sign, sgd), around(1.0)),
+    "Ok-Topk, 1 %": Method("sgd", before(oktopk, sgd), around(0.5)),
     "PowerSGD, rank 4": Method("sgd", before(low_rank, sgd), around(0.5)),
     "int4, feedback": Method("sgd", before(int4, sgd), around(0.5)),
     "cnat": Method("sgd", before(cnat, sgd), around(0.5)),

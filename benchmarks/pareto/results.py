@@ -80,7 +80,7 @@ def _mean(numbers: list[float | None]) -> float | None:
 
 def table(rows: Rows) -> str:
     """The chosen runs as text."""
-    layout = "{:<10} {:<34} {:<12} {:>8} {:>8} {:>9} {:>8} {:>6} {:>6}  {}"
+    layout = "{:<10} {:<43} {:<12} {:>8} {:>8} {:>9} {:>8} {:>6} {:>6}  {}"
     names = "task", "method", "optimizer", "bytes", "loss", "- float32"
     lines = [layout.format(*names, "rate", "rates", "seeds", "")]
     for line in summaries(rows):

@@ -2,7 +2,7 @@
 
 An exchange of n values by one method takes
 
-    call + local seconds * n + the sum over its steps of what the network needs for their messages
+    call + local seconds of n values + the sum over its steps of what the network needs for them
 
 where a message takes `latency`, and then as long as the slowest of its links at `efficiency` of
 their rate, or `per_byte` of the device that sends it.
@@ -15,7 +15,8 @@ from typing import Any
 
 from jaxcomm.plan.files import File, pyyaml
 
-VERSION = 1
+VERSION = 2
+SIZES = (2**18, 2**21)  # values at which codes are timed; the second fills a bucket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Costs:
       overlap: whether the backward pass goes on while messages travel.
       call: of an exchange, whatever it sends.
       local: of each family of methods, for a value: encoding, merging, decoding and what error
-        feedback or selecting takes, all devices of a machine at once.
+        feedback or selecting takes, all devices of a machine at once. Two numbers: of a value among
+        SIZES[0] and among SIZES[1], where the operations' own cost is spread over more of them.
     """
 
     source: str
@@ -43,7 +45,7 @@ class Costs:
     stripes: bool
     overlap: bool
     call: float
-    local: Mapping[str, float]
+    local: Mapping[str, tuple[float, float]]
 
     def __post_init__(self) -> None:
         for field in ("latency", "per_byte", "call"):
@@ -51,17 +53,26 @@ class Costs:
                 raise ValueError(f"{field} is in seconds, 0 or more, got {getattr(self, field)!r}.")
         if not 0 < self.efficiency <= 1:
             raise ValueError(f"efficiency is a share in (0, 1], got {self.efficiency!r}.")
-        for family, seconds in self.local.items():
-            if not 0 <= seconds < float("inf"):
-                raise ValueError(f"{family} takes seconds a value, 0 or more, got {seconds!r}.")
+        for family, pair in self.local.items():
+            if not all(0 <= seconds < float("inf") for seconds in pair):
+                raise ValueError(f"{family} takes seconds a value, 0 or more, got {pair!r}.")
 
-    def of(self, family: str) -> float:
-        """Local seconds of a value; of a family that is not there, those of the dearest."""
-        return self.local.get(family, max(self.local.values(), default=0.0))
+    def local_seconds(self, family: str, values: float) -> float:
+        """What so many values take; of a family that is not there, as much as of the dearest."""
+        small, full = SIZES
+        dearest = max(self.local.values(), key=lambda pair: pair[1], default=(0.0, 0.0))
+        among_few, among_many = self.local.get(family, dearest)
+        if values <= small:
+            return among_few * values
+        if values >= full:  # one bucket after the other
+            return among_many * values
+        share = (values - small) / (full - small)
+        return (1 - share) * among_few * small + share * among_many * full
 
     def save(self, path: str | Path) -> None:
         """Writes them as YAML, which `read` reads."""
-        values = {"version": VERSION, **dataclasses.asdict(self), "local": dict(self.local)}
+        local = {family: list(pair) for family, pair in self.local.items()}
+        values = {"version": VERSION, **dataclasses.asdict(self), "local": local}
         Path(path).write_text(pyyaml().safe_dump(values, sort_keys=False))
 
 
@@ -85,6 +96,7 @@ def read(path: str | Path) -> Costs:
         if key not in values:
             raise file.error(key, f"costs need {key!r}.")
         _check_type(file, key, values[key])
+    values["local"] = {family: tuple(pair) for family, pair in values["local"].items()}
     try:
         return Costs(**values)
     except ValueError as error:
@@ -93,19 +105,24 @@ def read(path: str | Path) -> Costs:
 
 def _check_type(file: File, key: str, value: Any) -> None:
     flags = key in ("half_duplex", "stripes", "overlap")
-    number = isinstance(value, int | float) and not isinstance(value, bool)
     if flags and not isinstance(value, bool):
         raise file.error(key, f"{key} is true or false, got {value!r}.")
     if key == "local":
         pairs = value.items() if isinstance(value, dict) else [("local", value)]
-        for family, seconds in pairs:
-            if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-                raise file.error(key, f"{family} takes seconds a value, got {seconds!r}.")
+        for family, pair in pairs:
+            if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_number, pair)):
+                raise file.error(
+                    key, f"{family} takes seconds a value, among {SIZES} of them, got {pair!r}."
+                )
     elif key == "source":
         if not isinstance(value, str):
             raise file.error(key, f"source is a text, got {value!r}.")
-    elif not flags and not number:
+    elif not flags and not _is_number(value):
         raise file.error(key, f"{key} is a number, got {value!r}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def defaults(device: str) -> Costs:
@@ -122,9 +139,9 @@ def defaults(device: str) -> Costs:
     return DEFAULTS[device]
 
 
-def _passes(**bytes_of: float) -> dict[str, float]:
+def _passes(**bytes_of: float) -> dict[str, tuple[float, float]]:
     """Seconds of a value, for the bytes of memory that its methods read and write."""
-    return {family: count / _MEMORY for family, count in bytes_of.items()}
+    return {family: (count / _MEMORY, count / _MEMORY) for family, count in bytes_of.items()}
 
 
 # CPU, on an x86 server of two cores: codes by `python -m jaxcomm.probe --simulate=2`, messages as
@@ -142,17 +159,19 @@ DEFAULTS = {
         overlap=False,
         call=1e-3,
         local={
-            "float32": 5.3e-9,
-            **dict.fromkeys(("bfloat16", "float16"), 1.3e-9),
-            **dict.fromkeys(("int8", "fp8_e4m3"), 2.6e-9),
-            "cnat": 4.7e-9,
-            "int4": 5.5e-9,
-            **dict.fromkeys(("scaled_sign", "int2"), 4.8e-9),
-            "vote": 3.0e-9,
-            "oktopk": 10.7e-9,
-            **dict.fromkeys(("topk_allgather", "topk_dsa", "gtopk", "gaussiank"), 6.4e-9),
-            "powersgd1": 4.4e-9,
-            **dict.fromkeys(("powersgd2", "powersgd4"), 5.4e-9),
+            "float32": (3.2e-9, 6.3e-9),
+            **dict.fromkeys(("bfloat16", "float16"), (2.2e-9, 4.4e-9)),
+            **dict.fromkeys(("int8", "fp8_e4m3"), (3.7e-9, 4.0e-9)),
+            "cnat": (6.8e-9, 6.8e-9),
+            "int4": (7.3e-9, 6.5e-9),
+            **dict.fromkeys(("scaled_sign", "int2"), (5.7e-9, 5.7e-9)),
+            "vote": (5.6e-9, 3.0e-9),
+            "oktopk": (19.4e-9, 15.6e-9),
+            **dict.fromkeys(
+                ("topk_allgather", "topk_dsa", "gtopk", "gaussiank"), (17.7e-9, 10.8e-9)
+            ),
+            "powersgd1": (9.1e-9, 5.2e-9),
+            **dict.fromkeys(("powersgd2", "powersgd4"), (10.3e-9, 5.6e-9)),
         },
     ),
     "gpu": Costs(

@@ -156,7 +156,7 @@ def _seconds(cluster: Cluster, load: Workload, method: Method, made: Made) -> fl
 
 
 def _local(cluster: Cluster, load: Workload, method: Method) -> float:
-    return cluster.costs.of(method.family) * load.values
+    return cluster.costs.local_seconds(method.family, load.values)
 
 
 def _step(cluster: Cluster, load: Workload, seconds: float, made: Made) -> tuple[float, float]:

@@ -13,13 +13,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomm import codecs
 from jaxcomm import mesh as mesh_
-from jaxcomm.plan.costs import Costs, defaults
+from jaxcomm.plan.costs import SIZES, Costs, defaults
 from jaxcomm.plan.families import FAMILIES, FEEDBACK, Method
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.steps import Pairs
 
-SIDE, MATRICES = 1024, 2  # what codes are timed on: together a bucket
+ROWS, MATRICES = 1024, 2  # what codes are timed on: matrices of so many rows
 SMALL, LARGE = 1, 2**19  # float32 values of a message
 CHAINED = 4  # messages in a row, in one program
 REPEATS = 7
@@ -51,10 +51,10 @@ def probe(
 
     Every process calls it. Messages are timed between neighbours in rank, all at once, both ways
     and one way. Codes are timed on the first device of each process, all at once, so that processes
-    that share cores slow each other down as they will in training, on two matrices of
-    1024 x 1024. A device that is alone has no errors to feed back, so the codes of means with error
-    feedback are timed by themselves. Where an operation has several implementations, they are timed
-    too; `implementation="measure"` finds the choice again.
+    that share cores slow each other down as they will in training, on two matrices of 1024 x 128
+    and of 1024 x 1024. A device that is alone has no errors to feed back, so the codes of means
+    with error feedback are timed by themselves. Where an operation has several implementations,
+    they are timed too; `implementation="measure"` finds the choice again.
 
     Args:
       mesh: of one axis; None is all devices.
@@ -91,9 +91,10 @@ def probe(
     all_at_once = large["one way" if n == 2 and half_duplex else "shift"]
     per_byte = max(all_at_once - latency, 0.0) / (4 * LARGE)
     call = max(_flag(mesh) - 2 * (n - 1) * latency, 0.0)
-    local: dict[str, float] = {}
+    local: dict[str, tuple[float, float]] = {}
     for family in TIMED if families is None else families:
-        local |= dict.fromkeys((family, *TIMED[family]), _local(mesh, family))
+        pair = _local(mesh, family, SIZES[0]), _local(mesh, family, SIZES[1])
+        local |= dict.fromkeys((family, *TIMED[family]), pair)
     efficiency = usual.efficiency
     if cluster is not None:
         pairs = one_way if n == 2 and half_duplex else shift
@@ -154,20 +155,20 @@ def _slowest(mesh: Mesh, body: Callable[[jax.Array], jax.Array], values: int) ->
     return _timed(mesh, lambda: program(rows), repeats)
 
 
-def _local(mesh: Mesh, family: str) -> float:
-    """Seconds of a value, on every process at once."""
+def _local(mesh: Mesh, family: str, values: int) -> float:
+    """Seconds of a value among so many, on every process at once."""
     about = FAMILIES[family]
     if FEEDBACK in about.needs and about.options["method"] == "mean":
-        return _feedback(mesh, family)
+        return _feedback(mesh, family, values) / values
     device = mesh.local_devices[0]
     alone = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=[device])
     method = Method(family, about.algorithms[0])
-    return _exchange(mesh, alone, method) / (MATRICES * SIDE**2)
+    return _exchange(mesh, alone, method, (ROWS, values // (MATRICES * ROWS))) / values
 
 
-def _feedback(mesh: Mesh, family: str) -> float:
-    """Of a value: what a device encodes, decodes, keeps and adds, without messages."""
-    codec, n = codecs.from_name(family), MATRICES * SIDE**2 // mesh.size
+def _feedback(mesh: Mesh, family: str, values: int) -> float:
+    """Seconds: what a device encodes, decodes, keeps and adds, without messages."""
+    codec, n = codecs.from_name(family), values // mesh.size
 
     def body(x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
         finite = jnp.all(jnp.isfinite(x))
@@ -180,20 +181,20 @@ def _feedback(mesh: Mesh, family: str) -> float:
         results = codec.decode(jax.lax.optimization_barrier(result), n).reshape(-1)
         return jnp.where(finite, results, jnp.nan), jnp.where(finite, left, residual)
 
-    values = np.random.default_rng(0).standard_normal(n * mesh.size, np.float32)
-    x = jax.device_put(values, mesh.local_devices[0])
+    own = np.random.default_rng(0).standard_normal(n * mesh.size, np.float32)
+    x = jax.device_put(own, mesh.local_devices[0])
     program = jax.jit(body)
-    return _timed(mesh, lambda: program(x, x)) / x.size
+    return _timed(mesh, lambda: program(x, x))
 
 
-def _exchange(mesh: Mesh, over: Mesh, method: Method) -> float:
+def _exchange(mesh: Mesh, over: Mesh, method: Method, shape: tuple[int, int]) -> float:
     """Seconds of an exchange of the matrices over a mesh of one axis, all processes at once."""
     with jax.set_mesh(over):
         tx = method.transformation("data", implementation="measure")
         names = [f"w{i}" for i in range(MATRICES)]
-        state = jax.jit(tx.init)(mesh_.replicate({w: jnp.zeros((SIDE, SIDE)) for w in names}))
+        state = jax.jit(tx.init)(mesh_.replicate({w: jnp.zeros(shape) for w in names}))
         rows = len(over.local_devices)
-        values = np.random.default_rng(0).standard_normal((rows, SIDE, SIDE), np.float32)
+        values = np.random.default_rng(0).standard_normal((rows, *shape), np.float32)
         sharding = NamedSharding(over, PartitionSpec("data"))
         own = jax.make_array_from_process_local_data(sharding, values)
         grads = {w: jnp.copy(own) for w in names}

@@ -49,7 +49,7 @@ class TestNumbers:
             assert row.bytes_busiest_link == pytest.approx(np.log2(hosts) * 4e6 / 8, rel=1e-3)
 
     def test_costs_add_up(self) -> None:
-        costs = dataclasses.replace(FREE, latency=1e-3, call=5e-3, local={"int8": 1e-9})
+        costs = dataclasses.replace(FREE, latency=1e-3, call=5e-3, local={"int8": (1e-9, 1e-9)})
         row = row_of(room(costs=costs), self.load, "int8", "ring")
         free = row_of(room(), self.load, "int8", "ring")
         buckets = 2  # of 8 MiB
@@ -57,8 +57,16 @@ class TestNumbers:
         assert row.latency == pytest.approx(5e-3 + buckets * 6e-3)
         assert row.exchange == pytest.approx(free.exchange + row.local + row.latency)
 
-    def test_a_family_without_costs_has_those_of_the_dearest(self) -> None:
-        assert dataclasses.replace(FREE, local={"int8": 1e-9, "vote": 2e-9}).of("cnat") == 2e-9
+    def test_codes_take_the_time_of_their_sizes(self) -> None:
+        """Of each size what was measured, a line between them, and bucket after bucket."""
+        costs = dataclasses.replace(FREE, local={"int8": (4e-9, 1e-9), "vote": (3e-9, 2e-9)})
+        small, full = 2**18, 2**21
+        assert costs.local_seconds("int8", small / 2) == pytest.approx(4e-9 * small / 2)
+        assert costs.local_seconds("int8", 3 * full) == pytest.approx(1e-9 * 3 * full)
+        middle = (4e-9 * small + 1e-9 * full) / 2
+        assert costs.local_seconds("int8", (small + full) / 2) == pytest.approx(middle)
+        assert costs.local_seconds("cnat", full) == 2e-9 * full  # not there: as the dearest
+        assert FREE.local_seconds("cnat", full) == 0
 
     def test_what_hides_behind_the_backward_pass(self) -> None:
         hides = dataclasses.replace(FREE, overlap=True)
@@ -111,7 +119,7 @@ class TestChoice:
     def test_what_limits(self) -> None:
         found = plan.plan(room(rate="50Mbit"), TestNumbers.load, "exact")
         assert found.choice.limit == "h0-s0"
-        slow = dataclasses.replace(FREE, local={"float32": 1e-5})
+        slow = dataclasses.replace(FREE, local={"float32": (1e-5, 1e-5)})
         assert row_of(room(costs=slow), TestNumbers.load, "float32", "native").limit == (
             "encoding and decoding"
         )
@@ -244,7 +252,7 @@ class TestCosts:
     """Measured, written and read back."""
 
     def test_they_are_read_as_written(self, tmp_path: Path) -> None:
-        costs = dataclasses.replace(FREE, latency=1e-4, local={"int8": 1e-9})
+        costs = dataclasses.replace(FREE, latency=1e-4, local={"int8": (1e-9, 1e-9)})
         costs.save(tmp_path / "costs.yaml")
         assert plan.read_costs(tmp_path / "costs.yaml") == costs
 
@@ -254,8 +262,12 @@ class TestCosts:
             ("latency: 0.0", "latency: -1.0", "latency is in seconds, 0 or more, got -1.0"),
             ("latency: 0.0", "latency: soon", "line 3: latency is a number, got 'soon'"),
             ("latency: 0.0", "lateness: 0.0", "line 3: unknown key 'lateness'"),
-            ("version: 1", "version: 2", "line 1: this is version 1 of costs"),
-            ("local: {}", "local: {int8: fast}", "int8 takes seconds a value, got 'fast'"),
+            ("version: 2", "version: 1", "line 1: this is version 2 of costs"),
+            (
+                "local: {}",
+                "local: {int8: fast}",
+                "int8 takes seconds a value, among",
+            ),
             ("overlap: false", "overlap: 1", "overlap is true or false, got 1"),
             ("efficiency: 1.0", "efficiency: 2.0", r"efficiency is a share in \(0, 1\], got 2.0"),
         ],
@@ -278,7 +290,7 @@ class TestCosts:
     def test_a_probe_of_simulated_devices(self, make_mesh: Any) -> None:
         found = plan.probe(make_mesh(4), families=["float32"])
         assert found.source.startswith("measured on 4 devices") and found.latency > 0
-        assert set(found.local) == {"float32"} and found.local["float32"] > 0
+        assert set(found.local) == {"float32"} and min(found.local["float32"]) > 0
         with pytest.raises(ValueError, match="unknown family 'int3'"):
             plan.probe(make_mesh(4), families=["int3"])
         with pytest.raises(ValueError, match="several devices"):
