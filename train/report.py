@@ -131,7 +131,8 @@ def main(arguments: list[str]) -> int:
     workdirs = [a for a in arguments if not a.startswith("--")]
     unknown = [a for a in arguments if a.startswith("--") and not a.startswith("--out=")]
     if unknown or not workdirs:
-        print(f"error: {unknown[0]} is not a flag" if unknown else __doc__, file=sys.stderr)
+        wrong = f"{unknown[0]} is not a flag" if unknown else "the WORKDIR of a run is missing"
+        print(f"error: {wrong}: python -m train.report WORKDIR... [--out=FILE]", file=sys.stderr)
         return 2
     try:
         compare(workdirs, Path(out[-1] if out else "report.png"))

@@ -57,7 +57,8 @@ def make_loss(
     """
 
     def loss_fn(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Metrics]:
-        logits = forward(params, _over_group(batch["image"]))
+        with jax.named_scope("forward"):  # Its way back is "transpose(jvp(forward))".
+            logits = forward(params, _over_group(batch["image"]))
         labels = jax.nn.one_hot(batch["label"], logits.shape[-1])
         losses = optax.softmax_cross_entropy(logits, optax.smooth_labels(labels, smoothing))
         accuracy = (logits.argmax(-1) == batch["label"]).astype(jnp.float32)

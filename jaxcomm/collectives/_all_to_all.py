@@ -40,7 +40,8 @@ def all_to_all(message: Any, axis_name: AxisName) -> Any:
             return by_rounds(x, axis_name)
         return jax.lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
 
-    return jax.tree.map(one, message)
+    with jax.named_scope("exchange"):
+        return jax.tree.map(one, message)
 
 
 def by_rounds(x: jax.Array, axis_name: AxisName) -> jax.Array:

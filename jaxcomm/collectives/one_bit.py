@@ -57,20 +57,23 @@ def one_bit_mean(
     width = chunk_length(n, world)
     counts = jnp.asarray(np.clip(n - width * np.arange(world), 0, width), jnp.int32)
 
-    message, worker_error = sign.encode_with_feedback(
-        cut(x, world), cut(worker_error, world), counts, implementation=implementation
-    )
+    with jax.named_scope("encode"):
+        message, worker_error = sign.encode_with_feedback(
+            cut(x, world), cut(worker_error, world), counts, implementation=implementation
+        )
 
     arrived = all_to_all(message, axis_name)
     count = counts[jax.lax.axis_index(axis_name)]
     padding = jnp.arange(width) >= count
     average = jnp.sum(sign.decode(arrived, width), axis=0) / world
-    answer, server_error = sign.encode_with_feedback(
-        jnp.where(padding, 0.0, average),
-        jnp.where(padding, 0.0, server_error),
-        count,
-        implementation=implementation,
-    )
+    with jax.named_scope("encode"):
+        answer, server_error = sign.encode_with_feedback(
+            jnp.where(padding, 0.0, average),
+            jnp.where(padding, 0.0, server_error),
+            count,
+            implementation=implementation,
+        )
 
-    answers = jax.lax.all_gather(answer, axis_name)
+    with jax.named_scope("exchange"):
+        answers = jax.lax.all_gather(answer, axis_name)
     return join(sign.decode(answers, width), n), join(worker_error, n), server_error

@@ -196,7 +196,7 @@ def exchange_buckets(
     results, kept = [], []
     for number, bucket in enumerate(buckets):
         ready, results = in_turn({i: parts[i] for i in bucket}, results)
-        with noted(Message("bucket", bucket)):
+        with noted(Message("bucket", bucket)), jax.named_scope(f"bucket{number}"):
             result, rest = on_bucket(number, ready)
         results.append(result)
         kept.append(rest)
@@ -214,7 +214,7 @@ def exchange_buckets(
         small, results = in_turn(small, results)
         reduction, native = collectives.mean_of("float32", "native")
         exempt = tuple(key for key in small if isinstance(key, int))
-        with noted(Message("exempt", exempt)):
+        with noted(Message("exempt", exempt)), jax.named_scope("small"):
             sums = collectives.all_reduce(joined(small), axis_name, reduction, native)
         exact = split(sums, small)
     if FLAG in exact:

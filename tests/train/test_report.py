@@ -50,7 +50,10 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report.main([]) == report.main(["--ot=x"]) == report.main([str(tmp_path)]) == 2
-    assert f"error: {tmp_path} is not the directory of a run" in capsys.readouterr().err
+    missing, unknown, other = capsys.readouterr().err.splitlines()
+    assert missing.startswith("error: the WORKDIR of a run is missing: python -m train.report")
+    assert unknown.startswith("error: --ot=x is not a flag:")
+    assert other.startswith(f"error: {tmp_path} is not the directory of a run")
     (tmp_path / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="has no step"):
         compare.read(tmp_path)

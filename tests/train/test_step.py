@@ -1,5 +1,6 @@
 """Eight devices against one, microbatches against one batch, the remainder of the test set."""
 
+import re
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import jaxcomm
 from train import state, step, sync
 
 CLASSES = 10
+PARTS = ("encode", "exchange", "decode")
 
 
 def forward(params: Any, images: jax.Array) -> jax.Array:
@@ -71,6 +73,20 @@ def test_devices_follow_one_device_on_the_whole_batch(
 def test_microbatches_change_nothing(one_device: list[float]) -> None:
     two = losses_of(jaxcomm.data_mesh(devices=jax.devices()[:2]), 20, microbatches=4)
     np.testing.assert_allclose(two, one_device, rtol=1e-5)
+
+
+def test_a_profile_names_the_parts_of_a_step() -> None:
+    config = config_dict.create(method="mean", codec="int8", algorithm="ring", bucket_mib=0.001)
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        batch = jaxcomm.global_batch(batches(1, 8)[0], sync.AXIS)
+        gradient = step.make_gradient(forward, 0.1, 1)
+        order = jaxcomm.backward_order(gradient, parameters(), batch)
+        tx = optax.chain(sync.build(config, order, 1), optax.sgd(0.5))
+        run = jax.jit(step.make_train_step(gradient, tx))
+        text = run.lower(state.init(parameters(), tx), batch).as_text(debug_info=True)
+    names = re.findall(r'loc\("([^"]*)/[^"/]*"', text)
+    wanted = {f"bucket{i}/{part}" for i in range(2) for part in PARTS}
+    assert wanted | {"jvp(forward)", "transpose(jvp(forward))", "small/exchange"} <= {*names}
 
 
 def test_evaluation_leaves_padding_out() -> None:

@@ -91,13 +91,16 @@ class Algorithm:
         owned, n = self.owned(axis_name), length(prepared.vector)
         mine, errors = self.reduce_scatter(reduction.start(blocks, world), axis_name, reduction, 1)
         replicated = take_block(cut(prepared.replicated, number), owned)
-        result = reduction.finish(mine, replicated, world)
+        with jax.named_scope("encode"):
+            result = reduction.finish(mine, replicated, world)
         if reduction.keeps_errors:
             error = reduction.second_hop_error(mine, result, world)
             # Who owns nothing holds a partial of some devices, whose error means nothing.
             errors = add_block(errors, jnp.where(self.is_owner(axis_name), error, 0), owned)
         results = self.all_gather(result, axis_name)
-        return join(reduction.decode_result(results, length(blocks)), n), join(errors, n)
+        with jax.named_scope("decode"):
+            decoded = reduction.decode_result(results, length(blocks))
+        return join(decoded, n), join(errors, n)
 
 
 def message_id(devices_per_partial: int, number: int) -> int:

@@ -77,7 +77,8 @@ class Scheduled(Algorithm):
             sources, targets = zip(*step.pairs, strict=True)
             counts = tuple(devices_per_partial * count for count in counts)
             sent = _take(partial, *step.send)
-            message = reduction.encode(sent, counts, message_id(devices_per_partial, number))
+            with jax.named_scope("encode"):
+                message = reduction.encode(sent, counts, message_id(devices_per_partial, number))
             if reduction.keeps_errors:
                 # What is sent is passed on for good: this device keeps the error of each message.
                 error, before = reduction.first_hop_error(sent, message), _take(errors, *step.send)
@@ -85,7 +86,8 @@ class Scheduled(Algorithm):
                 errors = _put(errors, step.send[0], error)
             arrived = _permute(message, axis_name, step.pairs)
             mine = _take(partial, step.into, step.into + step.size)
-            merged = reduction.merge(mine, reduction.decode(arrived, counts, mine))
+            with jax.named_scope("decode"):
+                merged = reduction.merge(mine, reduction.decode(arrived, counts, mine))
             merged = _where_among(targets, merged, mine, schedule.world, me)
             partial = _put(partial, step.into, merged)
         return _take(partial, 0, 1), _reorder(errors, _inverse(schedule.order), me)
@@ -125,7 +127,8 @@ def _inverse(order: Order) -> Order:
 
 
 def _permute(message: Any, axis_name: AxisName, pairs: Any) -> Any:
-    return jax.tree.map(lambda m: jax.lax.ppermute(m, axis_name, pairs), message)
+    with jax.named_scope("exchange"):
+        return jax.tree.map(lambda m: jax.lax.ppermute(m, axis_name, pairs), message)
 
 
 def _take(blocks: Any, start: int, stop: int) -> Any:

@@ -57,12 +57,15 @@ class Direct(Algorithm):
         """See `Algorithm.reduce_scatter`."""
         world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
         counts = (devices_per_partial,) * world
-        message = reduction.encode(partial, counts, message_id(devices_per_partial, 0))
+        with jax.named_scope("encode"):
+            message = reduction.encode(partial, counts, message_id(devices_per_partial, 0))
         arrived = all_to_all(message, axis_name)
         if not reduction.keeps_errors:
-            return reduction.decode_and_merge(arrived, counts, partial), None
+            with jax.named_scope("decode"):
+                return reduction.decode_and_merge(arrived, counts, partial), None
         # The device's own block needs no message, so it is merged whole and leaves no error.
-        partials = reduction.decode(arrived, counts, partial)
+        with jax.named_scope("decode"):
+            partials = reduction.decode(arrived, counts, partial)
         partials = put_block(partials, take_block(partial, me), me)
         errors = reduction.first_hop_error(partial, message)
         errors = put_block(errors, jnp.zeros_like(errors[:1]), me)
@@ -70,7 +73,8 @@ class Direct(Algorithm):
 
     def all_gather(self, result: Any, axis_name: AxisName) -> Any:
         """See `Algorithm.all_gather`."""
-        return jax.tree.map(lambda v: jax.lax.all_gather(v, axis_name, tiled=True), result)
+        with jax.named_scope("exchange"):
+            return jax.tree.map(lambda v: jax.lax.all_gather(v, axis_name, tiled=True), result)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
@@ -25,7 +26,8 @@ class Native(Algorithm):
     ) -> tuple[Any, Any]:
         """See `Algorithm.all_reduce`; the errors are zero, as only float32 may keep them here."""
         errors = jnp.zeros_like(prepared.vector) if reduction.keeps_errors else None
-        return reduction.native(prepared, axis_name), errors
+        with jax.named_scope("exchange"):
+            return reduction.native(prepared, axis_name), errors
 
     def reduce_scatter(
         self, partial: Any, axis_name: AxisName, reduction: Reduction, devices_per_partial: int
