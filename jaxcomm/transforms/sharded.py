@@ -115,8 +115,10 @@ def sharded(
     if not isinstance(exchange, Exchange):
         raise TypeError(
             "sharded takes what jaxcomm.mean, jaxcomm.majority_vote, jaxcomm.set_to_zero or "
-            f"jaxcomm.no_exchange returned, got {exchange!r}; the optimizer goes behind it: "
-            'optax.chain(jaxcomm.sharded(jaxcomm.mean("data", "bfloat16")), optax.adamw(1e-3)).'
+            f"jaxcomm.no_exchange returned, got {_name_of(exchange)}; the optimizer goes behind: "
+            'optax.chain(jaxcomm.sharded(jaxcomm.mean("data", "bfloat16")), optax.adamw(1e-3)). '
+            "Sparse and low-rank methods cannot be sharded; for few bytes take "
+            'jaxcomm.mean("data", "int4", error_feedback=True), or "scaled_sign" there with SGD.'
         )
     scheme, exempt = _checked(exchange.scheme, gather), exchange.exempt
 
@@ -136,6 +138,13 @@ def sharded(
         return treedef.unflatten(results), state._replace(step=state.step + 1, residual=residual)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _name_of(exchange: Any) -> str:
+    """What to call an argument: a transformation by its factory."""
+    if not isinstance(exchange, optax.GradientTransformation):
+        return repr(exchange)
+    return getattr(exchange.init, "__qualname__", repr(exchange)).partition(".")[0]
 
 
 def _checked(scheme: Scheme, gather: str | codecs.Codec) -> Scheme:
