@@ -5,13 +5,18 @@ from typing import Any
 import jax
 
 _GPUS = ("gpu", "cuda", "rocm")
+_OVERLAP: dict[str, bool | int] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+# XLA would join the reduce-scatters of a layer within groups behind its last gradient. The exchange
+# between groups comes after them, and would find nothing to travel behind.
+_IN_GROUPS: dict[str, bool | int] = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1}
 
 
-def compiler_options() -> dict[str, bool]:
+def compiler_options() -> dict[str, bool | int]:
     """Options for the `jax.jit` of a training step: `jax.jit(step, compiler_options=...)`.
 
     On GPUs they ask for XLA's latency-hiding scheduler. Below compute capability 9.0 it is off
-    by default, and every collective is waited for as soon as it has begun.
+    by default, and every collective is waited for as soon as it has begun. On a mesh of several
+    axes, such as groups of devices (HSDP), they keep reduce-scatters from being joined.
 
     Returns:
       A dict for the platform of the current mesh, or without one of the default device; empty
@@ -19,4 +24,7 @@ def compiler_options() -> dict[str, bool]:
     """
     mesh = jax.sharding.get_mesh()
     device: Any = jax.devices()[0] if mesh.empty else mesh.devices.flat[0]
-    return {"xla_gpu_enable_latency_hiding_scheduler": True} if device.platform in _GPUS else {}
+    if device.platform not in _GPUS:
+        return {}
+    in_groups = not mesh.empty and sum(size > 1 for size in mesh.devices.shape) > 1
+    return _OVERLAP | (_IN_GROUPS if in_groups else {})

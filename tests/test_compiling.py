@@ -22,7 +22,14 @@ def test_on_cpu_there_is_nothing_to_say() -> None:
 def test_on_gpus_of_the_mesh_work_is_scheduled(
     platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    devices = np.array([SimpleNamespace(platform=platform)])
-    mesh = SimpleNamespace(empty=False, devices=devices)
-    monkeypatch.setattr(jax.sharding, "get_mesh", lambda: mesh)
-    assert jaxcomm.compiler_options() == {"xla_gpu_enable_latency_hiding_scheduler": True}
+    def options(*shape: int) -> dict[str, bool | int]:
+        devices = np.full(shape, SimpleNamespace(platform=platform))
+        mesh = SimpleNamespace(empty=False, devices=devices)
+        monkeypatch.setattr(jax.sharding, "get_mesh", lambda: mesh)
+        return jaxcomm.compiler_options()
+
+    overlap = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    assert options(1) == options(8) == options(8, 1) == overlap
+    groups = options(2, 4)
+    assert groups.pop("xla_gpu_reduce_scatter_combine_threshold_bytes") == 1
+    assert groups == overlap
