@@ -36,7 +36,7 @@ def buckets_of(
     make the first bucket wait for the last gradient.
 
     Inside of the backward pass of a loop, the buckets of a layer are filled from its last gradient
-    on: there are few products left for these to travel behind, so they are few messages.
+    on, and the last holds two thirds of the limit: few products are left for it to travel behind.
 
     Leaves that are sharded over a further axis never share a bucket with others: what is equal
     along that axis must be rounded alike along it.
@@ -61,7 +61,7 @@ def buckets_of(
         leaf = layout.leaves[i]
         size, axes = 4 * math.prod(leaf.shape), names_in(leaf.spec)
         if size > room.get(axes, 0):
-            current[axes], room[axes] = [], limit
+            current[axes], room[axes] = [], 2 * limit // 3 if last_first and not buckets else limit
             buckets.append(current[axes])
         current[axes].append(i)
         room[axes] -= size

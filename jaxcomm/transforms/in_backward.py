@@ -109,7 +109,8 @@ def in_backward(exchange: optax.GradientTransformation, layers: Sequence[str]) -
     Every layer is exchanged as if it were a model of its own, so buckets do not span layers. All
     other parameters are exchanged by `update`, in the same way. Give the exchange the
     `bucket_order` that `jaxcomm.backward_order` finds: within a layer it decides what travels
-    behind which products.
+    behind which products. Buckets are filled from a layer's last gradient on, and the last bucket
+    holds two thirds of `bucket_mib`. Best is room for a layer in two or three buckets.
 
     The new state of a layer leaves the backward pass as the gradient of the old one. So error
     feedback, momentum and thresholds work in `jax.lax.scan`, `nnx.scan`, `jax.checkpoint` and
