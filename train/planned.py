@@ -119,10 +119,11 @@ def _declared(network: Any, devices: int) -> plan.Cluster | None:
 
 def _cluster(network: Any, devices: int) -> plan.Cluster | None:
     """The devices with their costs; None for a single one."""
+    declared = _declared(network, devices)
+    known = plan.read_costs(network.costs) if network.costs else None
     if devices == 1:
         return None
-    declared = _declared(network, devices)
-    costs = plan.read_costs(network.costs) if network.costs else plan.probe(cluster=declared)
+    costs = known or plan.probe(cluster=declared)
     if declared is not None:
         return plan.load_cluster(network.cluster, costs=costs)
     # Links that nobody described are as fast as a message to the next device.

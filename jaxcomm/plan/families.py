@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jaxcomm
-from jaxcomm import codecs
+from jaxcomm import codecs, transforms
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives import algorithms, sparse
 from jaxcomm.collectives.algorithms import Algorithm
@@ -123,7 +122,7 @@ class Method:
           **options: of the factory, such as `exempt`.
         """
         chosen = {**self.config, **options}
-        factory = getattr(jaxcomm, chosen.pop("method"))
+        factory = getattr(transforms, chosen.pop("method"))
         if self.algorithm == "hierarchical":
             chosen["algorithm"] = hierarchical()
         return factory(axis_name, **chosen)

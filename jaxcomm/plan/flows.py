@@ -12,7 +12,6 @@ References:
 """
 
 import numpy as np
-from scipy import sparse
 
 _SLACK = 1e-12  # links whose shares differ by less are full at the same time
 
@@ -25,6 +24,8 @@ def fair_rates(streams: np.ndarray, links: np.ndarray, capacities: np.ndarray) -
       links: the links that they pass, as many.
       capacities: of all links; infinite for those without a limit.
     """
+    from scipy import sparse  # here, as importing it takes long
+
     number = int(streams.max(initial=-1)) + 1
     passes = sparse.csr_matrix(
         (np.ones(len(links)), (links, streams)), shape=(len(capacities), number)

@@ -5,7 +5,6 @@ were dealt without a look at the network, a ring crosses the same link again and
 """
 
 import numpy as np
-from scipy.sparse import csgraph
 
 from jaxcomm.collectives.algorithms import ring
 from jaxcomm.plan.simulate import Model, Simulation
@@ -28,6 +27,8 @@ def best_order(topology: Topology, model: Model, order: tuple[int, ...]) -> tupl
 
 def _walked(topology: Topology) -> tuple[int, ...]:
     """The hosts as a depth-first walk finds them, from one that is farthest from the others."""
+    from scipy.sparse import csgraph  # here, as importing it takes long
+
     hosts = len(topology.hosts)
     joined = topology.joined
     far = csgraph.shortest_path(joined, unweighted=True, indices=0)[:hosts]

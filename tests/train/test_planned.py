@@ -37,3 +37,14 @@ def test_a_cluster_chooses_the_algorithm_of_any_method(config, tmp_path):
 def test_a_cluster_of_another_size_is_refused(config, tmp_path):
     with pytest.raises(UserError, match=r"cluster.yaml has 4 devices, this run 2\."):
         resolved(config, tmp_path, 2)
+
+
+def test_one_device_needs_no_plan_and_a_network_that_is_there(config, tmp_path):
+    config.sync.method = "auto"
+    with pytest.raises(UserError, match=r"cluster.yaml has 4 devices, this run 1\."):
+        resolved(config, tmp_path, 1)
+    config.network.cluster, config.network.costs = "", "no/such/costs.yaml"
+    with pytest.raises(UserError, match=r"config.network: .*no/such/costs.yaml"):
+        resolved(config, tmp_path, 1)
+    config.network.costs = ""
+    assert resolved(config, tmp_path, 1).method == "mean"
