@@ -14,6 +14,7 @@ import pytest
 
 import jaxcomm
 from jaxcomm import plan
+from jaxcomm.plan import probing
 from jaxcomm.plan.__main__ import main
 from jaxcomm.plan.families import Method
 from jaxcomm.plan.order import best_order
@@ -293,6 +294,10 @@ class TestCosts:
         assert set(found.local) == {"float32"} and min(found.local["float32"]) > 0
         with pytest.raises(ValueError, match="unknown family 'int3'"):
             plan.probe(make_mesh(4), families=["int3"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(probing, "_local", lambda _, family, values: float(values))
+            pair = plan.probe(make_mesh(4), families=["cnat"]).local["cnat"]
+        assert pair == (2.0**18, 2.0**21)  # few first
         with pytest.raises(ValueError, match="several devices"):
             plan.probe(make_mesh(1))
         with pytest.raises(ValueError, match="the cluster has 2 devices, the mesh 4"):
