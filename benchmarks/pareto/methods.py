@@ -187,13 +187,13 @@ ADAM: dict[str, Method] = {
 }
 # The methods for SGD, on the LSTM and on ResNet-20.
 SGD: dict[str, Method] = {
-    "float32": Method("sgd", before(float32, sgd), around(0.5)),
-    "scaled_sign, feedback": Method("sgd", before(sign, sgd), around(1.0)),
-    "Ok-Topk, 1 %": Method("sgd", before(oktopk, sgd), around(0.5)),
-    "PowerSGD, rank 4": Method("sgd", before(low_rank, sgd), around(0.5)),
-    "int4, feedback": Method("sgd", before(int4, sgd), around(0.5)),
-    "cnat": Method("sgd", before(cnat, sgd), around(0.5)),
-    "bfloat16": Method("sgd", before(bfloat16, sgd), around(0.5)),
+    "float32": Method("sgd", before(float32, sgd), around(1.0)),
+    "scaled_sign, feedback": Method("sgd", before(sign, sgd), around(2.0)),
+    "Ok-Topk, 1 %": Method("sgd", before(oktopk, sgd), around(1.0)),
+    "PowerSGD, rank 4": Method("sgd", before(low_rank, sgd), around(1.0)),
+    "int4, feedback": Method("sgd", before(int4, sgd), around(1.0)),
+    "cnat": Method("sgd", before(cnat, sgd), around(1.0)),
+    "bfloat16": Method("sgd", before(bfloat16, sgd), around(1.0)),
     "local momentum, vote": Method("signum", signum, around(2e-3)),
 }
 TABLES = {"gpt": ADAM, "gpt_small": ADAM, "lstm": SGD, "resnet20": SGD}
