@@ -16,8 +16,8 @@ OLDEST = $(shell sed -nE 's/^    "(jax|numpy|optax)>=([0-9.]+)",$$/\1==\2/p' pyp
 INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile
 VERSIONS = $(VENV)/bin/python -c "import platform, importlib.metadata as m; print( \
 	'Python', platform.python_version(), *(f'{p} {m.version(p)}' for p in ('jax', 'optax', 'numpy')))"
-# The tests whose processes wait for each other run after all others, and of those that make networks
-# one at a time; they are looked for in their own files, as collecting takes seconds.
+# The tests whose processes wait for each other run after all others; they are looked for in their own
+# files, as collecting takes seconds.
 # Where QUICK is set, programs compile quickly: without LLVM's optimizations and, where XLA still has
 # it, with its simpler code generator they take half of the time. XLA ends the process for a flag that
 # it does not know. With all optimizations run the processes of tests/processes.py and all of
@@ -31,7 +31,7 @@ define run_tests
 	    export XLA_FLAGS="$$simpler"; \
 	fi; \
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "$(1) and not multiprocess" $(2) && \
-	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m "$(1) and multiprocess" \
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist load -m "$(1) and multiprocess" \
 	  $$(grep -rl --include='test_*.py' mark.multiprocess $(or $(2),tests))
 endef
 # Where the tests of the subset are; the others import what its environment does not have.

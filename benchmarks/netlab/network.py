@@ -11,6 +11,7 @@ still runs.
 """
 
 import contextlib
+import fcntl
 import importlib.util
 import itertools
 import os
@@ -166,10 +167,13 @@ class Network:
 def remove_leftovers() -> None:
     """Removes the networks whose owners are gone."""
     OWNERS.mkdir(parents=True, exist_ok=True)
-    for path in OWNERS.iterdir():
-        if path.name.isdigit() and not _is_running(path):
-            _remove(f"{PREFIX}{path.name}-")
-            path.unlink(missing_ok=True)
+    # One process at a time: a slower one would remove a new network that took the number.
+    with (OWNERS / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for path in OWNERS.iterdir():
+            if path.name.isdigit() and not _is_running(path):
+                _remove(f"{PREFIX}{path.name}-")
+                path.unlink(missing_ok=True)
 
 
 def _is_running(path: Path) -> bool:

@@ -20,7 +20,6 @@ def allreduce(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.xdist_group("networks")
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="networks need root and iproute2"
 )
@@ -50,7 +49,6 @@ def test_rows_of_a_small_star(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.xdist_group("networks")
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="networks need root and iproute2"
 )

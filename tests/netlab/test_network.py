@@ -1,5 +1,6 @@
 """Networks that are really made: what they carry and count, and that nothing is left of them."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -30,7 +31,6 @@ def can_make_networks() -> bool:
 
 pytestmark = [
     pytest.mark.multiprocess,
-    pytest.mark.xdist_group("networks"),
     # pyroute2 forks, and jax, which other tests have loaded, warns of it. netlab loads no jax.
     pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -51,6 +51,15 @@ def network() -> Iterator[Network]:
 
 def namespaces() -> str:
     return subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
+
+
+def prefix_of(pid: int) -> str | None:
+    """What the names of a process's network begin with; None before it has a number."""
+    for path in networks.OWNERS.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if path.name.isdigit() and path.read_text().split()[0] == str(pid):
+                return f"{networks.PREFIX}{path.name}-"
+    return None
 
 
 def test_a_command_on_every_host(network: Network) -> None:
@@ -82,15 +91,14 @@ def test_nothing_is_left_of_a_killed_run_and_others_are_left_alone(network: Netw
     killed = subprocess.Popen(
         [*command, "--", "sh", "-c", "echo up; sleep 60"], cwd=ROOT, start_new_session=True
     )
-    while "jxl1-s0" not in namespaces():
+    while not (prefix := prefix_of(killed.pid)) or f"{prefix}s0" not in namespaces():
         assert killed.poll() is None
         time.sleep(0.05)
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
-    assert "jxl1-" in namespaces()
     networks.remove_leftovers()
-    assert "jxl1-" not in namespaces() and network.namespace("h0") in namespaces()
-    assert not list(Path("/etc/netns").glob("jxl1-*"))
+    assert prefix not in namespaces() and network.namespace("h0") in namespaces()
+    assert not list(networks.HOSTS_FILES.glob(f"{prefix}*"))
 
 
 def test_the_command_line(network: Network) -> None:

@@ -34,7 +34,6 @@ def rows_of(name: str, out: Path, *flags: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.xdist_group("networks")
 @on_networks
 def test_majority(tmp_path: Path) -> None:
     """A byte a bit takes 8 times the bytes, and both kinds of votes count the same."""
@@ -51,7 +50,6 @@ def test_majority(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.xdist_group("networks")
 @on_networks
 def test_ethernet(tmp_path: Path) -> None:
     """Two accumulated steps send half of the bytes; efficiencies are those of the times."""
@@ -72,7 +70,6 @@ def test_ethernet(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.xdist_group("networks")
 @on_networks
 def test_cnat(tmp_path: Path) -> None:
     """Elements a second are those of the times; a run is followed until its accuracy."""
@@ -93,7 +90,6 @@ def test_cnat(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.xdist_group("networks")
 @on_networks
 def test_oktopk(tmp_path: Path) -> None:
     """What travels is what the paper counts, and the room that static messages need."""
@@ -156,7 +152,6 @@ def test_the_tables_are_what_the_results_say(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.xdist_group("networks")
 @on_networks
 def test_dln(tmp_path: Path) -> None:
     """Two switches with two hosts each: means are numpy's, and a host sends 1.5 vectors."""
