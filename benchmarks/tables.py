@@ -180,13 +180,14 @@ def aggregations() -> dict[str, Any]:
 def cnat_train() -> Lines:
     """Time to an accuracy."""
     found = parts("seed_cnat")["train"]
-    names = ("seconds", "steps", "test_accuracy", "step_ms", "compute_ms")
+    names = ("seed", "seconds", "steps", "test_accuracy", "step_ms", "compute_ms")
     rows = [
         [row["codec"], *("not" if row[n] is None else f"{row[n]:.4g}" for n in names)]
         for row in found["rows"]
     ]
     at = f"seconds to {100 * found['accuracy']:.0f} %"
-    return table(["", at, "steps", "accuracy at the end", "step, ms", "computing, ms"], rows)
+    head = ["", "seed", at, "steps", "accuracy at the end", "step, ms", "computing, ms"]
+    return table(head, rows)
 
 
 def median(row: dict[str, Any]) -> float:

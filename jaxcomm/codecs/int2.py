@@ -54,9 +54,9 @@ class Int2(BlockScaled):
         size = blocks.shape[-1]
         middle = jnp.sqrt(reductions.sum_of_squares(parts) / size)
         is_far = magnitudes >= middle[..., None]
-        fitted = jnp.sum(jnp.where(is_far, 3 * magnitudes, magnitudes), axis=-1)
-        far = jnp.sum(is_far, axis=-1, dtype=jnp.int32)
-        scale = 3 * largest * (fitted / (size + 8 * far).astype(jnp.float32))
+        fitted = reductions.sum_of_magnitudes(jnp.where(is_far, 3 * magnitudes, magnitudes))
+        far = reductions.sum_of_magnitudes(is_far.astype(jnp.float32))
+        scale = 3 * largest * (fitted / (size + 8 * far))
         unit, _ = layout.unit_and_factor(reductions.largest(blocks), scale, self.most)
         # 0, 1, 2, 3 for -3, -1, 1, 3.
         codes = jnp.where(parts >= 0, 2 + is_far.astype(jnp.uint8), 1 - is_far.astype(jnp.uint8))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm.codecs._block_scaled import BlockScaled, in_units_of_largest
+from jaxcomm.kernels import reductions
 from jaxcomm.kernels.block_quantization import packing
 
 
@@ -40,7 +41,7 @@ class ScaledSign(BlockScaled):
         """The mean magnitudes."""
         del largest
         parts, unit = in_units_of_largest(blocks)
-        return unit * (jnp.sum(jnp.abs(parts), axis=-1) / blocks.shape[-1])
+        return unit * (reductions.sum_of_magnitudes(parts) / blocks.shape[-1])
 
     def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
         """The signs; nothing is rounded."""

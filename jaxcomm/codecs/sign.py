@@ -7,7 +7,7 @@ count, and nobody should average in this format without error feedback.
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.kernels import _implementations, bitplanes
+from jaxcomm.kernels import _implementations, bitplanes, reductions
 from jaxcomm.kernels.sign_feedback import sign_feedback
 
 OPERATIONS = ("sign_feedback",)
@@ -52,7 +52,7 @@ def _scale(x: jax.Array, counts: jax.Array) -> jax.Array:
     # Values are divided by the largest magnitude first, because squares of large float32 values are
     # infinite. The divisor is at most 2^126: XLA multiplies with its reciprocal, and the reciprocal
     # of a larger number is zero on CPU.
-    largest = jnp.max(jnp.abs(x), axis=-1)
+    largest = jax.lax.bitcast_convert_type(reductions.largest(x), jnp.float32)
     unit = jnp.where(largest > 0, jnp.minimum(largest, jnp.float32(2.0**126)), jnp.float32(1))
-    squares = jnp.sum(jnp.square(x / unit[..., None]), axis=-1)
+    squares = reductions.sum_of_squares(x / unit[..., None])
     return unit * jnp.sqrt(squares / jnp.maximum(counts, 1).astype(jnp.float32))

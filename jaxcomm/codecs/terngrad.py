@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm.codecs._block_scaled import BlockScaled, norm_and_unit
+from jaxcomm.kernels import reductions
 from jaxcomm.kernels.block_quantization.rounding import bytes_for, pack_levels, unpack_levels
 
 
@@ -59,8 +60,8 @@ class TernGrad(BlockScaled):
         if self.clip is None:
             return blocks
         norm, unit = norm_and_unit(blocks)
-        present = jnp.maximum(jnp.sum(blocks != 0, axis=-1, dtype=jnp.int32), 1)
-        deviation = norm / jnp.sqrt(present.astype(jnp.float32))
+        present = reductions.sum_of_magnitudes((blocks != 0).astype(jnp.float32))
+        deviation = norm / jnp.sqrt(jnp.maximum(present, 1))
         bound = (unit * (jnp.float32(self.clip) * deviation))[..., None]  # infinite is no bound
         return jnp.clip(blocks, -bound, bound)
 

@@ -9,19 +9,20 @@ import pytest
 
 from jaxcomm.kernels import reductions
 
-LENGTHS = [0, 1, 31, 255, 256, 257, 512, 1000, 65_536, 70_001]
+LENGTHS = [0, 1, 15, 16, 31, 63, 64, 100, 255, 256, 257, 512, 1000, 65_536, 70_001]
 LEADING = [(), (3,), (2, 3), (2, 0), ()]
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(("n", "lead"), [*zip(LENGTHS, 2 * LEADING, strict=True), (70_001, (2, 3))])
+@pytest.mark.parametrize(("n", "lead"), [*zip(LENGTHS, 3 * LEADING, strict=True), (70_001, (2, 3))])
 def test_equals_numpy(n: int, lead: tuple[int, ...]) -> None:
     x = np.random.default_rng(n).standard_normal((*lead, n)).astype(np.float32)
-    top, found = jax.jit(lambda x: (reductions.largest(x), reductions.sum_of_squares(x)))(x)
+    functions = reductions.largest, reductions.sum_of_squares, reductions.sum_of_magnitudes
+    top, squares, magnitudes = jax.jit(lambda x: tuple(f(x) for f in functions))(x)
     np.testing.assert_array_equal(top, np.abs(x).max(-1, initial=0).view(np.uint32))
-    total = (x.astype(np.float64) ** 2).sum(-1)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, total, rtol=1e-5)
+    assert squares.dtype == magnitudes.dtype == jnp.float32
+    np.testing.assert_allclose(squares, (x.astype(np.float64) ** 2).sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(magnitudes, np.abs(x, dtype=np.float64).sum(-1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("place", [0, 255, 256, 300, 999])
@@ -39,7 +40,9 @@ def test_denormals_are_not_zero() -> None:
     assert int(jax.jit(reductions.largest)(x)) == 1
 
 
-@pytest.mark.parametrize("f", [reductions.largest, reductions.sum_of_squares])
+@pytest.mark.parametrize(
+    "f", [reductions.largest, reductions.sum_of_squares, reductions.sum_of_magnitudes]
+)
 def test_what_is_refused(f: Callable) -> None:
     for x in (jnp.zeros(3, jnp.int32), jnp.float32(1), jnp.zeros(3, jnp.bfloat16)):
         with pytest.raises(TypeError, match=f"{f.__name__} takes float32 with an axis"):

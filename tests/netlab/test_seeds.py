@@ -75,7 +75,9 @@ def test_cnat(tmp_path: Path) -> None:
     """Elements a second are those of the times; a run is followed until its accuracy."""
     out = tmp_path / "rows.json"
     flags = ["--parts=2,train", "--params=1e5", "--repeats=3", "--rate=50", "--width=16"]
-    parts = rows_of("seed_cnat", out, *flags, "--steps=10", "--accuracy=0.05", "--train_rate=100")
+    parts = rows_of(
+        "seed_cnat", out, *flags, "--steps=10", "--seeds=1", "--accuracy=0.05", "--train_rate=100"
+    )
     rows = parts["2 workers"]
     assert set(rows) == {"float32", "bfloat16", "int8", "cnat"}
     for row in rows.values():

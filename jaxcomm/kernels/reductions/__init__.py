@@ -1,17 +1,24 @@
-"""The largest magnitude along the last axis, and the sum of squares.
+"""The largest magnitude along the last axis, and sums of magnitudes and of squares.
 
-Each has two formulations, one per platform, because XLA on CPU reduces the last axis one element
-after the other. On CPU the maximum folds the axis instead. In a loop of vector instructions, 8 rows
-of 32 neighbours become one row of maxima; the row becomes one number; and this repeats until few
-numbers are left. The sum of squares on CPU is a matrix product. On other platforms both are plain
-reductions.
+Each has two formulations, one per platform. XLA on CPU reduces the last axis one element after the
+other, and sums by calls into a library, in front of which it writes the whole operand down. On CPU
+the axis is folded instead, in loops of vector instructions that XLA fuses with what makes the
+operand: 8 rows of 32 neighbours become one row, the row becomes one number, and this repeats until
+few numbers are left. On other platforms all are plain reductions.
 """
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 _ROWS, _LANES = 8, 32
+_FEW_LANES = 8  # for an axis that is shorter than that
 _MAGNITUDE = 0x7FFFFFFF
+
+# Two arrays of uint32 patterns to one.
+Join = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def largest(x: jax.Array) -> jax.Array:
@@ -33,9 +40,25 @@ def largest(x: jax.Array) -> jax.Array:
     patterns = jax.lax.bitcast_convert_type(x, jnp.uint32) & _MAGNITUDE
     return jax.lax.platform_dependent(
         patterns,
-        cpu=_fold,
+        cpu=functools.partial(_fold, join=jnp.maximum, last=_reduced),
         default=lambda patterns: jax.lax.reduce_max(patterns, axes=(x.ndim - 1,)),
     )
+
+
+def sum_of_magnitudes(x: jax.Array) -> jax.Array:
+    """The sums of magnitudes; the order of summation differs between platforms.
+
+    Args:
+      x: float32 array `(..., n)`.
+
+    Returns:
+      float32 array `(...)`.
+
+    Raises:
+      TypeError: for another dtype.
+    """
+    _require("sum_of_magnitudes", x)
+    return _sum(jnp.abs(x))
 
 
 def sum_of_squares(x: jax.Array) -> jax.Array:
@@ -51,26 +74,59 @@ def sum_of_squares(x: jax.Array) -> jax.Array:
       TypeError: for another dtype.
     """
     _require("sum_of_squares", x)
+    return _sum(jnp.square(x))
+
+
+def _sum(x: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(
         x,
-        cpu=lambda x: jnp.einsum("...i,...i->...", x, x, precision=jax.lax.Precision.HIGHEST),
-        default=lambda x: jnp.sum(jnp.square(x), axis=-1),
+        cpu=lambda x: _floats(_fold(_patterns(x), _sum_of_patterns, _halved)),
+        default=lambda x: jnp.sum(x, axis=-1),
     )
 
 
-def _fold(x: jax.Array) -> jax.Array:
-    """The maxima along the last axis."""
+def _fold(x: jax.Array, join: Join, last: Callable[[jax.Array, Join], jax.Array]) -> jax.Array:
+    """The uint32 along the last axis joined, in an order of its own; 0 is neutral.
+
+    `last` joins the few along the last axis.
+    """
     *lead, n = x.shape
-    axis, tile = len(lead), _ROWS * _LANES
+    lanes = _LANES if n >= _ROWS * _LANES else _FEW_LANES
+    rows = min(_ROWS, n // lanes)
+    if rows < 2:
+        return _reduced(x, join)
+    axis, tile = len(lead), rows * lanes
     whole = n // tile * tile
-    rest = jax.lax.reduce_max(x[..., whole:], axes=(axis,))
-    if whole == 0:
-        return rest
     # The barriers keep XLA from merging the steps into one reduction, as slow as a plain one.
-    tiles = x[..., :whole].reshape(*lead, whole // tile, _ROWS, _LANES)
-    lanes = jax.lax.optimization_barrier(jax.lax.reduce_max(tiles, axes=(axis + 1,)))
-    tops = _fold(jax.lax.optimization_barrier(jax.lax.reduce_max(lanes, axes=(axis + 1,))))
-    return jnp.maximum(tops, rest) if whole < n else tops
+    tiles = x[..., :whole].reshape(*lead, whole // tile, rows, lanes)
+    folded = jax.lax.reduce(tiles, jnp.uint32(0), join, (axis + 1,))
+    folded = last(jax.lax.optimization_barrier(folded), join)
+    found = _fold(jax.lax.optimization_barrier(folded), join, last)
+    return join(found, _fold(x[..., whole:], join, last)) if whole < n else found
+
+
+def _reduced(x: jax.Array, join: Join) -> jax.Array:
+    return jax.lax.reduce(x, jnp.uint32(0), join, (x.ndim - 1,))
+
+
+def _halved(x: jax.Array, join: Join) -> jax.Array:
+    """Joined in pairs, for sums that are rounded less often."""
+    while (n := x.shape[-1]) > 1:
+        x = join(x[..., : n // 2], x[..., n // 2 :])
+    return x[..., 0]
+
+
+def _sum_of_patterns(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The sum of floats in bit patterns; as a sum of floats XLA would hand it to a library."""
+    return _patterns(_floats(a) + _floats(b))
+
+
+def _patterns(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _floats(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.float32)
 
 
 def _require(name: str, x: jax.Array) -> None:
