@@ -7,29 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 import jaxcomm
 from train import (
     check,
     checkpoint,
-    data,
     inspection,
     measure,
     metrics,
-    models,
     plain,
     planned,
     profiling,
     replicas,
     report,
     signals,
-    state,
     step,
-    sync,
     watched,
 )
 from train.errors import RunError
+from train.run import Run, assemble
+from train.state import TrainState, learning_rates
 
 
 def train(
@@ -51,140 +48,101 @@ def train(
       train.errors.UserError: if the config, the data, the directory or a checkpoint do not fit.
       train.errors.RunError: if the run cannot go on, and could not after a restart.
     """
-    # All devices of all processes, along one axis, or in groups that hold the parameters together.
     check.fields(config)
     check.fit(config, jax.device_count())
-    mesh = sync.make_mesh(config.sync)
-    jax.set_mesh(mesh)
-
-    # The data: this process reads the shards of its own devices.
-    own = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
-    rows = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
-    test = step.placed(rows.test)
-    first = next(iter(rows.test))
-    like = sync.global_batch({name: first[name] for name in rows.names})
-    # Whether this process was asked to end, which all learn in the same step.
-    asked = functools.cache(functools.partial(asked_rows, len(first["label"])))
-    example = {**like, step.STOP: asked(False)}
-
-    # The model, its gradient, the exchange of gradients and behind it the optimizer.
-    graph, params = models.build(config.model, rows.shape, rows.classes, config.seed)
-    pixels = (config.data.mean, config.data.std) if rows.unit == "images" else ()
-    forward = step.make_forward(graph, *pixels)
-    gradient = step.make_gradient(forward, config.label_smoothing, config.microbatches)
-    order = jaxcomm.backward_order(gradient, params, example)
-    optimizer = state.make_optimizer(config.optimizer, config.steps)
-    how = planned.resolved(config, workdir, gradient, params, example, optimizer)
-    exchange = sync.build(how, order, config.steps)
-    tx = sync.joined(how, exchange, optimizer)
+    run = assemble(config, workdir)
+    test = functools.partial(
+        step.evaluate, step.make_eval_step(run.forward), batches=step.placed(run.rows.test)
+    )
 
     # Where the run stands: at its beginning, or at its last checkpoint.
-    place = functools.partial(sync.place, config=config.sync)
-    train_state = state.init(params, tx, place)
+    now = run.begin()
     folder = workdir / "checkpoints"
     saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
     checkpoints = checkpoint.Checkpoints(folder, config.checkpoint.keep)
     if saved is not None:
-        train_state = checkpoints.restore(saved, train_state, rows.train, tx)
-    start = int(train_state.step)
+        now = checkpoints.restore(saved, now, run.rows.train, run.tx)
+    start = int(now.step)
 
     # One compiled step serves the whole run; what it sends is read from it.
-    watched_step = watched.watched(step.make_train_step(gradient, tx))
-    train_step = step.compile_step(watched_step, train_state, example)
-    eval_step = step.make_eval_step(forward)
-    check_replicas = replicas.make_check(train_state.params, how.method)
+    train_step, without = run.compile(now), plain.Plain(run)
+    sent = measure.Sent(jaxcomm.wire_report(train_step), run.sync, run.params)
 
-    # What is said of the run while it runs.
-    frozen_at = watched.step_of(train_state.opt_state)
-    rates = state.learning_rates(config.optimizer, config.steps)
-    sent = measure.Sent(jaxcomm.wire_report(train_step), how, params)
-    recorder = metrics.Recorder(
-        workdir,
-        start,
-        config.steps,
-        frozen_at,
-        config.guard.bad_steps,
-        {rows.unit: example["label"].size},
-        lambda number, frozen_at: {
-            "learning_rate": float(rates[number - 1]),
-            "bytes_per_param": sent.in_step(number, frozen_at),
-        },
-    )
-    without = plain.Plain(config.sync, gradient, optimizer, place, example)
-    look = inspection.make_look(how, gradient, exchange, order, config.steps)
+    # What watches the run.
+    recorder = recorder_of(config, workdir, run, now, sent)
+    look = inspection.make_look(run.sync, run.gradient, run.exchange, run.order, config.steps)
+    check_replicas = replicas.make_check(now.params, run.sync.method)
     profile = profiling.Profile(workdir, start, config.profile.steps)
     with checkpoints, recorder:
         recorder.write("start", start, measure.sizes(sent))
         signals.ask_to_stop()
         for number in range(start + 1, config.steps + 1):
-            profile.before(number, train_state)
+            profile.before(number, now)
             with recorder.waiting():
-                batch = sync.global_batch(next(rows.train))
-                batch[step.STOP] = asked(signals.stop.is_set())
-            train_state, values = train_step(train_state, batch)
+                batch = run.batch(signals.stop.is_set())
+            now, values = train_step(now, batch)
             recorder.train(number, values)
             checkpoints.check()
 
             if config.inspect.every and number % config.inspect.every == 0:
                 with recorder.pause("look"):
-                    recorder.looked(number, look(train_state, batch))
-                    recorder.split(number, without.milliseconds(train_state.params, batch))
+                    recorder.looked(number, look(now, batch))
+                    recorder.split(number, without.milliseconds(now.params, batch))
             last = number == config.steps or recorder.stop
             if number % config.eval_every == 0 and not last:
                 with recorder.pause("test"):
-                    tested = step.evaluate(eval_step, train_state.params, test)
-                    recorder.write("test", number, tested)
+                    recorder.write("test", number, test(now.params))
                 recorder.split(number)
             save = number % config.checkpoint.every == 0 or last
             if save or number % config.guard.replicas_every == 0:
                 with recorder.pause("replicas"):
-                    check_replicas(train_state.params, number)
+                    check_replicas(now.params, number)
                 if save and not recorder.bad:
                     with recorder.pause("checkpoint"):
-                        checkpoints.save(number, train_state, rows.train)
+                        checkpoints.save(number, now, run.rows.train)
             if recorder.stop and not recorder.bad:
                 checkpoints.close()
                 report.stopped(number, workdir)
                 return None
         with recorder.pause("test"):
-            profile.close(train_state)
-            tested = step.evaluate(eval_step, train_state.params, test)
+            profile.close(now)
+            tested = test(now.params)
             recorder.write("test", config.steps, tested)
         with recorder.pause("checkpoint"):
             checkpoints.close()
         recorder.split(config.steps)
         require_finite(recorder, tested)
         signals.all_is_saved()
-
-        # What the exchange costs: the same step without it, from the same parameters.
-        times = measure.measure_steps(
-            train_step,
-            train_state,
-            *without.start(train_state.params),
-            example,
-            config.measure_steps,
-        )
-        network, loop_ms = measure.bandwidth(config.network), recorder.median_step_ms()
-        in_one_piece = how.every == 1 and not how.gather
-        usual = exchange if in_one_piece else None  # Else it is not behind the gradient.
-        in_groups = how.fsdp > 1  # The links within them are faster.
-        gigabits = config.network.gigabits
-        predicted = None if in_groups else planned.predicted(sent.wire, usual, params, gigabits)
         summary = {
             **tested,
-            f"test_{rows.unit}": rows.test_size,
-            "frozen_at": recorder.frozen_at or None,
-            "loop_step_ms": loop_ms,
-            f"{rows.unit}_per_second": loop_ms and 1e3 * example["label"].size / loop_ms,
-            "input_share": recorder.input_share(),
-            **recorder.looks(),
-            **measure.costs(times, sent, network, predicted),
+            f"test_{run.rows.unit}": run.rows.test_size,
+            **recorder.summary(),
+            **costs_of(config, run, sent, train_step, now, without),
             "bytes_per_param_mean": sent.on_average(config.steps, recorder.frozen_at),
             "seconds": time.perf_counter() - started,
         }
         recorder.write("summary", config.steps, summary)
     report.show(summary, workdir)
     return summary
+
+
+def recorder_of(
+    config: Any, workdir: Path, run: Run, now: TrainState, sent: measure.Sent
+) -> metrics.Recorder:
+    """The recorder of a run that is at this state."""
+    rates = learning_rates(config.optimizer, config.steps)
+    return metrics.Recorder(
+        workdir,
+        int(now.step),
+        config.steps,
+        watched.step_of(now.opt_state),
+        config.guard.bad_steps,
+        {run.rows.unit: run.example["label"].size},
+        lambda number, frozen_at: {
+            "learning_rate": float(rates[number - 1]),
+            "bytes_per_param": sent.in_step(number, frozen_at),
+        },
+    )
 
 
 def require_finite(recorder: metrics.Recorder, tested: dict[str, float]) -> None:
@@ -196,6 +154,25 @@ def require_finite(recorder: metrics.Recorder, tested: dict[str, float]) -> None
         )
 
 
-def asked_rows(rows: int, stop: bool) -> jax.Array:
-    """What stands in rows that this process has read, to say whether it was asked to end."""
-    return sync.global_batch(np.full(rows, stop, np.float32))
+def costs_of(
+    config: Any,
+    run: Run,
+    sent: measure.Sent,
+    train_step: Any,
+    now: TrainState,
+    without: plain.Plain,
+) -> dict[str, Any]:
+    """What the exchange costs: the same step without it, from the same parameters; uses up `now`.
+
+    What it takes is also predicted, but where links within groups of devices are faster.
+    """
+    count, gigabits = config.measure_steps, config.network.gigabits
+    plain_step, begin = without.start(now.params)
+    times = measure.measure_steps(train_step, now, plain_step, begin, run.example, count)
+    network = measure.bandwidth(config.network)
+    if run.sync.fsdp > 1:
+        return measure.costs(times, sent, network)
+    behind = run.sync.every == 1 and not run.sync.gather  # the gradient, in one piece
+    exchange = run.exchange if behind else None
+    predicted = planned.predicted(sent.wire, exchange, run.params, gigabits)
+    return measure.costs(times, sent, network, predicted)

@@ -200,9 +200,19 @@ class Recorder:
         if parts:
             self.write("split", step, parts)
 
-    def median_step_ms(self) -> float | None:
-        """The median time from the end of one step to the end of the next, files and all."""
-        return statistics.median(self._step_ms) if self._step_ms else None
+    def summary(self) -> dict[str, Any]:
+        """What is known at the end; `loop_step_ms`: from the end of a step to that of the next."""
+        median = statistics.median(self._step_ms) if self._step_ms else None
+        speeds = {
+            f"{unit}_per_second": median and 1e3 * n / median for unit, n in self._batch.items()
+        }
+        return {
+            "frozen_at": self.frozen_at or None,
+            "loop_step_ms": median,
+            **speeds,
+            "input_share": self.input_share(),
+            **self.looks(),
+        }
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Writes one line of metrics.jsonl, and the numbers as TensorBoard scalars.

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 
-import jaxcomm
-from train import data, loop, models, state, step, sync, watched
+from train import loop
+from train.run import assemble
 
 WARM = 100  # Steps before the clocks are read.
 CLOCKS = {
@@ -89,18 +88,9 @@ def of_loop(config: Any, workdir: Path) -> dict[str, float]:
 
 def of_step(config: Any) -> dict[str, float]:
     """The same of the compiled step alone."""
-    rows = data.load(config.data, config.batch_size, [0], 1, config.seed)
-    batch = sync.global_batch(next(rows.train))
-    batch[step.STOP] = loop.asked_rows(config.batch_size, False)
-    graph, params = models.build(config.model, rows.shape, rows.classes, config.seed)
-    pixels = (config.data.mean, config.data.std) if rows.unit == "images" else ()
-    forward = step.make_forward(graph, *pixels)
-    gradient = step.make_gradient(forward, config.label_smoothing, config.microbatches)
-    order = jaxcomm.backward_order(gradient, params, batch)
-    optimizer = state.make_optimizer(config.optimizer, config.steps)
-    tx = optax.chain(sync.build(config.sync, order, config.steps), optimizer)
-    now = state.init(params, tx)
-    program = step.compile_step(watched.watched(step.make_train_step(gradient, tx)), now, batch)
+    run = assemble(config, Path())
+    batch, now = run.batch(stop=False), run.begin()
+    program = run.compile(now)
     late, first = None, {}
     for number in range(1, config.steps + 1):
         if number == WARM:

@@ -1,7 +1,6 @@
 """The training step without its exchange: what the time of the exchange is the difference to."""
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from train import measure, state, step, sync
+from train.run import Run
 
 
 class Plain:
@@ -17,31 +17,20 @@ class Plain:
     It is compiled when it is first needed.
 
     Args:
-      config: `config.sync`.
-      gradient: of `step.make_gradient`.
-      optimizer: of `state.make_optimizer`.
-      place: puts parameters on the devices.
-      example: a global batch.
+      run: whose step it is.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        gradient: Callable[..., Any],
-        optimizer: optax.GradientTransformation,
-        place: Callable[[Any], Any],
-        example: Any,
-    ):
-        self._tx = optax.chain(sync.no_exchange(config), optimizer)
-        self._gradient, self._place, self._example = gradient, place, example
+    def __init__(self, run: Run):
+        self._run = run
+        self._tx = optax.chain(sync.no_exchange(run.sync), run.optimizer)
         self._step: Any = None
 
     def start(self, params: Any) -> tuple[Any, state.TrainState]:
         """The compiled step, and a state with a copy of these parameters, which it uses up."""
-        begin = state.init(jax.tree.map(jnp.copy, params), self._tx, self._place)
+        begin = state.init(jax.tree.map(jnp.copy, params), self._tx, self._run.place)
         if self._step is None:
-            train_step = step.make_train_step(self._gradient, self._tx)
-            self._step = step.compile_step(train_step, begin, self._example)
+            train_step = step.make_train_step(self._run.gradient, self._tx)
+            self._step = step.compile_step(train_step, begin, self._run.example)
         return self._step, begin
 
     def milliseconds(self, params: Any, batch: Any) -> float:

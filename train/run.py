@@ -1,0 +1,103 @@
+"""What a run consists of, put together from its config: data, model, exchange, optimizer."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import jaxcomm
+from train import data, models, planned, state, step, sync, watched
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What stays as it is while a run trains.
+
+    Attributes:
+      rows: the batches that this process reads; `rows.train` moves on.
+      example: a global batch.
+      asked: from whether this process was asked to end to its rows of `step.STOP` in a batch: all
+        processes learn it in the same step.
+      params: the parameters at the beginning, before they are placed.
+      forward: of `step.make_forward`.
+      gradient: of `step.make_gradient`.
+      order: paths of the parameters, as `jaxcomm.backward_order` finds them.
+      sync: `config.sync` with the method that is in use.
+      exchange: of `sync.build`.
+      optimizer: of `state.make_optimizer`.
+      tx: the two together.
+    """
+
+    rows: data.Data
+    example: dict[str, jax.Array]
+    asked: Callable[[bool], jax.Array]
+    params: Any
+    forward: step.Forward
+    gradient: Any
+    order: tuple[str, ...]
+    sync: Any
+    exchange: optax.GradientTransformation
+    optimizer: optax.GradientTransformation
+    tx: optax.GradientTransformation
+
+    def place(self, params: Any) -> Any:
+        """Puts parameters on the devices, whole or split."""
+        return sync.place(params, self.sync)
+
+    def begin(self) -> state.TrainState:
+        """The state before the first step."""
+        return state.init(self.params, self.tx, self.place)
+
+    def compile(self, now: state.TrainState) -> Any:
+        """The training step, compiled; it takes the memory of its state."""
+        train_step = watched.watched(step.make_train_step(self.gradient, self.tx))
+        return step.compile_step(train_step, now, self.example)
+
+    def batch(self, stop: bool) -> dict[str, jax.Array]:
+        """The next global batch; `stop`: this process was asked to end."""
+        return {**sync.global_batch(next(self.rows.train)), step.STOP: self.asked(stop)}
+
+
+def assemble(config: Any, workdir: Path) -> Run:
+    """Makes the mesh, which becomes the current one, and on it everything that a run consists of.
+
+    Args:
+      config: a config of `configs/`, as `train.check` lets it pass.
+      workdir: where a run keeps the exchange that the planner chose.
+
+    Raises:
+      train.errors.UserError: if the parts of the config do not fit each other, or the data.
+    """
+    # All devices of all processes, along one axis, or in groups that hold the parameters together.
+    mesh = sync.make_mesh(config.sync)
+    jax.set_mesh(mesh)
+
+    # The data: this process reads the shards of its own devices.
+    own = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
+    rows = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
+    first = next(iter(rows.test))
+    asked = functools.cache(functools.partial(_asked_rows, len(first["label"])))
+    like = sync.global_batch({name: first[name] for name in rows.names})
+    example = {**like, step.STOP: asked(False)}
+
+    # The model, its gradient, the exchange of gradients and behind it the optimizer.
+    graph, params = models.build(config.model, rows.shape, rows.classes, config.seed)
+    pixels = (config.data.mean, config.data.std) if rows.unit == "images" else ()
+    forward = step.make_forward(graph, *pixels)
+    gradient = step.make_gradient(forward, config.label_smoothing, config.microbatches)
+    order = jaxcomm.backward_order(gradient, params, example)
+    optimizer = state.make_optimizer(config.optimizer, config.steps)
+    how = planned.resolved(config, workdir, gradient, params, example, optimizer)
+    exchange = sync.build(how, order, config.steps)
+    tx = sync.joined(how, exchange, optimizer)
+    return Run(rows, example, asked, params, forward, gradient, order, how, exchange, optimizer, tx)
+
+
+def _asked_rows(rows: int, stop: bool) -> jax.Array:
+    """What stands in rows that this process has read, to say whether it was asked to end."""
+    return sync.global_batch(np.full(rows, stop, np.float32))
