@@ -8,10 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from jaxcomm.plan.families import Method
+from jaxcomm.plan.families import Method, methods
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
-from jaxcomm.plan.order import best_order
+from jaxcomm.plan.order import best_dimensions, best_order
 from jaxcomm.plan.predict import BASELINE, Prediction, choose, predictions
 from jaxcomm.plan.simulate import Model
 
@@ -171,7 +171,8 @@ def plan(
       load: `workload(params, step_ms)`.
       quality: "exact", "16bit", "unbiased" or "any"; each allows what those before it do.
       chosen: the methods to compare; None is all of that quality.
-      reorder: whether devices may get other ranks, where a ring is faster that way.
+      reorder: whether devices may get other ranks, where a ring is faster that way. The order of
+        halving-doubling's dimensions is chosen in any case.
 
     Raises:
       ValueError: for an unknown quality.
@@ -185,9 +186,12 @@ def plan(
       >>> tx = found.transformation("data")
     """
     given = cluster.order
+    model = Model(cluster.costs.latency, half_duplex=cluster.costs.half_duplex)
     if reorder and cluster.devices > 2:
-        model = Model(cluster.costs.latency, half_duplex=cluster.costs.half_duplex)
         order = best_order(cluster.topology, model, cluster.order)
         cluster = dataclasses.replace(cluster, order=order)
+    if chosen is None:
+        dimensions = best_dimensions(cluster.topology, model, cluster.order)
+        chosen = methods(quality, cluster.levels is not None, dimensions)
     rows = choose(predictions(cluster, load, quality, chosen))
     return Plan(cluster, load, tuple(rows), given)

@@ -19,6 +19,8 @@ from jaxcomm.plan.messages import Coded, PerBlock, Reduction, Votes
 QUALITIES = ("exact", "16bit", "unbiased", "any")
 DENSITY = 0.01
 _MIB = 2**20
+# Arguments of `jaxcomm.algorithms.halving_doubling`, by name.
+Dimensions = tuple[tuple[str, Any], ...]
 World = int | tuple[int, int]
 FEEDBACK = "error feedback"
 
@@ -91,15 +93,19 @@ class Method:
     Attributes:
       family: a name in FAMILIES.
       algorithm: a name in `jaxcomm.algorithms`, "hierarchical", or "own" for sparse ones.
+      dimensions: the arguments of `jaxcomm.algorithms.halving_doubling`, where it is the algorithm.
     """
 
     family: str
     algorithm: str
+    dimensions: Dimensions = ()
 
     @property
     def name(self) -> str:
         """Such as bfloat16/ring; sparse ones are one name."""
-        return self.family if self.algorithm == "own" else f"{self.family}/{self.algorithm}"
+        if self.algorithm == "own":
+            return self.family
+        return "/".join([self.family, self.algorithm, *(str(v) for _, v in self.dimensions[:1])])
 
     @property
     def about(self) -> Family:
@@ -111,8 +117,16 @@ class Method:
         """The fields of `config.sync` in the training program that make it."""
         options = dict(self.about.options)
         if self.algorithm not in ("own", "hierarchical") and options["method"] != "low_rank_mean":
-            options["algorithm"] = self.algorithm
+            arguments = ", ".join(f"{name}={value!r}" for name, value in self.dimensions)
+            options["algorithm"] = self.algorithm + (f"({arguments})" if arguments else "")
         return options
+
+    @property
+    def made(self) -> Algorithm:
+        """The algorithm; only for means and votes."""
+        if self.algorithm == "hierarchical":
+            return hierarchical()
+        return algorithms.BY_NAME[self.algorithm](**dict(self.dimensions))
 
     def transformation(self, axis_name: Any, **options: Any) -> Any:
         """The optax transformation; two axes, (far, near), for hierarchical.
@@ -123,8 +137,8 @@ class Method:
         """
         chosen = {**self.config, **options}
         factory = getattr(transforms, chosen.pop("method"))
-        if self.algorithm == "hierarchical":
-            chosen["algorithm"] = hierarchical()
+        if self.algorithm == "hierarchical" or self.dimensions:
+            chosen["algorithm"] = self.made
         return factory(axis_name, **chosen)
 
 
@@ -133,12 +147,15 @@ def hierarchical() -> Algorithm:
     return algorithms.hierarchical(near=algorithms.ring(), far=algorithms.ring())
 
 
-def methods(quality: str = "any", two_levels: bool = False) -> list[Method]:
+def methods(
+    quality: str = "any", two_levels: bool = False, dimensions: Dimensions = ()
+) -> list[Method]:
     """All methods of at least this quality.
 
     Args:
       quality: one of QUALITIES.
       two_levels: whether the network has two levels.
+      dimensions: the arguments of halving-doubling.
 
     Raises:
       ValueError: for another quality.
@@ -147,7 +164,7 @@ def methods(quality: str = "any", two_levels: bool = False) -> list[Method]:
         raise ValueError(f"unknown quality {quality!r}; write one of {', '.join(QUALITIES)}.")
     allowed = QUALITIES[: QUALITIES.index(quality) + 1]
     return [
-        Method(family, algorithm)
+        Method(family, algorithm, dimensions if algorithm == "halving_doubling" else ())
         for family, about in FAMILIES.items()
         if about.quality in allowed
         for algorithm in about.algorithms
@@ -189,12 +206,7 @@ def sent(method: Method, load: Workload, world: World) -> Iterator[Sent]:
         assert isinstance(world, int)
         yield Sent(*_of_sparse(method.family, values, world), values, buckets)
     else:
-        algorithm = (
-            hierarchical()
-            if method.algorithm == "hierarchical"
-            else algorithms.from_name(method.algorithm)
-        )
-        yield Sent(algorithm, _reduction(method.family), values, buckets)
+        yield Sent(method.made, _reduction(method.family), values, buckets)
 
 
 def _reduction(family: str) -> Reduction:

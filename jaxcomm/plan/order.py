@@ -1,16 +1,21 @@
-"""In which order devices should have their ranks.
+"""In which order devices should have their ranks, and halving-doubling its dimensions.
 
 Neighbours of a ring, and the near partners of halving-doubling, are neighbours in rank. Where ranks
 were dealt without a look at the network, a ring crosses the same link again and again.
 """
 
+import itertools
+from collections.abc import Iterator
+
 import numpy as np
 
-from jaxcomm.collectives.algorithms import ring
+from jaxcomm.collectives.algorithms import halving_doubling, ring
+from jaxcomm.plan.families import Dimensions
 from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.topology import Topology
 
-_GAIN = 0.99  # an order is changed for a ring that is at least so much faster
+_GAIN = 0.99  # an order is changed for one that takes at most so much of its time
+_BYTES = 64e6
 
 
 def best_order(topology: Topology, model: Model, order: tuple[int, ...]) -> tuple[int, ...]:
@@ -20,9 +25,49 @@ def best_order(topology: Topology, model: Model, order: tuple[int, ...]) -> tupl
     switch together, and in the order of the hosts' names.
     """
     tried = [order, tuple(range(len(order))), _walked(topology)]
-    seconds = [Simulation(topology, model, o).seconds(ring(), 64e6) for o in tried]
+    seconds = [Simulation(topology, model, o).seconds(ring(), _BYTES) for o in tried]
     best = int(np.argmin(seconds))
     return tried[best] if seconds[best] < _GAIN * seconds[0] else order
+
+
+def best_dimensions(topology: Topology, model: Model, order: tuple[int, ...]) -> Dimensions:
+    """The arguments of `jaxcomm.algorithms.halving_doubling` that are fastest; none for its own.
+
+    The nearest or the farthest devices first; and where equally many devices of neighbouring ranks
+    are on each switch, the shifted and the spread orders, for a ring and for every grid of these.
+
+    Args:
+      topology: the network.
+      model: what messages cost.
+      order: the devices in the order of their ranks.
+    """
+    simulation = Simulation(topology, model, order)
+    tried: list[Dimensions] = [(), (("order", "far_first"),)]
+    if per_switch := _per_switch(topology, order):
+        tried += [
+            (("order", name), ("devices_per_switch", per_switch), *grid)
+            for grid in _grids(len(order) // per_switch)
+            for name in ("shifted", "spread")
+        ]
+    seconds = [simulation.seconds(halving_doubling(**dict(d)), _BYTES) for d in tried]
+    best = int(np.argmin(seconds))
+    return tried[best] if seconds[best] < _GAIN * seconds[0] else ()
+
+
+def _per_switch(topology: Topology, order: tuple[int, ...]) -> int | None:
+    """How many devices of neighbouring ranks each switch has, if both numbers are powers of two."""
+    joined, hosts = topology.joined, len(topology.hosts)
+    switches = [int(joined.indices[joined.indptr[host]]) for host in order]
+    runs = [len(list(group)) for _, group in itertools.groupby(switches)]
+    fits = len(set(runs)) == 1 and len(set(switches)) == len(runs) > 2 and min(switches) >= hosts
+    return runs[0] if fits and not hosts & (hosts - 1) and not runs[0] & (runs[0] - 1) else None
+
+
+def _grids(switches: int) -> Iterator[Dimensions]:
+    """One ring of the switches, then each grid of two dimensions."""
+    yield ()
+    for bits in range(1, switches.bit_length() - 1):
+        yield (("grid", (1 << bits, switches >> bits)),)
 
 
 def _walked(topology: Topology) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from jaxcomm.collectives.reductions import CodedMean, Majority, Reduction
 from jaxcomm.plan import messages
 from jaxcomm.plan.families import SCHEDULED
 from jaxcomm.plan.machines import Cluster
+from jaxcomm.plan.order import best_dimensions
 
 _GAIN = 0.95  # an algorithm is changed for one that needs at most so much of its time
 
@@ -43,6 +44,9 @@ def use(cluster: Cluster | None) -> None:
             f"{type(cluster).__name__}."
         )
     network = cluster.network
+    dimensions = dict(best_dimensions(cluster.topology, network.model, cluster.order))
+    tried = [algorithms.from_name(name) for name in SCHEDULED]
+    tried += [algorithms.halving_doubling(**dimensions)] if dimensions else []
 
     @functools.cache
     def seconds(algorithm: Algorithm, reduction: messages.Reduction, values: int) -> float:
@@ -53,7 +57,6 @@ def use(cluster: Cluster | None) -> None:
         if known is None or world != cluster.devices:
             return usual
         values = length * (32 if isinstance(reduction, Majority) else 1)  # a word has 32 votes
-        tried = [algorithms.from_name(name) for name in SCHEDULED]
         fastest = min(tried, key=lambda algorithm: seconds(algorithm, known, values))
         gains = seconds(fastest, known, values) <= _GAIN * seconds(usual, known, values)
         return fastest if gains else usual

@@ -168,6 +168,31 @@ class TestOrderAndLevels:
             frozenset(range(4, 8)),
         }
 
+    @pytest.mark.parametrize(
+        ("made", "dimensions"),
+        [
+            (plan.fabrics.dln("d", 64, 100, hosts_per_switch=8), {"order", "devices_per_switch"}),
+            (plan.fabrics.dln_2d("d", 128, 100, hosts_per_switch=8), {"order"}),
+            (plan.fabrics.star("s", 16, 100), set()),
+            (plan.fabrics.clusters("c", 12, 100), set()),
+        ],
+        ids=["dln", "dln_2d", "star", "two switches"],
+    )
+    def test_dimensions_of_halving_doubling(self, made: Any, dimensions: set[str]) -> None:
+        """Where devices share the links between switches, they take them in different orders."""
+        room = plan.cluster(made, FREE)
+        found = plan.plan(room, TestNumbers.load, "exact", reorder=False)
+        row = next(r for r in found.rows if r.method.algorithm == "halving_doubling")
+        assert dimensions <= dict(row.method.dimensions).keys()
+        plain = row_of(room, TestNumbers.load, "float32", "halving_doubling")
+        if not dimensions:
+            assert row.method == plain.method
+            return
+        assert row.exchange < 0.8 * plain.exchange
+        assert row.method.name.removeprefix("float32/halving_doubling/") in ("shifted", "spread")
+        called = eval(row.method.config["algorithm"], vars(jaxcomm.algorithms))
+        assert called == row.method.made != plain.method.made
+
     def test_levels(self, tmp_path: Path) -> None:
         assert plan.cluster(plan.fabrics.clusters("c", 8, 100)).levels == (2, 4)
         assert plan.cluster(plan.fabrics.chain("c", 8, 100)).levels is None
