@@ -190,7 +190,7 @@ class TestOrderAndLevels:
             return
         assert row.exchange < 0.8 * plain.exchange
         assert row.method.name.removeprefix("float32/halving_doubling/") in ("shifted", "spread")
-        called = eval(row.method.config["algorithm"], vars(jaxcomm.algorithms))
+        called = eval(row.method.config["algorithm"], dict(vars(jaxcomm.algorithms)))
         assert called == row.method.made != plain.method.made
 
     def test_levels(self, tmp_path: Path) -> None:
