@@ -160,10 +160,14 @@ def _local(mesh: Mesh, family: str, values: int) -> float:
     about = FAMILIES[family]
     if FEEDBACK in about.needs and about.options["method"] == "mean":
         return _feedback(mesh, family, values) / values
-    device = mesh.local_devices[0]
-    alone = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=[device])
     method = Method(family, about.algorithms[0])
-    return _exchange(mesh, alone, method, (ROWS, values // (MATRICES * ROWS))) / values
+    return _exchange(mesh, _alone(mesh), method, (ROWS, values // (MATRICES * ROWS))) / values
+
+
+def _alone(mesh: Mesh) -> Mesh:
+    """This process's first device by itself."""
+    device = mesh.local_devices[0]
+    return jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=[device])
 
 
 def _feedback(mesh: Mesh, family: str, values: int) -> float:
@@ -183,8 +187,13 @@ def _feedback(mesh: Mesh, family: str, values: int) -> float:
 
     own = np.random.default_rng(0).standard_normal(n * mesh.size, np.float32)
     x = jax.device_put(own, mesh.local_devices[0])
-    program = jax.jit(body)
-    return _timed(mesh, lambda: program(x, x))
+    program, alone = jax.jit(body), _alone(mesh)
+
+    def run() -> Any:
+        with jax.set_mesh(alone):  # the mesh that is set may have devices of other processes
+            return program(x, x)
+
+    return _timed(mesh, run)
 
 
 def _exchange(mesh: Mesh, over: Mesh, method: Method, shape: tuple[int, int]) -> float:

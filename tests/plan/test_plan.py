@@ -20,6 +20,7 @@ from jaxcomm.plan.families import Method
 from jaxcomm.plan.order import best_order
 from jaxcomm.plan.predict import predictions
 from jaxcomm.plan.simulate import Model, Simulation
+from processes import run_processes
 
 FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, False, False, 0.0, {})
 
@@ -357,3 +358,19 @@ def test_the_module_plans_and_hides_none_of_its_parts() -> None:
     assert called(room, load, quality="exact") == plan.plan(room, load, quality="exact")
     parts = {part.name for part in pkgutil.iter_modules(plan.__path__)}
     assert len(parts) > 10 and parts & set(plan.__all__) == {"fabrics"}
+
+
+@pytest.mark.multiprocess
+def test_a_probe_of_two_processes_under_a_mesh_of_both() -> None:
+    """As in a training program, where codes are of one device and the mesh that is set of all."""
+    script = """
+        import jaxcomm
+        from jaxcomm.plan import probing
+
+        probing.LARGE, probing.REPEATS, probing.SIZES = 1000, 1, (2048, 4096)
+        with jax.set_mesh(jaxcomm.data_mesh()):
+            costs = jaxcomm.plan.probe(families=("int8", "scaled_sign"))
+        print(costs.latency > 0, {"int8", "scaled_sign"} <= costs.local.keys(), costs.local)
+    """
+    lines = [process.stdout.splitlines()[-1] for process in run_processes(2, script)]
+    assert lines[0] == lines[1] and lines[0].startswith("True True")
