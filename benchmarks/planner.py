@@ -24,7 +24,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.netlab.measuring import RESULTS, Lab, circumstances, guarded
 from benchmarks.netlab.methods import Exchange, shapes_of
@@ -61,6 +61,7 @@ METHODS = (
     "vote/hierarchical",
 )
 TUNED = ("star", "clusters")
+Case = tuple[dict[str, Any], dict[str, float]]  # as it was measured, and predicted milliseconds
 
 
 def main() -> int:
@@ -109,7 +110,6 @@ def run(args: argparse.Namespace) -> None:
                 programs.mkdir(exist_ok=True)
                 measured = measured_on(case, args, programs, needs_codes(kept, case))
                 kept = {**kept, **circumstances(NAME), "cases": [*kept["cases"], measured]}
-                kept["summary"] = summarised(kept)
                 Path(args.out).write_text(json.dumps(kept, indent=1) + "\n")
                 print(summary_of(measured, kept), flush=True)
 
@@ -128,7 +128,7 @@ def probe_codes(args: argparse.Namespace) -> None:
         for old in same:
             old["local"] = None
         same[0]["local"] = local
-        kept |= {**circumstances(NAME), "summary": summarised(kept)}
+        kept |= circumstances(NAME)
         Path(args.out).write_text(json.dumps(kept, indent=1) + "\n")
 
 
@@ -205,8 +205,21 @@ def as_method(name: str) -> Method:
     return Method(family, algorithm or ("native" if family.startswith("powersgd") else "own"))
 
 
-def choices(case: dict[str, Any], times: dict[str, float]) -> Iterator[tuple[str, str, float]]:
-    """For each quality: the method with the least predicted time, and its time over the best."""
+class Choice(NamedTuple):
+    """The method with the least predicted time among those of a quality, and how good it is.
+
+    Attributes:
+      over: its measured time over that of `best`, the fastest one.
+    """
+
+    quality: str
+    method: str
+    best: str
+    over: float
+
+
+def choices(case: dict[str, Any], times: dict[str, float]) -> Iterator[Choice]:
+    """One for each quality, from predicted times."""
     measured = {row["method"]: row["ms"] for row in case["rows"]}
     for quality in QUALITIES:
         allowed = QUALITIES[: QUALITIES.index(quality) + 1]
@@ -214,7 +227,8 @@ def choices(case: dict[str, Any], times: dict[str, float]) -> Iterator[tuple[str
         if not names:  # of the methods that were asked for
             continue
         chosen = min(names, key=lambda n: times[n])
-        yield quality, chosen, measured[chosen] / min(measured[n] for n in names)
+        best = min(names, key=lambda n: measured[n])
+        yield Choice(quality, chosen, best, measured[chosen] / measured[best])
 
 
 def summary_of(case: dict[str, Any], kept: dict[str, Any]) -> str:
@@ -226,17 +240,19 @@ def summary_of(case: dict[str, Any], kept: dict[str, Any]) -> str:
     for row in case["rows"]:
         ratio = times[row["method"]] / row["ms"]
         lines.append(f"  {row['method']:24}{row['ms']:9.1f} ms, predicted {ratio:6.2f} of it")
-    for quality, chosen, over in choices(case, times):
-        lines.append(f"  {quality:10} choice {chosen:20} {over:.2f} of the best")
+    for choice in choices(case, times):
+        line = f"  {choice.quality:10} choice {choice.method:20} {choice.over:.2f} of the best"
+        lines.append(line)
     return "\n".join(lines)
 
 
 def report(args: argparse.Namespace) -> None:
-    """Errors by kind, and how often the choice was good; tuned networks and others."""
+    """Errors by algorithm, on tuned networks and others, and how often the choice was good."""
+    from benchmarks.tables import table
+
     kept = read(args.out)
     summary = summarised(kept)
-    for group, found in summary.items():
-        show(group, found)
+    print(*table(*errors_table(summary)), "", *table(*choices_table(summary)), sep="\n")
     if args.png:
         draw(kept, args.png)
     if args.json:
@@ -244,24 +260,41 @@ def report(args: argparse.Namespace) -> None:
 
 
 def summarised(kept: dict[str, Any]) -> dict[str, Any]:
-    """Tuned networks and the others, as far as there are cases of them."""
-    groups: dict[str, list[Any]] = {}
+    """Errors of tuned networks and of the others, choices by size, as far as there are cases."""
+    groups: dict[str, list[Case]] = {}
+    sizes: dict[float, list[Case]] = {}
     for case in kept["cases"]:
-        group = "tuned" if case["network"] in TUNED else "others"
-        groups.setdefault(group, []).append(case)
-    return {group: of_group(cases, kept) for group, cases in sorted(groups.items())}
+        pair = case, predicted(case, kept)
+        groups.setdefault("tuned" if case["network"] in TUNED else "others", []).append(pair)
+        sizes.setdefault(case["size"], []).append(pair)
+    return {
+        "errors": {group: errors_in(cases) for group, cases in sorted(groups.items())},
+        "choices": [choices_of(size, sizes[size]) for size in sorted(sizes, reverse=True)],
+    }
 
 
-def of_group(cases: list[Any], kept: dict[str, Any]) -> dict[str, Any]:
-    """Of each algorithm, the share of predictions within its error; and of the choices."""
+def choices_of(size: float, cases: list[Case]) -> dict[str, Any]:
+    """Of the choices at a size: how many were good, and which was worst."""
+    found = [choice for case, times in cases for choice in choices(case, times)]
+    worst = max(found, key=lambda choice: choice.over)
+    return {
+        "size": size,
+        "networks": len(cases),
+        "choices": len(found),
+        "good": sum(choice.over <= 1.05 for choice in found),
+        "worst": worst.over,
+        "chosen": worst.method,
+        "best": worst.best,
+    }
+
+
+def errors_in(cases: list[Case]) -> dict[str, Any]:
+    """Of each algorithm, the share of predictions within its error."""
     ratios: dict[str, list[float]] = {name: [] for name in ERRORS}
-    over: list[float] = []
-    for case in cases:
-        times = predicted(case, kept)
-        over += [found for _, _, found in choices(case, times)]
+    for case, times in cases:
         for row in case["rows"]:
             ratios[kind_of(as_method(row["method"]))].append(times[row["method"]] / row["ms"])
-    errors = {
+    return {
         name: {
             "rows": len(found),
             "median_ratio": statistics.median(found),
@@ -272,22 +305,39 @@ def of_group(cases: list[Any], kept: dict[str, Any]) -> dict[str, Any]:
         for name, found in ratios.items()
         if found
     }
-    good = sum(o <= 1.05 for o in over)
-    return {"errors": errors, "choices": len(over), "good": good, "worst": max(over)}
 
 
-def show(group: str, summary: dict[str, Any]) -> None:
-    print(
-        f"{group} networks: {summary['good']} of {summary['choices']} choices within 5 % of the "
-        f"best, the worst {summary['worst']:.2f}"
-    )
-    print("| algorithm | predictions | median ratio | median error | within | of |")
-    print("|---|---|---|---|---|---|")
-    for name, row in summary["errors"].items():
-        print(
-            f"| {name} | {row['rows']} | {row['median_ratio']:.2f} | {row['median_error']:.1%} | "
-            f"{row['within']:.0%} | +-{row['error']:.0%} |"
-        )
+def errors_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Head and cells: how far predictions are from measurements."""
+    body = [
+        [
+            {"own": "sparse and low rank"}.get(algorithm, algorithm),
+            group,
+            str(row["rows"]),
+            f"{row['median_ratio']:.2f}",
+            f"{100 * row['median_error']:.0f} %",
+            f"{100 * row['within']:.0f} % of +-{100 * row['error']:.0f} %",
+        ]
+        for group, at in summary["errors"].items()
+        for algorithm, row in at.items()
+    ]
+    head = ["algorithm", "networks", "predictions", "predicted / measured", "error", "within"]
+    return head, body
+
+
+def choices_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Head and cells: how often the choice was good, by size."""
+    body = [
+        [
+            f"{row['size'] / 1e6:g} M",
+            str(row["networks"]),
+            f"{row['good']} of {row['choices']}",
+            f"{row['worst']:.2f}",
+            f"`{row['chosen']}`, not `{row['best']}`",
+        ]
+        for row in summary["choices"]
+    ]
+    return ["values", "networks", "at most 1.05 of the best", "worst", "which took"], body
 
 
 def draw(kept: dict[str, Any], path: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import digits, plots, take
+from benchmarks import digits, planner, plots, take
 from benchmarks.pareto import results as front
 
 ROOT = Path(__file__).parents[1]
@@ -255,23 +255,10 @@ def pareto(task: str) -> Lines:
     return table(["method", "optimizer", "bytes", "loss", "minus float32", "rate"], body)
 
 
-def planner() -> Lines:
-    """How far predictions are from measurements, by algorithm."""
-    summary = json.loads((RESULTS / "planner.json").read_text())["summary"]
-    body = [
-        [
-            {"own": "sparse and low rank"}.get(algorithm, algorithm),
-            group,
-            str(row["rows"]),
-            f"{row['median_ratio']:.2f}",
-            f"{100 * row['median_error']:.0f} %",
-            f"{100 * row['within']:.0f} % of +-{100 * row['error']:.0f} %",
-        ]
-        for group, at in summary.items()
-        for algorithm, row in at["errors"].items()
-    ]
-    head = ["algorithm", "networks", "predictions", "predicted / measured", "error", "within"]
-    return table(head, body)
+@functools.cache
+def planned() -> dict[str, Any]:
+    """What the planner's predictions are worth on the networks that were measured."""
+    return planner.summarised(planner.read(str(RESULTS / "planner.json")))
 
 
 def what_to_take() -> Lines:
@@ -329,7 +316,8 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "digits_by_label": lambda: table_or(*digits.by_label(), "None of these runs is kept yet."),
     "overlap_cpu": overlap_cpu,
     "simulated": simulated,
-    "planner": planner,
+    "planner": lambda: table(*planner.errors_table(planned())),
+    "planner_choices": lambda: table(*planner.choices_table(planned())),
     "powersgd": powersgd,
     "pareto": functools.partial(pareto, "gpt_small"),
     "pareto_lstm": functools.partial(pareto, "lstm"),

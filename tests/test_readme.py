@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxcomm.plan.__main__ import main as planner
+
 ROOT = Path(__file__).parent.parent
 LEFT_OUT_AT_MOST = 3
 
@@ -50,6 +52,28 @@ def test_the_readme_runs() -> None:
     assert len(reasons) <= LEFT_OUT_AT_MOST, reasons
     done = run_page(page)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+ASKED = re.compile(
+    r"`python -m jaxcomm\.plan ([^`]+)`\s+answers \"([^\"]+)\"; with `([^`]+)` it answers \"([^\"]+)\""
+)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/choose.md"])
+def test_the_planner_answers_what_the_page_says(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / name).read_text()
+    (found,) = ASKED.findall(page)
+    assert page.count("python -m jaxcomm.plan ") == 1, "a command of another form is not run"
+    command, answer, instead, other = found
+    key = instead.partition("=")[0]
+    changed = re.sub(rf"\b{key}=\S+", instead, command)
+    assert changed != command
+    for asked, said in ((command, answer), (changed, other)):
+        monkeypatch.setattr(sys, "argv", ["plan", *asked.split()])
+        assert planner() == 0
+        assert capsys.readouterr().out.startswith(said)
 
 
 def test_blocks_share_one_namespace_and_keep_their_lines(tmp_path: Path) -> None:

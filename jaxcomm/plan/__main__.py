@@ -5,9 +5,9 @@
         [--costs=FILE.yaml] [--rows=N] [--keep-order] [--json]
 
 CLUSTER.yaml is a file as `jaxcomm.plan.machines` describes, or the name of a topology. `--set`
-changes it: nodes.nics=2, rate=10Gbit, link[s0,s1].bandwidth=1Gbit, device=gpu; what was the choice
-without it is shown too. With several numbers, `--accumulate` shows the choice for each, and the
-table for the first. `--costs` names what `python -m jaxcomm.probe` measured.
+changes it: nodes.nics=2, rate=10Gbit, link[s0,s1].bandwidth=1Gbit, device=gpu; the choice without
+`--set` is shown too. With several numbers, `--accumulate` shows the choice for each, and the table
+for the first. `--costs` names what `python -m jaxcomm.probe` measured.
 """
 
 import argparse
@@ -41,15 +41,16 @@ def _run(args: argparse.Namespace) -> None:
         return plan.plan(made, load, args.quality, reorder=not args.keep_order)
 
     found = planned(changes, loads[0])
-    if not args.json:
-        for load in loads[1:]:
-            print(f"accumulate {load.accumulate}: {planned(changes, load).headline}")
-        if changes:
-            print(f"as it is:  {planned({}, loads[0]).headline}\nas set:    ", end="")
     if args.json:
         print(json.dumps(found.as_json()))
-    else:
-        print("\n".join(found.lines(args.rows)))
+        return
+    answer, *more = found.lines(args.rows)
+    print(answer)
+    for load in loads[1:]:
+        print(f"with --accumulate={load.accumulate}: {planned(changes, load).headline}")
+    if changes:
+        print(f"without --set: {planned({}, loads[0]).headline}")
+    print("\n".join(more))
 
 
 def _numbers(text: str) -> list[int]:

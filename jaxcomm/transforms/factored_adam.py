@@ -69,10 +69,7 @@ def factored_adam(
     """Adam in few bits without a dense warm-up: the momentum that all devices share is exchanged.
 
     It is optimizer and exchange in one: its updates are finished, and no optimizer belongs behind
-    it. For one bit a value on each hop:
-
-        exchange = jaxcomm.mean("data", jaxcomm.codecs.scaled_sign(128), error_feedback=True)
-        tx = jaxcomm.factored_adam(exchange, 1e-3)
+    it. The exchange of the example sends one bit a value on each hop, and a scale for 128 values.
 
     The root mean square of a matrix is the product of a factor for its rows and one for its columns
     (Adafactor), which all devices share exactly. So they all divide their gradients by the same
@@ -111,7 +108,8 @@ def factored_adam(
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
-      >>> exchange = jaxcomm.mean("data", "scaled_sign", error_feedback=True)
+      >>> signs = jaxcomm.codecs.scaled_sign(128)
+      >>> exchange = jaxcomm.mean("data", signs, error_feedback=True)
       >>> tx = jaxcomm.factored_adam(exchange, 0.1)
       >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
       ...     state = tx.init(jnp.zeros((1, 2)))

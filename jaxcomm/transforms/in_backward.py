@@ -93,18 +93,9 @@ def in_backward(exchange: optax.GradientTransformation, layers: Sequence[str]) -
 
     The gradient of a stack of layers exists only when `jax.lax.scan` has gone through all of them,
     and then nothing is left to compute while it travels. With this transformation each layer is
-    exchanged in the loop, behind the backward pass of the layers before it:
-
-        exchange = jaxcomm.in_backward(jaxcomm.mean("data", "bfloat16"), ["blocks"])
-        tx = optax.chain(exchange, optax.adam(1e-3))
-
-        def block(x, layer):  # the body of the scan over params["blocks"]
-            layer = jaxcomm.exchanged(layer)
-            ...
-
-        params_and_state = exchange.attach(params, state)
-        loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(params_and_state, batch)
-        updates, state = tx.update(grads, state, params)
+    exchanged in the loop, behind the backward pass of the layers before it. Name the stacks, let
+    each layer go through `jaxcomm.exchanged` where it is used, and give `exchange.attach(params,
+    state)` to `jaxcomm.value_and_grad`, as in the example.
 
     Every layer is exchanged as if it were a model of its own, so buckets do not span layers. All
     other parameters are exchanged by `update`, in the same way. Give the exchange the

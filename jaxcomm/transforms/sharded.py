@@ -41,19 +41,9 @@ def sharded(
     averages what is not split, and lets all devices agree whether everything was finite.
 
     Three lines differ from training on replicated parameters: place them with `jaxcomm.shard`, give
-    the loss `jaxcomm.sharded_params(params, state)`, and gather in it:
-
-        tx = optax.chain(jaxcomm.sharded(jaxcomm.mean("data", "bfloat16")), optax.adamw(1e-3))
-        params = jaxcomm.shard(params, "data")
-
-        def loss_fn(params, batch):
-            layer = lambda x, p: (apply_layer(jaxcomm.gather(p), x), None)
-            x, _ = jax.lax.scan(jax.checkpoint(layer), batch["x"], params["layers"])
-            ...
-
-        loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(
-            jaxcomm.sharded_params(params, state), batch)
-        updates, state = tx.update(grads, state, params)
+    the loss `jaxcomm.sharded_params(params, state)`, and gather in it. Where layers are scanned,
+    `jaxcomm.gather` each layer in the body of the scan, inside of `jax.checkpoint`: then one layer
+    at a time is whole, in the forward pass and in the backward pass.
 
     Under plain `jax.jit` arrays are global, so everything behind it in the chain sees all of the
     gradient: `optax.clip_by_global_norm` clips by the norm of all shards. Inside of your own

@@ -343,8 +343,10 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert {"method", "exchange_ms", "interval_ms", "busiest_link", "config"} <= set(rows[0])
     assert run(monkeypatch, *asked, "--accumulate=1,4") == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("accumulate 4: Compress") and "\nas it is:  Compress" in shown
-    assert shown.count("\nas set:    Compress") == 1 and "what limits you: h0-s0" in shown
+    answer, four, plain, limits = shown.splitlines()[:4]
+    assert answer.startswith("Compress, ") and four.startswith("with --accumulate=4: Compress")
+    assert plain.startswith("without --set: Compress") and plain.partition(": ")[2] != answer
+    assert limits.startswith("what limits you: h0-s0")
     assert run(monkeypatch, *asked[:3], "--set", "link[s0,s9].rate=1") == 2
     said = capsys.readouterr().err
     assert said.startswith("plan: link[s0,s9]: there is no such link; there are h0-s0")
