@@ -53,7 +53,7 @@ TAKE = (
     ),
     Take(
         "Adam",
-        "`jaxcomm.factored_adam` around scaled signs",
+        "`jaxcomm.factored_adam` of scaled signs",
         "scaled_sign",
         adam="factored Adam, scaled_sign(128)",
         step="factored_adam",
@@ -61,7 +61,7 @@ TAKE = (
     ),
     Take(
         "Adam",
-        "`jaxcomm.local_steps`, 4, of scaled signs, outer momentum",
+        "`jaxcomm.local_steps`: scaled signs in every 4th step",
         "scaled_sign",
         adam="4 local steps, scaled_sign, outer momentum",
         step="local_steps",
@@ -75,7 +75,7 @@ TAKE = (
         sgd="scaled_sign, feedback",
     ),
     Take("SGD", '`jaxcomm.sparse_mean("data", 0.01)`', "oktopk", sgd="Ok-Topk, 1 %"),
-    Take("SGD", '`jaxcomm.majority_vote("data")` of momenta', "vote", sgd="local momentum, vote"),
+    Take("SGD", '`jaxcomm.majority_vote("data")` on the signs of momenta', "vote", sgd="local momentum, vote"),
 )
 
 MARKS = (

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+import jaxcomm
 from jaxcomm.kernels._implementations import OPERATIONS
 from processes import free_port, run_processes
 from test_readme import BLOCK, program
@@ -86,13 +87,22 @@ def test_what_is_wrong_with_a_page_is_found() -> None:
 
 @pytest.mark.standard_promotion  # optax promotes
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_the_programs_of_a_page_run(page: Path) -> None:
+def test_the_programs_of_a_page_run(
+    page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And print what the page shows as a text. The devices that a page asks for are there already."""
+    asked: list[int] = []
+    monkeypatch.setattr(jaxcomm, "simulate_devices", asked.append)
     source, reasons = program(page.read_text())
     fences = re.findall(r"^ *(?:```|~~~) *py\w*", page.read_text(), re.M)
     assert len(fences) == len(BLOCK.findall(page.read_text())), "a block of another form is not run"
     assert reasons == []
     assert jax.device_count() == 8
     exec(compile(source, str(page), "exec"), {})
+    assert set(asked) <= {8}
+    printed = capsys.readouterr().out
+    for shown in re.findall(r"^```text\n(.*?)^```$", page.read_text(), re.M | re.S):
+        assert shown in printed
 
 
 @pytest.mark.multiprocess
