@@ -26,6 +26,7 @@ PAGES = [
     *(ROOT / "docs" / name for name in ("choose.md", "measurements.md", "networks.md")),
 ]
 Lines = list[str]
+PLANNER = str(RESULTS / "planner.json")
 VALUES = 2e6  # of the vectors on four hosts
 RATES = ("50", "200", "1000", "unlimited")
 NAMES = {
@@ -258,7 +259,7 @@ def pareto(task: str) -> Lines:
 @functools.cache
 def planned() -> dict[str, Any]:
     """What the planner's predictions are worth on the networks that were measured."""
-    return planner.summarised(planner.read(str(RESULTS / "planner.json")))
+    return planner.summarised(planner.read(PLANNER))
 
 
 def what_to_take() -> Lines:
@@ -335,6 +336,7 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "allreduce_star4.png": lambda path: plots.plot_exchanges(path, timed_steps(), RATES[:3], NAMES),
     "step_time.png": lambda path: plots.plot_steps(path, timed_steps(), RATES[:3], NAMES),
     "seed_cnat.png": lambda path: plots.plot_cnat(path, aggregations()),
+    "planner.png": lambda path: planner.draw(planner.read(PLANNER), str(path)),
 }
 
 

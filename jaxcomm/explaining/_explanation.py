@@ -80,7 +80,8 @@ class Explanation:
         values = sum(math.prod(leaf.shape) for leaf in self.leaves)
         dense = 8 * (self.devices - 1) / self.devices
         lines = [
-            f"{len(self.leaves)} parameters of {values:,} values on {self.devices} devices",
+            f"{_counted(len(self.leaves), 'parameter')} of {_counted(values, 'value')} on "
+            f"{_counted(self.devices, 'device')}",
             "",
         ]
         lines += _table(["parameter", "shape", "travels", "in"], _leaf_rows(self.leaves)) + [""]
@@ -108,6 +109,10 @@ class Explanation:
             for when, count in sent.items()
         ]
         return textwrap.wrap(f"Not in every step: {', '.join(parts)}.", 90) if parts else []
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
 def _leaf_rows(leaves: tuple[Leaf, ...]) -> Iterator[tuple[str, ...]]:

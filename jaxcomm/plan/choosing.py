@@ -99,10 +99,10 @@ class Plan:
     def limits(self) -> str:
         """What the choice, and the float32 mean, spend their time on."""
         best, dense = self.choice, self.float32
-        return (
-            f"what limits you: {dense.limit} with float32 ({_ms(dense.exchange)} ms an "
-            f"exchange), {best.limit} with {best.method.name} ({_ms(best.exchange)} ms)."
-        )
+        found = f"{dense.limit} with float32 ({_ms(dense.exchange)} ms an exchange)"
+        if best is not dense:
+            found += f", {best.limit} with {best.method.name} ({_ms(best.exchange)} ms)"
+        return f"what limits you: {found}."
 
     def lines(self, rows: int | None = None) -> list[str]:
         """The plan as a text, with so many rows of the table."""
