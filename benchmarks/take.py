@@ -75,7 +75,12 @@ TAKE = (
         sgd="scaled_sign, feedback",
     ),
     Take("SGD", '`jaxcomm.sparse_mean("data", 0.01)`', "oktopk", sgd="Ok-Topk, 1 %"),
-    Take("SGD", '`jaxcomm.majority_vote("data")` on the signs of momenta', "vote", sgd="local momentum, vote"),
+    Take(
+        "SGD",
+        '`jaxcomm.majority_vote("data")` on the signs of momenta',
+        "vote",
+        sgd="local momentum, vote",
+    ),
 )
 
 MARKS = (

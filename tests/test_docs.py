@@ -90,7 +90,7 @@ def test_what_is_wrong_with_a_page_is_found() -> None:
 def test_the_programs_of_a_page_run(
     page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And print what the page shows as a text. The devices that a page asks for are there already."""
+    """And print what the page shows as a text. The devices that it asks for are there already."""
     asked: list[int] = []
     monkeypatch.setattr(jaxcomm, "simulate_devices", asked.append)
     source, reasons = program(page.read_text())

@@ -55,7 +55,8 @@ def test_the_readme_runs() -> None:
 
 
 ASKED = re.compile(
-    r"`python -m jaxcomm\.plan ([^`]+)`\s+answers \"([^\"]+)\"; with `([^`]+)` it answers \"([^\"]+)\""
+    r"`python -m jaxcomm\.plan ([^`]+)`\s+answers \"([^\"]+)\"; "
+    r"with `([^`]+)` it answers \"([^\"]+)\""
 )
 
 
