@@ -1,6 +1,7 @@
 """Collectives for the manual view: an algorithm (who talks to whom) carries out a reduction."""
 
 from jaxcomm.collectives import algorithms, reductions, sparse
+from jaxcomm.collectives._behind import Behind, travelling
 from jaxcomm.collectives.all_reduce import (
     all_reduce,
     all_reduce_with_residual,
@@ -11,6 +12,7 @@ from jaxcomm.collectives.all_reduce import (
 from jaxcomm.collectives.reduce_scatter import all_gather, reduce_scatter_with_residual
 
 __all__ = [
+    "Behind",
     "algorithms",
     "all_gather",
     "all_reduce",
@@ -21,4 +23,5 @@ __all__ = [
     "reductions",
     "require_axis",
     "sparse",
+    "travelling",
 ]

@@ -26,6 +26,19 @@ def split_off_exempt(layout: Layout) -> tuple[Bucket, Bucket]:
     return tuple(i for i in range(len(layout.leaves)) if i not in set(exempt)), exempt
 
 
+def by_appearance(layout: Layout, chosen: Bucket, order: Sequence[str] | None) -> Bucket:
+    """The leaves in the order in which their gradients appear.
+
+    Args:
+      layout: the leaves.
+      chosen: the leaves to sort, as indices.
+      order: paths of leaves, first gradient first; leaves it does not name come last. None is the
+        tree's order reversed.
+    """
+    rank = {path: i for i, path in enumerate(order or ())}
+    return tuple(sorted(reversed(chosen), key=lambda i: rank.get(layout.leaves[i].path, len(rank))))
+
+
 def buckets_of(
     layout: Layout, chosen: Bucket, order: Sequence[str] | None, limit: int
 ) -> tuple[Bucket, ...]:
@@ -44,15 +57,13 @@ def buckets_of(
     Args:
       layout: the leaves.
       chosen: the leaves to group, as indices.
-      order: paths of leaves, first gradient first; leaves it does not name come last. None is the
-        tree's order reversed.
+      order: as in `by_appearance`.
       limit: float32 bytes that a bucket holds.
 
     Returns:
       The buckets, each a tuple of indices.
     """
-    rank = {path: i for i, path in enumerate(order or ())}
-    queue = sorted(reversed(chosen), key=lambda i: rank.get(layout.leaves[i].path, len(rank)))
+    queue = by_appearance(layout, chosen, order)
     buckets: list[list[int]] = []
     current: dict[frozenset[str], list[int]] = {}
     room: dict[frozenset[str], int] = {}

@@ -10,6 +10,9 @@ A step of a method, for L leaves of gradients on N devices:
 3. `exchange_buckets` exchanges the large leaves bucket by bucket, each by the method's own
    collective, in the order in which their gradients appear. Buckets take turns: bucket b + 1 waits
    for bucket b, so that XLA neither joins them nor starts all of them behind the last gradient.
+   Inside the backward pass of a loop, what a hop of a sparse mean brings waits for a gradient that
+   is computed meanwhile: the first hop for the first leaf of the next bucket, the second for the
+   leaf behind that. The first hop of the last bucket waits for the last exempt leaf.
 4. In the end one float32 all-reduce takes the mean of everything small (exempt leaves, scales),
    with a flag: how many devices hold a gradient, or a next residual, that is not finite. A mean
    that carries these values needs no flag: where its results are finite, its residuals are too.
@@ -19,6 +22,7 @@ A step of a method, for L leaves of gradients on N devices:
    leaves residuals as they were before the step. So every device takes the step, or none does.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -183,7 +187,7 @@ def exchange_buckets(
       parts: what travels in buckets, by leaf.
       buckets: which leaves travel together, in order.
       on_bucket: how the method exchanges a bucket.
-      small: what is averaged exactly, in float32.
+      small: what is averaged exactly, in float32; leaves in the order of their gradients.
       must_be_finite: the arrays that the flag is about, beside the next state and `small`; None
         for no flag, where results show what is not finite.
       axis_name: the mesh axis.
@@ -196,13 +200,20 @@ def exchange_buckets(
     other axes.
     """
     results, kept = [], []
+    exempt = tuple(key for key in small if isinstance(key, int))
+    behind = collectives.Behind({**parts, **small}, list(itertools.chain(*buckets)))
     for number, bucket in enumerate(buckets):
-        ready, results = in_turn({i: parts[i] for i in bucket}, results)
+        ready, results = in_turn({i: behind.arrays[i] for i in bucket}, results)
+        behind.turns = [i for i in behind.turns if i not in bucket]
+        if number == len(buckets) - 1:
+            behind.turns = list(exempt[-1:])
+        in_a_loop = LAYER.get() is not None
         with noted(Message("bucket", bucket)), jax.named_scope(f"bucket{number}"):
-            result, rest = on_bucket(number, ready)
+            with collectives.travelling(behind if in_a_loop else None):
+                result, rest = on_bucket(number, ready)
         results.append(result)
         kept.append(rest)
-    small = dict(small)
+    small = {key: behind.arrays[key] for key in small}
     if must_be_finite is not None:
         local = [*must_be_finite, *jax.tree.leaves([state_of(k) for k in kept])]
         small[FLAG] = 1 - all_finite(_flat(local)).astype(jnp.float32)
@@ -215,7 +226,6 @@ def exchange_buckets(
     if small:
         small, results = in_turn(small, results)
         reduction, native = collectives.mean_of("float32", "native")
-        exempt = tuple(key for key in small if isinstance(key, int))
         with noted(Message("exempt", exempt)), jax.named_scope("small"):
             sums = collectives.all_reduce(joined(small), axis_name, reduction, native)
         exact = split(sums, small)

@@ -14,7 +14,14 @@ from jaxcomm._axes import AxisName
 from jaxcomm._notes import noted
 from jaxcomm.collectives import sparse
 from jaxcomm.kernels import _implementations, select
-from jaxcomm.transforms._buckets import Bucket, buckets_of, bytes_of, joined, split_off_exempt
+from jaxcomm.transforms._buckets import (
+    Bucket,
+    buckets_of,
+    by_appearance,
+    bytes_of,
+    joined,
+    split_off_exempt,
+)
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
@@ -226,6 +233,7 @@ class _Exchange:
     ) -> tuple[Arrays, Own]:
         """What one device does in a step: the updates and a report, and its next state."""
         large, exempt_ = split_off_exempt(layout)
+        exempt_ = by_appearance(layout, exempt_, self.bucket_order)
         buckets = self.buckets(layout, large)
         residual, velocity = ({i: x for i, x in zip(large, part, strict=False)} for part in own[:2])
 

@@ -111,6 +111,7 @@ def test_overlap_of_a_loop() -> None:
 def test_scanned_layers_travel_behind_products(target: str) -> None:
     """For an A10 no product goes behind the last bucket of a layer, a third of its bytes."""
     limits = {"float32": 0.9, "bfloat16": 0.6 if target == "a10" else 0.9}
+    limits |= {} if target == "a10" else {"oktopk": 0.8}
     arguments = (f"--target={target}", f"--methods={','.join(limits)}", "--json")
     rows = compiled_in_a_process("benchmarks.overlap", *arguments, timeout=900)
     assert rows["psum"]["hidden"] == 0 and rows.keys() == {"psum", *limits}

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives._all_to_all import all_to_all
+from jaxcomm.collectives._behind import behind_next
 from jaxcomm.collectives.sparse._sparse import add_lists
 from jaxcomm.kernels import select
 
@@ -82,7 +83,7 @@ class Owners:
     ) -> tuple[jax.Array, Dealt]:
         """Sends entries to their owners, who add them: float32[width], and what was sent."""
         dealt = self.deal(found, room)
-        arrived = all_to_all(entries.encode(dealt.values, dealt.offsets), axis_name)
+        arrived = behind_next(all_to_all(entries.encode(dealt.values, dealt.offsets), axis_name))
         sums = add_lists(jnp.zeros(self.width), *entries.decode(arrived))
         return sums, dealt._replace(values=entries.rounded(dealt.values))
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
+from jaxcomm.collectives._behind import behind_next
 from jaxcomm.collectives.sparse._owners import Owners
 from jaxcomm.collectives.sparse._sparse import (
     SMALLEST,
@@ -70,7 +71,8 @@ class OkTopk(SparseAllReduce):
 
         large = self._largest_sums(sums, min(world * room, owners.width), -(-k // world))
         payload = entries.encode(large.values, large.indices)
-        values, offsets = entries.decode(jax.lax.all_gather(payload, axis_name))
+        arrived = behind_next(jax.lax.all_gather(payload, axis_name))
+        values, offsets = entries.decode(arrived)
         places = owners.places(jnp.arange(world)[:, None], offsets)
         mean = jnp.zeros(n).at[places].set(values / world, mode="drop")
 

@@ -1,0 +1,57 @@
+"""Which arrays are computed while a message travels.
+
+XLA's scheduler for GPUs goes through a program from its end. It takes a kernel as soon as nothing
+that is left needs its result. Between the two hops of a sparse mean there are dozens of short
+kernels, each of which needs the one before. By the time the scheduler comes to the first hop, it
+has taken all products, and nothing is left to hide the message behind.
+
+So what a collective brought and the next gradient leave a barrier together. Then the product that
+makes this gradient can only be taken when the scheduler comes to the message.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+
+class Behind:
+    """Arrays that are computed while messages travel.
+
+    Attributes:
+      arrays: them, by their keys. Each use has to take them from here, as barriers let them out.
+      turns: the keys of those that are left, in the order in which they are computed. Each
+        collective takes one.
+    """
+
+    def __init__(self, arrays: dict[Any, jax.Array], turns: list[Any]) -> None:
+        self.arrays, self.turns = arrays, turns
+
+    def next(self, arrived: Any) -> Any:
+        """What a collective brought, which nobody can use before the next array is there."""
+        if not self.turns:
+            return arrived
+        key = self.turns.pop(0)
+        arrived, self.arrays[key] = jax.lax.optimization_barrier((arrived, self.arrays[key]))
+        return arrived
+
+
+_BEHIND: contextvars.ContextVar[Behind | None] = contextvars.ContextVar("behind", default=None)
+
+
+@contextlib.contextmanager
+def travelling(behind: Behind | None) -> Iterator[None]:
+    """In here, collectives that call `behind_next` take turns; with None they do not."""
+    token = _BEHIND.set(behind)
+    try:
+        yield
+    finally:
+        _BEHIND.reset(token)
+
+
+def behind_next(arrived: Any) -> Any:
+    """`Behind.next` of what a collective brought; outside of `travelling` just that."""
+    behind = _BEHIND.get()
+    return arrived if behind is None else behind.next(arrived)
