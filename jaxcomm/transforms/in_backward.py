@@ -101,7 +101,7 @@ def in_backward(exchange: optax.GradientTransformation, layers: Sequence[str]) -
     other parameters are exchanged by `update`, in the same way. Give the exchange the
     `bucket_order` that `jaxcomm.backward_order` finds: within a layer it decides what travels
     behind which products. Buckets are filled from a layer's last gradient on, and the last bucket
-    holds two thirds of `bucket_mib`. Best is room for a layer in three buckets, or in two where many
+    holds two thirds of `bucket_mib`. Best is room for a layer in three buckets; in two where many
     kernels lie between the hops of a method, as in sparse means.
 
     The new state of a layer leaves the backward pass as the gradient of the old one. So error
