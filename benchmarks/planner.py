@@ -6,8 +6,9 @@
     python -m benchmarks.planner --report [--out=JSON] [--png=PNG] [--json]
 
 On each network (`benchmarks.netlab`; needs root) the processes probe messages and then exchange
-gradients by every method, in turn; codes are probed once for each number of hosts. What is in the
-file already is not measured again; --codes probes the codes again and nothing else. The report
+gradients by every method, in turn; codes are probed once for each number of hosts and each size.
+What is in the file already is not measured again; --codes probes the codes of each number of hosts
+again and nothing else. The report
 compares predictions, which know the topology, the probe and nothing else, with the medians.
 
 A choice is the method that is predicted to be fastest, among those of a quality. It is good if it
@@ -141,8 +142,15 @@ def is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return all(str(a[key]) == str(b[key]) for key in ("network", "hosts", "rate", "size"))
 
 
+def codes_of(kept: dict[str, Any], case: dict[str, Any]) -> list[dict[str, Any]]:
+    """The cases whose processes probed codes, of as many hosts; those of its size come first."""
+    of_hosts = [old for old in kept["cases"] if old["hosts"] == case["hosts"] and old["local"]]
+    return sorted(of_hosts, key=lambda old: float(old["size"]) != float(case["size"]))
+
+
 def needs_codes(kept: dict[str, Any], case: dict[str, Any]) -> bool:
-    return not any(old["hosts"] == case["hosts"] and old["local"] for old in kept["cases"])
+    found = codes_of(kept, case)
+    return not found or float(found[0]["size"]) != float(case["size"])
 
 
 def measured_on(
@@ -188,8 +196,7 @@ def work(args: argparse.Namespace) -> None:
 
 def predicted(case: dict[str, Any], kept: dict[str, Any]) -> dict[str, float]:
     """Milliseconds of each measured method."""
-    of_hosts = (old["local"] for old in kept["cases"] if old["hosts"] == case["hosts"])
-    local = next(found for found in of_hosts if found)
+    local = codes_of(kept, case)[0]["local"]
     made = plan.load(case["network"], hosts=case["hosts"], rate=case["rate"])
     room = plan.cluster(made, Costs(**case["costs"], local=local))
     shapes = tuple(shapes_of(round(case["size"])).values())

@@ -37,7 +37,7 @@ def sgd(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
 
 def adamw(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
     """Adam with decoupled weight decay, as transformers are trained."""
-    return optax.adamw(rate, weight_decay=config.weight_decay, mask=_matrices)
+    return optax.adamw(rate, b1=config.momentum, weight_decay=config.weight_decay, mask=_matrices)
 
 
 def scale(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:

@@ -49,7 +49,7 @@ def get_config() -> config_dict.ConfigDict:
     config.optimizer.name = "sgd"  # Or "adamw", or "scale" after a method that is an optimizer.
     config.optimizer.learning_rate = 0.1  # The peak: it rises in warmup_steps, then falls to 0.
     config.optimizer.warmup_steps = 50
-    config.optimizer.momentum = 0.9  # Of sgd, Nesterov's.
+    config.optimizer.momentum = 0.9  # Of sgd, Nesterov's; of adamw, its b1.
     config.optimizer.weight_decay = 0.0  # Of sgd and adamw.
 
     config.sync = sync()
