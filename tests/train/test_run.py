@@ -38,6 +38,14 @@ TINY_TEXT = {
         "model.heads": 2,
         "model.mlp_width": 64,
     },
+    "lm_transformer_local": {
+        "data.sequence_length": 32,
+        "data.train_split": "validation",
+        "model.depth": 1,
+        "model.width": 16,
+        "model.heads": 2,
+        "model.mlp_width": 32,
+    },
     "text_bert": {"model.width": 16, "model.depth": 1, "model.mlp_width": 32},
     "text_lstm": {"model.width": 32, "model.layers": 1},
 }
@@ -116,7 +124,7 @@ SLOW += ("imagenet_resnet50", "imagenet_resnet101", "imagenet_vit_b16", "text_ls
     "name",
     ["digits_majority", "digits_ef_sign", "digits_cnat", "digits_oktopk"]
     + ["digits_vit_one_bit", "digits_vit_local", "fashion_resnet", "cifar_resnet20"]
-    + ["lm_transformer", "text_bert", "imagenet_vit_s16"]
+    + ["lm_transformer", "lm_transformer_local", "text_bert", "imagenet_vit_s16"]
     + [pytest.param(name, marks=pytest.mark.slow) for name in SLOW],
 )
 def test_every_config_runs(
