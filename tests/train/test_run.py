@@ -154,7 +154,7 @@ def test_every_config_runs(
     if other.data.name == "python_topics":
         other.update_from_flattened_dict(TINY_TEXT[name])
         # In one form; tests/train/test_split.py compares all three.
-        other.sync.fsdp = 1 if name == "text_bert" else 4
+        other.sync.fsdp = 4 if name == "lm_transformer" else 1
     if other.data.name == "imagenet2012":
         imagenet.shrink(other, name, imagenet_dir)
     summary = loop.train(other, tmp_path, 0.0)
