@@ -124,6 +124,11 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
             f"config.data.shards={config.shards!r} leaves device {empty[0]} of {world} without "
             f"{what} of {config.name}; use fewer devices or {cure}"
         )
+    if batch_size > len(labels):
+        raise UserError(
+            f"config.batch_size={batch_size} is more than the {len(labels)} rows of {config.name} "
+            f"in config.data.train_split={split!r}; lower it"
+        )
     own = [shards[device] for device in devices]
     names = ("image", "label", "weight") if isinstance(source, MaskedText) else ("image", "label")
     test = test_rows(source.test_rows(config.test_split), share, devices, world)

@@ -5,6 +5,7 @@ Status 2: a mistake in the config or on the command line, found before anything 
 traceback and status 1; it may be gone after a restart.
 """
 
+import contextlib
 import difflib
 import errno
 from collections.abc import Iterator, Mapping
@@ -45,6 +46,30 @@ def is_disk_full(error: BaseException) -> bool:
         or "Disk quota exceeded" in str(cause)
         for cause in causes(error)
     )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was asked for that is not there, of a device or of this machine."""
+    return any(
+        isinstance(cause, MemoryError) or "RESOURCE_EXHAUSTED: Out of memory" in str(cause)
+        for cause in causes(error)
+    )
+
+
+@contextlib.contextmanager
+def memory_for(what: str, cure: str) -> Iterator[None]:
+    """Surrounds what may need more memory than there is, and says which field makes it less.
+
+    Raises:
+      RunError: if memory is short, with the cure.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        first = str(error).split("\n")[0]
+        raise RunError(f"there is not enough memory for {what}: {cure} ({first})") from error
 
 
 def choose(table: Mapping[str, T], name: str, field: str) -> T:

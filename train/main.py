@@ -12,7 +12,7 @@ from ml_collections import config_flags
 
 from train import check
 from train.distributed import join
-from train.errors import RunError, UserError, is_disk_full
+from train.errors import RunError, UserError, is_disk_full, is_out_of_memory
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Output; by default a new folder in workdir/.")
@@ -123,10 +123,11 @@ def explained(error: Exception) -> tuple[int, str | None]:
         return 2, str(error)
     if isinstance(error, RunError):
         return error.status, str(error)
-    if "RESOURCE_EXHAUSTED: Out of memory" in str(error):
+    if is_out_of_memory(error):
+        first = str(error).split("\n")[0]
         return 3, (
             "a device has not enough memory: raise --config.microbatches, or lower "
-            f"--config.batch_size ({str(error).splitlines()[0]})"
+            f"--config.batch_size ({first})"
         )
     if is_disk_full(error):
         return 3, (

@@ -12,6 +12,15 @@ import optax
 
 import jaxcomm
 from train import data, models, planned, state, step, sync, watched
+from train.errors import memory_for
+
+# What may need more memory than there is, and what to do then.
+DATA = ("the data", "take a part of it, such as --config.data.train_split='train[:10%]'")
+MODEL = (
+    "the parameters and the optimizer's state",
+    "make config.model smaller, such as its width, or split them over devices with "
+    "--config.sync.fsdp or --config.sync.gather",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +60,8 @@ class Run:
 
     def begin(self) -> state.TrainState:
         """The state before the first step."""
-        return state.init(self.params, self.tx, self.place)
+        with memory_for(*MODEL):
+            return state.init(self.params, self.tx, self.place)
 
     def compile(self, now: state.TrainState) -> Any:
         """The training step, compiled; it takes the memory of its state."""
@@ -79,14 +89,16 @@ def assemble(config: Any, workdir: Path) -> Run:
 
     # The data: this process reads the shards of its own devices.
     own = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
-    rows = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
+    with memory_for(*DATA):
+        rows = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
     first = next(iter(rows.test))
     asked = functools.cache(functools.partial(_asked_rows, len(first["label"])))
     like = sync.global_batch({name: first[name] for name in rows.names})
     example = {**like, step.STOP: asked(False)}
 
     # The model, its gradient, the exchange of gradients and behind it the optimizer.
-    graph, params = models.build(config.model, rows.shape, rows.classes, config.seed)
+    with memory_for(*MODEL):
+        graph, params = models.build(config.model, rows.shape, rows.classes, config.seed)
     pixels = (config.data.mean, config.data.std) if rows.unit == "images" else ()
     forward = step.make_forward(graph, *pixels)
     gradient = step.make_gradient(forward, config.label_smoothing, config.microbatches)

@@ -110,6 +110,9 @@ def report(rank: int, status: int, logs: Path) -> None:
     """Names the process that failed; the output of process 0 has been seen already."""
     how = f"status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
     print(f"launch: process {rank} failed with {how}; the others are ended", file=sys.stderr)
+    if status == -signal.SIGKILL:
+        cure = "raise --config.microbatches, or lower --config.batch_size"
+        print(f"launch: if nobody did, the system was short of memory: {cure}", file=sys.stderr)
     log = logs / f"{rank}.log"
     if log.exists():
         lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]

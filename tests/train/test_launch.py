@@ -74,7 +74,9 @@ def test_a_killed_process_is_named_with_its_signal(
         tmp_path, "import time; time.sleep(60)", "import os; os.kill(os.getpid(), 9)"
     )
     assert status == 128 + 9
-    assert "process 1 failed with signal SIGKILL; the others are" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "process 1 failed with signal SIGKILL; the others are" in said
+    assert "the system was short of memory: raise --config.microbatches" in said
 
 
 def test_a_process_that_does_not_want_to_end_is_ended(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 from ml_collections import config_dict
 from running import Program
@@ -137,6 +138,20 @@ def test_what_exceptions_say(tmp_path: Path) -> None:
     assert explained(orbax)[0] == 3
 
 
+def test_memory_that_is_not_there(config: config_dict.ConfigDict, tmp_path: Path) -> None:
+    """More than a process can address, so that no machine gives it."""
+    with pytest.raises(Exception, match="RESOURCE_EXHAUSTED: Out of memory") as step:
+        jnp.zeros((2**24, 2**24), jnp.int8).block_until_ready()
+    status, line = explained(step.value)
+    assert status == 3 and line is not None and "raise --config.microbatches, or lower" in line
+    assert explained(MemoryError("of numpy"))[0] == 3
+    config.model.width = 2**21
+    with pytest.raises(
+        RunError, match="for the parameters .* make config.model smaller, such as its w"
+    ):
+        loop.train(config, tmp_path, 0.0)
+
+
 def test_a_second_run_in_the_same_directory(tmp_path: Path, config: config_dict.ConfigDict) -> None:
     message = re.escape(f"another run (process {os.getpid()} on {socket.gethostname()}) writes to")
     with claimed(tmp_path, config):
@@ -157,6 +172,7 @@ def change(name: str, value: object) -> Callable[[config_dict.ConfigDict], None]
     ("spoil", "message"),
     [
         (change("batch_size", 7), "batch_size 7 is not divisible by 8 devices"),
+        (change("batch_size", 8000), "config.batch_size=8000 is more than the 14.. rows of digits"),
         (
             change("data.name", "cifar01"),
             "config.data.name: .* did you mean 'cifar10'",
