@@ -123,6 +123,7 @@ def test_what_cannot_be_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", [name, flag])
+    monkeypatch.delitem(sys.modules, f"benchmarks.{name}", raising=False)
     with pytest.raises(SystemExit) as ended:
         runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     assert ended.value.code == 2

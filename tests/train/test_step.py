@@ -109,9 +109,9 @@ def test_evaluation_leaves_padding_out() -> None:
 def test_only_weights_decay() -> None:
     params = parameters()
     zeros = jax.tree.map(jnp.zeros_like, params)
-    for name, options in {"sgd": {"momentum": 0.9}, "adamw": {}}.items():
+    for name in ("sgd", "adamw"):
         config = config_dict.create(
-            name=name, learning_rate=0.1, warmup_steps=0, weight_decay=0.1, **options
+            name=name, learning_rate=0.1, warmup_steps=0, weight_decay=0.1, momentum=0.9
         )
         tx = state.make_optimizer(config, 10)
         updates, _ = tx.update(zeros, tx.init(params), params)

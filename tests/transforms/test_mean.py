@@ -159,6 +159,8 @@ def test_buckets_take_turns_in_their_order_and_change_nothing() -> None:
         assert len(buckets.report().only("all-to-all").collectives) == len(
             list(filter(None, found))
         )
+        while not found[-1]:  # behind the last bucket they keep the steps of a reduction apart
+            found.pop()
         return updates, [4 * int(n or 0) for n in found]
 
     one, order = exchanged(8.0)

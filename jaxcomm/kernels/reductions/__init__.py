@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 _ROWS, _LANES = 8, 32
 _FEW_LANES = 8  # for an axis that is shorter than that
+_FEW = 2**14  # values that are reduced plainly: a fold takes longer to compile
 _MAGNITUDE = 0x7FFFFFFF
 
 # Two arrays of uint32 patterns to one.
@@ -37,7 +38,9 @@ def largest(x: jax.Array) -> jax.Array:
       TypeError: for another dtype.
     """
     _require("largest", x)
-    patterns = jax.lax.bitcast_convert_type(x, jnp.uint32) & _MAGNITUDE
+    patterns = _patterns(x) & _MAGNITUDE
+    if x.size < _FEW:
+        return jax.lax.reduce_max(patterns, axes=(x.ndim - 1,))
     return jax.lax.platform_dependent(
         patterns,
         cpu=functools.partial(_fold, join=jnp.maximum, last=_reduced),
