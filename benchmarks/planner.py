@@ -8,8 +8,8 @@
 On each network (`benchmarks.netlab`; needs root) the processes probe messages and then exchange
 gradients by every method, in turn; codes are probed once for each number of hosts and each size.
 What is in the file already is not measured again; --codes probes the codes of each number of hosts
-again and nothing else. The report
-compares predictions, which know the topology, the probe and nothing else, with the medians.
+again and nothing else. The report compares predictions, which know the topology, the probe and
+nothing else, with the medians.
 
 A choice is the method that is predicted to be fastest, among those of a quality. It is good if it
 took at most 1.05 of the fastest measured one. Networks in TUNED were looked at while the model was

@@ -23,21 +23,18 @@ class Take(NamedTuple):
     Attributes:
       optimizer: that it is for.
       code: what to write, or its name.
-      link: its name where links were measured.
+      link: its name where whole steps on links were measured, or empty.
       adam: its name on the GPT, or empty.
       sgd: its name on the LSTM, or empty.
       step: its name where steps with Adam were measured, or empty.
-      derived: how its step follows from that of `link` where it was not measured: "" if it is that
-        one, "more" if it sends and computes a little more, or the steps between two exchanges.
     """
 
     optimizer: str
     code: str
-    link: str
+    link: str = ""
     adam: str = ""
     sgd: str = ""
     step: str = ""
-    derived: str | int = ""
 
 
 TAKE = (
@@ -54,18 +51,14 @@ TAKE = (
     Take(
         "Adam",
         "`jaxcomm.factored_adam` of scaled signs",
-        "scaled_sign",
         adam="factored Adam, scaled_sign(128)",
         step="factored_adam",
-        derived="more",
     ),
     Take(
         "Adam",
         "`jaxcomm.local_steps`: scaled signs in every 4th step",
-        "scaled_sign",
         adam="4 local steps, scaled_sign, outer momentum",
         step="local_steps",
-        derived=4,
     ),
     Take("SGD", '`jaxcomm.low_rank_mean("data", 4)`', "powersgd4", sgd="PowerSGD, rank 4"),
     Take(
@@ -85,16 +78,6 @@ TAKE = (
 
 MARKS = (
     ("*", "- \\*: at one learning rate alone; the loss at the best one may be lower."),
-    (
-        "<",
-        "- `<`: at most. Not measured: factored Adam computes and sends a little more than the "
-        "scaled signs that were.",
-    ),
-    (
-        "~",
-        "- `~`: not measured, but computed from the times of scaled signs: three steps without "
-        "exchange and one with it.",
-    ),
     ("", "- An empty cell is not measured."),
 )
 
@@ -142,18 +125,14 @@ def worse(runs: list[dict[str, Any]]) -> str:
 
 
 def speed(timed: Timed, row: Take, rate: str) -> str:
-    """How many steps fit into a float32 step; `~` and `<` where that follows from another row."""
-    with_adam = {step["name"]: step["ms"] for step in adam_steps(rate)}
-    if row.step in with_adam:
-        return times(with_adam["float32"] / with_adam[row.step])
-    if rate not in timed[row.link]:
-        return ""
-    at = timed[row.link][rate]
-    step, sign = at["step_ms"], "<" if row.derived == "more" else ""
-    if isinstance(row.derived, int):
-        exchange = at["step_less_compute_ms"]
-        step, sign = step - exchange + exchange / row.derived, "~"
-    return sign + times(timed["float32"][rate]["step_ms"] / step)
+    """How many steps fit into a float32 step; empty where that was not measured."""
+    if row.step:
+        found = {step["name"]: step["ms"] for step in adam_steps(rate)}
+    else:
+        found = {row.link: timed[row.link].get(rate, {}).get("step_ms")}
+        found["float32"] = timed["float32"][rate]["step_ms"]
+    ms = found.get(row.step or row.link)
+    return times(found["float32"] / ms) if ms else ""
 
 
 def times(factor: float) -> str:

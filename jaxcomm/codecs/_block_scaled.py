@@ -89,7 +89,7 @@ class BlockScaled(Codec):
 def norm_and_unit(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The L2 norms of blocks, each as a number and its unit."""
     parts, unit = in_units_of_largest(blocks)
-    return jnp.sqrt(reductions.sum_of_squares(parts)), unit
+    return jnp.sqrt(reductions.total(jnp.square(parts))), unit
 
 
 def in_units_of_largest(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:

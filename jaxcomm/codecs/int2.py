@@ -52,10 +52,10 @@ class Int2(BlockScaled):
         parts, largest = in_units_of_largest(blocks)
         magnitudes = jnp.abs(parts)
         size = blocks.shape[-1]
-        middle = jnp.sqrt(reductions.sum_of_squares(parts) / size)
+        middle = jnp.sqrt(reductions.total(jnp.square(parts)) / size)
         is_far = magnitudes >= middle[..., None]
-        fitted = reductions.sum_of_magnitudes(jnp.where(is_far, 3 * magnitudes, magnitudes))
-        far = reductions.sum_of_magnitudes(is_far.astype(jnp.float32))
+        fitted = reductions.total(jnp.where(is_far, 3 * magnitudes, magnitudes))
+        far = reductions.total(is_far.astype(jnp.float32))
         scale = 3 * largest * (fitted / (size + 8 * far))
         unit, _ = layout.unit_and_factor(reductions.largest(blocks), scale, self.most)
         # 0, 1, 2, 3 for -3, -1, 1, 3.

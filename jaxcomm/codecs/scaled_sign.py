@@ -41,7 +41,7 @@ class ScaledSign(BlockScaled):
         """The mean magnitudes."""
         del largest
         parts, unit = in_units_of_largest(blocks)
-        return unit * (reductions.sum_of_magnitudes(parts) / blocks.shape[-1])
+        return unit * (reductions.total(jnp.abs(parts)) / blocks.shape[-1])
 
     def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
         """The signs; nothing is rounded."""

@@ -54,5 +54,5 @@ def _scale(x: jax.Array, counts: jax.Array) -> jax.Array:
     # of a larger number is zero on CPU.
     largest = jax.lax.bitcast_convert_type(reductions.largest(x), jnp.float32)
     unit = jnp.where(largest > 0, jnp.minimum(largest, jnp.float32(2.0**126)), jnp.float32(1))
-    squares = reductions.sum_of_squares(x / unit[..., None])
+    squares = reductions.total(jnp.square(x / unit[..., None]))
     return unit * jnp.sqrt(squares / jnp.maximum(counts, 1).astype(jnp.float32))

@@ -60,7 +60,7 @@ class TernGrad(BlockScaled):
         if self.clip is None:
             return blocks
         norm, unit = norm_and_unit(blocks)
-        present = reductions.sum_of_magnitudes((blocks != 0).astype(jnp.float32))
+        present = reductions.total((blocks != 0).astype(jnp.float32))
         deviation = norm / jnp.sqrt(jnp.maximum(present, 1))
         bound = (unit * (jnp.float32(self.clip) * deviation))[..., None]  # infinite is no bound
         return jnp.clip(blocks, -bound, bound)

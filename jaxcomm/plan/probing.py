@@ -18,6 +18,7 @@ from jaxcomm.plan.families import FAMILIES, FEEDBACK, Method
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.steps import Pairs
+from jaxcomm.transforms._exchange import all_finite
 
 ROWS, MATRICES = 1024, 2  # what codes are timed on: matrices of so many rows
 SMALL, LARGE = 1, 2**19  # float32 values of a message
@@ -175,7 +176,7 @@ def _feedback(mesh: Mesh, family: str, values: int) -> float:
     codec, n = codecs.from_name(family), values // mesh.size
 
     def body(x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        finite = jnp.all(jnp.isfinite(x))
+        finite = all_finite([x])
         blocks = (x + residual).reshape(mesh.size, n)
         payload = codec.encode(blocks)
         left = (blocks - codec.decode(payload, n)).reshape(-1)

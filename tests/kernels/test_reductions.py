@@ -25,12 +25,11 @@ FOLDED = [
 @pytest.mark.parametrize(("n", "lead"), [*zip(LENGTHS, 3 * LEADING, strict=True), *FOLDED])
 def test_equals_numpy(n: int, lead: tuple[int, ...]) -> None:
     x = np.random.default_rng(n).standard_normal((*lead, n)).astype(np.float32)
-    functions = reductions.largest, reductions.sum_of_squares, reductions.sum_of_magnitudes
-    top, squares, magnitudes = jax.jit(lambda x: tuple(f(x) for f in functions))(x)
+    top, found = jax.jit(lambda x: (reductions.largest(x), reductions.total(x)))(x)
     np.testing.assert_array_equal(top, np.abs(x).max(-1, initial=0).view(np.uint32))
-    assert squares.dtype == magnitudes.dtype == jnp.float32
-    np.testing.assert_allclose(squares, (x.astype(np.float64) ** 2).sum(-1), rtol=1e-5)
-    np.testing.assert_allclose(magnitudes, np.abs(x, dtype=np.float64).sum(-1), rtol=1e-5)
+    assert found.dtype == jnp.float32
+    magnitudes = np.abs(x, dtype=np.float64).sum(-1)
+    assert (np.abs(found - x.sum(-1, dtype=np.float64)) <= 1e-6 * magnitudes).all()
 
 
 @pytest.mark.parametrize("place", [0, 255, 256, 300, 999])
@@ -48,9 +47,7 @@ def test_denormals_are_not_zero() -> None:
     assert int(jax.jit(reductions.largest)(x)) == 1
 
 
-@pytest.mark.parametrize(
-    "f", [reductions.largest, reductions.sum_of_squares, reductions.sum_of_magnitudes]
-)
+@pytest.mark.parametrize("f", [reductions.largest, reductions.total])
 def test_what_is_refused(f: Callable) -> None:
     for x in (jnp.zeros(3, jnp.int32), jnp.float32(1), jnp.zeros(3, jnp.bfloat16)):
         with pytest.raises(TypeError, match=f"{f.__name__} takes float32 with an axis"):

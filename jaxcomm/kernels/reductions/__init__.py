@@ -1,10 +1,10 @@
-"""The largest magnitude along the last axis, and sums of magnitudes and of squares.
+"""The largest magnitude along the last axis, and the sum.
 
 Each has two formulations, one per platform. XLA on CPU reduces the last axis one element after the
 other, and sums by calls into a library, in front of which it writes the whole operand down. On CPU
 the axis is folded instead, in loops of vector instructions that XLA fuses with what makes the
 operand: 8 rows of 32 neighbours become one row, the row becomes one number, and this repeats until
-few numbers are left. On other platforms all are plain reductions.
+few numbers are left. On other platforms both are plain reductions.
 """
 
 import functools
@@ -48,8 +48,8 @@ def largest(x: jax.Array) -> jax.Array:
     )
 
 
-def sum_of_magnitudes(x: jax.Array) -> jax.Array:
-    """The sums of magnitudes; the order of summation differs between platforms.
+def total(x: jax.Array) -> jax.Array:
+    """The sums; the order of summation differs between platforms.
 
     Args:
       x: float32 array `(..., n)`.
@@ -60,27 +60,7 @@ def sum_of_magnitudes(x: jax.Array) -> jax.Array:
     Raises:
       TypeError: for another dtype.
     """
-    _require("sum_of_magnitudes", x)
-    return _sum(jnp.abs(x))
-
-
-def sum_of_squares(x: jax.Array) -> jax.Array:
-    """The sums of squares; the order of summation differs between platforms.
-
-    Args:
-      x: float32 array `(..., n)`.
-
-    Returns:
-      float32 array `(...)`.
-
-    Raises:
-      TypeError: for another dtype.
-    """
-    _require("sum_of_squares", x)
-    return _sum(jnp.square(x))
-
-
-def _sum(x: jax.Array) -> jax.Array:
+    _require("total", x)
     return jax.lax.platform_dependent(
         x,
         cpu=lambda x: _floats(_fold(_patterns(x), _sum_of_patterns, _halved)),
