@@ -50,6 +50,7 @@ def _prepare(path: str) -> int:
     return len(digits.prepare(path).as_data_source("train"))
 
 
+@pytest.mark.slow
 def test_processes_that_start_together_prepare_the_digits_once(tmp_path: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         assert pool.map(_prepare, [str(tmp_path)] * 2, chunksize=1) == [1437] * 2
