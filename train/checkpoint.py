@@ -27,8 +27,8 @@ from train.sync import AXIS
 UNFINISHED = ".orbax-checkpoint-tmp"  # What orbax appends to the name while it writes.
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's own, JSON; it gets its last line after the digests.
 
-# Devices that hold the same array each write a slice of it, cut out by a program that is compiled for
-# its shape. Below 1 MiB a device the compiling takes longer than one device that writes it all.
+# Devices that hold the same array each write a slice of it, cut out by a program that is compiled
+# for its shape. Below 1 MiB a device that takes longer than one device that writes it all.
 ocp.type_handlers.register_type_handler(
     jax.Array,
     ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20),
