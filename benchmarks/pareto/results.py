@@ -9,6 +9,12 @@ from typing import Any
 Rows = list[dict[str, Any]]
 FOLDER = Path(__file__).resolve().parents[1] / "results" / "pareto"
 BASELINE = "float32"
+TITLES = {  # of the panels of the plot
+    "gpt": "GPT of 1 M parameters, tiny Shakespeare",
+    "gpt_small": "GPT of 0.24 M parameters, tiny Shakespeare",
+    "lstm": "LSTM with SGD, tiny Shakespeare",
+    "resnet20": "ResNet-20 with SGD, CIFAR-10",
+}
 
 
 def path(folder: Path, task: str, method: str, rate: float, seed: int) -> Path:
@@ -147,7 +153,7 @@ def plot(rows: Rows, file: Path) -> None:
         panel.set_xscale("log")
         panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         panel.set_xticks([], minor=True)
-        panel.set(xlabel="bytes sent for each parameter, device and step", title=task)
+        panel.set(xlabel="bytes sent for each parameter, device and step", title=TITLES[task])
         panel.set(ylabel="test loss, nats")
         _name_points(panel, own)
     figure.savefig(file, dpi=110)
