@@ -12,7 +12,8 @@ PINS ?=
 OLDEST = $(shell sed -nE 's/^    "(jax|numpy|optax)>=([0-9.]+)",$$/\1==\2/p' pyproject.toml)
 
 # Modules are compiled when they are first imported: most never are, and compiling all takes as long
-# as installing them.
+# as installing them. The bytecode is kept, whatever is set outside: else every process compiles anew.
+export PYTHONDONTWRITEBYTECODE =
 INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile
 VERSIONS = $(VENV)/bin/python -c "import platform, importlib.metadata as m; print( \
 	'Python', platform.python_version(), *(f'{p} {m.version(p)}' for p in ('jax', 'optax', 'numpy')))"

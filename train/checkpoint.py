@@ -29,11 +29,7 @@ METADATA = "_CHECKPOINT_METADATA"  # Orbax's own, JSON; it gets its last line af
 
 # Devices that hold the same array each write a slice of it, cut out by a program that is compiled
 # for its shape. Below 1 MiB a device that takes longer than one device that writes it all.
-ocp.type_handlers.register_type_handler(
-    jax.Array,
-    ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20),
-    override=True,
-)
+ARRAYS = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
 
 
 def where_to_continue(directory: Path, resume: bool, restarted: bool) -> int | None:
@@ -108,7 +104,11 @@ class Checkpoints:
         self._directory = directory.absolute()
         # Any: grain's handler fits orbax's interface without saying so.
         handlers: Any = {
-            "state": ocp.StandardCheckpointHandler(),
+            "state": ocp.PyTreeCheckpointHandler(
+                type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+                    (jax.Array, ARRAYS)
+                )
+            ),
             "input": grain.checkpoint.CheckpointHandler(),
         }
         self._manager = ocp.CheckpointManager(
@@ -139,7 +139,7 @@ class Checkpoints:
     def save(self, step: int, state: TrainState, position: grain.DatasetIterator) -> None:
         """Writes a checkpoint; the copy out of the devices is made before this returns."""
         arguments = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), input=grain.checkpoint.CheckpointSave(position)
+            state=ocp.args.PyTreeSave(state), input=grain.checkpoint.CheckpointSave(position)
         )
         self._manager.save(step, args=arguments)
 
@@ -174,7 +174,8 @@ class Checkpoints:
         wanted = jax.tree_util.tree_map_with_path(
             lambda path, x: _like(found[_name(path)], x), state
         )
-        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
+        how = ocp.checkpoint_utils.construct_restore_args(wanted)
+        arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(wanted, restore_args=how))
         saved = self._manager.restore(step, args=arguments)["state"]
         # All processes have read equally many batches.
         (file,) = (self._directory / str(step) / "input").glob("process_0-of-*.json")
