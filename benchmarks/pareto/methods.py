@@ -192,6 +192,8 @@ def for_sgd(rate: float, of_votes: float) -> dict[str, Method]:
     exchanges = {
         "float32": float32,
         "scaled_sign, feedback": sign,
+        "scaled_sign(128), feedback": sign128,
+        "int2, feedback": int2,
         "Ok-Topk, 1 %": oktopk,
         "PowerSGD, rank 4": low_rank,
         "int4, feedback": int4,
