@@ -321,6 +321,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "planner_choices": lambda: table(*planner.choices_table(planned())),
     "powersgd": powersgd,
     "pareto": functools.partial(pareto, "gpt_small"),
+    "pareto_gpt": functools.partial(pareto, "gpt"),
     "pareto_lstm": functools.partial(pareto, "lstm"),
     "compile_time": compile_time,
     "dln": dln,
