@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pareto import results
+from benchmarks.pareto.methods import TABLES
+from benchmarks.pareto.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent
 
@@ -65,6 +67,10 @@ def test_the_report_ends_with_the_committed_rows_and_runs_nothing() -> None:
     assert len(rows) == len(files) > 0
     wanted = {"task", "method", "optimizer", "rate", "seed", "loss", "bytes_per_step"}
     assert all(wanted | {"minus_float32", "chosen"} <= r.keys() for r in rows)
+
+
+def test_every_task_has_methods_and_a_title() -> None:
+    assert TASKS.keys() == TABLES.keys() == results.TITLES.keys()
 
 
 @pytest.mark.parametrize("flag", ["--tasks=gtp", "--methods=no such row"])

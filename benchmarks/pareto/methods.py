@@ -207,6 +207,6 @@ def for_sgd(rate: float, of_votes: float) -> dict[str, Method]:
 TABLES = {
     "gpt": ADAM,
     "gpt_small": ADAM,
-    "lstm": for_sgd(2.0, 8e-3),
+    "lstm": for_sgd(4.0, 16e-3),
     "resnet20": for_sgd(0.1, 1e-3),
 }

@@ -45,6 +45,8 @@ class Task:
       load: from a directory of data sets and the number of devices to the data.
       share: examples of a device in a step.
       steps: of the training.
+      chunk: of these, in one call of a compiled program; on CPU XLA is slow with convolutions in a
+        loop, to compile and to run.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Task:
     load: Callable[[str | None, int], Data]
     share: int
     steps: int
+    chunk: int = 50
 
 
 CONTEXT = 64  # characters
@@ -104,7 +107,7 @@ def load_images(data_dir: str | None, world: int, train: int = 10_000) -> Data:
     images, labels = read(f"train[:{train}]")
     rows = [np.flatnonzero(labels % world == device) for device in range(world)]
     rows = np.stack([r[: min(map(len, rows))] for r in rows])
-    batches = lambda split: tuple(x.reshape(-1, 250, *x.shape[1:]) for x in read(split))  # noqa: E731
+    batches = lambda split: tuple(x.reshape(-1, 200, *x.shape[1:]) for x in read(split))  # noqa: E731
     return Data((images[rows], labels[rows]), batches("train[48000:]"), batches("test"))
 
 
@@ -170,6 +173,6 @@ TASKS = {
         gpt("gpt", width=128, depth=5, share=8),  # 1.0 M parameters
         gpt("gpt_small", width=96, depth=2, share=4),  # 0.24 M
         lstm(),
-        Task("resnet20", models.resnet20_init, image_loss, image_batch, load_images, 16, 500),
+        Task("resnet20", models.resnet20_init, image_loss, image_batch, load_images, 16, 500, 1),
     )
 }

@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -13,7 +14,6 @@ from benchmarks.pareto.methods import Method
 from benchmarks.pareto.tasks import Data, Task
 
 WORLD = 4
-CHUNK = 50  # steps in one call of a compiled program
 
 
 def schedule(rate: float, steps: int) -> optax.Schedule:
@@ -26,6 +26,16 @@ def schedule(rate: float, steps: int) -> optax.Schedule:
 @functools.cache
 def loaded(task: Task, data_dir: str | None) -> Data:
     return task.load(data_dir, WORLD)
+
+
+def mean_loss(task: Task, params: Any, batches: Any) -> jax.Array:
+    """Over whole batches, each split over the devices where they divide it."""
+    split = jax.tree.leaves(batches)[0].shape[1] % WORLD == 0
+    spec = jax.P("data") if split else jax.P()
+    sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), spec)
+    loss, count = jax.jit(task.loss), len(jax.tree.leaves(batches)[0])
+    parts = [jax.tree.map(lambda x, i=i: jax.device_put(x[i], sharding), batches) for i in range(count)]
+    return jnp.mean(jnp.stack([loss(params, part) for part in parts]))
 
 
 def finite(loss: Any) -> float | None:
@@ -71,15 +81,14 @@ def train(
 
         sent = jaxcomm.wire_report(jax.jit(step).lower((params, state), draws[0], shards).compile())
         carry, losses = (params, state), []
-        for start in range(0, task.steps, CHUNK):
-            carry, part = chunk(carry, draws[start : start + CHUNK], shards)
+        for start in range(0, task.steps, task.chunk):
+            carry, part = chunk(carry, draws[start : start + task.chunk], shards)
             losses += np.asarray(part).tolist()
-        evaluate = jax.jit(lambda p, x: jax.lax.map(lambda b: task.loss(p, b), x).mean())
-        ends = jax.device_get(carry[0])
+        test, validation = (mean_loss(task, carry[0], x) for x in (data.test, data.validation))
     return {
-        "loss": finite(evaluate(ends, data.test)),
-        "validation_loss": finite(evaluate(ends, data.validation)),
-        "training_loss": finite(np.mean(losses[-CHUNK:])),
+        "loss": finite(test),
+        "validation_loss": finite(validation),
+        "training_loss": finite(np.mean(losses[-50:])),
         "bytes_per_step": method.bytes_per_step(sent, task.steps) / size,
         "parameters": size,
         "steps": task.steps,

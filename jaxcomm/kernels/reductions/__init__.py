@@ -51,6 +51,9 @@ def largest(x: jax.Array) -> jax.Array:
 def total(x: jax.Array) -> jax.Array:
     """The sums; the order of summation differs between platforms.
 
+    It does not depend on how many rows are summed together, as the bits of a block's scale must
+    not: so few values are folded too, where `largest`, which does not round, reduces them plainly.
+
     Args:
       x: float32 array `(..., n)`.
 
