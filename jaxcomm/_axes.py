@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 AxisName = str | tuple[str, ...]
@@ -127,6 +128,29 @@ def axis_size(axis_name: AxisName) -> int:
                 f"{', '.join(map(repr, mesh.axis_names))}; name one of these, or set another mesh."
             )
     return math.prod(mesh.shape[name] for name in names_of(axis_name))
+
+
+def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """`jax.lax.ppermute` between devices as `jax.lax.axis_index` numbers them.
+
+    Over several axes `axis_index` counts in the order of their tuple, and `ppermute` in that of the
+    mesh.
+
+    Args:
+      x: what each source sends.
+      axis_name: the mesh axis, or axes.
+      pairs: (source, target).
+    """
+    names = names_of(axis_name)
+    if len(names) > 1:
+        order = jax.sharding.get_abstract_mesh().axis_names
+        places = sorted(range(len(names)), key=lambda i: order.index(names[i]))
+        sizes = [jax.lax.axis_size(name) for name in names]
+        in_mesh = np.arange(math.prod(sizes)).reshape(sizes).transpose(places).ravel()
+        number = np.argsort(in_mesh).tolist()
+        pairs = [(number[source], number[target]) for source, target in pairs]
+        axis_name = tuple(names[i] for i in places)
+    return jax.lax.ppermute(x, axis_name, pairs)
 
 
 def unchecked(f: Callable[..., Any]) -> Callable[..., Any]:

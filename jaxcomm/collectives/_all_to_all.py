@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm.kernels import _device
 
@@ -61,7 +62,7 @@ def by_rounds(x: jax.Array, axis_name: AxisName) -> jax.Array:
         if last is not None:  # two rounds at once may meet on a pair
             sent, _ = jax.lax.optimization_barrier((sent, last))
         pairs = [(source, target) for source, (target, _) in enumerate(step)]
-        last = jax.lax.ppermute(sent, axis_name, pairs)
+        last = _axes.ppermute(sent, axis_name, pairs)
         found = jax.lax.dynamic_update_slice_in_dim(found, last, jnp.asarray(into)[me], 0)
     return found.reshape(world, -1)[:, : x.size // world].reshape(x.shape)
 

@@ -115,6 +115,20 @@ def test_one_axis_of_two(mesh4x2: Mesh, axis: str, algorithm: str) -> None:
     np.testing.assert_array_equal(jax.jit(f)(x), expected)
 
 
+@pytest.mark.parametrize("algorithm", NAMED)
+def test_axes_in_another_order_than_the_mesh_has(mesh4x2: Mesh, algorithm: str) -> None:
+    x = np.random.default_rng(0).integers(-64, 64, (8, 37)).astype(np.float32) * 8
+    spec = PartitionSpec(("model", "data"))
+    f = jax.shard_map(
+        lambda x: jaxcomm.pmean(x, ("model", "data"), algorithm=algorithm),
+        mesh=mesh4x2,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    np.testing.assert_array_equal(jax.jit(f)(x), np.broadcast_to(x.mean(0), x.shape))
+
+
 def test_float16_neither_overflows_nor_vanishes(mesh8: Mesh) -> None:
     program = mean_program(mesh8, 3, codec="float16", algorithm="ring")
     for size in (1e30, 1e-30, 60000.0):

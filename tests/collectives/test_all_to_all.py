@@ -46,3 +46,16 @@ def test_it_is_an_all_to_all(
         check_vma=False,
     )
     np.testing.assert_array_equal(jax.jit(f)(jnp.asarray(x)), x.swapaxes(0, 1))
+
+
+def test_over_axes_in_another_order_than_the_mesh_has(mesh4x2: Mesh) -> None:
+    axes = ("model", "data")
+    x = np.arange(64, dtype=np.float32).reshape(8, 8)
+    f = jax.shard_map(
+        lambda x: _all_to_all.by_rounds(x[0], axes)[None],
+        mesh=mesh4x2,
+        in_specs=PartitionSpec(axes),
+        out_specs=PartitionSpec(axes),
+        check_vma=False,
+    )
+    np.testing.assert_array_equal(jax.jit(f)(x), x.T)
