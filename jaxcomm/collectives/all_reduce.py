@@ -162,10 +162,11 @@ def pmean(
 ) -> Any:
     """The mean over a mesh axis, as `jax.lax.pmean`, with a chosen format on the wire.
 
-    Each array is exchanged by itself; `jaxcomm.mean` exchanges gradients in buckets.
+    Each array is exchanged by itself; `jaxcomm.mean` exchanges gradients in buckets. The derivative
+    is that of `jax.lax.pmean`, in float32: what a format rounds off has none.
 
     Args:
-      x: a pytree of float arrays, in a region of `jax.shard_map` that is manual over every axis.
+      x: a pytree of float arrays of at most 32 bits, in a region of `jax.shard_map` that is manual over every axis.
       axis_name: the mesh axis, or axes.
       codec: a name in `jaxcomm.codecs.BY_NAME`, or a codec.
       algorithm: "native", "direct", "ring", "halving_doubling", "circulant" or an algorithm;
@@ -179,7 +180,7 @@ def pmean(
       The means, in the shapes and dtypes of `x`, bitwise equal on all devices of the axis.
 
     Raises:
-      TypeError: for arrays that are not float.
+      TypeError: for other arrays.
       NameError: where the axis is not manual.
       ValueError: for an unknown codec or algorithm.
 
@@ -204,10 +205,11 @@ def pmean(
             "and another in each call: key=jax.random.fold_in(jax.random.key(0), step)."
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating) or dtype == jnp.float64:
             where = _paths.path_name(path) or "x"
             raise TypeError(
-                f"pmean needs float arrays, got {leaf.dtype} at {where}; "
+                f"pmean needs float arrays of at most 32 bits, got {dtype} at {where}; "
                 "convert it first, or average it with jax.lax.pmean."
             )
 
@@ -215,10 +217,13 @@ def pmean(
         own = reduction
         if key is not None:
             own = dataclasses.replace(reduction, key=jax.random.fold_in(key, number))
-        return all_reduce(leaf, axis_name, own, chosen)
+        coded = jax.custom_jvp(lambda x: all_reduce(x, axis_name, own, chosen))
+        coded.defjvp(lambda x, dx: (coded(*x), jax.lax.pmean(*dx, axis_name)))
+        return coded(leaf)
 
     leaves, treedef = jax.tree.flatten(x)
-    return treedef.unflatten([mean(number, leaf) for number, leaf in enumerate(leaves)])
+    means = [mean(number, jnp.asarray(leaf)) for number, leaf in enumerate(leaves)]
+    return treedef.unflatten(means)
 
 
 def require_axis(axis_name: AxisName) -> None:

@@ -149,6 +149,27 @@ def test_a_pytree_keeps_its_dtypes_and_shapes_and_empty_arrays(mesh4x2: Mesh) ->
     np.testing.assert_array_equal(y["matrix"].astype(jnp.float32), np.ones((1, 3, 5)))
 
 
+@every_pair(codec=["float32", "bfloat16", "cnat"], checks=[True, False])
+def test_it_is_differentiated_as_the_mean(make_mesh: MakeMesh, codec: str, checks: bool) -> None:
+    def gradient(mean: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        own = jax.grad(lambda x: mean(x[0]) @ jnp.arange(3.0))
+        f = jax.shard_map(
+            own,
+            mesh=make_mesh(4),
+            in_specs=PartitionSpec("data"),
+            out_specs=PartitionSpec("data"),
+            check_vma=checks,
+        )
+        return jax.jit(f)(x)
+
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 3)), jnp.float32)
+    key = jax.random.key(0) if codec == "cnat" else None
+    ours = gradient(lambda x: jaxcomm.pmean(x, "data", codec, key=key))
+    expected = gradient(lambda x: jax.lax.pmean(x, "data"))
+    assert np.abs(expected).max() > 0
+    np.testing.assert_array_equal(ours, expected)
+
+
 def test_names() -> None:
     with pytest.raises(ValueError, match="unknown algorithm 'tree'; choose one of native, direct"):
         algorithms.from_name("tree")
@@ -163,7 +184,7 @@ def test_integers_are_refused(mesh8: Mesh) -> None:
         in_specs=PartitionSpec("data"),
         out_specs=PartitionSpec(),
     )
-    with pytest.raises(TypeError, match="pmean needs float arrays, got int32"):
+    with pytest.raises(TypeError, match="pmean needs float arrays of at most 32 bits, got int32"):
         jax.eval_shape(f, jnp.ones((8, 3), jnp.int32))
 
 
