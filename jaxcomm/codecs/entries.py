@@ -82,9 +82,9 @@ class Entries:
         if self.blocks:
             per_block = _joined(jnp.split(counts, 2, axis=-1)).astype(jnp.int32)
             # Each block but the first raises the number of blocks at its first slot.
-            starts = jnp.cumsum(per_block, axis=-1)[..., :-1]
+            starts = jnp.cumsum(per_block, axis=-1, dtype=jnp.int32)[..., :-1]
             begun = _add_in_rows(jnp.zeros(offsets.shape, jnp.int32), starts, jnp.int32(1))
-            offsets += jnp.cumsum(begun, axis=-1) * BLOCK
+            offsets += jnp.cumsum(begun, axis=-1, dtype=jnp.int32) * BLOCK
         return values, jnp.where(values == 0, self.width, offsets)
 
 

@@ -131,7 +131,7 @@ def with_new_columns(factors: Sequence[jax.Array], key: jax.Array) -> Arrays:
     dead = [jnp.max(jnp.abs(q), axis=-1, keepdims=True) <= 0 for q in flat]
 
     def draw() -> Arrays:
-        normal = _split(jax.random.normal(key, (sum(q.size for q in flat),)), flat)
+        normal = _split(jax.random.normal(key, (sum(q.size for q in flat),), jnp.float32), flat)
         return [jnp.where(d, x, q) for d, x, q in zip(dead, normal, flat, strict=True)]
 
     any_dead = jnp.any(jnp.concatenate([d.reshape(-1) for d in dead]))

@@ -84,7 +84,7 @@ def _total(params: Any, stacks: list[str]) -> jax.Array:
     """The sum of all parameters; stacks are gone through layer by layer."""
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: hasattr(x, "stack"))
     leaves = {_paths.path_name(path): x for path, x in found}
-    total = jnp.zeros(())
+    total = jnp.zeros((), jnp.float32)
     for stack in stacks:
         own = {path: leaves.pop(path) for path in [*leaves] if path.startswith(stack + "/")}
         add = lambda sum_, layer: (sum_ + _sum(exchanged(layer)), None)  # noqa: E731
@@ -93,7 +93,9 @@ def _total(params: Any, stacks: list[str]) -> jax.Array:
 
 
 def _sum(tree: Any) -> jax.Array:
-    return sum((jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(tree)), jnp.zeros(()))
+    return sum(
+        (jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(tree)), jnp.zeros((), jnp.float32)
+    )
 
 
 def collectives_in(

@@ -34,8 +34,10 @@ class Squares(NamedTuple):
 def no_squares(shape: tuple[int, ...]) -> Squares:
     """Those of a parameter before its first gradient."""
     if len(shape) < 2:
-        return Squares(jnp.zeros(shape), ())
-    return Squares(jnp.zeros(shape[:-1]), jnp.zeros((*shape[:-2], shape[-1])))
+        return Squares(jnp.zeros(shape, jnp.float32), ())
+    return Squares(
+        jnp.zeros(shape[:-1], jnp.float32), jnp.zeros((*shape[:-2], shape[-1]), jnp.float32)
+    )
 
 
 def next_squares_and_roots(
@@ -83,7 +85,9 @@ def next_squares_and_roots(
         ]
         known = iter(treedef.unflatten([x / (1 - decay**seen) for x in new]))
         roots = [
-            jnp.zeros(g.shape) if 0 in leaf.shape else _root(next(known), leaf, g.shape)
+            jnp.zeros(g.shape, jnp.float32)
+            if 0 in leaf.shape
+            else _root(next(known), leaf, g.shape)
             for g, leaf in zip(grads, layout.leaves, strict=True)
         ]
         return [*roots, *new], own

@@ -48,12 +48,14 @@ def zeros_like_params(params: Any, layout: Layout) -> Any:
     if _axes.is_manual(layout.axis_name):
         own = _axes.names_of(layout.axis_name)
         return treedef.unflatten(
-            _axes.as_varying(jnp.zeros(jnp.shape(x)), _axes.varying_axes(x).difference(own))
+            _axes.as_varying(
+                jnp.zeros(jnp.shape(x), jnp.float32), _axes.varying_axes(x).difference(own)
+            )
             for x in leaves
         )
 
     def make() -> Any:
-        return treedef.unflatten([jnp.zeros(leaf.shape) for leaf in layout.leaves])
+        return treedef.unflatten([jnp.zeros(leaf.shape, jnp.float32) for leaf in layout.leaves])
 
     return jax.jit(make, out_shardings=treedef.unflatten([leaf.spec for leaf in layout.leaves]))()
 

@@ -69,10 +69,12 @@ def zero_residual(layout: Layout, scheme: Scheme) -> PerDevice:
     if _axes.is_manual(layout.axis_name):
         checked = _axes.checks_on(layout.axis_name)
         axes = frozenset(_axes.names_of(layout.axis_name) if checked else ())
-        zeros = [jnp.zeros((1, *layout.leaves[i].shape)) for i in which]
+        zeros = [jnp.zeros((1, *layout.leaves[i].shape), jnp.float32) for i in which]
         return PerDevice([_axes.as_varying(x, axes) for x in zeros], specs)
     shapes = [(layout.world, *layout.leaves[i].shape) for i in which]
-    return PerDevice(made_sharded(lambda: [jnp.zeros(shape) for shape in shapes], specs), specs)
+    return PerDevice(
+        made_sharded(lambda: [jnp.zeros(shape, jnp.float32) for shape in shapes], specs), specs
+    )
 
 
 def keeps_residual(leaf: Leaf) -> bool:

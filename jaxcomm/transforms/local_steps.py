@@ -162,9 +162,12 @@ def local_steps(
         tree, own = on_each_device(params, layout)
         taken = on_each_device(params, layout)[1] if delay else PerDevice([], ())
         parts = [split.part(params, number) for number in range(fragments)]
-        states = (tuple(tx.init(part) for part in parts) for tx in (exchange, outer))
+        states = tuple(exchange.init(part) for part in parts)
+        outers = tuple(outer.init(_float32(part)) for part in parts)
         step = jnp.zeros((), jnp.int32)
-        return LocalStepsState(layout, split, tree, step, own, structure, each, taken, *states)
+        return LocalStepsState(
+            layout, split, tree, step, own, structure, each, taken, states, outers
+        )
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -280,7 +283,7 @@ def _exchange_fragment(
     )
     part, shared = fragments.part(mark_local(lack), number), fragments.part(params, number)
     means, exchanged = exchange.update(part, state.exchange[number], shared, **extra_args)
-    updates, outer_state = outer.update(means, state.outer[number], shared, **extra_args)
+    updates, outer_state = outer.update(means, state.outer[number], _float32(shared), **extra_args)
     finite = _on_further_axes(all_finite(jax.tree.leaves(updates)), state.layout)
     outer_state = jax.tree.map(
         lambda a, b: jnp.where(finite, a, b), outer_state, state.outer[number]
@@ -300,6 +303,11 @@ def _exchange_fragment(
         _typed(_with(state.exchange, number, exchanged), state.exchange),
         _typed(_with(state.outer, number, outer_state), state.outer),
     )
+
+
+def _float32(params: Any) -> Any:
+    """What the outer optimizer sees of parameters: the differences that it takes are float32."""
+    return jax.tree.map(lambda p: p.astype(jnp.float32), params)
 
 
 def _zeros(params: Any) -> Any:

@@ -187,7 +187,7 @@ def one_bit_adam(
         m, v = (zeros_like_params(params, layout) for _ in range(2))
         count, frozen_at = (jnp.zeros((), jnp.int32) for _ in range(2))
         kept = adam.norms_kept
-        norms = replicated(lambda: jnp.zeros(kept), axis_name) if kept else ()
+        norms = replicated(lambda: jnp.zeros(kept, jnp.float32), axis_name) if kept else ()
         buckets = buckets_of(layout, large, bucket_order, limit)
         worker = zeros_per_bucket(layout, params, buckets, lambda n: n)
         server = zeros_per_bucket(layout, params, buckets, lambda n: chunk_length(n, layout.world))
@@ -368,7 +368,7 @@ def _norm(v: Arrays, layout: Layout) -> jax.Array:
     # In the manual view we see parts of leaves that are sharded over further axes. What `init` has
     # not seen as sharded weighs less; what counts is that all devices get the same.
     further = _axes.manual_axes().difference(own)
-    norm = jnp.zeros(())
+    norm = jnp.zeros((), jnp.float32)
     for x, leaf in zip(v, layout.leaves, strict=True):
         shards = math.prod(mesh.shape[axis] for axis in names_in(leaf.spec) & further)
         norm += jnp.sum(x) * shards

@@ -68,12 +68,16 @@ def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDe
         axes = frozenset(_axes.names_of(layout.axis_name) if checked else ())
         leaves = jax.tree.leaves(params)
         values = [
-            _axes.as_varying(jnp.zeros((1, *leaves[i].shape)), axes | _axes.varying_axes(leaves[i]))
+            _axes.as_varying(
+                jnp.zeros((1, *leaves[i].shape), jnp.float32), axes | _axes.varying_axes(leaves[i])
+            )
             for i in which
         ]
         return PerDevice(values, specs)
     shapes = [(layout.world, *layout.leaves[i].shape) for i in which]
-    return PerDevice(made_sharded(lambda: [jnp.zeros(shape) for shape in shapes], specs), specs)
+    return PerDevice(
+        made_sharded(lambda: [jnp.zeros(shape, jnp.float32) for shape in shapes], specs), specs
+    )
 
 
 def made_sharded(
@@ -119,7 +123,7 @@ def zeros_per_group(
         spec = PartitionSpec(axes) if axes else PartitionSpec()
         flat.append(Leaf(f"group {number}", (length,), jnp.float32, spec))
         like = frozenset().union(*(_axes.varying_axes(leaves[i]) for i in group))
-        zeros.append(_axes.as_varying(jnp.zeros(length), like))
+        zeros.append(_axes.as_varying(jnp.zeros(length, jnp.float32), like))
     made = dataclasses.replace(layout, leaves=tuple(flat))
     return zeros_per_device(made, zeros, range(len(flat)))
 

@@ -172,7 +172,7 @@ def sparse_mean(
         velocity = NOTHING if m is None else zeros_per_device(layout, params, large)
         buckets = exchange.buckets(layout, large)
         thresholds = zeros_per_bucket(layout, params, buckets, lambda n: 1)
-        report = SparseReport(*[jnp.zeros(()) for _ in SparseReport._fields])
+        report = SparseReport(*[jnp.zeros((), jnp.float32) for _ in SparseReport._fields])
         step = jnp.zeros((), jnp.int32)
         return SparseMeanState(layout, step, residual, velocity, thresholds, report)
 
@@ -265,7 +265,7 @@ class _Exchange:
         )
         new = tuple(kept_if(done.finite, *pair) for pair in zip(new, own, strict=True))
         k = sum(self.algorithm.k(vector.size) for vector in done.buckets)
-        report = _report(k, sum((kept.counts for kept in done.kept), jnp.zeros(5)))
+        report = _report(k, sum((kept.counts for kept in done.kept), jnp.zeros(5, jnp.float32)))
         return [*updates_of(means, done.finite, grads), report], new
 
     def _on_bucket(
@@ -274,7 +274,7 @@ class _Exchange:
         """The mean of a bucket, of which this device holds x, and what is kept of it."""
         with noted(f"{self.algorithm.name}, density {self.algorithm.density:g}"):
             result, after = self.algorithm.exchange(x, threshold[0], step, self.axis_name)
-        distance = [jnp.zeros(()), jnp.zeros(())]
+        distance = [jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)]
         if self.measure_xi:
             k = self.algorithm.k(x.size)
             distance = _distance(x, velocity, result.mean, k, self.axis_name)

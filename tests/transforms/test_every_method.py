@@ -285,3 +285,26 @@ def test_the_same_parameters_on_explicit_axes(method: str) -> None:
     found = on_explicit_axes(METHODS[method]())
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+# What no framework sees, but types do.
+FURTHER_TYPES: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "TopkDSA": lambda: jaxcomm.sparse_mean("data", 0.1, "topk_dsa"),
+    "gTopk": lambda: jaxcomm.sparse_mean("data", 0.1, "gtopk"),
+    "Gaussiank": lambda: jaxcomm.sparse_mean("data", 0.1, "gaussiank"),
+    "PowerSGD in bfloat16": lambda: jaxcomm.low_rank_mean("data", 2, codec="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("method", [*METHODS, *FURTHER_TYPES])
+def test_state_keeps_its_types_for_bfloat16_and_where_float64_is_on(method: str) -> None:
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), initial_params())
+    batch = [jnp.asarray(x, jnp.bfloat16) for x in batches()[0]]
+    tx = (METHODS | FURTHER_TYPES)[method]()
+    with jax.set_mesh(on_mesh(1)), jax.enable_x64(True):
+        state = jax.eval_shape(tx.init, params)
+        new, after, _ = jax.eval_shape(step_of(tx), params, state, batch)
+    types = [x.dtype for x in jax.tree.leaves(state)]
+    assert jnp.float64 not in types
+    assert [x.dtype for x in jax.tree.leaves(after)] == types
+    assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(new))

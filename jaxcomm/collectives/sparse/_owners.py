@@ -73,7 +73,7 @@ class Owners:
         rank = _ranks(owner, self.world)
         slots = self.world * room
         slot = jnp.where(is_entry & (rank < room), owner * room + rank, slots)
-        values = jnp.zeros(slots).at[slot].set(found.values, mode="drop")
+        values = jnp.zeros(slots, jnp.float32).at[slot].set(found.values, mode="drop")
         places = jnp.full(slots, self.n, jnp.int32).at[slot].set(found.indices, mode="drop")
         offsets = jnp.where(places < self.n, places // self.world, self.width)
         return Dealt(*(x.reshape(self.world, room) for x in (values, offsets, places)))
@@ -84,7 +84,7 @@ class Owners:
         """Sends entries to their owners, who add them: float32[width], and what was sent."""
         dealt = self.deal(found, room)
         arrived = behind_next(all_to_all(entries.encode(dealt.values, dealt.offsets), axis_name))
-        sums = add_lists(jnp.zeros(self.width), *entries.decode(arrived))
+        sums = add_lists(jnp.zeros(self.width, jnp.float32), *entries.decode(arrived))
         return sums, dealt._replace(values=entries.rounded(dealt.values))
 
     def _first(self, offsets: jax.Array) -> jax.Array:
@@ -102,8 +102,8 @@ def _ranks(owner: jax.Array, world: int) -> jax.Array:
     alike = groups[:, :, None] == groups[:, None, :]
     before = jnp.tril(jnp.ones((_GROUP, _GROUP), bool), -1)[None]
     rank = jnp.sum(alike & before, axis=2, dtype=jnp.int32)
-    group = jnp.arange(groups.shape[0])[:, None]
+    group = jnp.arange(groups.shape[0], dtype=jnp.int32)[:, None]
     counts = jnp.zeros((groups.shape[0], world), jnp.int32).at[group, groups].add(1, mode="drop")
-    earlier = jnp.cumsum(counts, axis=0) - counts
+    earlier = jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts
     rank += earlier.at[group, groups].get(mode="fill", fill_value=0)
     return rank.reshape(-1)[: owner.size]

@@ -120,7 +120,7 @@ def _merged(a: _List, b: _List, n: int) -> _List:
         _List(jnp.concatenate([a.values, b.values]), jnp.concatenate([a.places, b.places]))
     )
     same = jnp.concatenate([both.places[1:] == both.places[:-1], jnp.zeros(1, bool)])
-    next_ = jnp.concatenate([both.values[1:], jnp.zeros(1)])
+    next_ = jnp.concatenate([both.values[1:], jnp.zeros(1, jnp.float32)])
     # The first of two equal places holds the sum, and the second is emptied.
     values = jnp.where(same, both.values + next_, both.values)
     second = jnp.concatenate([jnp.zeros(1, bool), same[:-1]])

@@ -73,8 +73,8 @@ class OkTopk(SparseAllReduce):
         payload = entries.encode(large.values, large.indices)
         arrived = behind_next(jax.lax.all_gather(payload, axis_name))
         values, offsets = entries.decode(arrived)
-        places = owners.places(jnp.arange(world)[:, None], offsets)
-        mean = jnp.zeros(n).at[places].set(values / world, mode="drop")
+        places = owners.places(jnp.arange(world, dtype=jnp.int32)[:, None], offsets)
+        mean = jnp.zeros(n, jnp.float32).at[places].set(values / world, mode="drop")
 
         # Line 6 of the algorithm: only what is in the mean leaves the residual.
         errors = take_out(x, sent.values, sent.places, take(mean, sent.places) != 0)

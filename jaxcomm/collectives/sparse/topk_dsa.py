@@ -68,9 +68,9 @@ class TopkDsa(SparseAllReduce):
             found = self.compact(sums, jnp.float32(SMALLEST), filled)
             payload = entries.encode(found.values, found.indices)
             values, offsets = entries.decode(jax.lax.all_gather(payload, axis_name))
-            rows = jax.vmap(lambda v, o: jnp.zeros(sums.size).at[o].set(v, mode="drop"))(
-                values, offsets
-            )
+            rows = jax.vmap(
+                lambda v, o: jnp.zeros(sums.size, jnp.float32).at[o].set(v, mode="drop")
+            )(values, offsets)
             own = jnp.where(jnp.abs(sums) < SMALLEST, 0.0, entries.rounded(sums))
             return rows, own
         if self.values == "float32":

@@ -75,7 +75,7 @@ def _without_surplus(words: jax.Array, ties: jax.Array, at_most: jax.Array) -> j
     """The words without the last of the ties, so that `at_most` bits are left."""
     kept = at_most - (_total(words) - _total(ties))
     counts = jax.lax.population_count(ties).astype(jnp.int32)
-    before = _count_before(ties)[:-1, None] + jnp.cumsum(counts, axis=1) - counts
+    before = _count_before(ties)[:-1, None] + jnp.cumsum(counts, axis=1, dtype=jnp.int32) - counts
     left = kept - before
     first = (jnp.uint32(1) << bit_with_rank(ties, jnp.clip(left, 0, 31)).astype(jnp.uint32)) - 1
     stay = jnp.where(left >= counts, ties, jnp.where(left > 0, ties & first, jnp.uint32(0)))
@@ -84,13 +84,15 @@ def _without_surplus(words: jax.Array, ties: jax.Array, at_most: jax.Array) -> j
 
 def _total(words: jax.Array) -> jax.Array:
     """The number of bits set."""
-    return jnp.sum(jax.lax.population_count(words).astype(jnp.int32))
+    return jnp.sum(jax.lax.population_count(words), dtype=jnp.int32)
 
 
 def _count_before(words: jax.Array) -> jax.Array:
     """The number of bits set before each chunk, and after the last, `(C + 1,)`."""
-    counts = jnp.sum(jax.lax.population_count(words).astype(jnp.int32), axis=1)
-    return jnp.concatenate([jnp.zeros_like(counts, shape=(1,)), jnp.cumsum(counts)])
+    counts = jnp.sum(jax.lax.population_count(words), axis=1, dtype=jnp.int32)
+    return jnp.concatenate(
+        [jnp.zeros_like(counts, shape=(1,)), jnp.cumsum(counts, dtype=jnp.int32)]
+    )
 
 
 def _chunk_of_slots(before: jax.Array, capacity: int) -> jax.Array:
@@ -101,7 +103,7 @@ def _chunk_of_slots(before: jax.Array, capacity: int) -> jax.Array:
     before, and the last of these chunks holds the entry.
     """
     marks = jnp.zeros_like(before, shape=(capacity,)).at[before[:-1]].add(1, mode="drop")
-    return jax.lax.optimization_barrier(jnp.cumsum(marks) - 1)
+    return jax.lax.optimization_barrier(jnp.cumsum(marks, dtype=jnp.int32) - 1)
 
 
 def _place(words: jax.Array, chunk: jax.Array, rank: jax.Array) -> jax.Array:

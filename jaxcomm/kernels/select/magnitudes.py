@@ -98,7 +98,8 @@ def _count_in_tiles(patterns: jax.Array, lows: jax.Array) -> jax.Array:
     above = _above(tiles, lows[None, :, None, None])
     # Without the barrier XLA merges both sums into one reduction, which is several times slower.
     columns = jax.lax.optimization_barrier(jnp.sum(above, axis=2, dtype=jnp.int32))
-    return counts + jnp.sum(jnp.sum(columns, axis=0), axis=1)
+    columns = jnp.sum(columns, axis=0, dtype=jnp.int32)
+    return counts + jnp.sum(columns, axis=1, dtype=jnp.int32)
 
 
 def _above(patterns: jax.Array, lows: jax.Array) -> jax.Array:

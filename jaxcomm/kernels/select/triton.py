@@ -65,7 +65,9 @@ def compact(
         tiles,
         interpret,
     )
-    before = jnp.concatenate([jnp.zeros_like(counts, shape=(1,)), jnp.cumsum(counts)])
+    before = jnp.concatenate(
+        [jnp.zeros_like(counts, shape=(1,)), jnp.cumsum(counts, dtype=jnp.int32)]
+    )
     values, places = _call(
         _arrange,
         [x, low, *entries, before],
