@@ -33,9 +33,11 @@ def mean_loss(task: Task, params: Any, batches: Any) -> jax.Array:
     split = jax.tree.leaves(batches)[0].shape[1] % WORLD == 0
     spec = jax.P("data") if split else jax.P()
     sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), spec)
-    loss, count = jax.jit(task.loss), len(jax.tree.leaves(batches)[0])
-    parts = [jax.tree.map(lambda x, i=i: jax.device_put(x[i], sharding), batches) for i in range(count)]
-    return jnp.mean(jnp.stack([loss(params, part) for part in parts]))
+    loss, losses = jax.jit(task.loss), []
+    for rows in zip(*jax.tree.leaves(batches), strict=True):
+        batch = jax.tree.unflatten(jax.tree.structure(batches), rows)
+        losses.append(loss(params, jax.device_put(batch, sharding)))
+    return jnp.mean(jnp.stack(losses))
 
 
 def finite(loss: Any) -> float | None:

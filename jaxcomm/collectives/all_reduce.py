@@ -166,7 +166,8 @@ def pmean(
     is that of `jax.lax.pmean`, in float32: what a format rounds off has none.
 
     Args:
-      x: a pytree of float arrays of at most 32 bits, in a region of `jax.shard_map` that is manual over every axis.
+      x: a pytree of float arrays of at most 32 bits, in a region of `jax.shard_map` that is manual
+        over every axis.
       axis_name: the mesh axis, or axes.
       codec: a name in `jaxcomm.codecs.BY_NAME`, or a codec.
       algorithm: "native", "direct", "ring", "halving_doubling", "circulant" or an algorithm;
@@ -218,7 +219,7 @@ def pmean(
         if key is not None:
             own = dataclasses.replace(reduction, key=jax.random.fold_in(key, number))
         coded = jax.custom_jvp(lambda x: all_reduce(x, axis_name, own, chosen))
-        coded.defjvp(lambda x, dx: (coded(*x), jax.lax.pmean(*dx, axis_name)))
+        coded.defjvp(lambda x, dx: (coded(x[0]), jax.lax.pmean(dx[0], axis_name)))
         return coded(leaf)
 
     leaves, treedef = jax.tree.flatten(x)

@@ -8,6 +8,7 @@ import optax
 
 from jaxcomm import _axes, _branches
 from jaxcomm._marks import mark_local
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import (
     Layout,
@@ -35,6 +36,7 @@ class ControlVariatesState(NamedTuple):
     average: PerDevice
     correction: PerDevice
     inner: Any
+    roles = frozenset({_roles.LOCAL})
 
 
 def control_variates(
@@ -66,7 +68,7 @@ def control_variates(
 
     Raises:
       ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
-        over several axes.
+        over several axes, or is no mean.
 
     Wire: that of `inner` every so many steps, in a branch of a conditional; else nothing.
 
@@ -93,6 +95,7 @@ def control_variates(
         refuse_wrappers()
         state = inner.init(params)
         layout = layout_of(params, axis_of(state, "control_variates"))
+        _roles.require_means(state, "control_variates")
         average, correction = (
             zeros_per_device(layout, params, filled_leaves(layout)) for _ in range(2)
         )

@@ -24,6 +24,7 @@ import optax
 
 from jaxcomm import _axes
 from jaxcomm._marks import mark_local
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import Arrays, local_leaves
 from jaxcomm.transforms._factors import Squares, next_squares_and_roots, no_squares
 from jaxcomm.transforms._layout import Layout, axis_of, layout_of
@@ -54,6 +55,7 @@ class FactoredAdamState(NamedTuple):
     momentum: Any
     squares: list[Squares]
     inner: Any
+    roles = frozenset({_roles.FINISHED})
 
 
 def factored_adam(
@@ -99,8 +101,8 @@ def factored_adam(
 
     Raises:
       TypeError, ValueError: at once for bad arguments; by `init` if `exchange` exchanges nothing or
-        over several axes, or if an optimizer follows in the same `optax.chain`; by `update` if
-        weight decay lacks the parameters, or the mask does not fit them.
+        over several axes, or is no mean, or if an optimizer follows in the same `optax.chain`; by
+        `update` if weight decay lacks the parameters, or the mask does not fit them.
 
     Wire: that of `exchange`, and one float32 all-reduce over all axes of the mesh of a + b values
     for a matrix of a x b, and of all values of vectors. Where leaves are sharded over a further
@@ -145,6 +147,7 @@ def factored_adam(
         refuse_optimizer_behind(params, "factored_adam")
         inner = exchange.init(params)
         layout = layout_of(params, axis_of(inner, "factored_adam"))
+        _roles.require_means(inner, "factored_adam")
         shapes = [leaf.shape for leaf in layout.leaves if 0 not in leaf.shape]
         squares = replicated(lambda: [no_squares(shape) for shape in shapes], layout.axis_name)
         momentum = zeros_like_params(params, layout)

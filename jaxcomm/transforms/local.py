@@ -9,6 +9,7 @@ import optax
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import mark_local
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import all_finite, local_leaves
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._state_of_each import Structure, on_each_device
@@ -27,6 +28,7 @@ class LocalState(NamedTuple):
     layout: Layout
     structure: Structure
     inner: PerDevice
+    roles = frozenset({_roles.LOCAL})
 
 
 def local(

@@ -8,6 +8,7 @@ import jax
 
 from jaxcomm import _axes
 from jaxcomm._marks import OWN_PARAMETER, mark
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._fragments import Fragments
 from jaxcomm.transforms._layout import Layout
 from jaxcomm.transforms._state_of_each import Structure
@@ -41,6 +42,7 @@ class LocalStepsState(NamedTuple):
     taken: PerDevice
     exchange: tuple[Any, ...]
     outer: tuple[Any, ...]
+    roles = frozenset({_roles.FINISHED})
 
 
 def local_params(state: Any) -> Any:

@@ -28,13 +28,13 @@ import optax
 
 from jaxcomm import _axes, _branches
 from jaxcomm._marks import GRADIENT, kind_of, mark_local, unmark_local
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import all_finite
 from jaxcomm.transforms._fragments import dealt
 from jaxcomm.transforms._layout import Layout, axis_of, check_gradients, filled_leaves, layout_of
 from jaxcomm.transforms._state_of_each import on_each_device
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.local_params import LocalStepsState, own_tree
-from jaxcomm.transforms.one_bit_adam import OneBitAdamState
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
 
 Arrays = list[jax.Array]
@@ -88,9 +88,9 @@ def local_steps(
       its own parameters and inner state.
 
     Raises:
-      ValueError: at once for bad numbers; by `init` if `inner` exchanges, `exchange` does not, or
-        there are more fragments than leaves; by `update` without the shared parameters, and for
-        gradients that were taken at these.
+      ValueError: at once for bad numbers; by `init` if `inner` exchanges, `exchange` does not or is
+        no mean, or there are more fragments than leaves; by `update` without the shared
+        parameters, and for gradients that were taken at these.
 
     Wire: that of `exchange` for a fragment, in one step of `every / fragments`, in a branch of a
     conditional; else nothing but the mean of the loss of `jaxcomm.value_and_grad`, if it is used.
@@ -154,8 +154,10 @@ def local_steps(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
-        axis_name = axis_of(_checked(exchange.init(params), "exchange"), "local_steps")
-        inner_state = _checked(inner.init(params), "inner")
+        exchange_state, inner_state = exchange.init(params), inner.init(params)
+        axis_name = axis_of(exchange_state, "local_steps")
+        _roles.require_means(exchange_state, "local_steps")
+        _require_no_exchange(inner_state)
         layout = layout_of(params, axis_name)
         split = dealt(layout, fragments)
         structure, each = on_each_device(inner_state, layout)
@@ -333,24 +335,14 @@ def _on_further_axes(finite: jax.Array, layout: Layout) -> jax.Array:
     return jax.lax.pmin(flag, tuple(sorted(further))) == 1
 
 
-def _checked(state: Any, role: str) -> Any:
-    """The state of `inner` or `exchange`, if it does what it is for.
-
-    Raises:
-      ValueError: if it does not.
-    """
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout | OneBitAdamState))
-    if role == "inner" and any(isinstance(node, Layout | OneBitAdamState) for node in nodes):
+def _require_no_exchange(state: Any) -> None:
+    """Raises a ValueError if the state of `inner` is of something that exchanges."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout))
+    if any(isinstance(node, Layout) for node in nodes):
         raise ValueError(
             "inner exchanges; give local_steps each device's optimizer alone, such as "
             "optax.adamw(1e-3), and the exchange as exchange=."
         )
-    if any(isinstance(node, OneBitAdamState) for node in nodes):
-        raise ValueError(
-            "one_bit_adam is an optimizer, and local_steps has two of its own; exchange with "
-            'jaxcomm.mean("data", "int4", error_feedback=True) or another mean.'
-        )
-    return state
 
 
 def _check_counts(every: Any, fragments: Any, delay: Any) -> None:

@@ -16,6 +16,7 @@ from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives.low_rank import LowRankResult, projected_mean, with_new_columns
 from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _implementations
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import buckets_of, bytes_of, key_of, split_off_exempt
 from jaxcomm.transforms._exchange import (
     Arrays,
@@ -46,6 +47,7 @@ class LowRankMeanState(NamedTuple):
     step: jax.Array
     residual: PerDevice
     factors: PerDevice
+    roles = frozenset({_roles.MEANS})
 
 
 def low_rank_mean(

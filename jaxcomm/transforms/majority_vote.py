@@ -14,6 +14,7 @@ from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import Default
 from jaxcomm.collectives.reductions import Majority, check_majority
 from jaxcomm.kernels import _implementations
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, key_of, split_off_exempt
 from jaxcomm.transforms._exchange import (
     Arrays,
@@ -44,6 +45,7 @@ class MajorityVoteState(NamedTuple):
     layout: Layout
     step: jax.Array
     residual: PerDevice
+    roles = frozenset({_roles.SIGNS})
 
 
 def majority_vote(

@@ -15,6 +15,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm._notes import noted
 from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _implementations
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
     buckets_of,
     bytes_of,
@@ -55,6 +56,7 @@ class MeanState(NamedTuple):
     layout: Layout
     step: jax.Array
     residual: PerDevice
+    roles = frozenset({_roles.MEANS})
 
 
 def mean(

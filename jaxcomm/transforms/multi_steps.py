@@ -8,6 +8,7 @@ import optax
 
 from jaxcomm import _axes, _branches
 from jaxcomm._marks import mark_local
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import (
     Layout,
@@ -33,6 +34,7 @@ class MultiStepsState(NamedTuple):
     mini_step: jax.Array
     accumulated: PerDevice
     inner: Any
+    roles = frozenset({_roles.FINISHED})
 
 
 def multi_steps(

@@ -6,6 +6,7 @@ import optax
 
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import local_leaves, on_every_device
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._scheme import Scheme, exchange
@@ -16,6 +17,7 @@ class NoExchangeState(NamedTuple):
     """The state of `no_exchange`: no arrays, only what `init` saw of the parameters."""
 
     layout: Layout
+    roles = frozenset({_roles.MEANS})
 
 
 def no_exchange(axis_name: AxisName) -> optax.GradientTransformation:

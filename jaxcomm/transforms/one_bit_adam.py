@@ -16,6 +16,7 @@ from jaxcomm._notes import Message, noted
 from jaxcomm.codecs import sign
 from jaxcomm.collectives.one_bit import chunk_length, one_bit_mean
 from jaxcomm.kernels import _implementations
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import Bucket, buckets_of, bytes_of, joined, split_off_exempt
 from jaxcomm.transforms._exchange import (
     Arrays,
@@ -66,6 +67,7 @@ class OneBitAdamState(NamedTuple):
     server_error: PerDevice
     frozen_at: jax.Array
     norms: Any
+    roles = frozenset({_roles.FINISHED})
 
 
 def one_bit_adam(

@@ -14,6 +14,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm._notes import noted
 from jaxcomm.collectives import sparse
 from jaxcomm.kernels import _implementations, select
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
     Bucket,
     buckets_of,
@@ -80,6 +81,7 @@ class SparseMeanState(NamedTuple):
     velocity: PerDevice
     thresholds: PerDevice
     report: SparseReport
+    roles = frozenset({_roles.MEANS})
 
 
 def sparse_mean(

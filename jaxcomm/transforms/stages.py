@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomm import _branches
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._layout import axis_of
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.mean import mean
@@ -35,6 +36,11 @@ class StagesState(NamedTuple):
     slots: _Slots
     inner: tuple[Any, ...]
 
+    @property
+    def roles(self) -> frozenset[str]:
+        """Those of all stages."""
+        return _roles.roles_of(self.inner)
+
 
 def stages(
     *plan: tuple[int, optax.GradientTransformation],
@@ -43,7 +49,8 @@ def stages(
 
     All stages are branches of one compiled program, chosen by the step, so a plan should be short.
     A stage hands its state, residuals included, to the next one if both states have the same
-    structure: give every `jaxcomm.mean` of a plan the same `error_feedback` and `exempt`.
+    structure and shapes: give every `jaxcomm.mean` of a plan the same `error_feedback` and
+    `exempt`. The optimizer belongs behind the stages, where all of them share its state.
 
     Args:
       *plan: the first step of each stage, and what it does, in order; the first is step 0.
@@ -52,8 +59,9 @@ def stages(
       A transformation used as those of the plan are.
 
     Raises:
-      ValueError: if the steps do not ascend from 0; by `init` if a stage would end with a residual
-        that the next has no place for.
+      TypeError: for a stage that is no such pair.
+      ValueError: if the steps do not ascend from 0; by `init` if a stage would end with a residual,
+        or with an optimizer's moments, that the next has no place for.
 
     Wire: that of the stage, in a branch of a conditional.
 
@@ -64,6 +72,12 @@ def stages(
       ...     (1000, jaxcomm.mean("data", "int4", error_feedback=True)),
       ... )
     """
+    for stage in plan:
+        if not _is_stage(stage):
+            raise TypeError(
+                "a stage is a pair of its first step and what it does, such as "
+                f'(1000, jaxcomm.mean("data", "int8")), got {stage!r}.'
+            )
     starts = [start for start, _ in plan]
     if not plan or starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:], strict=False)):
         raise ValueError(f"the first steps of stages must ascend from 0, got {starts}.")
@@ -73,9 +87,10 @@ def stages(
         refuse_wrappers()
         of, kept = [], []
         for state in (tx.init(params) for tx in chain):
-            if kept and jax.tree.structure(state) != jax.tree.structure(kept[-1]):
+            is_new = not kept or not _look_alike(state, kept[-1])
+            if kept and is_new:
                 _refuse_to_lose(kept[-1])
-            if not kept or jax.tree.structure(state) != jax.tree.structure(kept[-1]):
+            if is_new:
                 kept.append(state)
             of.append(len(kept) - 1)
         return StagesState(jnp.zeros((), jnp.int32), _Slots(tuple(of)), tuple(kept))
@@ -109,7 +124,8 @@ def dense_first(
     """Exchanges gradients in full for some steps, and then as `inner` does.
 
     Args:
-      inner: how gradients are exchanged after these steps.
+      inner: how gradients are exchanged after these steps; the optimizer belongs behind
+        `dense_first`.
       steps: how many steps are dense; 0 is none.
       dense: how gradients are exchanged in these steps; None is `jaxcomm.mean` in float32 over the
         axis of `inner`.
@@ -118,7 +134,8 @@ def dense_first(
       A transformation used as `inner` is.
 
     Raises:
-      ValueError: for a negative number of steps; by `init` as `stages`.
+      ValueError: for a negative number of steps; by `init` as `stages`, and without `dense` if
+        `inner` is more than an exchange.
 
     Wire: that of `dense`, then that of `inner`, in the branches of a conditional.
 
@@ -137,7 +154,15 @@ def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientT
     """The float32 mean over the axis of `inner`, which the state of `inner` knows."""
 
     def init_fn(params: Any) -> Any:
-        return mean(axis_of(inner.init(params), "dense_first")).init(params)
+        state = inner.init(params)
+        axis_name = axis_of(state, "dense_first")
+        if _roles.roles_of(state) & {_roles.FINISHED, _roles.OTHER}:
+            raise ValueError(
+                "dense_first puts a mean in the place of all of inner, and this inner is more than "
+                "an exchange. Put the optimizer behind it: optax.chain(jaxcomm.dense_first("
+                "exchange, steps), optimizer); or say what the first steps do with dense=."
+            )
+        return mean(axis_name).init(params)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return mean(state.layout.axis_name).update(updates, state, params)
@@ -145,12 +170,40 @@ def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientT
     return optax.GradientTransformation(init_fn, update_fn)
 
 
+def _is_stage(stage: Any) -> bool:
+    if not isinstance(stage, tuple) or len(stage) != 2:
+        return False
+    start, tx = stage
+    is_step = isinstance(start, int) and not isinstance(start, bool)
+    return is_step and isinstance(tx, optax.GradientTransformation)
+
+
+def _look_alike(a: Any, b: Any) -> bool:
+    """Whether a stage can go on with the state of another."""
+    types = [[(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(s)] for s in (a, b)]
+    return jax.tree.structure(a) == jax.tree.structure(b) and types[0] == types[1]
+
+
 def _refuse_to_lose(state: Any) -> None:
-    """Raises if the state of a stage that ends holds anything of a device's own."""
+    """Raises if the state of a stage that ends holds what the next one would begin without."""
+    if _roles.FINISHED in _roles.roles_of(state) or _arrays_of_others(state):
+        raise ValueError(
+            "a stage would end with the state of an optimizer, such as moments or a count, that "
+            "the next stage has no place for. Put the optimizer behind the stages: "
+            "optax.chain(jaxcomm.stages(...), optimizer)."
+        )
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerDevice))
     if any(isinstance(node, PerDevice) and node.values for node in nodes):
         raise ValueError(
             "a stage would end with state of each device, such as a residual, that the next stage "
             "has no place for. Give all stages error_feedback=True and the same exempt leaves (a "
-            "float32 mean too: it then sends what is left), or put jaxcomm.local before the stages."
+            "float32 mean too: it then sends what is left), or the same rank, or put jaxcomm.local "
+            "before the stages."
         )
+
+
+def _arrays_of_others(state: Any) -> bool:
+    """Whether a transformation that is not jaxcomm's keeps anything in this state."""
+    if type(state) is tuple:
+        return any(map(_arrays_of_others, state))
+    return _roles.roles_of(state) == {_roles.OTHER} and bool(jax.tree.leaves(state))

@@ -129,3 +129,9 @@ def test_an_inner_transformation_that_exchanges_nothing() -> None:
         pytest.raises(ValueError, match="control_variates needs inner"),
     ):
         jaxcomm.control_variates(optax.identity()).init(jnp.zeros((2, 2)))
+
+
+def test_an_inner_transformation_that_takes_no_mean() -> None:
+    adam = jaxcomm.factored_adam(jaxcomm.mean("data"), 0.1)
+    with jax.set_mesh(GLOBAL.mesh(2)), pytest.raises(ValueError, match="and got an optimizer"):
+        jaxcomm.control_variates(adam).init(jnp.zeros((2, 2)))

@@ -32,7 +32,9 @@ WRAPPERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "stages": lambda: jaxcomm.stages((0, optax.chain(MEAN, by_value())), (9, MEAN)),
     "dense_first": lambda: jaxcomm.dense_first(MEAN, 9, dense=optax.chain(MEAN, by_value())),
     "control_variates": lambda: optax.chain(
-        jaxcomm.control_variates(optax.chain(MEAN, by_value()), every=1), MEAN, by_value()
+        jaxcomm.control_variates(optax.chain(jaxcomm.local("data", by_value()), MEAN), every=1),
+        MEAN,
+        by_value(),
     ),
 }
 

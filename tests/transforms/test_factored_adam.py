@@ -191,6 +191,8 @@ def test_bad_input_raises() -> None:
     with jax.set_mesh(GLOBAL.mesh(2)):
         with pytest.raises(ValueError, match="factored_adam needs inner transformations"):
             jaxcomm.factored_adam(optax.identity(), 0.1).init(params)
+        with pytest.raises(ValueError, match="got a vote, whose updates are signs"):
+            jaxcomm.factored_adam(jaxcomm.majority_vote("data"), 0.1).init(params)
         tx = jaxcomm.factored_adam(one_bit(), 0.1, weight_decay=0.1, mask={"v": True})
         state, grads = tx.init(params), {"w": jnp.zeros((2, 2, 2))}
         with pytest.raises(ValueError, match=r"call tx.update\(grads, state, params\)"):

@@ -18,7 +18,7 @@ METHODS: dict[str, optax.GradientTransformation] = {
     "factored_adam": jaxcomm.factored_adam(
         jaxcomm.mean("data", "scaled_sign", error_feedback=True), 1e-3
     ),
-    "control_variates": jaxcomm.control_variates(jaxcomm.majority_vote("data")),
+    "control_variates": jaxcomm.control_variates(jaxcomm.mean("data")),
 }
 SIZES = {"w": (30, 7), "b": (7,)}
 

@@ -104,6 +104,51 @@ def test_a_residual_without_a_place_is_refused(tx: Any) -> None:
         tx().init({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
 
 
+INT8, SGD = jaxcomm.mean("data", "int8"), optax.sgd(0.1)
+
+
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        # Its first steps would climb the gradient.
+        (
+            lambda: jaxcomm.dense_first(optax.chain(INT8, optax.sgd(0.1)), 3),
+            "more than an exchange",
+        ),
+        (lambda: jaxcomm.dense_first(jaxcomm.factored_adam(INT8, 0.1), 3), "more than an exchange"),
+        (
+            lambda: jaxcomm.dense_first(jaxcomm.multi_steps(INT8, 2), 3),
+            r"optax.chain\(jaxcomm.dense_first\(exchange, steps\), optimizer\)",
+        ),
+        # Its moments would begin anew.
+        (
+            lambda: jaxcomm.stages(
+                (0, optax.chain(jaxcomm.mean("data"), optax.adam(0.1))),
+                (2, optax.chain(jaxcomm.low_rank_mean("data", 1), optax.adam(0.1))),
+            ),
+            "Put the optimizer behind the stages",
+        ),
+        (
+            lambda: jaxcomm.stages(
+                (0, jaxcomm.low_rank_mean("data", 2)), (2, jaxcomm.low_rank_mean("data", 1))
+            ),
+            "or the same rank",
+        ),
+    ],
+)
+def test_what_would_be_lost_or_climb_is_refused(tx: Any, message: str) -> None:
+    with jax.set_mesh(VIEWS[0].mesh(WORLD)), pytest.raises(ValueError, match=message):
+        tx().init({name: jnp.zeros(shape) for name, shape in SHAPES.items()})
+
+
+@pytest.mark.parametrize(
+    "stage", [(0.5, INT8), (0, "int8"), [(0, INT8), (1, INT8)], jaxcomm.mean("data")]
+)
+def test_what_is_no_stage_is_refused(stage: Any) -> None:
+    with pytest.raises(TypeError, match="a pair of its first step and what it does"):
+        jaxcomm.stages(stage)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -1,0 +1,34 @@
+"""What the updates of a transformation are: its state says it, in an attribute `roles`.
+
+A method that is made of another one asks: the mean of `jaxcomm.factored_adam` may be any mean, but
+no vote, and no chain that ends with an optimizer.
+"""
+
+from typing import Any
+
+MEANS = "means"
+SIGNS = "signs"
+LOCAL = "local gradients"
+FINISHED = "finished updates"
+OTHER = "others"  # of transformations that are not jaxcomm's
+
+_INSTEAD = {
+    SIGNS: 'a vote, whose updates are signs; in one bit, jaxcomm.mean("data", "scaled_sign", '
+    "error_feedback=True) takes a mean",
+    FINISHED: "an optimizer; give the exchange alone",
+    OTHER: "a chain with more than exchanges; what belongs behind the mean belongs behind {}",
+}
+
+
+def roles_of(state: Any) -> frozenset[str]:
+    """The roles of the transformation of a state, or of all members of a chain."""
+    if type(state) is tuple:
+        return frozenset().union(*map(roles_of, state))
+    return getattr(state, "roles", frozenset({OTHER}))
+
+
+def require_means(state: Any, who: str) -> None:
+    """Raises a ValueError unless the state is of what takes means; `who` is for the message."""
+    for role, instead in _INSTEAD.items():
+        if role in roles_of(state):
+            raise ValueError(f"{who} needs an exchange of means, and got {instead.format(who)}.")
