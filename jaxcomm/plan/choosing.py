@@ -81,19 +81,25 @@ class Plan:
         best, dense = self.choice, self.float32
         gain = f"{_ms(dense.step)} -> {_ms(best.step)} ms a step"
         share = f"{dense.efficiency:.1%} -> {best.efficiency:.1%} of it computes"
+        if self.cluster.devices == 1:
+            return "Do not compress: float32; one device has nothing to exchange."
         if best.method.family == "float32":
-            other = min((r for r in self.rows if r.method.family != "float32"), key=_step_of)
-            gained = (
-                f"at most {max(1 - other.step / best.step, 0):.1%} of a step ({other.method.name})"
-            )
             how = "" if best is dense else f", {best.method.algorithm}"
-            return (
-                f"Do not compress: float32{how}; {best.efficiency:.1%} of a step computes, and "
-                + (f"compressing would save {gained}.")
-            )
+            computes = f"{best.efficiency:.1%} of a step computes"
+            return f"Do not compress: float32{how}; {computes}{self._gained}."
         if best.method.about.quality == "16bit":
             return f"Send 16 bits, {best.method.name}: {gain}, {share}."
         return f"Compress, {best.method.name}: {gain}, {share}."
+
+    @property
+    def _gained(self) -> str:
+        """What another family than float32 would save, if one was asked for."""
+        others = [row for row in self.rows if row.method.family != "float32"]
+        if not others:
+            return ""
+        other = min(others, key=_step_of)
+        gained = f"{max(1 - other.step / self.choice.step, 0):.1%} of a step ({other.method.name})"
+        return f", and compressing would save at most {gained}"
 
     @property
     def limits(self) -> str:

@@ -110,6 +110,17 @@ class TestChoice:
         assert best.headline.startswith("Compress, ") and best.choice.speedup > 10
         assert best.rows[1].step <= best.rows[2].step <= best.rows[-1].step
 
+    @pytest.mark.parametrize("chosen", [None, [Method("float32", "ring")]])
+    def test_float32_alone(self, chosen: Any, tmp_path: Path) -> None:
+        """There is nothing that compressing would save."""
+        found = plan.plan(room(), TestNumbers.load, "exact", chosen)
+        assert found.headline.startswith("Do not compress: float32")
+        assert found.headline.endswith("% of a step computes.")
+        assert found.lines()[0] == found.headline
+        found.save(tmp_path / "plan.json")
+        saved = json.loads((tmp_path / "plan.json").read_text())
+        assert saved["headline"] == found.headline and len(saved["rows"]) == len(found.rows)
+
     def test_the_default_algorithm_is_taken_where_another_is_hardly_faster(self) -> None:
         late = dataclasses.replace(FREE, latency=1e-3)
         found = plan.plan(room(8, costs=late), plan.workload(4e6, 100.0), "exact")
@@ -347,6 +358,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert answer.startswith("Compress, ") and four.startswith("with --accumulate=4: Compress")
     assert plain.startswith("without --set: Compress") and plain.partition(": ")[2] != answer
     assert limits.startswith("what limits you: h0-s0")
+    assert run(monkeypatch, *asked, "--quality=exact") == 0
+    assert capsys.readouterr().out.startswith("Do not compress: float32; ")
     assert run(monkeypatch, *asked[:3], "--set", "link[s0,s9].rate=1") == 2
     said = capsys.readouterr().err
     assert said.startswith("plan: link[s0,s9]: there is no such link; there are h0-s0")
