@@ -97,6 +97,8 @@ class Plan:
         others = [row for row in self.rows if row.method.family != "float32"]
         if not others:
             return ""
+        if self.load.exempt_values == self.load.values:
+            return ", and all leaves are exempt from compression"
         other = min(others, key=_step_of)
         gained = f"{max(1 - other.step / self.choice.step, 0):.1%} of a step ({other.method.name})"
         return f", and compressing would save at most {gained}"

@@ -193,20 +193,29 @@ def buckets_of(method: Method, load: Workload) -> int:
     """Into how many buckets gradients are cut; XLA joins those of its own all-reduce."""
     if method.algorithm == "native":
         return 1
-    return max(1, math.ceil(4 * load.values / (method.about.bucket_mib * _MIB)))
+    large = load.values - load.exempt_values
+    return max(1, math.ceil(4 * large / (method.about.bucket_mib * _MIB)))
 
 
 def sent(method: Method, load: Workload, world: World) -> Iterator[Sent]:
-    """The all-reduces of a method in a step; equal ones are one, with `times`."""
-    buckets = buckets_of(method, load)
-    values = -(-load.values // buckets)
+    """The all-reduces of a method in a step; equal ones are one, with `times`.
+
+    The last one is of all exempt leaves, in float32. XLA joins it with its own all-reduce.
+    """
     if method.family.startswith("powersgd"):
         yield from _of_low_rank(method, load)
-    elif method.algorithm == "own":
+        return
+    is_joined = (method.family, method.algorithm) == ("float32", "native")
+    exempt = 0 if is_joined else load.exempt_values
+    buckets = buckets_of(method, load)
+    values = -(-(load.values - exempt) // buckets)
+    if values and method.algorithm == "own":
         assert isinstance(world, int)
         yield Sent(*_of_sparse(method.family, values, world), values, buckets)
-    else:
+    elif values:
         yield Sent(method.made, _reduction(method.family), values, buckets)
+    if exempt:
+        yield Sent(algorithms.native(), Coded(codecs.float32()), exempt, 1)
 
 
 def _reduction(family: str) -> Reduction:
@@ -233,8 +242,9 @@ def _of_sparse(name: str, n: int, world: int) -> tuple[Algorithm, Reduction]:
 
 def _of_low_rank(method: Method, load: Workload) -> Iterator[Sent]:
     """Two means of thin matrices, and one of what is not compressed."""
-    rank, whole, thin = int(method.family.removeprefix("powersgd")), 0, [0, 0]
-    for shape in load.shapes:
+    rank, thin = int(method.family.removeprefix("powersgd")), [0, 0]
+    whole = load.exempt_values
+    for shape in load.large:
         n = shape[-1] if shape else 1
         m = math.prod(shape) // n if n else 0
         if len(shape) < 2 or (m + n) * rank >= m * n:

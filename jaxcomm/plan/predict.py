@@ -156,7 +156,10 @@ def _seconds(cluster: Cluster, load: Workload, method: Method, made: Made) -> fl
 
 
 def _local(cluster: Cluster, load: Workload, method: Method) -> float:
-    return cluster.costs.local_seconds(method.family, load.values)
+    """Of the values that the method compresses, and of those that are exempt."""
+    exempt = 0 if method.family == "float32" else load.exempt_values
+    compressed = cluster.costs.local_seconds(method.family, load.values - exempt)
+    return compressed + cluster.costs.local_seconds("float32", exempt)
 
 
 def _step(cluster: Cluster, load: Workload, seconds: float, made: Made) -> tuple[float, float]:

@@ -89,6 +89,33 @@ class TestNumbers:
         row = row_of(room(), plan.workload(params, 1.0), "powersgd2", "native")
         assert row.bytes_busiest_link == pytest.approx(1.5 * 4 * (2 * 800 + 500), rel=1e-2)
 
+    def test_exempt_leaves_cost_what_float32_costs(self) -> None:
+        """Of vectors alone, every method is the float32 mean; half a model, half of it."""
+        costs = dataclasses.replace(FREE, local={"int8": (1e-9, 1e-9), "float32": (3e-9, 3e-9)})
+        vector, matrix = jnp.zeros(2**20), jnp.zeros((2**10, 2**10))
+        load = plan.workload({"v": vector}, 10.0)
+        found = plan.plan(room(costs=costs), load)
+        assert load.exempt_values == load.values and len({row.exchange for row in found.rows}) == 1
+        assert found.choice.method == Method("float32", "native")
+        assert found.headline.endswith(", and all leaves are exempt from compression.")
+
+        def row(params: Any) -> Any:
+            return row_of(room(costs=costs), plan.workload(params, 10.0), "int8", "direct")
+
+        both, alone = row({"v": vector, "w": matrix}), row({"w": matrix})
+        assert both.local == pytest.approx(4e-9 * 2**20) and alone.local < both.local
+        sent = 1.5 * 4 * 2**20
+        assert both.bytes_busiest_link == pytest.approx(alone.bytes_busiest_link + sent)
+
+    def test_what_is_exempt_is_what_a_mean_says(self) -> None:
+        params = {"w": jnp.zeros((8, 8)), "head": jnp.zeros((8, 2)), "b": jnp.zeros(8)}
+        assert plan.workload(params, 1.0).exempt_values == 8
+        assert plan.workload(params, 1.0, exempt=["head"]).exempt_values == 24
+        assert plan.workload(params, 1.0, exempt=lambda path, shape: False).exempt_values == 0
+        assert plan.workload(1000, 1.0).exempt_values == 0
+        with pytest.raises(ValueError, match="exempt names 'tail', which fits no parameter"):
+            plan.workload(params, 1.0, exempt=["tail"])
+
 
 class TestChoice:
     """The fastest, unless something better is as fast."""
@@ -273,9 +300,19 @@ def test_settings_change_a_link() -> None:
 
 
 @pytest.mark.parametrize(
+    "number", [1000, 1e3, np.int64(1000), np.float32(1000), np.array(1000), jnp.float32(1000)]
+)
+def test_a_number_of_any_type_is_a_number_of_parameters(number: Any) -> None:
+    assert plan.workload(number, 1.0) == plan.workload(1000, 1.0)
+    assert plan.workload(number, 1.0).values == 1000
+
+
+@pytest.mark.parametrize(
     ("params", "step_ms", "message"),
     [
         (0, 1.0, "params is a number of parameters, got 0"),
+        (np.int64(0), 1.0, "params is a number of parameters, got 0"),
+        (True, 1.0, "or their number, got True"),
         (1e6, -1.0, "a step takes a positive time, got -0.001"),
         ({"w": 3.0}, 1.0, "a pytree of arrays or of shapes"),
         ({}, 1.0, "there are no parameters"),
