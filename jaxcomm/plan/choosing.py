@@ -107,13 +107,21 @@ class Plan:
     def limits(self) -> str:
         """What the choice, and the float32 mean, spend their time on."""
         best, dense = self.choice, self.float32
+        if self.cluster.devices == 1:
+            return "what limits you: the step itself; nothing is exchanged."
         found = f"{dense.limit} with float32 ({_ms(dense.exchange)} ms an exchange)"
         if best is not dense:
             found += f", {best.limit} with {best.method.name} ({_ms(best.exchange)} ms)"
         return f"what limits you: {found}."
 
     def lines(self, rows: int | None = None) -> list[str]:
-        """The plan as a text, with so many rows of the table."""
+        """The plan as a text, with so many rows of the table; None is all of them.
+
+        Raises:
+          ValueError: for a negative number.
+        """
+        if rows is not None and rows < 0:
+            raise ValueError(f"rows is 0 or more, got {rows}.")
         machines = f"{self.cluster.devices} devices on {self.cluster.topology.name}"
         found = [
             self.headline,
@@ -183,7 +191,8 @@ def plan(
         halving-doubling's dimensions is chosen in any case.
 
     Raises:
-      ValueError: for an unknown quality.
+      TypeError: for something else than a cluster and a workload, such as the name of a file.
+      ValueError: for an unknown quality, or a chosen method that needs two levels.
 
     Example:
       >>> from jaxcomm import plan
@@ -193,6 +202,14 @@ def plan(
       'bfloat16/direct'
       >>> tx = found.transformation("data")
     """
+    if not isinstance(cluster, Cluster):
+        raise TypeError(
+            f"plan takes a cluster, such as plan.load_cluster('star'), got {cluster!r}."
+        )
+    if not isinstance(load, Workload):
+        raise TypeError(
+            f"plan takes a workload, such as plan.workload(25.6e6, step_ms=234), got {load!r}."
+        )
     given = cluster.order
     model = Model(cluster.costs.latency, half_duplex=cluster.costs.half_duplex)
     if reorder and cluster.devices > 2:

@@ -94,11 +94,23 @@ class Method:
       family: a name in FAMILIES.
       algorithm: a name in `jaxcomm.algorithms`, "hierarchical", or "own" for sparse ones.
       dimensions: the arguments of `jaxcomm.algorithms.halving_doubling`, where it is the algorithm.
+
+    Raises:
+      ValueError: for an unknown family, or an algorithm that cannot carry it out.
     """
 
     family: str
     algorithm: str
     dimensions: Dimensions = ()
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"unknown family {self.family!r}; write one of {', '.join(FAMILIES)}.")
+        if self.algorithm not in self.about.algorithms:
+            known = " or ".join(repr(name) for name in self.about.algorithms)
+            raise ValueError(
+                f"{self.family} goes by {known}, got the algorithm {self.algorithm!r}."
+            )
 
     @property
     def name(self) -> str:

@@ -87,9 +87,9 @@ def workload(params: Any, step_ms: float, accumulate: int = 1, exempt: Exempt = 
     if isinstance(params, np.generic | np.ndarray | jax.Array) and params.ndim == 0:
         params = params.item()
     if isinstance(params, numbers.Real) and not isinstance(params, bool):
-        if not 1 <= params < float("inf"):
+        if not 1 <= float(params) < float("inf"):
             raise ValueError(f"params is a number of parameters, got {params!r}.")
-        whole, rest = divmod(round(params), _SIDE**2)
+        whole, rest = divmod(round(float(params)), _SIDE**2)
         shapes = ((_SIDE, _SIDE),) * whole + (((rest,),) if rest else ())
         if rest >= 2 * _SIDE:
             rows = rest // _SIDE

@@ -91,6 +91,13 @@ def test_qualities_contain_each_other() -> None:
         methods("best")
 
 
+def test_a_method_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="unknown family 'foo'; write one of float32, bfloat16"):
+        Method("foo", "ring")
+    with pytest.raises(ValueError, match="vote goes by 'direct' or .*, got the algorithm 'native'"):
+        Method("vote", "native")
+
+
 def test_buckets() -> None:
     load = plan.workload(25.6e6, 1.0)
     assert buckets_of(Method("float32", "native"), load) == 1

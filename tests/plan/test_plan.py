@@ -179,6 +179,35 @@ class TestChoice:
         with pytest.raises(ValueError, match="the cluster has 4 devices, got 3"):
             found.mesh("data", jax.devices()[:3])
 
+    def test_a_device_that_sends_slowly(self) -> None:
+        """Links are not to blame where they are unlimited, or faster than a device can send."""
+        costs = dataclasses.replace(FREE, per_byte=1e-9)
+        for rate, limit in (("unlimited", "what a device can send"), ("100Mbit", "h0-s0")):
+            found = row_of(room(rate=rate, costs=costs), TestNumbers.load, "float32", "native")
+            assert found.limit == limit and found.device == pytest.approx(1.5 * 4 * 4e6 * 1e-9)
+            assert found.as_json()["device_ms"] == 1e3 * found.device
+        both_ways = dataclasses.replace(costs, half_duplex=True)
+        found = plan.plan(room(rate="100Gbit", costs=both_ways), TestNumbers.load)
+        assert "what limits you: what a device can send with float32" in found.limits
+
+    def test_one_device_has_nothing_to_exchange(self) -> None:
+        found = plan.plan(room(1, costs=plan.defaults("cpu")), plan.workload(25.6e6, 234))
+        assert found.choice.method == Method("float32", "native")
+        assert (found.choice.exchange, found.choice.latency, found.choice.efficiency) == (0, 0, 1)
+        assert found.headline == "Do not compress: float32; one device has nothing to exchange."
+        assert found.lines()[1] == "what limits you: the step itself; nothing is exchanged."
+
+    def test_what_is_no_plan(self) -> None:
+        called: Any = plan.plan
+        with pytest.raises(TypeError, match=r"such as plan.load_cluster\('star'\), got 'star'"):
+            called("star", TestNumbers.load)
+        with pytest.raises(TypeError, match=r"such as plan.workload\(25.6e6, step_ms=234\), got 5"):
+            called(room(), 5)
+        with pytest.raises(ValueError, match="int8/hierarchical needs a cluster of two levels"):
+            called(room(), TestNumbers.load, chosen=[Method("int8", "hierarchical")])
+        with pytest.raises(ValueError, match="rows is 0 or more, got -1"):
+            called(room(), TestNumbers.load).lines(-1)
+
 
 class TestOrderAndLevels:
     """Ranks that were dealt without a look at the network, and networks of two levels."""
