@@ -14,7 +14,6 @@ import pytest
 
 import jaxcomm
 from jaxcomm import plan
-from jaxcomm.plan import probing
 from jaxcomm.plan.__main__ import main
 from jaxcomm.plan.families import Method
 from jaxcomm.plan.order import best_order
@@ -291,44 +290,6 @@ class TestOrderAndLevels:
 
 
 @pytest.mark.parametrize(
-    ("text", "sets", "message"),
-    [
-        ("fabric: star\nhosts: 4\nrate: 0\n", {}, "line 3: rate is 0 Mbit/s"),
-        ("fabric: star\nhosts: 4\nrate: 1 parsec\n", {}, "line 3: a rate is a number of Mbit/s"),
-        ("fabric: star\nhosts: 4\nrate: 1\nnodes: 3\n", {}, "line 4: nodes has devices, nics"),
-        ("fabric: star\nhosts: 4\nrate: 1\nnodes: {gpus: 3}\n", {}, "line 4: unknown key 'gpus'"),
-        ("fabric: star\nhosts: 4\nrate: 1\norder: [0, 1]\n", {}, "line 4: order names every host"),
-        (
-            "fabric: star\nhosts: 4\nrate: 1\ndevice: abacus\n",
-            {},
-            "line 4: unknown device 'abacus'",
-        ),
-        ("fabric: star\nhosts: 4\nrate: 1\ncosts: no.yaml\n", {}, "line 4: there is no file"),
-        ("version: 9\nfabric: star\nhosts: 4\nrate: 1\n", {}, "line 1: this is version 1"),
-        ("fabric: star\nhosts: 4\nrate: 1\n", {"link[s0,h9].rate": 5}, "there is no such link"),
-        ("fabric: star\nhosts: 4\nrate: 1\n", {"link.rate": 5}, r"write link\[s0,s1\]"),
-        ("fabric: star\nhosts: 4\nrate: 1\n", {"gpus.rate": 5}, "gpus.rate: unknown setting"),
-        ("fabric: star\nhosts: 4\nrate: 1\n", {"rate": "-3"}, "rate=-3: rate is -3 Mbit/s"),
-        ("fabric: explicit\nhosts: 3\nlinks: [[h0, h1, 5]]\n", {}, "no path leads from h0 to h2"),
-    ],
-)
-def test_a_wrong_cluster_is_one_line(
-    text: str, sets: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message) as error:
-        plan.load_cluster(str(path), sets)
-    assert "\n" not in str(error.value)
-
-
-def test_settings_change_a_link() -> None:
-    slow = plan.load_cluster("clusters", {"link[0,1].bandwidth": "10Mbit", "hosts": "4"}, FREE)
-    rates = {link.ends: link.rate for link in slow.topology.links}
-    assert rates["s0", "s1"] == 10 and rates["h0", "s0"] == 50
-
-
-@pytest.mark.parametrize(
     "number", [1000, 1e3, np.int64(1000), np.float32(1000), np.array(1000), jnp.float32(1000)]
 )
 def test_a_number_of_any_type_is_a_number_of_parameters(number: Any) -> None:
@@ -350,61 +311,6 @@ def test_a_number_of_any_type_is_a_number_of_parameters(number: Any) -> None:
 def test_a_wrong_workload(params: Any, step_ms: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan.workload(params, step_ms)
-
-
-class TestCosts:
-    """Measured, written and read back."""
-
-    def test_they_are_read_as_written(self, tmp_path: Path) -> None:
-        costs = dataclasses.replace(FREE, latency=1e-4, local={"int8": (1e-9, 1e-9)})
-        costs.save(tmp_path / "costs.yaml")
-        assert plan.read_costs(tmp_path / "costs.yaml") == costs
-
-    @pytest.mark.parametrize(
-        ("old", "new", "message"),
-        [
-            ("latency: 0.0", "latency: -1.0", "latency is in seconds, 0 or more, got -1.0"),
-            ("latency: 0.0", "latency: soon", "line 3: latency is a number, got 'soon'"),
-            ("latency: 0.0", "lateness: 0.0", "line 3: unknown key 'lateness'"),
-            ("version: 2", "version: 1", "line 1: this is version 2 of costs"),
-            (
-                "local: {}",
-                "local: {int8: fast}",
-                "int8 takes seconds a value, among",
-            ),
-            ("overlap: false", "overlap: 1", "overlap is true or false, got 1"),
-            ("efficiency: 1.0", "efficiency: 2.0", r"efficiency is a share in \(0, 1\], got 2.0"),
-        ],
-    )
-    def test_a_wrong_file_is_one_line(
-        self, old: str, new: str, message: str, tmp_path: Path
-    ) -> None:
-        path = tmp_path / "costs.yaml"
-        FREE.save(path)
-        assert old in path.read_text()
-        path.write_text(path.read_text().replace(old, new))
-        with pytest.raises(ValueError, match=message) as error:
-            plan.read_costs(path)
-        assert "\n" not in str(error.value)
-
-    def test_there_is_no_file(self) -> None:
-        with pytest.raises(ValueError, match="there is no file no.yaml; python -m jaxcomm.probe"):
-            plan.read_costs("no.yaml")
-
-    def test_a_probe_of_simulated_devices(self, make_mesh: Any) -> None:
-        found = plan.probe(make_mesh(4), families=["float32"])
-        assert found.source.startswith("measured on 4 devices") and found.latency > 0
-        assert set(found.local) == {"float32"} and min(found.local["float32"]) > 0
-        with pytest.raises(ValueError, match="unknown family 'int3'"):
-            plan.probe(make_mesh(4), families=["int3"])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(probing, "_local", lambda _, family, values: float(values))
-            pair = plan.probe(make_mesh(4), families=["cnat"]).local["cnat"]
-        assert pair == (2.0**18, 2.0**21)  # few first
-        with pytest.raises(ValueError, match="several devices"):
-            plan.probe(make_mesh(1))
-        with pytest.raises(ValueError, match="the cluster has 2 devices, the mesh 4"):
-            plan.probe(make_mesh(4), plan.cluster(plan.fabrics.star("two", 2, 10)))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
