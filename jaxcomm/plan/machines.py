@@ -120,6 +120,11 @@ def load_cluster(
         if key not in _NODE_KEYS:
             wrong = f"unknown key {key!r} of nodes; there are {', '.join(_NODE_KEYS)}."
             raise _node_error(file, key, wrong, others)
+    for key in ("devices", "nics"):
+        number = nodes.get(key, 1)
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            wrong = f"{key} is a positive number, got {number!r}."
+            raise _node_error(file, key, wrong, others)
     order, device = settings.pop("order", None), settings.pop("device", "cpu")
     measured = settings.pop("costs", None)
     if "nics" in nodes:
@@ -162,9 +167,6 @@ def _of_machines(
 ) -> Cluster:
     """The cluster whose machines are the hosts of a topology."""
     each, number = nodes.get("devices", 1), len(machines.hosts)
-    if not isinstance(each, int) or isinstance(each, bool) or each < 1:
-        wrong = f"devices is a positive number, got {each!r}."
-        raise _node_error(file, "devices", wrong, given)
     if order is None:
         order = list(range(number))
     if not _is_order(order, number):

@@ -37,6 +37,7 @@ STAR = "fabric: star\nhosts: 4\nrate: 1\ndevice: gpu\n"
         (STAR, {"order": "[0, 0]"}, r"^order=\[0, 0\]: order names every host from 0 to 3 once"),
         (STAR, {"costs": "no.yaml"}, "^costs=no.yaml: there is no file"),
         (STAR, {"nodes.devices": "0"}, "^nodes.devices=0: devices is a positive number, got 0"),
+        (STAR, {"nodes.nics": "0"}, "^nodes.nics=0: nics is a positive number, got 0"),
         (STAR, {"nodes.bandwidth": "foo"}, "^nodes.bandwidth=foo: a rate is a number of Mbit/s"),
         (STAR, {"nodes.bandwidth": "-1"}, "^nodes.bandwidth=-1: bandwidth is -1 Mbit/s"),
         (STAR, {"nodes.gpus": "1"}, "^nodes.gpus=1: unknown key 'gpus' of nodes"),
