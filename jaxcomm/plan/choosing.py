@@ -81,31 +81,47 @@ class Plan:
         best, dense = self.choice, self.float32
         gain = f"{_ms(dense.step)} -> {_ms(best.step)} ms a step"
         share = f"{dense.efficiency:.1%} -> {best.efficiency:.1%} of it computes"
+        if self.cluster.devices == 1:
+            return "Do not compress: float32; one device has nothing to exchange."
         if best.method.family == "float32":
-            other = min((r for r in self.rows if r.method.family != "float32"), key=_step_of)
-            gained = (
-                f"at most {max(1 - other.step / best.step, 0):.1%} of a step ({other.method.name})"
-            )
             how = "" if best is dense else f", {best.method.algorithm}"
-            return (
-                f"Do not compress: float32{how}; {best.efficiency:.1%} of a step computes, and "
-                + (f"compressing would save {gained}.")
-            )
+            computes = f"{best.efficiency:.1%} of a step computes"
+            return f"Do not compress: float32{how}; {computes}{self._gained}."
         if best.method.about.quality == "16bit":
             return f"Send 16 bits, {best.method.name}: {gain}, {share}."
         return f"Compress, {best.method.name}: {gain}, {share}."
 
     @property
+    def _gained(self) -> str:
+        """What another family than float32 would save, if one was asked for."""
+        others = [row for row in self.rows if row.method.family != "float32"]
+        if not others:
+            return ""
+        if self.load.exempt_values == self.load.values:
+            return ", and all leaves are exempt from compression"
+        other = min(others, key=_step_of)
+        gained = f"{max(1 - other.step / self.choice.step, 0):.1%} of a step ({other.method.name})"
+        return f", and compressing would save at most {gained}"
+
+    @property
     def limits(self) -> str:
         """What the choice, and the float32 mean, spend their time on."""
         best, dense = self.choice, self.float32
+        if self.cluster.devices == 1:
+            return "what limits you: the step itself; nothing is exchanged."
         found = f"{dense.limit} with float32 ({_ms(dense.exchange)} ms an exchange)"
         if best is not dense:
             found += f", {best.limit} with {best.method.name} ({_ms(best.exchange)} ms)"
         return f"what limits you: {found}."
 
     def lines(self, rows: int | None = None) -> list[str]:
-        """The plan as a text, with so many rows of the table."""
+        """The plan as a text, with so many rows of the table; None is all of them.
+
+        Raises:
+          ValueError: for a negative number.
+        """
+        if rows is not None and rows < 0:
+            raise ValueError(f"rows is 0 or more, got {rows}.")
         machines = f"{self.cluster.devices} devices on {self.cluster.topology.name}"
         found = [
             self.headline,
@@ -175,7 +191,8 @@ def plan(
         halving-doubling's dimensions is chosen in any case.
 
     Raises:
-      ValueError: for an unknown quality.
+      TypeError: for something else than a cluster and a workload, such as the name of a file.
+      ValueError: for an unknown quality, or a chosen method that needs two levels.
 
     Example:
       >>> from jaxcomm import plan
@@ -185,6 +202,14 @@ def plan(
       'bfloat16/direct'
       >>> tx = found.transformation("data")
     """
+    if not isinstance(cluster, Cluster):
+        raise TypeError(
+            f"plan takes a cluster, such as plan.load_cluster('star'), got {cluster!r}."
+        )
+    if not isinstance(load, Workload):
+        raise TypeError(
+            f"plan takes a workload, such as plan.workload(25.6e6, step_ms=234), got {load!r}."
+        )
     given = cluster.order
     model = Model(cluster.costs.latency, half_duplex=cluster.costs.half_duplex)
     if reorder and cluster.devices > 2:

@@ -86,8 +86,10 @@ def read(path: str | Path) -> Costs:
         raise ValueError(f"there is no file {path}; python -m jaxcomm.probe writes one.")
     file = File(Path(path))
     values = dict(file.settings)
-    if values.pop("version", VERSION) != VERSION:
-        raise file.error("version", f"this is version {VERSION} of costs; measure them again.")
+    version = values.pop("version", VERSION)
+    if version != VERSION:
+        wrong = f"the file is version {version}; this jaxcomm reads version {VERSION}."
+        raise file.error("version", f"{wrong} Measure the costs again.")
     fields = {field.name: field.type for field in dataclasses.fields(Costs)}
     for key in values:
         if key not in fields:
@@ -95,6 +97,7 @@ def read(path: str | Path) -> Costs:
     for key in fields:
         if key not in values:
             raise file.error(key, f"costs need {key!r}.")
+        values[key] = _numbers_in(values[key]) if key != "source" else values[key]
         _check_type(file, key, values[key])
     values["local"] = {family: tuple(pair) for family, pair in values["local"].items()}
     try:
@@ -121,6 +124,18 @@ def _check_type(file: File, key: str, value: Any) -> None:
         raise file.error(key, f"{key} is a number, got {value!r}.")
 
 
+def _numbers_in(value: Any) -> Any:
+    """The value, with numbers for texts such as 1e-4, which YAML 1.1 takes for no number."""
+    if isinstance(value, dict):
+        return {key: _numbers_in(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers_in(item) for item in value]
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -134,7 +149,7 @@ def defaults(device: str) -> Costs:
     Raises:
       ValueError: for another device.
     """
-    if device not in DEFAULTS:
+    if not isinstance(device, str) or device not in DEFAULTS:
         raise ValueError(f"unknown device {device!r}; write {' or '.join(DEFAULTS)}.")
     return DEFAULTS[device]
 

@@ -94,11 +94,23 @@ class Method:
       family: a name in FAMILIES.
       algorithm: a name in `jaxcomm.algorithms`, "hierarchical", or "own" for sparse ones.
       dimensions: the arguments of `jaxcomm.algorithms.halving_doubling`, where it is the algorithm.
+
+    Raises:
+      ValueError: for an unknown family, or an algorithm that cannot carry it out.
     """
 
     family: str
     algorithm: str
     dimensions: Dimensions = ()
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise ValueError(f"unknown family {self.family!r}; write one of {', '.join(FAMILIES)}.")
+        if self.algorithm not in self.about.algorithms:
+            known = " or ".join(repr(name) for name in self.about.algorithms)
+            raise ValueError(
+                f"{self.family} goes by {known}, got the algorithm {self.algorithm!r}."
+            )
 
     @property
     def name(self) -> str:
@@ -193,20 +205,29 @@ def buckets_of(method: Method, load: Workload) -> int:
     """Into how many buckets gradients are cut; XLA joins those of its own all-reduce."""
     if method.algorithm == "native":
         return 1
-    return max(1, math.ceil(4 * load.values / (method.about.bucket_mib * _MIB)))
+    large = load.values - load.exempt_values
+    return max(1, math.ceil(4 * large / (method.about.bucket_mib * _MIB)))
 
 
 def sent(method: Method, load: Workload, world: World) -> Iterator[Sent]:
-    """The all-reduces of a method in a step; equal ones are one, with `times`."""
-    buckets = buckets_of(method, load)
-    values = -(-load.values // buckets)
+    """The all-reduces of a method in a step; equal ones are one, with `times`.
+
+    The last one is of all exempt leaves, in float32. XLA joins it with its own all-reduce.
+    """
     if method.family.startswith("powersgd"):
         yield from _of_low_rank(method, load)
-    elif method.algorithm == "own":
+        return
+    is_joined = (method.family, method.algorithm) == ("float32", "native")
+    exempt = 0 if is_joined else load.exempt_values
+    buckets = buckets_of(method, load)
+    values = -(-(load.values - exempt) // buckets)
+    if values and method.algorithm == "own":
         assert isinstance(world, int)
         yield Sent(*_of_sparse(method.family, values, world), values, buckets)
-    else:
+    elif values:
         yield Sent(method.made, _reduction(method.family), values, buckets)
+    if exempt:
+        yield Sent(algorithms.native(), Coded(codecs.float32()), exempt, 1)
 
 
 def _reduction(family: str) -> Reduction:
@@ -233,8 +254,9 @@ def _of_sparse(name: str, n: int, world: int) -> tuple[Algorithm, Reduction]:
 
 def _of_low_rank(method: Method, load: Workload) -> Iterator[Sent]:
     """Two means of thin matrices, and one of what is not compressed."""
-    rank, whole, thin = int(method.family.removeprefix("powersgd")), 0, [0, 0]
-    for shape in load.shapes:
+    rank, thin = int(method.family.removeprefix("powersgd")), [0, 0]
+    whole = load.exempt_values
+    for shape in load.large:
         n = shape[-1] if shape else 1
         m = math.prod(shape) // n if n else 0
         if len(shape) < 2 or (m + n) * rank >= m * n:

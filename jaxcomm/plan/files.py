@@ -22,6 +22,12 @@ from jaxcomm.plan.topology import LinkError, Topology
 TOPOLOGIES = Path(__file__).parent / "topologies"
 VERSION = 1
 _RATES = ("rate", "middle", "shortcut")
+_KINDS = {
+    "closed": (bool, "true or false"),
+    "links": (list, "a list of [end, end, rate]"),
+    "rates": (list, "a list of rates"),
+    "switches": (list, "a list of names"),
+}
 
 
 def load(name: str, **overrides: Any) -> Topology:
@@ -62,13 +68,15 @@ def topology_of(
       ValueError: for what cannot be, in one line with the file and the number of its line.
     """
     settings = {**settings, **overrides}
-    if settings.pop("version", VERSION) != VERSION:
-        raise file.error("version", f"this is version {VERSION} of topologies; convert the file.")
+    version = settings.pop("version", VERSION)
+    if version != VERSION:
+        wrong = f"the file is version {version}; this jaxcomm reads version {VERSION}."
+        raise file.error("version", wrong)
     fabric = settings.pop("fabric", None)
-    if fabric not in FABRICS:
+    if not isinstance(fabric, str) or fabric not in FABRICS:
         known = ", ".join(FABRICS)
         wrong = "it has no fabric" if fabric is None else f"unknown fabric {fabric!r}"
-        raise file.error("fabric", f"{wrong}; write one of {known}.")
+        raise file.error("fabric", f"{wrong}; write one of {known}.", overrides)
     takes = inspect.signature(FABRICS[fabric]).parameters
     for key in settings:
         if key == "name" or key not in takes:
@@ -77,6 +85,9 @@ def topology_of(
     for key, parameter in takes.items():
         if key != "name" and parameter.default is parameter.empty and key not in settings:
             raise file.error(key, f"{fabric} needs {key!r}.")
+    for key, (kinds, what) in _KINDS.items():
+        if settings.get(key) is not None and not isinstance(settings[key], kinds):
+            raise file.error(key, f"{key} is {what}, got {settings[key]!r}.", overrides)
     for key in _RATES:
         if settings.get(key) is not None:
             _check_rate(file, key, settings[key], overrides)
@@ -87,7 +98,9 @@ def topology_of(
     except LinkError as error:
         raise file.error("links", str(error), item=error.link) from None
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{file.path}: {error}") from None
+        changed = ", ".join(f"{key}={value}" for key, value in overrides.items())
+        where = f"{file.path}{f' with {changed}' if changed else ''}"
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _check_rate(
@@ -116,8 +129,37 @@ def pyyaml() -> Any:
     return yaml
 
 
+def value_of(text: str) -> Any:
+    """A value as a file would have it.
+
+    Raises:
+      ValueError: for what is no YAML.
+    """
+    yaml = pyyaml()
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"this is no YAML: {_problem(error)}.") from None
+
+
+def _problem(error: Exception) -> str:
+    """What is wrong, in a line."""
+    for name in ("problem", "reason"):
+        if getattr(error, name, None):
+            return getattr(error, name)
+    return str(error)
+
+
 class File:
-    """A YAML mapping, and in which line each of its keys and items stands."""
+    """A YAML mapping, and in which line each of its keys and items stands.
+
+    Args:
+      path: of the file.
+
+    Raises:
+      ValueError: for what is no mapping, in one line with the file and the number of its line.
+      ImportError: without PyYAML.
+    """
 
     def __init__(self, path: Path):
         yaml = pyyaml()
@@ -125,12 +167,19 @@ class File:
         self.settings: dict[str, Any] = {}
         self._lines: dict[str, int] = {}
         self._items: dict[str, list[int]] = {}
-        text = path.read_text()
+        read = path.read_bytes()
+        try:
+            text = read.decode()
+        except UnicodeDecodeError as error:
+            line = 1 + read.count(b"\n", 0, error.start)
+            raise ValueError(f"{path}, line {line}: this is no text in UTF-8.") from None
         try:
             node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
-        except yaml.MarkedYAMLError as error:
-            line = error.problem_mark.line + 1 if error.problem_mark else 1
-            raise ValueError(f"{path}, line {line}: this is no YAML: {error.problem}.") from None
+        except (yaml.YAMLError, ValueError) as error:
+            mark = getattr(error, "problem_mark", None)
+            line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
+            wrong = f"this is no YAML: {_problem(error)}."
+            raise ValueError(f"{path}, line {line + 1}: {wrong}") from None
         if not isinstance(node, yaml.MappingNode) or not isinstance(values, dict):
             raise ValueError(f"{path} has no fabric; write `key: value` lines, as fabric: star.")
         for key, value in node.value:
@@ -150,7 +199,7 @@ class File:
         item: int | None = None,
     ) -> ValueError:
         """What is wrong, and where: in the file, or in what was given instead."""
-        if (overrides or {}).get(key) is not None:
+        if key in (overrides or {}):
             return ValueError(f"{key}={(overrides or {})[key]}: {message}")
         items = self._items.get(key, [])
         line = items[item] if item is not None and item < len(items) else self._lines.get(key)

@@ -2,9 +2,14 @@
 
 import dataclasses
 import math
+import numbers
 from typing import Any
 
 import jax
+import numpy as np
+
+from jaxcomm._paths import path_name
+from jaxcomm.transforms._layout import Exempt, check_patterns, is_exempt
 
 _SIDE = 1024  # of the square matrices that a number of parameters is taken for
 _FORWARD = 1 / 3  # of a step
@@ -18,17 +23,24 @@ class Workload:
       shapes: of the leaves, in the order of the parameters.
       step_seconds: of forward, backward and the optimizer, for one microbatch.
       accumulate: microbatches between two exchanges.
+      exempt: of each leaf, whether it travels in float32 by every method; () if none does.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     step_seconds: float
     accumulate: int = 1
+    exempt: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.step_seconds < float("inf"):
             raise ValueError(f"a step takes a positive time, got {self.step_seconds!r} s.")
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
             raise ValueError(f"accumulate is 1, 2, ..., got {self.accumulate!r}.")
+        if len(self.exempt) not in (0, len(self.shapes)):
+            raise ValueError(
+                f"exempt has {len(self.exempt)} entries, of {len(self.shapes)} leaves; write () if "
+                "no leaf is exempt."
+            )
         if not self.values:
             raise ValueError("there are no parameters.")
 
@@ -36,6 +48,17 @@ class Workload:
     def values(self) -> int:
         """The number of parameters."""
         return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def large(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the leaves that are not exempt."""
+        flags = self.exempt or (False,) * len(self.shapes)
+        return tuple(shape for shape, flag in zip(self.shapes, flags, strict=True) if not flag)
+
+    @property
+    def exempt_values(self) -> int:
+        """The number of parameters that travel in float32 by every method."""
+        return self.values - sum(math.prod(shape) for shape in self.large)
 
     @property
     def compute_seconds(self) -> float:
@@ -48,37 +71,44 @@ class Workload:
         return self.compute_seconds - backward * (1 - (bucket + 1) / buckets)
 
 
-def workload(params: Any, step_ms: float, accumulate: int = 1) -> Workload:
+def workload(params: Any, step_ms: float, accumulate: int = 1, exempt: Exempt = ()) -> Workload:
     """A workload.
 
     Args:
       params: a pytree of arrays or of shapes (`jax.eval_shape`); or their number, which is then
-        taken for square matrices.
+        taken for square matrices, none of them exempt.
       step_ms: milliseconds of a step without any exchange.
       accumulate: microbatches between two exchanges.
+      exempt: which leaves travel in float32 by every method, as in `jaxcomm.mean`.
 
     Raises:
-      ValueError: for no parameters, or times that are not positive.
+      ValueError: for no parameters, times that are not positive, or patterns that fit no leaf.
     """
-    if isinstance(params, int | float) and not isinstance(params, bool):
-        if not 1 <= params < float("inf"):
+    if isinstance(params, np.generic | np.ndarray | jax.Array) and params.ndim == 0:
+        params = params.item()
+    if isinstance(params, numbers.Real) and not isinstance(params, bool):
+        if not 1 <= float(params) < float("inf"):
             raise ValueError(f"params is a number of parameters, got {params!r}.")
-        whole, rest = divmod(round(params), _SIDE**2)
+        whole, rest = divmod(round(float(params)), _SIDE**2)
         shapes = ((_SIDE, _SIDE),) * whole + (((rest,),) if rest else ())
         if rest >= 2 * _SIDE:
             rows = rest // _SIDE
             shapes = (*shapes[:-1], (rows, _SIDE))
             shapes += ((rest - rows * _SIDE,),) if rest % _SIDE else ()
-    else:
-        shapes = tuple(tuple(leaf.shape) for leaf in _shaped(params))
-    return Workload(shapes, step_ms / 1e3, accumulate)
+        return Workload(shapes, step_ms / 1e3, accumulate)
+    leaves = _leaves(params)
+    if not callable(exempt):
+        check_patterns(exempt, [path for path, _ in leaves])
+    flags = tuple(is_exempt(path, shape, False, exempt) for path, shape in leaves)
+    return Workload(tuple(shape for _, shape in leaves), step_ms / 1e3, accumulate, flags)
 
 
-def _shaped(params: Any) -> list[Any]:
-    leaves = jax.tree.leaves(params)
-    wrong = [leaf for leaf in leaves if not hasattr(leaf, "shape")]
+def _leaves(params: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """The path and the shape of each leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    wrong = [leaf for _, leaf in leaves if not hasattr(leaf, "shape")]
     if wrong:
         raise ValueError(
             f"params is a pytree of arrays or of shapes, or their number, got {wrong[0]!r} in it."
         )
-    return leaves
+    return [(path_name(path), tuple(leaf.shape)) for path, leaf in leaves]

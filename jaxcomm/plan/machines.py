@@ -27,7 +27,7 @@ import numpy as np
 from jaxcomm.plan import costs as costs_
 from jaxcomm.plan.costs import Costs
 from jaxcomm.plan.fabrics import rate_of
-from jaxcomm.plan.files import File, find, pyyaml, topology_of
+from jaxcomm.plan.files import File, find, topology_of, value_of
 from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.topology import Link, Topology
 
@@ -119,7 +119,12 @@ def load_cluster(
     for key in nodes:
         if key not in _NODE_KEYS:
             wrong = f"unknown key {key!r} of nodes; there are {', '.join(_NODE_KEYS)}."
-            raise file.error("nodes", wrong, others)
+            raise _node_error(file, key, wrong, others)
+    for key in ("devices", "nics"):
+        number = nodes.get(key, 1)
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            wrong = f"{key} is a positive number, got {number!r}."
+            raise _node_error(file, key, wrong, others)
     order, device = settings.pop("order", None), settings.pop("device", "cpu")
     measured = settings.pop("costs", None)
     if "nics" in nodes:
@@ -129,39 +134,51 @@ def load_cluster(
     for ends, rate in links.items():
         machines = _changed(machines, ends, rate)
     if costs is None:
-        costs = _costs_of(file, device, measured)
-    return _of_machines(file, machines, nodes, order, costs)
+        costs = _costs_of(file, device, measured, others)
+    return _of_machines(file, machines, nodes, order, costs, others)
 
 
-def _costs_of(file: File, device: Any, measured: Any) -> Costs:
+def _node_error(file: File, key: str, message: str, given: Mapping[str, Any]) -> ValueError:
+    """What is wrong with a machine: in the file, or as it was given instead."""
+    name = f"nodes.{key}"
+    return file.error(name if name in given else "nodes", message, given)
+
+
+def _costs_of(file: File, device: Any, measured: Any, given: Mapping[str, Any]) -> Costs:
     if measured is not None:
         path = file.path.parent / str(measured)
         if not path.is_file():
-            raise file.error("costs", f"there is no file {path}; jaxcomm.probe writes one.")
+            wrong = f"there is no file {path}; jaxcomm.probe writes one."
+            raise file.error("costs", wrong, given)
         return costs_.read(path)
     try:
         return costs_.defaults(device)
     except ValueError as error:
-        raise file.error("device", str(error)) from None
+        raise file.error("device", str(error), given) from None
 
 
 def _of_machines(
-    file: File, machines: Topology, nodes: Mapping[str, Any], order: Any, costs: Costs
+    file: File,
+    machines: Topology,
+    nodes: Mapping[str, Any],
+    order: Any,
+    costs: Costs,
+    given: Mapping[str, Any],
 ) -> Cluster:
     """The cluster whose machines are the hosts of a topology."""
     each, number = nodes.get("devices", 1), len(machines.hosts)
-    if not isinstance(each, int) or isinstance(each, bool) or each < 1:
-        raise file.error("nodes", f"devices is a positive number, got {each!r}.")
     if order is None:
         order = list(range(number))
-    if not isinstance(order, list) or sorted(map(str, order)) != sorted(map(str, range(number))):
-        raise file.error("order", f"order names every host from 0 to {number - 1} once.")
+    if not _is_order(order, number):
+        wrong = f"order names every host from 0 to {number - 1} once, got {order!r}."
+        raise file.error("order", wrong, given)
     try:
         inside = rate_of(nodes.get("bandwidth"))
     except ValueError as error:
-        raise file.error("nodes", str(error)) from None
+        raise _node_error(file, "bandwidth", str(error), given) from None
     if inside is not None and not inside > 0:
-        raise file.error("nodes", f"bandwidth is {inside:g} Mbit/s; it is positive, or unlimited.")
+        wrong = f"bandwidth is {inside:g} Mbit/s; it is positive, or unlimited."
+        raise _node_error(file, "bandwidth", wrong, given)
     ranks = tuple(each * host + device for host in order for device in range(each))
     if each == 1:
         near = _near(machines) if order == sorted(order) else 1
@@ -173,15 +190,25 @@ def _of_machines(
     return Cluster(joined, ranks, each, costs)
 
 
+def _is_order(order: Any, number: int) -> bool:
+    """Whether a list has the numbers of all hosts."""
+    if not isinstance(order, list) or any(type(host) is not int for host in order):
+        return False
+    return sorted(order) == list(range(number))
+
+
 def _sorted_out(overrides: Mapping[str, Any]) -> tuple[dict[tuple[str, str], Any], dict[str, Any]]:
     """Rates of links, and all else."""
     links, others = {}, {}
     for key, value in overrides.items():
-        value = pyyaml().safe_load(value) if isinstance(value, str) else value
+        try:
+            value = value_of(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"{key}={value}: {error}") from None
         found = _LINK.fullmatch(key)
         if found:
             links[found[1], found[2]] = value
-        elif key.startswith("link"):
+        elif re.match(r"link(\W|$)", key):
             raise ValueError(f"{key}: write link[s0,s1].bandwidth=1Gbit, with the ends of a link.")
         elif "." in key and not key.startswith("nodes."):
             raise ValueError(f"{key}: unknown setting; nodes has {', '.join(_NODE_KEYS)}.")
@@ -198,8 +225,12 @@ def _changed(topology: Topology, ends: tuple[str, str], rate: Any) -> Topology:
         known = ", ".join("-".join(k.ends) for k in topology.links[:12])
         more = " ..." if len(topology.links) > 12 else ""
         raise ValueError(f"link[{','.join(ends)}]: there is no such link; there are {known}{more}.")
+    try:
+        mbit = rate_of(rate)
+    except ValueError as error:
+        raise ValueError(f"link[{','.join(ends)}]={rate}: {error}") from None
     links = tuple(
-        dataclasses.replace(link, rate=rate_of(rate)) if hit else link
+        dataclasses.replace(link, rate=mbit) if hit else link
         for link, hit in zip(topology.links, same, strict=True)
     )
     return dataclasses.replace(topology, links=links)

@@ -36,9 +36,16 @@ class Shares:
 
     Attributes:
       vector_bytes: of a whole vector.
+
+    Raises:
+      ValueError: for fewer than none.
     """
 
     vector_bytes: float
+
+    def __post_init__(self) -> None:
+        if not self.vector_bytes >= 0:
+            raise ValueError(f"a vector has 0 bytes or more, got {self.vector_bytes!r}.")
 
     def bytes_of(self, step: Step, n: int) -> float:
         """See `Reduction`."""

@@ -21,6 +21,7 @@ ERRORS = {
     "own": 0.35,
 }
 _PARTS = 8  # of an exchange that hide one by one, at least: XLA does not join all of an all-reduce
+_PARTS_OF = ("link", "device", "local", "latency")  # of an exchange, in Prediction
 BASELINE = Method("float32", "native")
 
 
@@ -38,6 +39,7 @@ class Prediction:
       method: which.
       exchange: from the gradients to the updates.
       link: what the busiest link needs for its bytes.
+      device: what the busiest device needs to send its bytes, however fast its links are.
       local: encoding, merging, decoding, feedback and selecting.
       latency: of all messages that wait for each other.
       exposed: what of the exchange does not hide behind the backward pass.
@@ -52,6 +54,7 @@ class Prediction:
     method: Method
     exchange: float
     link: float
+    device: float
     local: float
     latency: float
     exposed: float
@@ -65,18 +68,19 @@ class Prediction:
     @property
     def limit(self) -> str:
         """What most of the exchange is spent on."""
-        parts = {
-            "the link" if self.busiest_link is None else "-".join(self.busiest_link): self.link,
-            "encoding and decoding": self.local,
-            "latency": self.latency,
-        }
-        parts["messages that meet on links"] = self.exchange - sum(parts.values())
+        parts = {"encoding and decoding": self.local, "latency": self.latency}
+        messages = self.exchange - sum(parts.values())
+        if self.device > self.link:
+            parts["what a device can send"] = messages
+        else:
+            link = "the link" if self.busiest_link is None else "-".join(self.busiest_link)
+            parts |= {link: self.link, "messages that meet on links": messages - self.link}
         return max(parts, key=lambda part: parts[part])
 
     def as_json(self) -> dict[str, Any]:
         """Numbers in milliseconds and bytes, with names as in the table."""
         ms = {name: 1e3 * getattr(self, name) for name in ("exchange", "exposed", "step")}
-        parts = {f"{name}_ms": 1e3 * getattr(self, name) for name in ("link", "local", "latency")}
+        parts = {f"{name}_ms": 1e3 * getattr(self, name) for name in _PARTS_OF}
         return {
             "method": self.method.name,
             "quality": self.method.about.quality,
@@ -145,18 +149,37 @@ def _exchanges(
 def _world(cluster: Cluster, method: Method) -> int | tuple[int, int]:
     if method.algorithm != "hierarchical":
         return cluster.devices
-    assert cluster.levels is not None
+    if cluster.levels is None:
+        raise ValueError(
+            f"{method.name} needs a cluster of two levels, such as machines of several devices; "
+            f"{cluster.topology.name} has one."
+        )
     return cluster.levels
+
+
+def _is_left_out(cluster: Cluster, method: Method) -> bool:
+    """Whether XLA leaves out the exchange: its own mean over one device."""
+    return cluster.devices == 1 and method == BASELINE
+
+
+def _call(cluster: Cluster, method: Method) -> float:
+    """Of an exchange, whatever it sends."""
+    return 0.0 if _is_left_out(cluster, method) else cluster.costs.call
 
 
 def _seconds(cluster: Cluster, load: Workload, method: Method, made: Made) -> float:
     """Of a whole exchange, from the gradients to the updates."""
     on_the_way = sum(part.times * exchange.seconds for part, exchange in made)
-    return cluster.costs.call + _local(cluster, load, method) + on_the_way
+    return _call(cluster, method) + _local(cluster, load, method) + on_the_way
 
 
 def _local(cluster: Cluster, load: Workload, method: Method) -> float:
-    return cluster.costs.local_seconds(method.family, load.values)
+    """Of the values that the method compresses, and of those that are exempt."""
+    if _is_left_out(cluster, method):
+        return 0.0
+    exempt = 0 if method.family == "float32" else load.exempt_values
+    compressed = cluster.costs.local_seconds(method.family, load.values - exempt)
+    return compressed + cluster.costs.local_seconds("float32", exempt)
 
 
 def _step(cluster: Cluster, load: Workload, seconds: float, made: Made) -> tuple[float, float]:
@@ -181,8 +204,9 @@ def _prediction(
         method=method,
         exchange=seconds,
         link=sum(part.times * e.busiest_link_seconds for part, e in made),
+        device=cluster.costs.per_byte * sum(part.times * e.sent for part, e in made),
         local=_local(cluster, load, method),
-        latency=cluster.costs.call
+        latency=_call(cluster, method)
         + sum(part.times * e.steps * cluster.costs.latency for part, e in made),
         exposed=exposed,
         step=step,

@@ -132,6 +132,9 @@ class Simulation:
           reduction: how many bytes messages have, such as `Coded(jaxcomm.codecs.int8())`.
           n: the values of a vector.
           world: the number of devices, or (far, near) for `hierarchical`; None is all hosts.
+
+        Raises:
+          ValueError: for a negative number of values, or another number of devices than hosts.
         """
         return self.exchanges(algorithm, [reduction], n, world)[0]
 
@@ -143,6 +146,8 @@ class Simulation:
         world: int | tuple[int, int] | None = None,
     ) -> list[Exchange]:
         """See `exchange`: several reductions by one algorithm, whose routes are found once."""
+        if not n >= 0:
+            raise ValueError(f"n is a number of values, 0 or more, got {n!r}.")
         with_counts = any(isinstance(reduction, Votes) for reduction in reductions)
         known: dict[int, tuple[Cost, np.ndarray, Pairs]] = {}
         seconds, number = np.zeros(len(reductions)), np.zeros(len(reductions), int)

@@ -1,4 +1,4 @@
-"""The algorithm that is predicted to be fastest, wherever `algorithm` is None."""
+"""What `algorithm=None` stands for by a plan: the algorithm that is predicted to be fastest."""
 
 import functools
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxcomm
@@ -14,22 +14,25 @@ from jaxcomm.plan.simulate import Simulation
 SHAPE = (96, 128)
 WORLD = 4
 QUICK = {"xla_backend_optimization_level": 0}
+MATRIX = {"w": np.zeros(SHAPE, np.float32)}
 FEW = ["int8/direct", "bfloat16/ring", "vote/ring", "powersgd2/native", "topk_dsa"]
 
 
-def bytes_of_the_program(method: Method, make_mesh: Any) -> float:
+def bytes_of_the_program(
+    method: Method, make_mesh: Any, params: dict[str, jax.Array] = MATRIX
+) -> float:
     """What a device sends in the compiled exchange of one matrix, the flag included."""
     with jax.set_mesh(make_mesh(WORLD)):
         tx = method.transformation("data")
-        state = jax.eval_shape(tx.init, jaxcomm.replicate({"w": jnp.zeros(SHAPE)}))
-        grads = {"w": jax.ShapeDtypeStruct((WORLD, *SHAPE), jnp.float32)}
+        state = jax.eval_shape(tx.init, jaxcomm.replicate(params))
+        grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((WORLD, *p.shape), p.dtype), params)
         compiled = jax.jit(tx.update).lower(grads, state).compile(QUICK)
         return float(jaxcomm.wire_report(compiled).bytes_max)
 
 
-def bytes_of_the_plan(method: Method) -> float:
+def bytes_of_the_plan(method: Method, params: dict[str, jax.Array] = MATRIX) -> float:
     star = plan.fabrics.star("star", WORLD, "1Gbit")
-    load = plan.workload({"w": jnp.zeros(SHAPE)}, 1.0)
+    load = plan.workload(params, 1.0)
     parts = sent(method, load, WORLD)
     network = Simulation(star)
     return sum(p.times * network.exchange(p.algorithm, p.reduction, p.values).sent for p in parts)
@@ -53,6 +56,21 @@ def test_bytes_are_those_of_the_program(method: Method, make_mesh: Any) -> None:
     assert 0.99 * predicted <= found <= 1.01 * predicted + 200, method.name
 
 
+@pytest.mark.parametrize("method", [Method("int8", "direct"), Method("float32", "ring")])
+def test_exempt_leaves_are_sent_in_float32(method: Method, make_mesh: Any) -> None:
+    vectors = {"b": np.zeros(3 * 2**10, np.float32), "norm": np.zeros(2**10, np.float32)}
+    exempt = 1.5 * 4 * 2**12
+    predicted = bytes_of_the_plan(method, MATRIX | vectors)
+    assert predicted == bytes_of_the_plan(method) + exempt
+    assert predicted == pytest.approx(
+        bytes_of_the_program(method, make_mesh, MATRIX | vectors), abs=200
+    )
+    load = plan.workload(vectors, 1.0)
+    (part,) = sent(method, load, WORLD)
+    assert (part.algorithm, part.values) == (jaxcomm.algorithms.native(), 2**12)
+    assert [p.values for p in sent(Method("powersgd2", "native"), load, WORLD)] == [2**12]
+
+
 def test_every_family_can_be_made() -> None:
     for method in methods(two_levels=True):
         if method.algorithm == "hierarchical":
@@ -71,6 +89,13 @@ def test_qualities_contain_each_other() -> None:
     assert "float32/native" in names[0] and "cnat/direct" in names[2] - names[1]
     with pytest.raises(ValueError, match="unknown quality 'best'; write one of exact"):
         methods("best")
+
+
+def test_a_method_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="unknown family 'foo'; write one of float32, bfloat16"):
+        Method("foo", "ring")
+    with pytest.raises(ValueError, match="vote goes by 'direct' or .*, got the algorithm 'native'"):
+        Method("vote", "native")
 
 
 def test_buckets() -> None:

@@ -14,7 +14,6 @@ import pytest
 
 import jaxcomm
 from jaxcomm import plan
-from jaxcomm.plan import probing
 from jaxcomm.plan.__main__ import main
 from jaxcomm.plan.families import Method
 from jaxcomm.plan.order import best_order
@@ -89,6 +88,33 @@ class TestNumbers:
         row = row_of(room(), plan.workload(params, 1.0), "powersgd2", "native")
         assert row.bytes_busiest_link == pytest.approx(1.5 * 4 * (2 * 800 + 500), rel=1e-2)
 
+    def test_exempt_leaves_cost_what_float32_costs(self) -> None:
+        """Of vectors alone, every method is the float32 mean; half a model, half of it."""
+        costs = dataclasses.replace(FREE, local={"int8": (1e-9, 1e-9), "float32": (3e-9, 3e-9)})
+        vector, matrix = jnp.zeros(2**20), jnp.zeros((2**10, 2**10))
+        load = plan.workload({"v": vector}, 10.0)
+        found = plan.plan(room(costs=costs), load)
+        assert load.exempt_values == load.values and len({row.exchange for row in found.rows}) == 1
+        assert found.choice.method == Method("float32", "native")
+        assert found.headline.endswith(", and all leaves are exempt from compression.")
+
+        def row(params: Any) -> Any:
+            return row_of(room(costs=costs), plan.workload(params, 10.0), "int8", "direct")
+
+        both, alone = row({"v": vector, "w": matrix}), row({"w": matrix})
+        assert both.local == pytest.approx(4e-9 * 2**20) and alone.local < both.local
+        sent = 1.5 * 4 * 2**20
+        assert both.bytes_busiest_link == pytest.approx(alone.bytes_busiest_link + sent)
+
+    def test_what_is_exempt_is_what_a_mean_says(self) -> None:
+        params = {"w": jnp.zeros((8, 8)), "head": jnp.zeros((8, 2)), "b": jnp.zeros(8)}
+        assert plan.workload(params, 1.0).exempt_values == 8
+        assert plan.workload(params, 1.0, exempt=["head"]).exempt_values == 24
+        assert plan.workload(params, 1.0, exempt=lambda path, shape: False).exempt_values == 0
+        assert plan.workload(1000, 1.0).exempt_values == 0
+        with pytest.raises(ValueError, match="exempt names 'tail', which fits no parameter"):
+            plan.workload(params, 1.0, exempt=["tail"])
+
 
 class TestChoice:
     """The fastest, unless something better is as fast."""
@@ -109,6 +135,17 @@ class TestChoice:
         best = plan.plan(room(rate="50Mbit"), TestNumbers.load)
         assert best.headline.startswith("Compress, ") and best.choice.speedup > 10
         assert best.rows[1].step <= best.rows[2].step <= best.rows[-1].step
+
+    @pytest.mark.parametrize("chosen", [None, [Method("float32", "ring")]])
+    def test_float32_alone(self, chosen: Any, tmp_path: Path) -> None:
+        """There is nothing that compressing would save."""
+        found = plan.plan(room(), TestNumbers.load, "exact", chosen)
+        assert found.headline.startswith("Do not compress: float32")
+        assert found.headline.endswith("% of a step computes.")
+        assert found.lines()[0] == found.headline
+        found.save(tmp_path / "plan.json")
+        saved = json.loads((tmp_path / "plan.json").read_text())
+        assert saved["headline"] == found.headline and len(saved["rows"]) == len(found.rows)
 
     def test_the_default_algorithm_is_taken_where_another_is_hardly_faster(self) -> None:
         late = dataclasses.replace(FREE, latency=1e-3)
@@ -140,6 +177,35 @@ class TestChoice:
         np.testing.assert_array_equal(updates["w"], 1)
         with pytest.raises(ValueError, match="the cluster has 4 devices, got 3"):
             found.mesh("data", jax.devices()[:3])
+
+    def test_a_device_that_sends_slowly(self) -> None:
+        """Links are not to blame where they are unlimited, or faster than a device can send."""
+        costs = dataclasses.replace(FREE, per_byte=1e-9)
+        for rate, limit in (("unlimited", "what a device can send"), ("100Mbit", "h0-s0")):
+            found = row_of(room(rate=rate, costs=costs), TestNumbers.load, "float32", "native")
+            assert found.limit == limit and found.device == pytest.approx(1.5 * 4 * 4e6 * 1e-9)
+            assert found.as_json()["device_ms"] == 1e3 * found.device
+        both_ways = dataclasses.replace(costs, half_duplex=True)
+        found = plan.plan(room(rate="100Gbit", costs=both_ways), TestNumbers.load)
+        assert "what limits you: what a device can send with float32" in found.limits
+
+    def test_one_device_has_nothing_to_exchange(self) -> None:
+        found = plan.plan(room(1, costs=plan.defaults("cpu")), plan.workload(25.6e6, 234))
+        assert found.choice.method == Method("float32", "native")
+        assert (found.choice.exchange, found.choice.latency, found.choice.efficiency) == (0, 0, 1)
+        assert found.headline == "Do not compress: float32; one device has nothing to exchange."
+        assert found.lines()[1] == "what limits you: the step itself; nothing is exchanged."
+
+    def test_what_is_no_plan(self) -> None:
+        called: Any = plan.plan
+        with pytest.raises(TypeError, match=r"such as plan.load_cluster\('star'\), got 'star'"):
+            called("star", TestNumbers.load)
+        with pytest.raises(TypeError, match=r"such as plan.workload\(25.6e6, step_ms=234\), got 5"):
+            called(room(), 5)
+        with pytest.raises(ValueError, match="int8/hierarchical needs a cluster of two levels"):
+            called(room(), TestNumbers.load, chosen=[Method("int8", "hierarchical")])
+        with pytest.raises(ValueError, match="rows is 0 or more, got -1"):
+            called(room(), TestNumbers.load).lines(-1)
 
 
 class TestOrderAndLevels:
@@ -224,47 +290,19 @@ class TestOrderAndLevels:
 
 
 @pytest.mark.parametrize(
-    ("text", "sets", "message"),
-    [
-        ("fabric: star\nhosts: 4\nrate: 0\n", {}, "line 3: rate is 0 Mbit/s"),
-        ("fabric: star\nhosts: 4\nrate: 1 parsec\n", {}, "line 3: a rate is a number of Mbit/s"),
-        ("fabric: star\nhosts: 4\nrate: 1\nnodes: 3\n", {}, "line 4: nodes has devices, nics"),
-        ("fabric: star\nhosts: 4\nrate: 1\nnodes: {gpus: 3}\n", {}, "line 4: unknown key 'gpus'"),
-        ("fabric: star\nhosts: 4\nrate: 1\norder: [0, 1]\n", {}, "line 4: order names every host"),
-        (
-            "fabric: star\nhosts: 4\nrate: 1\ndevice: abacus\n",
-            {},
-            "line 4: unknown device 'abacus'",
-        ),
-        ("fabric: star\nhosts: 4\nrate: 1\ncosts: no.yaml\n", {}, "line 4: there is no file"),
-        ("version: 9\nfabric: star\nhosts: 4\nrate: 1\n", {}, "line 1: this is version 1"),
-        ("fabric: star\nhosts: 4\nrate: 1\n", {"link[s0,h9].rate": 5}, "there is no such link"),
-        ("fabric: star\nhosts: 4\nrate: 1\n", {"link.rate": 5}, r"write link\[s0,s1\]"),
-        ("fabric: star\nhosts: 4\nrate: 1\n", {"gpus.rate": 5}, "gpus.rate: unknown setting"),
-        ("fabric: star\nhosts: 4\nrate: 1\n", {"rate": "-3"}, "rate=-3: rate is -3 Mbit/s"),
-        ("fabric: explicit\nhosts: 3\nlinks: [[h0, h1, 5]]\n", {}, "no path leads from h0 to h2"),
-    ],
+    "number", [1000, 1e3, np.int64(1000), np.float32(1000), np.array(1000), jnp.float32(1000)]
 )
-def test_a_wrong_cluster_is_one_line(
-    text: str, sets: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message) as error:
-        plan.load_cluster(str(path), sets)
-    assert "\n" not in str(error.value)
-
-
-def test_settings_change_a_link() -> None:
-    slow = plan.load_cluster("clusters", {"link[0,1].bandwidth": "10Mbit", "hosts": "4"}, FREE)
-    rates = {link.ends: link.rate for link in slow.topology.links}
-    assert rates["s0", "s1"] == 10 and rates["h0", "s0"] == 50
+def test_a_number_of_any_type_is_a_number_of_parameters(number: Any) -> None:
+    assert plan.workload(number, 1.0) == plan.workload(1000, 1.0)
+    assert plan.workload(number, 1.0).values == 1000
 
 
 @pytest.mark.parametrize(
     ("params", "step_ms", "message"),
     [
         (0, 1.0, "params is a number of parameters, got 0"),
+        (np.int64(0), 1.0, "params is a number of parameters, got 0"),
+        (True, 1.0, "or their number, got True"),
         (1e6, -1.0, "a step takes a positive time, got -0.001"),
         ({"w": 3.0}, 1.0, "a pytree of arrays or of shapes"),
         ({}, 1.0, "there are no parameters"),
@@ -273,61 +311,6 @@ def test_settings_change_a_link() -> None:
 def test_a_wrong_workload(params: Any, step_ms: float, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan.workload(params, step_ms)
-
-
-class TestCosts:
-    """Measured, written and read back."""
-
-    def test_they_are_read_as_written(self, tmp_path: Path) -> None:
-        costs = dataclasses.replace(FREE, latency=1e-4, local={"int8": (1e-9, 1e-9)})
-        costs.save(tmp_path / "costs.yaml")
-        assert plan.read_costs(tmp_path / "costs.yaml") == costs
-
-    @pytest.mark.parametrize(
-        ("old", "new", "message"),
-        [
-            ("latency: 0.0", "latency: -1.0", "latency is in seconds, 0 or more, got -1.0"),
-            ("latency: 0.0", "latency: soon", "line 3: latency is a number, got 'soon'"),
-            ("latency: 0.0", "lateness: 0.0", "line 3: unknown key 'lateness'"),
-            ("version: 2", "version: 1", "line 1: this is version 2 of costs"),
-            (
-                "local: {}",
-                "local: {int8: fast}",
-                "int8 takes seconds a value, among",
-            ),
-            ("overlap: false", "overlap: 1", "overlap is true or false, got 1"),
-            ("efficiency: 1.0", "efficiency: 2.0", r"efficiency is a share in \(0, 1\], got 2.0"),
-        ],
-    )
-    def test_a_wrong_file_is_one_line(
-        self, old: str, new: str, message: str, tmp_path: Path
-    ) -> None:
-        path = tmp_path / "costs.yaml"
-        FREE.save(path)
-        assert old in path.read_text()
-        path.write_text(path.read_text().replace(old, new))
-        with pytest.raises(ValueError, match=message) as error:
-            plan.read_costs(path)
-        assert "\n" not in str(error.value)
-
-    def test_there_is_no_file(self) -> None:
-        with pytest.raises(ValueError, match="there is no file no.yaml; python -m jaxcomm.probe"):
-            plan.read_costs("no.yaml")
-
-    def test_a_probe_of_simulated_devices(self, make_mesh: Any) -> None:
-        found = plan.probe(make_mesh(4), families=["float32"])
-        assert found.source.startswith("measured on 4 devices") and found.latency > 0
-        assert set(found.local) == {"float32"} and min(found.local["float32"]) > 0
-        with pytest.raises(ValueError, match="unknown family 'int3'"):
-            plan.probe(make_mesh(4), families=["int3"])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(probing, "_local", lambda _, family, values: float(values))
-            pair = plan.probe(make_mesh(4), families=["cnat"]).local["cnat"]
-        assert pair == (2.0**18, 2.0**21)  # few first
-        with pytest.raises(ValueError, match="several devices"):
-            plan.probe(make_mesh(1))
-        with pytest.raises(ValueError, match="the cluster has 2 devices, the mesh 4"):
-            plan.probe(make_mesh(4), plan.cluster(plan.fabrics.star("two", 2, 10)))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -347,6 +330,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert answer.startswith("Compress, ") and four.startswith("with --accumulate=4: Compress")
     assert plain.startswith("without --set: Compress") and plain.partition(": ")[2] != answer
     assert limits.startswith("what limits you: h0-s0")
+    assert run(monkeypatch, *asked, "--quality=exact") == 0
+    assert capsys.readouterr().out.startswith("Do not compress: float32; ")
     assert run(monkeypatch, *asked[:3], "--set", "link[s0,s9].rate=1") == 2
     said = capsys.readouterr().err
     assert said.startswith("plan: link[s0,s9]: there is no such link; there are h0-s0")

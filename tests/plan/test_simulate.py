@@ -18,6 +18,7 @@ from jaxcomm.collectives.algorithms import (
 from jaxcomm.plan import Model, Simulation, Topology, load
 from jaxcomm.plan.fabrics import clusters, dln, dln_2d, fat_tree, star
 from jaxcomm.plan.flows import finish_times
+from jaxcomm.plan.messages import Votes
 from jaxcomm.plan.steps import Pairs, steps
 
 ALGORITHMS = {
@@ -203,3 +204,11 @@ def test_orders_differ_only_where_devices_share() -> None:
     seconds = [Simulation(made).seconds(halving_doubling(*order), 1e6) for order in orders]
     for a, b in itertools.pairwise(seconds):
         assert a == pytest.approx(b)
+
+
+def test_vectors_of_fewer_than_no_values_are_refused() -> None:
+    simulation = Simulation(star("star", 4, 100))
+    with pytest.raises(ValueError, match="n is a number of values, 0 or more, got -5"):
+        simulation.exchange(ring(), Votes(), n=-5)
+    with pytest.raises(ValueError, match="a vector has 0 bytes or more, got -1000000.0"):
+        simulation.seconds(ring(), vector_bytes=-1e6)

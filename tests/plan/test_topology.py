@@ -110,7 +110,24 @@ def test_hosts_pass_on_where_files_say_so() -> None:
         ("fabric: star\nhosts: 2\nrate: 5\nhops: 3", "line 4: unknown key 'hops'; star takes"),
         ("fabric: star\nname: a\nhosts: 2\nrate: 5", "line 2: unknown key 'name'"),
         ("fabric: star\nhosts: 2", "yaml: star needs 'rate'"),
-        ("version: 2\nfabric: star\nhosts: 2\nrate: 5", "line 1: this is version 1 of topologies"),
+        ("version: 2\nfabric: star\nhosts: 2\nrate: 5", "line 1: the file is version 2; this"),
+        ("fabric: [star]\nhosts: 2\nrate: 5", r"line 1: unknown fabric \['star'\]; write one of"),
+        ("fabric: {a: b}\nhosts: 2\nrate: 5", r"line 1: unknown fabric \{'a': 'b'\}; write one"),
+        ("fabric: chain\nhosts: 2\nrate: 5\nrates: 5", "line 4: rates is a list of rates, got 5"),
+        (
+            "fabric: chain\nhosts: 3\nrate: 5\nclosed: 'no'",
+            "line 4: closed is true or false, got 'no'",
+        ),
+        (
+            "fabric: explicit\nhosts: 2\nswitches: 1\nlinks: []",
+            "line 3: switches is a list of names, got 1",
+        ),
+        (
+            "fabric: explicit\nhosts: 2\nlinks: 3",
+            "line 3: links is a list of .end, end, rate.*, got 3",
+        ),
+        ("fabric: star\nhosts: 2\0\nrate: 5", "line 2: this is no YAML: special characters"),
+        ("fabric: star\nhosts: 2\nrate: 2024-13-01", "this is no YAML: month must be in 1..12"),
         ("fabric: star\nhosts: 2\nhosts: 3\nrate: 5", "line 3: the key 'hosts' stands twice"),
         ("fabric: star\nhosts: [2\nrate: 5", "line 3: this is no YAML"),
         ("fabric: star\nhosts: 2\nrate: 0", "line 3: rate is 0 Mbit/s; rates are positive"),
@@ -156,11 +173,20 @@ def test_what_cannot_be_is_refused(tmp_path: Path, text: str, error: str) -> Non
     assert str(raised.value).startswith(str(path)) and "\n" not in str(raised.value)
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_bytes("fabric: star\nname: Büro".encode("latin-1"))
+    with pytest.raises(ValueError, match="wrong.yaml, line 2: this is no text in UTF-8"):
+        load(str(path))
+
+
 def test_what_cannot_be_instead_of_a_files_setting() -> None:
     with pytest.raises(ValueError, match="no topology 'stars'; name a file, or one of .*'star'"):
         load("stars")
     with pytest.raises(ValueError, match="^rate=0: rate is 0 Mbit/s; rates are positive"):
         load("star", rate=0)
+    with pytest.raises(ValueError, match="star.yaml with hosts=0: this fabric needs at least 1"):
+        load("star", hosts=0)
     with pytest.raises(ValueError, match="^groups=3: unknown key 'groups'; star takes hosts"):
         load("star", groups=3)
 

@@ -1,0 +1,80 @@
+"""What messages and codes cost: measured, written and read back."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxcomm import plan
+from jaxcomm.plan import probing
+
+FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, False, False, 0.0, {})
+
+
+class TestCosts:
+    """Measured, written and read back."""
+
+    def test_they_are_read_as_written(self, tmp_path: Path) -> None:
+        costs = dataclasses.replace(FREE, latency=1e-4, local={"int8": (1e-9, 1e-9)})
+        costs.save(tmp_path / "costs.yaml")
+        assert plan.read_costs(tmp_path / "costs.yaml") == costs
+
+    def test_they_may_be_written_by_hand(self, tmp_path: Path) -> None:
+        """YAML takes 1e-4, unlike 1.0e-4, for a text."""
+        path = tmp_path / "costs.yaml"
+        FREE.save(path)
+        text = path.read_text().replace("latency: 0.0", "latency: 1e-4")
+        path.write_text(text.replace("local: {}", "local: {int8: [1e-9, 2e-9]}"))
+        wanted = dataclasses.replace(FREE, latency=1e-4, local={"int8": (1e-9, 2e-9)})
+        assert plan.read_costs(path) == wanted
+
+    @pytest.mark.parametrize(
+        ("old", "new", "message"),
+        [
+            ("latency: 0.0", "latency: -1.0", "latency is in seconds, 0 or more, got -1.0"),
+            ("latency: 0.0", "latency: soon", "line 3: latency is a number, got 'soon'"),
+            ("latency: 0.0", "lateness: 0.0", "line 3: unknown key 'lateness'"),
+            (
+                "version: 2",
+                "version: 1",
+                "line 1: the file is version 1; this jaxcomm reads version 2",
+            ),
+            (
+                "local: {}",
+                "local: {int8: fast}",
+                "int8 takes seconds a value, among",
+            ),
+            ("overlap: false", "overlap: 1", "overlap is true or false, got 1"),
+            ("efficiency: 1.0", "efficiency: 2.0", r"efficiency is a share in \(0, 1\], got 2.0"),
+        ],
+    )
+    def test_a_wrong_file_is_one_line(
+        self, old: str, new: str, message: str, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "costs.yaml"
+        FREE.save(path)
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+        with pytest.raises(ValueError, match=message) as error:
+            plan.read_costs(path)
+        assert "\n" not in str(error.value)
+
+    def test_there_is_no_file(self) -> None:
+        with pytest.raises(ValueError, match="there is no file no.yaml; python -m jaxcomm.probe"):
+            plan.read_costs("no.yaml")
+
+    def test_a_probe_of_simulated_devices(self, make_mesh: Any) -> None:
+        found = plan.probe(make_mesh(4), families=["float32"])
+        assert found.source.startswith("measured on 4 devices") and found.latency > 0
+        assert set(found.local) == {"float32"} and min(found.local["float32"]) > 0
+        with pytest.raises(ValueError, match="unknown family 'int3'"):
+            plan.probe(make_mesh(4), families=["int3"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(probing, "_local", lambda _, family, values: float(values))
+            pair = plan.probe(make_mesh(4), families=["cnat"]).local["cnat"]
+        assert pair == (2.0**18, 2.0**21)  # few first
+        with pytest.raises(ValueError, match="several devices"):
+            plan.probe(make_mesh(1))
+        with pytest.raises(ValueError, match="the cluster has 2 devices, the mesh 4"):
+            plan.probe(make_mesh(4), plan.cluster(plan.fabrics.star("two", 2, 10)))
