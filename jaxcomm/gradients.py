@@ -22,6 +22,7 @@ from jaxcomm._marks import (
     unmark_local,
 )
 from jaxcomm._microbatches import accumulated, mean_dtype
+from jaxcomm._numbers import is_integer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +207,7 @@ def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Call
 
     Wire: that of `value_and_grad_fn`, once for all microbatches of `jaxcomm.value_and_grad`.
     """
-    if not isinstance(microbatches, int) or microbatches < 1:
+    if not is_integer(microbatches) or microbatches < 1:
         raise ValueError(
             f"accumulate needs a positive number of microbatches, got {microbatches!r}."
         )

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jaxcomm._numbers import is_integer
 from jaxcomm.codecs._codec import Codec
 
 ROUNDINGS = ("nearest", "random")
@@ -31,7 +32,7 @@ def require_integer(name: str, value: Any, lowest: int, highest: int | None = No
     wanted = f"an integer of at least {lowest}"
     if highest is not None:
         wanted = f"an integer from {lowest} to {highest}"
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not is_integer(value):
         raise TypeError(f"{name} must be {wanted}, got {value!r}.")
     if value < lowest or (highest is not None and value > highest):
         raise ValueError(f"{name} must be {wanted}, got {value}.")

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxcomm._numbers import is_real
 from jaxcomm.codecs._codec import Codec
 from jaxcomm.codecs.float32 import Float32
 
@@ -109,7 +110,7 @@ def random_k(density: float = 0.1, values: Codec | None = None) -> RandomK:
     Raises:
       TypeError, ValueError: for anything else.
     """
-    if isinstance(density, bool) or not isinstance(density, int | float):
+    if not is_real(density):
         raise TypeError(f"density must be a Python number, got {density!r}.")
     if not 0 < density <= 1:
         raise ValueError(f"density must be in (0, 1], such as 0.01, got {density!r}.")

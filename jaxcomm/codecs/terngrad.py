@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxcomm._numbers import is_real
 from jaxcomm.codecs._block_scaled import BlockScaled, norm_and_unit
 from jaxcomm.kernels import reductions
 from jaxcomm.kernels.block_quantization.rounding import bytes_for, pack_levels, unpack_levels
@@ -40,7 +41,7 @@ class TernGrad(BlockScaled):
         super().__post_init__()
         if self.clip is None:
             return
-        if isinstance(self.clip, bool) or not isinstance(self.clip, int | float):
+        if not is_real(self.clip):
             raise TypeError(f"clip must be a number or None, got {self.clip!r}.")
         if not 0 < self.clip < float("inf"):
             raise ValueError(f"clip must be positive and finite, such as 2.5, got {self.clip!r}.")

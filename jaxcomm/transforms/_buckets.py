@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomm._numbers import is_real
 from jaxcomm.transforms._layout import Layout, names_in
 
 Bucket = tuple[int, ...]
@@ -123,6 +124,6 @@ def bytes_of(bucket_mib: Any) -> int:
             "bucket_mib decides shapes and must be a Python number; under "
             'optax.inject_hyperparams pass static_args=("bucket_mib",).'
         )
-    if not (isinstance(bucket_mib, int | float) and 0 < bucket_mib < math.inf):
+    if not (is_real(bucket_mib) and 0 < bucket_mib < math.inf):
         raise ValueError(f"bucket_mib must be a positive number, got {bucket_mib!r}.")
     return max(int(bucket_mib * 2**20), 1)

@@ -10,18 +10,19 @@ from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
+from jaxcomm._numbers import is_integer, is_real
 from jaxcomm.transforms._layout import Layout
 
 
 def check_rate(rate: optax.ScalarOrSchedule) -> None:
     """Raises a TypeError unless a learning rate is a number or a schedule."""
-    if not (callable(rate) or isinstance(rate, int | float | jax.Array)):
+    if not (callable(rate) or is_real(rate) or isinstance(rate, jax.Array)):
         raise TypeError(f"learning_rate must be a number or a schedule, got {rate!r}.")
 
 
 def check_number(name: str, x: Any, valid: Callable[[Any], bool], wanted: str) -> None:
     """Raises unless `x` is a Python number that is valid."""
-    if not isinstance(x, int | float) or isinstance(x, bool):
+    if not is_real(x):
         raise TypeError(
             f"{name} must be a Python number, got {x!r}; under optax.inject_hyperparams only "
             "learning_rate can be injected, and static_args must name all other numbers."
@@ -32,7 +33,7 @@ def check_number(name: str, x: Any, valid: Callable[[Any], bool], wanted: str) -
 
 def is_count(x: Any) -> bool:
     """Whether this is a whole number of at least 1."""
-    return isinstance(x, int) and x >= 1
+    return is_integer(x) and x >= 1
 
 
 def replicated(make: Callable[[], Any], axis_name: AxisName) -> Any:

@@ -8,6 +8,7 @@ import optax
 
 from jaxcomm import _axes, _branches
 from jaxcomm._marks import mark_local
+from jaxcomm._numbers import is_integer
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import (
@@ -87,7 +88,7 @@ def control_variates(
     Differs from the paper: all devices take every step together, so the corrections serve the vote,
     not local steps; and the averages are of gradients that are computed anyway.
     """
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+    if not is_integer(every) or every < 1:
         raise ValueError(f"control_variates needs a positive number of steps, got {every!r}.")
     inner = optax.with_extra_args_support(inner)
 

@@ -28,6 +28,7 @@ import optax
 
 from jaxcomm import _axes, _branches
 from jaxcomm._marks import GRADIENT, kind_of, mark_local, unmark_local
+from jaxcomm._numbers import is_integer
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import all_finite
 from jaxcomm.transforms._fragments import dealt
@@ -347,7 +348,7 @@ def _require_no_exchange(state: Any) -> None:
 
 def _check_counts(every: Any, fragments: Any, delay: Any) -> None:
     for name, x, least in (("every", every, 1), ("fragments", fragments, 1), ("delay", delay, 0)):
-        if not isinstance(x, int) or isinstance(x, bool) or x < least:
+        if not is_integer(x) or x < least:
             raise ValueError(f"local_steps needs {name} to be an integer >= {least}, got {x!r}.")
     if every % fragments:
         raise ValueError(

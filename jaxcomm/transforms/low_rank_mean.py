@@ -12,6 +12,7 @@ import optax
 
 from jaxcomm import _axes, codecs, collectives
 from jaxcomm._axes import AxisName
+from jaxcomm._numbers import check_seed, is_integer
 from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives.low_rank import LowRankResult, projected_mean, with_new_columns
 from jaxcomm.collectives.reductions import CodedMean
@@ -135,7 +136,8 @@ def low_rank_mean(
     The published package (epfml/powersgd) sends P in one step and Q in the next.
     """
     _axes.names_of(axis_name)
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+    check_seed(seed)
+    if not is_integer(rank) or rank < 1:
         raise ValueError(f"low_rank_mean needs a rank of at least 1, got {rank!r}.")
     codec = codecs.from_name(codec)
     if isinstance(codec, RandomK) or codec.needs_error_feedback:

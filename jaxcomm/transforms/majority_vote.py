@@ -10,6 +10,7 @@ import optax
 
 from jaxcomm import collectives
 from jaxcomm._axes import AxisName, names_of
+from jaxcomm._numbers import check_seed
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import Default
 from jaxcomm.collectives.reductions import Majority, check_majority
@@ -134,7 +135,7 @@ def majority_vote(
     instead of averaging scaled signs: only votes can be all-reduced in few bits.
     """
     names_of(axis_name)
-    check_majority(ties, zeros)
+    _check(ties, zeros, seed, error_feedback)
     chosen = Default("votes") if algorithm is None else algorithms.from_name(algorithm)
     if chosen.name == "native":
         raise ValueError("XLA has no majority vote of its own; choose another algorithm.")
@@ -210,3 +211,11 @@ def _decided(ballot: jax.Array, zeros: str, key: jax.Array, axis_name: AxisName)
         heads = jax.random.bernoulli(own, shape=ballot.shape)
         coins = jnp.where(heads, 1.0, -1.0).astype(ballot.dtype)
     return jnp.where(ballot == 0, coins, jnp.sign(ballot))
+
+
+def _check(ties: str, zeros: str, seed: Any, error_feedback: Any) -> None:
+    """Raises a TypeError or a ValueError for what is none of a vote's options."""
+    check_majority(ties, zeros)
+    check_seed(seed)
+    if error_feedback not in (True, False):
+        raise ValueError(f"error_feedback of a vote must be True or False, got {error_feedback!r}.")

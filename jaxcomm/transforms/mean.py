@@ -13,6 +13,7 @@ import optax
 from jaxcomm import _axes, codecs, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._notes import noted
+from jaxcomm._numbers import check_seed
 from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _implementations
 from jaxcomm.transforms import _roles
@@ -157,6 +158,7 @@ def mean(
     adds that error to its residual, in the block that it owns and never sends.
     """
     _axes.names_of(axis_name)
+    check_seed(seed)
     reduction, chosen = collectives.mean_of(
         codec, algorithm, second_hop, error_feedback, implementation
     )

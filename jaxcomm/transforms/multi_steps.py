@@ -8,6 +8,7 @@ import optax
 
 from jaxcomm import _axes, _branches
 from jaxcomm._marks import mark_local
+from jaxcomm._numbers import is_integer
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import (
@@ -63,7 +64,7 @@ def multi_steps(
       >>> chain = optax.chain(jaxcomm.mean("data", "int8"), optax.adam(1e-3))
       >>> tx = jaxcomm.multi_steps(chain, every=4)
     """
-    if not isinstance(every, int) or every < 1:
+    if not is_integer(every) or every < 1:
         raise ValueError(f"multi_steps needs a positive number of steps, got {every!r}.")
     inner = optax.with_extra_args_support(inner)
 

@@ -12,6 +12,7 @@ import optax
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm._notes import noted
+from jaxcomm._numbers import is_real
 from jaxcomm.collectives import sparse
 from jaxcomm.kernels import _implementations, select
 from jaxcomm.transforms import _roles
@@ -158,7 +159,7 @@ def sparse_mean(
     if not isinstance(error_feedback, bool):
         raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}.")
     m = momentum_correction
-    if m is not None and not (isinstance(m, int | float) and 0 <= m < 1):
+    if m is not None and not (is_real(m) and 0 <= m < 1):
         raise ValueError(f"momentum_correction must be None or a number in [0, 1), got {m!r}.")
     exchange = _Exchange(
         axis_name, chosen, error_feedback, m, measure_xi, bucket_order, bytes_of(bucket_mib)

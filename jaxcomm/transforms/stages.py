@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomm import _branches
+from jaxcomm._numbers import is_integer
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._layout import axis_of
 from jaxcomm.transforms._wrappers import refuse_wrappers
@@ -143,7 +144,7 @@ def dense_first(
       >>> import jaxcomm
       >>> tx = jaxcomm.dense_first(jaxcomm.mean("data", "int4", error_feedback=True), steps=100)
     """
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+    if not is_integer(steps) or steps < 0:
         raise ValueError(f"dense_first needs a number of steps of at least 0, got {steps!r}.")
     if steps == 0:
         return inner
@@ -174,8 +175,7 @@ def _is_stage(stage: Any) -> bool:
     if not isinstance(stage, tuple) or len(stage) != 2:
         return False
     start, tx = stage
-    is_step = isinstance(start, int) and not isinstance(start, bool)
-    return is_step and isinstance(tx, optax.GradientTransformation)
+    return is_integer(start) and isinstance(tx, optax.GradientTransformation)
 
 
 def _look_alike(a: Any, b: Any) -> bool:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
+from jaxcomm._numbers import is_integer
 from jaxcomm.collectives._all_to_all import all_to_all
 from jaxcomm.collectives.algorithms._algorithm import (
     Algorithm,
@@ -127,6 +128,6 @@ def direct(aggregator: int | str = "sharded") -> Direct | Aggregator:
     """
     if aggregator == "sharded":
         return Direct()
-    if not isinstance(aggregator, int) or aggregator < 0:
+    if not is_integer(aggregator) or aggregator < 0:
         raise ValueError(f'aggregator must be "sharded" or a device number, got {aggregator!r}.')
     return Aggregator(aggregator)

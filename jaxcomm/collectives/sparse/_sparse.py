@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm._axes import AxisName
+from jaxcomm._numbers import is_integer, is_real
 from jaxcomm.codecs.entries import check_values
 from jaxcomm.kernels import _implementations, select
 
@@ -74,7 +75,7 @@ class SparseAllReduce:
 
     def __post_init__(self) -> None:
         check_values(self.values)
-        if isinstance(self.density, bool) or not isinstance(self.density, int | float):
+        if not is_real(self.density):
             raise TypeError(f"density must be a Python number, got {self.density!r}.")
         if not 0 < self.density <= 1:
             raise ValueError(f"density must be in (0, 1], such as 0.01, got {self.density!r}.")
@@ -186,7 +187,7 @@ class SparseAllReduce:
 
 def check_interval(name: str, steps: Any) -> None:
     """Raises a ValueError for anything but a positive number of steps."""
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+    if not is_integer(steps) or steps < 1:
         raise ValueError(f"{name} must be a positive number of steps, got {steps!r}.")
 
 

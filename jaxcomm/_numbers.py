@@ -1,0 +1,20 @@
+"""Whether an argument is a number: Python's or numpy's, no bool and no array."""
+
+import numbers
+from typing import Any, TypeGuard
+
+
+def is_integer(x: Any) -> TypeGuard[int]:
+    """Whether this is a whole number."""
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def is_real(x: Any) -> TypeGuard[float]:
+    """Whether this is a number."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def check_seed(seed: Any) -> None:
+    """Raises a TypeError unless a seed is a whole number."""
+    if not is_integer(seed):
+        raise TypeError(f"seed must be an integer, got {seed!r}; the keys are made from it.")

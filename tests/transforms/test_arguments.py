@@ -1,0 +1,53 @@
+"""Numbers may be Python's or numpy's; what is no number is refused before anything is traced."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+
+import jaxcomm
+
+MEAN = jaxcomm.mean("data")
+WITH_NUMPY: list[Callable[[], Any]] = [
+    lambda: jaxcomm.mean("data", bucket_mib=np.float32(1), seed=np.int64(3)),
+    lambda: jaxcomm.sparse_mean("data", np.float32(0.1), momentum_correction=np.float32(0.9)),
+    lambda: jaxcomm.low_rank_mean("data", np.int64(2)),
+    lambda: jaxcomm.multi_steps(MEAN, np.int64(2)),
+    lambda: jaxcomm.dense_first(MEAN, np.int32(2)),
+    lambda: jaxcomm.stages((np.int64(0), MEAN), (np.int64(2), MEAN)),
+    lambda: jaxcomm.local_steps(optax.sgd(0.1), np.int64(2), optax.sgd(1.0), MEAN),
+    lambda: jaxcomm.factored_adam(MEAN, np.float32(0.1), weight_decay=np.float32(0.1)),
+    lambda: jaxcomm.one_bit_adam("data", np.float32(0.1), total_steps=np.int64(100)),
+    lambda: jaxcomm.accumulate(lambda p, b: (p, p), np.int64(2)),
+    lambda: jaxcomm.codecs.qsgd(levels=np.int64(7)),
+]
+
+
+@pytest.mark.parametrize("make", WITH_NUMPY)
+def test_numbers_of_numpy(make: Callable[[], Any]) -> None:
+    make()
+
+
+@pytest.mark.parametrize("seed", ["a", None, 1.5, True])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    for factory in (
+        jaxcomm.mean,
+        jaxcomm.majority_vote,
+        functools.partial(jaxcomm.low_rank_mean, rank=2),
+    ):
+        with pytest.raises(TypeError, match="seed must be an integer, got"):
+            factory("data", seed=seed)
+
+
+@pytest.mark.parametrize("every", [True, 2.0, "2", 0])
+def test_what_is_no_count(every: Any) -> None:
+    with pytest.raises(ValueError, match="needs a positive number of steps"):
+        jaxcomm.multi_steps(MEAN, every)
+
+
+def test_a_vote_has_no_first_hop_alone() -> None:
+    with pytest.raises(ValueError, match="error_feedback of a vote must be True or False"):
+        jaxcomm.majority_vote("data", error_feedback="first_hop")  # pyright: ignore[reportArgumentType]
