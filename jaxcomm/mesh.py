@@ -43,8 +43,13 @@ def replicate(tree: Any) -> Any:
       ValueError: if no mesh is set.
     """
     _axes.current_mesh()
-    sharding = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
-    return jax.device_put(tree, sharding, may_alias=False)
+    mesh, explicit = jax.sharding.get_mesh(), _axes.explicit_axes()
+
+    def sharding(x: Any) -> NamedSharding:
+        # As the type of what a step returns spells it, or the second step compiles once more.
+        return NamedSharding(mesh, PartitionSpec(*[None] * np.ndim(x) if explicit else ()))
+
+    return jax.device_put(tree, jax.tree.map(sharding, tree), may_alias=False)
 
 
 def global_batch(local_batch: Any, axis_name: AxisName) -> Any:

@@ -12,6 +12,7 @@ from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm._numbers import is_integer, is_real
 from jaxcomm.transforms._layout import Layout
+from jaxcomm.transforms.per_device import made_sharded
 
 
 def check_rate(rate: optax.ScalarOrSchedule) -> None:
@@ -40,7 +41,9 @@ def replicated(make: Callable[[], Any], axis_name: AxisName) -> Any:
     """What `make` returns, on all devices, placed as a compiled update places it."""
     if _axes.is_manual(axis_name):
         return make()
-    return jax.jit(make, out_shardings=PartitionSpec())()
+    treedef = jax.tree.structure(jax.eval_shape(make))
+    specs = [PartitionSpec()] * treedef.num_leaves
+    return treedef.unflatten(made_sharded(lambda: jax.tree.leaves(make()), specs))
 
 
 def zeros_like_params(params: Any, layout: Layout) -> Any:
@@ -55,10 +58,10 @@ def zeros_like_params(params: Any, layout: Layout) -> Any:
             for x in leaves
         )
 
-    def make() -> Any:
-        return treedef.unflatten([jnp.zeros(leaf.shape, jnp.float32) for leaf in layout.leaves])
+    def make() -> list[jax.Array]:
+        return [jnp.zeros(leaf.shape, jnp.float32) for leaf in layout.leaves]
 
-    return jax.jit(make, out_shardings=treedef.unflatten([leaf.spec for leaf in layout.leaves]))()
+    return treedef.unflatten(made_sharded(make, [leaf.spec for leaf in layout.leaves]))
 
 
 def decays(mask: Any, params: Any, decay: float) -> list[float]:

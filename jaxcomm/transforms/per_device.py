@@ -83,14 +83,21 @@ def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDe
 def made_sharded(
     make: Callable[..., Sequence[jax.Array]], specs: Sequence[PartitionSpec], *args: Any
 ) -> list[jax.Array]:
-    """Arrays of the global view, made where they belong; no device makes the others' part."""
-    explicit = _axes.explicit_axes()
+    """Arrays of the global view, made where they belong; no device makes the others' part.
+
+    Their shardings are spelled as a compiled step returns them, or its second call would compile
+    once more: by types on a mesh of Explicit axes, elsewhere without axes of one device.
+    """
+    mesh, explicit = _axes.current_mesh(), _axes.explicit_axes()
 
     def typed(*args: Any) -> list[jax.Array]:
         pairs = zip(make(*args), specs, strict=True)
         return [jax.reshard(x, restrict(s, explicit)) if explicit else x for x, s in pairs]
 
-    return jax.jit(typed, out_shardings=list(specs))(*args)
+    if explicit.issuperset(mesh.axis_names):
+        return jax.jit(typed)(*args)
+    several = frozenset(axis for axis in mesh.axis_names if mesh.shape[axis] > 1)
+    return jax.jit(typed, out_shardings=[restrict(s, several | explicit) for s in specs])(*args)
 
 
 def zeros_per_bucket(

@@ -272,6 +272,7 @@ def on_explicit_axes(tx: optax.GradientTransformation) -> Any:
         state, step = tx.init(params), jax.jit(step_of(tx))
         for batch in batches():
             params, state, _ = step(params, state, batch)
+    assert step._cache_size() == 1
     return params
 
 
@@ -285,6 +286,11 @@ def test_the_same_parameters_on_explicit_axes(method: str) -> None:
     found = on_explicit_axes(METHODS[method]())
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_a_step_compiles_once_on_one_device() -> None:
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1])):
+        with_a_dict(METHODS["int8, errors fed back"]())
 
 
 # What no framework sees, but types do.
