@@ -88,7 +88,10 @@ def train(
                 with recorder.pause("look"):
                     recorder.looked(number, look(now, batch))
                     recorder.split(number, without.milliseconds(now.params, batch))
-            last = number == config.steps or recorder.stop
+            # Read once: each pause below writes the last step, and may learn only then of a stop.
+            # The next step acts on it, so that the step at which a run ends is always saved.
+            stop = recorder.stop
+            last = number == config.steps or stop
             if number % config.eval_every == 0 and not last:
                 with recorder.pause("test"):
                     recorder.write("test", number, test(now.params))
@@ -100,7 +103,7 @@ def train(
                 if save and not recorder.bad:
                     with recorder.pause("checkpoint"):
                         checkpoints.save(number, now, run.rows.train)
-            if recorder.stop and not recorder.bad:
+            if stop and not recorder.bad:
                 checkpoints.close()
                 report.stopped(number, workdir)
                 return None

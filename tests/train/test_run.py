@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from ml_collections import config_dict
 from running import Program, checkpoint_bits, children, read_config, read_lines
 
 from jaxcomm import plan
-from train import loop, models
+from train import loop, models, signals
 from train.errors import RunError, UserError
 
 NUMBERS = {
@@ -105,6 +106,26 @@ def test_a_run_that_diverges_fails(config: config_dict.ConfigDict, tmp_path: Pat
     saved = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
     # What was being written is complete; nothing was written after the first bad loss.
     assert len(bad) == 3 and saved == list(range(2, bad[0], 2))
+
+
+@pytest.mark.parametrize("every", ["eval_every", "guard.replicas_every"])
+def test_a_run_that_is_asked_to_stop_is_saved(
+    every: str,
+    config: config_dict.ConfigDict,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also where work after every step is the first to learn of it."""
+    config.update_from_flattened_dict(TINY_RESNET)
+    config.steps = config.eval_every = config.checkpoint.every = config.inspect.every = 10**5
+    config.update_from_flattened_dict({every: 1})
+    monkeypatch.setattr(signals, "stop", threading.Event())
+    signals.stop.set()
+    assert loop.train(config, tmp_path, 0.0) is None
+    step = int(capsys.readouterr().out.split("stopped after step ")[1].split(",")[0])
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
+    assert step <= 2
 
 
 @pytest.fixture
