@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from train.errors import UserError
 
-# Methods of `train.sync` behind which nothing but `scale` may be.
+# Methods of `train.sync` behind which `scale` has to be, and nothing else may be.
 OPTIMIZERS = ("factored_adam", "one_bit_adam")
 MASKED_MODEL = "bert"  # Sees what is behind a token too.
 
@@ -179,6 +179,12 @@ def fit(config: Any, world: int) -> None:
         raise UserError(
             f"config.sync.method={method} is an optimizer itself, and {optimizer} would stand "
             "behind it; set --config.optimizer.name=scale, and --config.optimizer.learning_rate"
+        )
+    if method not in OPTIMIZERS and optimizer == "scale":
+        raise UserError(
+            f"config.optimizer.name=scale only scales what {' or '.join(OPTIMIZERS)} made, and "
+            f"behind config.sync.method={method} it would climb the loss; set "
+            "--config.optimizer.name=sgd, or adamw"
         )
     if method in (*OPTIMIZERS, "none") and config.sync.every > 1:
         raise UserError(

@@ -134,6 +134,15 @@ def test_an_optimizer_behind_an_optimizer() -> None:
     check.fit(config, 4)
 
 
+@pytest.mark.parametrize("method", ["mean", "majority_vote", "none", "auto"])
+def test_only_an_optimizer_is_scaled(method: str) -> None:
+    """The sign of a gradient is that of the ascent: only optimizers turn it around."""
+    config = changed("sync.method", method)
+    config.optimizer.name = "scale"
+    with pytest.raises(UserError, match=f"method={method} it would climb .* set --config.optimiz"):
+        check.fit(config, 4)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
