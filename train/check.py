@@ -130,7 +130,7 @@ def fields(config: Any) -> None:
             f"--config: get_config() returns {type(config).__name__}, not a "
             "ml_collections.ConfigDict"
         )
-    found = dict(_flat(config.to_dict()))
+    found = dict(flat(config.to_dict()))
     for name, rule in FIELDS.items():
         if name not in found:
             raise UserError(
@@ -156,10 +156,11 @@ def _model_rule(value: Any) -> Rule:
     return Rule("anything", lambda v: True)
 
 
-def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a config and their values, by names such as "sync.method"."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{name}.")
+            yield from flat(value, f"{above}{name}.")
         else:
             yield f"{above}{name}", value
 
@@ -209,6 +210,20 @@ def fit(config: Any, world: int) -> None:
         raise UserError(
             f"batch_size {size} is not divisible by {world} devices x {config.microbatches} "
             f"microbatches; use {f'{lower} or ' if lower else ''}{upper}"
+        )
+
+
+def steps_left(steps: int, saved: int | None) -> None:
+    """Raises if a checkpoint is of a later step than the last of the run.
+
+    Args:
+      steps: length of the run.
+      saved: the step of the checkpoint at which it goes on; None if it begins anew.
+    """
+    if saved is not None and steps < saved:
+        raise UserError(
+            f"config.steps={steps} is less than the {saved} steps of the checkpoint; set "
+            f"--config.steps={saved} or more, or choose another --workdir"
         )
 
 

@@ -27,6 +27,7 @@ from train import (
 from train.errors import RunError
 from train.run import Run, assemble
 from train.state import TrainState, learning_rates
+from train.workdir import keep_config
 
 
 def train(
@@ -50,6 +51,12 @@ def train(
     """
     check.fields(config)
     check.fit(config, jax.device_count())
+
+    # Where the run goes on, if it does.
+    folder = workdir / "checkpoints"
+    saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
+    check.steps_left(config.steps, saved)
+
     run = assemble(config, workdir)
     test = functools.partial(
         step.evaluate, step.make_eval_step(run.forward), batches=step.placed(run.rows.test)
@@ -57,12 +64,11 @@ def train(
 
     # Where the run stands: at its beginning, or at its last checkpoint.
     now = run.begin()
-    folder = workdir / "checkpoints"
-    saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
     checkpoints = checkpoint.Checkpoints(folder, config.checkpoint.keep)
     if saved is not None:
         now = checkpoints.restore(saved, now, run.rows.train, run.tx)
     start = int(now.step)
+    keep_config(workdir, config, resumed=saved is not None)
 
     # One compiled step serves the whole run; what it sends is read from it.
     train_step, without = run.compile(now), plain.Plain(run)

@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     from train import loop, workdir  # Seconds of imports, which a mistyped flag need not wait for.
 
     folder = Path(_WORKDIR.value) if _WORKDIR.value else workdir.new(path.stem)
-    with workdir.claimed(folder, _CONFIG.value):
+    with workdir.claimed(folder):
         loop.train(_CONFIG.value, folder, started, restarted=_RESTART.value > 0)
 
 

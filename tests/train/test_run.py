@@ -95,6 +95,11 @@ def test_one_process_with_eight_devices(
     assert again["test_accuracy"] == summary["test_accuracy"]
     assert again["loop_step_ms"] is None
     assert checkpoint_bits(tmp_path, 4) == before
+    assert "another config" not in capsys.readouterr().err
+    config.steps = 3
+    with pytest.raises(UserError, match="config.steps=3 is less than the 4 steps of the checkpoi"):
+        loop.train(config, tmp_path, 0.0)
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 4
 
 
 def test_a_run_that_diverges_fails(config: config_dict.ConfigDict, tmp_path: Path) -> None:
