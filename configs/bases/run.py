@@ -93,7 +93,8 @@ def sync() -> config_dict.ConfigDict:
     sync.second_hop = config_dict.placeholder(str)  # The codec of the way back; None: `codec`.
     sync.error_feedback = config_dict.placeholder(bool)  # Keep what rounding takes away.
     sync.exempt = ()  # Patterns of further leaves that travel in float32.
-    sync.dense_steps = config_dict.placeholder(int)  # Steps in float32 before any compression.
+    # Steps in float32 before any compression; with `every`, rounded up to whole exchanges.
+    sync.dense_steps = config_dict.placeholder(int)
     sync.bucket_mib = config_dict.placeholder(float)
     sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
     # Local SGD and DiLoCo: devices take `every` steps of their own, then exchange how far they
