@@ -192,6 +192,13 @@ def fit(config: Any, world: int) -> None:
             f"config.sync.method={method} exchanges no plain mean of what devices did in "
             f"{config.sync.every} steps; take mean, or --config.sync.every=1"
         )
+    every = config.sync.every
+    if config.steps % every:
+        raise UserError(
+            f"config.steps={config.steps} is not divisible by config.sync.every={every}: what "
+            "devices do after the last exchange would be lost; set "
+            f"--config.steps={-(-config.steps // every) * every}"
+        )
     if config.sync.fsdp > 1:
         _fit_groups(config.sync, world)
     if config.data.masked and config.model.name != MASKED_MODEL:

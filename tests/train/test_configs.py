@@ -126,6 +126,15 @@ def test_sizes(size: int, microbatches: int, message: str) -> None:
         check.fit(config, 4)
 
 
+def test_no_step_is_behind_the_last_exchange() -> None:
+    config = changed("steps", 10)
+    config.sync.every = 4
+    with pytest.raises(UserError, match=r"10 is not divisible by config.sync.every=4.*steps=12$"):
+        check.fit(config, 4)
+    config.steps = 12
+    check.fit(config, 4)
+
+
 def test_an_optimizer_behind_an_optimizer() -> None:
     config = changed("sync.method", "one_bit_adam")
     with pytest.raises(UserError, match="one_bit_adam is an optimizer itself, and sgd would stand"):

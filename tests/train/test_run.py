@@ -173,6 +173,7 @@ def test_every_config_runs(
         cifar.shrink(other, name)
     if other.data.name == "digits":
         other.update_from_flattened_dict(TINY_VIT if "vit" in name else TINY_RESNET)
+    other.sync.every = min(other.sync.every, other.steps)
     if name == "digits_oktopk":
         other.sync.dense_steps = 2  # As cifar_vgg has them, the others do not.
     if name not in ("lm_transformer", "imagenet_vit_s16"):
