@@ -57,7 +57,7 @@ def train(
     saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
     check.steps_left(config.steps, saved)
 
-    run = assemble(config, workdir)
+    run = assemble(config, workdir, goes_on=saved is not None)
     test = functools.partial(
         step.evaluate, step.make_eval_step(run.forward), batches=step.placed(run.rows.test)
     )

@@ -309,5 +309,6 @@ def test_the_planner_chooses_the_exchange(
     assert summary["predicted_ms"] > 0 and summary["predicted_largest"] in printed
     config.network.costs, config.checkpoint.resume = "no/such/file.yaml", True
     assert loop.train(config, tmp_path / "run", 0.0)["test_accuracy"] == summary["test_accuracy"]
+    config.checkpoint.resume = False
     with pytest.raises(UserError, match="config.network: .*no/such/file.yaml"):
         loop.train(config, tmp_path / "new", 0.0)
