@@ -85,7 +85,10 @@ FIELDS = {
     "optimizer.momentum": SHARE,
     "optimizer.weight_decay": NOT_NEGATIVE,
     "sync.method": NAME,
-    "sync.exempt": Rule("a tuple of patterns", lambda v: isinstance(v, tuple | list)),
+    "sync.exempt": Rule(
+        "a tuple of patterns",
+        lambda v: isinstance(v, tuple | list) and all(isinstance(p, str) for p in v),
+    ),
     "sync.dense_steps": or_none(whole(0)),
     "sync.bucket_mib": or_none(POSITIVE),
     "sync.local_momentum": SHARE,
@@ -218,6 +221,31 @@ def fit(config: Any, world: int) -> None:
             f"batch_size {size} is not divisible by {world} devices x {config.microbatches} "
             f"microbatches; use {f'{lower} or ' if lower else ''}{upper}"
         )
+
+
+def pixels(data: Any, channels: int) -> tuple[Any, Any]:
+    """Mean and standard deviation of the pixels of images.
+
+    Args:
+      data: `config.data`.
+      channels: of an image.
+
+    Raises:
+      UserError: if one of them is missing, or is of another number of channels.
+    """
+    for name in ("mean", "std"):
+        if name not in data:
+            raise UserError(
+                f"the config has no field data.{name}, which images need: of the pixels, from 0 to "
+                "255, or of each channel's; configs/bases has those of some data sets"
+            )
+        count = len(data[name]) if isinstance(data[name], tuple) else 1
+        if count not in (1, channels):
+            raise UserError(
+                f"config.data.{name} has {count} values, and images of {data.name} have {channels} "
+                "channels; give one value, or one for each channel"
+            )
+    return data.mean, data.std
 
 
 def steps_left(steps: int, saved: int | None) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import jaxcomm
-from train import data, models, planned, state, step, sync, watched
+from train import check, data, models, planned, state, step, sync, watched
 from train.errors import memory_for
 
 # What may need more memory than there is, and what to do then.
@@ -98,9 +98,9 @@ def assemble(config: Any, workdir: Path, goes_on: bool = False) -> Run:
     example = {**like, step.STOP: asked(False)}
 
     # The model, its gradient, the exchange of gradients and behind it the optimizer.
+    pixels = check.pixels(config.data, rows.shape[-1]) if rows.unit == "images" else ()
     with memory_for(*MODEL):
         graph, params = models.build(config.model, rows.shape, rows.classes, config.seed)
-    pixels = (config.data.mean, config.data.std) if rows.unit == "images" else ()
     forward = step.make_forward(graph, *pixels)
     gradient = step.make_gradient(forward, config.label_smoothing, config.microbatches)
     order = jaxcomm.backward_order(gradient, params, example)

@@ -191,7 +191,16 @@ def test_a_run_that_goes_on_names_the_fields_that_changed(
 
 
 def change(name: str, value: object) -> Callable[[config_dict.ConfigDict], None]:
-    return lambda config: config.update_from_flattened_dict({name: value})
+    def change_it(config: config_dict.ConfigDict) -> None:
+        with config.ignore_type():
+            config.update_from_flattened_dict({name: value})
+
+    return change_it
+
+
+def without_mean(config: config_dict.ConfigDict) -> None:
+    with config.unlocked():
+        del config.data.mean
 
 
 @pytest.mark.parametrize(
@@ -213,6 +222,9 @@ def change(name: str, value: object) -> Callable[[config_dict.ConfigDict], None]
         (change("optimizer.name", "adam"), "config.optimizer.name: .*did you mean 'adamw'"),
         (change("checkpoint.resume", True), "checkpoint.resume: there is no whole checkpoint in"),
         (change("checkpoint.every", 0), "checkpoint.every is 0; it must be a whole number"),
+        (change("sync.exempt", (3,)), r"sync.exempt is \(3,\); it must be a tuple of patterns"),
+        (change("data.mean", (1.0, 2.0, 3.0)), "data.mean has 3 values, and images of digits have 1"),
+        (without_mean, "the config has no field data.mean, which images need: of the pixels"),
         (change("sync.exempt", ("hed/*",)), "config.sync.exempt: no parameter fits 'hed/.'; did"),
     ],
 )
