@@ -9,7 +9,7 @@ from absl import flags
 from ml_collections import config_dict
 from running import ROOT, read_config
 
-from train import check, main, state, sync
+from train import check, main, mistakes, state, sync
 from train.errors import UserError
 
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
@@ -207,17 +207,31 @@ def test_patterns_that_fit_nothing(pattern: str, message: str) -> None:
     sync.build(changed("sync.exempt", ("head/*",)).sync, PATHS, 10)
 
 
+LOCKED = """from configs import digits_resnet
+def get_config():
+    c = digits_resnet.get_config()
+    """
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ("def get_config(:", "--config: .*config.py, line 1: invalid syntax"),
         ("x = 1", r"--config: the file has no function get_config\(\), so it is no config"),
         ("def get_config(): return None", r"--config: get_config\(\) returns nothing"),
+        ("import no_such_module", "config.py, line 1: ModuleNotFoundError: No module named 'no_s"),
+        ("def get_config(): return {}['a']", "config.py, line 1: KeyError: 'a'"),
+        (LOCKED + "None.foo", "config.py, line 4: AttributeError: 'NoneType' object has no attribu"),
+        (LOCKED + "c.nosuch = 3", "config.py, line 4: the config has no field 'nosuch'.$"),
         (
-            "import no_such_module",
-            "--config: ModuleNotFoundError: No module named 'no_such_",
+            LOCKED + "c.optimizer.learning_rat = 3.0",
+            "config.py, line 4: the config has no field 'learning_rat'. Did you mean \"learning_ra",
         ),
-        ("def get_config(): return {}['a']", "the config has no field a."),
+        (LOCKED + "c.seed = 'x'", "config.py, line 4: TypeError: Could not override field 'seed'"),
+        (LOCKED + "int('x')", "config.py, line 4: ValueError: invalid literal for int"),
+        (LOCKED + "raise ValueError('no size')", "^--config: no size$"),
+        (LOCKED + "open('no.txt')", "config.py, line 4: FileNotFoundError: .*'no.txt'$"),
+        (LOCKED + "raise RuntimeError('y' * 999)", "config.py, line 4: RuntimeError: y{200} ...$"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -233,7 +247,10 @@ def test_files_that_are_no_config(source: str, message: str, tmp_path: Path) -> 
         values(["train", f"--config={path}"])
         check.fields(values.config)
     error = caught.value
-    line = str(error) if isinstance(error, UserError) else main.mistake_in(error)
+    if isinstance(error, flags.Error):
+        line = mistakes.mistake_in_traceback(str(error))
+    else:
+        line = str(error) if isinstance(error, UserError) else mistakes.mistake_in(error)
     if "return None" in source:
         message = "returns NoneType, not a ml_collections.ConfigDict|" + message
     assert re.search(message, line), line
