@@ -29,6 +29,8 @@ from train.run import Run, assemble
 from train.state import TrainState, learning_rates
 from train.workdir import keep_config
 
+CHECKPOINTS = "checkpoints"  # In the directory of a run.
+
 
 def train(
     config: Any, workdir: Path, started: float, restarted: bool = False
@@ -51,12 +53,7 @@ def train(
     """
     check.fields(config)
     check.fit(config, jax.device_count())
-
-    # Where the run goes on, if it does.
-    folder = workdir / "checkpoints"
-    saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
-    check.steps_left(config.steps, saved)
-
+    saved = saved_step(config, workdir, restarted)
     run = assemble(config, workdir, goes_on=saved is not None)
     test = functools.partial(
         step.evaluate, step.make_eval_step(run.forward), batches=step.placed(run.rows.test)
@@ -64,7 +61,7 @@ def train(
 
     # Where the run stands: at its beginning, or at its last checkpoint.
     now = run.begin()
-    checkpoints = checkpoint.Checkpoints(folder, config.checkpoint.keep)
+    checkpoints = checkpoint.Checkpoints(workdir / CHECKPOINTS, config.checkpoint.keep)
     if saved is not None:
         now = checkpoints.restore(saved, now, run.rows.train, run.tx)
     start = int(now.step)
@@ -94,9 +91,7 @@ def train(
                 with recorder.pause("look"):
                     recorder.looked(number, look(now, batch))
                     recorder.split(number, without.milliseconds(now.params, batch))
-            # Read once: each pause below writes the last step, and may learn only then of a stop.
-            # The next step acts on it, so that the step at which a run ends is always saved.
-            stop = recorder.stop
+            stop = recorder.stop  # Read once: what a pause below learns is for the next step.
             last = number == config.steps or stop
             if number % config.eval_every == 0 and not last:
                 with recorder.pause("test"):
@@ -133,6 +128,14 @@ def train(
         recorder.write("summary", config.steps, summary)
     report.show(summary, workdir)
     return summary
+
+
+def saved_step(config: Any, workdir: Path, restarted: bool) -> int | None:
+    """The step of the checkpoint at which the run goes on; None if it begins anew."""
+    folder = workdir / CHECKPOINTS
+    saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
+    check.steps_left(config.steps, saved)
+    return saved
 
 
 def recorder_of(

@@ -31,7 +31,8 @@ def mistake_in(error: Exception) -> str:
         return f"--config: {error.filename}, line {error.lineno}: {error.msg}"
     # What is missing while the file is read is raised again later, from what it was.
     first = error.__cause__ if isinstance(error.__cause__, OSError) else error
-    frames = [Frame(f.filename, f.lineno, f.line) for f in traceback.extract_tb(first.__traceback__)]
+    stack = traceback.extract_tb(first.__traceback__)
+    frames = [Frame(f.filename, f.lineno, f.line) for f in stack]
     where, text = _where(frames), _last_line(str(first))
     if (field := _missing_field(first, frames)) is not None:
         return f"{where}{field}" if where else field

@@ -139,7 +139,7 @@ def test_a_checkpoint_of_parameters_that_were_not_split(tmp_path: Path) -> None:
         checkpoints = Checkpoints(folder, keep=2)
         checkpoints.save(1, begin(before), position())
         checkpoints.close()
-        with pytest.raises(UserError, match="checkpoint 1 in .* is of another config.sync, such as"):
+        with pytest.raises(UserError, match="checkpoint 1 in .* is of another config.sync, such"):
             Checkpoints(folder, keep=2).restore(1, begin(after), position(), after)
 
 

@@ -221,7 +221,7 @@ def get_config():
         ("def get_config(): return None", r"--config: get_config\(\) returns nothing"),
         ("import no_such_module", "config.py, line 1: ModuleNotFoundError: No module named 'no_s"),
         ("def get_config(): return {}['a']", "config.py, line 1: KeyError: 'a'"),
-        (LOCKED + "None.foo", "config.py, line 4: AttributeError: 'NoneType' object has no attribu"),
+        (LOCKED + "None.foo", "config.py, line 4: AttributeError: 'NoneType' object has no attr"),
         (LOCKED + "c.nosuch = 3", "config.py, line 4: the config has no field 'nosuch'.$"),
         (
             LOCKED + "c.optimizer.learning_rat = 3.0",
