@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from train.check import flat
 from train.errors import UserError
 
-# Fields that may change when a run goes on: the parameters do not depend on them.
+# Fields that may change when a run goes on: what is trained does not depend on them.
 FREE = ("checkpoint.", "data.data_dir", "eval_every", "guard.", "inspect.", "measure_steps")
 FREE += ("network.", "profile.")
 

@@ -98,7 +98,7 @@ def sync() -> config_dict.ConfigDict:
     sync.bucket_mib = config_dict.placeholder(float)
     sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
     # Local SGD and DiLoCo: devices take `every` steps of their own, then exchange how far they
-    # came.
+    # came. The steps of the run are a multiple of it.
     sync.every = 1
     sync.outer_rate = 1.0  # Of the outer SGD, which takes the exchanged difference for a gradient.
     sync.outer_momentum = 0.0  # Nesterov's.
