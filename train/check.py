@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from train.errors import UserError
 
-# Methods of `train.sync` behind which nothing but `scale` may be.
+# Methods of `train.sync` behind which `scale` has to be, and nothing else may be.
 OPTIMIZERS = ("factored_adam", "one_bit_adam")
 MASKED_MODEL = "bert"  # Sees what is behind a token too.
 
@@ -85,7 +85,10 @@ FIELDS = {
     "optimizer.momentum": SHARE,
     "optimizer.weight_decay": NOT_NEGATIVE,
     "sync.method": NAME,
-    "sync.exempt": Rule("a tuple of patterns", lambda v: isinstance(v, tuple | list)),
+    "sync.exempt": Rule(
+        "a tuple of patterns",
+        lambda v: isinstance(v, tuple | list) and all(isinstance(p, str) for p in v),
+    ),
     "sync.dense_steps": or_none(whole(0)),
     "sync.bucket_mib": or_none(POSITIVE),
     "sync.local_momentum": SHARE,
@@ -130,7 +133,7 @@ def fields(config: Any) -> None:
             f"--config: get_config() returns {type(config).__name__}, not a "
             "ml_collections.ConfigDict"
         )
-    found = dict(_flat(config.to_dict()))
+    found = dict(flat(config.to_dict()))
     for name, rule in FIELDS.items():
         if name not in found:
             raise UserError(
@@ -156,10 +159,11 @@ def _model_rule(value: Any) -> Rule:
     return Rule("anything", lambda v: True)
 
 
-def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a config and their values, by names such as "sync.method"."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{above}{name}.")
+            yield from flat(value, f"{above}{name}.")
         else:
             yield f"{above}{name}", value
 
@@ -180,10 +184,23 @@ def fit(config: Any, world: int) -> None:
             f"config.sync.method={method} is an optimizer itself, and {optimizer} would stand "
             "behind it; set --config.optimizer.name=scale, and --config.optimizer.learning_rate"
         )
+    if method not in OPTIMIZERS and optimizer == "scale":
+        raise UserError(
+            f"config.optimizer.name=scale only scales what {' or '.join(OPTIMIZERS)} made, and "
+            f"behind config.sync.method={method} it would climb the loss; set "
+            "--config.optimizer.name=sgd, or adamw"
+        )
     if method in (*OPTIMIZERS, "none") and config.sync.every > 1:
         raise UserError(
             f"config.sync.method={method} exchanges no plain mean of what devices did in "
             f"{config.sync.every} steps; take mean, or --config.sync.every=1"
+        )
+    every = config.sync.every
+    if config.steps % every:
+        raise UserError(
+            f"config.steps={config.steps} is not divisible by config.sync.every={every}: what "
+            "devices do after the last exchange would be lost; set "
+            f"--config.steps={-(-config.steps // every) * every}"
         )
     if config.sync.fsdp > 1:
         _fit_groups(config.sync, world)
@@ -203,6 +220,45 @@ def fit(config: Any, world: int) -> None:
         raise UserError(
             f"batch_size {size} is not divisible by {world} devices x {config.microbatches} "
             f"microbatches; use {f'{lower} or ' if lower else ''}{upper}"
+        )
+
+
+def pixels(data: Any, channels: int) -> tuple[Any, Any]:
+    """Mean and standard deviation of the pixels of images.
+
+    Args:
+      data: `config.data`.
+      channels: of an image.
+
+    Raises:
+      UserError: if one of them is missing, or is of another number of channels.
+    """
+    for name in ("mean", "std"):
+        if name not in data:
+            raise UserError(
+                f"the config has no field data.{name}, which images need: of the pixels, from 0 to "
+                "255, or of each channel's; configs/bases has those of some data sets"
+            )
+        count = len(data[name]) if isinstance(data[name], tuple) else 1
+        if count not in (1, channels):
+            raise UserError(
+                f"config.data.{name} has {count} values, and images of {data.name} have {channels} "
+                "channels; give one value, or one for each channel"
+            )
+    return data.mean, data.std
+
+
+def steps_left(steps: int, saved: int | None) -> None:
+    """Raises if a checkpoint is of a later step than the last of the run.
+
+    Args:
+      steps: length of the run.
+      saved: the step of the checkpoint at which it goes on; None if it begins anew.
+    """
+    if saved is not None and steps < saved:
+        raise UserError(
+            f"config.steps={steps} is less than the {saved} steps of the checkpoint; set "
+            f"--config.steps={saved} or more, or choose another --workdir"
         )
 
 

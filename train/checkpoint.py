@@ -167,7 +167,7 @@ class Checkpoints:
           device to device is what `jaxcomm.resize_state` makes of it.
 
         Raises:
-          UserError: if it is one of another model or optimizer.
+          UserError: if it is one of another model, optimizer or exchange.
         """
         found = _leaves(self._manager.item_metadata(step)["state"].tree)
         self._check(step, found, _leaves(state))
@@ -176,7 +176,16 @@ class Checkpoints:
         )
         how = ocp.checkpoint_utils.construct_restore_args(wanted)
         arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(wanted, restore_args=how))
-        saved = self._manager.restore(step, args=arguments)["state"]
+        try:
+            saved = self._manager.restore(step, args=arguments)["state"]
+        except ValueError as error:
+            if "tree structures do not match" not in str(error):
+                raise
+            # All arrays fit, but not what lies between them, such as how parameters are split.
+            raise UserError(
+                f"checkpoint {step} in {self._directory} is of another config.sync, such as "
+                "another gather: set that of config.json, or choose another --workdir"
+            ) from error
         # All processes have read equally many batches.
         (file,) = (self._directory / str(step) / "input").glob("process_0-of-*.json")
         position.set_state(json.loads(file.read_text()))

@@ -47,20 +47,17 @@ def read(workdir: Path) -> Run:
     """Reads metrics.jsonl.
 
     Raises:
-      UserError: if there is none, or no step in it.
+      UserError: if there is none, or no step in it, or a line of something else.
     """
     path = workdir / "metrics.jsonl"
-    try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-    except OSError as error:
-        raise UserError(f"{workdir} is not the directory of a run: {error}") from error
-    except ValueError as error:
-        raise UserError(f"{path} has a line that is not JSON: {error}") from error
     names = ("start", "train", "exchange", "test", "summary")
+    lines = _lines(path)
     kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in names}
     train, starts, ends = kinds["train"], kinds["start"], kinds["summary"]
     if not train or not starts:
         raise UserError(f"{path} has no step")
+    last = train[-1]["step"]  # A run that went on has the summary of its earlier end, too.
+    ends = [line for line in ends if line["step"] >= last]
     sent = starts[-1]["params"] * np.cumsum([line["bytes_per_param"] for line in train])
     return Run(
         name=str(workdir),
@@ -72,6 +69,28 @@ def read(workdir: Path) -> Run:
         tested=kinds["test"][-1] if kinds["test"] else {},
         summary=ends[-1] if ends else {},
     )
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a last one that is not finished is left out."""
+    try:
+        texts = path.read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"{path.parent} is not the directory of a run: {error}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no text: {error}") from error
+    lines = []
+    for number, text in enumerate(texts, 1):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            if number == len(texts):  # The run writes it now, or was killed meanwhile.
+                break
+            raise UserError(f"{path}, line {number} is not JSON: {error}") from error
+        if not isinstance(line, dict) or not {"kind", "step"} <= line.keys():
+            raise UserError(f"{path}, line {number} is not of a run: {text[:40]}")
+        lines.append(line)
+    return lines
 
 
 def named(runs: Sequence[Run]) -> list[Run]:
@@ -162,6 +181,6 @@ def compare(workdirs: Sequence[str], out: Path) -> None:
     Console(width=160, soft_wrap=True).print(table(runs))
     try:
         plot(runs, out)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # Of matplotlib: an ending that it does not know.
         raise UserError(f"cannot write {out}: {error}") from error
     print(out)

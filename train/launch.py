@@ -66,7 +66,8 @@ def main(argv: Sequence[str]) -> int:
     for name, value in launch.shown.items():
         print(f"launch: {name}={value}", file=sys.stderr)
     environments = [
-        {name: value.format(process_id=i) for name, value in launch.settings.items()}
+        # Not `format`: a value may be JSON.
+        {name: value.replace("{process_id}", str(i)) for name, value in launch.settings.items()}
         for i in range(launch.processes)
     ]
     asked = Asked()

@@ -27,6 +27,9 @@ from train import (
 from train.errors import RunError
 from train.run import Run, assemble
 from train.state import TrainState, learning_rates
+from train.workdir import keep_config
+
+CHECKPOINTS = "checkpoints"  # In the directory of a run.
 
 
 def train(
@@ -50,19 +53,19 @@ def train(
     """
     check.fields(config)
     check.fit(config, jax.device_count())
-    run = assemble(config, workdir)
+    saved = saved_step(config, workdir, restarted)
+    run = assemble(config, workdir, goes_on=saved is not None)
     test = functools.partial(
         step.evaluate, step.make_eval_step(run.forward), batches=step.placed(run.rows.test)
     )
 
     # Where the run stands: at its beginning, or at its last checkpoint.
     now = run.begin()
-    folder = workdir / "checkpoints"
-    saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
-    checkpoints = checkpoint.Checkpoints(folder, config.checkpoint.keep)
+    checkpoints = checkpoint.Checkpoints(workdir / CHECKPOINTS, config.checkpoint.keep)
     if saved is not None:
         now = checkpoints.restore(saved, now, run.rows.train, run.tx)
     start = int(now.step)
+    keep_config(workdir, config, resumed=saved is not None)
 
     # One compiled step serves the whole run; what it sends is read from it.
     train_step, without = run.compile(now), plain.Plain(run)
@@ -88,7 +91,8 @@ def train(
                 with recorder.pause("look"):
                     recorder.looked(number, look(now, batch))
                     recorder.split(number, without.milliseconds(now.params, batch))
-            last = number == config.steps or recorder.stop
+            stop = recorder.stop  # Read once: what a pause below learns is for the next step.
+            last = number == config.steps or stop
             if number % config.eval_every == 0 and not last:
                 with recorder.pause("test"):
                     recorder.write("test", number, test(now.params))
@@ -100,7 +104,7 @@ def train(
                 if save and not recorder.bad:
                     with recorder.pause("checkpoint"):
                         checkpoints.save(number, now, run.rows.train)
-            if recorder.stop and not recorder.bad:
+            if stop and not recorder.bad:
                 checkpoints.close()
                 report.stopped(number, workdir)
                 return None
@@ -124,6 +128,14 @@ def train(
         recorder.write("summary", config.steps, summary)
     report.show(summary, workdir)
     return summary
+
+
+def saved_step(config: Any, workdir: Path, restarted: bool) -> int | None:
+    """The step of the checkpoint at which the run goes on; None if it begins anew."""
+    folder = workdir / CHECKPOINTS
+    saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
+    check.steps_left(config.steps, saved)
+    return saved
 
 
 def recorder_of(

@@ -13,6 +13,7 @@ from ml_collections import config_flags
 from train import check
 from train.distributed import join
 from train.errors import RunError, UserError, is_disk_full, is_out_of_memory
+from train.mistakes import mistake_in, mistake_in_traceback
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Output; by default a new folder in workdir/.")
@@ -31,7 +32,7 @@ def main(argv: list[str]) -> None:
     from train import loop, workdir  # Seconds of imports, which a mistyped flag need not wait for.
 
     folder = Path(_WORKDIR.value) if _WORKDIR.value else workdir.new(path.stem)
-    with workdir.claimed(folder, _CONFIG.value):
+    with workdir.claimed(folder):
         loop.train(_CONFIG.value, folder, started, restarted=_RESTART.value > 0)
 
 
@@ -48,32 +49,12 @@ def parse(argv: list[str]) -> Path:
         check.fields(_CONFIG.value)  # It is here that a file that was not found raises.
     except flags.Error as error:
         text = str(error).strip()
-        if "Traceback" in text:  # Of a config that refuses what stands behind its name.
-            text = f"--config: {text.splitlines()[-1].removeprefix('ValueError: ')}"
-        raise UserError(text) from error
+        raise UserError(mistake_in_traceback(text) if "Traceback" in text else text) from error
     except (UserError, KeyboardInterrupt):
         raise
     except Exception as error:  # The config is a program of the user.
         raise UserError(mistake_in(error)) from error
     return Path(config_flags.get_config_filename(flags.FLAGS["config"]))
-
-
-def mistake_in(error: Exception) -> str:
-    """What is wrong with a config or a flag of it, by what reading them has raised."""
-    first = str(error.args[0]) if error.args else ""
-    if isinstance(error, AttributeError) and "get_config" in first:
-        return "--config: the file has no function get_config(), so it is no config"
-    if "returned None" in first or "NoneType" in first:
-        return "--config: get_config() returns nothing"
-    # From ml_collections: a field, perhaps a hint.
-    if isinstance(error, AttributeError | KeyError) and error.args:
-        text = error.args[0].args[0] if isinstance(error.args[0], KeyError) else error.args[0]
-        field, *hint = str(text).splitlines() or [""]
-        return " ".join([f"the config has no field {field}.", *hint])
-    if isinstance(error, SyntaxError):
-        return f"--config: {error.filename}, line {error.lineno}: {error.msg}"
-    last = str(error).splitlines()[-1].strip() if str(error) else ""
-    return f"--config: {last if isinstance(error, OSError) else f'{type(error).__name__}: {last}'}"
 
 
 def give_simulated_devices_threads() -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import statistics
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import jaxcomm
 from jaxcomm import plan
 from train import measure, state, step, sync
 from train.errors import UserError
+from train.workdir import write_whole
 
 STEPS = 5  # of the timed ones without exchange, after one that warms up
 REPEATS = 10  # of an exchange with oneself
@@ -49,7 +51,13 @@ class Predicted(NamedTuple):
 
 
 def resolved(
-    config: Any, workdir: Path, gradient: Any, params: Any, example: Any, optimizer: Any
+    config: Any,
+    workdir: Path,
+    gradient: Any,
+    params: Any,
+    example: Any,
+    optimizer: Any,
+    goes_on: bool = False,
 ) -> Any:
     """`config.sync`, or what the planner takes for `method="auto"`.
 
@@ -63,17 +71,19 @@ def resolved(
       params: parameters.
       example: a batch.
       optimizer: what follows the exchange.
+      goes_on: whether the run goes on at a checkpoint; a new one chooses anew.
 
     Raises:
-      UserError: for a cluster or costs that cannot be read, or are of another number of devices.
+      UserError: for a cluster, costs or a choice that cannot be read, or a cluster or costs of
+        another number of devices.
     """
     chosen, mesh = config.sync.copy_and_resolve_references(), jax.sharding.get_mesh()
     if config.sync.method != "auto":
         _use_algorithms_of(config.network, mesh.size)
         return chosen
     file = workdir / "exchange.json"
-    if file.exists():
-        chosen.update(json.loads(file.read_text())["config"])
+    if goes_on and file.exists():
+        chosen.update(_kept(file))
         return chosen
     with _told_as_network():
         cluster = _cluster(config.network, mesh.size)
@@ -86,10 +96,32 @@ def resolved(
     fields = found.choice.method.config
     if jax.process_index() == 0:
         print("\n".join(["config.sync.method=auto", *found.lines(rows=5)]), flush=True)
-        workdir.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"headline": found.headline, "config": fields}) + "\n")
+        write_whole(file, json.dumps({"headline": found.headline, "config": fields}) + "\n")
     chosen.update(fields)
     return chosen
+
+
+def _kept(file: Path) -> dict[str, Any]:
+    """The fields of `config.sync` that a run chose at its beginning."""
+    try:
+        return dict(json.loads(file.read_text())["config"])
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{file}, the exchange that the run chose at its beginning, cannot be read: {error}; "
+            "name the method by --config.sync.method"
+        ) from error
+
+
+def _say_what_is_measured(network: Any) -> None:
+    """Says on process 0 why nothing happens for a while."""
+    parts = "" if network.costs else ", messages and codes"
+    if jax.process_index() == 0:
+        print(
+            f"config.sync.method=auto measures a step without exchange{parts}, which may take "
+            "minutes",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 @contextlib.contextmanager
@@ -123,6 +155,7 @@ def _cluster(network: Any, devices: int) -> plan.Cluster | None:
     known = plan.read_costs(network.costs) if network.costs else None
     if devices == 1:
         return None
+    _say_what_is_measured(network)
     costs = known or plan.probe(cluster=declared)
     if declared is not None:
         return plan.load_cluster(network.cluster, costs=costs)

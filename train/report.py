@@ -4,6 +4,7 @@
 against steps, time and bytes.
 """
 
+import argparse
 import json
 import math
 import sys
@@ -78,8 +79,16 @@ def _score(s: dict[str, Any]) -> dict[str, str]:
         return {"test accuracy": f"{100 * s['test_accuracy']:.2f} % of {s['test_images']} images"}
     return {
         "test loss": f"{s['test_loss']:.4f} nats a token, of {s['test_tokens']} tokens",
-        "perplexity of a token": f"{math.exp(s['test_loss']):.3f}",
+        "perplexity of a token": f"{_exp(s['test_loss']):.3f}",
     }
+
+
+def _exp(x: float) -> float:
+    """The exponential; infinity where it is too large for a number."""
+    try:
+        return math.exp(x)
+    except OverflowError:
+        return math.inf
 
 
 def _communication(s: dict[str, Any]) -> str:
@@ -127,15 +136,13 @@ def _percent(value: float | None) -> str:
 
 def main(arguments: list[str]) -> int:
     """Compares the runs of some directories; returns the exit status."""
-    out = [a.removeprefix("--out=") for a in arguments if a.startswith("--out=")]
-    workdirs = [a for a in arguments if not a.startswith("--")]
-    unknown = [a for a in arguments if a.startswith("--") and not a.startswith("--out=")]
-    if unknown or not workdirs:
-        wrong = f"{unknown[0]} is not a flag" if unknown else "the WORKDIR of a run is missing"
-        print(f"error: {wrong}: python -m train.report WORKDIR... [--out=FILE]", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(prog="python -m train.report", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("workdirs", nargs="+", metavar="WORKDIR", help="of a run")
+    parser.add_argument("--out", type=Path, default=Path("report.png"), help="file of the plots")
+    args = parser.parse_args(arguments)
     try:
-        compare(workdirs, Path(out[-1] if out else "report.png"))
+        compare(args.workdirs, args.out)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

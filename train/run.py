@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import jaxcomm
-from train import data, models, planned, state, step, sync, watched
+from train import check, data, models, planned, state, step, sync, watched
 from train.errors import memory_for
 
 # What may need more memory than there is, and what to do then.
@@ -73,12 +73,13 @@ class Run:
         return {**sync.global_batch(next(self.rows.train)), step.STOP: self.asked(stop)}
 
 
-def assemble(config: Any, workdir: Path) -> Run:
+def assemble(config: Any, workdir: Path, goes_on: bool = False) -> Run:
     """Makes the mesh, which becomes the current one, and on it everything that a run consists of.
 
     Args:
       config: a config of `configs/`, as `train.check` lets it pass.
       workdir: where a run keeps the exchange that the planner chose.
+      goes_on: whether the run goes on at a checkpoint.
 
     Raises:
       train.errors.UserError: if the parts of the config do not fit each other, or the data.
@@ -97,14 +98,14 @@ def assemble(config: Any, workdir: Path) -> Run:
     example = {**like, step.STOP: asked(False)}
 
     # The model, its gradient, the exchange of gradients and behind it the optimizer.
+    pixels = check.pixels(config.data, rows.shape[-1]) if rows.unit == "images" else ()
     with memory_for(*MODEL):
         graph, params = models.build(config.model, rows.shape, rows.classes, config.seed)
-    pixels = (config.data.mean, config.data.std) if rows.unit == "images" else ()
     forward = step.make_forward(graph, *pixels)
     gradient = step.make_gradient(forward, config.label_smoothing, config.microbatches)
     order = jaxcomm.backward_order(gradient, params, example)
     optimizer = state.make_optimizer(config.optimizer, config.steps)
-    how = planned.resolved(config, workdir, gradient, params, example, optimizer)
+    how = planned.resolved(config, workdir, gradient, params, example, optimizer, goes_on)
     exchange = sync.build(how, order, config.steps)
     tx = sync.joined(how, exchange, optimizer)
     return Run(rows, example, asked, params, forward, gradient, order, how, exchange, optimizer, tx)

@@ -168,7 +168,8 @@ def build(config: Any, bucket_order: Sequence[str], steps: int) -> optax.Gradien
     Args:
       config: `config.sync`: `method` and its options. An option that is missing or None has the
         method's default; fields of other methods are ignored. A codec or an algorithm is a name or
-        a call, such as "qsgd(levels=7)". With `dense_steps`, that many float32 steps come first.
+        a call, such as "qsgd(levels=7)". With `dense_steps`, exchanges of that many steps are in
+        float32 first.
       bucket_order: paths of the parameters as `jaxcomm.backward_order` finds them.
       steps: length of the run.
 
@@ -187,7 +188,7 @@ def build(config: Any, bucket_order: Sequence[str], steps: int) -> optax.Gradien
     try:
         tx = factory(AXIS, **{name: options[name] for name in names if name in options})
         if "dense_steps" not in names:  # else the method has dense steps of its own
-            tx = jaxcomm.dense_first(tx, options.get("dense_steps", 0))
+            tx = jaxcomm.dense_first(tx, dense_exchanges(config))
         return _sharded(tx, config)
     except (TypeError, ValueError) as error:
         raise UserError(f"config.sync: {error}") from error
@@ -284,6 +285,11 @@ def _check_exempt(patterns: Sequence[str], paths: Sequence[str]) -> None:
             )
 
 
+def dense_exchanges(config: Any) -> int:
+    """How many exchanges are dense: those whose `every` steps begin within `dense_steps`."""
+    return -(-(config.get("dense_steps") or 0) // config.get("every", 1))
+
+
 def shares(config: Any, steps: int, frozen_at: int) -> dict[str, float]:
     """The share of a run's steps that take a branch, by its name in the compiled program.
 
@@ -292,13 +298,13 @@ def shares(config: Any, steps: int, frozen_at: int) -> dict[str, float]:
       steps: length of the run.
       frozen_at: the last dense step of an optimizer with a warm-up of its own; 0 if it did not end.
     """
-    dense = min(config.get("dense_steps") or 0, steps)
-    return {"from step 0": dense / steps, "one_bit_adam: dense": (frozen_at or steps) / steps}
+    dense = min(dense_exchanges(config) * config.get("every", 1) / steps, 1.0)
+    return {"from step 0": dense, "one_bit_adam: dense": (frozen_at or steps) / steps}
 
 
 def shares_in_step(config: Any, step: int, frozen_at: int) -> dict[str, float]:
     """The same for a single step, counted from 1; `frozen_at` is of before it."""
-    dense = step <= (config.get("dense_steps") or 0)
+    dense = (step - 1) // config.get("every", 1) < dense_exchanges(config)
     return {"from step 0": float(dense), "one_bit_adam: dense": float(not frozen_at)}
 
 

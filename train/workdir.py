@@ -2,8 +2,10 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from train.check import flat
 from train.errors import UserError
+
+# Fields that may change when a run goes on: what is trained does not depend on them.
+FREE = ("checkpoint.", "data.data_dir", "eval_every", "guard.", "inspect.", "measure_steps")
+FREE += ("network.", "profile.")
 
 
 def new(name: str) -> Path:
@@ -23,8 +30,8 @@ def new(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def claimed(workdir: Path, config: Any) -> Iterator[None]:
-    """Makes the directory, keeps other runs out of it, and writes the config into it.
+def claimed(workdir: Path) -> Iterator[None]:
+    """Makes the directory and keeps other runs out of it.
 
     Process 0 does so for all. The lock is of the operating system and ends with the process,
     however that ends. The file stays and means nothing by itself.
@@ -42,7 +49,6 @@ def claimed(workdir: Path, config: Any) -> Iterator[None]:
         raise UserError(f"cannot write to --workdir={workdir}: {error}") from error
     with lock:
         _lock(lock, workdir)
-        (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
         yield
 
 
@@ -60,3 +66,49 @@ def _lock(lock: Any, workdir: Path) -> None:
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
+
+
+def keep_config(workdir: Path, config: Any, resumed: bool) -> None:
+    """Writes the config of a run that nothing refuses any more; process 0 does so for all.
+
+    A run that goes on names the fields in which it differs from `config.json`, on one line.
+
+    Args:
+      workdir: of the run.
+      config: a config of `configs/`.
+      resumed: whether the run goes on at a checkpoint.
+
+    Raises:
+      UserError: if `config.json` is a directory.
+    """
+    if jax.process_index() != 0:
+        return
+    path, text = workdir / "config.json", config.to_json_best_effort(indent=2) + "\n"
+    changes = _changes(path, json.loads(text)) if resumed else []
+    if changes:
+        print(f"the run goes on with another config: {', '.join(changes)}", file=sys.stderr)
+    try:
+        write_whole(path, text)
+    except IsADirectoryError as error:
+        raise UserError(f"{path} is a directory; choose another --workdir") from error
+
+
+def _changes(path: Path, config: dict[str, Any]) -> list[str]:
+    """The fields that are not as they were; none if what they were cannot be read."""
+    try:
+        before = dict(flat(json.loads(path.read_text())))
+    except (AttributeError, OSError, ValueError):
+        return []
+    return [
+        f"{name}={value!r} (was {before.get(name)!r})"
+        for name, value in flat(config)
+        if before.get(name) != value and not name.startswith(FREE)
+    ]
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file such that it is never seen half written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(text)
+    scratch.replace(path)

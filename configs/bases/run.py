@@ -93,11 +93,12 @@ def sync() -> config_dict.ConfigDict:
     sync.second_hop = config_dict.placeholder(str)  # The codec of the way back; None: `codec`.
     sync.error_feedback = config_dict.placeholder(bool)  # Keep what rounding takes away.
     sync.exempt = ()  # Patterns of further leaves that travel in float32.
-    sync.dense_steps = config_dict.placeholder(int)  # Steps in float32 before any compression.
+    # Steps in float32 before any compression; with `every`, rounded up to whole exchanges.
+    sync.dense_steps = config_dict.placeholder(int)
     sync.bucket_mib = config_dict.placeholder(float)
     sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
     # Local SGD and DiLoCo: devices take `every` steps of their own, then exchange how far they
-    # came.
+    # came. The steps of the run are a multiple of it.
     sync.every = 1
     sync.outer_rate = 1.0  # Of the outer SGD, which takes the exchanged difference for a gradient.
     sync.outer_momentum = 0.0  # Nesterov's.

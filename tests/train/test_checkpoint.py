@@ -124,6 +124,25 @@ def test_a_checkpoint_of_another_run(tmp_path: Path, state: Any, message: str) -
         restored(tmp_path, state())
 
 
+def test_a_checkpoint_of_parameters_that_were_not_split(tmp_path: Path) -> None:
+    """All arrays are alike; only what is static says how parameters travel."""
+
+    def begin(tx: optax.GradientTransformation) -> TrainState:
+        with jax.set_mesh(mesh_of(2)):
+            params = jaxcomm.replicate({"w": jnp.zeros(3)})
+            return TrainState(jaxcomm.replicate(jnp.int32(1)), params, tx.init(params))
+
+    plain = jaxcomm.mean("data", "bfloat16")
+    split = jaxcomm.sharded(plain, "bfloat16")
+    for before, after in ((plain, split), (split, plain)):
+        folder = tmp_path / str(before is plain)
+        checkpoints = Checkpoints(folder, keep=2)
+        checkpoints.save(1, begin(before), position())
+        checkpoints.close()
+        with pytest.raises(UserError, match="checkpoint 1 in .* is of another config.sync, such"):
+            Checkpoints(folder, keep=2).restore(1, begin(after), position(), after)
+
+
 def test_another_number_of_devices_and_of_processes(tmp_path: Path) -> None:
     """4 -> 2 -> 3 -> 4: parameters and momentum to the bit, residuals in the mean."""
     state, worlds = state_of(5, 1, world=4), (4, 2, 3, 4)

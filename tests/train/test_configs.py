@@ -9,7 +9,7 @@ from absl import flags
 from ml_collections import config_dict
 from running import ROOT, read_config
 
-from train import check, main, state, sync
+from train import check, main, mistakes, state, sync
 from train.errors import UserError
 
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
@@ -126,12 +126,30 @@ def test_sizes(size: int, microbatches: int, message: str) -> None:
         check.fit(config, 4)
 
 
+def test_no_step_is_behind_the_last_exchange() -> None:
+    config = changed("steps", 10)
+    config.sync.every = 4
+    with pytest.raises(UserError, match=r"10 is not divisible by config.sync.every=4.*steps=12$"):
+        check.fit(config, 4)
+    config.steps = 12
+    check.fit(config, 4)
+
+
 def test_an_optimizer_behind_an_optimizer() -> None:
     config = changed("sync.method", "one_bit_adam")
     with pytest.raises(UserError, match="one_bit_adam is an optimizer itself, and sgd would stand"):
         check.fit(config, 4)
     config.optimizer.name = "scale"
     check.fit(config, 4)
+
+
+@pytest.mark.parametrize("method", ["mean", "majority_vote", "none", "auto"])
+def test_only_an_optimizer_is_scaled(method: str) -> None:
+    """The sign of a gradient is that of the ascent: only optimizers turn it around."""
+    config = changed("sync.method", method)
+    config.optimizer.name = "scale"
+    with pytest.raises(UserError, match=f"method={method} it would climb .* set --config.optimiz"):
+        check.fit(config, 4)
 
 
 @pytest.mark.parametrize(
@@ -189,17 +207,31 @@ def test_patterns_that_fit_nothing(pattern: str, message: str) -> None:
     sync.build(changed("sync.exempt", ("head/*",)).sync, PATHS, 10)
 
 
+LOCKED = """from configs import digits_resnet
+def get_config():
+    c = digits_resnet.get_config()
+    """
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ("def get_config(:", "--config: .*config.py, line 1: invalid syntax"),
         ("x = 1", r"--config: the file has no function get_config\(\), so it is no config"),
         ("def get_config(): return None", r"--config: get_config\(\) returns nothing"),
+        ("import no_such_module", "config.py, line 1: ModuleNotFoundError: No module named 'no_s"),
+        ("def get_config(): return {}['a']", "config.py, line 1: KeyError: 'a'"),
+        (LOCKED + "None.foo", "config.py, line 4: AttributeError: 'NoneType' object has no attr"),
+        (LOCKED + "c.nosuch = 3", "config.py, line 4: the config has no field 'nosuch'.$"),
         (
-            "import no_such_module",
-            "--config: ModuleNotFoundError: No module named 'no_such_",
+            LOCKED + "c.optimizer.learning_rat = 3.0",
+            "config.py, line 4: the config has no field 'learning_rat'. Did you mean \"learning_ra",
         ),
-        ("def get_config(): return {}['a']", "the config has no field a."),
+        (LOCKED + "c.seed = 'x'", "config.py, line 4: TypeError: Could not override field 'seed'"),
+        (LOCKED + "int('x')", "config.py, line 4: ValueError: invalid literal for int"),
+        (LOCKED + "raise ValueError('no size')", "^--config: no size$"),
+        (LOCKED + "open('no.txt')", "config.py, line 4: FileNotFoundError: .*'no.txt'$"),
+        (LOCKED + "raise RuntimeError('y' * 999)", "config.py, line 4: RuntimeError: y{200} ...$"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -215,7 +247,10 @@ def test_files_that_are_no_config(source: str, message: str, tmp_path: Path) -> 
         values(["train", f"--config={path}"])
         check.fields(values.config)
     error = caught.value
-    line = str(error) if isinstance(error, UserError) else main.mistake_in(error)
+    if isinstance(error, flags.Error):
+        line = mistakes.mistake_in_traceback(str(error))
+    else:
+        line = str(error) if isinstance(error, UserError) else mistakes.mistake_in(error)
     if "return None" in source:
         message = "returns NoneType, not a ml_collections.ConfigDict|" + message
     assert re.search(message, line), line

@@ -256,6 +256,19 @@ def test_mistakes_in_a_cluster_file(
     assert line.startswith(f"error: --cluster={path}: {message}")
 
 
+def test_a_variable_may_hold_braces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cluster.py"
+    env = {"JSON": '{"a": 1}', "DEVICE": "{process_id}", "EMPTY": "{}"}
+    path.write_text(f"def get_config(): return {{'processes': 2, 'env': {env}}}\n")
+    given = []
+    monkeypatch.setattr(launch, "supervise", lambda _, envs, *rest: given.extend(envs) or 0)
+    assert launch.main(["launch", f"--cluster={path}"]) == 0
+    assert [{name: e[name] for name in env} for e in given] == [
+        {**env, "DEVICE": "0"},
+        {**env, "DEVICE": "1"},
+    ]
+
+
 def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))

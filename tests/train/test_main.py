@@ -18,7 +18,7 @@ from train import loop
 from train.distributed import await_port, check_answer, join
 from train.errors import RunError, UserError
 from train.main import explained, give_simulated_devices_threads
-from train.workdir import claimed
+from train.workdir import claimed, keep_config
 
 CONFIG = "--config=configs/digits_resnet.py"
 
@@ -152,20 +152,56 @@ def test_memory_that_is_not_there(config: config_dict.ConfigDict, tmp_path: Path
         loop.train(config, tmp_path, 0.0)
 
 
-def test_a_second_run_in_the_same_directory(tmp_path: Path, config: config_dict.ConfigDict) -> None:
+def test_a_second_run_in_the_same_directory(tmp_path: Path) -> None:
     message = re.escape(f"another run (process {os.getpid()} on {socket.gethostname()}) writes to")
-    with claimed(tmp_path, config):
-        before = (tmp_path / "config.json").read_text()
-        config.steps = 77
-        with pytest.raises(UserError, match=message), claimed(tmp_path, config):
+    with claimed(tmp_path):
+        with pytest.raises(UserError, match=message), claimed(tmp_path):
             pass
-        assert (tmp_path / "config.json").read_text() == before
-    with claimed(tmp_path, config):
-        assert json.loads((tmp_path / "config.json").read_text())["steps"] == 77
+    with claimed(tmp_path):
+        pass
+
+
+def test_a_run_that_is_refused_leaves_the_config_of_the_one_before(
+    tmp_path: Path, config: config_dict.ConfigDict
+) -> None:
+    keep_config(tmp_path, config, resumed=False)
+    before = (tmp_path / "config.json").read_text()
+    config.seed, config.checkpoint.resume = 77, True
+    with pytest.raises(UserError, match="there is no whole checkpoint"), claimed(tmp_path):
+        loop.train(config, tmp_path, 0.0)
+    assert (tmp_path / "config.json").read_text() == before
+
+
+def test_a_run_that_goes_on_names_the_fields_that_changed(
+    tmp_path: Path, config: config_dict.ConfigDict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep_config(tmp_path, config, resumed=True)  # Of the config before, nothing is known.
+    config.eval_every, config.checkpoint.resume, config.sync.exempt = 99, True, ()
+    keep_config(tmp_path, config, resumed=True)
+    assert capsys.readouterr().err == ""
+    config.seed, config.sync.codec, config.sync.exempt = 7, "float32", ("head/*",)
+    keep_config(tmp_path, config, resumed=True)
+    fields = "seed=7 (was 0), sync.codec='float32' (was 'bfloat16'), "
+    fields += "sync.exempt=['head/*'] (was [])"
+    assert capsys.readouterr().err == f"the run goes on with another config: {fields}\n"
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(UserError, match="config.json is a directory; choose another --workdir"):
+        keep_config(tmp_path, config, resumed=True)
 
 
 def change(name: str, value: object) -> Callable[[config_dict.ConfigDict], None]:
-    return lambda config: config.update_from_flattened_dict({name: value})
+    def change_it(config: config_dict.ConfigDict) -> None:
+        with config.ignore_type():
+            config.update_from_flattened_dict({name: value})
+
+    return change_it
+
+
+def without_mean(config: config_dict.ConfigDict) -> None:
+    with config.unlocked():
+        del config.data.mean
 
 
 @pytest.mark.parametrize(
@@ -187,6 +223,9 @@ def change(name: str, value: object) -> Callable[[config_dict.ConfigDict], None]
         (change("optimizer.name", "adam"), "config.optimizer.name: .*did you mean 'adamw'"),
         (change("checkpoint.resume", True), "checkpoint.resume: there is no whole checkpoint in"),
         (change("checkpoint.every", 0), "checkpoint.every is 0; it must be a whole number"),
+        (change("sync.exempt", (3,)), r"sync.exempt is \(3,\); it must be a tuple of patterns"),
+        (change("data.mean", (1.0, 2.0, 3.0)), "data.mean has 3 values, and images of digits have"),
+        (without_mean, "the config has no field data.mean, which images need: of the pixels"),
         (change("sync.exempt", ("hed/*",)), "config.sync.exempt: no parameter fits 'hed/.'; did"),
     ],
 )

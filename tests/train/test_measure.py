@@ -131,3 +131,7 @@ def test_dense_steps_have_their_share_of_the_run() -> None:
     assert sync.shares(config, 1000, 100)["one_bit_adam: dense"] == 0.1
     assert sync.shares(config, 50, 0)["from step 0"] == 1.0
     assert sync.shares(config_dict.create(), 50, 0)["from step 0"] == 0.0
+    local = config_dict.create(dense_steps=10, every=4)  # the exchanges of steps 4, 8 and 12
+    assert sync.shares(local, 120, 0)["from step 0"] == 0.1
+    found = [sync.shares_in_step(local, step, 0)["from step 0"] for step in (1, 4, 5, 12, 13, 16)]
+    assert found == [1, 1, 1, 1, 0, 0]

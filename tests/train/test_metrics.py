@@ -206,15 +206,15 @@ def test_bad_losses_in_a_row_end_the_run(tmp_path: Path) -> None:
 
 def test_the_config_is_kept(tmp_path: Path) -> None:
     config = config_dict.create(seed=3, data={"name": "digits"})
-    with workdir.claimed(tmp_path / "a" / "b", config):
-        kept = json.loads((tmp_path / "a" / "b" / "config.json").read_text())
+    workdir.keep_config(tmp_path / "a" / "b", config, resumed=False)
+    kept = json.loads((tmp_path / "a" / "b" / "config.json").read_text())
     assert kept == {"seed": 3, "data": {"name": "digits"}}
 
 
 def test_a_directory_that_cannot_be_written() -> None:
     message = "cannot write to --workdir=/dev/null/x: .*Not a directory"
     with pytest.raises(UserError, match=message):
-        with workdir.claimed(Path("/dev/null/x"), config_dict.create()):
+        with workdir.claimed(Path("/dev/null/x")):
             pass
 
 

@@ -20,9 +20,9 @@ def config(tmp_path):
     plan.use(None)
 
 
-def resolved(config, workdir, devices):
+def resolved(config, workdir, devices, goes_on=False):
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:devices])):
-        return planned.resolved(config, workdir, None, None, None, None)
+        return planned.resolved(config, workdir, None, None, None, None, goes_on)
 
 
 def test_a_cluster_chooses_the_algorithm_of_any_method(config, tmp_path):
@@ -48,3 +48,30 @@ def test_one_device_needs_no_plan_and_a_network_that_is_there(config, tmp_path):
         resolved(config, tmp_path, 1)
     config.network.costs = ""
     assert resolved(config, tmp_path, 1).method == "mean"
+
+
+def test_a_choice_is_of_one_run(config, tmp_path):
+    config.sync.method, config.network.cluster = "auto", ""
+    (tmp_path / "exchange.json").write_text('{"config": {"method": "majority_vote"}}')
+    assert resolved(config, tmp_path, 1, goes_on=True).method == "majority_vote"
+    assert resolved(config, tmp_path, 1).method == "mean"  # a new run in the same directory
+    for text in ('{"conf', "[]", "{}"):
+        (tmp_path / "exchange.json").write_text(text)
+        with pytest.raises(UserError, match="exchange.json, the exchange that the run chose at"):
+            resolved(config, tmp_path, 1, goes_on=True)
+
+
+def test_measuring_is_announced(config, tmp_path, capsys, monkeypatch):
+    config.sync.method = "auto"
+
+    def probe(cluster):
+        raise ValueError("as far as it comes")
+
+    monkeypatch.setattr(plan, "probe", probe)
+    with pytest.raises(UserError, match="as far as it comes"):
+        resolved(config, tmp_path, 4)
+    said = capsys.readouterr().err
+    assert said == (
+        "config.sync.method=auto measures a step without exchange, messages and codes, which may "
+        "take minutes\n"
+    )

@@ -1,5 +1,6 @@
 """Runs side by side, and a profile of some steps."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -48,15 +49,60 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert out.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_a_run_that_went_on_has_not_ended(tmp_path: Path) -> None:
+    record(tmp_path, 20, 1.0, end=True)
+    assert compare.read(tmp_path).summary["step"] == 20
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        line = {"kind": "train", "loss": 1.0, "bytes_per_param": 2.0, "step_ms": 1.0}
+        file.write(json.dumps({**line, "step": 21}) + "\n")
+        file.write('{"kind": "train", "step": 22, "lo')  # It is just writing.
+    run = compare.read(tmp_path)
+    assert run.steps[-1] == 21 and run.summary == {} and run.tested["step"] == 20
+
+
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([]) == report.main(["--ot=x"]) == report.main([str(tmp_path)]) == 2
-    missing, unknown, other = capsys.readouterr().err.splitlines()
-    assert missing.startswith("error: the WORKDIR of a run is missing: python -m train.report")
-    assert unknown.startswith("error: --ot=x is not a flag:")
-    assert other.startswith(f"error: {tmp_path} is not the directory of a run")
-    (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(UserError, match="has no step"):
+    for arguments, message in (
+        ([], "the following arguments are required: WORKDIR"),
+        (["x", "--ot=x"], "unrecognized arguments: --ot=x"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            report.main(arguments)
+        assert ended.value.code == 2
+        said = capsys.readouterr().err.splitlines()
+        assert said[-1] == f"python -m train.report: error: {message}"
+    with pytest.raises(SystemExit) as ended:
+        report.main(["--help"])
+    assert ended.value.code == 0 and "compares runs: a table" in capsys.readouterr().out
+    assert report.main([str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path} is not the directory of a run")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no step"),
+        ('{"a": 1}\n', 'line 1 is not of a run: {"a": 1}'),
+        ("[1, 2]\n", r"line 1 is not of a run: \[1, 2\]"),
+        ('{"ki\n{"kind": "start", "step": 0}\n', "line 1 is not JSON"),
+    ],
+)
+def test_what_is_no_history(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(UserError, match=message):
         compare.read(tmp_path)
+
+
+def test_a_plot_in_no_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path, 3, 1.0, end=True)
+    assert report.main([str(tmp_path), "--out", str(tmp_path / "x.foo")]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"error: cannot write {tmp_path}/x.foo: Format 'foo' is not supported")
+
+
+def test_the_perplexity_of_a_run_that_diverged() -> None:
+    shown = report._score({"test_tokens": 9, "test_loss": 1e4})
+    assert shown["perplexity of a token"] == "inf"
 
 
 def test_a_profile_of_some_steps(tmp_path: Path) -> None:

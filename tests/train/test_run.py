@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from ml_collections import config_dict
 from running import Program, checkpoint_bits, children, read_config, read_lines
 
 from jaxcomm import plan
-from train import loop, models
+from train import loop, models, signals
 from train.errors import RunError, UserError
 
 NUMBERS = {
@@ -94,6 +95,11 @@ def test_one_process_with_eight_devices(
     assert again["test_accuracy"] == summary["test_accuracy"]
     assert again["loop_step_ms"] is None
     assert checkpoint_bits(tmp_path, 4) == before
+    assert "another config" not in capsys.readouterr().err
+    config.steps = 3
+    with pytest.raises(UserError, match="config.steps=3 is less than the 4 steps of the checkpoi"):
+        loop.train(config, tmp_path, 0.0)
+    assert json.loads((tmp_path / "config.json").read_text())["steps"] == 4
 
 
 def test_a_run_that_diverges_fails(config: config_dict.ConfigDict, tmp_path: Path) -> None:
@@ -105,6 +111,26 @@ def test_a_run_that_diverges_fails(config: config_dict.ConfigDict, tmp_path: Pat
     saved = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
     # What was being written is complete; nothing was written after the first bad loss.
     assert len(bad) == 3 and saved == list(range(2, bad[0], 2))
+
+
+@pytest.mark.parametrize("every", ["eval_every", "guard.replicas_every"])
+def test_a_run_that_is_asked_to_stop_is_saved(
+    every: str,
+    config: config_dict.ConfigDict,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also where work after every step is the first to learn of it."""
+    config.update_from_flattened_dict(TINY_RESNET)
+    config.steps = config.eval_every = config.checkpoint.every = config.inspect.every = 10**5
+    config.update_from_flattened_dict({every: 1})
+    monkeypatch.setattr(signals, "stop", threading.Event())
+    signals.stop.set()
+    assert loop.train(config, tmp_path, 0.0) is None
+    step = int(capsys.readouterr().out.split("stopped after step ")[1].split(",")[0])
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
+    assert step <= 2
 
 
 @pytest.fixture
@@ -147,6 +173,7 @@ def test_every_config_runs(
         cifar.shrink(other, name)
     if other.data.name == "digits":
         other.update_from_flattened_dict(TINY_VIT if "vit" in name else TINY_RESNET)
+    other.sync.every = min(other.sync.every, other.steps)
     if name == "digits_oktopk":
         other.sync.dense_steps = 2  # As cifar_vgg has them, the others do not.
     if name not in ("lm_transformer", "imagenet_vit_s16"):
@@ -282,5 +309,6 @@ def test_the_planner_chooses_the_exchange(
     assert summary["predicted_ms"] > 0 and summary["predicted_largest"] in printed
     config.network.costs, config.checkpoint.resume = "no/such/file.yaml", True
     assert loop.train(config, tmp_path / "run", 0.0)["test_accuracy"] == summary["test_accuracy"]
+    config.checkpoint.resume = False
     with pytest.raises(UserError, match="config.network: .*no/such/file.yaml"):
         loop.train(config, tmp_path / "new", 0.0)

@@ -75,6 +75,34 @@ def test_microbatches_change_nothing(one_device: list[float]) -> None:
     np.testing.assert_allclose(two, one_device, rtol=1e-5)
 
 
+def test_dense_steps_are_steps_also_where_devices_exchange_rarely() -> None:
+    """Ten steps, three at a time: the first and the second exchange are dense, the third is not."""
+    config = config_dict.create(
+        method="majority_vote",
+        dense_steps=4,
+        every=3,
+        outer_rate=1.0,
+        outer_momentum=0.0,
+        fragments=1,
+    )
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        data = [jaxcomm.global_batch(batch, sync.AXIS) for batch in batches(10, 8)]
+        gradient = step.make_gradient(forward, 0.1, 1)
+        order = jaxcomm.backward_order(gradient, parameters(), data[0])
+        tx = sync.joined(config, sync.build(config, order, 10), optax.sgd(0.1))
+        now = state.init(parameters(), tx)
+        run = step.compile_step(step.make_train_step(gradient, tx), now, data[0])
+        sizes = []
+        for batch in data:
+            before = np.asarray(now.params["w1"])
+            now, _ = run(now, batch)
+            moved = np.abs(np.asarray(now.params["w1"]) - before)
+            sizes.append(len(np.unique(moved.round(5))))
+    # Nothing moves between exchanges, and what is voted on moves by one.
+    assert sizes == [1, 1, sizes[2], 1, 1, sizes[5], 1, 1, sizes[8], 1]
+    assert min(sizes[2], sizes[5]) > 100 > 3 > sizes[8]
+
+
 def test_a_profile_names_the_parts_of_a_step() -> None:
     config = config_dict.create(method="mean", codec="int8", algorithm="ring", bucket_mib=0.001)
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
