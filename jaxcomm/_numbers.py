@@ -3,6 +3,9 @@
 import numbers
 from typing import Any, TypeGuard
 
+import jax
+import jax.numpy as jnp
+
 
 def is_integer(x: Any) -> TypeGuard[int]:
     """Whether this is a whole number."""
@@ -15,6 +18,7 @@ def is_real(x: Any) -> TypeGuard[float]:
 
 
 def check_seed(seed: Any) -> None:
-    """Raises a TypeError unless a seed is a whole number."""
-    if not is_integer(seed):
+    """Raises a TypeError unless a seed is a whole number, or an array of one."""
+    is_array = isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jnp.integer)
+    if not (is_integer(seed) or is_array):
         raise TypeError(f"seed must be an integer, got {seed!r}; the keys are made from it.")

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxcomm import _axes, _paths, _shards
 from jaxcomm._attached import attached_in, map_leaves, specs_of, values_of, with_attached
 from jaxcomm._axes import AxisName
+from jaxcomm._losses import loss_and_aux
 from jaxcomm._marks import (
     FINISHED,
     GRADIENT,
@@ -98,17 +99,10 @@ class ValueAndGrad:
 
     def _checked_loss(self, params: Any, batch: Any, *args: Any) -> tuple[jax.Array, Any]:
         out = self.loss_fn(params, batch, *args)
-        loss, aux = out if self.has_aux else (out, ())
+        loss, aux = loss_and_aux(out, self.has_aux)
         on = _axes.checks_on(self.axis_name)
         if on and not _axes.varies(loss, self.axis_name):
             raise ValueError(_averaged(self.axis_name))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
-            dtype = jnp.result_type(leaf)
-            if not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
-                raise TypeError(
-                    f"aux{jax.tree_util.keystr(path)} is {dtype}, and the mean over devices is "
-                    "taken of numbers only; leave it out of aux."
-                )
         return loss, aux
 
     def _check_loss(self, params: Any, batch: Any, args: Any) -> None:
@@ -163,16 +157,18 @@ def value_and_grad(
     Returns:
       `f(params, batch, *args)`, which returns `(loss, grads)` or `((loss, aux), grads)`. `params`
       are shared, or each device's own from `jaxcomm.local_params`. Loss and
-      aux are means over the devices, equal on all of them; integer aux becomes float32. The
-      leaves of `batch` have a common leading axis of examples; `args` go to every device as
-      they are. So a dropout key among them is the same on all devices, and so would be the masks:
-      begin `loss_fn` with `key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
+      aux are means over the devices, equal on all of them. Integer aux becomes float32, in which
+      counts above 2^24 are rounded. The leaves of `batch` have a common leading axis of examples;
+      `args` go to every device as they are. So a dropout key among them is the same on all devices,
+      and so would be the masks: begin `loss_fn` with
+      `key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
 
     Raises:
       ValueError: when called, if no mesh is set, the batch does not divide over the devices or is
         one process's own, or the loss was already averaged over the axis or does not depend on
         the batch.
-      TypeError: when called, if aux is not made of numbers.
+      TypeError: when called, if aux is not made of real numbers, or `loss_fn` does not return what
+        `has_aux` says.
 
     Wire: one float32 all-reduce of the loss and all of aux.
 

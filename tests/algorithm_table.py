@@ -59,7 +59,7 @@ def log2(world: int) -> int:
 
 
 def blocks_of_halving(world: int) -> int:
-    """A pair of neighbours that folds sends the whole vector once more."""
+    """Of P devices; where a pair of neighbours folds, one of it sends a whole vector more."""
     core = 2 ** log2(world)
     return 2 * (core - 1) + (core if world > core else 0)
 

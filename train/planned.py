@@ -90,7 +90,11 @@ def resolved(
     if cluster is None:
         chosen.method = "mean"
         return chosen
-    load = plan.workload(params, 1e3 * _step_seconds(gradient, params, example, optimizer))
+    milliseconds = 1e3 * _step_seconds(gradient, params, example, optimizer)
+    try:
+        load = plan.workload(params, milliseconds, exempt=tuple(chosen.exempt or ()))
+    except ValueError as error:
+        raise UserError(f"config.sync.exempt: {error}") from error
     allowed = [m for m in plan.methods(config.network.quality) if m.family != "float16"]
     found = plan.plan(cluster, load, config.network.quality, allowed, reorder=False)
     fields = found.choice.method.config

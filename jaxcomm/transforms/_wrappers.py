@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -18,8 +18,22 @@ _CURES = {
         "optax.MultiSteps keeps one accumulator for all devices, but gradients are local before "
         "they are exchanged. Use jaxcomm.multi_steps(inner, every)."
     ),
+    "flatten": (
+        "optax.flatten joins all leaves, and what is exempt, in which bucket a leaf travels and "
+        "which row it is of is lost. Put it around the optimizer only: "
+        "optax.chain(jaxcomm.mean(...), optax.flatten(optimizer))."
+    ),
+    "conditionally_transform": (
+        "optax.conditionally_transform would leave local gradients as they are in some steps. Put "
+        "it around the optimizer only, or change the exchange by jaxcomm.stages."
+    ),
 }
-_CHAIN_INIT = "chain.<locals>.init_fn.<locals>.<genexpr>"  # where optax.chain calls its members
+# Where optax's chains call their members.
+_CHAIN_INIT = "chain.<locals>.init_fn.<locals>.<genexpr>"
+_NAMED_CHAIN_INIT = "named_chain.<locals>.init_fn"
+# Fields of the states of optax and optax.contrib.
+_MOMENTA = {"mu", "trace", "exp_avg", "e_x"}
+_VARIANCES = {"nu", "sum_of_squares", "e_g", "v_row", "exp_avg_sq"}
 
 
 def refuse_wrappers() -> None:
@@ -44,18 +58,28 @@ def moments_behind(params: Any) -> set[str]:
       params: the parameters that `init` was called with.
 
     Returns:
-      Names of optax: "mu" and "trace" are momenta, "nu" is a variance.
+      Names of optax, such as "mu" and "trace" for momenta and "nu" for a variance.
     """
     found = set()
     for frame in _optax_frames():
-        if frame.f_code.co_qualname == _CHAIN_INIT and frame.f_back is not None:
-            members = list(frame.f_back.f_locals.get("init_fns", ()))
-            caller = frame.f_locals.get("fn")
-            behind = members[members.index(caller) + 1 :] if caller in members else []
-            for state in [jax.eval_shape(init, params) for init in behind]:
-                nodes = jax.tree.leaves(state, is_leaf=lambda x: _moments_of(x) != set())
-                found = found.union(*map(_moments_of, nodes))
+        for state in [jax.eval_shape(init, params) for init in _behind(frame)]:
+            nodes = jax.tree.leaves(state, is_leaf=lambda x: _moments_of(x) != set())
+            found = found.union(*map(_moments_of, nodes))
     return found
+
+
+def _behind(frame: FrameType) -> list[Callable[[Any], Any]]:
+    """The `init` of the members behind the caller, if this is a call of an optax chain."""
+    name, own = frame.f_code.co_qualname, frame.f_locals
+    if name == _CHAIN_INIT and frame.f_back is not None:
+        members = list(frame.f_back.f_locals.get("init_fns", ()))
+        caller = own.get("fn")
+        return members[members.index(caller) + 1 :] if caller in members else []
+    if name == _NAMED_CHAIN_INIT:
+        names = [name for name, _ in own.get("transforms", ())]
+        here = names.index(own["name"]) if own.get("name") in names else len(names)
+        return [tx.init for _, tx in own["transforms"][here + 1 :]]
+    return []
 
 
 def refuse_optimizer_behind(params: Any, name: str) -> None:
@@ -69,7 +93,7 @@ def refuse_optimizer_behind(params: Any, name: str) -> None:
 
 def warn_of_a_variance_behind(params: Any, exchange: str) -> None:
     """Warns, in `init`, of error feedback in few bits in front of an optimizer like Adam."""
-    if "nu" in moments_behind(params):
+    if moments_behind(params) & _VARIANCES:
         warnings.warn(
             f"{exchange} with error feedback is in front of an optimizer that keeps a variance, "
             "such as Adam. Error feedback is for optimizers that are linear in the gradient "
@@ -81,7 +105,10 @@ def warn_of_a_variance_behind(params: Any, exchange: str) -> None:
 
 
 def _moments_of(node: Any) -> set[str]:
-    return {"mu", "nu", "trace"} & set(getattr(node, "_fields", ()))
+    fields = set(getattr(node, "_fields", ()))
+    if fields.issuperset({"m", "v", "n", "g"}):  # Adan's
+        return {"nu"}
+    return (_MOMENTA | _VARIANCES) & fields
 
 
 def _optax_callers() -> set[str]:

@@ -44,6 +44,8 @@ def local(
     If `inner` returns anything that is not finite on any device, the state of every device stays as
     it was, so that a NaN costs one step and does not stay in a momentum.
 
+    Random numbers of `inner`, such as those of `optax.add_noise`, are the same on every device.
+
     In the manual view `inner` sees what the device holds. Where parameters are sharded over a
     further axis these are shards, and a norm is not that of the whole gradient: clip in the global
     view.

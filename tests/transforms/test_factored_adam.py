@@ -199,10 +199,13 @@ def test_bad_input_raises() -> None:
             tx.update(grads, state)
         with pytest.raises(ValueError, match="mask must have the structure of the parameters"):
             jax.jit(tx.update)(grads, state, params)
-        for behind in (optax.adam(0.1), optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9))):
+        with_momentum = optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9))
+        for behind in (optax.adam(0.1), optax.adafactor(0.1), optax.adan(0.1), with_momentum):
             for made in (tx, jaxcomm.one_bit_adam("data", 0.1, dense_steps=1)):
                 with pytest.raises(ValueError, match="Its updates are finished"):
                     optax.chain(made, behind).init(params)
                 with pytest.raises(ValueError, match="Its updates are finished"):
                     optax.chain(optax.chain(made), behind).init(params)
+                with pytest.raises(ValueError, match="Its updates are finished"):
+                    optax.named_chain(("a", made), ("b", behind)).init(params)
         optax.chain(jaxcomm.local("data", optax.trace(0.9)), tx, optax.scale(0.1)).init(params)

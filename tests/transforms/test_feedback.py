@@ -252,6 +252,17 @@ def test_few_bits_in_front_of_a_variance_say_what_to_take() -> None:
         optax.chain(sign, optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
         optax.chain(optax.chain(sign), optax.apply_if_finite(optax.rmsprop(0.1), 3)),
         optax.chain(jaxcomm.sparse_mean("data", 0.5), optax.adam(0.1)),
+        optax.named_chain(("signs", sign), ("adam", optax.adam(0.1))),
+        *(
+            optax.chain(sign, behind)
+            for behind in (
+                optax.adagrad(0.1),
+                optax.adadelta(0.1),
+                optax.adafactor(0.1),
+                optax.adan(0.1),
+                optax.contrib.prodigy(),
+            )
+        ),
     ]
     good = [
         optax.chain(sign, optax.sgd(0.1, momentum=0.9)),

@@ -346,3 +346,20 @@ def test_other_shardings_of_an_explicit_batch_stay() -> None:
         for spec in (P("data", "seq"), P(None, "seq"), P(("data", "seq"), None)):
             f(w, jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, spec)))
     assert P(None, "seq") in seen and P("seq", None) in seen
+
+
+@pytest.mark.parametrize(
+    ("out", "has_aux", "message"),
+    [
+        (lambda x: (x, 1j), True, "aux is .*complex.*, .*leave it"),
+        (lambda x: (x, {"name": "mlp"}), True, r"aux\['name'\] is .*str.*, .*leave it"),
+        (lambda x: (x, x), False, "pass has_aux=True"),
+        (lambda x: x, True, r"returns \(loss, aux\), got"),
+    ],
+)
+def test_what_the_loss_function_must_return(
+    mesh8: Any, out: Any, has_aux: bool, message: str
+) -> None:
+    f = jaxcomm.value_and_grad(lambda w, b: out(jnp.mean(w * b)), "data", has_aux=has_aux)
+    with jax.set_mesh(mesh8), pytest.raises(TypeError, match=message):
+        f(jnp.ones(()), jnp.ones(8))

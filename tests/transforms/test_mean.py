@@ -316,6 +316,11 @@ def test_a_state_of_other_parameters_or_another_mesh_is_refused() -> None:
     [
         (lambda tx: optax.apply_if_finite(tx, 3), "around the optimizer only"),
         (lambda tx: optax.MultiSteps(tx, 2), "Use jaxcomm.multi_steps"),
+        (optax.flatten, r"optax.flatten\(optimizer\)"),
+        (
+            lambda tx: optax.conditionally_transform(tx, lambda step: step > 3),
+            "change the exchange by jaxcomm.stages",
+        ),
     ],
 )
 def test_wrappers_that_cannot_work_are_refused(wrap: Any, cure: str) -> None:

@@ -18,9 +18,9 @@ class HalvingDoubling(Scheduled):
     In each round a device exchanges with the one whose number differs from its own in one bit. The
     order of the bits decides how far the large messages of the first rounds travel.
 
-    Wire, N = 2^q: 2(N-1)/N of the vector in 2q rounds. N = 2^q + r: before and after, each of r
-    pairs of neighbours folds two devices into one, so the busiest device sends the whole vector
-    once more, and there are two more rounds; `circulant` is then the better choice.
+    Wire, P = 2^q devices: 2(P-1)/P of the vector in 2q rounds. P + r devices: before and after,
+    each of r pairs of neighbours folds two devices into one, so the busiest device sends
+    2(P-1)/P + 1 vectors, and there are two more rounds; `circulant` is then the better choice.
 
     Attributes:
       order: "near_first" begins with distance 1, so the largest messages stay between neighbours;

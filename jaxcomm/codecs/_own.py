@@ -1,0 +1,51 @@
+"""Whether a codec that is not jaxcomm's keeps what `Codec` asks of it."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm.codecs._codec import Codec
+
+_SHAPE = (2, 33)  # two messages, of a length that no block divides
+
+
+@functools.cache
+def check(codec: Codec) -> None:
+    """Traces the codec once.
+
+    Raises:
+      TypeError: if it is no frozen dataclass with a `name`, its payload is not one array, or it
+        decodes to something else than it encoded.
+      ValueError: if a payload has other bytes than `message_bytes` says.
+    """
+    who = type(codec).__name__
+    if not isinstance(getattr(codec, "name", None), str):
+        raise TypeError(f"the codec {who} needs a name: ClassVar[str] in its class.")
+    try:
+        dataclasses.replace(codec, implementation=codec.implementation)
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            f"the codec {who} must be a dataclass without an __init__ of its own: decorate its "
+            "class with @dataclasses.dataclass(frozen=True)."
+        ) from error
+    key = jax.eval_shape(lambda: jax.random.key(0)) if codec.is_random else None
+    payload = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct(_SHAPE, jnp.float32), key)
+    messages, length = _SHAPE
+    if not isinstance(payload, jax.ShapeDtypeStruct) or payload.shape[:-1] != (messages,):
+        raise TypeError(
+            f"encode of the codec {who} must return one array (..., m) for float32 (..., n), got "
+            f"{payload} for {_SHAPE}."
+        )
+    sent = payload.size * payload.dtype.itemsize // messages
+    if sent != codec.message_bytes(length):
+        raise ValueError(
+            f"message_bytes({length}) of the codec {who} is {codec.message_bytes(length)}, and its "
+            f"payload has {sent} bytes."
+        )
+    decoded = jax.eval_shape(lambda p: codec.decode(p, length), payload)
+    if (decoded.shape, decoded.dtype) != (_SHAPE, jnp.float32):
+        raise TypeError(
+            f"decode of the codec {who} must return float32 {_SHAPE} here, got {decoded}."
+        )
