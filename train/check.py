@@ -190,9 +190,9 @@ def fit(config: Any, world: int) -> None:
             f"behind config.sync.method={method} it would climb the loss; set "
             "--config.optimizer.name=sgd, or adamw"
         )
-    if method in (*OPTIMIZERS, "none") and config.sync.every > 1:
+    if method in (*OPTIMIZERS, "majority_vote", "none") and config.sync.every > 1:
         raise UserError(
-            f"config.sync.method={method} exchanges no plain mean of what devices did in "
+            f"config.sync.method={method} takes no mean of what devices did in "
             f"{config.sync.every} steps; take mean, or --config.sync.every=1"
         )
     every = config.sync.every

@@ -13,8 +13,8 @@ from jaxcomm.kernels import bfloat16 as kernel
 class BFloat16(Codec):
     """16 bits a value: sign, 8 bits of exponent, 7 of mantissa, rounded to nearest even.
 
-    The relative error is at most 2^-8, and the range is float32's. `kernels.bfloat16` explains why
-    the payload is uint16.
+    The relative error is at most 2^-8, and the range is float32's up to 3.39e38.
+    `kernels.bfloat16` explains why the payload is uint16.
     """
 
     name = "bfloat16"

@@ -17,6 +17,7 @@ Matrices lie transposed, as layers keep them: x[b, m, n] with the outputs last, 
 P as [b, r, n] and Q as [b, r, m].
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -87,6 +88,15 @@ def projected_mean(
     means = [_product(q, p) for q, p in zip(qs, ps, strict=True)]
     lacks = [x - _product(q, p) for x, q, p in zip(matrices, said, ps, strict=True)]
     return LowRankResult(means, qs, lacks)
+
+
+def sides(shape: Sequence[int]) -> tuple[int, int]:
+    """(m, n): an array of two axes or more as a matrix of m inputs and n outputs.
+
+    The axes are split where there are fewest rows and columns, the last ones of equals.
+    """
+    cuts = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
+    return min(reversed(cuts), key=sum)
 
 
 def orthonormal(bases: Sequence[jax.Array]) -> Arrays:

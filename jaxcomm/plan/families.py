@@ -12,6 +12,7 @@ from jaxcomm import codecs, transforms
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives import algorithms, sparse
 from jaxcomm.collectives.algorithms import Algorithm
+from jaxcomm.collectives.low_rank import sides
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.messages import Coded, PerBlock, Reduction, Votes
 
@@ -257,8 +258,7 @@ def _of_low_rank(method: Method, load: Workload) -> Iterator[Sent]:
     rank, thin = int(method.family.removeprefix("powersgd")), [0, 0]
     whole = load.exempt_values
     for shape in load.large:
-        n = shape[-1] if shape else 1
-        m = math.prod(shape) // n if n else 0
+        m, n = sides(shape) if len(shape) > 1 else (math.prod(shape), 1)
         if len(shape) < 2 or (m + n) * rank >= m * n:
             whole += m * n
         else:

@@ -310,7 +310,12 @@ def _exchange_fragment(
 
 def _float32(params: Any) -> Any:
     """What the outer optimizer sees of parameters: the differences that it takes are float32."""
-    return jax.tree.map(lambda p: p.astype(jnp.float32), params)
+
+    def wide(p: Any) -> Any:
+        is_shape = isinstance(p, jax.ShapeDtypeStruct)
+        return p.update(dtype=jnp.float32) if is_shape else p.astype(jnp.float32)
+
+    return jax.tree.map(wide, params)
 
 
 def _zeros(params: Any) -> Any:

@@ -14,7 +14,12 @@ from jaxcomm import _axes, codecs, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._numbers import check_seed, is_integer
 from jaxcomm.codecs.random_k import RandomK
-from jaxcomm.collectives.low_rank import LowRankResult, projected_mean, with_new_columns
+from jaxcomm.collectives.low_rank import (
+    LowRankResult,
+    projected_mean,
+    sides,
+    with_new_columns,
+)
 from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _implementations
 from jaxcomm.transforms import _roles
@@ -250,13 +255,11 @@ def _in_shapes(
 def _matrices(leaf: Leaf) -> tuple[int, int, int]:
     """(b, m, n): a leaf on one device as b matrices of m inputs and n outputs.
 
-    A stack of layers has one for each. Axes are split where there are fewest rows and columns.
+    A stack of layers has one for each.
     """
     shape = local_shape(leaf)
     b, shape = (shape[0], shape[1:]) if leaf.stacked else (1, shape)
-    sides = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
-    m, n = min(reversed(sides), key=sum)
-    return b, m, n
+    return b, *sides(shape)
 
 
 def _low_rank_layout(layout: Layout, rank: int) -> Layout:

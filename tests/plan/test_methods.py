@@ -71,6 +71,13 @@ def test_exempt_leaves_are_sent_in_float32(method: Method, make_mesh: Any) -> No
     assert [p.values for p in sent(Method("powersgd2", "native"), load, WORLD)] == [2**12]
 
 
+def test_a_projection_is_split_where_the_program_splits_it(make_mesh: Any) -> None:
+    method, heads = Method("powersgd2", "native"), {"w": np.zeros((64, 4, 16), np.float32)}
+    predicted = bytes_of_the_plan(method, heads)
+    assert predicted == 1.5 * 4 * 2 * (64 + 64)
+    assert predicted == pytest.approx(bytes_of_the_program(method, make_mesh, heads), abs=50)
+
+
 def test_every_family_can_be_made() -> None:
     for method in methods(two_levels=True):
         if method.algorithm == "hierarchical":

@@ -143,6 +143,14 @@ def test_an_optimizer_behind_an_optimizer() -> None:
     check.fit(config, 4)
 
 
+@pytest.mark.parametrize("method", ["majority_vote", "none"])
+def test_local_steps_take_means(method: str) -> None:
+    config = changed("sync.method", method)
+    config.sync.every = 2
+    with pytest.raises(UserError, match=f"{method} takes no mean of what devices did in 2 steps"):
+        check.fit(config, 4)
+
+
 @pytest.mark.parametrize("method", ["mean", "majority_vote", "none", "auto"])
 def test_only_an_optimizer_is_scaled(method: str) -> None:
     """The sign of a gradient is that of the ascent: only optimizers turn it around."""
