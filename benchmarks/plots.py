@@ -11,17 +11,9 @@ import matplotlib.pyplot as plt
 
 Rows = dict[str, dict[str, Any]]  # method -> rate -> row
 Names = Mapping[str, str]
-# Lines of the plot of steps, and how far their names are moved to keep apart, in points.
-STEPS = {
-    "torch/float32": 7,
-    "float32": -4,
-    "bfloat16": 8,
-    "int4": 3,
-    "torch/bfloat16": -8,
-    "scaled_sign": -18,
-    "torch/powersgd1": -1,
-    "vote": -7,
-}
+# Lines of the plot of steps.
+STEPS = ("torch/float32", "float32", "bfloat16", "int4", "torch/bfloat16", "scaled_sign")
+STEPS += ("torch/powersgd1", "vote")
 
 
 def plot_exchanges(path: Path, rows: Rows, rates: Sequence[str], names: Names) -> None:
@@ -49,23 +41,43 @@ def plot_exchanges(path: Path, rows: Rows, rates: Sequence[str], names: Names) -
 def plot_steps(path: Path, found: Rows, rates: Sequence[str], names: Names) -> None:
     """A line for each method: the step by the rate of the links."""
     figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
-    for method, moved in STEPS.items():
+    ends = {}
+    for method in STEPS:
         peer = method.startswith("torch/")
         colour = {"float32": "C3", "bfloat16": "C0"}.get(method.removeprefix("torch/"))
         colour = colour or {"int4": "C2", "vote": "C4", "scaled_sign": "C5"}.get(method, "C1")
         ms = [found[method][rate]["step_ms"] for rate in rates]
         style = {"linestyle": "--" if peer else "-", "marker": "s" if peer else "o"}
         axes.plot([float(r) for r in rates], ms, color=colour, markersize=4, **style)
-        at = {"xytext": (8, moved), "textcoords": "offset points", "va": "center"}
-        axes.annotate(names[method], (float(rates[-1]), ms[-1]), color=colour, fontsize=9, **at)
+        ends[method] = float(rates[-1]), ms[-1], colour
     axes.set(xscale="log", yscale="log", xlim=(45, 4800))
     axes.set(xlabel="rate of each link, Mbit/s", ylabel="step, ms")
     axes.set_xticks([float(r) for r in rates], rates)
     axes.set_yticks([50, 100, 200, 500, 1000, 2000], ["50", "100", "200", "500", "1000", "2000"])
     axes.minorticks_off()
     axes.grid(linewidth=0.3)
+    _name_ends(figure, axes, ends, names)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _name_ends(figure: Any, axes: Any, ends: dict[str, Any], names: Names) -> None:
+    """The name of each line at its end, higher where it would be written over another one."""
+    figure.draw_without_rendering()  # What follows needs the place of the axes.
+    taken = float("-inf")
+    for method, (x, y, colour) in sorted(ends.items(), key=lambda end: end[1][1]):
+        height = axes.transData.transform((x, y))[1] * 72 / figure.dpi
+        placed = max(height - 3, taken + 11)  # in points
+        axes.annotate(
+            names[method],
+            (x, y),
+            (8, placed - height),
+            textcoords="offset points",
+            color=colour,
+            fontsize=9,
+            va="center",
+        )
+        taken = placed
 
 
 def plot_cnat(path: Path, found: dict[str, Any]) -> None:
