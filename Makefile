@@ -20,16 +20,19 @@ VERSIONS = $(VENV)/bin/python -c "import platform, importlib.metadata as m; prin
 # The tests whose processes wait for each other run after all others; they are looked for in their own
 # files, as collecting takes seconds.
 # Where QUICK is set, programs compile quickly: without LLVM's optimizations and, where XLA still has
-# it, with its simpler code generator they take half of the time. XLA ends the process for a flag that
-# it does not know. With all optimizations run the processes of tests/processes.py and all of
+# it, with its simpler code generator they take half of the time; as one module for LLVM, not as many
+# for threads that two cores do not have, a tenth less. XLA ends the process for a flag that it does
+# not know. With all optimizations run the processes of tests/processes.py and all of
 # `make test-oldest`.
 define run_tests
 	@$(VERSIONS)
 	@if [ -n "$(QUICK)" ]; then \
 	  export XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"; \
-	  simpler="$$XLA_FLAGS --xla_cpu_use_fusion_emitters=false"; \
-	  XLA_FLAGS=$$simpler $(VENV)/bin/python -c "import jax; jax.devices('cpu')" 2>/dev/null && \
-	    export XLA_FLAGS="$$simpler"; \
+	  for flag in use_fusion_emitters=false parallel_codegen_split_count=1; do \
+	    more="$$XLA_FLAGS --xla_cpu_$$flag"; \
+	    XLA_FLAGS=$$more $(VENV)/bin/python -c "import jax; jax.devices('cpu')" 2>/dev/null && \
+	      export XLA_FLAGS="$$more"; \
+	  done; \
 	fi; \
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "$(1) and not multiprocess" $(2) && \
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist load -m "$(1) and multiprocess" \
