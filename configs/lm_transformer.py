@@ -9,8 +9,7 @@ of three forms: on every device; split over all (FSDP, `--config.sync.gather=bfl
 within groups of N neighbours, and the exchange is between the groups (HSDP,
 `--config.sync.fsdp=N`).
 
-The default size has not been trained to its end yet. A smaller one was, of 0.4 M parameters on
-0.3 M tokens, on four simulated devices:
+A smaller one, of 0.4 M parameters on 0.3 M tokens, on four simulated devices:
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m train \
       --config=configs/lm_transformer.py:nano --config.model.depth=2 --config.batch_size=16 \
@@ -23,6 +22,14 @@ The default size has not been trained to its end yet. A smaller one was, of 0.4 
 
 In float32, FSDP (`--config.sync.gather=float32`) and HSDP (`--config.sync.fsdp=2`) have the same
 validation loss to 1e-7.
+
+The default size has not been trained to its end. In 100 steps of a small batch
+(`--config.batch_size=8 --config.data.sequence_length=64 --config.steps=100
+--config.optimizer.warmup_steps=10`) it had, on the same devices:
+
+    float32, and as FSDP and HSDP   2.81253
+    bfloat16                        2.81254
+    cnat                            2.80875
 """
 
 from ml_collections import config_dict
