@@ -14,7 +14,7 @@ def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
     Raises:
       TypeError: if it is not what `has_aux` says, or aux is not made of real numbers.
     """
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+    if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
         raise TypeError(
             f"with has_aux=True the loss function returns (loss, aux), got {type(out).__name__}."
         )

@@ -155,6 +155,28 @@ def private_jax(module: str, source: str) -> list[str]:
     return [f"{module} uses {name}" for name in sorted(names) if within(name, "jax._src")]
 
 
+def permutations(module: str, source: str) -> list[str]:
+    """Over several axes `jax.lax.ppermute` numbers devices otherwise than `axis_index` does."""
+    if not within(module, "jaxcomm") or module in ("jaxcomm._axes", "jaxcomm.plan.probing"):
+        return []
+    found = "jax.lax.ppermute" in attributes(source)
+    return [f"{module} calls jax.lax.ppermute; call _axes.ppermute"] if found else []
+
+
+def widths(module: str, source: str) -> list[str]:
+    """Zeros and ones name their dtype, which is float64 else where float64 is on."""
+    if not within(module, "jaxcomm"):
+        return []
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [
+        f"{module}:{call.lineno} {ast.unparse(call)} names no dtype"
+        for call in calls
+        if ast.unparse(call.func) in ("jnp.zeros", "jnp.ones")
+        and len(call.args) < 2
+        and not call.keywords
+    ]
+
+
 def versions(module: str, source: str) -> list[str]:
     """Only `_compat` looks at the version of jax."""
     if module == "jaxcomm._compat":
@@ -202,6 +224,8 @@ RULES: tuple[Rule, ...] = (
     contents,
     public,
     private_jax,
+    permutations,
+    widths,
     versions,
     sizes,
 )
@@ -232,6 +256,8 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (public, "train.step", "import jaxcomm\njaxcomm.no_such_name"),
     (private_jax, "tests.test_ring", "from jax._src import core"),
     (private_jax, "train.loop", "import jax\njax._src.config.update"),
+    (permutations, "jaxcomm.collectives.ring", "import jax\njax.lax.ppermute(x, 'data', [])"),
+    (widths, "jaxcomm.transforms.mean", "import jax.numpy as jnp\nx = jnp.zeros((2, 3))"),
     (versions, "jaxcomm.mesh", "import jax\nnew = jax.__version__ >= '0.11'"),
     (versions, "jaxcomm.mesh", "from jax import __version_info__"),
     (sizes, "jaxcomm.wire", "x = 1\n" * (MODULE_LIMIT + 1)),

@@ -7,7 +7,7 @@ row here.
 from collections.abc import Callable
 
 from jaxcomm._names import from_table
-from jaxcomm.codecs import _own
+from jaxcomm.codecs import _checking
 from jaxcomm.codecs._codec import Codec as Codec
 from jaxcomm.codecs.bfloat16 import bfloat16
 from jaxcomm.codecs.cnat import cnat
@@ -42,5 +42,5 @@ def from_name(codec: str | Codec) -> Codec:
     """The codec with that name and its defaults, or that codec; see `_names.from_table`."""
     found = from_table(codec, BY_NAME, Codec, "codec", "jaxcomm.codecs.bfloat16()")
     if not type(found).__module__.startswith("jaxcomm."):
-        _own.check(found)
+        _checking.check(found)
     return found

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxcomm._numbers import is_real
 from jaxcomm.plan.files import File, pyyaml
 
 VERSION = 2
@@ -113,14 +114,14 @@ def _check_type(file: File, key: str, value: Any) -> None:
     if key == "local":
         pairs = value.items() if isinstance(value, dict) else [("local", value)]
         for family, pair in pairs:
-            if not isinstance(pair, list) or len(pair) != 2 or not all(map(_is_number, pair)):
+            if not isinstance(pair, list) or len(pair) != 2 or not all(map(is_real, pair)):
                 raise file.error(
                     key, f"{family} takes seconds a value, among {SIZES} of them, got {pair!r}."
                 )
     elif key == "source":
         if not isinstance(value, str):
             raise file.error(key, f"source is a text, got {value!r}.")
-    elif not flags and not _is_number(value):
+    elif not flags and not is_real(value):
         raise file.error(key, f"{key} is a number, got {value!r}.")
 
 
@@ -134,10 +135,6 @@ def _numbers_in(value: Any) -> Any:
         return float(value) if isinstance(value, str) else value
     except ValueError:
         return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def defaults(device: str) -> Costs:

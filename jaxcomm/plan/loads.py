@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-import numbers
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxcomm._numbers import is_integer, is_real
 from jaxcomm._paths import path_name
 from jaxcomm.transforms._layout import Exempt, check_patterns, is_exempt
 
@@ -34,7 +34,7 @@ class Workload:
     def __post_init__(self) -> None:
         if not 0 < self.step_seconds < float("inf"):
             raise ValueError(f"a step takes a positive time, got {self.step_seconds!r} s.")
-        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+        if not is_integer(self.accumulate) or self.accumulate < 1:
             raise ValueError(f"accumulate is 1, 2, ..., got {self.accumulate!r}.")
         if len(self.exempt) not in (0, len(self.shapes)):
             raise ValueError(
@@ -86,7 +86,7 @@ def workload(params: Any, step_ms: float, accumulate: int = 1, exempt: Exempt = 
     """
     if isinstance(params, np.generic | np.ndarray | jax.Array) and params.ndim == 0:
         params = params.item()
-    if isinstance(params, numbers.Real) and not isinstance(params, bool):
+    if is_real(params):
         if not 1 <= float(params) < float("inf"):
             raise ValueError(f"params is a number of parameters, got {params!r}.")
         whole, rest = divmod(round(float(params)), _SIDE**2)

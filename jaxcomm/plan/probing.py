@@ -202,7 +202,7 @@ def _exchange(mesh: Mesh, over: Mesh, method: Method, shape: tuple[int, int]) ->
     with jax.set_mesh(over):
         tx = method.transformation("data", implementation="measure")
         names = [f"w{i}" for i in range(MATRICES)]
-        state = jax.jit(tx.init)(mesh_.replicate({w: jnp.zeros(shape) for w in names}))
+        state = jax.jit(tx.init)(mesh_.replicate({w: jnp.zeros(shape, jnp.float32) for w in names}))
         rows = len(over.local_devices)
         values = np.random.default_rng(0).standard_normal((rows, *shape), np.float32)
         sharding = NamedSharding(over, PartitionSpec("data"))

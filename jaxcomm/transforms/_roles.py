@@ -16,7 +16,8 @@ _INSTEAD = {
     SIGNS: 'a vote, whose updates are signs; in one bit, jaxcomm.mean("data", "scaled_sign", '
     "error_feedback=True) takes a mean",
     FINISHED: "an optimizer; give the exchange alone",
-    OTHER: "a chain with more than exchanges; what belongs behind the mean belongs behind {}",
+    OTHER: "a chain with other transformations; give the exchange alone, as clipping and the like "
+    "belong to the optimizer",
 }
 
 
@@ -31,4 +32,4 @@ def require_means(state: Any, who: str) -> None:
     """Raises a ValueError unless the state is of what takes means; `who` is for the message."""
     for role, instead in _INSTEAD.items():
         if role in roles_of(state):
-            raise ValueError(f"{who} needs an exchange of means, and got {instead.format(who)}.")
+            raise ValueError(f"{who} needs an exchange of means, and got {instead}.")

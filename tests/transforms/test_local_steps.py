@@ -336,7 +336,7 @@ def test_bad_numbers(options: Any, message: str) -> None:
             optax.sgd(0.1),
             optax.chain(MEAN, optax.sgd(1.0)),
             1,
-            "what belongs behind the mean belongs behind local_steps",
+            "a chain with other transformations; give the exchange alone",
         ),
         (optax.sgd(0.1), MEAN, 6, "fragments=6 do not divide 4 parameters"),
     ],

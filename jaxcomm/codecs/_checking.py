@@ -45,7 +45,8 @@ def check(codec: Codec) -> None:
             f"payload has {sent} bytes."
         )
     decoded = jax.eval_shape(lambda p: codec.decode(p, length), payload)
-    if (decoded.shape, decoded.dtype) != (_SHAPE, jnp.float32):
+    is_array = isinstance(decoded, jax.ShapeDtypeStruct)
+    if not is_array or (decoded.shape, decoded.dtype) != (_SHAPE, jnp.float32):
         raise TypeError(
             f"decode of the codec {who} must return float32 {_SHAPE} here, got {decoded}."
         )
