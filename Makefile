@@ -1,4 +1,4 @@
-# `make help` lists the targets. Every environment is made with venv and pip from pyproject.toml.
+# `make help` lists the targets. Every environment is made with venv, uv and pip from pyproject.toml.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +14,14 @@ OLDEST = $(shell sed -nE 's/^    "(jax|numpy|optax)>=([0-9.]+)",$$/\1==\2/p' pyp
 # Modules are compiled when they are first imported: most never are, and compiling all takes as long
 # as installing them. The bytecode is kept, whatever is set outside: else every process compiles anew.
 export PYTHONDONTWRITEBYTECODE =
-INSTALL = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet install --no-compile
+# uv takes a fifth of pip's time; pip installs where uv cannot, for instance because its settings say
+# where packages are.
+INSTALL = install() { \
+	  { $(PIP) uv && UV_NO_PROGRESS=1 $(VENV)/bin/uv pip install --quiet \
+	    --python $(VENV)/bin/python "$$@"; } || { \
+	    echo "uv could not install it; now pip tries."; $(PIP) "$$@"; }; \
+	}; install
 VERSIONS = $(VENV)/bin/python -c "import platform, importlib.metadata as m; print( \
 	'Python', platform.python_version(), *(f'{p} {m.version(p)}' for p in ('jax', 'optax', 'numpy')))"
 # The tests whose processes wait for each other run after all others; they are looked for in their own
