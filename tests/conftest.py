@@ -6,6 +6,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+# For `from processes import run_processes`. Last, so that `train` stays the program, not its tests.
+sys.path.append(str(Path(__file__).parent))
+
+import compiled_programs
+
 # Read when jax starts its backend, hence before it is imported. The tests of one machine often run
 # beside each other on few cores, where a device may wait long for the others: be patient.
 os.environ["XLA_FLAGS"] = " ".join(
@@ -25,7 +30,7 @@ os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 # Most of the time goes into compiling, and many tests compile programs that others have compiled,
 # in this process or another. They share the compiled programs, and the next run finds them too.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".jax_cache"))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compiled_programs.folder()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # Nobody looks up in which line of Python an operation was written; finding out takes time.
@@ -37,9 +42,6 @@ from jax.sharding import AxisType, Mesh
 
 TESTS = Path(__file__).parent
 MANY_BYTES = 3 * 2**30
-
-# For `from processes import run_processes`. Last, so that `train` stays the program, not its tests.
-sys.path.append(str(TESTS))
 
 
 def resident_bytes() -> float:
@@ -66,6 +68,12 @@ def no_mesh_left_behind() -> Iterator[None]:
     """Every test begins without a mesh; what it sets with `jax.set_mesh` ends with it."""
     with jax.set_mesh(None):
         yield
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Once, not in every worker."""
+    if not hasattr(session.config, "workerinput"):
+        compiled_programs.drop_old()
 
 
 def pytest_collection_finish() -> None:

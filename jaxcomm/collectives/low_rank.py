@@ -13,6 +13,10 @@ All that devices must agree on is made of sums and products of single values: a 
 by a library may choose another order of its sums on another device. Only each device's own two
 products, which the residual corrects, are left to the library.
 
+What a device lacks is known before the second message, unless that message has errors of its own.
+A device where it is not finite, because its matrix is not or because it overflows, sends NaN: so
+the mean is NaN on all devices, and nobody needs a message about it.
+
 Matrices lie transposed, as layers keep them: x[b, m, n] with the outputs last, b of them at once,
 P as [b, r, n] and Q as [b, r, m].
 """
@@ -29,6 +33,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.all_reduce import all_reduce, all_reduce_with_residual
 from jaxcomm.collectives.reductions import Reduction
+from jaxcomm.kernels.reductions import all_finite
 
 Arrays = list[jax.Array]
 # What is left of a column after projection, relative to before, that is nothing but rounding.
@@ -67,7 +72,8 @@ def projected_mean(
       starts: float32[b, r, m], equal on all devices, with one r for all.
       axis_name: the mesh axis.
       bases: how the mean of P is taken; its errors change a basis, and nothing is lost by them.
-      factors: how the mean of Q is taken; if it keeps errors, they are in `lacks`.
+      factors: how the mean of Q is taken. If it keeps errors, they are in `lacks`; if it does not,
+        the means are not finite wherever `lacks` are not on one of the devices.
       algorithm: who talks to whom, in both.
 
     Wire: that of two means in the algorithm: of sum(b r n) values, and of sum(b r m) values.
@@ -82,12 +88,20 @@ def projected_mean(
         jnp.einsum("bmn,brn->brm", x, p, precision=_EXACT)
         for x, p in zip(matrices, ps, strict=True)
     ]
-    mean, errors = all_reduce_with_residual(_joined(own), axis_name, factors, algorithm)
+
+    def lacks_of(sent: Sequence[jax.Array]) -> Arrays:
+        return [x - _product(q, p) for x, q, p in zip(matrices, sent, ps, strict=True)]
+
+    message = _joined(own)
+    if factors.keeps_errors:
+        mean, errors = all_reduce_with_residual(message, axis_name, factors, algorithm)
+        lacks = lacks_of(_split(message - errors, own))
+    else:
+        lacks = lacks_of(own)
+        message = jnp.where(all_finite([x.reshape(-1) for x in lacks]), message, jnp.nan)
+        mean = all_reduce(message, axis_name, factors, algorithm)
     qs = _split(mean, own)
-    said = own if errors is None else _split(_joined(own) - errors, own)
-    means = [_product(q, p) for q, p in zip(qs, ps, strict=True)]
-    lacks = [x - _product(q, p) for x, q, p in zip(matrices, said, ps, strict=True)]
-    return LowRankResult(means, qs, lacks)
+    return LowRankResult([_product(q, p) for q, p in zip(qs, ps, strict=True)], qs, lacks)
 
 
 def sides(shape: Sequence[int]) -> tuple[int, int]:

@@ -13,12 +13,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomm import codecs
 from jaxcomm import mesh as mesh_
+from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.plan.costs import SIZES, Costs, defaults
 from jaxcomm.plan.families import FAMILIES, FEEDBACK, Method
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.steps import Pairs
-from jaxcomm.transforms._exchange import all_finite
 
 ROWS, MATRICES = 1024, 2  # what codes are timed on: matrices of so many rows
 SMALL, LARGE = 1, 2**19  # float32 values of a message

@@ -36,8 +36,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm._marks import OWN_GRADIENT, kind_of, unmark_local
 from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
-from jaxcomm.kernels import reductions
-from jaxcomm.kernels.block_quantization import blocks
+from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms._buckets import LAYER, Bucket, joined, split
 from jaxcomm.transforms._layout import Layout, check_gradients, restrict
 from jaxcomm.transforms._wrappers import refuse_wrappers
@@ -245,18 +244,6 @@ def _flat(arrays: Sequence[jax.Array]) -> Arrays:
     that are sharded over an automatic axis.
     """
     return [x.reshape(-1) for x in arrays]
-
-
-def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Whether all elements of all arrays are finite."""
-    checks = [_is_finite(x) for x in arrays if x.size]
-    return jnp.all(jnp.stack(checks)) if checks else jnp.bool_(True)
-
-
-def _is_finite(x: jax.Array) -> jax.Array:
-    if x.ndim == 1 and x.dtype == jnp.float32:
-        return reductions.largest(x) < blocks.INFINITY  # on CPU several times as fast
-    return jnp.all(jnp.isfinite(x))
 
 
 def on_further_axes(finite: jax.Array, axis_name: AxisName) -> jax.Array:

@@ -23,7 +23,7 @@ from jaxcomm import _axes, _paths, codecs, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
-from jaxcomm.transforms._exchange import all_finite
+from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms._layout import is_exempt
 from jaxcomm.transforms._scheme import Scheme
 from jaxcomm.transforms.shard import split_dim_of

@@ -9,8 +9,9 @@ import optax
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import mark_local
+from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
-from jaxcomm.transforms._exchange import all_finite, local_leaves
+from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._state_of_each import Structure, on_each_device
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own

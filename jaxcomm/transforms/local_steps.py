@@ -29,8 +29,8 @@ import optax
 from jaxcomm import _axes, _branches
 from jaxcomm._marks import GRADIENT, kind_of, mark_local, unmark_local
 from jaxcomm._numbers import is_integer
+from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
-from jaxcomm.transforms._exchange import all_finite
 from jaxcomm.transforms._fragments import dealt
 from jaxcomm.transforms._layout import Layout, axis_of, check_gradients, filled_leaves, layout_of
 from jaxcomm.transforms._state_of_each import on_each_device

@@ -113,8 +113,8 @@ def low_rank_mean(
         else as `jaxcomm.mean`.
 
     Wire: for each bucket two means, as `jaxcomm.pmean` takes them: of rank n and of rank m values,
-    added up over its leaves. Once a step, one float32 all-reduce of all other leaves and one flag;
-    on a mesh of several axes, one int32 over the other axes.
+    added up over its leaves. Once a step, one float32 all-reduce of all other leaves and, with
+    another codec than float32, of one flag; on a mesh of several axes, one int32 over the others.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -220,7 +220,7 @@ class _Exchange:
             buckets,
             on_bucket,
             small={i: grads[i] for i in exempt_},
-            must_be_finite=grads,
+            must_be_finite=grads if self.factors.keeps_errors else None,
             axis_name=self.axis_name,
         )
         means = functools.reduce(dict.__or__, done.buckets, dict(done.exact))

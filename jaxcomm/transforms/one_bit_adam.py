@@ -16,12 +16,12 @@ from jaxcomm._notes import Message, noted
 from jaxcomm.codecs import sign
 from jaxcomm.collectives.one_bit import chunk_length, one_bit_mean
 from jaxcomm.kernels import _implementations
+from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import Bucket, buckets_of, bytes_of, joined, split_off_exempt
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
-    all_finite,
     by_leaf,
     exchange_buckets,
     in_turn,

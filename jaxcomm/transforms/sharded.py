@@ -17,9 +17,10 @@ from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import Default
 from jaxcomm.collectives.reductions import CodedMean, RandomKMean
+from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _shard_layout
 from jaxcomm.transforms._buckets import joined, split
-from jaxcomm.transforms._exchange import FLAG, all_finite
+from jaxcomm.transforms._exchange import FLAG
 from jaxcomm.transforms._layout import Layout
 from jaxcomm.transforms._scheme import Exchange, Scheme
 from jaxcomm.transforms._wrappers import refuse_wrappers

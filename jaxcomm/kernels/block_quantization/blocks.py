@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Bit patterns of 2^-126, of infinity and of the largest finite float32.
+from jaxcomm.kernels.reductions import INFINITY
+
+# Bit patterns of 2^-126 and of the largest finite float32.
 LEAST_NORMAL = 0x00800000
-INFINITY = 0x7F800000
 _MAX = 0x7F7FFFFF
 # XLA replaces a division by a broadcast scalar by a product with its reciprocal, so this code
 # multiplies itself. The reciprocal of a larger number is denormal, which is zero on CPU.

@@ -1,14 +1,14 @@
-"""The largest magnitude along the last axis, and the sum.
+"""The largest magnitude along the last axis, the sum, and whether all values are finite.
 
-Each has two formulations, one per platform. XLA on CPU reduces the last axis one element after the
-other, and sums by calls into a library, in front of which it writes the whole operand down. On CPU
-the axis is folded instead, in loops of vector instructions that XLA fuses with what makes the
-operand: 8 rows of 32 neighbours become one row, the row becomes one number, and this repeats until
-few numbers are left. On other platforms both are plain reductions.
+The first two have two formulations each, one per platform. XLA on CPU reduces the last axis one
+element after the other, and sums by calls into a library, in front of which it writes the whole
+operand down. On CPU the axis is folded instead, in loops of vector instructions that XLA fuses with
+what makes the operand: 8 rows of 32 neighbours become one row, the row becomes one number, and this
+repeats until few numbers are left. On other platforms both are plain reductions.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 _ROWS, _LANES = 8, 32
 _FEW_LANES = 8  # for an axis that is shorter than that
 _FEW = 2**14  # values that are reduced plainly: a fold takes longer to compile
-_MAGNITUDE = 0x7FFFFFFF
+_MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
 
 # Two arrays of uint32 patterns to one.
 Join = Callable[[jax.Array, jax.Array], jax.Array]
@@ -69,6 +69,18 @@ def total(x: jax.Array) -> jax.Array:
         cpu=lambda x: _floats(_fold(_patterns(x), _sum_of_patterns, _halved)),
         default=lambda x: jnp.sum(x, axis=-1),
     )
+
+
+def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Whether all elements of all arrays are finite; float32 vectors are looked at fastest."""
+    checks = [_is_finite(x) for x in arrays if x.size]
+    return jnp.all(jnp.stack(checks)) if checks else jnp.bool_(True)
+
+
+def _is_finite(x: jax.Array) -> jax.Array:
+    if x.ndim == 1 and x.dtype == jnp.float32:
+        return largest(x) < INFINITY  # on CPU several times as fast
+    return jnp.all(jnp.isfinite(x))
 
 
 def _fold(x: jax.Array, join: Join, last: Callable[[jax.Array, Join], jax.Array]) -> jax.Array:
