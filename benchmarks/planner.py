@@ -1,7 +1,7 @@
 """The planner's predictions beside what real processes need on real networks.
 
     python -m benchmarks.planner [--networks=star,clusters,...] [--hosts=4,8] [--rates=100,300,1000]
-        [--sizes=2.5e5,2e6] [--methods=...] [--repeats=3] [--out=JSON]
+        [--sizes=2.5e5,2e6] [--methods=...] [--repeats=3] [--measured=3] [--out=JSON]
     python -m benchmarks.planner --codes [--hosts=4,8] [--out=JSON]
     python -m benchmarks.planner --report [--out=JSON] [--png=PNG] [--json]
 
@@ -82,7 +82,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rates", default="100,300,1000", help="Mbit/s of the links")
     parser.add_argument("--sizes", default="2.5e5,2e6", help="values of the gradients")
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="at least")
+    parser.add_argument("--measured", type=float, default=3, help="seconds of each method")
     parser.add_argument("--seconds", type=float, default=900, help="after which a run is ended")
     parser.add_argument("--out", default=str(RESULTS / "planner.json"))
     parser.add_argument("--report", action="store_true")
@@ -161,6 +162,7 @@ def measured_on(
     command = [sys.executable, "-m", NAME, "--worker", f"--methods={args.methods}"]
     command += [f"--networks={case['network']}", f"--hosts={case['hosts']}"]
     command += [f"--rates={case['rate']}", f"--sizes={case['size']}", f"--repeats={args.repeats}"]
+    command += [f"--measured={args.measured}"]
     with tempfile.TemporaryDirectory() as folder, Network(made) as network:
         path = Path(folder, "costs.yaml")
         command += [f"--costs={path}", *(["--codes"] if codes else [])]
@@ -191,7 +193,7 @@ def work(args: argparse.Namespace) -> None:
     if cluster.levels is None:
         names = [name for name in names if not name.endswith("/hierarchical")]
     cases = [Exchange(method, shapes, levels=cluster.levels) for method in names]
-    measure(cases, together, args.repeats)
+    measure(cases, together, args.repeats, args.measured)
 
 
 def predicted(case: dict[str, Any], kept: dict[str, Any]) -> dict[str, float]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-MARK = "@@"
+MARK, MANY = "@@", 100
 
 
 class Case(Protocol):
@@ -70,8 +70,11 @@ class Jax:
         return multihost_utils.process_allgather(np.asarray(numbers, np.float32)).tolist()
 
 
-def measure(cases: Sequence[Case], together: Together, repeats: int) -> None:
+def measure(cases: Sequence[Case], together: Together, repeats: int, seconds: float = 0.0) -> None:
     """Runs each case once, then once for its bytes, then all in turn for their times.
+
+    Those that are short are repeated more often, until each has run for so many seconds, or
+    MANY times: what is short varies most.
 
     The first host prints a row of each: what the case knows, and ms and cpu_ms, medians over the
     repeats of the slowest host's time and of all hosts' CPU time; `all_ms` has the slowest host's
@@ -90,13 +93,22 @@ def measure(cases: Sequence[Case], together: Together, repeats: int) -> None:
                 run()
     times: dict[str, list[float]] = {case.name: [] for case in cases}
     used: dict[str, list[float]] = {case.name: [] for case in cases}
-    for repeat in range(repeats):
+    rounds, repeat = dict.fromkeys(times, repeats), 0
+    while repeat < max(rounds.values(), default=0):
         for case in cases:
+            if repeat >= rounds[case.name]:
+                continue
             together.barrier(f"{case.name} {repeat}")
             cpu, start = cpu_seconds(), time.perf_counter()
             case.run()
             times[case.name].append(1e3 * (time.perf_counter() - start) / case.steps)
             used[case.name].append(1e3 * (cpu_seconds() - cpu) / case.steps)
+        repeat += 1
+        if repeat == repeats:
+            for case in cases:
+                slowest = max(map(statistics.median, together.gather(times[case.name])))
+                wanted = int(1e3 * seconds / (slowest * case.steps))
+                rounds[case.name] = max(repeats, min(MANY, wanted))
     rows = []
     for case in cases:
         slowest = [max(column) for column in zip(*together.gather(times[case.name]), strict=True)]

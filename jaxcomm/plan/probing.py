@@ -83,19 +83,25 @@ def probe(
     shift = [(r, (r + 1) % n) for r in range(n)]
     one_way = [(r, r + 1) for r in range(0, n - 1, 2)]
     both_ways = one_way + [(b, a) for a, b in one_way]
-    latency = _message(mesh, shift if n > 2 else one_way, SMALL)
+    # What a message takes varies from second to second, so it is asked at several moments.
+    small = functools.partial(_message, mesh, shift if n > 2 else one_way, SMALL)
+    latencies = [small()]
     large = {
         name: _message(mesh, pairs, LARGE)
         for name, pairs in {"one way": one_way, "both ways": both_ways, "shift": shift}.items()
     }
     half_duplex = large["both ways"] > _TWICE * large["one way"]
     all_at_once = large["one way" if n == 2 and half_duplex else "shift"]
-    per_byte = max(all_at_once - latency, 0.0) / (4 * LARGE)
-    call = max(_flag(mesh) - 2 * (n - 1) * latency, 0.0)
+    flag = _flag(mesh)
+    latencies.append(small())
     local: dict[str, tuple[float, float]] = {}
     for family in TIMED if families is None else families:
         pair = _local(mesh, family, SIZES[0]), _local(mesh, family, SIZES[1])
         local |= dict.fromkeys((family, *TIMED[family]), pair)
+    latencies.append(small())
+    latency = statistics.median(latencies)
+    call = max(flag - 2 * (n - 1) * latency, 0.0)
+    per_byte = max(all_at_once - latency, 0.0) / (4 * LARGE)
     efficiency = usual.efficiency
     if cluster is not None:
         pairs = one_way if n == 2 and half_duplex else shift
