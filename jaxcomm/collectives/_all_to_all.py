@@ -25,7 +25,7 @@ from jaxcomm.kernels import _device
 # rounds[t][r] is (target, part): what device r sends in round t.
 Rounds = tuple[tuple[tuple[int, int], ...], ...]
 _SEARCHED = 64  # for more devices, one slow round of N-1 does not matter
-_LEAST_BYTES = 8192  # of a message to one device; shorter ones are a matter of latency
+LEAST_BYTES = 8192  # of a message to one device; shorter ones are a matter of latency
 
 
 def all_to_all(message: Any, axis_name: AxisName) -> Any:
@@ -37,7 +37,7 @@ def all_to_all(message: Any, axis_name: AxisName) -> Any:
     between_cpus = _device.is_between_cpu_processes()
 
     def one(x: jax.Array) -> jax.Array:
-        if between_cpus and world > 2 and x.nbytes // world >= _LEAST_BYTES:
+        if between_cpus and world > 2 and x.nbytes // world >= LEAST_BYTES:
             return by_rounds(x, axis_name)
         return jax.lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
 

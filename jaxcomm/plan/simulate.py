@@ -16,7 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxcomm.collectives._all_to_all import LEAST_BYTES
 from jaxcomm.collectives.algorithms import Algorithm
+from jaxcomm.collectives.algorithms.direct import Direct
 from jaxcomm.plan.messages import Reduction, Shares, Votes
 from jaxcomm.plan.steps import Pairs, Step, steps
 from jaxcomm.plan.topology import Topology
@@ -148,12 +150,18 @@ class Simulation:
         """See `exchange`: several reductions by one algorithm, whose routes are found once."""
         if not n >= 0:
             raise ValueError(f"n is a number of values, 0 or more, got {n!r}.")
+        if isinstance(algorithm, Direct):  # whose rounds depend on how long messages are
+            short = [self._is_short(reduction, n) for reduction in reductions]
+            if any(short) and not all(short):
+                return [self.exchange(algorithm, r, n, world) for r in reductions]
+        else:
+            short = [False]
         with_counts = any(isinstance(reduction, Votes) for reduction in reductions)
         known: dict[int, tuple[Cost, np.ndarray, Pairs]] = {}
         seconds, number = np.zeros(len(reductions)), np.zeros(len(reductions), int)
         carried = np.zeros((len(reductions), len(self._per_byte)))
         sent = np.zeros((len(reductions), len(self.hosts)))
-        for step in steps(algorithm, self._world(world), with_counts):
+        for step in steps(algorithm, self._world(world), with_counts, short=any(short)):
             found = known.get(id(step.pairs))
             if found is None:
                 found = *self._cost_and_loads(step.pairs), step.pairs
@@ -170,6 +178,12 @@ class Simulation:
                 sent[i, step.pairs.sources] += step.times * size
         found = zip(seconds, sent, carried, number, strict=True)
         return [self._summed(*parts) for parts in found]
+
+    def _is_short(self, reduction: Reduction, n: int) -> bool:
+        """Whether XLA's own all-to-all sends it."""
+        nobody = Pairs(np.arange(0), np.arange(0))
+        block = Step(nobody, 1, len(self.hosts), (1,))
+        return reduction.bytes_of(block, n) < LEAST_BYTES
 
     def _summed(
         self, seconds: float, sent: np.ndarray, carried: np.ndarray, number: int

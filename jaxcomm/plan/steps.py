@@ -66,7 +66,10 @@ class Step:
 
 
 def steps(
-    algorithm: Algorithm, world: int | tuple[int, int], with_counts: bool = False
+    algorithm: Algorithm,
+    world: int | tuple[int, int],
+    with_counts: bool = False,
+    short: bool = False,
 ) -> Iterator[Step]:
     """The steps of an all-reduce, in order; equal ones in a row are one.
 
@@ -77,6 +80,7 @@ def steps(
       algorithm: who talks to whom.
       world: the number of devices; for `hierarchical`, those along its two axes, (far, near).
       with_counts: whether the steps of the reduce-scatter have their `counts`.
+      short: whether direct messages are so short that XLA's own all-to-all sends them.
 
     Raises:
       TypeError: for an algorithm whose pairs are not known.
@@ -88,16 +92,22 @@ def steps(
         return _joined(_two_levels(algorithm, *world, with_counts))
     if isinstance(algorithm, Native):
         algorithm = ring()
-    there = _there(algorithm, world, with_counts)
+    there = _there(algorithm, world, with_counts, short)
     return _joined(itertools.chain(there, _back(algorithm, world)))
 
 
-def _there(algorithm: Algorithm, world: int, with_counts: bool) -> Iterator[Step]:
+def _there(
+    algorithm: Algorithm, world: int, with_counts: bool, short: bool = False
+) -> Iterator[Step]:
     """The reduce-scatter."""
     if isinstance(algorithm, Direct):
         everyone = np.arange(world)
-        parts = 2 if world == 4 else 1
-        for row in targets(world) if world > 1 else ():
+        # Among four, no three rounds keep out of each other's way, so long messages go in halves.
+        parts = 2 if world == 4 and not short else 1
+        rows = (
+            targets(world) if world != 4 or not short else [(everyone + k) % 4 for k in (1, 2, 3)]
+        )
+        for row in rows if world > 1 else ():
             pairs = Pairs(everyone, np.asarray(row))
             yield Step(pairs, 1, world * parts, (1,) if with_counts else None)
     elif isinstance(algorithm, Scheduled):

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from jaxcomm import codecs
 from jaxcomm.collectives.algorithms import (
     Algorithm,
     circulant,
@@ -18,7 +19,7 @@ from jaxcomm.collectives.algorithms import (
 from jaxcomm.plan import Model, Simulation, Topology, load
 from jaxcomm.plan.fabrics import clusters, dln, dln_2d, fat_tree, star
 from jaxcomm.plan.flows import finish_times
-from jaxcomm.plan.messages import Votes
+from jaxcomm.plan.messages import Coded, Votes
 from jaxcomm.plan.steps import Pairs, steps
 
 ALGORITHMS = {
@@ -53,6 +54,18 @@ def test_pairs_are_those_of_the_schedule_there_and_back() -> None:
     back = [{(b, a) for a, b in pairs} for pairs in reversed(there)]
     assert found == there + back
     assert [(step.times, step.share) for step in steps(ring(), 8)] == [(7, 1 / 8)] * 2
+
+
+def test_among_four_short_messages_are_not_halved() -> None:
+    """XLA's own all-to-all sends what is shorter than 8192 bytes."""
+    room = Simulation(star("room", 4, "1Gbit"), Model(latency=1.0))
+    one_bit = Votes()
+    for n, rounds in ((8 * 4 * 8192, 6 + 3), (8 * 4 * 8192 - 1024, 3 + 3)):
+        assert room.exchange(direct(), one_bit, n).steps == rounds
+    both = room.exchanges(direct(), [one_bit, Coded(codecs.float32())], 10_000)
+    assert [exchange.steps for exchange in both] == [6, 9]
+    for step in steps(direct(), 4, short=True):
+        assert step.share == 1 / 4 and sorted(step.pairs.targets) == [0, 1, 2, 3]
 
 
 def test_two_levels() -> None:
