@@ -199,7 +199,7 @@ def plan(
       >>> room = plan.cluster(plan.fabrics.star("room", hosts=4, rate="1Gbit"))
       >>> found = plan(room, plan.workload(25.6e6, step_ms=234), quality="16bit")
       >>> found.choice.method.name
-      'bfloat16/direct'
+      'bfloat16/ring'
       >>> tx = found.transformation("data")
     """
     if not isinstance(cluster, Cluster):
@@ -218,5 +218,6 @@ def plan(
     if chosen is None:
         dimensions = best_dimensions(cluster.topology, model, cluster.order)
         chosen = methods(quality, cluster.levels is not None, dimensions)
-    rows = choose(predictions(cluster, load, quality, chosen))
+    found = predictions(cluster, load, quality, chosen)
+    rows = choose(found, cluster.devices, cluster.costs.half_duplex)
     return Plan(cluster, load, tuple(rows), given)

@@ -12,6 +12,7 @@ from jaxcomm import codecs, transforms
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives import algorithms, sparse
 from jaxcomm.collectives.algorithms import Algorithm
+from jaxcomm.collectives.algorithms._default import FEW
 from jaxcomm.collectives.low_rank import sides
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.messages import Coded, PerBlock, Reduction, Votes
@@ -124,6 +125,14 @@ class Method:
     def about(self) -> Family:
         """What it shares with its family."""
         return FAMILIES[self.family]
+
+    def is_usual(self, devices: int, between_cpus: bool) -> bool:
+        """Whether its algorithm is what None stands for (`algorithms.Default`)."""
+        if self.family == "vote" and devices > FEW:
+            return self.algorithm == "circulant"
+        if self.about.quality == "16bit" and between_cpus:
+            return self.algorithm == "ring"
+        return self.algorithm == self.about.algorithms[0]
 
     @property
     def config(self) -> dict[str, Any]:

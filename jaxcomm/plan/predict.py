@@ -218,22 +218,27 @@ def _prediction(
     )
 
 
-def choose(found: Sequence[Prediction], margin: float = 0.02) -> list[Prediction]:
+def choose(
+    found: Sequence[Prediction], devices: int, between_cpus: bool, margin: float = 0.02
+) -> list[Prediction]:
     """The predictions with the choice first: the best quality within `margin` of the fastest.
 
-    Of that quality it is the fastest whose algorithm is the default, if there is one so near.
+    Of that quality it is the one whose algorithm is the default, if there is one so near, or the
+    fastest.
 
     Args:
       found: predictions.
+      devices: how many there are.
+      between_cpus: whether they are CPUs of several processes.
       margin: how much slower a step may be for better quality, of the fastest.
     """
+
+    def preferred(prediction: Prediction) -> tuple[int, bool, float]:
+        method = prediction.method
+        is_usual = method.is_usual(devices, between_cpus)
+        return QUALITIES.index(method.about.quality), not is_usual, prediction.step
+
     fastest = min(prediction.step for prediction in found)
     near = [p for p in found if p.step <= fastest * (1 + margin)]
-    best = min(near, key=_preferred)
+    best = min(near, key=preferred)
     return [best, *(p for p in sorted(found, key=lambda p: p.step) if p is not best)]
-
-
-def _preferred(prediction: Prediction) -> tuple[int, bool, float]:
-    about = prediction.method.about
-    is_usual = prediction.method.algorithm == about.algorithms[0]
-    return QUALITIES.index(about.quality), not is_usual, prediction.step

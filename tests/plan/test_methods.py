@@ -8,6 +8,7 @@ import pytest
 
 import jaxcomm
 from jaxcomm import plan
+from jaxcomm.collectives.algorithms import _default
 from jaxcomm.plan.families import FAMILIES, Method, buckets_of, methods, sent
 from jaxcomm.plan.simulate import Simulation
 
@@ -110,3 +111,15 @@ def test_buckets() -> None:
     assert buckets_of(Method("float32", "native"), load) == 1
     assert buckets_of(Method("int8", "direct"), load) == -(-4 * 25_600_000 // 2**23)
     assert set(FAMILIES) >= {*jaxcomm.sparse.BY_NAME}
+
+
+@pytest.mark.parametrize("between_cpus", [False, True])
+@pytest.mark.parametrize("devices", [4, 32])
+def test_the_usual_algorithm_is_the_default(
+    devices: int, between_cpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_default._device, "is_between_cpu_processes", lambda: between_cpus)
+    for family, sent_as in {"vote": "votes", "bfloat16": "16 bits", "int8": "codes"}.items():
+        of_family = [Method(family, name) for name in FAMILIES[family].algorithms]
+        found = [m.algorithm for m in of_family if m.is_usual(devices, between_cpus)]
+        assert found == [_default.Default(sent_as).of(devices).name]

@@ -16,7 +16,7 @@ from jaxcomm.collectives.algorithms.ring import ring
 from jaxcomm.collectives.reductions import Prepared, Reduction
 from jaxcomm.kernels import _device
 
-_FEW = 16  # devices
+FEW = 16  # devices
 
 # From a reduction, the number of devices, the length of what travels, and what would be taken, to
 # what is taken.
@@ -49,7 +49,7 @@ class Default(Algorithm):
 
     def of(self, world: int) -> Algorithm:
         """The choice for so many devices, of which nothing is known."""
-        if self.sent == "votes" and world > _FEW:
+        if self.sent == "votes" and world > FEW:
             return circulant()
         if self.sent == "16 bits" and _device.is_between_cpu_processes():
             return ring()
