@@ -92,14 +92,12 @@ def projected_mean(
     def lacks_of(sent: Sequence[jax.Array]) -> Arrays:
         return [x - _product(q, p) for x, q, p in zip(matrices, sent, ps, strict=True)]
 
-    message = _joined(own)
-    if factors.keeps_errors:
-        mean, errors = all_reduce_with_residual(message, axis_name, factors, algorithm)
-        lacks = lacks_of(_split(message - errors, own))
-    else:
-        lacks = lacks_of(own)
+    lacks, message = lacks_of(own), _joined(own)
+    if not factors.keeps_errors:
         message = jnp.where(all_finite([x.reshape(-1) for x in lacks]), message, jnp.nan)
-        mean = all_reduce(message, axis_name, factors, algorithm)
+    mean, errors = all_reduce_with_residual(message, axis_name, factors, algorithm)
+    if errors is not None:
+        lacks = lacks_of(_split(message - errors, own))
     qs = _split(mean, own)
     return LowRankResult([_product(q, p) for q, p in zip(qs, ps, strict=True)], qs, lacks)
 
