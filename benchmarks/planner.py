@@ -147,9 +147,9 @@ def is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def codes_of(kept: dict[str, Any], case: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cases whose processes probed codes, of as many hosts; those of its size come first."""
+    """The cases whose processes probed codes, of as many hosts; its own and its size come first."""
     of_hosts = [old for old in kept["cases"] if old["hosts"] == case["hosts"] and old["local"]]
-    return sorted(of_hosts, key=lambda old: float(old["size"]) != float(case["size"]))
+    return sorted(of_hosts, key=lambda old: (old is not case, old["size"] != float(case["size"])))
 
 
 def needs_codes(kept: dict[str, Any], case: dict[str, Any]) -> bool:
