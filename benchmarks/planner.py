@@ -380,26 +380,17 @@ def choices_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def draw(kept: dict[str, Any], path: str) -> None:
     """Predicted over measured times."""
-    import matplotlib
+    from benchmarks.plots import plot_predictions
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
     points: dict[str, tuple[list[float], list[float]]] = {}
     for case in kept["cases"]:
         times = milliseconds(predicted(case, kept))
         for row in case["rows"]:
-            x, y = points.setdefault(kind_of(as_method(row["method"])), ([], []))
+            name = kind_of(as_method(row["method"]))
+            x, y = points.setdefault({"own": "sparse and low rank"}.get(name, name), ([], []))
             x.append(row["ms"])
             y.append(times[row["method"]])
-    ends = [min(min(x) for x, _ in points.values()), max(max(x) for x, _ in points.values())]
-    axes.plot(ends, ends, color="0.7", linewidth=1)
-    for name, (x, y) in points.items():
-        axes.plot(x, y, ".", label={"own": "sparse and low rank"}.get(name, name))
-    axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms")
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=100)
+    plot_predictions(path, points)
 
 
 if __name__ == "__main__":

@@ -95,3 +95,18 @@ def plot_cnat(path: Path, found: dict[str, Any]) -> None:
     panels[0].set_ylabel("million elements a second")
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def plot_predictions(
+    path: str | Path, points: Mapping[str, tuple[Sequence[float], Sequence[float]]]
+) -> None:
+    """Of each kind of method, predicted over measured milliseconds."""
+    figure, axes = plt.subplots(figsize=(6, 5), layout="constrained")
+    measured = [x for xs, _ in points.values() for x in xs]
+    ends = [min(measured), max(measured)]
+    axes.plot(ends, ends, color="0.7", linewidth=1)
+    for name, (x, y) in points.items():
+        axes.plot(x, y, ".", label=name)
+    axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=100)
