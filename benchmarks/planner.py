@@ -103,6 +103,8 @@ def run(args: argparse.Namespace) -> None:
     unknown = set(args.methods.split(",")) - set(METHODS)
     if unknown:
         raise ValueError(f"unknown method {min(unknown)!r}; there are {', '.join(METHODS)}.")
+    if args.repeats < 2:
+        raise ValueError(f"--repeats is at least 2: half choose, half judge; got {args.repeats}.")
     names, rates = args.networks.split(","), args.rates.split(",")
     hosts, sizes = ([float(x) for x in text.split(",")] for text in (args.hosts, args.sizes))
     with tempfile.TemporaryDirectory(prefix="planner-") as folder:

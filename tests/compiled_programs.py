@@ -1,5 +1,6 @@
 """Where the tests keep compiled programs: beside pip's cache, so that all checkouts share them."""
 
+import contextlib
 import hashlib
 import os
 import time
@@ -30,6 +31,7 @@ def folder() -> Path:
 def drop_old() -> None:
     """Removes what no test has written or read for long."""
     for file in folder().glob("*-cache"):
-        used = file.stat()
-        if time.time() - max(used.st_atime, used.st_mtime) > DAYS * 86400:
-            file.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another run drops them too
+            used = file.stat()
+            if time.time() - max(used.st_atime, used.st_mtime) > DAYS * 86400:
+                file.unlink()

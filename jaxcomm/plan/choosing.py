@@ -219,5 +219,6 @@ def plan(
         dimensions = best_dimensions(cluster.topology, model, cluster.order)
         chosen = methods(quality, cluster.levels is not None, dimensions)
     found = predictions(cluster, load, quality, chosen)
-    rows = choose(found, cluster.devices, cluster.costs.half_duplex)
+    # Both directions share a rate between processes that are joined by gloo: CPUs.
+    rows = choose(found, cluster.devices, between_cpus=cluster.costs.half_duplex)
     return Plan(cluster, load, tuple(rows), given)

@@ -150,18 +150,15 @@ class Simulation:
         """See `exchange`: several reductions by one algorithm, whose routes are found once."""
         if not n >= 0:
             raise ValueError(f"n is a number of values, 0 or more, got {n!r}.")
-        if isinstance(algorithm, Direct):  # whose rounds depend on how long messages are
-            short = [self._is_short(reduction, n) for reduction in reductions]
-            if any(short) and not all(short):
-                return [self.exchange(algorithm, r, n, world) for r in reductions]
-        else:
-            short = [False]
+        short = {self._is_short(algorithm, reduction, n) for reduction in reductions}
+        if len(short) > 1:  # their rounds differ
+            return [self.exchange(algorithm, reduction, n, world) for reduction in reductions]
         with_counts = any(isinstance(reduction, Votes) for reduction in reductions)
         known: dict[int, tuple[Cost, np.ndarray, Pairs]] = {}
         seconds, number = np.zeros(len(reductions)), np.zeros(len(reductions), int)
         carried = np.zeros((len(reductions), len(self._per_byte)))
         sent = np.zeros((len(reductions), len(self.hosts)))
-        for step in steps(algorithm, self._world(world), with_counts, short=any(short)):
+        for step in steps(algorithm, self._world(world), with_counts, short=True in short):
             found = known.get(id(step.pairs))
             if found is None:
                 found = *self._cost_and_loads(step.pairs), step.pairs
@@ -179,11 +176,11 @@ class Simulation:
         found = zip(seconds, sent, carried, number, strict=True)
         return [self._summed(*parts) for parts in found]
 
-    def _is_short(self, reduction: Reduction, n: int) -> bool:
-        """Whether XLA's own all-to-all sends it."""
+    def _is_short(self, algorithm: Algorithm, reduction: Reduction, n: int) -> bool:
+        """Whether the direct messages of n values are left to XLA's own all-to-all."""
         nobody = Pairs(np.arange(0), np.arange(0))
         block = Step(nobody, 1, len(self.hosts), (1,))
-        return reduction.bytes_of(block, n) < LEAST_BYTES
+        return isinstance(algorithm, Direct) and reduction.bytes_of(block, n) < LEAST_BYTES
 
     def _summed(
         self, seconds: float, sent: np.ndarray, carried: np.ndarray, number: int

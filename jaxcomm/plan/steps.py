@@ -102,11 +102,11 @@ def _there(
     """The reduce-scatter."""
     if isinstance(algorithm, Direct):
         everyone = np.arange(world)
-        # Among four, no three rounds keep out of each other's way, so long messages go in halves.
-        parts = 2 if world == 4 and not short else 1
-        rows = (
-            targets(world) if world != 4 or not short else [(everyone + k) % 4 for k in (1, 2, 3)]
-        )
+        parts, rows = 1, targets(world)
+        if world == 4 and short:
+            rows = [(everyone + k) % world for k in (1, 2, 3)]
+        elif world == 4:  # no three rounds keep out of each other's way, so messages go in halves
+            parts = 2
         for row in rows if world > 1 else ():
             pairs = Pairs(everyone, np.asarray(row))
             yield Step(pairs, 1, world * parts, (1,) if with_counts else None)
