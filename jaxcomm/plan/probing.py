@@ -21,10 +21,10 @@ from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.steps import Pairs
 
 ROWS, MATRICES = 1024, 2  # what codes are timed on: matrices of so many rows
-SMALL, LARGE = 1, 2**19  # float32 values of a message
+SMALL, LARGE = 1, (2**13, 2**15, 2**17, 2**19)  # float32 values of a message
+ENOUGH = 25e-3  # seconds; a message that takes so long need not be larger
 CHAINED = 4  # messages in a row, in one program
-REPEATS = 7
-OF_SMALL = 5  # times as many of what is small, and so varies most
+REPEATS, OFTEN = 7, 35  # what is small varies most
 _TWICE = 1.5  # both directions at once take so much longer than one where they share a rate
 
 # Which methods are timed, and for whom they stand.
@@ -84,10 +84,11 @@ def probe(
     one_way = [(r, r + 1) for r in range(0, n - 1, 2)]
     both_ways = one_way + [(b, a) for a, b in one_way]
     # What a message takes varies from second to second, so it is asked at several moments.
-    small = functools.partial(_message, mesh, shift if n > 2 else one_way, SMALL)
+    small = functools.partial(_message, mesh, shift if n > 2 else one_way, SMALL, OFTEN)
     latencies = [small()]
+    values = _large(mesh, shift, latencies[0])
     large = {
-        name: _message(mesh, pairs, LARGE)
+        name: _message(mesh, pairs, values)
         for name, pairs in {"one way": one_way, "both ways": both_ways, "shift": shift}.items()
     }
     half_duplex = large["both ways"] > _TWICE * large["one way"]
@@ -101,7 +102,7 @@ def probe(
     latencies.append(small())
     latency = statistics.median(latencies)
     call = max(flag - 2 * (n - 1) * latency, 0.0)
-    per_byte = max(all_at_once - latency, 0.0) / (4 * LARGE)
+    per_byte = max(all_at_once - latency, 0.0) / (4 * values)
     efficiency = usual.efficiency
     if cluster is not None:
         pairs = one_way if n == 2 and half_duplex else shift
@@ -130,7 +131,17 @@ def _declared(cluster: Cluster, pairs: Pairs) -> float:
     return float(cost.per_byte.max(initial=0.0))
 
 
-def _message(mesh: Mesh, pairs: list[tuple[int, int]], values: int) -> float:
+def _large(mesh: Mesh, pairs: list[tuple[int, int]], latency: float) -> int:
+    """The float32 values of a large message: fewer on a slow network, which would take minutes."""
+    for values in LARGE[:-1]:
+        if _message(mesh, pairs, values, 1) - latency >= ENOUGH:
+            return values
+    return LARGE[-1]
+
+
+def _message(
+    mesh: Mesh, pairs: list[tuple[int, int]], values: int, repeats: int = REPEATS
+) -> float:
     """Seconds of a message of so many float32 values, all pairs at once."""
     axis = mesh.axis_names[0]
 
@@ -140,15 +151,18 @@ def _message(mesh: Mesh, pairs: list[tuple[int, int]], values: int) -> float:
             x = jax.lax.ppermute(x, axis, pairs) + x
         return x
 
-    return _slowest(mesh, several, values) / CHAINED
+    return _slowest(mesh, several, values, repeats) / CHAINED
 
 
 def _flag(mesh: Mesh) -> float:
     """Seconds of XLA's all-reduce of one value."""
-    return _slowest(mesh, functools.partial(jax.lax.psum, axis_name=mesh.axis_names[0]), 1)
+    body = functools.partial(jax.lax.psum, axis_name=mesh.axis_names[0])
+    return _slowest(mesh, body, SMALL, OFTEN)
 
 
-def _slowest(mesh: Mesh, body: Callable[[jax.Array], jax.Array], values: int) -> float:
+def _slowest(
+    mesh: Mesh, body: Callable[[jax.Array], jax.Array], values: int, repeats: int
+) -> float:
     """The median over repeats of the slowest device's time, for one vector on each device."""
     spec = PartitionSpec(mesh.axis_names[0])
     rows = jax.jit(
@@ -158,7 +172,6 @@ def _slowest(mesh: Mesh, body: Callable[[jax.Array], jax.Array], values: int) ->
     program = jax.jit(
         jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     )
-    repeats = REPEATS * OF_SMALL if values <= SMALL else REPEATS
     return _timed(mesh, lambda: program(rows), repeats)
 
 

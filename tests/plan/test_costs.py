@@ -78,3 +78,28 @@ class TestCosts:
             plan.probe(make_mesh(1))
         with pytest.raises(ValueError, match="the cluster has 2 devices, the mesh 4"):
             plan.probe(make_mesh(4), plan.cluster(plan.fabrics.star("two", 2, 10)))
+
+    @pytest.mark.parametrize(
+        ("latency", "per_byte", "values"),
+        [(1e-3, 8e-6, 2**13), (1e-3, 8e-7, 2**13), (1e-3, 8e-8, 2**17), (0.1, 8e-9, 2**19)],
+    )
+    def test_a_slow_network_is_asked_with_short_messages(
+        self,
+        latency: float,
+        per_byte: float,
+        values: int,
+        make_mesh: Any,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        asked = []
+
+        def message(mesh: Any, pairs: Any, values: int, repeats: int = probing.REPEATS) -> float:
+            asked.append((values, repeats))
+            return latency + 4 * values * per_byte
+
+        monkeypatch.setattr(probing, "_message", message)
+        found = plan.probe(make_mesh(4), families=[])
+        assert found.per_byte == pytest.approx(per_byte, rel=1e-3)
+        assert [n for n, repeats in asked if repeats == probing.REPEATS] == 3 * [values]
+        sent = sum(4 * n * probing.CHAINED * (1 + repeats) for n, repeats in asked)
+        assert sent * per_byte < 60

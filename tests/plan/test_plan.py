@@ -354,7 +354,7 @@ def test_a_probe_of_two_processes_under_a_mesh_of_both() -> None:
         import jaxcomm
         from jaxcomm.plan import probing
 
-        probing.LARGE, probing.REPEATS, probing.SIZES = 1000, 1, (2048, 4096)
+        probing.LARGE, probing.SIZES, probing.REPEATS, probing.OFTEN = (1000,), (2048, 4096), 1, 1
         with jax.set_mesh(jaxcomm.data_mesh()):
             costs = jaxcomm.plan.probe(families=("int8", "scaled_sign"))
         print(costs.latency > 0, {"int8", "scaled_sign"} <= costs.local.keys(), costs.local)

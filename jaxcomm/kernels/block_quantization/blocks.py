@@ -97,7 +97,19 @@ def decode(
         unit = units[..., block : block + count, None]
         values.append(joined(numbers(codes, length) * unit))
         byte, block = byte + count * width, block + count
-    return values[0] if len(values) == 1 else jnp.concatenate(values, axis=-1)
+    if len(values) == 1:
+        return values[0]
+    return jax.lax.platform_dependent(*values, cpu=_put_behind, default=_concatenated)
+
+
+def _concatenated(whole: jax.Array, rest: jax.Array) -> jax.Array:
+    return jnp.concatenate([whole, rest], axis=-1)
+
+
+def _put_behind(whole: jax.Array, rest: jax.Array) -> jax.Array:
+    """The same for CPU, where XLA fuses padding into the decoding, but no concatenation."""
+    room = jnp.pad(whole, [(0, 0)] * (whole.ndim - 1) + [(0, rest.shape[-1])])
+    return jax.lax.dynamic_update_slice_in_dim(room, rest, whole.shape[-1], axis=-1)
 
 
 def unit_and_factor(top: jax.Array, scale: jax.Array, most: float) -> tuple[jax.Array, jax.Array]:

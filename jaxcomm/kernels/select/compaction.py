@@ -108,13 +108,10 @@ def _chunk_of_slots(before: jax.Array, capacity: int) -> jax.Array:
 
 def _place(words: jax.Array, chunk: jax.Array, rank: jax.Array) -> jax.Array:
     """The index in x of the set bit with a rank, from 0, in its chunk."""
-    lane, left = jnp.zeros_like(rank), rank
-    word = jnp.zeros_like(rank, dtype=jnp.uint32)
-    for j in range(LANES):
-        candidate = words.at[chunk, j].get(mode="clip")
-        count = jax.lax.population_count(candidate).astype(jnp.int32)
-        here = (rank >= 0) & (rank < count)
-        lane, left = jnp.where(here, j, lane), jnp.where(here, rank, left)
-        word = jnp.where(here, candidate, word)
-        rank = rank - count
+    counts = jax.lax.population_count(words).astype(jnp.int32)
+    ends = jnp.cumsum(counts, axis=1, dtype=jnp.int32).at[chunk].get(mode="clip")
+    past = ends <= rank[:, None]
+    lane = jnp.sum(past, axis=1, dtype=jnp.int32)
+    left = rank - jnp.max(jnp.where(past, ends, 0), axis=1)
+    word = words.at[chunk, lane].get(mode="clip")
     return chunk * CHUNK + bit_with_rank(word, left) * LANES + lane
