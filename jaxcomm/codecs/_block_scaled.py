@@ -1,11 +1,12 @@
 """Messages in blocks, each with its own scale."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.codecs._codec import Codec
+from jaxcomm.codecs._codec import EVEN, Codec
 from jaxcomm.codecs._rounding import require_integer, rounding_key
 from jaxcomm.kernels import reductions
 from jaxcomm.kernels.block_quantization import blocks as layout
@@ -38,6 +39,11 @@ class BlockScaled(Codec):
     def most(self) -> float:
         """The number of units in a scale."""
         raise NotImplementedError
+
+    @property
+    def even(self) -> int:
+        """Whole blocks."""
+        return math.lcm(EVEN, self.block_size)
 
     def clipped(self, blocks: jax.Array) -> jax.Array:
         """The float32 `(..., blocks, size)` to encode in place of the given ones."""

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.codecs._codec import Codec
+from jaxcomm.codecs._codec import EVEN, Codec
 from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, rounding_key
 from jaxcomm.kernels import reductions
 from jaxcomm.kernels.powers_of_two import nine_bits
@@ -38,6 +38,11 @@ class Cnat(Codec):
     def __post_init__(self) -> None:
         """Checks the rounding."""
         require_choice("rounding", self.rounding, ROUNDINGS)
+
+    @property
+    def even(self) -> int:
+        """Whole loops of vectors of 8 bits."""
+        return EVEN
 
     @property
     def is_random(self) -> bool:

@@ -1,11 +1,12 @@
 """Integers of 8 and 4 bits, scaled by the largest magnitude of a block."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax
 
-from jaxcomm.codecs._codec import Codec
+from jaxcomm.codecs._codec import EVEN, Codec
 from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, require_integer, rounding_key
 from jaxcomm.kernels.block_quantization import integers
 
@@ -36,6 +37,11 @@ class Integer(Codec):
         """Checks the arguments."""
         require_integer("block_size", self.block_size, 1)
         require_choice("rounding", self.rounding, ROUNDINGS)
+
+    @property
+    def even(self) -> int:
+        """Whole blocks."""
+        return math.lcm(EVEN, self.block_size)
 
     @property
     def is_random(self) -> bool:

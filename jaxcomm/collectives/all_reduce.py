@@ -140,14 +140,15 @@ def all_reduce_with_residual(
     """
     if x.size == 0:
         return x, (x if reduction.keeps_errors else None)
-    reduction = reduction.for_this_device(axis_name)
+    reduction, n = reduction.for_this_device(axis_name), x.size
+    x = jnp.pad(x, (0, reduction.padded(n, jax.lax.axis_size(axis_name)) - n))
     prepared = reduction.prepare(x, axis_name)
     with noted((reduction, algorithm)):
         result, errors = algorithm.all_reduce(prepared, axis_name, reduction)
-    result = reduction.restore(result, prepared.shared_scale, x.size)
+    result = reduction.restore(result, prepared.shared_scale, x.size)[:n]
     if not reduction.keeps_errors:
         return result, None
-    return result, reduction.residual(x, errors, prepared.shared_scale)
+    return result, reduction.residual(x, errors, prepared.shared_scale)[:n]
 
 
 def pmean(
@@ -187,7 +188,8 @@ def pmean(
 
     Wire: (N-1) messages of ceil(n/N) values in each of two formats, `codec.message_bytes` each,
     for each array of n elements and every algorithm but halving_doubling at other than powers of
-    two, and direct with one aggregator; float16 adds an int32 `pmax`.
+    two, and direct with one aggregator; float16 adds an int32 `pmax`. Long vectors of 8-bit formats
+    and of those with scales are padded to whole blocks, which adds at most a 64th.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, jaxcomm

@@ -1,6 +1,8 @@
 """Which leaves travel together, in which order, and as which vector."""
 
 import contextvars
+import functools
+import itertools
 import math
 import zlib
 from collections.abc import Mapping, Sequence
@@ -8,12 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcomm._numbers import is_real
 from jaxcomm.transforms._layout import Layout, names_in
 
 Bucket = tuple[int, ...]
+
+_EVEN = 64  # XLA on CPU concatenates sums of multiples of so many values well
 
 # Set where a layer is exchanged by itself, inside of the backward pass: the layer's number, from
 # which keys follow; 0 in `init`.
@@ -98,18 +101,49 @@ def key_of(key: jax.Array, layout: Layout, leaves: Bucket) -> jax.Array:
     return key
 
 
-def joined(parts: Mapping[Any, jax.Array]) -> jax.Array:
-    """The arrays as one float32 vector."""
-    return jnp.concatenate([part.reshape(-1).astype(jnp.float32) for part in parts.values()])
+def joined(parts: Mapping[Any, jax.Array], size: int | None = None) -> jax.Array:
+    """The arrays as one float32 vector, with zeros behind them if a size is given."""
+    return _concatenated([_flat(part) for part in parts.values()], size)
+
+
+def joined_sums(
+    a: Mapping[Any, jax.Array], b: Mapping[Any, jax.Array], size: int | None = None
+) -> jax.Array:
+    """The sums of arrays with the same keys, as `joined` makes one vector of them."""
+    sums = [_flat(part) + _flat(b[key]) for key, part in a.items()]
+    total = sum(part.size for part in sums)
+    if all(length % _EVEN == 0 for length in (size or total, *(part.size for part in sums))):
+        return _concatenated(sums, size)
+    write = functools.partial(_written, size=size or total)
+    concatenate = functools.partial(_concatenated, size=size)
+    return jax.lax.platform_dependent(sums, cpu=write, default=concatenate)
+
+
+def _flat(part: jax.Array) -> jax.Array:
+    return part.reshape(-1).astype(jnp.float32)
+
+
+def _concatenated(vectors: list[jax.Array], size: int | None) -> jax.Array:
+    whole = jnp.concatenate(vectors)
+    return whole if size is None else jnp.pad(whole, (0, size - whole.size))
+
+
+def _written(vectors: list[jax.Array], size: int) -> jax.Array:
+    """The same for CPU, where XLA is slow to concatenate and pad sums of odd lengths at once."""
+    # Without the barrier XLA makes the first write a `pad`.
+    vector, start = jax.lax.optimization_barrier(jnp.zeros(size, jnp.float32)), 0
+    for part in vectors:
+        vector = jax.lax.dynamic_update_slice_in_dim(vector, part, start, axis=0)
+        start += part.size
+    return vector
 
 
 def split(vector: jax.Array, parts: Mapping[Any, jax.Array]) -> dict[Any, jax.Array]:
     """The reverse of `joined`, in the shapes of `parts`."""
-    ends = np.cumsum([part.size for part in parts.values()])
-    pieces = jnp.split(vector, ends[:-1])
+    stops = itertools.accumulate(part.size for part in parts.values())
     return {
-        key: piece.reshape(part.shape)
-        for (key, part), piece in zip(parts.items(), pieces, strict=True)
+        key: vector[stop - part.size : stop].reshape(part.shape)
+        for (key, part), stop in zip(parts.items(), stops, strict=True)
     }
 
 

@@ -21,6 +21,7 @@ from jaxcomm.transforms._buckets import (
     buckets_of,
     bytes_of,
     joined,
+    joined_sums,
     key_of,
     split,
     split_off_exempt,
@@ -189,9 +190,8 @@ def mean(
             if is_plain:
                 with noted("float32, native"):
                     return plain_mean(parts, axis_name), None
-            vector = joined(
-                {i: g.astype(jnp.float32) + residual.get(i, 0.0) for i, g in parts.items()}
-            )
+            size = reduction.padded(sum(g.size for g in parts.values()), layout.world)
+            vector = joined_sums(parts, residual, size) if residual else joined(parts, size)
             keyed = dataclasses.replace(reduction, key=key_of(key, layout, buckets[number]))
             return collectives.all_reduce_with_residual(vector, axis_name, keyed, chosen)
 

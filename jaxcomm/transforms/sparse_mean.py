@@ -22,6 +22,7 @@ from jaxcomm.transforms._buckets import (
     by_appearance,
     bytes_of,
     joined,
+    joined_sums,
     split_off_exempt,
 )
 from jaxcomm.transforms._exchange import (
@@ -241,11 +242,11 @@ class _Exchange:
         residual, velocity = ({i: x for i, x in zip(large, part, strict=False)} for part in own[:2])
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, _Bucket]:
-            moving = joined(parts)
+            moving = {i: part.astype(jnp.float32) for i, part in parts.items()}
             if self.momentum is not None:
-                moving += self.momentum * joined({i: velocity[i] for i in parts})
-            x = joined({i: residual[i] for i in parts}) + moving
-            return self._on_bucket(x, moving, own[2][number], step)
+                moving = {i: part + self.momentum * velocity[i] for i, part in moving.items()}
+            x = joined_sums(moving, residual)
+            return self._on_bucket(x, joined(moving), own[2][number], step)
 
         done = exchange_buckets(
             dict(enumerate(grads)),

@@ -124,3 +124,29 @@ def test_what_is_owned_is_rounded_on_the_second_hop_only(
         largest = np.abs(x[:, own]).max()
         assert np.abs(errors[device, own]).max() <= 1e-6 * largest
         assert np.abs(errors[others, own]).max() > 1e-4 * largest
+
+
+@pytest.mark.parametrize(
+    ("codec", "even"),
+    [(codecs.int4(), 256), (codecs.scaled_sign(512), 512), (codecs.cnat(rounding="nearest"), 256)],
+)
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_long_vectors_travel_in_whole_blocks(
+    make_mesh: MakeMesh, codec: codecs.Codec, even: int, algorithm: str
+) -> None:
+    """Others are slow on CPU. The zeros behind a vector are in no result and in no error."""
+    world, mesh, chosen = 4, make_mesh(4), CASES[algorithm].of(4)
+    n = 64 * world * even + 37
+    whole = n - 37 + world * even
+    reduction, _ = collectives.mean_of(codec, algorithm, error_feedback=True)
+    assert reduction.padded(n, world) == whole == reduction.padded(whole, world)
+    assert reduction.padded(n - 38, world) == n - 38  # too short for it
+    x = normal(world, n)
+    result, errors = exchanged(x, mesh, chosen, codec=codec, error_feedback=True)
+    assert result.shape == errors.shape == x.shape
+    assert_conserved(x, result, errors)
+    zeros = np.zeros((world, whole - n), np.float32)
+    padded, _ = exchanged(
+        np.concatenate([x, zeros], 1), mesh, chosen, codec=codec, error_feedback=True
+    )
+    np.testing.assert_array_equal(result, padded[:, :n])

@@ -1,10 +1,12 @@
 """Which leaves travel together, behind the backward pass and inside of it."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxcomm.transforms._buckets import LAYER, buckets_of
+from jaxcomm.transforms._buckets import LAYER, buckets_of, joined, joined_sums, split
 from jaxcomm.transforms._layout import Layout, Leaf
 
 SIZES = {"down": 9, "up": 9, "out": 2, "key": 2, "query": 2, "value": 3}  # first gradient first
@@ -35,3 +37,24 @@ def test_in_a_loop_the_last_bucket_is_smaller(
         assert buckets(limit) == [bucket.split() for bucket in inside]
     finally:
         LAYER.reset(token)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("behind", [None, 0, 5, 64])
+def test_leaves_are_joined_in_their_order(odd: int, behind: int | None) -> None:
+    rng = np.random.default_rng(0)
+    shapes = {"a": (8, 16 + odd), "b": (64,), "c": (2, 32 + odd, 2)}
+    a, b = ({key: rng.standard_normal(s, np.float32) for key, s in shapes.items()} for _ in "ab")
+    total = sum(x.size for x in a.values())
+    size = None if behind is None else total + behind
+
+    def vector(parts: dict[str, np.ndarray]) -> np.ndarray:
+        flat = np.concatenate([part.reshape(-1) for part in parts.values()])
+        return np.pad(flat, (0, behind or 0))
+
+    one = jax.jit(lambda a: joined(a, size))(a)
+    np.testing.assert_array_equal(one, vector(a))
+    sums = jax.jit(lambda a, b: joined_sums(a, b, size))(a, b)
+    np.testing.assert_array_equal(sums, vector(a) + vector(b))
+    for key, part in split(sums, a).items():
+        np.testing.assert_array_equal(part, a[key] + b[key])

@@ -1,6 +1,7 @@
 """The mean over devices, with any codec on the wire."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -59,6 +60,12 @@ class CodedMean(Reduction):
     def needs_equal_keys(self) -> bool:
         """Whether a result means nothing if the devices were given different keys."""
         return False
+
+    def padded(self, n: int, world: int) -> int:
+        """A multiple that makes messages fast, where it adds at most a 64th to them."""
+        even = math.lcm(self.codec.even, self.second_hop.even)
+        multiple = world * even
+        return n if even == 1 or n < 64 * multiple else -(-n // multiple) * multiple
 
     def prepare(self, x: jax.Array, axis_name: AxisName) -> Prepared:
         """Scales x so that its sum over all devices stays within the codecs' range."""

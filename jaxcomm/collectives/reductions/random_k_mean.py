@@ -54,6 +54,11 @@ class RandomKMean(CodedMean):
         """Always: a sum of values from different places means nothing."""
         return True
 
+    def padded(self, n: int, world: int) -> int:
+        """As long as it is: which places are drawn follows from the length."""
+        del world
+        return n
+
     def prepare(self, x: jax.Array, axis_name: AxisName) -> Prepared:
         """Draws."""
         assert self.places_key is not None  # `for_this_device` makes it.
