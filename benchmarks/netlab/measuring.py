@@ -109,9 +109,12 @@ class Lab:
 
 
 def _rate_between(made: plan.Topology, a: str, b: str) -> float:
-    """Mbit/s of all links between two neighbours together; infinite without a limit."""
+    """Mbit/s of a link between two neighbours; infinite without a limit.
+
+    A stream stays on one of several links.
+    """
     rates = [link.rate for link in made.links if set(link.ends) == {a, b}]
-    return math.inf if None in rates else sum(rate for rate in rates if rate)
+    return max(math.inf if rate is None else rate for rate in rates)
 
 
 def guarded(name: str, body: Callable[[], None]) -> int:
