@@ -43,7 +43,7 @@ def test_in_a_loop_the_last_bucket_is_smaller(
 @pytest.mark.parametrize("behind", [None, 0, 5, 64])
 def test_leaves_are_joined_in_their_order(odd: int, behind: int | None) -> None:
     rng = np.random.default_rng(0)
-    shapes = {"a": (8, 16 + odd), "b": (64,), "c": (2, 32 + odd, 2)}
+    shapes = {"a": (1, 64 + odd), "b": (64,), "c": (128 - odd, 1)}
     a, b = ({key: rng.standard_normal(s, np.float32) for key, s in shapes.items()} for _ in "ab")
     total = sum(x.size for x in a.values())
     size = None if behind is None else total + behind
