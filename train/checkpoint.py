@@ -60,7 +60,10 @@ def where_to_continue(directory: Path, resume: bool, restarted: bool) -> int | N
             "--config.checkpoint.resume=True, or choose another --workdir"
         )
     if resume and not restarted and whole < 0:
-        raise UserError(f"checkpoint.resume: there is no whole checkpoint in {directory}")
+        raise UserError(
+            f"checkpoint.resume: there is no whole checkpoint in {directory}; set --workdir to the "
+            "folder of the run that shall go on"
+        )
     return None if whole < 0 else whole
 
 

@@ -81,11 +81,15 @@ def train(
         def chunk(carry: Any, draws: jax.Array, shards: Any) -> Any:
             return jax.lax.scan(functools.partial(step, shards=shards), carry, draws)
 
-        sent = jaxcomm.wire_report(jax.jit(step).lower((params, state), draws[0], shards).compile())
+        one = jax.jit(step).lower((params, state), draws[0], shards).compile()
+        sent = jaxcomm.wire_report(one)
         carry, losses = (params, state), []
         for start in range(0, task.steps, task.chunk):
-            carry, part = chunk(carry, draws[start : start + task.chunk], shards)
-            losses += np.asarray(part).tolist()
+            if task.chunk == 1:
+                carry, part = one(carry, draws[start], shards)
+            else:
+                carry, part = chunk(carry, draws[start : start + task.chunk], shards)
+            losses += np.ravel(part).tolist()
         test, validation = (mean_loss(task, carry[0], x) for x in (data.test, data.validation))
     return {
         "loss": finite(test),
