@@ -302,7 +302,7 @@ def simulated() -> Lines:
         over = f"{row['over_bound']:.2f}" if "over_bound" in row else ""
         body.append([row["network"], row["algorithm"], *cells, over])
     head = [f"{size >> 20} MiB" for size in sizes]
-    return table(["network", "algorithm", *head, "of plain", "over bound"], body)
+    return table(["network", "algorithm", *head, "of near first", "over bound"], body)
 
 
 def overlap_cpu() -> Lines:

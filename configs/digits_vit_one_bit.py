@@ -17,7 +17,7 @@ from configs import digits_vit
 def get_config() -> config_dict.ConfigDict:
     config = digits_vit.get_config()
     config.optimizer.name = "scale"  # The optimizer is in the exchange.
-    config.optimizer.learning_rate = 6e-3  # About twice that of Adam.
+    config.optimizer.learning_rate = 6e-3  # Twice that of Adam.
     config.sync.method = "factored_adam"
     config.sync.b1 = 0.9
     config.sync.b2 = 0.99

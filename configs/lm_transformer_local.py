@@ -1,4 +1,4 @@
-r"""The GPT of lm_transformer, whose devices exchange signs in every fourth step: 0.05 bytes.
+r"""The GPT of lm_transformer, whose devices exchange signs in every fourth step.
 
     python -m train.launch --processes=4 -- --config=configs/lm_transformer_local.py
 

@@ -5,8 +5,8 @@ Four processes on this machine, which prepare the text themselves (Python's help
     python -m train.launch --processes=4 -- --config=configs/text_bert.py
 
 The size stands behind the name of the file, such as text_bert.py:tiny. The default size has not
-been trained to its end: neither hours nor score were measured, and to expect is a loss below that
-of the smallest size, which was trained for 600 steps on one CPU device:
+been trained to its end: neither hours nor score were measured. Expect a loss below that of the
+smallest size, which was trained for 600 steps on one CPU device:
 
     python -m train --config=configs/text_bert.py:tiny --config.steps=600
 
@@ -18,8 +18,8 @@ of the smallest size, which was trained for 600 steps on one CPU device:
     500    2.561
     600    2.553, and 37.4 % of the hidden bytes are right
 
-To predict each byte by how often it is in the training text has a loss of 3.295 there. The run took
-4.4 minutes of CPU time, with the compilation.
+Predicting each byte by its frequency in the training text has a loss of 3.295. The run took 4.4
+minutes of CPU time, with the compilation.
 """
 
 from ml_collections import config_dict

@@ -176,15 +176,15 @@ def costs_of(
 ) -> dict[str, Any]:
     """What the exchange costs: the same step without it, from the same parameters; uses up `now`.
 
-    What it takes is also predicted, but where links within groups of devices are faster.
+    What it takes is also predicted, but not where links within groups of devices are faster, nor
+    where both steps gather parameters.
     """
     count, gigabits = config.measure_steps, config.network.gigabits
     plain_step, begin = without.start(now.params)
     times = measure.measure_steps(train_step, now, plain_step, begin, run.example, count)
     network = measure.bandwidth(config.network)
-    if run.sync.fsdp > 1:
+    if run.sync.fsdp > 1 or run.sync.gather:
         return measure.costs(times, sent, network)
-    behind = run.sync.every == 1 and not run.sync.gather  # the gradient, in one piece
-    exchange = run.exchange if behind else None
+    exchange = run.exchange if run.sync.every == 1 else None  # the gradient, in one piece
     predicted = planned.predicted(sent.wire, exchange, run.params, gigabits)
     return measure.costs(times, sent, network, predicted)

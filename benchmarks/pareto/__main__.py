@@ -5,7 +5,7 @@
     python -m benchmarks.pareto --report [--json] [--plot=PNG]
 
 Four simulated devices in one process hold different parts of the data. Each method is trained at
-three learning rates, a factor of two apart; the validation loss chooses one, and the test loss is
+its learning rates, a factor of two apart; the validation loss chooses one, and the test loss is
 reported. A finished run is a file in `benchmarks/results/pareto/`, which is not run again. Runs
 follow one another, the middle rates of all methods first.
 

@@ -15,12 +15,12 @@ from ml_collections import config_dict
 def get_config() -> config_dict.ConfigDict:
     """A config without data, model and optimizer, not locked."""
     config = config_dict.ConfigDict()
-    config.seed = 0
-    config.steps = 1000
+    config.seed = 0  # Of parameters, data order, dropout and rounding.
+    config.steps = 1000  # Of the optimizer.
     config.batch_size = 64  # Of all devices together.
     config.microbatches = 1  # Parts of a device's share that are computed one after another.
-    config.label_smoothing = 0.0
-    config.eval_every = 100
+    config.label_smoothing = 0.0  # The share of a label that is spread over all classes.
+    config.eval_every = 100  # Steps between passes over the test set.
     config.measure_steps = 40  # Timed with and without the exchange, after training.
 
     config.data = config_dict.ConfigDict()
@@ -64,9 +64,9 @@ def get_config() -> config_dict.ConfigDict:
     config.inspect.every = 100
 
     config.checkpoint = config_dict.ConfigDict()
-    config.checkpoint.every = 100
-    config.checkpoint.keep = 2
-    config.checkpoint.resume = False
+    config.checkpoint.every = 100  # Steps between checkpoints; the last step has one too.
+    config.checkpoint.keep = 2  # The newest ones; older ones are deleted.
+    config.checkpoint.resume = False  # Go on from the newest checkpoint of --workdir.
 
     config.profile = config_dict.ConfigDict()
     config.profile.steps = 0  # Traced after the tenth step, for TensorBoard.
@@ -75,7 +75,7 @@ def get_config() -> config_dict.ConfigDict:
     config.network.gigabits = config_dict.placeholder(float)  # None: measured in the run.
     config.network.probe_mib = 16  # Size of the exchange that measures it.
     # Of config.sync.method="auto", the planner's choice. With a cluster, config.sync.algorithm=None
-    # is the algorithm that is fastest on it, for every method.
+    # is the algorithm that is fastest on it, for votes and for means in any format but float32.
     config.network.cluster = ""  # A cluster.yaml, see docs/planner.md; "": links are measured.
     config.network.costs = ""  # What `python -m jaxcomm.probe` wrote; "": measured in the run.
     config.network.quality = "16bit"  # Or "exact", "unbiased", "any".
@@ -95,7 +95,7 @@ def sync() -> config_dict.ConfigDict:
     sync.exempt = ()  # Patterns of further leaves that travel in float32.
     # Steps in float32 before any compression; with `every`, rounded up to whole exchanges.
     sync.dense_steps = config_dict.placeholder(int)
-    sync.bucket_mib = config_dict.placeholder(float)
+    sync.bucket_mib = config_dict.placeholder(float)  # MiB of float32 gradients in a bucket.
     sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
     # Local SGD and DiLoCo: devices take `every` steps of their own, then exchange how far they
     # came. The steps of the run are a multiple of it.
@@ -119,11 +119,11 @@ def sync() -> config_dict.ConfigDict:
     sync.momentum_correction = config_dict.placeholder(float)  # Each device's own momentum.
     sync.measure_xi = False  # The distance to the true top-k in the metrics: costs two means.
     # Of low_rank_mean:
-    sync.rank = config_dict.placeholder(int)
+    sync.rank = config_dict.placeholder(int)  # Columns of a factor.
     # Of factored_adam and one_bit_adam, which are optimizers:
-    sync.b1 = config_dict.placeholder(float)
-    sync.b2 = config_dict.placeholder(float)
-    sync.eps = config_dict.placeholder(float)
-    sync.weight_decay = config_dict.placeholder(float)
+    sync.b1 = config_dict.placeholder(float)  # The decay of the momentum.
+    sync.b2 = config_dict.placeholder(float)  # The decay of the squares.
+    sync.eps = config_dict.placeholder(float)  # Keeps divisors from zero.
+    sync.weight_decay = config_dict.placeholder(float)  # Times the learning rate, as in AdamW.
     sync.variance_stability = config_dict.placeholder(float)  # Ends 1-bit Adam's warm-up instead.
     return sync

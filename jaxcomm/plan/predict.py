@@ -107,7 +107,7 @@ def predictions(
     Args:
       cluster: the devices.
       load: what they exchange.
-      quality: the least that is allowed; see `methods.QUALITIES`.
+      quality: the least that is allowed; one of `families.QUALITIES`, such as "any".
       chosen: the methods to predict; None is all of that quality.
 
     Raises:

@@ -93,7 +93,7 @@ def mean(
     because Adam is not linear in the gradient (H. Tang et al., 2021): take int4 or more bits there,
     or put the mean into `jaxcomm.factored_adam`, which takes one bit. `init` warns of fewer than 4
     bits with feedback in front of an optimizer that keeps a variance, if both are in the same
-    `optax.chain`; in other compositions this docstring has to do. If a codec's error can exceed the
+    `optax.chain` or `optax.named_chain`; elsewhere nothing warns. If a codec's error can exceed the
     value (`Codec.variance`), residuals may grow without end; a UserWarning says so.
 
     If any gradient on any device is not finite, every update on every device is NaN, and the

@@ -41,10 +41,11 @@ def sharded(
     ends with its own shard of the mean. This transformation then only finishes the step: it
     averages what is not split, and lets all devices agree whether everything was finite.
 
-    Three lines differ from training on replicated parameters: place them with `jaxcomm.shard`, give
-    the loss `jaxcomm.sharded_params(params, state)`, and gather in it. Where layers are scanned,
-    `jaxcomm.gather` each layer in the body of the scan, inside of `jax.checkpoint`: then one layer
-    at a time is whole, in the forward pass and in the backward pass.
+    Four lines differ from training on replicated parameters: this one, and three that place them
+    with `jaxcomm.shard`, give the loss `jaxcomm.sharded_params(params, state)`, and gather in it.
+    Where layers are scanned, `jaxcomm.gather` each layer in the body of the scan, inside of
+    `jax.checkpoint`: then one layer at a time is whole, in the forward pass and in the backward
+    pass.
 
     Under plain `jax.jit` arrays are global, so everything behind it in the chain sees all of the
     gradient: `optax.clip_by_global_norm` clips by the norm of all shards. Inside of your own
