@@ -91,6 +91,8 @@ class Attached:
         raise TypeError(self._unused())
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("stack", "number"):  # asked of one being copied
+            raise AttributeError(name)
         raise AttributeError(f"{self._unused()} (It has no {name!r} before.)")
 
     def _unused(self) -> str:

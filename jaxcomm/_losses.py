@@ -1,5 +1,6 @@
-"""What a loss function may return."""
+"""What a loss function may take, and what it may return."""
 
+import sys
 from typing import Any
 
 import jax
@@ -32,3 +33,18 @@ def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
                 "in float32, of real numbers only; leave it out of aux."
             )
     return loss, aux
+
+
+def refuse_statistics(params: Any) -> None:
+    """Raises if Flax NNX variables are among the parameters that a loss changes, not a gradient."""
+    if (nnx := sys.modules.get("flax.nnx")) is None:
+        return
+    changed = (nnx.BatchStat, nnx.RngState, nnx.Cache)
+    variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for variable in variables:
+        if isinstance(variable, changed):
+            raise ValueError(
+                f"the parameters hold a {type(variable).__name__}, whose new value would be lost. "
+                "Split the model: graph, params, rest = nnx.split(model, nnx.Param, ...). Give "
+                "`rest` as a further argument, and return what changes as aux (has_aux=True)."
+            )

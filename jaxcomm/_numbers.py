@@ -18,7 +18,9 @@ def is_real(x: Any) -> TypeGuard[float]:
 
 
 def check_seed(seed: Any) -> None:
-    """Raises a TypeError unless a seed is a whole number, or an array of one."""
+    """Raises a TypeError or a ValueError unless a seed is an int64, or an array of one integer."""
     is_array = isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jnp.integer)
-    if not (is_integer(seed) or is_array):
+    if not (is_integer(seed) or (is_array and seed.ndim == 0)):
         raise TypeError(f"seed must be an integer, got {seed!r}; the keys are made from it.")
+    if not is_array and not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be an integer that int64 holds, got {seed!r}.")

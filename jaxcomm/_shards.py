@@ -61,6 +61,8 @@ class ShardedParam:
         raise TypeError(self._cure())
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "place":  # asked of one that is being copied
+            raise AttributeError(name)
         raise AttributeError(f"{self._cure()} (It has no {name!r} before.)")
 
     def _cure(self) -> str:

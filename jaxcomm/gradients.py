@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxcomm import _axes, _paths, _shards
 from jaxcomm._attached import attached_in, map_leaves, specs_of, values_of, with_attached
 from jaxcomm._axes import AxisName
-from jaxcomm._losses import loss_and_aux
+from jaxcomm._losses import loss_and_aux, refuse_statistics
 from jaxcomm._marks import (
     FINISHED,
     GRADIENT,
@@ -40,6 +40,7 @@ class ValueAndGrad:
         world = _axes.axis_size(self.axis_name)
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
         own, params = OWN_PARAMETER in kinds, unmark_local(params)
+        refuse_statistics(params)
         self._check_attached(params)
         kind = OWN_GRADIENT if own else GRADIENT
         if _axes.is_manual(self.axis_name):

@@ -22,8 +22,13 @@ def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> 
 
     Returns:
       The mesh, for `jax.set_mesh`.
+
+    Raises:
+      ValueError: for no devices.
     """
     devices = jax.devices() if devices is None else devices
+    if not len(devices):
+        raise ValueError("data_mesh needs at least one device, got devices=[].")
     return jax.make_mesh(
         (len(devices),), (axis_name,), axis_types=(AxisType.Auto,), devices=devices
     )

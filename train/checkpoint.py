@@ -22,7 +22,6 @@ import jaxcomm
 from train import digests
 from train.errors import RunError, UserError
 from train.state import TrainState
-from train.sync import AXIS
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # What orbax appends to the name while it writes.
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's own, JSON; it gets its last line after the digests.
@@ -173,7 +172,7 @@ class Checkpoints:
           UserError: if it is one of another model, optimizer or exchange.
         """
         found = _leaves(self._manager.item_metadata(step)["state"].tree)
-        self._check(step, found, _leaves(state))
+        self._check(step, found, _leaves(state), _own(state))
         wanted = jax.tree_util.tree_map_with_path(
             lambda path, x: _like(found[_name(path)], x), state
         )
@@ -204,12 +203,14 @@ class Checkpoints:
         (folder,) = self._directory.glob(f"*{UNFINISHED}*")  # One is written at a time.
         digests.seal(folder)
 
-    def _check(self, step: int, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    def _check(
+        self, step: int, found: dict[str, Any], wanted: dict[str, Any], own: set[str]
+    ) -> None:
         where = f"checkpoint {step} in {self._directory} does not fit this model and optimizer"
         # Parameters first: they say more than what the optimizer keeps for each of them.
         for name in sorted(found.keys() | wanted.keys(), key=lambda n: (n.startswith("opt"), n)):
             there, here = found.get(name), wanted.get(name)
-            if there is None or here is None or not _fits(there, here):
+            if there is None or here is None or not _fits(there, here, name in own):
                 raise UserError(f"{where}: {name} is {_shown(there)} there and {_shown(here)} here")
 
 
@@ -226,15 +227,22 @@ def _shown(leaf: Any) -> str:
     return "absent" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def _differs_by_device(leaf: jax.Array) -> bool:
-    return getattr(leaf.sharding, "spec", ())[:1] == (AXIS,)
+def _own(tree: Any) -> set[str]:
+    """The names of the leaves that differ from device to device: their nodes say how they lie."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "specs"))
+    return {
+        f"{_name(path)}.{name}"
+        for path, node in nodes
+        if hasattr(node, "specs")
+        for name in _leaves(node)
+    }
 
 
-def _fits(there: Any, here: jax.Array) -> bool:
+def _fits(there: Any, here: jax.Array, is_own: bool) -> bool:
     """Whether a saved leaf can become this one: equal, or one that has a part for each device."""
     if there.dtype != here.dtype or len(there.shape) != len(here.shape):
         return False
-    if not _differs_by_device(here):
+    if not is_own:
         return there.shape == here.shape
     # A part of two dimensions in all may be a device's share of a bucket.
     return there.shape[1:] == here.shape[1:] or (

@@ -54,16 +54,19 @@ def _matrices(params: Any) -> Any:
     return jax.tree.map(lambda x: x.ndim > 1, params)
 
 
-def make_optimizer(config: Any, steps: int) -> optax.GradientTransformation:
+def make_optimizer(config: Any, steps: int, bad_steps: int) -> optax.GradientTransformation:
     """The optimizer that a config names, its learning rate warming up and then falling as a cosine.
+
+    It skips updates that are not finite.
 
     Args:
       config: `config.optimizer`: `name`, `learning_rate` (the peak), `warmup_steps` and the
         options of that optimizer.
       steps: length of the run, where the cosine reaches zero.
+      bad_steps: after so many skipped in a row one is taken, so that the loss shows it.
     """
     rule = choose(OPTIMIZERS, config.name, "config.optimizer.name")
-    return rule(config, schedule(config, steps))
+    return optax.apply_if_finite(rule(config, schedule(config, steps)), bad_steps)
 
 
 def schedule(config: Any, steps: int) -> optax.Schedule:

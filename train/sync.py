@@ -179,9 +179,12 @@ def build(config: Any, bucket_order: Sequence[str], steps: int) -> optax.Gradien
     Raises:
       UserError: if there is no such method, or it refuses its options.
     """
-    factory, names = choose(METHODS, config.method, "config.sync.method")
-    options = {**config, "bucket_order": bucket_order, "total_steps": steps}
-    options = {name: value for name, value in options.items() if value is not None}
+    auto = {"auto": METHODS["none"]}  # `planned.resolved` has replaced it
+    factory, names = choose(METHODS | auto, config.method, "config.sync.method")
+    # Gradients of parameters that are split travel as these are gathered.
+    order = None if config.get("gather") else bucket_order
+    options = {**config, "bucket_order": order, "total_steps": steps}
+    options = {name: value for name, value in options.items() if value not in (None, "None")}
     for field in CALLS.keys() & options.keys():
         options[field] = read_call(options[field], CALLS[field], f"config.sync.{field}")
     _check_exempt(options.get("exempt", ()), bucket_order)

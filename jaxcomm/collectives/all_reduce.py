@@ -34,7 +34,7 @@ def mean_of(
       TypeError, ValueError: for what they are not, or cannot be together.
     """
     codec = codecs.from_name(codec)
-    if error_feedback not in (True, False, "first_hop"):
+    if not isinstance(error_feedback, bool) and error_feedback != "first_hop":
         raise ValueError(
             f'error_feedback must be True, False or "first_hop", got {error_feedback!r}.'
         )
@@ -203,8 +203,10 @@ def pmean(
     reduction, chosen = mean_of(codec, algorithm, second_hop, implementation=implementation)
     require_axis(axis_name)
     if reduction.is_random and key is None:
+        both = codecs.from_name(codec), reduction.second_hop
+        name = next((c.name for c in both if c.is_random), both[0].name)
         raise ValueError(
-            f"{reduction.codec.name} rounds at random and needs a key that is equal on all devices "
+            f"{name} rounds at random and needs a key that is equal on all devices "
             "and another in each call: key=jax.random.fold_in(jax.random.key(0), step)."
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
@@ -230,9 +232,16 @@ def pmean(
 
 
 def require_axis(axis_name: AxisName) -> None:
-    """Raises a NameError where the axis is not manual."""
+    """Raises a NameError where the axis is not manual, or only some axes of the mesh are."""
+    manual = _axes.manual_axes()
     if not _axes.is_manual(axis_name):
         raise NameError(
-            f"axis {axis_name!r} is not manual here (manual axes: "
-            f"{sorted(_axes.manual_axes()) or 'none'}); call this inside jax.shard_map over it."
+            f"axis {axis_name!r} is not manual here (manual axes: {sorted(manual) or 'none'}); "
+            "call this inside jax.shard_map over it."
+        )
+    mesh = _axes.current_mesh()
+    if others := [a for a in mesh.axis_names if a not in manual and mesh.shape[a] > 1]:
+        raise NameError(
+            f"axis {others[0]!r} is not manual here, so what is sharded over it would be gathered; "
+            "leave axis_names out of jax.shard_map, or name all axes in it."
         )

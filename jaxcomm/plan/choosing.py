@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from jaxcomm.plan.families import Method, methods
+from jaxcomm.plan.families import QUALITIES, Method, methods
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.order import best_dimensions, best_order
@@ -210,6 +210,11 @@ def plan(
         raise TypeError(
             f"plan takes a workload, such as plan.workload(25.6e6, step_ms=234), got {load!r}."
         )
+    if quality not in QUALITIES:
+        raise ValueError(f"quality is one of {', '.join(QUALITIES)}, got {quality!r}.")
+    allowed = QUALITIES[: QUALITIES.index(quality) + 1]
+    if below := [m for m in chosen or () if m.about.quality not in allowed]:
+        raise ValueError(f"{below[0].name} is of less quality than {quality!r}; leave it out.")
     given = cluster.order
     model = Model(cluster.costs.latency, half_duplex=cluster.costs.half_duplex)
     if reorder and cluster.devices > 2:

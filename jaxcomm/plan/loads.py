@@ -87,6 +87,8 @@ def workload(params: Any, step_ms: float, accumulate: int = 1, exempt: Exempt = 
     if isinstance(params, np.generic | np.ndarray | jax.Array) and params.ndim == 0:
         params = params.item()
     if is_real(params):
+        if exempt:
+            raise ValueError("a number of parameters has no names to exempt; give a pytree.")
         if not 1 <= float(params) < float("inf"):
             raise ValueError(f"params is a number of parameters, got {params!r}.")
         whole, rest = divmod(round(float(params)), _SIDE**2)

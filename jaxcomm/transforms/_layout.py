@@ -207,12 +207,14 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
     if len(grads) != len(layout.leaves):
         raise ValueError(
             f"the state was made for {len(layout.leaves)} parameters and got {len(grads)} "
-            "gradients; call tx.init again on these parameters."
+            "gradients; call tx.init again on these parameters. Labels and masks that are "
+            "functions see gradients too, which have a device axis in front: give their results, "
+            "label_fn(params)."
         )
     if layout.world != _axes.axis_size(axis):
         raise ValueError(
             f"the state was made for {layout.world} devices along {axis!r}, and the mesh now has "
-            f"{_axes.axis_size(axis)}; call tx.init again under this mesh."
+            f"{_axes.axis_size(axis)}; jaxcomm.resize_state(tx, state, params) makes one for it."
         )
     manual = _axes.is_manual(axis)
     for grad, leaf in zip(grads, layout.leaves, strict=True):

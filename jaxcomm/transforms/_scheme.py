@@ -29,6 +29,7 @@ class Scheme:
       signs: whether the updates are signs, those of exempt leaves too.
       frozen: whether the updates are zero.
       gather: the format in which shards are gathered.
+      bucket_order: of leaves that are exchanged together, if it was given.
     """
 
     axis_name: AxisName
@@ -39,6 +40,7 @@ class Scheme:
     signs: bool = False
     frozen: bool = False
     gather: codecs.Codec = dataclasses.field(default_factory=codecs.float32)
+    bucket_order: tuple[str, ...] | None = None
 
 
 class Exchange(optax.GradientTransformation):

@@ -1,5 +1,6 @@
 """Parts of a pytree of parameters that are stacks of layers, and the states of their layers."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -107,8 +108,9 @@ def stacked(node: Any, size: int) -> Any:
     if isinstance(node, PerDevice):
         specs = tuple(PartitionSpec(None, *spec) for spec in node.specs)
         if not specs or names_in(PartitionSpec(specs[0][1])) & _axes.manual_axes():
-            return PerDevice(broadcast(node.values), specs)
-        return PerDevice(made_sharded(broadcast, specs, node.values), specs)
+            return dataclasses.replace(node, values=broadcast(node.values), specs=specs)
+        values = made_sharded(broadcast, specs, node.values)
+        return dataclasses.replace(node, values=values, specs=specs)
     sharding = getattr(node, "sharding", None)
     if isinstance(node, Tracer) or not isinstance(sharding, NamedSharding):
         return broadcast([node])[0]
@@ -124,7 +126,7 @@ def of_one_layer(node: Any) -> Any:
 
     if isinstance(node, PerDevice):
         specs = tuple(PartitionSpec(*spec[1:]) for spec in node.specs)
-        return PerDevice([one(x) for x in node.values], specs)
+        return dataclasses.replace(node, values=[one(x) for x in node.values], specs=specs)
     return one(node)
 
 

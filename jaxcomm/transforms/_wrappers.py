@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+Init = Callable[[Any], Any]
+
 _CURES = {
     "apply_if_finite": (
         "optax.apply_if_finite looks at local gradients, so devices would disagree. Put it around "
@@ -26,6 +28,13 @@ _CURES = {
     "conditionally_transform": (
         "optax.conditionally_transform would leave local gradients as they are in some steps. Put "
         "it around the optimizer only, or change the exchange by jaxcomm.stages."
+    ),
+}
+# What would look at local gradients, in front of the exchange; the dtype of these cannot refuse it.
+_IN_FRONT = {
+    "zero_nans": (
+        "optax.zero_nans cannot see local gradients, and would change nothing. Give it those of "
+        'each device: jaxcomm.local("data", optax.zero_nans()).'
     ),
 }
 # Where optax's chains call their members.
@@ -47,6 +56,9 @@ def refuse_wrappers() -> None:
     """
     for wrapper in _CURES.keys() & _optax_callers():
         raise ValueError(_CURES[wrapper])
+    for frame in _optax_frames():
+        for name in _IN_FRONT.keys() & set(map(_factory, _members(frame)[0])):
+            raise ValueError(_IN_FRONT[name])
 
 
 def moments_behind(params: Any) -> set[str]:
@@ -62,24 +74,38 @@ def moments_behind(params: Any) -> set[str]:
     """
     found = set()
     for frame in _optax_frames():
-        for state in [jax.eval_shape(init, params) for init in _behind(frame)]:
+        for state in [jax.eval_shape(init, params) for init in _members(frame)[1]]:
             nodes = jax.tree.leaves(state, is_leaf=lambda x: _moments_of(x) != set())
             found = found.union(*map(_moments_of, nodes))
     return found
 
 
-def _behind(frame: FrameType) -> list[Callable[[Any], Any]]:
-    """The `init` of the members behind the caller, if this is a call of an optax chain."""
-    name, own = frame.f_code.co_qualname, frame.f_locals
+def _members(frame: FrameType) -> tuple[list[Init], list[Init]]:
+    """The `init` of the members before and behind the caller, if this is that of an optax chain."""
+    name, own, members, here = frame.f_code.co_qualname, frame.f_locals, [], None
     if name == _CHAIN_INIT and frame.f_back is not None:
         members = list(frame.f_back.f_locals.get("init_fns", ()))
-        caller = own.get("fn")
-        return members[members.index(caller) + 1 :] if caller in members else []
-    if name == _NAMED_CHAIN_INIT:
+        here = members.index(own.get("fn")) if own.get("fn") in members else None
+    elif name == _NAMED_CHAIN_INIT:
         names = [name for name, _ in own.get("transforms", ())]
-        here = names.index(own["name"]) if own.get("name") in names else len(names)
-        return [tx.init for _, tx in own["transforms"][here + 1 :]]
-    return []
+        members = [tx.init for _, tx in own.get("transforms", ())]
+        here = names.index(own["name"]) if own.get("name") in names else None
+    return ([], []) if here is None else (members[:here], members[here + 1 :])
+
+
+def _factory(init: Init) -> str:
+    """The name of what made a transformation."""
+    return getattr(init, "__qualname__", "").split(".")[0]
+
+
+def refuse_all_behind(name: str, cure: str) -> None:
+    """Raises, in `init`, if anything follows in the same optax chains."""
+    for frame in _optax_frames():
+        for init in _members(frame)[1]:
+            raise ValueError(
+                f"{_factory(init) or init} follows {name} in the chain, whose updates are "
+                f"finished. {cure}"
+            )
 
 
 def refuse_optimizer_behind(params: Any, name: str) -> None:

@@ -135,6 +135,11 @@ def factored_adam(
     which are smaller; so learning rates are up to twice as large here. Adafactor has no momentum by
     default, cuts updates by their root mean square, and takes relative learning rates.
     """
+    if not isinstance(exchange, optax.GradientTransformation):
+        raise TypeError(
+            "factored_adam takes an exchange of means, such as jaxcomm.mean(...), got "
+            f"{exchange!r}."
+        )
     check_rate(learning_rate)
     for name, decay in (("b1", b1), ("b2", b2)):
         check_number(name, decay, lambda x: 0 <= x < 1, "in [0, 1)")

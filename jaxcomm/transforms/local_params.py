@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from jaxcomm import _axes
 from jaxcomm._marks import OWN_PARAMETER, mark
@@ -56,7 +57,7 @@ def local_params(state: Any) -> Any:
       that no arithmetic accepts. `jaxcomm.unmark_local` gives the values, to look at.
 
     Raises:
-      ValueError: if there is no such state, or several.
+      ValueError: if there is no such state, or several, or it is of a part of the parameters.
 
     Wire: nothing.
     """
@@ -67,7 +68,18 @@ def local_params(state: Any) -> Any:
             f"local_params needs the state of one jaxcomm.local_steps, found {len(found)}; pass "
             "what tx.init or tx.update returned."
         )
-    return mark(own_tree(found[0], found[0].params.values), OWN_PARAMETER)
+    own = own_tree(found[0], found[0].params.values)
+    if any(isinstance(x, optax.MaskedNode) for x in jax.tree.leaves(own, is_leaf=_is_masked)):
+        raise ValueError(
+            "this jaxcomm.local_steps has a part of the parameters only, and a model needs all. "
+            "Freeze the others inside of it: jaxcomm.local_steps(optax.partition({..., 'frozen': "
+            "optax.set_to_zero()}, labels), ...)."
+        )
+    return mark(own, OWN_PARAMETER)
+
+
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
 
 
 def own_tree(state: LocalStepsState, values: Sequence[jax.Array]) -> Any:

@@ -34,7 +34,7 @@ from jaxcomm.transforms import _roles
 from jaxcomm.transforms._fragments import dealt
 from jaxcomm.transforms._layout import Layout, axis_of, check_gradients, filled_leaves, layout_of
 from jaxcomm.transforms._state_of_each import on_each_device
-from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms._wrappers import refuse_all_behind, refuse_wrappers
 from jaxcomm.transforms.local_params import LocalStepsState, own_tree
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
 
@@ -68,6 +68,8 @@ def local_steps(
 
     A device whose update is not finite does not take that step; the others do. If the outer update
     is not finite, it is NaN on every device, and all parameters and states stay as they were.
+
+    Give `init` the parameters that training starts from: the devices' own begin as copies of them.
 
     Args:
       inner: each device's optimizer. It exchanges nothing; clipping belongs in it, too.
@@ -155,6 +157,7 @@ def local_steps(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
+        refuse_all_behind("local_steps", "Put it into the inner optimizer or the outer one.")
         exchange_state, inner_state = exchange.init(params), inner.init(params)
         axis_name = axis_of(exchange_state, "local_steps")
         _roles.require_means(exchange_state, "local_steps")
@@ -287,12 +290,15 @@ def _exchange_fragment(
     part, shared = fragments.part(mark_local(lack), number), fragments.part(params, number)
     means, exchanged = exchange.update(part, state.exchange[number], shared, **extra_args)
     updates, outer_state = outer.update(means, state.outer[number], _float32(shared), **extra_args)
+    updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, shared)
     finite = _on_further_axes(all_finite(jax.tree.leaves(updates)), state.layout)
-    outer_state = jax.tree.map(
-        lambda a, b: jnp.where(finite, a, b), outer_state, state.outer[number]
+    exchanged, outer_state = jax.tree.map(
+        lambda a, b: jnp.where(finite, a, b),
+        (exchanged, outer_state),
+        (state.exchange[number], state.outer[number]),
     )
+    updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.nan), updates)
     updates = fragments.whole(updates, number, _zeros(params))
-    updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, params)
     new = jax.tree.leaves(optax.apply_updates(params, updates))
     own = []
     for k, i in enumerate(filled_leaves(state.layout)):

@@ -226,8 +226,8 @@ class _Exchange:
         means = functools.reduce(dict.__or__, done.buckets, dict(done.exact))
         lacks, factors = ({k: x for kept in done.kept for k, x in kept[j].items()} for j in (0, 1))
         new = [lacks[i] for i in large], [factors[i].reshape(-1) for i in large]
-        kept = tuple(kept_if(done.finite, *pair) for pair in zip(new, own, strict=True))
-        return updates_of(means, done.finite, grads), kept
+        updates, finite = updates_of(means, done.finite, grads, self.axis_name)
+        return updates, tuple(kept_if(finite, *pair) for pair in zip(new, own, strict=True))
 
     def _on_bucket(self, matrices: Arrays, starts: Arrays, keys: jax.Array) -> LowRankResult:
         """The exchange of a bucket, of which this device holds matrices."""

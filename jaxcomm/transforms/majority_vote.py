@@ -14,7 +14,7 @@ from jaxcomm._numbers import check_seed
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import Default
 from jaxcomm.collectives.reductions import Majority, check_majority
-from jaxcomm.kernels import _implementations
+from jaxcomm.kernels import _implementations, bitplanes
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, key_of, split_off_exempt
 from jaxcomm.transforms._exchange import (
@@ -184,7 +184,8 @@ def majority_vote(
         else:
             results = signs | {i: jnp.sign(done.exact[i]) for i in exempt_}
         left = [ballots[i] - scales["scale", i] * votes[i] for i in large if error_feedback]
-        return updates_of(results, done.finite, grads), (kept_if(done.finite, left, old),)
+        updates, finite = updates_of(results, done.finite, grads, axis_name)
+        return updates, (kept_if(finite, left, old),)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
@@ -199,7 +200,8 @@ def majority_vote(
         return treedef.unflatten(votes), MajorityVoteState(state.layout, state.step + 1, residual)
 
     reduction = None if error_feedback else Majority(ties, zeros, None, option)
-    scheme = Scheme(axis_name, reduction, chosen, seed, limit, signs=True)
+    order = None if bucket_order is None else tuple(bucket_order)
+    scheme = Scheme(axis_name, reduction, chosen, seed, limit, signs=True, bucket_order=order)
     return exchange(init_fn, update_fn, scheme, exempt)
 
 
@@ -208,8 +210,8 @@ def _decided(ballot: jax.Array, zeros: str, key: jax.Array, axis_name: AxisName)
     coins = jnp.zeros_like(ballot)
     if zeros == "random":
         own = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
-        heads = jax.random.bernoulli(own, shape=ballot.shape)
-        coins = jnp.where(heads, 1.0, -1.0).astype(ballot.dtype)
+        words = jax.random.bits(own, (bitplanes.words_for(ballot.size),), jnp.uint32)
+        coins = bitplanes.signs(words, ballot.size).reshape(ballot.shape)
     return jnp.where(ballot == 0, coins, jnp.sign(ballot))
 
 

@@ -211,8 +211,8 @@ def mean(
         )
         means = done.exact | by_leaf(done.buckets, buckets, grads)
         left = by_leaf(done.kept, buckets, grads) if error_feedback else {}
-        kept = kept_if(done.finite, [left[i] for i in residual], old)
-        return updates_of(means, done.finite, grads), (kept,)
+        updates, finite = updates_of(means, done.finite, grads, axis_name)
+        return updates, (kept_if(finite, [left[i] for i in residual], old),)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
@@ -226,7 +226,8 @@ def mean(
         )
         return treedef.unflatten(means), MeanState(state.layout, state.step + 1, residual)
 
-    scheme = Scheme(axis_name, reduction, chosen, seed, limit)
+    order = None if bucket_order is None else tuple(bucket_order)
+    scheme = Scheme(axis_name, reduction, chosen, seed, limit, bucket_order=order)
     return exchange(init_fn, update_fn, scheme, exempt)
 
 

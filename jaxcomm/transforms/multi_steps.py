@@ -118,7 +118,7 @@ def _zeros_like(updates: Any, grads: list[jax.Array], layout: Layout) -> Any:
     leaves, treedef = jax.tree.flatten(updates)
     zeros = [
         _axes.as_varying(
-            jnp.zeros(u.shape, u.dtype),
+            jnp.zeros_like(u),  # also sharded as u is
             _axes.varying_axes(g).difference(_axes.names_of(layout.axis_name)),
         )
         for u, g in zip(leaves, grads, strict=True)

@@ -193,6 +193,7 @@ def one_bit_adam(
         buckets = buckets_of(layout, large, bucket_order, limit)
         worker = zeros_per_bucket(layout, params, buckets, lambda n: n)
         server = zeros_per_bucket(layout, params, buckets, lambda n: chunk_length(n, layout.world))
+        server = dataclasses.replace(server, are_shares=True)
         return OneBitAdamState(layout, count, m, v, worker, server, frozen_at, norms)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -214,7 +215,12 @@ def one_bit_adam(
         m = [jnp.where(in_one_bit[i], means[i], adam.m(old_m[i], means[i])) for i in leaves]
         v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], means[i])) for i in leaves]
         steps = adam.steps(m, v, state, params)
-        updates = [jnp.where(finite, steps[i], jnp.nan).astype(grads[i].dtype) for i in leaves]
+        steps = [step.astype(g.dtype) for step, g in zip(steps, grads, strict=True)]
+        # The square of a finite gradient may overflow, and so may an update of 16 bits.
+        for x in (*v, *steps):
+            finite &= jnp.all(jnp.isfinite(x))
+        finite = on_further_axes(finite, axis_name)
+        updates = [jnp.where(finite, step, jnp.nan) for step in steps]
 
         end = adam.end_of_warmup(v, count, state)
         new = (count, treedef.unflatten(m), treedef.unflatten(v), *end)

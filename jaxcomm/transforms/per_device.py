@@ -24,10 +24,12 @@ class PerDevice:
     Attributes:
       values: the arrays; none of them is empty, because XLA does not keep those sharded.
       specs: how they are sharded, the leading axis included.
+      are_shares: whether each device has a part of a vector, as owners of blocks have.
     """
 
     values: list[jax.Array]
     specs: tuple[PartitionSpec, ...] = dataclasses.field(metadata={"static": True})
+    are_shares: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 NOTHING = PerDevice([], ())
@@ -39,7 +41,7 @@ def next_of(own: PerDevice, values: Sequence[jax.Array]) -> PerDevice:
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         pairs = zip(values, own.specs, strict=True)
         values = [jax.lax.with_sharding_constraint(x, spec) for x, spec in pairs]
-    return PerDevice(list(values), own.specs)
+    return dataclasses.replace(own, values=list(values))
 
 
 def require_own(own: PerDevice, layout: Layout) -> None:
@@ -181,7 +183,7 @@ def state_spec(
     def spec_of(path: Any, x: Any) -> Any:
         if isinstance(x, PerDevice):
             return dataclasses.replace(x, values=[restrict(s, manual) for s in x.specs])
-        endings = (jax.tree_util.keystr(path[i:]) for i in range(len(path)))
+        endings = (jax.tree_util.keystr(path[i:]) for i in range(len(path) + 1))
         found = (specs[e, x.shape] for e in endings if (e, x.shape) in specs)
         return restrict(next(found, PartitionSpec()), manual)
 

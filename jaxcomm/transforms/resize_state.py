@@ -1,5 +1,6 @@
 """A state that was saved with another number of devices."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -60,9 +61,21 @@ def _is_own(x: Any) -> bool:
 def _resized(new: Any, old: Any) -> Any:
     """The numbers of `old` in the shapes and places of `new`."""
     if not _is_own(new):
-        return _placed(np.asarray(old), new)
+        old = np.asarray(old)
+        if old.shape != jnp.shape(new):
+            raise _other(old.shape, jnp.shape(new))
+        return _placed(old, new)
+    resize = _dealt if new.are_shares else _spread
     triples = zip(new.values, old.values, new.specs, strict=True)
-    return PerDevice([_spread(x, o, _device_axis(spec)) for x, o, spec in triples], new.specs)
+    values = [resize(x, np.asarray(o), _device_axis(spec)) for x, o, spec in triples]
+    return dataclasses.replace(new, values=values)
+
+
+def _other(old: tuple[int, ...], new: tuple[int, ...], each: str = "") -> ValueError:
+    return ValueError(
+        f"the state is not one of this transformation: it holds {old}{each} where this one has "
+        f"{new}."
+    )
 
 
 def _device_axis(spec: PartitionSpec) -> int:
@@ -70,25 +83,26 @@ def _device_axis(spec: PartitionSpec) -> int:
     return next(i for i, entry in enumerate(spec) if entry is not None)
 
 
-def _spread(new: jax.Array, old: Any, axis: int) -> jax.Array:
-    """The mean over the old devices, on every new one; shares, by their sizes, dealt out anew."""
-    old = np.asarray(old)
+def _spread(new: jax.Array, old: np.ndarray, axis: int) -> jax.Array:
+    """The mean over the old devices, on every new one."""
     if np.delete(old.shape, axis).tolist() != np.delete(new.shape, axis).tolist():
-        if old.ndim != axis + 2 or new.ndim != axis + 2 or old.shape[:axis] != new.shape[:axis]:
-            raise ValueError(
-                f"the state is not one of this transformation: it holds {old.shape[axis + 1 :]} "
-                f"for each device where this one has {new.shape[axis + 1 :]}."
-            )
-        # Device i owns part i of a bucket; what is behind the bucket's end is zero.
-        joined = np.zeros((*new.shape[:axis], new.shape[axis] * new.shape[axis + 1]), old.dtype)
-        old = old.reshape(*old.shape[:axis], -1)
-        size = min(old.shape[-1], joined.shape[-1])
-        joined[..., :size] = old[..., :size]
-        return _placed(joined.reshape(new.shape), new)
+        raise _other(old.shape[axis + 1 :], new.shape[axis + 1 :], " for each device")
     first = old.take([0], axis)
     is_float = jnp.issubdtype(old.dtype, jnp.floating)
     mean = old.astype(np.float64).mean(axis, keepdims=True).astype(old.dtype) if is_float else first
     return _placed(np.broadcast_to(mean, new.shape), new)
+
+
+def _dealt(new: jax.Array, old: np.ndarray, axis: int) -> jax.Array:
+    """Parts of a bucket, joined and dealt out anew: device i owns part i."""
+    if old.ndim != axis + 2 or old.shape[:axis] != new.shape[:axis]:
+        raise _other(old.shape[axis + 1 :], new.shape[axis + 1 :], " for each device")
+    # What is behind the bucket's end is zero.
+    joined = np.zeros((*new.shape[:axis], new.shape[axis] * new.shape[axis + 1]), old.dtype)
+    old = old.reshape(*old.shape[:axis], -1)
+    size = min(old.shape[-1], joined.shape[-1])
+    joined[..., :size] = old[..., :size]
+    return _placed(joined.reshape(new.shape), new)
 
 
 def _placed(values: np.ndarray, like: jax.Array) -> jax.Array:

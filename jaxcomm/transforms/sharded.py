@@ -152,6 +152,11 @@ def _checked(scheme: Scheme, gather: str | codecs.Codec) -> Scheme:
             "float32, bfloat16, int8 or another codec that works without error feedback."
         )
     reduction, algorithm = scheme.reduction, scheme.algorithm
+    if scheme.bucket_order is not None:
+        raise ValueError(
+            "gradients of sharded parameters travel in the order of jaxcomm.gather's calls; leave "
+            "out bucket_order."
+        )
     if reduction is None and scheme.signs:
         raise ValueError(
             "majority_vote with error feedback needs the scale of a whole leaf, and cannot be "
@@ -236,8 +241,11 @@ def _finished(state: ShardedState, grads: list[ShardedParam], old: Arrays) -> tu
     if scheme.frozen:
         whole = {i: jnp.zeros_like(x) for i, x in whole.items()}
     elif scheme.reduction is not None:
-        # Gathered twice, a residual is the sum of two.
+        # Gathered twice, a residual is the sum of two. And whoever computes with the leaves of
+        # unfinished parameters, as a norm of the whole tree does, computes with ticks.
         twice = [jnp.where(count > 1, jnp.nan, 0.0) for count in counts]
+        ticks = [g.tick for g in grads if g.tick is not None]
+        twice += [jnp.where(t[..., 1:] != t[..., :1], jnp.nan, 0.0) for t in ticks]
         local = [x for x, is_split in zip(values, split_up, strict=True) if is_split]
         seen = [x.reshape(-1) for x in (*local, *(g.residual for g in with_state), *twice)]
         small: dict[Any, jax.Array] = whole | {FLAG: 1 - all_finite(seen).astype(jnp.float32)}

@@ -159,6 +159,8 @@ def sparse_mean(
     chosen = dataclasses.replace(chosen, density=density, implementation=option)
     if not isinstance(error_feedback, bool):
         raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}.")
+    if not isinstance(measure_xi, bool):
+        raise ValueError(f"measure_xi must be True or False, got {measure_xi!r}.")
     m = momentum_correction
     if m is not None and not (is_real(m) and 0 <= m < 1):
         raise ValueError(f"momentum_correction must be None or a number in [0, 1), got {m!r}.")
@@ -172,7 +174,7 @@ def sparse_mean(
             warn_of_a_variance_behind(params, f"a {chosen.name} mean")
         layout = layout_of(params, axis_name, exempt, bucket_order)
         large, _ = split_off_exempt(layout)
-        residual = zeros_per_device(layout, params, large)
+        residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
         velocity = NOTHING if m is None else zeros_per_device(layout, params, large)
         buckets = exchange.buckets(layout, large)
         thresholds = zeros_per_bucket(layout, params, buckets, lambda n: 1)
@@ -204,13 +206,13 @@ class _Bucket(NamedTuple):
     """What one device keeps of the exchange of a bucket.
 
     Attributes:
-      residual: float32 vector, the next residual.
+      residual: float32 vector, the next residual; None without error feedback.
       velocity: float32 vector, the next momentum; None without momentum correction.
       threshold: float32[1], the next one.
       counts: float32[5]: the counts of `SparseResult`, and the two numbers of `_distance`.
     """
 
-    residual: jax.Array
+    residual: jax.Array | None
     velocity: jax.Array | None
     threshold: jax.Array
     counts: jax.Array
@@ -245,7 +247,7 @@ class _Exchange:
             moving = {i: part.astype(jnp.float32) for i, part in parts.items()}
             if self.momentum is not None:
                 moving = {i: part + self.momentum * velocity[i] for i, part in moving.items()}
-            x = joined_sums(moving, residual)
+            x = joined_sums(moving, residual) if self.error_feedback else joined(moving)
             return self._on_bucket(x, joined(moving), own[2][number], step)
 
         done = exchange_buckets(
@@ -258,19 +260,21 @@ class _Exchange:
             state_of=lambda kept: (kept.residual, kept.velocity),
         )
         means = done.exact | by_leaf(done.buckets, buckets, grads)
-        residual = by_leaf([kept.residual for kept in done.kept], buckets, grads)
-        velocity = {}
+        residual, velocity = {}, {}
+        if self.error_feedback:
+            residual = by_leaf([kept.residual for kept in done.kept], buckets, grads)
         if self.momentum is not None:
             velocity = by_leaf([kept.velocity for kept in done.kept], buckets, grads)
         new = (
-            [residual[i] for i in large],
+            [residual[i] for i in large if residual],
             [velocity[i] for i in large if velocity],
             [kept.threshold for kept in done.kept],
         )
-        new = tuple(kept_if(done.finite, *pair) for pair in zip(new, own, strict=True))
+        updates, finite = updates_of(means, done.finite, grads, self.axis_name)
+        new = tuple(kept_if(finite, *pair) for pair in zip(new, own, strict=True))
         k = sum(self.algorithm.k(vector.size) for vector in done.buckets)
         report = _report(k, sum((kept.counts for kept in done.kept), jnp.zeros(5, jnp.float32)))
-        return [*updates_of(means, done.finite, grads), report], new
+        return [*updates, report], new
 
     def _on_bucket(
         self, x: jax.Array, velocity: jax.Array, threshold: jax.Array, step: jax.Array
@@ -284,9 +288,9 @@ class _Exchange:
             distance = _distance(x, velocity, result.mean, k, self.axis_name)
         counts = (result.selected, result.delivered, result.applied)
         counts = jnp.stack([*(c.astype(jnp.float32) for c in counts), *distance])
-        residual = result.errors if self.error_feedback else jnp.zeros_like(x)
+        residual = result.errors if self.error_feedback else None
         # Factor masking: where a value was sent, its momentum starts anew.
-        masked = None if self.momentum is None else jnp.where(result.errors == x, velocity, 0.0)
+        masked = None if self.momentum is None else jnp.where(result.taken, 0.0, velocity)
         return result.mean, _Bucket(residual, masked, after[None], counts)
 
 

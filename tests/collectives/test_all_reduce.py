@@ -4,6 +4,7 @@ import collections
 import functools
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -191,3 +192,30 @@ def test_integers_are_refused(mesh8: Mesh) -> None:
 def test_outside_of_shard_map_says_where_to_call_it(mesh8: Mesh) -> None:
     with jax.set_mesh(mesh8), pytest.raises(NameError, match="inside jax.shard_map"):
         jaxcomm.pmean(jnp.ones(3), "data")
+
+
+def test_a_region_that_is_manual_over_some_axes_is_refused(mesh4x2: Mesh) -> None:
+    """It would gather what is sharded over the others."""
+    far, near = mesh4x2.axis_names
+    mean = functools.partial(jaxcomm.pmean, axis_name=far, codec="bfloat16")
+    spec = PartitionSpec(far, near)
+    own = PartitionSpec(far)
+    f = jax.shard_map(mean, mesh=mesh4x2, in_specs=own, out_specs=PartitionSpec(), axis_names={far})
+    x = jax.device_put(jnp.ones((4, 2)), jax.NamedSharding(mesh4x2, spec))
+    with jax.set_mesh(mesh4x2), pytest.raises(NameError, match=f"axis '{near}' is not manual here"):
+        jax.jit(f)(x)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"second_hop": "cnat"}, "cnat"),
+        ({"codec": "random_k"}, "random_k"),
+        ({"codec": "qsgd"}, "qsgd"),
+    ],
+)
+def test_a_missing_key_names_the_codec(mesh8: Mesh, options: Any, name: str) -> None:
+    mean = functools.partial(jaxcomm.pmean, axis_name="data", **options)
+    f = jax.shard_map(mean, mesh=mesh8, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
+    with pytest.raises(ValueError, match=f"^{name} rounds at random and needs a key"):
+        jax.jit(f)(jnp.ones(8))

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 import jaxcomm
 import sparse_oracles
 from jaxcomm import sparse
-from sparse_table import K, N, compiled, exchanged
+from sparse_table import K, N, compiled, exchanged, normal
 
 MakeMesh = Callable[[int], Mesh]
 
@@ -30,3 +30,16 @@ def test_of_equal_magnitudes_the_lower_place_survives(make_mesh: MakeMesh, world
     entries = 6 * K
     sent = jaxcomm.wire_report(compiled(mesh, sparse.gtopk())).bytes_max
     assert sent == {3: entries + entries + K, 4: 2 * entries}[world]
+
+
+def test_a_threshold_is_used_again(make_mesh: MakeMesh) -> None:
+    """Though more than k values reach it; what is sent are the k largest."""
+    mesh, algorithm = make_mesh(4), sparse.gtopk(recompute_every=32)
+    x = normal(4)
+    _, thresholds = exchanged(x, mesh, algorithm)
+    outcome, again = exchanged(1.01 * x, mesh, algorithm, 1, thresholds)
+    np.testing.assert_array_equal(again, thresholds)
+    assert (outcome.selected >= K).all() and (outcome.selected > K).any()
+    total, alive = sparse_oracles.gtopk(1.01 * x, outcome.delivered)
+    np.testing.assert_allclose(4 * outcome.mean[0], total, atol=1e-5)
+    np.testing.assert_array_equal(outcome.taken, alive)

@@ -87,12 +87,16 @@ def test_oracle_law_counts_and_bytes(
     if values == "float32":
         np.testing.assert_allclose(world * outcome.mean[0], total, atol=1e-5)
         np.testing.assert_array_equal(outcome.errors, np.where(taken, 0, x))
+        np.testing.assert_array_equal(outcome.taken, taken)
         assert (outcome.applied == (total != 0).sum()).all()
     else:  # Rounding may change which sums are the largest.
         applied = (total != 0) & (outcome.mean[0] != 0)
         assert applied.sum() > 0.9 * (total != 0).sum()
         np.testing.assert_allclose(outcome.mean[0][applied], total[applied] / world, atol=0.02)
         assert np.abs(outcome.errors[taken]).max() > 0
+        # An owner keeps what its sums are rounded by, also where its own value was not selected.
+        least = np.sort(np.abs(x))[:, -outcome.selected[0] : -outcome.selected[0] + 1]
+        assert not outcome.taken[np.abs(x) < least].any()
 
     program = compiled(mesh, algorithm, n)
     assert_bytes(program, algorithm, n, world)
@@ -138,6 +142,16 @@ def test_every_name_has_a_row() -> None:
             lambda: jaxcomm.sparse.topk_dsa(slack=0.5),
             ValueError,
             "slack must be at least 1, got 0.5",
+        ),
+        (
+            lambda: jaxcomm.sparse.oktopk(slack=float("inf")),
+            ValueError,
+            "slack must be at least 1, got inf",
+        ),
+        (
+            lambda: jaxcomm.sparse.oktopk(tolerance=float("inf")),
+            ValueError,
+            "tolerance must be more than 1, or None, got inf",
         ),
         (
             lambda: jaxcomm.sparse.oktopk(recompute_every=0),

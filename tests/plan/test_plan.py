@@ -147,6 +147,14 @@ class TestChoice:
         saved = json.loads((tmp_path / "plan.json").read_text())
         assert saved["headline"] == found.headline and len(saved["rows"]) == len(found.rows)
 
+    def test_what_is_chosen_among_is_of_the_quality(self) -> None:
+        with pytest.raises(ValueError, match="quality is one of exact, 16bit, unbiased, any, got"):
+            plan.plan(room(), TestNumbers.load, "best", [Method("float32", "ring")])
+        with pytest.raises(ValueError, match="int4/direct is of less quality than 'exact'"):
+            plan.plan(room(), TestNumbers.load, "exact", [Method("int4", "direct")])
+        with pytest.raises(ValueError, match="no names to exempt; give a pytree"):
+            plan.workload(1e6, 10, exempt=["head"])
+
     def test_the_default_algorithm_is_taken_where_another_is_hardly_faster(self) -> None:
         late = dataclasses.replace(FREE, latency=1e-3)
         found = plan.plan(room(8, costs=late), plan.workload(4e6, 100.0), "exact")

@@ -143,9 +143,26 @@ def test_a_checkpoint_of_parameters_that_were_not_split(tmp_path: Path) -> None:
             Checkpoints(folder, keep=2).restore(1, begin(after), position(), after)
 
 
+def test_split_parameters_of_other_shapes(tmp_path: Path) -> None:
+    """Their first dimension is over the devices, and yet no device has one of its own."""
+    tx = optax.chain(jaxcomm.sharded(jaxcomm.mean("data")), optax.trace(0.9))
+
+    def begin(rows: int) -> TrainState:
+        with jax.set_mesh(mesh_of(2)):
+            params = jaxcomm.shard({"w": jnp.zeros((rows, 4))}, "data")
+            return TrainState(jaxcomm.replicate(jnp.int32(1)), params, tx.init(params))
+
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, begin(16), position())
+    checkpoints.close()
+    message = r"params.w is float32\[16, 4\] there and float32\[8, 4\] here"
+    with pytest.raises(UserError, match=message):
+        Checkpoints(tmp_path, keep=2).restore(1, begin(8), position(), tx)
+
+
 def test_another_number_of_devices_and_of_processes(tmp_path: Path) -> None:
-    """4 -> 2 -> 3 -> 4: parameters and momentum to the bit, residuals in the mean."""
-    state, worlds = state_of(5, 1, world=4), (4, 2, 3, 4)
+    """4 -> 2 -> 1 -> 3 -> 4: parameters and momentum to the bit, residuals in the mean."""
+    state, worlds = state_of(5, 1, world=4), (4, 2, 1, 3, 4)
     exact, owed = bits((state.params, state.opt_state[1])), residuals(state).mean(0)
     assert np.abs(owed).min() > 1e-3
     for before, after in itertools.pairwise(worlds):

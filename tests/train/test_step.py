@@ -143,7 +143,7 @@ def test_only_weights_decay() -> None:
         config = config_dict.create(
             name=name, learning_rate=0.1, warmup_steps=0, weight_decay=0.1, momentum=0.9
         )
-        tx = state.make_optimizer(config, 10)
+        tx = state.make_optimizer(config, 10, 20)
         updates, _ = tx.update(zeros, tx.init(params), params)
         assert float(jnp.abs(updates["w1"]).max()) > 0
         assert float(jnp.abs(updates["b1"]).max()) == 0
@@ -153,7 +153,7 @@ def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
     config = config_dict.create(
         name="sgd", learning_rate=0.5, warmup_steps=4, momentum=0.0, weight_decay=0.0
     )
-    tx = state.make_optimizer(config, 12)
+    tx = state.make_optimizer(config, 12, 20)
     params = {"w": jnp.ones(())}
     now, rates = tx.init(params), []
     for _ in range(13):
@@ -161,3 +161,39 @@ def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
         rates.append(-float(updates["w"]))
     np.testing.assert_allclose(rates[:5], [0, 0.125, 0.25, 0.375, 0.5], rtol=1e-6)
     assert rates[12] == pytest.approx(0, abs=1e-7) and sorted(rates[4:]) == rates[:3:-1]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "scale"])
+def test_a_step_that_is_not_finite_is_skipped(name: str) -> None:
+    """Parameters are those of the other steps; the optimizer by itself would be NaN for ever."""
+    config = config_dict.create(
+        name=name, learning_rate=1e-2, warmup_steps=0, weight_decay=0.01, momentum=0.9
+    )
+    if name == "scale":
+        exchange = jaxcomm.one_bit_adam("data", 1.0, dense_steps=2)
+    else:
+        exchange = jaxcomm.mean("data", "int8", error_feedback=True)
+    tx = optax.chain(exchange, state.make_optimizer(config, 10, 2))
+    good, bad = batches(4, 32), batches(1, 32)[0]
+    bad["image"][3] = 255
+
+    def overflowing(params: Any, images: jax.Array) -> jax.Array:
+        return forward(params, images) * jnp.where(images.max() > 16, jnp.inf, 1.0)
+
+    gradient = step.make_gradient(overflowing, 0.0, 1)
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+        run = jax.jit(step.make_train_step(gradient, tx))
+
+        def parameters_after(steps: list[Any]) -> list[Any]:
+            now, found = state.init(parameters(), tx), []
+            for batch in steps:
+                now, _ = run(now, jaxcomm.global_batch(batch, sync.AXIS))
+                found.append(jax.tree.map(np.asarray, now.params))
+            return found
+
+        with_bad = parameters_after([*good[:3], bad, good[3]])
+        jax.tree.map(np.testing.assert_array_equal, with_bad[3], with_bad[2])
+        jax.tree.map(np.testing.assert_array_equal, with_bad[4], parameters_after(good)[3])
+        # So many in a row are no accident: the run shall see it.
+        *_, last = parameters_after([bad] * 3)
+        assert not np.isfinite(last["w1"]).all()

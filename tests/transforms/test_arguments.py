@@ -40,6 +40,8 @@ def test_a_seed_is_a_whole_number(seed: Any) -> None:
     ):
         with pytest.raises(TypeError, match="seed must be an integer, got"):
             factory("data", seed=seed)
+        with pytest.raises(ValueError, match="seed must be an integer that int64 holds"):
+            factory("data", seed=2**70)
 
 
 @pytest.mark.parametrize("every", [True, 2.0, "2", 0])

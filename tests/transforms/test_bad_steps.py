@@ -128,10 +128,30 @@ def state_of(state: Any) -> list[np.ndarray]:
     return [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
 
 
-@pytest.mark.parametrize("name", OVERFLOW)
-def test_finite_gradients_whose_sum_overflows_cost_one_step(name: str) -> None:
-    steps = [gradients(WORLD), huge(3e38), gradients(WORLD, seed=2)]
+@pytest.mark.parametrize(
+    ("name", "value"), [*((name, 3e38) for name in OVERFLOW), ("1-bit Adam", 1e20)]
+)
+def test_finite_gradients_whose_sum_overflows_cost_one_step(name: str, value: float) -> None:
+    """In 1-bit Adam the square too: a variance would be infinite for ever."""
+    steps = [gradients(WORLD), huge(value), gradients(WORLD, seed=2)]
     (_, nothing, last), (before, after, state) = run(GLOBAL, OVERFLOW[name](), steps)
     assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(nothing) if leaf.size)
     jax.tree.map(np.testing.assert_array_equal, state_of(after), state_of(before))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves([last, state_of(state)]))
+
+
+def test_an_update_that_only_float16_cannot_hold_costs_one_step() -> None:
+    """Its residual must not be that of an update that was infinite."""
+    codec = jaxcomm.codecs.cnat(rounding="nearest")  # 60000 becomes 65536
+    tx = jaxcomm.mean("data", codec, error_feedback=True)
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD])):
+        params = jaxcomm.replicate(jnp.zeros((8, 8), jnp.float16))
+        state, update = tx.init(params), jax.jit(tx.update)
+        for value, is_finite in ((3.0, True), (60000.0, False), (3.0, True)):
+            grads = jaxcomm.mark_local(jnp.full((WORLD, 8, 8), value, jnp.float16))
+            before = np.asarray(state.residual.values[0])
+            updates, state = update(grads, state)
+            assert np.isfinite(updates).all() == is_finite
+            assert is_finite or np.isnan(updates).all()
+            after = np.asarray(state.residual.values[0])
+            assert (after != before).any() == is_finite

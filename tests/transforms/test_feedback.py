@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 import jaxcomm
 from jaxcomm import codecs
+from jaxcomm.transforms._exchange import exchange_buckets
 from transforms.both_views import (
     APART,
     SHAPES,
@@ -145,7 +146,7 @@ def test_another_format_for_the_second_hop(view: View) -> None:
 
 
 def different_seeds(codec: codecs.Codec) -> np.ndarray:
-    """The updates when device 2 has another seed than the others."""
+    """The updates when device 2 has another key than the others."""
     ours, theirs = (jaxcomm.mean("data", codec, seed=seed) for seed in (0, 1))
     spec = PartitionSpec("data")
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD])):
@@ -162,6 +163,32 @@ def different_seeds(codec: codecs.Codec) -> np.ndarray:
 def test_devices_that_draw_differently_are_caught() -> None:
     assert np.isnan(different_seeds(codecs.random_k(0.5))).all()
     assert np.isfinite(different_seeds(codecs.cnat())).all()
+
+
+def test_devices_agree_that_keys_differ(make_mesh: Any) -> None:
+    """The mean of these keys' words is nearly that of the first of them."""
+
+    def update(seed: jax.Array) -> jax.Array:
+        done = exchange_buckets(
+            {0: jnp.ones(3)},
+            [(0,)],
+            lambda number, parts: (parts[0], None),
+            small={},
+            must_be_finite=None,
+            axis_name="data",
+            equal_key=jax.random.key(seed[0]),
+        )
+        return done.finite[None]
+
+    spec, mesh = PartitionSpec("data"), make_mesh(3)
+    f = jax.jit(jax.shard_map(update, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    words = [int(jax.random.bits(jax.random.key(seed)) >> 22) for seed in range(400)]
+    triples = itertools.product(range(40), range(40), range(400))
+    seeds = next(
+        t for t in triples if len(set(t)) == 3 and 2 * words[t[0]] == words[t[1]] + words[t[2]]
+    )
+    assert f(np.array(seeds)).tolist() == [False] * 3
+    assert f(np.array([7, 7, 7])).tolist() == [True] * 3
 
 
 def test_random_k_without_feedback_is_unbiased() -> None:

@@ -199,6 +199,14 @@ def test_an_outer_step_that_is_not_finite_leaves_everything_as_it_was() -> None:
     assert all(np.isfinite(x).all() for x in training.own().values())
 
 
+def test_an_outer_rate_that_overflows_leaves_everything_as_it_was() -> None:
+    exchange = jaxcomm.mean("data", "int8", error_feedback=True)
+    tx = jaxcomm.local_steps(optax.sgd(0.9), 2, optax.sgd(3e38), exchange)
+    (_, before), (params, after) = Training(GLOBAL, tx).run(*[gradients(WORLD)] * 2)
+    assert all(np.isnan(x).all() for x in params.values() if x.size)
+    jax.tree.map(np.testing.assert_array_equal, after.exchange, before.exchange)
+
+
 @pytest.mark.parametrize("codec", ["float32", "int8"])
 def test_bytes(codec: str) -> None:
     """Nothing between exchanges; over a round each weight travels once, flags apart."""

@@ -87,6 +87,22 @@ def test_the_accumulator_is_sharded_and_its_spec_says_so(mesh8: Any) -> None:
         assert all(shard.data.shape[0] == 1 for shard in array.addressable_shards)
 
 
+def test_along_explicit_axes() -> None:
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), kinds, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        params = jax.device_put(jnp.ones((4, 8)), jax.P(None, "model"))
+        tx = jaxcomm.multi_steps(jaxcomm.mean("data", "int8"), 2)
+        x = jax.device_put(jnp.arange(8.0).reshape(2, 4), jax.P("data", None))
+        gradient = jaxcomm.value_and_grad(lambda w, x: (x @ w).sum(), "data")
+        step = jax.jit(lambda s: tx.update(gradient(params, x)[1], s, params))
+        nothing, state = step(tx.init(params))
+        updates, _ = step(state)
+        assert (np.asarray(nothing) == 0).all() and nothing.sharding.spec == params.sharding.spec
+        expected = np.broadcast_to(np.array([[2.0], [3.0], [4.0], [5.0]]), (4, 8))
+        np.testing.assert_allclose(updates, expected, rtol=0.02)
+
+
 @pytest.mark.parametrize("k", [0, -2, 1.0])
 def test_k_must_be_a_positive_integer(k: Any) -> None:
     with pytest.raises(ValueError, match="positive number of steps"):

@@ -76,3 +76,25 @@ def test_it_is_the_second_errors_that_are_dealt_out_anew() -> None:
         params = jaxcomm.replicate(params)
         found = jaxcomm.resize_state(tx, saved, params).server_error.values[0]
     np.testing.assert_array_equal(found, np.arange(210).reshape(3, 70))
+
+
+def test_shares_are_dealt_out_anew_where_their_lengths_stay() -> None:
+    """9 values are 3 for each of 4 devices and for each of 3: no mean is taken."""
+    tx = METHODS["one_bit_adam"]
+    old, new = (jaxcomm.data_mesh(devices=jax.devices()[:n]) for n in (4, 3))
+    with jax.set_mesh(old):
+        saved = jax.tree.map(np.array, tx.init(jaxcomm.replicate(jnp.zeros((3, 3)))))
+    shape = saved.server_error.values[0].shape
+    assert shape == (4, 3)
+    saved.server_error.values[0][:3] = np.arange(9).reshape(3, 3)
+    with jax.set_mesh(new):
+        found = jaxcomm.resize_state(tx, saved, jaxcomm.replicate(jnp.zeros((3, 3))))
+    np.testing.assert_array_equal(found.server_error.values[0], np.arange(9).reshape(3, 3))
+
+
+def test_a_state_of_other_parameters_is_refused() -> None:
+    tx = optax.chain(jaxcomm.mean("data"), optax.trace(0.9))
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        saved = jax.tree.map(np.asarray, tx.init(jaxcomm.replicate(jnp.zeros((2, 2)))))
+        with pytest.raises(ValueError, match=r"it holds \(2, 2\) where this one has \(4, 4\)"):
+            jaxcomm.resize_state(tx, saved, jaxcomm.replicate(jnp.zeros((4, 4))))

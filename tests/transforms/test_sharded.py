@@ -243,6 +243,8 @@ def test_bad_input() -> None:
         jaxcomm.sharded(mean, "int9")
     with pytest.raises(ValueError, match="cannot be gathered in scaled_sign"):
         jaxcomm.sharded(mean, "scaled_sign")
+    with pytest.raises(ValueError, match="leave out bucket_order"):
+        jaxcomm.sharded(jaxcomm.mean("data", bucket_order=["w"]))
     with pytest.raises(ValueError, match="random_k draws"):
         jaxcomm.sharded(jaxcomm.mean("data", "random_k"))
     with pytest.raises(ValueError, match="second_hop is the format"):

@@ -155,7 +155,9 @@ class CodedMean(Reduction):
                 f"{codec.name} rounds at random and needs a key; give one that is equal on all "
                 "devices, another at every call: jax.random.fold_in(jax.random.key(0), step)."
             )
-        return codec.encode(x, jax.random.fold_in(self.key, message_id))
+        encoded = codec.encode(x, jax.random.fold_in(self.key, message_id))
+        # XLA would draw and encode again in the loop that computes the error.
+        return jax.lax.optimization_barrier(encoded) if self.keeps_errors else encoded
 
 
 def _reciprocal(world: int) -> np.float32:

@@ -33,6 +33,7 @@ class SparseResult(NamedTuple):
     Attributes:
       mean: float32[n], equal on all devices.
       errors: float32[n], the part of this device's x that is not in the mean.
+      taken: bool[n], the places of which this device's value is in the mean.
       selected: int32, the number of this device's values that were selected.
       delivered: int32, the number of selected values that had room in a message.
       applied: int32, the number of values in the mean; equal on all devices.
@@ -40,6 +41,7 @@ class SparseResult(NamedTuple):
 
     mean: jax.Array
     errors: jax.Array
+    taken: jax.Array
     selected: jax.Array
     delivered: jax.Array
     applied: jax.Array
@@ -79,12 +81,12 @@ class SparseAllReduce:
             raise TypeError(f"density must be a Python number, got {self.density!r}.")
         if not 0 < self.density <= 1:
             raise ValueError(f"density must be in (0, 1], such as 0.01, got {self.density!r}.")
-        if not self.slack >= 1:
+        if not 1 <= self.slack < math.inf:
             raise ValueError(f"slack must be at least 1, got {self.slack!r}.")
         check_interval("recompute_every", self.recompute_every)
-        if not self.scaling >= 1:
+        if not 1 <= self.scaling < math.inf:
             raise ValueError(f"scaling must be at least 1, got {self.scaling!r}.")
-        if self.tolerance is not None and not self.tolerance > 1:
+        if self.tolerance is not None and not 1 < self.tolerance < math.inf:
             raise ValueError(f"tolerance must be more than 1, or None, got {self.tolerance!r}.")
 
     def k(self, n: int) -> int:

@@ -1,6 +1,7 @@
 """Gaussiank: TopkA with a threshold that a normal distribution suggests."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,13 +60,15 @@ class Gaussiank(SparseAllReduce):
         z = jax.scipy.special.ndtri(jnp.float32(1 - k / (2 * x.size)))
         threshold = jnp.clip((jnp.abs(mean) + z * deviation) * unit, SMALLEST, largest)
 
-        def adjust(_: int, threshold: jax.Array) -> jax.Array:
+        def adjust(before: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+            number, _, threshold = before
             count = select.count_at_least(x, threshold, implementation=self.implementation)
             few, many = count * 3 < 2 * k, count * 3 > 4 * k
             factor = jnp.where(few, 0.5, jnp.where(many, 1.5, 1.0)).astype(jnp.float32)
-            return jnp.maximum(threshold * factor, SMALLEST)
+            return number + 1, ~(few | many), jnp.maximum(threshold * factor, SMALLEST)
 
-        return jax.lax.fori_loop(0, ROUNDS, adjust, threshold)
+        start = jnp.int32(0), jnp.bool_(False), threshold
+        return jax.lax.while_loop(lambda at: (at[0] < ROUNDS) & ~at[1], adjust, start)[2]
 
 
 def gaussiank(values: str = "float32", slack: float = 1.5) -> Gaussiank:

@@ -1,6 +1,7 @@
 """gTopk: pairs merge their lists and keep the k largest, until all have the same list."""
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
@@ -10,8 +11,11 @@ from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives.sparse._sparse import SparseAllReduce, SparseResult, take_out
+from jaxcomm.kernels import select
 
 Pairs = tuple[tuple[int, int], ...]
+
+_ROOM = 1.25  # times k values above a threshold that is used again, where there is no tolerance
 
 
 class _List(NamedTuple):
@@ -59,7 +63,7 @@ class Gtopk(SparseAllReduce):
         """See `SparseAllReduce.exchange`."""
         world, n, k = jax.lax.axis_size(axis_name), x.size, self.k(x.size)
         entries = Entries(self.values, n)
-        found, threshold = self.about_k(x, threshold, step, k)
+        found, threshold = self._largest_k(x, threshold, step)
         mine = _List(entries.rounded(found.values), found.indices)
         best, alive = _merged_by_all(_sorted(mine), mine.places, n, entries, axis_name)
 
@@ -68,8 +72,21 @@ class Gtopk(SparseAllReduce):
         errors = take_out(x, mine.values, mine.places, survived)
         delivered = jnp.minimum(found.count, k)
         applied = jnp.sum(best.places < n, dtype=jnp.int32)
-        outcome = SparseResult(mean, errors, found.count, delivered, applied)
+        outcome = SparseResult(mean, errors, errors != x, found.count, delivered, applied)
         return outcome, self.scaled(threshold, found.count, k)
+
+    def _largest_k(
+        self, x: jax.Array, last: jax.Array, step: jax.Array
+    ) -> tuple[select.Selected, jax.Array]:
+        """The k largest of those above a threshold, which may be that of an earlier step."""
+        k = self.k(x.size)
+        if self.recompute_every == 1:
+            return self.largest(x, k, k)
+        room = min(x.size, math.ceil((self.tolerance or _ROOM) * k))
+        found, threshold = self.about_k(x, last, step, room)
+        best, _ = self.largest(found.values, k, k)
+        places = found.indices.at[best.indices].get(mode="fill", fill_value=x.size)
+        return select.Selected(best.values, places, found.count), threshold
 
 
 def _merged_by_all(

@@ -78,11 +78,12 @@ class OkTopk(SparseAllReduce):
 
         # Line 6 of the algorithm: only what is in the mean leaves the residual.
         errors = take_out(x, sent.values, sent.places, take(mean, sent.places) != 0)
+        taken = errors != x
         rounding = large.values - entries.rounded(large.values)
         errors = errors.at[owners.places(me, large.indices)].add(rounding, mode="drop")
         delivered = jnp.sum(sent.places < n, dtype=jnp.int32)
         applied = jnp.sum(values != 0, dtype=jnp.int32)
-        outcome = SparseResult(mean, errors, found.count, delivered, applied)
+        outcome = SparseResult(mean, errors, taken, found.count, delivered, applied)
         return outcome, self.scaled(threshold, found.count, k)
 
     def _largest_sums(self, sums: jax.Array, filled: int, share: int) -> select.Selected:

@@ -56,7 +56,7 @@ def gathered(
     errors = take_out(x, rounded, found.indices, jnp.ones(rounded.shape, bool))
     claimed = jnp.zeros(x.shape, bool).at[places.reshape(-1)].set(True, mode="drop")
     delivered, applied = jnp.minimum(found.count, room), jnp.sum(claimed, dtype=jnp.int32)
-    return SparseResult(mean, errors, found.count, delivered, applied)
+    return SparseResult(mean, errors, errors != x, found.count, delivered, applied)
 
 
 def topk_allgather(

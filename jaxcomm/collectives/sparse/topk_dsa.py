@@ -50,6 +50,7 @@ class TopkDsa(SparseAllReduce):
         sums, sent = owners.split_and_reduce(found, room, entries, axis_name)
         errors = take_out(x, sent.values, sent.places, jnp.ones(sent.places.shape, bool))
 
+        taken = errors != x
         rows, rounded = self._gather(sums, min(world * room, owners.width), entries, axis_name)
         owned = owners.places(me, jnp.arange(owners.width, dtype=jnp.int32))
         errors = errors.at[owned].add(sums - rounded, mode="drop")
@@ -57,7 +58,7 @@ class TopkDsa(SparseAllReduce):
         mean = rows[owners.of(places), places // world] / world
         delivered = jnp.sum(sent.places < n, dtype=jnp.int32)
         applied = jnp.sum(mean != 0, dtype=jnp.int32)
-        outcome = SparseResult(mean, errors, found.count, delivered, applied)
+        outcome = SparseResult(mean, errors, taken, found.count, delivered, applied)
         return outcome, self.scaled(threshold, found.count, self.k(n))
 
     def _gather(

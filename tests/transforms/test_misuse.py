@@ -1,0 +1,120 @@
+"""Programs that would go wrong in silence, or with a message that says nothing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jaxcomm
+
+PARAMS = {"w": jnp.ones((8, 8)), "v": jnp.ones((8, 8))}
+LABELS = {"w": "trained", "v": "frozen"}
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((batch @ params["w"] @ params["v"]) ** 2)
+
+
+def local_steps(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    return jaxcomm.local_steps(inner, 2, optax.sgd(1.0), jaxcomm.mean("data"))
+
+
+@pytest.mark.parametrize(
+    "behind", [optax.adam(0.1), optax.sgd(0.1), optax.clip_by_global_norm(1.0), optax.scale(0.5)]
+)
+def test_nothing_follows_local_steps(mesh8: Any, behind: optax.GradientTransformation) -> None:
+    """The devices' own parameters would be trained, and the ones that are saved be others."""
+    tx = local_steps(optax.sgd(0.1))
+    with jax.set_mesh(mesh8):
+        params = jaxcomm.replicate(PARAMS)
+        for chain in (optax.chain(tx, behind), optax.named_chain(("a", tx), ("b", behind))):
+            with pytest.raises(ValueError, match="follows local_steps in the chain.*inner optim"):
+                chain.init(params)
+        local_steps(optax.chain(optax.clip(1.0), behind)).init(params)
+
+
+def test_zero_nans_in_front_would_see_nothing(mesh8: Any) -> None:
+    with jax.set_mesh(mesh8):
+        params, mean = jaxcomm.replicate(PARAMS), jaxcomm.mean("data")
+        with pytest.raises(ValueError, match=r'jaxcomm.local\("data", optax.zero_nans\(\)\)'):
+            optax.chain(optax.zero_nans(), mean, optax.sgd(0.1)).init(params)
+        optax.chain(jaxcomm.local("data", optax.zero_nans()), mean, optax.zero_nans()).init(params)
+
+
+@pytest.mark.parametrize("penalty", ["squares", "norm"])
+def test_arithmetic_on_unfinished_parameters_is_noticed(mesh8: Any, penalty: str) -> None:
+    """The leaves of a tree of shards are also the numbers that their keys are made from."""
+    tx = optax.chain(jaxcomm.sharded(jaxcomm.mean("data")), optax.sgd(0.1))
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        squares = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+        whole = jaxcomm.gather(params)
+        return loss_fn(whole, batch) + (squares if penalty == "squares" else jnp.sqrt(squares))
+
+    with jax.set_mesh(mesh8):
+        params = jaxcomm.shard(PARAMS, "data")
+        state, batch = tx.init(params), jaxcomm.global_batch(np.ones((8, 8), np.float32), "data")
+
+        @jax.jit
+        def step(state: Any, loss: Callable[..., Any] = loss) -> Any:
+            at = jaxcomm.sharded_params(params, state)
+            return tx.update(jaxcomm.value_and_grad(loss, "data")(at, batch)[1], state, params)
+
+        _, state = step(state)  # In the first step these numbers are zeros.
+        updates, _ = step(state)
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(updates))
+
+
+def test_statistics_of_a_module_are_not_lost(mesh8: Any) -> None:
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+    model = Net(nnx.Rngs(0))
+    gradient = jaxcomm.value_and_grad(lambda model, x: model.norm(x).mean(), "data")
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="hold a BatchStat, .* nnx.split"):
+        gradient(model, jnp.ones((8, 8)))
+
+
+def test_labels_are_a_tree(mesh8: Any) -> None:
+    """Optax calls a function of labels on gradients too, whose shapes have a device axis."""
+    parts = {"trained": jaxcomm.mean("data"), "frozen": jaxcomm.set_to_zero("data")}
+    with jax.set_mesh(mesh8):
+        params = jaxcomm.replicate(PARAMS)
+        by_shape = lambda x: "trained" if x.ndim == 2 else "frozen"  # noqa: E731
+        tx = optax.partition(parts, lambda tree: jax.tree.map(by_shape, tree))
+        grads = jaxcomm.mark_local(jax.tree.map(lambda x: jnp.stack([x] * 8), params))
+        with pytest.raises(ValueError, match=r"give their results, label_fn\(params\)"):
+            jax.jit(tx.update)(grads, tx.init(params), params)
+
+
+def test_local_steps_of_a_part_name_the_way(mesh8: Any) -> None:
+    parts = {"trained": local_steps(optax.sgd(0.1)), "frozen": jaxcomm.set_to_zero("data")}
+    with jax.set_mesh(mesh8):
+        state = optax.partition(parts, LABELS).init(jaxcomm.replicate(PARAMS))
+        with pytest.raises(ValueError, match="Freeze the others inside of it"):
+            jaxcomm.local_params(state)
+        inner = optax.partition({"trained": optax.sgd(0.1), "frozen": optax.set_to_zero()}, LABELS)
+        jaxcomm.local_params(local_steps(inner).init(jaxcomm.replicate(PARAMS)))
+
+
+def test_another_mesh_names_resize_state(mesh8: Any) -> None:
+    tx = jaxcomm.mean("data", "int8", error_feedback=True)
+    with jax.set_mesh(mesh8):
+        state = tx.init(jaxcomm.replicate(PARAMS))
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        grads = jaxcomm.mark_local(jax.tree.map(lambda x: jnp.stack([x] * 2), PARAMS))
+        with pytest.raises(ValueError, match="jaxcomm.resize_state"):
+            tx.update(grads, jax.tree.map(np.asarray, state))
+
+
+def test_arguments_of_other_kinds() -> None:
+    with pytest.raises(TypeError, match="factored_adam takes an exchange of means, .* got 'data'"):
+        jaxcomm.factored_adam("data", 2e-2)  # pyright: ignore
+    with pytest.raises(ValueError, match="data_mesh needs at least one device"):
+        jaxcomm.data_mesh(devices=[])
