@@ -26,10 +26,10 @@ class Scheme:
       algorithm: who talks to whom.
       seed: of random rounding and coins.
       bucket_bytes: float32 bytes that travel together at most.
+      bucket_order: of leaves that are exchanged together, empty if none was given.
       signs: whether the updates are signs, those of exempt leaves too.
       frozen: whether the updates are zero.
       gather: the format in which shards are gathered.
-      bucket_order: of leaves that are exchanged together, if it was given.
     """
 
     axis_name: AxisName
@@ -37,10 +37,10 @@ class Scheme:
     algorithm: Algorithm = dataclasses.field(default_factory=algorithms.direct)
     seed: int = 0
     bucket_bytes: int = 2**23
+    bucket_order: tuple[str, ...] = ()
     signs: bool = False
     frozen: bool = False
     gather: codecs.Codec = dataclasses.field(default_factory=codecs.float32)
-    bucket_order: tuple[str, ...] | None = None
 
 
 class Exchange(optax.GradientTransformation):

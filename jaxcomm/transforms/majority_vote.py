@@ -152,8 +152,7 @@ def majority_vote(
     def on_device(grads: Arrays, own: Own, step: jax.Array, layout: Layout) -> tuple[Arrays, Own]:
         large, exempt_ = split_off_exempt(layout)
         buckets = buckets_of(layout, large, bucket_order, limit)
-        step_key = jax.random.fold_in(jax.random.key(seed), step)
-        zero_key, tie_key = jax.random.split(step_key)
+        zero_key, tie_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
         (old,) = own
         ballots = {i: grads[i].astype(jnp.float32) for i in large}
         votes, scales = ballots, {}
@@ -200,8 +199,7 @@ def majority_vote(
         return treedef.unflatten(votes), MajorityVoteState(state.layout, state.step + 1, residual)
 
     reduction = None if error_feedback else Majority(ties, zeros, None, option)
-    order = None if bucket_order is None else tuple(bucket_order)
-    scheme = Scheme(axis_name, reduction, chosen, seed, limit, signs=True, bucket_order=order)
+    scheme = Scheme(axis_name, reduction, chosen, seed, limit, tuple(bucket_order or ()), True)
     return exchange(init_fn, update_fn, scheme, exempt)
 
 

@@ -226,8 +226,7 @@ def mean(
         )
         return treedef.unflatten(means), MeanState(state.layout, state.step + 1, residual)
 
-    order = None if bucket_order is None else tuple(bucket_order)
-    scheme = Scheme(axis_name, reduction, chosen, seed, limit, bucket_order=order)
+    scheme = Scheme(axis_name, reduction, chosen, seed, limit, tuple(bucket_order or ()))
     return exchange(init_fn, update_fn, scheme, exempt)
 
 

@@ -152,7 +152,7 @@ def _checked(scheme: Scheme, gather: str | codecs.Codec) -> Scheme:
             "float32, bfloat16, int8 or another codec that works without error feedback."
         )
     reduction, algorithm = scheme.reduction, scheme.algorithm
-    if scheme.bucket_order is not None:
+    if scheme.bucket_order:
         raise ValueError(
             "gradients of sharded parameters travel in the order of jaxcomm.gather's calls; leave "
             "out bucket_order."
