@@ -47,7 +47,8 @@ def multi_steps(
     nothing is sent. `jaxcomm.accumulate` does the same for the microbatches of one step.
 
     Args:
-      inner: a chain that contains a jaxcomm transformation, and usually the optimizer.
+      inner: a chain of an exchange and the optimizer. An optimizer behind `multi_steps` would take
+        the zeros of the steps between for gradients.
       every: how many steps there are to an exchange.
 
     Returns:
