@@ -103,6 +103,15 @@ def test_along_explicit_axes() -> None:
         np.testing.assert_allclose(updates, expected, rtol=0.02)
 
 
+def test_the_spec_of_one_bare_array() -> None:
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    spec = jax.P(None, "model")
+    with jax.set_mesh(mesh):
+        tx = optax.chain(jaxcomm.mean("data"), optax.sgd(0.1, momentum=0.9))
+        params = jax.device_put(jnp.ones((4, 8)), spec)
+        assert jaxcomm.state_spec(tx, params, mesh)[1][0].trace == spec
+
+
 @pytest.mark.parametrize("k", [0, -2, 1.0])
 def test_k_must_be_a_positive_integer(k: Any) -> None:
     with pytest.raises(ValueError, match="positive number of steps"):
