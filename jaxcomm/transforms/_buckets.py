@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jaxcomm.transforms._layout import Layout, names_in
 
 Bucket = tuple[int, ...]
 
-_EVEN = 64  # values, of which XLA on CPU cuts and concatenates multiples well
+_EVEN = 64  # XLA on CPU concatenates sums of multiples of so many values well
 
 # Set where a layer is exchanged by itself, inside of the backward pass: the layer's number, from
 # which keys follow; 0 in `init`.
@@ -101,11 +101,6 @@ def key_of(key: jax.Array, layout: Layout, leaves: Bucket) -> jax.Array:
     return key
 
 
-def are_even(parts: Iterable[jax.Array]) -> bool:
-    """Whether XLA on CPU is fast with parts of these lengths of one vector."""
-    return all(part.size % _EVEN == 0 for part in parts)
-
-
 def joined(parts: Mapping[Any, jax.Array], size: int | None = None) -> jax.Array:
     """The arrays as one float32 vector, with zeros behind them if a size is given."""
     return _concatenated([_flat(part) for part in parts.values()], size)
@@ -117,7 +112,7 @@ def joined_sums(
     """The sums of arrays with the same keys, as `joined` makes one vector of them."""
     sums = [_flat(part) + _flat(b[key]) for key, part in a.items()]
     total = sum(part.size for part in sums)
-    if are_even(sums) and (size or total) % _EVEN == 0:
+    if all(length % _EVEN == 0 for length in (size or total, *(part.size for part in sums))):
         return _concatenated(sums, size)
     write = functools.partial(_written, size=size or total)
     concatenate = functools.partial(_concatenated, size=size)

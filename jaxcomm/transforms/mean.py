@@ -18,7 +18,6 @@ from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _implementations
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
-    are_even,
     buckets_of,
     bytes_of,
     joined,
@@ -193,11 +192,7 @@ def mean(
                     return plain_mean(parts, axis_name), None
             size = reduction.padded(sum(g.size for g in parts.values()), layout.world)
             vector = joined_sums(parts, residual, size) if residual else joined(parts, size)
-            keyed = dataclasses.replace(
-                reduction,
-                key=key_of(key, layout, buckets[number]),
-                fuses_errors=are_even(parts.values()),
-            )
+            keyed = dataclasses.replace(reduction, key=key_of(key, layout, buckets[number]))
             return collectives.all_reduce_with_residual(vector, axis_name, keyed, chosen)
 
         done = exchange_buckets(

@@ -27,18 +27,14 @@ MakeMesh = Callable[[int], Mesh]
 
 
 def exchanged(
-    x: np.ndarray,
-    mesh: Mesh,
-    algorithm: collectives.algorithms.Algorithm,
-    fuses_errors: bool = False,
-    **options: Any,
+    x: np.ndarray, mesh: Mesh, algorithm: collectives.algorithms.Algorithm, **options: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """The result on every device and its errors, both (world, n), from (world, n)."""
     axis: Any = mesh.axis_names if len(mesh.axis_names) > 1 else "data"
     reduction, _ = collectives.mean_of(algorithm=algorithm, **options)
 
     def one(x: jax.Array, key: jax.Array) -> Any:
-        keyed = dataclasses.replace(reduction, key=key, fuses_errors=fuses_errors)
+        keyed = dataclasses.replace(reduction, key=key)
         result, errors = collectives.all_reduce_with_residual(x[0], axis, keyed, algorithm)
         assert errors is not None
         return result[None], errors[None]
@@ -72,14 +68,12 @@ def assert_conserved(x: np.ndarray, result: np.ndarray, errors: np.ndarray) -> N
     world=[1, 3, 4, 5],
     codec=[name for name in CODECS if name != "random_k"],
     algorithm=[*NAMED, "aggregator"],
-    fuses_errors=[False, True],
 )
-def test_sent_and_kept_is_all(
-    make_mesh: MakeMesh, world: int, codec: str, algorithm: str, fuses_errors: bool
-) -> None:
-    x, chosen = normal(world), CASES[algorithm].of(world)
-    options: dict[str, Any] = {"codec": CODECS[codec], "error_feedback": True}
-    result, errors = exchanged(x, make_mesh(world), chosen, fuses_errors, **options)
+def test_sent_and_kept_is_all(make_mesh: MakeMesh, world: int, codec: str, algorithm: str) -> None:
+    x = normal(world)
+    result, errors = exchanged(
+        x, make_mesh(world), CASES[algorithm].of(world), codec=CODECS[codec], error_feedback=True
+    )
     assert_conserved(x, result, errors)
     assert np.abs(errors).max() > 0
 
@@ -89,18 +83,14 @@ def test_sent_and_kept_is_all(
     far=["direct", "circulant", "aggregator"],
     shape=[(2, 4), (3, 2), (2, 3)],
     codec=["bfloat16", "random_k"],
-    fuses_errors=[False, True],
 )
-def test_also_near_links_first(
-    near: str, far: str, shape: tuple[int, int], codec: str, fuses_errors: bool
-) -> None:
+def test_also_near_links_first(near: str, far: str, shape: tuple[int, int], codec: str) -> None:
     on_far, on_near = shape
     kinds, devices = (AxisType.Auto, AxisType.Auto), jax.devices()[: on_far * on_near]
     mesh = jax.make_mesh(shape, ("far", "near"), kinds, devices=devices)
     x = normal(len(devices))
     algorithm = algorithms.hierarchical(CASES[near].of(on_near), CASES[far].of(on_far))
-    options: dict[str, Any] = {"codec": CODECS[codec], "error_feedback": True}
-    result, errors = exchanged(x, mesh, algorithm, fuses_errors, **options)
+    result, errors = exchanged(x, mesh, algorithm, codec=CODECS[codec], error_feedback=True)
     assert_conserved(x, result, errors)
 
 

@@ -96,11 +96,7 @@ class Algorithm:
         if reduction.keeps_errors:
             error = reduction.second_hop_error(mine, result, world)
             # Who owns nothing holds a partial of some devices, whose error means nothing.
-            error = jnp.where(self.is_owner(axis_name), error, 0)
-            if reduction.fuses_errors:
-                errors = put_block(errors, errors + error, owned)
-            else:
-                errors = add_block(errors, error, owned)
+            errors = add_block(errors, jnp.where(self.is_owner(axis_name), error, 0), owned)
         results = self.all_gather(result, axis_name)
         with jax.named_scope("decode"):
             decoded = reduction.decode_result(results, length(blocks))
@@ -142,22 +138,16 @@ def take_block(blocks: Any, index: jax.Array) -> Any:
 
 
 def put_block(blocks: Any, block: Any, index: jax.Array) -> Any:
-    """The blocks with one of them replaced by `block`, which has a leading axis of 1.
-
-    A choice for every element: XLA fuses it with what makes the blocks and what reads them.
-    """
-
-    def one(b: jax.Array, new: jax.Array) -> jax.Array:
-        return jnp.where((jnp.arange(b.shape[0]) == index)[:, None], new, b)
-
-    return jax.tree.map(one, blocks, block)
-
-
-def write_block(blocks: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
-    """`put_block` as an update in place, for which XLA stores the blocks."""
-    return jax.lax.dynamic_update_slice_in_dim(blocks, block, index, axis=0)
+    """The blocks with one of them replaced by `block`, which has a leading axis of 1."""
+    return jax.tree.map(
+        lambda b, new: jax.lax.dynamic_update_slice_in_dim(b, new, index, axis=0), blocks, block
+    )
 
 
 def add_block(blocks: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
-    """The blocks with `block`, which has a leading axis of 1, added to one of them, in place."""
-    return write_block(blocks, take_block(blocks, index) + block, index)
+    """The blocks with `block`, which has a leading axis of 1, added to one of them.
+
+    An update in place, and no choice for every element: XLA on CPU would make that a part of the
+    loops around it, which then take twice as long where blocks are padded.
+    """
+    return put_block(blocks, take_block(blocks, index) + block, index)

@@ -14,7 +14,6 @@ from jaxcomm.collectives.algorithms._algorithm import (
     message_id,
     put_block,
     take_block,
-    write_block,
 )
 from jaxcomm.collectives.algorithms._scheduled import Order, Scheduled
 from jaxcomm.collectives.algorithms.schedule import Round, Schedule, rotations, shift
@@ -70,8 +69,7 @@ class Direct(Algorithm):
             partials = reduction.decode(arrived, counts, partial)
         partials = put_block(partials, take_block(partial, me), me)
         errors = reduction.first_hop_error(partial, message)
-        put = put_block if reduction.fuses_errors else write_block
-        errors = put(errors, jnp.zeros_like(errors[:1]), me)
+        errors = put_block(errors, jnp.zeros_like(errors[:1]), me)
         return reduction.merge_all(partials), errors
 
     def all_gather(self, result: Any, axis_name: AxisName) -> Any:

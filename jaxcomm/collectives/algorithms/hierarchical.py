@@ -56,9 +56,6 @@ class Hierarchical(Algorithm):
         The near reduce-scatter leaves each device a near block; that is cut again into far blocks,
         which the far reduce-scatter merges over the hosts. The way back is the same in reverse.
         """
-        if isinstance(reduction, CodedMean):
-            # Blocks are cut twice, and loops over what is left are slow to compute errors.
-            reduction = dataclasses.replace(reduction, fuses_errors=False)
         far, near = _far_and_near(axis_name)
         world = jax.lax.axis_size(axis_name)
         on_near, on_far = jax.lax.axis_size(near), jax.lax.axis_size(far)

@@ -53,14 +53,6 @@ class Reduction:
         """Whether each device keeps the errors of its messages (error feedback)."""
         return False
 
-    @property
-    def fuses_errors(self) -> bool:
-        """Whether each loop that reads errors may compute them, or they are stored first.
-
-        XLA on CPU is slow to compute them in loops over parts of odd lengths.
-        """
-        return False
-
     def padded(self, n: int, world: int) -> int:
         """The length, n or more, that vectors of n values travel in."""
         del world

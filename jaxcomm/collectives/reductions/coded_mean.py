@@ -27,14 +27,12 @@ class CodedMean(Reduction):
       second_hop: the format of the mean in the all-gather, the second hop.
       error_feedback: True keeps the errors of both hops, "first_hop" those of the first.
       key: for codecs that round at random: equal on all devices, until `for_this_device`.
-      fuses_errors: see `Reduction.fuses_errors`.
     """
 
     codec: Codec
     second_hop: Codec
     error_feedback: bool | str = False
     key: jax.Array | None = None
-    fuses_errors: bool = False
 
     def for_this_device(self, axis_name: AxisName) -> "CodedMean":
         """With a rounding key of this device: rounding must be independent between devices."""
