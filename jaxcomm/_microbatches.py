@@ -49,6 +49,11 @@ def _sums(
     """
     first, rest = (jax.tree.map(lambda x, i=i: x[i], batches) for i in (0, slice(1, None)))
     start = value_and_grad_fn(params, first, *args)
+    if not (isinstance(start, tuple) and len(start) == 2):
+        raise TypeError(
+            "accumulate takes what jaxcomm.value_and_grad(loss_fn, ...) returned, got a function "
+            f"that returns no loss and gradients, but {type(start).__name__}."
+        )
 
     def add(carry: Any, batch: Any) -> tuple[Any, None]:
         total, state = carry

@@ -201,6 +201,7 @@ def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Call
     Raises:
       ValueError: if `microbatches` is not a positive integer; when called, if the batch does not
         divide.
+      TypeError: when called, if the function returns something else.
 
     Wire: that of `value_and_grad_fn`, once for all microbatches of `jaxcomm.value_and_grad`.
     """

@@ -25,6 +25,10 @@ _CURES = {
         "which row it is of is lost. Put it around the optimizer only: "
         "optax.chain(jaxcomm.mean(...), optax.flatten(optimizer))."
     ),
+    "conditionally_mask": (
+        "optax.conditionally_mask would hide local gradients in some steps. Put it around the "
+        "optimizer only, or change the exchange by jaxcomm.stages."
+    ),
     "conditionally_transform": (
         "optax.conditionally_transform would leave local gradients as they are in some steps. Put "
         "it around the optimizer only, or change the exchange by jaxcomm.stages."

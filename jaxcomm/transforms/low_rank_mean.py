@@ -85,8 +85,8 @@ def low_rank_mean(
     further axis is a matrix for each shard. Layers that are stacked for `jax.lax.scan` are a matrix
     each if `jaxcomm.with_layer_axis` says so.
 
-    If any gradient on any device is not finite, every update on every device is NaN, and the state
-    stays as it was.
+    If any gradient on any device is not finite, every update on every device is NaN, and residuals
+    and factors stay as they were.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.

@@ -111,8 +111,8 @@ def sparse_mean(
     its momentum start from zero. The optimizer then needs no momentum of its own:
     `optax.chain(jaxcomm.sparse_mean("data", 0.01, momentum_correction=0.9), optax.sgd(lr))`.
 
-    If any gradient on any device is not finite, every update on every device is NaN and the state
-    stays as it was.
+    If any gradient on any device is not finite, every update on every device is NaN, and residuals,
+    momenta and thresholds stay as they were.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.

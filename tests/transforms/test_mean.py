@@ -321,6 +321,10 @@ def test_a_state_of_other_parameters_or_another_mesh_is_refused() -> None:
             lambda tx: optax.conditionally_transform(tx, lambda step: step > 3),
             "change the exchange by jaxcomm.stages",
         ),
+        (
+            lambda tx: optax.conditionally_mask(tx, lambda step: step > 3),
+            "conditionally_mask would hide local gradients",
+        ),
     ],
 )
 def test_wrappers_that_cannot_work_are_refused(wrap: Any, cure: str) -> None:

@@ -114,6 +114,8 @@ def test_another_mesh_names_resize_state(mesh8: Any) -> None:
 
 
 def test_arguments_of_other_kinds() -> None:
+    with pytest.raises(TypeError, match="accumulate takes what jaxcomm.value_and_grad"):
+        jaxcomm.accumulate(loss_fn, 2)(PARAMS, jnp.ones((8, 8)))
     with pytest.raises(TypeError, match="factored_adam takes an exchange of means, .* got 'data'"):
         jaxcomm.factored_adam("data", 2e-2)  # pyright: ignore
     with pytest.raises(ValueError, match="data_mesh needs at least one device"):
