@@ -122,17 +122,22 @@ class Running(NamedTuple):
         return 1.0
 
 
-def test_making_a_batch_is_waiting_only_if_the_step_before_has_ended(tmp_path: Path) -> None:
+def test_making_a_batch_is_waiting_only_if_the_step_before_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only goes on while a batch is made, by one second."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     with metrics.Recorder(tmp_path, 0, 9) as recorder:
         for step, ready in ((1, True), (2, False), (3, True), (4, True)):
             with recorder.waiting():
-                time.sleep(0.02)
+                clock[0] += 1.0
             recorder.train(step, {"loss": cast(jax.Array, Running(ready))})
         recorder.flush()
         # No step runs before the first; the batch of the third is made while the second runs.
-        waited = [line["input_ms"] >= 20 for line in read_lines(tmp_path, "train")]
-        assert waited == [True, False, True, False]
-        assert 0.2 < recorder.input_share() < 0.9
+        waited = [line["input_ms"] for line in read_lines(tmp_path, "train")]
+        assert waited == [2000, 0, 1000, 0]  # A step's time ends with the next batch.
+        assert recorder.input_share() == 0.75
 
 
 def test_every_moment_belongs_to_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
