@@ -186,7 +186,8 @@ def factored_adam(
 
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         rate = jnp.asarray(rate, jnp.float32)
-        steps = [m / (1 - b1**seen) for m in momentum]
+        correction = 1 / (1 - b1**seen)
+        steps = [correction * m for m in momentum]
         if weight_decay:
             weights = jax.tree.leaves(params)
             shares = decays(mask, params, weight_decay)

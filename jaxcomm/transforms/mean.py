@@ -30,6 +30,7 @@ from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
     by_leaf,
+    computed_once,
     exchange_buckets,
     kept_if,
     local_leaves,
@@ -167,6 +168,7 @@ def mean(
         codec, algorithm, second_hop, error_feedback, implementation
     )
     limit, sent = bytes_of(bucket_mib), codecs.from_name(codec)
+    arriving = sent if second_hop is None else codecs.from_name(second_hop)
     float32 = codecs.float32()
     is_plain = chosen.name == "native" and reduction == CodedMean(float32, float32)
 
@@ -204,7 +206,10 @@ def mean(
             axis_name=axis_name,
             equal_key=key if reduction.needs_equal_keys else None,
         )
-        means = done.exact | by_leaf(done.buckets, buckets, grads)
+        vectors = done.buckets
+        if _bits(arriving) < 16:  # Adam uses an update twice, and each use would decode it
+            vectors = [computed_once(vector) for vector in vectors]
+        means = done.exact | by_leaf(vectors, buckets, grads)
         left = by_leaf(done.kept, buckets, grads) if error_feedback else {}
         updates, finite = updates_of(means, done.finite, grads, axis_name)
         return updates, (kept_if(finite, [left[i] for i in residual], old),)

@@ -96,7 +96,7 @@ def sparse_mean(
     dense_steps: int = 0,
     measure_xi: bool = False,
     exempt: Exempt = (),
-    bucket_mib: float = 16.0,
+    bucket_mib: float = 32.0,
     bucket_order: Sequence[str] | None = None,
     implementation: _implementations.Option = None,
 ) -> optax.GradientTransformation:
@@ -127,7 +127,7 @@ def sparse_mean(
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
       bucket_mib: MiB of float32 gradients that a bucket holds at most; k is of a bucket. The
         default is larger than that of `jaxcomm.mean`, because messages are small and every bucket
-        costs time to compile.
+        takes seconds to compile.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
       implementation: which version of a kernel runs where there are several, as in `jaxcomm.mean`.
