@@ -32,7 +32,8 @@ PARTS = {"one": 1, "two": 2}  # links a host
 TWICE = " x2"  # two accumulated steps to an exchange
 ADAM = "one_bit_adam"
 METHODS = {
-    "one": f"float32,bfloat16,bfloat16{TWICE},int8,cnat,vote,vote/ring,scaled_sign,{ADAM},oktopk",
+    "one": f"float32,bfloat16,bfloat16{TWICE},int8,cnat,vote,vote/ring,scaled_sign,{ADAM},oktopk,"
+    "powersgd1",
     "two": f"float32,bfloat16,bfloat16{TWICE},bfloat16/direct{TWICE},cnat,vote",
 }
 PAPER = {  # per cent

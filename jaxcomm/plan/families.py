@@ -62,7 +62,7 @@ def _mean(codec: str, quality: str, needs: str = "") -> Family:
 
 def _sparse(name: str) -> Family:
     options = {"method": "sparse_mean", "density": DENSITY, "algorithm": name}
-    return Family("any", "SGD; dense_steps at the start", options, 16.0, ("own",))
+    return Family("any", "SGD; dense_steps at the start", options, 32.0, ("own",))
 
 
 def _low_rank(rank: int) -> Family:
