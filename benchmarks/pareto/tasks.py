@@ -45,8 +45,6 @@ class Task:
       load: from a directory of data sets and the number of devices to the data.
       share: examples of a device in a step.
       steps: of the training.
-      chunk: of these, in one call of a compiled program; with 1 there is no loop in it: on CPU XLA
-        is slow with convolutions in a loop, to compile and to run.
     """
 
     name: str
@@ -56,7 +54,6 @@ class Task:
     load: Callable[[str | None, int], Data]
     share: int
     steps: int
-    chunk: int = 50
 
 
 CONTEXT = 64  # characters
@@ -173,6 +170,6 @@ TASKS = {
         gpt("gpt", width=128, depth=5, share=8),  # 1.0 M parameters
         gpt("gpt_small", width=96, depth=2, share=4),  # 0.24 M
         lstm(),
-        Task("resnet20", models.resnet20_init, image_loss, image_batch, load_images, 16, 300, 1),
+        Task("resnet20", models.resnet20_init, image_loss, image_batch, load_images, 16, 300),
     )
 }

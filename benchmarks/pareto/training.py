@@ -29,15 +29,17 @@ def loaded(task: Task, data_dir: str | None) -> Data:
 
 
 def mean_loss(task: Task, params: Any, batches: Any) -> jax.Array:
-    """Over whole batches, each split over the devices where they divide it."""
-    split = jax.tree.leaves(batches)[0].shape[1] % WORLD == 0
-    spec = jax.P("data") if split else jax.P()
-    sharding = jax.sharding.NamedSharding(jax.sharding.get_mesh(), spec)
-    loss, losses = jax.jit(task.loss), []
-    for rows in zip(*jax.tree.leaves(batches), strict=True):
-        batch = jax.tree.unflatten(jax.tree.structure(batches), rows)
-        losses.append(loss(params, jax.device_put(batch, sharding)))
-    return jnp.mean(jnp.stack(losses))
+    """Over whole batches, each split over the devices where they divide it, or else on one."""
+    devices = jax.devices()
+    if jax.tree.leaves(batches)[0].shape[1] % len(devices):
+        devices = devices[:1]
+    with jax.set_mesh(jaxcomm.data_mesh(devices=devices)):
+        params = jaxcomm.replicate(jax.device_get(params))
+        loss, losses = jax.jit(task.loss), []
+        for rows in zip(*jax.tree.leaves(batches), strict=True):
+            batch = jax.tree.unflatten(jax.tree.structure(batches), rows)
+            losses.append(loss(params, jaxcomm.global_batch(batch, "data")))
+        return jnp.mean(jnp.stack(losses))
 
 
 def finite(loss: Any) -> float | None:
@@ -77,19 +79,12 @@ def train(
             updates, state = tx.update(grads, state, params)
             return (optax.apply_updates(params, updates), state), loss
 
-        @jax.jit
-        def chunk(carry: Any, draws: jax.Array, shards: Any) -> Any:
-            return jax.lax.scan(functools.partial(step, shards=shards), carry, draws)
-
         one = jax.jit(step).lower((params, state), draws[0], shards).compile()
         sent = jaxcomm.wire_report(one)
         carry, losses = (params, state), []
-        for start in range(0, task.steps, task.chunk):
-            if task.chunk == 1:
-                carry, part = one(carry, draws[start], shards)
-            else:
-                carry, part = chunk(carry, draws[start : start + task.chunk], shards)
-            losses += np.ravel(part).tolist()
+        for numbers in draws:
+            carry, loss = one(carry, numbers, shards)
+            losses.append(float(loss))
         test, validation = (mean_loss(task, carry[0], x) for x in (data.test, data.validation))
     return {
         "loss": finite(test),
