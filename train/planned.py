@@ -61,8 +61,9 @@ def resolved(
 ) -> Any:
     """`config.sync`, or what the planner takes for `method="auto"`.
 
-    The step without exchange, messages and codes are measured, and the fastest method of
-    `config.network.quality` is taken. A run that goes on keeps the choice of its beginning.
+    The step without exchange, messages and codes are measured, the leading methods of
+    `config.network.quality` are timed, and the fastest is taken. A run that goes on keeps the
+    choice of its beginning.
 
     Args:
       config: a config of `configs/`.
@@ -97,6 +98,7 @@ def resolved(
         raise UserError(f"config.sync.exempt: {error}") from error
     allowed = [m for m in plan.methods(config.network.quality) if m.family != "float16"]
     found = plan.plan(cluster, load, config.network.quality, allowed, reorder=False)
+    found = plan.timed(found, list(mesh.devices.flat))
     fields = found.choice.method.config
     if jax.process_index() == 0:
         print("\n".join(["config.sync.method=auto", *found.lines(rows=5)]), flush=True)
@@ -118,11 +120,11 @@ def _kept(file: Path) -> dict[str, Any]:
 
 def _say_what_is_measured(network: Any) -> None:
     """Says on process 0 why nothing happens for a while."""
-    parts = "" if network.costs else ", messages and codes"
+    parts = "" if network.costs else ", messages, codes"
     if jax.process_index() == 0:
         print(
-            f"config.sync.method=auto measures a step without exchange{parts}, which may take "
-            "minutes",
+            f"config.sync.method=auto measures a step without exchange{parts} and the leading "
+            "exchanges, which may take minutes",
             file=sys.stderr,
             flush=True,
         )

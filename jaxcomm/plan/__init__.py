@@ -21,6 +21,7 @@ from jaxcomm.plan.predict import Prediction
 from jaxcomm.plan.probing import probe
 from jaxcomm.plan.programs import seconds_of
 from jaxcomm.plan.simulate import Exchange, Model, Simulation
+from jaxcomm.plan.timing import timed
 from jaxcomm.plan.topology import Link, Topology
 from jaxcomm.plan.using import use
 
@@ -49,6 +50,7 @@ __all__ = [
     "probe",
     "read_costs",
     "seconds_of",
+    "timed",
     "use",
     "workload",
 ]

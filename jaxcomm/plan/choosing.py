@@ -163,8 +163,9 @@ def _step_of(row: Prediction) -> float:
 
 def _line(row: Prediction) -> str:
     link = "-".join(row.busiest_link) if row.busiest_link else ""
+    error = f"{row.error:.0%}" if row.error else "timed"
     return (
-        f"{row.method.name:29}{1e3 * row.exchange:14.1f}{row.error:6.0%}{1e3 * row.exposed:10.1f}"
+        f"{row.method.name:29}{1e3 * row.exchange:14.1f}{error:>6}{1e3 * row.exposed:10.1f}"
         f"{1e3 * row.step:10.1f}{row.efficiency:10.1%}{row.speedup:10.2f}"
         f"{row.bytes_busiest_link / 1e6:10.2f}  {link:14}{row.method.about.needs}"
     ).rstrip()

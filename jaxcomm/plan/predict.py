@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxcomm.plan.families import FAMILIES, QUALITIES, Method, Sent, methods, sent
+from jaxcomm.plan.families import FAMILIES, QUALITIES, Method, Sent, buckets_of, methods, sent
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.simulate import Exchange, Simulation
@@ -48,7 +48,8 @@ class Prediction:
       speedup: over the same step with XLA's own float32 mean.
       bytes_busiest_link: what the busiest link carries.
       busiest_link: the nodes that it leads from and to; None where no link is limited.
-      error: of the exchange; it takes between (1 - error) and (1 + error) times as long.
+      error: of the exchange; it takes between (1 - error) and (1 + error) times as long. 0 for an
+        exchange that was timed (`jaxcomm.plan.timed`).
     """
 
     method: Method
@@ -118,7 +119,7 @@ def predictions(
     candidates = list(dict.fromkeys([BASELINE, *chosen]))
     exchanged = _exchanges(cluster.network, cluster, load, candidates)
     base = exchanged[BASELINE]
-    with_float32 = _step(cluster, load, _seconds(cluster, load, BASELINE, base), base)[1]
+    with_float32 = _step(cluster, load, _seconds(cluster, load, BASELINE, base), BASELINE)[1]
     found = [
         _prediction(cluster, load, method, exchanged[method], with_float32) for method in candidates
     ]
@@ -182,11 +183,11 @@ def _local(cluster: Cluster, load: Workload, method: Method) -> float:
     return compressed + cluster.costs.local_seconds("float32", exempt)
 
 
-def _step(cluster: Cluster, load: Workload, seconds: float, made: Made) -> tuple[float, float]:
+def _step(cluster: Cluster, load: Workload, seconds: float, method: Method) -> tuple[float, float]:
     """What of the exchange does not hide, and the step."""
     if not cluster.costs.overlap:
         return seconds, load.compute_seconds + seconds
-    buckets = max(_PARTS, *(part.times for part, _ in made))
+    buckets = max(_PARTS, buckets_of(method, load))
     end = 0.0
     for bucket in range(buckets):
         end = max(end, load.ready(bucket, buckets)) + seconds / buckets
@@ -198,7 +199,7 @@ def _prediction(
     cluster: Cluster, load: Workload, method: Method, made: Made, with_float32: float
 ) -> Prediction:
     seconds = _seconds(cluster, load, method, made)
-    exposed, step = _step(cluster, load, seconds, made)
+    exposed, step = _step(cluster, load, seconds, method)
     busiest = max((e for _, e in made), key=lambda e: e.busiest_link_seconds, default=None)
     return Prediction(
         method=method,
@@ -215,6 +216,31 @@ def _prediction(
         bytes_busiest_link=sum(part.times * e.bytes_busiest_link for part, e in made),
         busiest_link=busiest.busiest_link if busiest else None,
         error=ERRORS[kind_of(method)],
+    )
+
+
+def with_exchange(
+    cluster: Cluster, load: Workload, row: Prediction, seconds: float, error: float
+) -> Prediction:
+    """A row with another time of its exchange; its parts keep their proportions.
+
+    Args:
+      cluster: the devices.
+      load: what they exchange.
+      row: as it was predicted.
+      seconds: of the exchange.
+      error: of these seconds, 0 if they were timed.
+    """
+    exposed, step = _step(cluster, load, seconds, row.method)
+    parts = {name: getattr(row, name) * seconds / row.exchange for name in _PARTS_OF}
+    return dataclasses.replace(
+        row,
+        **parts,
+        exchange=seconds,
+        exposed=exposed,
+        step=step,
+        efficiency=load.compute_seconds / step,
+        error=error,
     )
 
 

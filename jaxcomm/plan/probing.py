@@ -242,14 +242,14 @@ def _timed(mesh: Mesh, run: Callable[[], Any], repeats: int = REPEATS) -> float:
     jax.block_until_ready(run())
     times = []
     for _ in range(repeats):
-        _max_over(mesh, 0.0)
+        max_over(mesh, 0.0)
         start = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - start)
-    return statistics.median(_max_over(mesh, seconds) for seconds in times)
+    return statistics.median(max_over(mesh, seconds) for seconds in times)
 
 
-def _max_over(mesh: Mesh, number: float) -> float:
+def max_over(mesh: Mesh, number: float) -> float:
     """The largest of all processes' numbers; they wait for each other."""
     spec = PartitionSpec(mesh.axis_names[0])
     own = np.full((len(mesh.local_devices),), number, np.float32)

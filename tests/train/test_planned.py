@@ -72,6 +72,6 @@ def test_measuring_is_announced(config, tmp_path, capsys, monkeypatch):
         resolved(config, tmp_path, 4)
     said = capsys.readouterr().err
     assert said == (
-        "config.sync.method=auto measures a step without exchange, messages and codes, which may "
-        "take minutes\n"
+        "config.sync.method=auto measures a step without exchange, messages, codes and the leading "
+        "exchanges, which may take minutes\n"
     )

@@ -1,0 +1,127 @@
+"""The leading methods of a plan, timed."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxcomm import plan
+from jaxcomm.plan import timing
+from jaxcomm.plan.families import Method
+from processes import run_processes
+
+BF16, RING = Method("bfloat16", "ring"), Method("float32", "ring")
+VOTE, OTHER_VOTE = Method("vote", "direct"), Method("vote", "ring")
+FLOAT32, INT8, CNAT = Method("float32", "native"), Method("int8", "ring"), Method("cnat", "ring")
+
+
+def planned(predicted: dict[Method, float], compute: float = 1.0) -> plan.Plan:
+    """A plan of four devices with these exchanges, in seconds; the first is the choice."""
+    costs = dataclasses.replace(plan.defaults("cpu"), half_duplex=False)
+    room = plan.cluster(plan.fabrics.star("room", 4, "1Gbit"), costs)
+    load = plan.workload({"w": jax.ShapeDtypeStruct((64, 64), "float32")}, 1e3 * compute)
+    found = plan.plan(room, load, chosen=list(predicted))
+    by_method = {row.method: row for row in found.rows}
+    rows = tuple(
+        plan.predict.with_exchange(room, load, by_method[method], seconds, error=0.2)
+        for method, seconds in predicted.items()
+    )
+    return dataclasses.replace(found, rows=rows)
+
+
+@pytest.fixture
+def taking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[plan.Plan, list[Method]]]:
+    """Times a plan whose exchanges take so long; also says what was made."""
+
+    def timed(found: plan.Plan, seconds: dict[Method, float]) -> tuple[plan.Plan, list[Method]]:
+        made: list[Method] = []
+        monkeypatch.setattr(timing, "_exchange", lambda found, method, devices: made.append(method))
+        times = lambda mesh, runs, repeats: {method: seconds[method] for method in runs}  # noqa: E731
+        monkeypatch.setattr(timing, "_medians", times)
+        return plan.timed(found, jax.devices()[:4]), made
+
+    return timed
+
+
+def test_the_fastest_of_those_that_may_lead_is_taken(taking: Any) -> None:
+    found = planned({BF16: 0.50, INT8: 0.49, VOTE: 0.6, CNAT: 0.7, FLOAT32: 1.5})
+    result, made = taking(found, {BF16: 0.6, INT8: 0.5, VOTE: 0.7})
+    assert made == [BF16, INT8, VOTE]
+    assert [row.method for row in result.rows] == [INT8, BF16, VOTE, CNAT, FLOAT32]
+    assert [row.error for row in result.rows] == [0, 0, 0, 0.2, 0.2]
+    assert result.choice.exchange == 0.5 and result.choice.step == 1.5
+    assert result.choice.speedup == pytest.approx(2.5 / 1.5)
+    assert "timed" in result.lines()[4] and "timed" not in result.lines()[-1]
+
+
+def test_far_slower_ones_and_those_predicted_alike_are_not_timed() -> None:
+    alike = planned({BF16: 0.5, Method("float16", "ring"): 0.5, VOTE: 0.50001, FLOAT32: 1.5})
+    assert [row.method for row in timing.finalists(alike.rows)] == [BF16, VOTE]
+    near = planned({BF16: 0.5, VOTE: 0.94, INT8: 0.96, FLOAT32: 1.5})  # 1.3 * 1.5 = 1.95
+    assert [row.method for row in timing.finalists(near.rows)] == [BF16, VOTE]
+
+
+def test_who_leads_when_others_disappoint_is_timed_too(taking: Any) -> None:
+    """The other vote is thought to disappoint as the first does; at most five are timed."""
+    found = planned({VOTE: 0.1, OTHER_VOTE: 0.12, BF16: 0.5, INT8: 0.6, CNAT: 0.7, FLOAT32: 2.0})
+    slow = {VOTE: 1.0, OTHER_VOTE: 1.3, BF16: 0.65, INT8: 0.62, CNAT: 0.75}
+    result, made = taking(found, slow)
+    assert made == [VOTE, OTHER_VOTE, BF16, INT8]
+    assert result.choice.method == BF16  # of better quality, and less than 2 % slower
+    everything = dict.fromkeys(slow, 3.0) | {FLOAT32: 3.0}
+    result, made = taking(found, everything)
+    assert len(made) == timing.MOST and FLOAT32 not in made
+
+
+def test_not_to_compress_may_be_what_is_found(taking: Any) -> None:
+    found = planned({BF16: 0.5, FLOAT32: 0.6})
+    result, _ = taking(found, {BF16: 0.62, FLOAT32: 0.6})
+    assert result.headline.startswith("Do not compress: float32")
+    assert result.choice.speedup == 1.0 and result.rows[1].speedup == pytest.approx(1.6 / 1.62)
+
+
+def test_exchanges_are_real() -> None:
+    """Of dense, sparse, low-rank and two-level methods, with a state and an exempt leaf."""
+    room = plan.cluster(plan.fabrics.clusters("rooms", hosts=4, rate="100Mbit"))
+    params = {
+        "w": jax.ShapeDtypeStruct((64, 32), "float32"),
+        "b": jax.ShapeDtypeStruct((32,), "f4"),
+    }
+    load = plan.workload(params, 1.0)
+    chosen = [Method("int8", "ring"), Method("oktopk", "own"), Method("powersgd1", "native")]
+    chosen.append(Method("scaled_sign", "hierarchical"))
+    found = plan.plan(room, load, chosen=chosen)
+    for method in chosen:
+        run = timing._exchange(found, method, jax.devices()[:4])
+        updates, _ = run()
+        assert [u.shape for u in updates] == [(32,), (64, 32)]
+        assert all(np.isfinite(u).all() and np.any(u) for u in updates)
+    result = plan.timed(found, jax.devices()[:4])
+    assert result.choice.error == 0 and {r.method for r in result.rows} == {*chosen, FLOAT32}
+
+
+def test_one_device_has_nothing_to_time() -> None:
+    alone = plan.cluster(plan.fabrics.star("one", 1, "1Gbit"))
+    found = plan.plan(alone, plan.workload(1e6, 1.0))
+    assert plan.timed(found, jax.devices()[:1]) is found
+
+
+def test_another_number_of_devices_is_refused() -> None:
+    found = planned({BF16: 0.5, FLOAT32: 0.6})
+    with pytest.raises(ValueError, match="the cluster has 4 devices, got 3; plan for the hosts"):
+        plan.timed(found, jax.devices()[:3])
+
+
+@pytest.mark.multiprocess
+def test_processes_find_the_same() -> None:
+    script = """
+        from jaxcomm import plan
+        room = plan.cluster(plan.fabrics.star("room", 2, "unlimited"), plan.defaults("cpu"))
+        found = plan.timed(plan.plan(room, plan.workload(1e5, 1.0), "16bit"))
+        print(sum(row.error == 0 for row in found.rows) >= 2, found.as_json())
+    """
+    lines = [process.stdout.splitlines()[-1] for process in run_processes(2, script)]
+    assert lines[0] == lines[1] and lines[0].startswith("True")
