@@ -58,7 +58,8 @@ def timed(found: Plan, devices: Sequence[Any] | None = None) -> Plan:
         repeats = QUICK if longest is None else int(np.clip(SECONDS / longest, *REPEATS))
         return _medians(mesh, {method: runs[method] for method in methods}, repeats)
 
-    settled = settle(found, measure)
+    with jax.set_mesh(mesh):  # a mesh that is set already may have other devices
+        settled = settle(found, measure)
     base = settled.float32.step
     rows = tuple(dataclasses.replace(row, speedup=base / row.step) for row in settled.rows)
     return dataclasses.replace(settled, rows=rows)
