@@ -175,7 +175,7 @@ def mean(
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         if error_feedback and _bits(sent) < _ENOUGH_FOR_ADAM:
-            warn_of_a_variance_behind(params, f"a {sent.name} mean")
+            warn_of_a_variance_behind(params, f"a mean in {sent.name}")
         layout = layout_of(params, axis_name, exempt, bucket_order)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING

@@ -171,7 +171,7 @@ def sparse_mean(
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         if error_feedback:
-            warn_of_a_variance_behind(params, f"a {chosen.name} mean")
+            warn_of_a_variance_behind(params, f"a mean by {chosen.name}")
         layout = layout_of(params, axis_name, exempt, bucket_order)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
