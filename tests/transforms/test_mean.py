@@ -237,6 +237,11 @@ def test_gradients_may_be_donated() -> None:
         ({"axis_name": ("data", "data")}, ValueError, "names an axis twice"),
         ({"axis_name": "data", "codec": "bf16"}, ValueError, "unknown codec 'bf16'"),
         ({"axis_name": "data", "algorithm": "tree"}, ValueError, "unknown algorithm 'tree'"),
+        (
+            {"axis_name": ("far", "near"), "algorithm": "hierarchical"},
+            ValueError,
+            r"write jaxcomm.algorithms.hierarchical\(near=jaxcomm.algorithms.ring\(\), far=",
+        ),
         ({"axis_name": "data", "bucket_mib": 0}, ValueError, "positive number, got 0"),
         ({"axis_name": "data", "bucket_mib": "32"}, ValueError, "positive number, got '32'"),
     ],

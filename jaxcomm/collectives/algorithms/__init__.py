@@ -27,4 +27,10 @@ BY_NAME: dict[str, Callable[..., Algorithm]] = {
 
 def from_name(algorithm: str | Algorithm) -> Algorithm:
     """The algorithm with that name and its defaults; see `_names.from_table`."""
+    if algorithm == "hierarchical":
+        raise ValueError(
+            "'hierarchical' goes over two axes, each by an algorithm of its own; write "
+            "jaxcomm.algorithms.hierarchical(near=jaxcomm.algorithms.ring(), "
+            "far=jaxcomm.algorithms.ring())."
+        )
     return from_table(algorithm, BY_NAME, Algorithm, "algorithm", "jaxcomm.algorithms.ring()")
