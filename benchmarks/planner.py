@@ -290,7 +290,7 @@ def choices_of(size: float, cases: list[Case], kept: dict[str, Any]) -> dict[str
 
 
 def errors_in(cases: list[Case]) -> dict[str, Any]:
-    """Of each algorithm, the share of predictions within its error."""
+    """Of each algorithm, the share of measurements within the error of their predictions."""
     ratios: dict[str, list[float]] = {name: [] for name in ERRORS}
     for case, found in cases:
         times = milliseconds(found)
@@ -300,8 +300,8 @@ def errors_in(cases: list[Case]) -> dict[str, Any]:
         name: {
             "rows": len(found),
             "median_ratio": statistics.median(found),
-            "median_error": statistics.median(abs(r - 1) for r in found),
-            "within": sum(abs(r - 1) <= ERRORS[name] for r in found) / len(found),
+            "median_error": statistics.median(abs(1 / r - 1) for r in found),
+            "within": sum(abs(1 / r - 1) <= ERRORS[name] for r in found) / len(found),
             "error": ERRORS[name],
         }
         for name, found in ratios.items()

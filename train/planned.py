@@ -17,12 +17,14 @@ import optax
 
 import jaxcomm
 from jaxcomm import plan
-from train import measure, state, step, sync
+from train import check, measure, state, step, sync
 from train.errors import UserError
 from train.workdir import write_whole
 
 STEPS = 5  # of the timed ones without exchange, after one that warms up
 REPEATS = 10  # of an exchange with oneself
+# Fields that mean the same for every method, or do not touch what is exchanged; `auto` keeps them.
+_OF_ALL = {"exempt", "implementation", "dense_steps", "local_momentum", *sync.ADAM}
 
 
 class Predicted(NamedTuple):
@@ -93,18 +95,39 @@ def resolved(
         return chosen
     milliseconds = 1e3 * _step_seconds(gradient, params, example, optimizer)
     try:
-        load = plan.workload(params, milliseconds, exempt=tuple(chosen.exempt or ()))
+        exempt = tuple(chosen.exempt or ())
+        load = plan.workload(params, milliseconds, accumulate=chosen.every, exempt=exempt)
     except ValueError as error:
         raise UserError(f"config.sync.exempt: {error}") from error
-    allowed = [m for m in plan.methods(config.network.quality) if m.family != "float16"]
+    allowed = [m for m in plan.methods(config.network.quality) if _fits(config, m, mesh.size)]
     found = plan.plan(cluster, load, config.network.quality, allowed, reorder=False)
     found = plan.timed(found, list(mesh.devices.flat))
-    fields = found.choice.method.config
+    fields = _fields(chosen, found.choice.method)
     if jax.process_index() == 0:
         print("\n".join(["config.sync.method=auto", *found.lines(rows=5)]), flush=True)
         write_whole(file, json.dumps({"headline": found.headline, "config": fields}) + "\n")
     chosen.update(fields)
     return chosen
+
+
+def _fields(sync_config: Any, method: plan.Method) -> dict[str, Any]:
+    """The fields of `config.sync` that make a method, whatever they were for another one."""
+    others = {name for _, names in sync.METHODS.values() for name in names} - _OF_ALL
+    return {name: None for name in sorted(others) if name in sync_config} | method.config
+
+
+def _fits(config: Any, method: plan.Method, devices: int) -> bool:
+    """Whether the rest of the config goes with a method, such as `every` or `gather`."""
+    if method.family == "float16":
+        return False
+    changed = config.copy_and_resolve_references()
+    changed.sync.update(_fields(changed.sync, method))
+    try:
+        check.fit(changed, devices)
+        sync.build(changed.sync, (), changed.steps)
+    except UserError:
+        return False
+    return True
 
 
 def _kept(file: Path) -> dict[str, Any]:

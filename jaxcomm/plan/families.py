@@ -23,7 +23,6 @@ DENSITY = 0.01
 _MIB = 2**20
 # Arguments of `jaxcomm.algorithms.halving_doubling`, by name.
 Dimensions = tuple[tuple[str, Any], ...]
-World = int | tuple[int, int]
 FEEDBACK = "error feedback"
 
 
@@ -219,7 +218,7 @@ def buckets_of(method: Method, load: Workload) -> int:
     return max(1, math.ceil(4 * large / (method.about.bucket_mib * _MIB)))
 
 
-def sent(method: Method, load: Workload, world: World) -> Iterator[Sent]:
+def sent(method: Method, load: Workload, world: int) -> Iterator[Sent]:
     """The all-reduces of a method in a step; equal ones are one, with `times`.
 
     The last one is of all exempt leaves, in float32. XLA joins it with its own all-reduce.
@@ -232,7 +231,6 @@ def sent(method: Method, load: Workload, world: World) -> Iterator[Sent]:
     buckets = buckets_of(method, load)
     values = -(-(load.values - exempt) // buckets)
     if values and method.algorithm == "own":
-        assert isinstance(world, int)
         yield Sent(*_of_sparse(method.family, values, world), values, buckets)
     elif values:
         yield Sent(method.made, _reduction(method.family), values, buckets)

@@ -77,6 +77,14 @@ def probe(
     unknown = set(families or ()) - set(TIMED)
     if unknown:
         raise ValueError(f"unknown family {min(unknown)!r}; there are {', '.join(TIMED)}.")
+    # A mesh that is set already may have other devices, and axes of another type.
+    mesh = Mesh(mesh.devices, mesh.axis_names)
+    with jax.set_mesh(mesh):
+        return _measured(mesh, cluster, tuple(TIMED if families is None else families))
+
+
+def _measured(mesh: Mesh, cluster: Cluster | None, families: tuple[str, ...]) -> Costs:
+    """See `probe`."""
     started = time.perf_counter()
     device = "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
     usual, n = defaults(device), mesh.size
@@ -96,7 +104,7 @@ def probe(
     flag = _flag(mesh)
     latencies.append(small())
     local: dict[str, tuple[float, float]] = {}
-    for family in TIMED if families is None else families:
+    for family in families:
         pair = _local(mesh, family, SIZES[0]), _local(mesh, family, SIZES[1])
         local |= dict.fromkeys((family, *TIMED[family]), pair)
     latencies.append(small())

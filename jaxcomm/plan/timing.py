@@ -14,38 +14,43 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxcomm import mesh as mesh_
 from jaxcomm.plan.choosing import Plan
 from jaxcomm.plan.families import Method
-from jaxcomm.plan.predict import Prediction, choose, with_exchange
+from jaxcomm.plan.predict import BASELINE, Prediction, choose, with_exchange
 from jaxcomm.plan.probing import TIMED, max_over
 
 WITHIN, FIRST = 1.3, 3  # of the fastest step as predicted: so near, and so many, are timed
-MOST = 5  # with those that lead once the first are known
-QUICK = 3  # exchanges that tell whether another method leads
-SECONDS, REPEATS = 1.0, (3, 50)  # that each is repeated in the end, and how often, least and most
+MOST = 8  # with the best of each quality, and those that lead once the first are known
+QUICK, LONG = 3, 1.0  # exchanges that tell who may lead; one is enough of so many seconds
+SECONDS, REPEATS = 1.0, (3, 50)  # that these are repeated in the end, and how often
 
 Run = Callable[[], Any]
+Measure = Callable[[Sequence[Method], float | None], dict[Method, float]]
 
 
 def timed(found: Plan, devices: Sequence[Any] | None = None) -> Plan:
     """The plan, with its leading methods timed in place of predicted.
 
     The first are the choice and those predicted to take at most 1.3 of the fastest step, three in
-    all. What is not timed keeps its proportion to others of its family that are. If it is then
-    the fastest, it is timed too, up to five. Then all exchange random gradients of the workload's
-    shapes in turn, and their medians decide as predictions do: the best quality within 2 % of the
-    fastest step. Every process calls this. Compiling takes longer than timing: seconds a method,
-    more for sparse ones.
+    all, XLA's own float32 mean, and the fastest of each quality. What is not timed keeps its
+    proportion to others of its family that are, or to all. If it is then the fastest, it is timed
+    too, up to eight in all. Those within 1.3 of the fastest exchange random gradients of the
+    workload's shapes again, in turn, and their medians decide as predictions do: the best quality
+    within 2 % of the fastest step. Every process calls this. It takes seconds a method to compile,
+    and a few exchanges of each.
 
     Args:
       found: of `plan`.
       devices: in the order of the cluster's hosts; None is all of jax.
 
     Returns:
-      The plan with the fastest of what was timed first, the same on all processes. Rows that were
-      timed have an `error` of 0. A plan of one device is returned as it is.
+      The plan with the measured choice first, the same on all processes. Rows that were timed have
+      an `error` of 0. A plan of one device is returned as it is.
 
     Raises:
+      TypeError: for something else than a plan.
       ValueError: for another number of devices than the cluster has.
     """
+    if not isinstance(found, Plan):
+        raise TypeError(f"timed takes a plan, such as plan(cluster, workload), got {found!r}.")
     mesh = found.mesh("data", devices)
     if mesh.size == 1:
         return found
@@ -55,64 +60,73 @@ def timed(found: Plan, devices: Sequence[Any] | None = None) -> Plan:
         for method in methods:
             if method not in runs:
                 runs[method] = _exchange(found, method, devices)
-        repeats = QUICK if longest is None else int(np.clip(SECONDS / longest, *REPEATS))
-        return _medians(mesh, {method: runs[method] for method in methods}, repeats)
+        some = {method: runs[method] for method in methods}
+        if longest is not None:
+            return _medians(mesh, some, int(np.clip(SECONDS / longest, *REPEATS)))
+        return {m: _medians(mesh, {m: run}, _quick(mesh, run))[m] for m, run in some.items()}
 
     with jax.set_mesh(mesh):  # a mesh that is set already may have other devices
-        settled = settle(found, measure)
-    base = settled.float32.step
-    rows = tuple(dataclasses.replace(row, speedup=base / row.step) for row in settled.rows)
-    return dataclasses.replace(settled, rows=rows)
+        return settle(found, measure)
 
 
-def settle(
-    found: Plan, measure: Callable[[Sequence[Method], float | None], dict[Method, float]]
-) -> Plan:
+def settle(found: Plan, measure: Measure) -> Plan:
     """The plan with the measured choice first.
 
     Args:
       found: as it was predicted.
-      measure: from methods to the seconds of their exchanges: first quickly, then once more of all
-        that were measured, when the second argument is what the longest of them took.
+      measure: from methods to the seconds of their exchanges: first quickly, then once more of
+        those that may be chosen, when the second argument is what the longest of them took.
     """
     medians: dict[Method, float] = {}
     leading = [row.method for row in finalists(found.rows)]
     while leading:
         medians |= measure(leading, None)
-        first = min(_corrected(found, medians), key=lambda row: row.step).method
-        leading = [] if first in medians or len(medians) >= MOST else [first]
-    medians = measure(list(medians), max(medians.values()))
+        rows = _corrected(found, medians)
+        first = min(rows, key=lambda row: row.step)
+        leading = [] if first.method in medians or len(medians) >= MOST else [first.method]
+    known = [row for row in rows if row.method in medians]
+    fastest = min(row.step for row in known)
+    again = {row.method: row.exchange for row in known if row.step <= WITHIN * fastest}
+    medians |= measure(list(again), max(again.values()))
     rows = _corrected(found, medians)
-    known, between_cpus = [r for r in rows if r.method in medians], found.cluster.costs.half_duplex
-    choice = choose(known, found.cluster.devices, between_cpus)[0]
+    base = next((row.step for row in rows if row.method == BASELINE), 0.0)
+    rows = [dataclasses.replace(row, speedup=base / row.step) for row in rows]
+    between_cpus = found.cluster.costs.half_duplex
+    may_be_chosen = [row for row in rows if row.method in again]
+    choice = choose(may_be_chosen, found.cluster.devices, between_cpus)[0]
     others = sorted((row for row in rows if row is not choice), key=lambda row: row.step)
     return dataclasses.replace(found, rows=(choice, *others))
 
 
 def finalists(rows: Sequence[Prediction]) -> list[Prediction]:
-    """The choice, which is the first, and the fastest others that may well be faster.
+    """What is timed first: the choice, its rivals, float32, and the fastest of each quality.
 
-    Of others that are predicted alike, such as both formats of 16 bits, one is enough.
+    Of rivals that are predicted alike, such as both formats of 16 bits, one is enough.
     """
-    fastest = min(row.step for row in rows)
-    unlike = {row.step: row for row in reversed(rows[1:]) if row.step != rows[0].step}
-    near = sorted(step for step in unlike if step <= WITHIN * fastest)
-    return [rows[0], *(unlike[step] for step in near[: FIRST - 1])]
+    by_step = sorted(rows, key=lambda row: row.step)
+    unlike = {row.step: row for row in reversed(by_step) if row.step != rows[0].step}
+    near = [row for step, row in sorted(unlike.items()) if step <= WITHIN * by_step[0].step]
+    best = {row.method.about.quality: row for row in reversed(by_step)}
+    base = [row for row in rows if row.method == BASELINE]
+    chosen = [rows[0], *near[: FIRST - 1], *base, *best.values()]
+    return list({row.method: row for row in chosen}.values())
 
 
 def _corrected(found: Plan, medians: Mapping[Method, float]) -> list[Prediction]:
-    """The rows, with what was timed, and others of its family in proportion to that."""
+    """The rows, with what was timed, and others in proportion to that: of their family, or all."""
     predicted = {row.method: row.exchange for row in found.rows}
     ratios: dict[str, list[float]] = {}
     for method, seconds in medians.items():
         ratios.setdefault(_probed(method), []).append(seconds / predicted[method])
+    every = [statistics.median(of) for of in ratios.values()]
 
     def corrected(row: Prediction) -> Prediction:
         if row.method in medians:
             seconds, error = medians[row.method], 0.0
         else:
-            ratio = statistics.median(ratios.get(_probed(row.method), [1.0]))
-            seconds, error = row.exchange * ratio, row.error
+            of = ratios.get(_probed(row.method), every)
+            ratio = statistics.median(of)
+            seconds, error = row.exchange * ratio, max(row.error, max(of) / ratio - 1)
         return with_exchange(found.cluster, found.load, row, seconds, error)
 
     return [corrected(row) for row in found.rows]
@@ -149,7 +163,6 @@ def _exchange(found: Plan, method: Method, devices: Sequence[Any] | None) -> Run
         updates, kept[0] = program(grads, kept[0])
         return updates, kept[0]
 
-    jax.block_until_ready(run())
     return run
 
 
@@ -157,6 +170,11 @@ def _medians(mesh: Mesh, runs: Mapping[Method, Run], repeats: int) -> dict[Metho
     """Seconds of each, of the slowest process; they take turns, as machines have moods."""
     times = [[_once(mesh, run) for run in runs.values()] for _ in range(repeats)]
     return dict(zip(runs, np.median(times, axis=0).tolist(), strict=True))
+
+
+def _quick(mesh: Mesh, run: Run) -> int:
+    """How often an exchange is repeated to tell whether it may lead; this warms it up."""
+    return 1 if _once(mesh, run) > LONG else QUICK
 
 
 def _once(mesh: Mesh, run: Run) -> float:

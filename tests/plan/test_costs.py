@@ -4,7 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from jax.sharding import AxisType
 
 from jaxcomm import plan
 from jaxcomm.plan import probing
@@ -78,6 +80,13 @@ class TestCosts:
             plan.probe(make_mesh(1))
         with pytest.raises(ValueError, match="the cluster has 2 devices, the mesh 4"):
             plan.probe(make_mesh(4), plan.cluster(plan.fabrics.star("two", 2, 10)))
+
+    def test_whatever_mesh_is_set(self, make_mesh: Any) -> None:
+        """One with other devices, and one by jax, whose axis is Explicit."""
+        explicit = jax.make_mesh((4,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:4])
+        for asked, is_set in ((make_mesh(4), make_mesh(8)), (explicit, explicit)):
+            with jax.set_mesh(is_set):
+                assert plan.probe(asked, families=["float32"]).latency > 0
 
     @pytest.mark.parametrize(
         ("latency", "per_byte", "values"),

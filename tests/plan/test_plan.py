@@ -33,6 +33,19 @@ def row_of(made: plan.Cluster, load: plan.Workload, family: str, algorithm: str)
     return next(r for r in predictions(made, load, chosen=[method]) if r.method == method)
 
 
+def test_two_levels_beside_exempt_leaves_in_any_order() -> None:
+    """Exempt leaves go over all devices at once, also behind a hierarchical exchange."""
+    rooms = plan.cluster(plan.fabrics.clusters("rooms", hosts=4, rate="100Mbit"), FREE)
+    params = {
+        "w": jax.ShapeDtypeStruct((64, 64), "float32"),
+        "b": jax.ShapeDtypeStruct((64,), "f4"),
+    }
+    chosen = [Method("bfloat16", "hierarchical"), Method("bfloat16", "ring")]
+    load = plan.workload(params, 1.0)
+    found = [plan.plan(rooms, load, chosen=order).as_json() for order in (chosen, chosen[::-1])]
+    assert found[0] == found[1] and len(found[0]) == 3
+
+
 class TestNumbers:
     """With free messages and codes, times are bytes over rates."""
 

@@ -7,6 +7,7 @@ from running import read_config
 import jaxcomm
 from jaxcomm import plan
 from jaxcomm.collectives.algorithms import _default
+from jaxcomm.plan.families import Method
 from train import planned
 from train.errors import UserError
 
@@ -75,3 +76,34 @@ def test_measuring_is_announced(config, tmp_path, capsys, monkeypatch):
         "config.sync.method=auto measures a step without exchange, messages, codes and the leading "
         "exchanges, which may take minutes\n"
     )
+
+
+def test_nothing_is_left_of_another_method(config):
+    """What is trained is what was timed, whatever the config was written for."""
+    config.sync.update(codec="scaled_sign", error_feedback=True, second_hop="int8", exempt=("b",))
+    for method, expected in (
+        (Method("float32", "native"), {"method": "mean", "codec": "float32"}),
+        (Method("int4", "ring"), {"codec": "int4", "error_feedback": True, "algorithm": "ring"}),
+        (Method("vote", "ring"), {"method": "majority_vote", "algorithm": "ring"}),
+        (Method("powersgd4", "native"), {"method": "low_rank_mean", "rank": 4}),
+    ):
+        sync = config.sync.copy_and_resolve_references()
+        sync.update(planned._fields(sync, method))
+        made = {name: value for name, value in sync.items() if value is not None}
+        assert made.items() >= expected.items() and made["exempt"] == ("b",)
+        assert "second_hop" not in made
+        assert ("codec" in made) == (method.about.options["method"] == "mean")
+        assert ("error_feedback" in made) == (method.family == "int4")
+
+
+def test_only_methods_that_fit_the_rest_of_the_config_are_compared(config):
+    def fitting(**fields):
+        changed = config.copy_and_resolve_references()
+        changed.sync.update(fields)
+        found = {m.family for m in plan.methods("any") if planned._fits(changed, m, 4)}
+        assert {"float32", "int4"} <= found and "float16" not in found
+        return found
+
+    assert {"vote", "oktopk", "powersgd4"} <= fitting()
+    assert "vote" not in fitting(every=4) and "oktopk" in fitting(every=4)
+    assert not {"oktopk", "powersgd4"} & fitting(gather="bfloat16")
