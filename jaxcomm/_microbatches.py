@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxcomm import _shards
 from jaxcomm._attached import attached_in, detached, finished, last_of, map_leaves
+from jaxcomm._marks import GRADIENT, OWN_GRADIENT, kind_of
 
 
 def accumulated(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Callable[..., Any]:
@@ -53,6 +54,12 @@ def _sums(
         raise TypeError(
             "accumulate takes what jaxcomm.value_and_grad(loss_fn, ...) returned, got a function "
             f"that returns no loss and gradients, but {type(start).__name__}."
+        )
+
+    if {GRADIENT, OWN_GRADIENT} & {kind_of(leaf) for leaf in jax.tree.leaves(start)}:
+        raise TypeError(
+            "accumulate takes what jaxcomm.value_and_grad returned, not jax.jit of it; put jax.jit "
+            "around the step that calls accumulate(...)."
         )
 
     def add(carry: Any, batch: Any) -> tuple[Any, None]:

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxcomm import _axes, _paths, _shards
 from jaxcomm._attached import attached_in, map_leaves, specs_of, values_of, with_attached
 from jaxcomm._axes import AxisName
+from jaxcomm._batches import refuse_unplaced, shares_of
 from jaxcomm._losses import loss_and_aux, refuse_statistics
 from jaxcomm._marks import (
     FINISHED,
@@ -35,8 +36,13 @@ class ValueAndGrad:
     has_aux: bool
     microbatches: int = 1
 
-    def __call__(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
+    def __call__(self, params: Any, batch: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """The mean loss over devices, and local gradients."""
+        loss_fn, arrays = _bound(self.loss_fn, args, kwargs)
+        return dataclasses.replace(self, loss_fn=loss_fn)._of(params, batch, *arrays)
+
+    def _of(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
+        """The same, where all further arguments are arrays."""
         world = _axes.axis_size(self.axis_name)
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
         own, params = OWN_PARAMETER in kinds, unmark_local(params)
@@ -47,8 +53,8 @@ class ValueAndGrad:
             self._check_loss(values_of(params), batch, args)
             value, grads = self._on_one_device(params, batch, *args)
             return value, _marked(grads, kind)
-        shares = _shares(batch, world, self.axis_name)
-        _refuse_unplaced(batch, self.axis_name)
+        shares = shares_of(batch, world, self.axis_name)
+        refuse_unplaced(batch, self.axis_name)
         of_one = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), params
         )
@@ -138,6 +144,24 @@ class ValueAndGrad:
             )
 
 
+def _bound(
+    loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """The loss as a function of arrays alone, and the arrays among its further arguments."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+
+    def is_array(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+    def bound(params: Any, batch: Any, *arrays: Any) -> Any:
+        rest = iter(arrays)
+        given = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
+        args, kwargs = tree.unflatten(given)
+        return loss_fn(params, batch, *args, **kwargs)
+
+    return bound, [leaf for leaf in leaves if is_array(leaf)]
+
+
 def value_and_grad(
     loss_fn: Callable[..., Any], axis_name: AxisName, *, has_aux: bool = False
 ) -> ValueAndGrad:
@@ -149,18 +173,20 @@ def value_and_grad(
     nothing uses them before they are exchanged; `jaxcomm.unmark_local` gives their values.
 
     Args:
-      loss_fn: `loss_fn(params, batch, *args)` returns the mean loss over the examples it is given,
-        or that and auxiliary values. It sees one device's share; the axis name is bound in it, so
-        `jax.lax.axis_index(axis_name)` and, for synchronised batch norm, `jax.lax.pmean` work.
+      loss_fn: `loss_fn(params, batch, *args, **kwargs)` returns the mean loss over the examples it
+        is given, or that and auxiliary values. It sees one device's share; the axis name is bound
+        in it, so `jax.lax.axis_index(axis_name)` and, for synchronised batch norm, `jax.lax.pmean`
+        work.
       axis_name: the mesh axis, or axes, over which the batch is spread.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
 
     Returns:
-      `f(params, batch, *args)`, which returns `(loss, grads)` or `((loss, aux), grads)`. `params`
-      are shared, or each device's own from `jaxcomm.local_params`. Loss and
-      aux are means over the devices, equal on all of them. Integer aux becomes float32, in which
-      counts above 2^24 are rounded. The leaves of `batch` have a common leading axis of examples;
-      `args` go to every device as they are. So a dropout key among them is the same on all devices,
+      `f(params, batch, *args, **kwargs)`, which returns `(loss, grads)` or `((loss, aux), grads)`.
+      `params` are shared, or each device's own from `jaxcomm.local_params`. Loss and aux are means
+      over the devices, equal on all of them. Integer aux becomes float32, in which counts above
+      2^24 are rounded. The leaves of `batch` have a common leading axis of examples;
+      further arguments go to every device as they are, also those that are no arrays, such as
+      `train=True`. So a dropout key among them is the same on all devices,
       and so would be the masks: begin `loss_fn` with
       `key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
 
@@ -183,6 +209,9 @@ def value_and_grad(
       >>> loss, jaxcomm.unmark_local(grads)
       (Array(5., dtype=float32), Array([1.5, 3.5], dtype=float32))
     """
+    _axes.names_of(axis_name)
+    if not callable(loss_fn):
+        raise TypeError(f"value_and_grad takes a function, got {loss_fn!r}.")
     return ValueAndGrad(loss_fn, axis_name, has_aux)
 
 
@@ -230,8 +259,13 @@ def backward_order(f: ValueAndGrad, params: Any, batch: Any, *args: Any) -> tupl
 
     Returns:
       Paths such as "layers/0/kernel", for the `bucket_order` of `jaxcomm.mean`.
+
+    Raises:
+      TypeError: for another function.
     """
-    shares = _shares(batch, _axes.axis_size(f.axis_name), f.axis_name)
+    if not isinstance(f, ValueAndGrad):
+        raise TypeError(f"backward_order takes what jaxcomm.value_and_grad returned, got {f!r}.")
+    shares = shares_of(batch, _axes.axis_size(f.axis_name), f.axis_name)
     paths = [_paths.path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
 
     def grad(params: Any, batch: Any) -> Any:
@@ -257,49 +291,6 @@ def _position(jaxpr: Any, var: Any) -> tuple[int, ...]:
             break
         var = eqn.invars[0]
     return (at,)
-
-
-def _shares(batch: Any, world: int, axis_name: AxisName) -> Any:
-    """The shapes of one device's share of a global batch."""
-
-    def share(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-        name = _name_in_batch(path)
-        if np.ndim(x) == 0:
-            raise ValueError(
-                f"{name} is a scalar and cannot be spread over {axis_name!r}; pass what every "
-                "device shares as a further argument after the batch."
-            )
-        if x.shape[0] % world or x.shape[0] == 0:
-            raise ValueError(
-                f"{name} has {x.shape[0]} examples, which do not divide over the {world} devices "
-                f"of {axis_name!r}. If it is only this process's share, join the shares with "
-                f"jaxcomm.global_batch(batch, {axis_name!r}) first."
-            )
-        return jax.ShapeDtypeStruct((x.shape[0] // world, *x.shape[1:]), x.dtype)
-
-    return jax.tree_util.tree_map_with_path(share, batch)
-
-
-def _name_in_batch(path: Any) -> str:
-    return f"leaf {_paths.path_name(path)} of the batch" if path else "the batch"
-
-
-def _refuse_unplaced(batch: Any, axis_name: AxisName) -> None:
-    """Raises if a leaf never was on the mesh and other processes may hold other rows of it.
-
-    Such a leaf would be taken for the whole batch, so that each process lost most of its rows.
-    Only arrays that were placed, and what is computed from them, name a mesh in their type.
-    """
-    if jax.process_count() == 1:
-        return
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if jax.typeof(leaf).sharding.mesh.empty:
-            raise ValueError(
-                f"{_name_in_batch(path)} is an array of process "
-                f"{jax.process_index()} alone, not of all {jax.process_count()}. Join what the "
-                f"processes read with jaxcomm.global_batch(batch, {axis_name!r}), or place rows "
-                "that are the same in all of them with jaxcomm.replicate(batch)."
-            )
 
 
 def _over_devices(

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
+from jaxcomm._batches import check_rows
 
 
 def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:
@@ -73,13 +74,16 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
 
     Raises:
       ValueError: if no mesh is set, it has no such axis, the local leading axis is not a multiple
-        of the number of local devices along it, or the batch is global already.
+        of the number of local devices along it or not that of all leaves, or the batch is global
+        already.
     """
+    _axes.names_of(axis_name)  # before it is hashed
     mesh = jax.sharding.get_mesh()
     sharding, local = _rows_over(mesh, axis_name)
     leaves, tree = jax.tree.flatten(local_batch)
     if not all(_fits(leaf, local) for leaf in leaves):
         _refuse(local_batch, local, axis_name)
+    check_rows(local_batch)
     leaves = [np.asarray(leaf) for leaf in leaves]
     if mesh.is_multi_process:
         make = jax.make_array_from_process_local_data

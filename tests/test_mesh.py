@@ -26,7 +26,9 @@ def test_replicate_places_every_leaf_everywhere(mesh4x2: Any) -> None:
 
 def test_global_batch_spreads_rows_in_order(mesh8: Any) -> None:
     with jax.set_mesh(mesh8):
-        batch = jaxcomm.global_batch({"x": np.arange(16).reshape(16, 1), "y": np.arange(8)}, "data")
+        batch = jaxcomm.global_batch(
+            {"x": np.arange(16).reshape(16, 1), "y": np.arange(16)}, "data"
+        )
     assert batch["x"].sharding.spec == PartitionSpec("data")
     rows = {shard.device: np.asarray(shard.data).ravel() for shard in batch["x"].addressable_shards}
     for r, device in enumerate(jax.devices()):

@@ -153,6 +153,9 @@ def _checked(tx: Any, params: Any) -> jax.sharding.Mesh:
             f"explain takes an optax transformation, got a {type(tx).__name__}; write "
             "jaxcomm.explain(optax.chain(jaxcomm.mean('data'), optax.adam(1e-3)), params)."
         )
+    wrong = [leaf for leaf in jax.tree.leaves(params) if not hasattr(leaf, "dtype")]
+    if wrong:
+        raise TypeError(f"params is a pytree of arrays or of their shapes, got {wrong[0]!r} in it.")
     if not jax.tree.leaves(params):
         raise ValueError(f"there are no parameters in {params!r}; pass the pytree of them.")
     _axes.current_mesh()

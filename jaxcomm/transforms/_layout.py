@@ -95,6 +95,12 @@ def layout_of(
     """
     world = _axes.axis_size(axis_name)
     nodes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    if [type(node).__name__ for node in nodes] == ["_ParamsPlaceholder"]:
+        raise ValueError(
+            "optax.tree.map_params(tx, f, state) makes a state without parameters, and that of an "
+            "exchange has their shapes. Map over the optimizer's own state: "
+            "optax.tree.map_params(optimizer, f, state[1]) in optax.chain(exchange, optimizer)."
+        )
     if not nodes:
         raise ValueError(
             f"there are no parameters in {params!r}, so there is nothing to exchange; pass the "

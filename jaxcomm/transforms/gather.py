@@ -110,7 +110,8 @@ def _whole_within(params: Any, axis_name: AxisName) -> Any:
     if _axes.manual_axes().intersection(_axes.names_of(axis_name)):
         raise ValueError(
             f"gather(within={axis_name!r}) leaves the gathering to XLA, and this code runs device "
-            f"by device along it: take gradients over another axis, such as 'data'."
+            "by device along it. Name the axis over which parameters are split, and take "
+            "gradients over another one."
         )
     if _axes.explicit_axes().intersection(_axes.names_of(axis_name)):
         raise ValueError(

@@ -34,6 +34,7 @@ from jaxcomm.transforms._exchange import (
     updates_of,
 )
 from jaxcomm.transforms._layout import Exempt, Layout, Leaf, layout_of, local_shape
+from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, zeros_per_device, zeros_per_group
 from jaxcomm.transforms.stages import dense_first
@@ -170,6 +171,9 @@ def low_rank_mean(
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
+        kept = {"residual": True, "factors": True}
+        rule = functools.partial(_low_rank_layout, rank=rank)
+        require_state(state, LowRankMeanState, exempt, kept, rule)
         grads, treedef = local_leaves(updates, state.layout)
         means, (residual, factors) = on_every_device(
             functools.partial(exchange, layout=state.layout),
@@ -205,6 +209,12 @@ class _Exchange:
         buckets = buckets_of(layout, large, self.bucket_order, self.limit)
         residual, starts = (dict(zip(large, part, strict=True)) for part in own)
         step_key = jax.random.fold_in(jax.random.key(self.seed), step)
+        for i, start in starts.items():
+            if start.size != (due := self.rank * math.prod(_matrices(layout.leaves[i])[:2])):
+                raise ValueError(
+                    f"the state has {start.size} numbers of {layout.leaves[i].path}'s factor, "
+                    f"expected {due} at rank {self.rank}: it is one of another rank."
+                )
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[Any, Any]:
             keys = jax.random.split(key_of(step_key, layout, buckets[number]), 3)

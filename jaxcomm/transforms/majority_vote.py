@@ -29,6 +29,7 @@ from jaxcomm.transforms._exchange import (
 )
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of
 from jaxcomm.transforms._scheme import Scheme, exchange
+from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
 
@@ -176,18 +177,18 @@ def majority_vote(
             axis_name=axis_name,
             results_are_finite=True,
         )
-        signs = by_leaf(done.buckets, buckets, grads)
+        signs, small = by_leaf(done.buckets, buckets, grads), {i: done.exact[i] for i in exempt_}
         if error_feedback:
-            results = {i: s * done.exact["scale", i] for i, s in signs.items()}
-            results |= {i: done.exact[i] for i in exempt_}
+            results = {i: s * done.exact["scale", i] for i, s in signs.items()} | small
         else:
-            results = signs | {i: jnp.sign(done.exact[i]) for i in exempt_}
+            results = signs | {i: jnp.sign(x) for i, x in small.items()}
         left = [ballots[i] - scales["scale", i] * votes[i] for i in large if error_feedback]
         updates, finite = updates_of(results, done.finite, grads, axis_name)
         return updates, (kept_if(finite, left, old),)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
+        require_state(state, MajorityVoteState, exempt, {"residual": error_feedback})
         grads, treedef = local_leaves(updates, state.layout)
         votes, (residual,) = on_every_device(
             functools.partial(on_device, layout=state.layout),

@@ -39,6 +39,7 @@ from jaxcomm.transforms._exchange import (
 )
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of
 from jaxcomm.transforms._scheme import Scheme, exchange
+from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
 
@@ -216,6 +217,7 @@ def mean(
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
+        require_state(state, MeanState, exempt, {"residual": error_feedback})
         grads, treedef = local_leaves(updates, state.layout)
         means, (residual,) = on_every_device(
             functools.partial(on_device, layout=state.layout),

@@ -39,6 +39,7 @@ from jaxcomm.transforms._optimizer import (
     replicated,
     zeros_like_params,
 )
+from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_optimizer_behind, refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, zeros_per_bucket
 
@@ -197,6 +198,7 @@ def one_bit_adam(
         return OneBitAdamState(layout, count, m, v, worker, server, frozen_at, norms)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        require_state(state, OneBitAdamState, exempt, {})
         grads, treedef = local_leaves(updates, state.layout)
         if weight_decay and params is None:
             raise ValueError(

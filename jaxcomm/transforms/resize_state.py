@@ -65,6 +65,12 @@ def _resized(new: Any, old: Any) -> Any:
         if old.shape != jnp.shape(new):
             raise _other(old.shape, jnp.shape(new))
         return _placed(old, new)
+    if len(old.values) != len(new.values):
+        raise ValueError(
+            f"the state is not one of this transformation: it keeps {len(old.values)} arrays for "
+            f"each device where this one has {len(new.values)}, as with other error_feedback or "
+            "exempt. Make tx as that of the run that saved the state."
+        )
     resize = _dealt if new.are_shares else _spread
     triples = zip(new.values, old.values, new.specs, strict=True)
     values = [resize(x, np.asarray(o), _device_axis(spec)) for x, o, spec in triples]

@@ -36,6 +36,7 @@ from jaxcomm.transforms._exchange import (
     updates_of,
 )
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of
+from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
 from jaxcomm.transforms.per_device import (
     NOTHING,
@@ -184,6 +185,8 @@ def sparse_mean(
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
+        kept = {"residual": error_feedback, "velocity": m is not None}
+        require_state(state, SparseMeanState, exempt, kept)
         grads, treedef = local_leaves(updates, state.layout)
         (*means, report), (residual, velocity, thresholds) = on_every_device(
             functools.partial(exchange, layout=state.layout),

@@ -1,0 +1,46 @@
+"""Whether a state is one that the transformation has made which is given it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxcomm.transforms._buckets import split_off_exempt
+from jaxcomm.transforms._layout import Exempt, Layout, is_exempt
+
+_CURE = "Make tx as that of the run that saved the state, or begin anew with tx.init(params)."
+
+
+def require_state(
+    state: Any,
+    kind: type,
+    exempt: Exempt,
+    kept: dict[str, bool],
+    rule: Callable[[Layout], Layout] = lambda layout: layout,
+) -> None:
+    """Raises a ValueError for the state of another transformation, or of one with other options.
+
+    Args:
+      state: what `update` was given.
+      kind: the class of the transformation's states.
+      exempt: its option.
+      kept: of fields of the state, whether they hold an array for each compressed leaf, or none.
+      rule: what else the transformation exempts.
+    """
+    if not isinstance(state, kind):
+        raise ValueError(f"expected a {kind.__name__}, got a {type(state).__name__}. {_CURE}")
+    leaves = [
+        dataclasses.replace(leaf, exempt=is_exempt(leaf.path, leaf.shape, leaf.stacked, exempt))
+        for leaf in state.layout.leaves
+    ]
+    expected = rule(dataclasses.replace(state.layout, leaves=tuple(leaves)))
+    for old, new in zip(state.layout.leaves, expected.leaves, strict=True):
+        if old.exempt != new.exempt:
+            raise ValueError(
+                f"by the state, {old.path} is {'' if old.exempt else 'not '}exempt from "
+                f"compression, and by the options it is {'' if new.exempt else 'not '}. {_CURE}"
+            )
+    large, _ = split_off_exempt(state.layout)
+    for name, is_kept in kept.items():
+        found, due = len(getattr(state, name).values), len(large) if is_kept else 0
+        if found != due:
+            raise ValueError(f"the state has {found} arrays of {name}, expected {due}. {_CURE}")
