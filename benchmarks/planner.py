@@ -13,10 +13,10 @@ nothing else, with the medians.
 
 A choice is the planner's, among the methods of a quality: of those within 2 % of the least time
 that it predicts, the one of the best quality, and of equals the default. It is good if it took at
-most 1.05 of the fastest measured one. Times vary, so that even somebody who times all methods
-mostly chooses so, not always: `all timed` counts the good choices of one who does, in every other
-repeat, judged by the others; `leaders timed` those of `jaxcomm.plan.timed`, which times the methods
-that are predicted to be the fastest. Networks in TUNED were looked at while the model was made; the
+most 1.05 of the fastest measured one. `all timed` counts the good choices of one who takes the
+fastest of all methods in the odd repeats, judged by the even ones: times vary, so not even these
+are all good. `leaders timed` is the same of the methods that `jaxcomm.plan.timed` times, those that
+are predicted to be the fastest. Networks in TUNED were looked at while the model was made; the
 others are reported on alone.
 """
 
