@@ -12,6 +12,7 @@ import argparse
 import sys
 from typing import Any
 
+from benchmarks.arguments import count, new_file, positive, values
 from benchmarks.netlab.flags import add_flags, chosen
 from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
 from benchmarks.netlab.methods import Step, shapes_of
@@ -35,10 +36,10 @@ def parse() -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_flags(parser)
     parser.set_defaults(hosts=4, rate="200")
-    parser.add_argument("--params", type=float, default=2e6, help="weights of the perceptron")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--out", default=str(RESULTS / "adam_steps.json"))
+    parser.add_argument("--params", type=values, default=2e6, help="weights of the perceptron")
+    parser.add_argument("--repeats", type=count, default=5)
+    parser.add_argument("--seconds", type=positive, default=600)
+    parser.add_argument("--out", type=new_file, default=str(RESULTS / "adam_steps.json"))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -30,6 +30,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import count, new_file, positive, values
 from benchmarks.netlab.flags import add_flags, chosen
 from benchmarks.netlab.measuring import Lab, circumstances, guarded
 from benchmarks.netlab.methods import (
@@ -83,13 +84,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.allreduce", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_flags(parser)
-    parser.add_argument("--params", type=float, default=8e6, help="values of the gradients")
+    parser.add_argument("--params", type=values, default=8e6, help="values of the gradients")
     parser.add_argument("--methods", default=USUAL, help="codec, or codec/algorithm; separate by ,")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=1800, help="after which all is ended")
+    parser.add_argument("--repeats", type=count, default=5)
+    parser.add_argument("--seconds", type=positive, default=1800, help="after which all is ended")
     parser.add_argument("--peers", nargs="?", const=PEERS, metavar="PYTHON", help="beside PyTorch")
     parser.add_argument("--json", action="store_true", help="print the rows as the last line")
-    parser.add_argument("--out", help="a file for the rows")
+    parser.add_argument("--out", type=new_file, help="a file for the rows")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.arguments import count
 from jaxcomm.kernels import bitplanes
 
 LEARNING_RATE = 2.0**-7  # a power of two: numpy need not know whether XLA contracts to an fma
@@ -128,8 +129,8 @@ def table(timed: list[Timed]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="time bit planes")
-    parser.add_argument("--mib", type=int, default=256, help="size of the float32 vector")
-    parser.add_argument("--repeats", type=int, default=15, help="rounds; medians are shown")
+    parser.add_argument("--mib", type=count, default=256, help="size of the float32 vector")
+    parser.add_argument("--repeats", type=count, default=15, help="rounds; medians are shown")
     args = parser.parse_args()
     rng = np.random.default_rng()
     checked(ODD, rng)

@@ -43,7 +43,7 @@ def choices(case: dict[str, Any], found: dict[str, Prediction]) -> Iterator[Choi
 
 
 def timed_choices(case: dict[str, Any]) -> Iterator[Choice]:
-    """Those of one who times all methods in every other repeat, judged by the other repeats."""
+    """Those of one who times all methods in the odd repeats, judged by the even ones."""
     own, others = halves(case)
     yield from judged(lambda names: min(names, key=lambda name: own[name]), others)
 
@@ -51,7 +51,7 @@ def timed_choices(case: dict[str, Any]) -> Iterator[Choice]:
 def leaders_choices(
     case: dict[str, Any], found: dict[str, Prediction], room: plan.Cluster
 ) -> Iterator[Choice]:
-    """Those of `jaxcomm.plan.timed`, by every other repeat, judged by the other repeats."""
+    """Those of `jaxcomm.plan.timed`, by the odd repeats, judged by the even ones."""
     own, others = halves(case)
     load = plan.Workload(tuple(shapes_of(round(case["size"])).values()), STEP)
 
@@ -67,7 +67,7 @@ def leaders_choices(
 
 
 def halves(case: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """The median milliseconds of each method in every other repeat, and in the others."""
+    """The median milliseconds of each method in the odd repeats, and in the even ones."""
     own, others = (
         {row["method"]: statistics.median(row["all_ms"][start::2]) for row in case["rows"]}
         for start in (0, 1)

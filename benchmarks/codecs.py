@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from benchmarks.arguments import count
 from jaxcomm import codecs
 from jaxcomm.codecs import Codec
 from jaxcomm.kernels.random_bits import random_bits
@@ -131,8 +132,8 @@ def report(table: list[Row], timed: dict[tuple[str, str], Timed], x: jax.Array) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="time codecs")
-    parser.add_argument("--mib", type=int, default=64, help="size of the float32 vector")
-    parser.add_argument("--repeats", type=int, default=15, help="rounds; medians are shown")
+    parser.add_argument("--mib", type=count, default=64, help="size of the float32 vector")
+    parser.add_argument("--repeats", type=count, default=15, help="rounds; medians are shown")
     parser.add_argument("--only", help="rows of the table, with commas between them")
     args = parser.parse_args()
     table = rows(args.only)

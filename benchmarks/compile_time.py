@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxcomm
+from benchmarks.arguments import new_file, several, values
 from benchmarks.netlab.measuring import RESULTS, guarded, keep
 from benchmarks.netlab.methods import FAMILIES, check_method, shapes_of, transformation
 
@@ -27,9 +28,11 @@ USUAL = tuple(name for name in FAMILIES if name not in ("psum", "powersgd1", "po
 def main() -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {NAME}", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--params", default="2e6,8e6,25e6", help="values of the gradients")
+    parser.add_argument(
+        "--params", type=several(values), default="2e6,8e6,25e6", help="values of the gradients"
+    )
     parser.add_argument("--methods", default=",".join(USUAL))
-    parser.add_argument("--out", default=str(RESULTS / "compile_time.json"))
+    parser.add_argument("--out", type=new_file, default=str(RESULTS / "compile_time.json"))
     args = parser.parse_args()
     return guarded("compile_time", lambda: run(args))
 
@@ -38,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
     methods = args.methods.split(",")
     for method in methods:
         check_method(method)
-    sizes = [round(float(text)) for text in args.params.split(",")]
+    sizes = [round(size) for size in args.params]
     jaxcomm.simulate_devices(DEVICES)
     print(f"{'':16}" + "".join(f"{f'{size:g} values':>18}" for size in sizes))
     rows = []

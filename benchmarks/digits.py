@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.arguments import new_file, one_of, several
+
 RESULTS = Path(__file__).parent / "results"
 FILE = RESULTS / "digits.json"
 LAUNCH = "python -m train.launch --processes=4 -- --config=configs/"
@@ -123,12 +125,17 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.digits", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--rows", default=",".join(ROWS), help="of these names")
-    parser.add_argument("--out", type=Path, default=FILE)
+    parser.add_argument(
+        "--rows",
+        type=several(one_of(ROWS)),
+        default=list(ROWS),
+        help="of these names",
+    )
+    parser.add_argument("--out", type=new_file, default=FILE)
     args = parser.parse_args()
     found = read(args.out)
     for run in runs():
-        if run in found or run.name not in args.rows.split(","):
+        if run in found or run.name not in args.rows:
             continue
         found[run] = train(run)
         print(f"{100 * found[run]['test_accuracy']:.1f} %  {run.arguments}", flush=True)

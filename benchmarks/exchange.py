@@ -22,6 +22,8 @@ import sys
 import time
 from typing import Any
 
+from benchmarks.arguments import count
+
 Method = tuple[str, str, str]
 
 DENSE = [
@@ -52,11 +54,11 @@ DENSITY = 0.01
 def main() -> None:
     """Starts the processes, or is one of them."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--processes", type=int, default=4)
-    parser.add_argument("--simulated", type=int, help="devices in one process, instead")
+    parser.add_argument("--processes", type=count, default=4)
+    parser.add_argument("--simulated", type=count, help="devices in one process, instead")
     parser.add_argument("--methods", choices=["dense", "sparse"], default="dense")
-    parser.add_argument("--mib", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--mib", type=count, default=32)
+    parser.add_argument("--repeats", type=count, default=5)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.arguments import count, positive, several
 from jaxcomm.kernels import bitplanes, select
 from jaxcomm.kernels.block_quantization import integers
 from jaxcomm.kernels.powers_of_two import nine_bits
@@ -257,8 +258,10 @@ def measured(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="time kernels beside a copy")
-    parser.add_argument("--mib", default="1,16,256", help="sizes of the float32 vector")
-    parser.add_argument("--repeats", type=int, default=20, help="rounds; medians are shown")
+    parser.add_argument(
+        "--mib", type=several(positive), default="1,16,256", help="sizes of the float32 vector"
+    )
+    parser.add_argument("--repeats", type=count, default=20, help="rounds; medians are shown")
     parser.add_argument("--implementations", default="xla,mosaic,triton")
     args = parser.parse_args()
     device, rng = jax.devices()[0], np.random.default_rng()
@@ -266,7 +269,7 @@ def main() -> None:
     if device.platform == "cpu":
         print(f"CPU, {len(os.sched_getaffinity(0))} cores: NOT a measurement of GPU kernels")
     print(f"{'':20}{'':8}{'MiB':>8}{'us':>12}{'GB/s':>9}{'of copy':>9}")
-    for mib in map(float, args.mib.split(",")):
+    for mib in args.mib:
         timed = measured(mib, args.repeats, ["xla", *args.implementations.split(",")], rng)
         copy = timed["copy", "xla"]
         for (name, implementation), t in timed.items():

@@ -17,6 +17,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from benchmarks.arguments import count, new_file
+
 
 def losses(workdir: str) -> np.ndarray:
     """The training loss of every step of a run."""
@@ -36,8 +38,8 @@ def curve(workdirs: list[str], window: int) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", help="name=workdir,workdir")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--window", type=int, default=100)
+    parser.add_argument("--out", type=new_file, required=True)
+    parser.add_argument("--window", type=count, default=100)
     parser.add_argument("--title", default="")
     arguments = parser.parse_args()
     named = {name: dirs.split(",") for name, dirs in (run.split("=", 1) for run in arguments.runs)}

@@ -14,6 +14,7 @@ import concurrent.futures
 import sys
 from typing import Any
 
+from benchmarks.arguments import count, new_file, positive, values
 from benchmarks.netlab.flags import add_flags, chosen
 from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
 from benchmarks.netlab.methods import SIDE, compiled
@@ -36,11 +37,11 @@ def parse() -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_flags(parser)
     parser.set_defaults(hosts=2, rate="200")
-    parser.add_argument("--params", type=float, default=2.5e6, help="values of the all-reduce")
-    parser.add_argument("--products", type=int, default=10, help="of matrices of 1024 x 1024")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=300)
-    parser.add_argument("--out", default=str(RESULTS / "overlap_cpu.json"))
+    parser.add_argument("--params", type=values, default=2.5e6, help="values of the all-reduce")
+    parser.add_argument("--products", type=count, default=10, help="of matrices of 1024 x 1024")
+    parser.add_argument("--repeats", type=count, default=5)
+    parser.add_argument("--seconds", type=positive, default=300)
+    parser.add_argument("--out", type=new_file, default=str(RESULTS / "overlap_cpu.json"))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

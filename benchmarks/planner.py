@@ -13,10 +13,10 @@ nothing else, with the medians.
 
 A choice is the planner's, among the methods of a quality: of those within 2 % of the least time
 that it predicts, the one of the best quality, and of equals the default. It is good if it took at
-most 1.05 of the fastest measured one. Times vary, so that even somebody who times all methods
-mostly chooses so, not always: `all timed` counts the good choices of one who does, in every other
-repeat, judged by the others; `leaders timed` those of `jaxcomm.plan.timed`, which times the methods
-that are predicted to be the fastest. Networks in TUNED were looked at while the model was made; the
+most 1.05 of the fastest measured one. `all timed` counts the good choices of one who takes the
+fastest of all methods in the odd repeats, judged by the even ones: times vary, so not even these
+are all good. `leaders timed` is the same of the methods that `jaxcomm.plan.timed` times, those that
+are predicted to be the fastest. Networks in TUNED were looked at while the model was made; the
 others are reported on alone.
 """
 
@@ -30,6 +30,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import count, new_file, positive, several, values
 from benchmarks.choices import STEP, as_method, choices, leaders_choices, timed_choices
 from benchmarks.netlab.measuring import RESULTS, Lab, circumstances, guarded
 from benchmarks.netlab.methods import Exchange, shapes_of
@@ -81,16 +82,18 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {NAME}", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--networks", default="star,clusters,chain,chain_heterogeneous")
-    parser.add_argument("--hosts", default="4,8")
+    parser.add_argument("--hosts", type=several(count), default="4,8")
     parser.add_argument("--rates", default="100,300,1000", help="Mbit/s of the links")
-    parser.add_argument("--sizes", default="2.5e5,2e6", help="values of the gradients")
+    parser.add_argument(
+        "--sizes", type=several(values), default="2.5e5,2e6", help="values of the gradients"
+    )
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--repeats", type=int, default=3, help="at least")
-    parser.add_argument("--measured", type=float, default=3, help="seconds of each method")
-    parser.add_argument("--seconds", type=float, default=900, help="after which a run is ended")
-    parser.add_argument("--out", default=str(RESULTS / "planner.json"))
+    parser.add_argument("--repeats", type=count, default=3, help="at least")
+    parser.add_argument("--measured", type=positive, default=3, help="seconds of each method")
+    parser.add_argument("--seconds", type=positive, default=900, help="after which a run is ended")
+    parser.add_argument("--out", type=new_file, default=str(RESULTS / "planner.json"))
     parser.add_argument("--report", action="store_true")
-    parser.add_argument("--png", help="a plot of the report")
+    parser.add_argument("--png", type=new_file, help="a plot of the report")
     parser.add_argument("--json", action="store_true", help="the summary as the last line")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--costs", help=argparse.SUPPRESS)
@@ -106,14 +109,13 @@ def run(args: argparse.Namespace) -> None:
     if args.repeats < 2:
         raise ValueError(f"--repeats is at least 2: half choose, half judge; got {args.repeats}.")
     names, rates = args.networks.split(","), args.rates.split(",")
-    hosts, sizes = ([float(x) for x in text.split(",")] for text in (args.hosts, args.sizes))
     with tempfile.TemporaryDirectory(prefix="planner-") as folder:
-        for n, size, name, rate in itertools.product(hosts, sizes, names, rates):
-            case = {"network": name, "hosts": int(n), "rate": rate, "size": size}
+        for n, size, name, rate in itertools.product(args.hosts, args.sizes, names, rates):
+            case = {"network": name, "hosts": n, "rate": rate, "size": size}
             kept = read(args.out)
             if not any(is_same(old, case) for old in kept["cases"]):
                 # Programs know the number of hosts and the size, and no network.
-                programs = Path(folder, f"{n:g}-{size:g}")
+                programs = Path(folder, f"{n}-{size:g}")
                 programs.mkdir(exist_ok=True)
                 measured = measured_on(case, args, programs, needs_codes(kept, case))
                 kept = {**kept, **circumstances(NAME), "cases": [*kept["cases"], measured]}
@@ -124,8 +126,8 @@ def run(args: argparse.Namespace) -> None:
 def probe_codes(args: argparse.Namespace) -> None:
     """Replaces what codes cost, of each number of hosts; a probe needs no certain network."""
     args.methods = "float32/native"
-    for hosts in args.hosts.split(","):
-        case = {"network": "star", "hosts": int(hosts), "rate": "1000", "size": 2.5e5}
+    for hosts in args.hosts:
+        case = {"network": "star", "hosts": hosts, "rate": "1000", "size": 2.5e5}
         kept = read(args.out)
         same = [old for old in kept["cases"] if old["hosts"] == case["hosts"]]
         if not same:
@@ -139,7 +141,7 @@ def probe_codes(args: argparse.Namespace) -> None:
         Path(args.out).write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def read(path: str) -> dict[str, Any]:
+def read(path: str | Path) -> dict[str, Any]:
     """What the file has."""
     return json.loads(Path(path).read_text()) if Path(path).exists() else {"cases": []}
 
@@ -186,14 +188,14 @@ def work(args: argparse.Namespace) -> None:
 
     import jaxcomm
 
-    topology = plan.load(args.networks, hosts=int(args.hosts), rate=args.rates)
+    topology = plan.load(args.networks, hosts=args.hosts[0], rate=args.rates)
     families = None if args.codes else ["float32"]
     cluster = plan.cluster(topology)
     costs = plan.probe(cluster=cluster, families=families)
     if together.rank == 0:
         costs.save(args.costs)
     jax.set_mesh(jaxcomm.data_mesh())
-    shapes = shapes_of(round(float(args.sizes)))
+    shapes = shapes_of(round(args.sizes[0]))
     names = args.methods.split(",")
     if cluster.levels is None:
         names = [name for name in names if not name.endswith("/hierarchical")]
@@ -244,6 +246,8 @@ def report(args: argparse.Namespace) -> None:
     from benchmarks.tables import table
 
     kept = read(args.out)
+    if not kept["cases"]:
+        raise ValueError(f"--out={args.out} has no network that was measured.")
     summary = summarised(kept)
     print(*table(*errors_table(summary)), "", *table(*choices_table(summary)), sep="\n")
     if args.png:
@@ -337,7 +341,7 @@ def choices_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
             f"{row['leaders_timed']} of {row['choices']}",
             f"{row['timed']} of {row['choices']}",
             f"{row['worst']:.2f}",
-            f"`{row['chosen']}`, not `{row['best']}`",
+            f"`{row['chosen']}`, not `{row['best']}`" if row["chosen"] != row["best"] else "",
         ]
         for row in summary["choices"]
     ]

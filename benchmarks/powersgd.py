@@ -29,6 +29,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import count, new_file, positive, several, whole
+
 WORLD, BATCH, MOMENTUM = 4, 16, 0.9
 WIDTHS = (64, 256, 256, 10)
 PEERS = Path(__file__).parents[1] / ".venv-peers/bin/python"
@@ -211,19 +213,15 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(layout.format(name, f"{own[0]['bytes_per_step']:.3f}", f"{key[1]:g}", *means, each))
 
 
-def numbers(of: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: [of(word) for word in text.split(",")]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=numbers(int), default=[1, 4])
-    parser.add_argument("--rates", type=numbers(float), default=[0.05, 0.1, 0.2])
-    parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--dense", type=int, default=2, help="steps with the mean, at least 2")
+    parser.add_argument("--ranks", type=several(count), default=[1, 4])
+    parser.add_argument("--rates", type=several(positive), default=[0.05, 0.1, 0.2])
+    parser.add_argument("--seeds", type=several(whole), default=[0, 1, 2])
+    parser.add_argument("--steps", type=count, default=300)
+    parser.add_argument("--dense", type=count, default=2, help="steps with the mean, at least 2")
     parser.add_argument("--peers", default=str(PEERS), help="a Python that has torch")
-    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--out", type=new_file, default=None)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import count, new_file, positive, share, values
 from benchmarks.netlab.hosts import run_everywhere
 from benchmarks.netlab.measuring import RESULTS, WORKER_VARIABLES, Lab, guarded, keep
 from benchmarks.netlab.methods import Exchange, shapes_of
@@ -45,15 +46,15 @@ def parse() -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--parts", default="4,8,train")
     parser.add_argument("--rate", default="100", help="Mbit/s of the links of 4 and 8")
-    parser.add_argument("--params", type=float, default=1e6)
-    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--params", type=values, default=1e6)
+    parser.add_argument("--repeats", type=count, default=30)
     parser.add_argument("--train_rate", default="10", help="Mbit/s of the links of train")
-    parser.add_argument("--accuracy", type=float, default=0.97)
-    parser.add_argument("--steps", type=int, default=200, help="of a training run at most")
+    parser.add_argument("--accuracy", type=share, default=0.97)
+    parser.add_argument("--steps", type=count, default=200, help="of a training run at most")
     parser.add_argument("--seeds", default="0,1,2", help="of the training runs")
-    parser.add_argument("--width", type=int, default=32, help="of the network that is trained")
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--out", default=str(RESULTS / "seed_cnat.json"))
+    parser.add_argument("--width", type=count, default=32, help="of the network that is trained")
+    parser.add_argument("--seconds", type=positive, default=600)
+    parser.add_argument("--out", type=new_file, default=str(RESULTS / "seed_cnat.json"))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -14,6 +14,7 @@ import argparse
 import sys
 from typing import Any
 
+from benchmarks.arguments import count, new_file, positive, values
 from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
 from benchmarks.netlab.methods import Collective
 from benchmarks.netlab.network import Network
@@ -53,10 +54,10 @@ def parse() -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--topology", default="dln")
     parser.add_argument("--rate", default="50", help="Mbit/s of every link")
-    parser.add_argument("--params", type=float, default=1e6)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--out", default=str(RESULTS / "seed_dln.json"))
+    parser.add_argument("--params", type=values, default=1e6)
+    parser.add_argument("--repeats", type=count, default=3)
+    parser.add_argument("--seconds", type=positive, default=600)
+    parser.add_argument("--out", type=new_file, default=str(RESULTS / "seed_dln.json"))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

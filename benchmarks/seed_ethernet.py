@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import count, new_file, positive
 from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
 from benchmarks.netlab.methods import COMPUTE, Step, with_sgd
 from benchmarks.netlab.network import Network
@@ -57,11 +58,11 @@ def parse() -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--methods", help="instead of all; separate by ,")
-    parser.add_argument("--side", type=int, default=512, help="of the two square layers")
-    parser.add_argument("--rows", type=int, default=12288, help="of a host's batch")
-    parser.add_argument("--repeats", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--out", default=str(RESULTS / "seed_ethernet.json"))
+    parser.add_argument("--side", type=count, default=512, help="of the two square layers")
+    parser.add_argument("--rows", type=count, default=12288, help="of a host's batch")
+    parser.add_argument("--repeats", type=count, default=12)
+    parser.add_argument("--seconds", type=positive, default=600)
+    parser.add_argument("--out", type=new_file, default=str(RESULTS / "seed_ethernet.json"))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

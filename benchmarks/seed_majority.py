@@ -17,6 +17,7 @@ import dataclasses
 import sys
 from typing import Any
 
+from benchmarks.arguments import count, new_file, positive, values
 from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
 from benchmarks.netlab.methods import Collective
 from benchmarks.netlab.network import Network
@@ -51,13 +52,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {NAME}", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--topologies", default="chain,clusters")
-    parser.add_argument("--hosts", type=int, default=16)
+    parser.add_argument("--hosts", type=count, default=16)
     parser.add_argument("--rate", default="10", help="Mbit/s of every link")
-    parser.add_argument("--params", type=float, default=1e6)
+    parser.add_argument("--params", type=values, default=1e6)
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--out", default=str(RESULTS / "seed_majority.json"))
+    parser.add_argument("--repeats", type=count, default=3)
+    parser.add_argument("--seconds", type=positive, default=600)
+    parser.add_argument("--out", type=new_file, default=str(RESULTS / "seed_majority.json"))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

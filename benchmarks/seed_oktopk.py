@@ -13,6 +13,7 @@ import argparse
 import sys
 from typing import Any
 
+from benchmarks.arguments import count, new_file, positive, share, values
 from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
 from benchmarks.netlab.methods import SPARSE, Exchange, shapes_of
 from benchmarks.netlab.network import Network
@@ -38,12 +39,12 @@ def parse() -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--worlds", default="2,4,8,16", help="numbers of hosts")
     parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--params", type=float, default=2e6)
-    parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument("--params", type=values, default=2e6)
+    parser.add_argument("--density", type=share, default=0.01)
     parser.add_argument("--rate", default="50")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=600)
-    parser.add_argument("--out", default=str(RESULTS / "seed_oktopk.json"))
+    parser.add_argument("--repeats", type=count, default=5)
+    parser.add_argument("--seconds", type=positive, default=600)
+    parser.add_argument("--out", type=new_file, default=str(RESULTS / "seed_oktopk.json"))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.arguments import count, positive
 from jaxcomm.kernels import select
 
 DENSITIES = (0.001, 0.01, 0.05)
@@ -114,8 +115,8 @@ def table(timed: list[Timed]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="time selection")
-    parser.add_argument("--millions", type=float, default=25.6, help="entries of the vector")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds; medians are shown")
+    parser.add_argument("--millions", type=positive, default=25.6, help="entries of the vector")
+    parser.add_argument("--repeats", type=count, default=7, help="rounds; medians are shown")
     args = parser.parse_args()
     rng = np.random.default_rng()
     n = round(args.millions * 1e6)

@@ -24,6 +24,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import new_file
+
 PYTHON = "/usr/bin/python3"
 OUT = "tests/plan/simgrid.json"
 DEVICES, PER_SWITCH, CABLES = 512, 16, 2
@@ -64,7 +66,7 @@ CASES: dict[str, tuple[str, str, list[Any], int]] = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simgrid_fixtures")
-    parser.add_argument("--out", default=OUT)
+    parser.add_argument("--out", type=new_file, default=OUT)
     parser.add_argument("--only", help="one case; the others stay as they are in the file")
     args = parser.parse_args()
     out = Path(args.out)

@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import at_least_zero, count, new_file
 from jaxcomm.collectives.algorithms import Algorithm, halving_doubling, ring
 from jaxcomm.plan import Model, Simulation, Topology
 from jaxcomm.plan.fabrics import dln, dln_2d, fat_tree, rate_of
@@ -34,14 +35,16 @@ SHOWN = [2**20, 2**24, 2**26, 2**30]
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simulate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--devices", type=int, default=512)
-    parser.add_argument("--per_switch", type=int, default=16, help="devices of a switch")
-    parser.add_argument("--cables", type=int, default=2, help="of a shortcut")
+    parser.add_argument("--devices", type=count, default=512)
+    parser.add_argument("--per_switch", type=count, default=16, help="devices of a switch")
+    parser.add_argument("--cables", type=count, default=2, help="of a shortcut")
     parser.add_argument("--rate", default="100Gbit", help="of a cable")
-    parser.add_argument("--latency", type=float, default=1.0, help="microseconds for a message")
-    parser.add_argument("--hop", type=float, default=0.1, help="microseconds for each link")
-    parser.add_argument("--out", help="a file for the rows, as JSON")
-    parser.add_argument("--png", help="a file for the plot")
+    parser.add_argument(
+        "--latency", type=at_least_zero, default=1.0, help="microseconds for a message"
+    )
+    parser.add_argument("--hop", type=at_least_zero, default=0.1, help="microseconds for each link")
+    parser.add_argument("--out", type=new_file, help="a file for the rows, as JSON")
+    parser.add_argument("--png", type=new_file, help="a file for the plot")
     parser.add_argument("--json", action="store_true", help="print the rows as the last line")
     args = parser.parse_args()
     start = time.perf_counter()

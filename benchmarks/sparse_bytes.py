@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxcomm
+from benchmarks.arguments import new_file, positive, share
 from benchmarks.netlab.published import SPARSE_WORDS, sparse_volume
 from jaxcomm.collectives import sparse
 from jaxcomm.wire import WireReport
@@ -69,9 +70,9 @@ def plot(rows: dict[str, list[float]], path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="count the bytes of sparse all-reduces")
-    parser.add_argument("--millions", type=float, default=1.0, help="values of the vector")
-    parser.add_argument("--density", type=float, default=0.01)
-    parser.add_argument("--out", help="where to write a plot")
+    parser.add_argument("--millions", type=positive, default=1.0, help="values of the vector")
+    parser.add_argument("--density", type=share, default=0.01)
+    parser.add_argument("--out", type=new_file, help="where to write a plot")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(WORLDS))

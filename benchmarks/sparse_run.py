@@ -17,6 +17,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from benchmarks.arguments import count, new_file
+
 # What of a step's report is divided by what.
 RATIOS = {
     "selected / k": ("selected", "k"),
@@ -44,8 +46,8 @@ def reports(workdir: str) -> dict[str, np.ndarray]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", help="name=workdir")
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--window", type=int, default=20, help="steps that a curve averages")
+    parser.add_argument("--out", type=new_file, required=True)
+    parser.add_argument("--window", type=count, default=20, help="steps that a curve averages")
     arguments = parser.parse_args()
     runs = {name: reports(workdir) for name, workdir in (r.split("=", 1) for r in arguments.runs)}
 

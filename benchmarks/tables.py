@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import digits, planner, plots, take
+from benchmarks.arguments import existing_file
 from benchmarks.pareto import results as front
 
 ROOT = Path(__file__).parents[1]
@@ -354,7 +355,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--page", type=Path, help="this one alone")
+    parser.add_argument("--page", type=existing_file, help="this one alone")
     args = parser.parse_args()
     wrong = 0
     for path in [args.page] if args.page else PAGES:

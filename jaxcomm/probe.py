@@ -11,6 +11,7 @@ messages reach of its rates is measured too.
 import argparse
 import os
 import sys
+from pathlib import Path
 
 import jax
 
@@ -23,6 +24,9 @@ def main() -> int:
     """Runs the command; returns its exit status."""
     args = _parse()
     try:
+        out = Path(args.out)
+        if not args.process and (out.is_dir() or not out.parent.is_dir()):  # the first one writes
+            raise ValueError(f"--out={out}: expected a file in a folder that exists.")
         if args.simulate:
             jaxcomm.simulate_devices(args.simulate)
         if args.coordinator:

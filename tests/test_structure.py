@@ -112,7 +112,7 @@ def libraries(module: str, source: str) -> list[str]:
 def programs(module: str, source: str) -> list[str]:
     """Nothing imports tests, train, benchmarks, notebooks or configs; some packages are for all."""
     folders = ("aot", "netlab", "pareto")
-    files = ("choices", "digits", "planner", "plots", "tables", "take")
+    files = ("arguments", "choices", "digits", "planner", "plots", "tables", "take")
     shared = tuple(f"benchmarks.{name}" for name in folders + files)
     free = {"tests": ("tests", "train", *shared), "train": ("train",), "benchmarks": shared}
     free["configs"] = ("configs",)

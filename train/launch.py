@@ -101,7 +101,12 @@ def parse(argv: Sequence[str]) -> Launch:
         "max_restarts", 0, "Starts after a failure.", lower_bound=0, flag_values=values
     )
     split = argv.index("--") if "--" in argv else len(argv)
-    rest = values(list(argv[:split]))[1:]
+    try:
+        rest = values(list(argv[:split]))[1:]
+    except flags.UnrecognizedFlagError as error:
+        if "Did you mean" in str(error):  # one of these flags
+            raise
+        raise UserError(f"{error}; flags of the training program follow `--`") from error
     if rest:
         raise UserError(f"not a flag: {rest[0]}; flags of the training program follow `--`")
     cluster = read_cluster(values.cluster) if values.cluster else {}

@@ -52,6 +52,9 @@ def parse(argv: list[str]) -> Path:
         raise UserError(mistake_in_traceback(text) if "Traceback" in text else text) from error
     except (UserError, KeyboardInterrupt):
         raise
+    except SystemExit as end:  # absl ends --help with status 1
+        is_help = any(word.lstrip("-").startswith("help") for word in argv)
+        raise SystemExit(0 if is_help else end.code) from None
     except Exception as error:  # The config is a program of the user.
         raise UserError(mistake_in(error)) from error
     return Path(config_flags.get_config_filename(flags.FLAGS["config"]))

@@ -12,6 +12,7 @@ Needs root, iproute2, and the extra `netlab`.
 import argparse
 import sys
 
+from benchmarks.arguments import positive
 from benchmarks.netlab.calibrate import calibrated
 from benchmarks.netlab.flags import add_flags, chosen
 from benchmarks.netlab.hosts import HostError, run_everywhere
@@ -22,7 +23,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.netlab", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_flags(parser)
-    parser.add_argument("--seconds", type=float, default=600, help="after which all is ended")
+    parser.add_argument("--seconds", type=positive, default=600, help="after which all is ended")
     parser.add_argument("command", nargs="+", help="after --")
     args = parser.parse_args()
     command = args.command

@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.arguments import count
 from benchmarks.netlab.worker import measure
 
 ROWS = 32
@@ -113,7 +114,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.netlab.peers")
     parser.add_argument("--shapes", required=True, help="of the layers, such as 1024x1024,1024x10")
     parser.add_argument("--hooks", default=",".join(HOOKS))
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=count, default=5)
     args = parser.parse_args()
     together = Torch()
     shapes = [tuple(map(int, shape.split("x"))) for shape in args.shapes.split(",")]

@@ -2,17 +2,18 @@
 
     python -m benchmarks.pareto [--tasks=gpt_small] [--methods="float32;cnat"] [--seeds=0,1]
         [--rates=1] [--minutes=4] [--data_dir=DIR]
-    python -m benchmarks.pareto --report [--json] [--plot=PNG]
+    python -m benchmarks.pareto --report [--tasks=...] [--methods=...] [--json] [--plot=PNG]
 
 Four simulated devices in one process hold different parts of the data. Each method is trained at
 its learning rates, a factor of two apart; the validation loss chooses one, and the test loss is
 reported. A finished run is a file in `benchmarks/results/pareto/`, which is not run again. Runs
 follow one another, the middle rates of all methods first.
 
-`--report` runs nothing: it shows the committed runs. `--json` prints them as the last line:
-task, method, optimizer, rate, seed, loss (of the test text, nats), bytes_per_step (bytes that a
-device sends in a step for each parameter, averaged over the run), minus_float32 (the loss minus
-that of float32 at its chosen rate and the same seed), chosen (whether this is the chosen rate).
+`--report` runs nothing: it shows the committed runs, of `--tasks` and `--methods` alone where they
+are given. `--json` prints them as the last line: task, method, optimizer, rate, seed, loss (of the
+test text, nats), bytes_per_step (bytes that a device sends in a step for each parameter, averaged
+over the run), minus_float32 (the loss minus that of float32 at its chosen rate and the same seed),
+chosen (whether this is the chosen rate).
 """
 
 import argparse
@@ -21,12 +22,17 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.arguments import new_file
 from benchmarks.pareto import results
+
+USUAL = "gpt_small"
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", default="gpt_small", help="of gpt, gpt_small, lstm, resnet20")
+    parser.add_argument(
+        "--tasks", default="", help=f"of {', '.join(results.TITLES)}; {USUAL} is trained"
+    )
     parser.add_argument("--methods", default="", help="names of rows, separate by ;")
     parser.add_argument("--seeds", default="0,1")
     parser.add_argument(
@@ -36,8 +42,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data_dir", default=None, help="of TensorFlow Datasets; TFDS_DATA_DIR")
     parser.add_argument("--results", type=Path, default=results.FOLDER)
     parser.add_argument("--report", action="store_true")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--plot", type=Path, default=None, help="where a PNG is written")
+    parser.add_argument("--json", action="store_true", help="the rows as the last line")
+    parser.add_argument("--plot", type=new_file, default=None, help="where a PNG is written")
     return parser.parse_args()
 
 
@@ -50,8 +56,8 @@ def run(args: argparse.Namespace) -> None:
     from benchmarks.pareto.tasks import TASKS
     from benchmarks.pareto.training import train
 
-    began, tasks = time.monotonic(), args.tasks.split(",")
-    chosen = [name for name in args.methods.split(";") if name]
+    began, tasks = time.monotonic(), split(args.tasks or USUAL, ",")
+    chosen = split(args.methods, ";")
     check("task", tasks, list(TABLES))
     check("method", chosen, [name for task in tasks for name in TABLES[task]])
     seeds = [int(seed) for seed in args.seeds.split(",")]
@@ -71,6 +77,22 @@ def run(args: argparse.Namespace) -> None:
                 print(json.dumps(row), file=sys.stderr, flush=True)
 
 
+def asked(rows: results.Rows, args: argparse.Namespace) -> results.Rows:
+    """The finished runs of `--tasks` and `--methods`; without these all of them."""
+    if not rows:
+        print(f"pareto: --results={args.results} has no run", file=sys.stderr)
+        raise SystemExit(2)
+    for what, names in (("task", split(args.tasks, ",")), ("method", split(args.methods, ";"))):
+        check(what, names, list(dict.fromkeys(row[what] for row in rows)))
+        rows = [row for row in rows if row[what] in names or not names]
+    return rows
+
+
+def split(text: str, mark: str) -> list[str]:
+    """The names in a text."""
+    return [name for name in text.split(mark) if name]
+
+
 def check(what: str, names: list[str], known: list[str]) -> None:
     """Ends the program with a line, and status 2, at a name that there is not."""
     for name in names:
@@ -84,6 +106,8 @@ def main() -> None:
     if not args.report:
         run(args)
     rows = results.read(args.results)
+    if args.report:
+        rows = asked(rows, args)
     print(results.table(rows))
     if args.plot:
         results.plot(rows, args.plot)

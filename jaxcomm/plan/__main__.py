@@ -35,6 +35,8 @@ def _run(args: argparse.Namespace) -> None:
     loads = [plan.workload(args.params, args.step_ms, n) for n in args.accumulate]
     costs = plan.read_costs(args.costs) if args.costs else None
     changes = dict(path_of(text) for text in args.set)
+    if args.json and len(loads) > 1:
+        raise ValueError(f"--json takes one number of --accumulate, got {len(loads)}.")
 
     def planned(changed: dict[str, str], load: plan.Workload) -> plan.Plan:
         made = plan.load_cluster(args.cluster, changed, costs)
@@ -54,7 +56,11 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        wrong = f"expected whole numbers such as 1,2,4,8, got {text!r}"
+        raise argparse.ArgumentTypeError(wrong) from None
 
 
 def _parse() -> argparse.Namespace:

@@ -127,6 +127,9 @@ def load_cluster(
             raise _node_error(file, key, wrong, others)
     order, device = settings.pop("order", None), settings.pop("device", "cpu")
     measured = settings.pop("costs", None)
+    if "device" in others and not (costs is None and measured is None):
+        wrong = "device chooses default costs, but measured ones are given; leave out one."
+        raise file.error("device", wrong, others)
     if "nics" in nodes:
         settings["links_per_host"] = nodes["nics"]
     given = {key: value for key, value in others.items() if key in settings}

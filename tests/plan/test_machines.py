@@ -34,6 +34,7 @@ STAR = "fabric: star\nhosts: 4\nrate: 1\ndevice: gpu\n"
         ("fabric: star\nhosts: 2\nrate: 1\norder: [0, yes]\n", {}, "line 4: order names every"),
         ("fabric: star\nhosts: 4\nrate: 1\ndevice: [a]\n", {}, r"line 4: unknown device \['a'\]"),
         (STAR, {"device": "tpu"}, "^device=tpu: unknown device 'tpu'; write cpu or gpu"),
+        (STAR + "costs: no.yaml\n", {"device": "cpu"}, "^device=cpu: device chooses default costs"),
         (STAR, {"order": "[0, 0]"}, r"^order=\[0, 0\]: order names every host from 0 to 3 once"),
         (STAR, {"costs": "no.yaml"}, "^costs=no.yaml: there is no file"),
         (STAR, {"nodes.devices": "0"}, "^nodes.devices=0: devices is a positive number, got 0"),

@@ -221,6 +221,10 @@ def test_one_process_is_told_by_its_own_flags() -> None:
         ([], "error: --processes is missing"),
         (["--processes=0"], "error: flag --processes=0: 0 is not a positive integer"),
         (["--procs=2"], "error: Unknown command line flag 'procs'. Did you mean: processes ?"),
+        (
+            ["--processes=2", "--config=a.py"],
+            "error: Unknown command line flag 'config'; flags of the training program follow `--`",
+        ),
         (["2"], "error: not a flag: 2; flags of the training program follow `--`"),
         (["--cluster=no.py"], "error: --cluster=no.py: there is no such file"),
         (["--processes=2", "--port=80000"], "error: port 80000 is not one of 1 to 65535"),

@@ -56,6 +56,11 @@ def test_flags(program: Program, arguments: list[str], message: str) -> None:
     assert re.fullmatch(f"error: {message}\n", done.stderr), done.stderr
 
 
+def test_help_is_no_failure(program: Program) -> None:
+    done = program.run("train", "--help")
+    assert (done.returncode, done.stderr) == (0, "") and "--workdir" in done.stdout
+
+
 def test_a_config_that_returns_nothing(program: Program, tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text("def get_config(): return None\n")
     done = program.run("train", f"--config={tmp_path}/config.py")

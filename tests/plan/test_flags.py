@@ -1,0 +1,46 @@
+"""The commands of the planner: flags that cannot be obeyed are a line, before anything runs."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxcomm import plan, probe
+from jaxcomm.plan.__main__ import main
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--json", "--accumulate=4,1"], "--json takes one number of --accumulate, got 2."),
+        (["--costs=costs.yaml", "--set", "device=gpu"], "device=gpu: device chooses default"),
+        (["--accumulate=a"], "--accumulate: expected whole numbers such as 1,2,4,8, got 'a'"),
+    ],
+)
+def test_the_plan(
+    flags: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan.defaults("cpu").save("costs.yaml")
+    monkeypatch.setattr(sys, "argv", ["plan", "star", "--params=1e6", "--step-ms=10", *flags])
+    try:
+        status = main()
+    except SystemExit as end:  # of argparse
+        status = end.code
+    said = capsys.readouterr()
+    assert (status, said.out) == (2, "") and message in said.err.splitlines()[-1]
+
+
+def test_a_probe_that_could_not_be_written_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plan, "probe", None)
+    for out in (tmp_path / "no" / "costs.yaml", tmp_path):
+        monkeypatch.setattr(sys, "argv", ["probe", f"--out={out}"])
+        assert probe.main() == 2
+        said = f"probe: --out={out}: expected a file in a folder that exists.\n"
+        assert capsys.readouterr().err == said

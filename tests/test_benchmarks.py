@@ -1,0 +1,88 @@
+"""Arguments of the benchmarks: what cannot be is one clear line, before anything runs."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import arguments, planner
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    ("reader", "good", "bad"),
+    [
+        (arguments.count, {"1": 1, "20": 20}, ["0", "-1", "1.5", "a", ""]),
+        (arguments.whole, {"0": 0}, ["-1", "a"]),
+        (arguments.values, {"8e6": 8e6}, ["0", "-5", "0.5", "nan", "inf", "a"]),
+        (arguments.positive, {"0.1": 0.1}, ["0", "-1", "nan", "inf"]),
+        (arguments.share, {"0.01": 0.01, "1": 1}, ["0", "1.1", "nan"]),
+        (arguments.at_least_zero, {"0": 0}, ["-0.1", "nan", "inf"]),
+        (arguments.several(arguments.count), {"1,2": [1, 2]}, ["1,", "1,0"]),
+        (arguments.one_of(["a", "b"]), {"a": "a"}, ["c"]),
+    ],
+)
+def test_a_reader(reader: arguments.Reader, good: dict[str, object], bad: list[str]) -> None:
+    assert {text: reader(text) for text in good} == good
+    for text in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match="expected .*got '|unknown '"):
+            reader(text)
+
+
+def test_paths(tmp_path: Path) -> None:
+    new = tmp_path / "new.png"
+    assert arguments.new_file(str(new)) == new and arguments.new_file("new.png") == Path("new.png")
+    for text in (str(tmp_path), str(tmp_path / "no" / "new.png")):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected a file to write"):
+            arguments.new_file(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a file that exists"):
+        arguments.existing_file(str(new))
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("compile_time --params=-5", "--params: expected a number of at least 1, such as 8e6"),
+        ("allreduce --params=-1 --rate=50", "--params: expected a number of at least 1"),
+        ("allreduce --repeats=0", "--repeats: expected a whole number of at least 1, got '0'"),
+        ("exchange --mib=0", "--mib: expected a whole number of at least 1, got '0'"),
+        ("exchange --processes=0", "--processes: expected a whole number of at least 1"),
+        ("tables --page=nope.md", "--page: expected a file that exists, got 'nope.md'"),
+        ("sparse_bytes --out=/nodir/x.png", "--out: expected a file to write, but '/nodir/x.png'"),
+        ("simulate --png=/nodir/x.png", "--png: expected a file to write"),
+        ("digits --rows=nope", "--rows: unknown 'nope'; there are float32, bfloat16,"),
+        ("powersgd --seeds=a", "--seeds: expected a whole number of at least 0, got 'a'"),
+        ("pareto --report --plot=/nodir/x.png", "--plot: expected a file to write"),
+        ("pareto --report --results=/nope", "pareto: --results=/nope has no run"),
+        ("pareto --report --tasks=nope", "pareto: unknown task 'nope'; there are gpt"),
+        ("pareto --report --methods=nope", "pareto: unknown method 'nope'; there are "),
+        ("planner --report --out=/nope.json", "planner: --out=/nope.json has no network that was"),
+    ],
+)
+def test_a_wrong_argument_is_a_line(command: str, message: str) -> None:
+    name, *flags = command.split()
+    run = [sys.executable, "-m", f"benchmarks.{name}", *flags]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_the_report_of_some_tasks_and_methods() -> None:
+    run = [sys.executable, "-m", "benchmarks.pareto", "--report", "--json", "--tasks=gpt,lstm"]
+    run += ["--methods=float32;cnat"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert {row["task"] for row in rows} == {"gpt", "lstm"}
+    assert {row["method"] for row in rows} <= {"float32", "cnat"}
+    assert all(row["minus_float32"] is not None for row in rows if row["method"] == "cnat")
+
+
+def test_a_choice_that_was_the_best_has_no_worst_method() -> None:
+    row = {"size": 1e6, "networks": 1, "choices": 4, "good": 4, "leaders_timed": 4, "timed": 4}
+    row |= {"worst": 1.0, "chosen": "vote/ring", "best": "vote/ring"}
+    _, (best, worse) = planner.choices_table({"choices": [row, {**row, "best": "int8/ring"}]})
+    assert (best[-1], worse[-1]) == ("", "`vote/ring`, not `int8/ring`")
