@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm import _paths
@@ -26,7 +27,7 @@ def check_rows(batch: Any) -> None:
     rows = [
         (np.shape(leaf)[0], name_in_batch(path))
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     ]
     if len({n for n, _ in rows}) > 1:
         (few, one), *_, (most, other) = sorted(rows)

@@ -95,7 +95,7 @@ def layout_of(
     """
     world = _axes.axis_size(axis_name)
     nodes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
-    if [type(node).__name__ for node in nodes] == ["_ParamsPlaceholder"]:
+    if type(params).__name__ == "_ParamsPlaceholder":  # of optax; it is not public
         raise ValueError(
             "optax.tree.map_params(tx, f, state) makes a state without parameters, and that of an "
             "exchange has their shapes. Map over the optimizer's own state: "

@@ -217,7 +217,7 @@ def mean(
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        require_state(state, MeanState, exempt, {"residual": error_feedback})
+        require_state(state, MeanState, exempt, {"residual": bool(error_feedback)})
         grads, treedef = local_leaves(updates, state.layout)
         means, (residual,) = on_every_device(
             functools.partial(on_device, layout=state.layout),

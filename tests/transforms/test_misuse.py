@@ -120,3 +120,63 @@ def test_arguments_of_other_kinds() -> None:
         jaxcomm.factored_adam("data", 2e-2)  # pyright: ignore
     with pytest.raises(ValueError, match="data_mesh needs at least one device"):
         jaxcomm.data_mesh(devices=[])
+
+
+def test_a_table_is_no_part_of_a_batch(mesh8: Any) -> None:
+    """Its rows would be dealt to devices, each of which then looks into its own part."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean(batch["x"] @ params["w"] * batch["weight"][batch["label"]][:, None])
+
+    batch = {"x": np.ones((32, 8)), "label": np.zeros(32, int), "weight": np.ones(16)}
+    with jax.set_mesh(mesh8):
+        f, params = jaxcomm.value_and_grad(loss, "data"), jaxcomm.replicate(PARAMS)
+        message = "leaf weight of the batch has 16 rows, and leaf x .* has 32: .*further argument"
+        with pytest.raises(ValueError, match=message):
+            jaxcomm.global_batch(batch, "data")
+        with pytest.raises(ValueError, match=message):
+            f(params, jax.tree.map(jnp.asarray, batch))
+        keys = {"x": jnp.ones((32, 8)), "key": jax.random.split(jax.random.key(0), 8)}
+        jaxcomm.value_and_grad(
+            lambda p, b: jnp.mean(b["x"] @ p["w"]) + jax.random.normal(b["key"][0]), "data"
+        )(params, keys)  # a key for each device
+
+
+def test_further_arguments_need_be_no_arrays(mesh8: Any) -> None:
+    def loss(params: Any, batch: Any, apply: Any, train: bool, *, scale: float, name: str) -> Any:
+        assert train is True and name == "mse" and isinstance(scale, jax.Array)
+        return scale * jnp.mean(apply(batch, params["w"]) ** 2)
+
+    x = np.random.default_rng(0).standard_normal((16, 8), np.float32)
+    arguments = (jnp.matmul, True), {"scale": jnp.float32(2), "name": "mse"}
+    wanted, grads = jax.value_and_grad(loss)(PARAMS, x, *arguments[0], **arguments[1])
+    with jax.set_mesh(mesh8):
+        f, params = jaxcomm.value_and_grad(loss, "data"), jaxcomm.replicate(PARAMS)
+        for g in (f, jaxcomm.accumulate(f, 2)):
+            value, own = g(params, jaxcomm.global_batch(x, "data"), *arguments[0], **arguments[1])
+            np.testing.assert_allclose(value, wanted, rtol=1e-6)
+            mean = jaxcomm.unmark_local(own)["w"].mean(0)
+            np.testing.assert_allclose(mean, grads["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_unclear_uses_have_a_line(mesh8: Any) -> None:
+    with jax.set_mesh(mesh8):
+        params, batch = jaxcomm.replicate(PARAMS), jaxcomm.global_batch(np.ones((16, 8)), "data")
+        f = jaxcomm.value_and_grad(loss_fn, "data")
+        with pytest.raises(TypeError, match="not jax.jit of it; put jax.jit around the step"):
+            jaxcomm.accumulate(jax.jit(f), 2)(params, batch)
+        with pytest.raises(TypeError, match="backward_order takes what jaxcomm.value_and_grad"):
+            jaxcomm.backward_order(loss_fn, params, batch)  # pyright: ignore[reportArgumentType]
+        for call in (
+            lambda: jaxcomm.value_and_grad(loss_fn, ["data"]),  # pyright: ignore[reportArgumentType]
+            lambda: jaxcomm.global_batch(np.ones((16, 8)), ["data"]),  # pyright: ignore[reportArgumentType]
+        ):
+            with pytest.raises(TypeError, match=r"axis_name must be the name .*got \['data'\]"):
+                call()
+        with pytest.raises(TypeError, match="value_and_grad takes a function, got 'data'"):
+            jaxcomm.value_and_grad("data", "data")  # pyright: ignore[reportArgumentType]
+        with pytest.raises(TypeError, match="params is a pytree of arrays or of their shapes"):
+            jaxcomm.explain(jaxcomm.mean("data"), loss_fn)
+        tx = optax.chain(jaxcomm.mean("data"), optax.adam(0.1))
+        with pytest.raises(ValueError, match=r"optax.tree.map_params\(optimizer, f, state\[1\]\)"):
+            optax.tree.map_params(tx, lambda x: x, tx.init(params))

@@ -1,0 +1,63 @@
+"""A state goes to the transformation that made it, with the same options."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxcomm
+
+PARAMS = {"b": jnp.zeros(4), "v": jnp.zeros((8, 4)), "w": jnp.zeros((4, 8))}
+Make = Callable[..., optax.GradientTransformation]
+MAKE: dict[str, Make] = {
+    "mean": lambda **options: jaxcomm.mean("data", "int8", **options),
+    "vote": lambda **options: jaxcomm.majority_vote("data", **options),
+    "sparse": lambda **options: jaxcomm.sparse_mean("data", 0.1, **options),
+    "low rank": lambda rank=1, **options: jaxcomm.low_rank_mean("data", rank, **options),
+    "adam": lambda **options: jaxcomm.one_bit_adam("data", 1e-3, dense_steps=2, **options),
+}
+FEEDBACK, NONE = {"error_feedback": True}, {"error_feedback": False}
+KEPT = "the state has {} arrays of {}, expected {}.*Make tx as that of the run"
+
+
+def update(tx: optax.GradientTransformation, state: Any) -> Any:
+    grads = jaxcomm.mark_local(jax.tree.map(lambda p: jnp.ones((4, *p.shape)), PARAMS))
+    return jax.jit(tx.update)(grads, state, jaxcomm.replicate(PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        ("mean", NONE, FEEDBACK, KEPT.format(0, "residual", 2)),
+        ("mean", FEEDBACK, NONE, KEPT.format(2, "residual", 0)),
+        ("vote", NONE, FEEDBACK, KEPT.format(0, "residual", 2)),
+        ("sparse", {}, {"momentum_correction": 0.9}, KEPT.format(0, "velocity", 2)),
+        ("low rank", {}, {"rank": 2}, "the state has 8 numbers of v's factor, expected 16 at rank"),
+        *[
+            (name, {}, {"exempt": ["w"]}, "by the state, w is not exempt .* by the options it is")
+            for name in MAKE
+        ],
+        ("mean", {"exempt": ["w"]}, {}, "the state, w is exempt .*, and by the options it is not"),
+    ],
+)
+def test_other_options(make_mesh: Any, name: str, old: Any, new: Any, message: str) -> None:
+    with jax.set_mesh(make_mesh(4)):
+        made, asked = MAKE[name](**old), MAKE[name](**new)
+        state = made.init(jaxcomm.replicate(PARAMS))
+        update(made, state)
+        with pytest.raises(ValueError, match=message):
+            update(asked, state)
+        if "arrays" in message:
+            with pytest.raises(ValueError, match="the state is not one of this transformation"):
+                jaxcomm.resize_state(asked, jax.device_get(state), jaxcomm.replicate(PARAMS))
+
+
+def test_another_transformation(make_mesh: Any) -> None:
+    with jax.set_mesh(make_mesh(4)):
+        for name in MAKE:
+            other = MAKE["sparse" if name == "mean" else "mean"]().init(jaxcomm.replicate(PARAMS))
+            with pytest.raises(ValueError, match=f"got a {type(other).__name__}. Make tx as"):
+                update(MAKE[name](), other)
