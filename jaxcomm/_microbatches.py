@@ -18,9 +18,11 @@ def accumulated(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Cal
         batches = jax.tree.map(lambda x: _split(x, microbatches), batch)
         if attached_in(params):
             return _exchanged_last(value_and_grad_fn, microbatches, params, batches, *args)
+        # Residuals are of a step: what a microbatch adds to its gradient weighs 1 / microbatches.
+        params = _shards.scaled_residuals(params, microbatches)
         total, start, state = _sums(value_and_grad_fn, params, batches, *args)
         means = jax.tree.map(lambda t, o: (t / microbatches).astype(mean_dtype(o)), total, start)
-        return _shards.with_residuals(means, state)
+        return _shards.scaled_residuals(_shards.with_residuals(means, state), 1 / microbatches)
 
     return on_batch
 

@@ -170,6 +170,11 @@ def with_residuals(tree: Any, state: State) -> Any:
     return with_state(tree, list(zip(left, ticks, strict=True)))
 
 
+def scaled_residuals(tree: Any, factor: float) -> Any:
+    """Sharded parameters or gradients with residuals so many times as large."""
+    return _map(lambda x: _each(x, _same, lambda r: factor * r, _same), _same, tree)
+
+
 def _map(
     of_sharded: Callable[[ShardedParam], Any], of_array: Callable[[Any], Any], tree: Any
 ) -> Any:

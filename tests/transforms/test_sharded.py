@@ -366,3 +366,34 @@ def test_explicit_axes() -> None:
     assert losses[-1] < losses[0]
     x, y = net_batches()[0]
     assert np.isfinite(jax.jit(net)(after, (jnp.asarray(x), jnp.asarray(y))))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_what_updates_lack_is_in_the_residual(make_mesh: Any, microbatches: int) -> None:
+    """Also in several microbatches, of which each is exchanged: the residual is that of a step."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((32, 8, 8), np.float32)
+    start = {"w": rng.standard_normal((8, 8), np.float32)}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return jnp.sum(jaxcomm.gather(params)["w"] * batch.mean(0))  # its gradient is the mean
+
+    exchange = jaxcomm.mean("data", "scaled_sign", error_feedback=True)
+    tx = optax.chain(jaxcomm.sharded(exchange, gather="float32"), optax.sgd(1.0))
+    f = jaxcomm.accumulate(jaxcomm.value_and_grad(loss, "data"), microbatches)
+
+    @jax.jit
+    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any]:
+        _, grads = f(jaxcomm.sharded_params(params, state), batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(make_mesh(4)):
+        params = jaxcomm.shard(start, "data")
+        state = tx.init(params)
+        for _ in range(5):
+            params, state = step(params, state, jaxcomm.global_batch(x, "data"))
+    lacks = np.asarray(params["w"]) - (start["w"] - 5 * x.mean(0))
+    (residual,) = (np.asarray(a) for a in jax.tree.leaves(state) if a.shape == (4, 8, 8))
+    np.testing.assert_allclose(residual.mean(0), lacks, atol=1e-5)
+    assert np.abs(lacks).max() > 0.1
