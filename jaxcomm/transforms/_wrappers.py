@@ -102,12 +102,18 @@ def _factory(init: Init) -> str:
     return getattr(init, "__qualname__", "").split(".")[0]
 
 
+def _as_user_wrote(init: Init) -> str:
+    """What made it, or "another transformation" where that is optax's own helper."""
+    name = _factory(init)
+    return "another transformation" if name in ("", "chain", "init_empty_state") else name
+
+
 def refuse_all_behind(name: str, cure: str) -> None:
     """Raises, in `init`, if anything follows in the same optax chains."""
     for frame in _optax_frames():
         for init in _members(frame)[1]:
             raise ValueError(
-                f"{_factory(init) or init} follows {name} in the chain, whose updates are "
+                f"{_as_user_wrote(init)} follows {name} in the chain, whose updates are "
                 f"finished. {cure}"
             )
 
