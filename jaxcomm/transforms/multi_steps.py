@@ -17,7 +17,7 @@ from jaxcomm.transforms._layout import (
     filled_leaves,
     layout_of,
 )
-from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms._wrappers import moments_behind, refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own, zeros_per_device
 
 
@@ -47,8 +47,7 @@ def multi_steps(
     nothing is sent. `jaxcomm.accumulate` does the same for the microbatches of one step.
 
     Args:
-      inner: a chain of an exchange and the optimizer. An optimizer behind `multi_steps` would take
-        the zeros of the steps between for gradients.
+      inner: a chain of an exchange and the optimizer.
       every: how many steps there are to an exchange.
 
     Returns:
@@ -56,7 +55,8 @@ def multi_steps(
 
     Raises:
       ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
-        over several axes.
+        over several axes, or if an optimizer with moments follows in the chain, which would take
+        the zeros of the steps between for gradients.
 
     Wire: that of `inner` in one step of `every`, in a branch of a conditional; else nothing.
 
@@ -71,6 +71,13 @@ def multi_steps(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
+        if every > 1 and (moments := moments_behind(params)):
+            raise ValueError(
+                f"an optimizer follows multi_steps in the chain, which keeps "
+                f"{', '.join(sorted(moments))} and would take the zeros of the steps between for "
+                "gradients. Put it inside: "
+                "jaxcomm.multi_steps(optax.chain(exchange, optimizer), every)."
+            )
         state = inner.init(params)
         layout = layout_of(params, axis_of(state, "multi_steps"))
         own = zeros_per_device(layout, params, filled_leaves(layout))
