@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
@@ -59,7 +60,7 @@ def local(
       A transformation for the place before `jaxcomm.mean` or `jaxcomm.majority_vote`. Every device
       has a state of its own.
 
-    Wire: one flag, an int32 or a bool; where leaves are sharded over a further axis, in the global
+    Wire: one flag, an int32; where leaves are sharded over a further axis, in the global
     view also one for each leaf over that axis.
 
     Example:
@@ -99,7 +100,13 @@ def local(
         else:
             each = jax.vmap(one, spmd_axis_name=axis_name)
             updates, leaves, finite = each(treedef.unflatten(grads), state.inner.values)
-            finite = jnp.all(finite)
+            # By hand, so that `jaxcomm.explain` sees it too.
+            finite = jax.shard_map(
+                lambda flag: _on_all_devices(flag[0]),
+                in_specs=PartitionSpec(axis_name),
+                out_specs=PartitionSpec(),
+                check_vma=False,
+            )(finite)
         leaves = [
             jnp.where(finite, new, old) for new, old in zip(leaves, state.inner.values, strict=True)
         ]
