@@ -101,7 +101,9 @@ class Plan:
         if self.load.exempt_values == self.load.values:
             return ", and all leaves are exempt from compression"
         other = min(others, key=_step_of)
-        gained = f"{max(1 - other.step / self.choice.step, 0):.1%} of a step ({other.method.name})"
+        if other.step >= self.choice.step:
+            return f", and compressing would save nothing ({other.method.name})"
+        gained = f"{1 - other.step / self.choice.step:.1%} of a step ({other.method.name})"
         return f", and compressing would save at most {gained}"
 
     @property
