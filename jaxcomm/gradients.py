@@ -225,7 +225,8 @@ def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Call
 
     Returns:
       A function as `value_and_grad_fn`: loss, aux and gradients are means over the microbatches,
-      accumulated in float32.
+      accumulated in float32. Further arguments are the same in all of them: of a dropout key, fold
+      in what differs, such as the number of the first example, which is then a leaf of the batch.
 
     Raises:
       ValueError: if `microbatches` is not a positive integer; when called, if the batch does not

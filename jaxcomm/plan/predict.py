@@ -235,7 +235,8 @@ def with_exchange(
       error: of these seconds, 0 if they were timed.
     """
     exposed, step = _step(cluster, load, seconds, row.method)
-    parts = {name: getattr(row, name) * seconds / row.exchange for name in _PARTS_OF}
+    scale = seconds / row.exchange if row.exchange else 1.0
+    parts = {name: scale * getattr(row, name) for name in _PARTS_OF}
     return dataclasses.replace(
         row,
         **parts,

@@ -114,7 +114,8 @@ def finalists(rows: Sequence[Prediction]) -> list[Prediction]:
 
 def _corrected(found: Plan, medians: Mapping[Method, float]) -> list[Prediction]:
     """The rows, with what was timed, and others in proportion to that: of their family, or all."""
-    predicted = {row.method: row.exchange for row in found.rows}
+    # Costs may be free, and then say nothing of proportions.
+    predicted = {row.method: max(row.exchange, 1e-9) for row in found.rows}
     ratios: dict[str, list[float]] = {}
     for method, seconds in medians.items():
         ratios.setdefault(_probed(method), []).append(seconds / predicted[method])

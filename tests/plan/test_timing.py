@@ -150,3 +150,9 @@ def test_processes_find_the_same() -> None:
     """
     lines = [process.stdout.splitlines()[-1] for process in run_processes(2, script)]
     assert lines[0] == lines[1] and lines[0].startswith("True")
+
+
+def test_costs_that_are_free(taking: Any) -> None:
+    found = planned({BF16: 0.0, FLOAT32: 0.0})
+    result, made = taking(found, {BF16: 0.5, FLOAT32: 0.4})
+    assert made == [BF16, FLOAT32] and result.choice.method == FLOAT32
