@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxcomm import _axes, _paths, _shards
 from jaxcomm._attached import attached_in, map_leaves, specs_of, values_of, with_attached
 from jaxcomm._axes import AxisName
-from jaxcomm._batches import refuse_unplaced, shares_of
+from jaxcomm._batches import check_rows, refuse_unplaced, shares_of
 from jaxcomm._losses import loss_and_aux, refuse_statistics
 from jaxcomm._marks import (
     FINISHED,
@@ -55,6 +55,7 @@ class ValueAndGrad:
             return value, _marked(grads, kind)
         shares = shares_of(batch, world, self.axis_name)
         refuse_unplaced(batch, self.axis_name)
+        check_rows(batch)
         of_one = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), params
         )

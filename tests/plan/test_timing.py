@@ -65,6 +65,9 @@ def test_the_fastest_of_those_that_may_lead_is_taken(taking: Any) -> None:
 def test_far_slower_ones_and_those_predicted_alike_are_not_timed() -> None:
     alike = planned({BF16: 0.5, Method("float16", "ring"): 0.5, INT8: 0.50001, FLOAT32: 1.5})
     assert [row.method for row in timing.finalists(alike.rows)] == [BF16, INT8, FLOAT32]
+    exact = planned({BF16: 0.5, Method("float32", "ring"): 1.2, FLOAT32: 1.5})
+    names = [row.method.name for row in timing.finalists(exact.rows)]
+    assert names == ["bfloat16/ring", "float32/native", "float32/ring"]
     near = planned({BF16: 0.5, VOTE: 0.94, INT8: 0.96, FLOAT32: 1.5})  # 1.3 * 1.5 = 1.95
     assert [row.method for row in timing.finalists(near.rows)] == [BF16, VOTE, FLOAT32]
 
