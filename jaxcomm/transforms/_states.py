@@ -37,7 +37,7 @@ def require_state(
         if old.exempt != new.exempt:
             raise ValueError(
                 f"by the state, {old.path} is {'' if old.exempt else 'not '}exempt from "
-                f"compression, and by the options it is {'' if new.exempt else 'not '}. {_CURE}"
+                f"compression, and by the options it is{'' if new.exempt else ' not'}. {_CURE}"
             )
     large, _ = split_off_exempt(state.layout)
     for name, is_kept in kept.items():
