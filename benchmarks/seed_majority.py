@@ -154,7 +154,7 @@ def both_hops_all_to_all() -> Any:
     import jax
     import jax.numpy as jnp
 
-    from jaxcomm.collectives._all_to_all import all_to_all
+    from jaxcomm.collectives._sending import all_to_all
     from jaxcomm.collectives.algorithms.direct import Direct
 
     @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ BESIDE = ("compiling", "gradients", "mesh", "simulation", "wire", *ANYWHERE)  # 
 # These stand on top: they import anything, but networks read only who talks to whom.
 TOP = ("explaining", "plan", "probe")
 NETWORKS = ("fabrics", "files", "flows", "messages", "simulate", "steps", "topology")
-READ_BY_NETWORKS = ("plan", "collectives.algorithms", "collectives._all_to_all")
+READ_BY_NETWORKS = ("plan", "collectives.algorithms", "collectives._sending")
 LIBRARIES = {  # who may import what; nothing else is a dependency of jaxcomm
     "flax": ("train",),
     "jax": ("jaxcomm", "train"),

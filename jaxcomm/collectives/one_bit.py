@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs import sign
-from jaxcomm.collectives._all_to_all import all_to_all
+from jaxcomm.collectives._sending import all_gather, all_to_all
 from jaxcomm.collectives.algorithms._algorithm import cut, join
 from jaxcomm.kernels._implementations import Option
 
@@ -74,6 +74,5 @@ def one_bit_mean(
             implementation=implementation,
         )
 
-    with jax.named_scope("exchange"):
-        answers = jax.lax.all_gather(answer, axis_name)
+    answers = all_gather(answer, axis_name)
     return join(sign.decode(answers, width), n), join(worker_error, n), server_error

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxcomm import _axes, codecs
 from jaxcomm._axes import AxisName
+from jaxcomm.collectives import _sending
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.reductions import CodedMean, Reduction
@@ -89,9 +90,9 @@ def all_gather(
     payload = codec.encode(row, key)
     if isinstance(algorithm, Hierarchical):
         far, near = _axes.names_of(axis_name)
-        payload = checkpoint_name(jax.lax.all_gather(payload, far), FAR_ROWS)
+        payload = checkpoint_name(_sending.all_gather(payload, far), FAR_ROWS)
         payloads = jax.lax.all_gather(payload, near, axis=1)
         payloads = payloads.reshape(-1, *payload.shape[1:])
     else:
-        payloads = jax.lax.all_gather(payload, axis_name)
+        payloads = _sending.all_gather(payload, axis_name)
     return codec.decode(payloads, row.shape[0])

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxcomm.collectives._all_to_all import LEAST_BYTES
+from jaxcomm.collectives._sending import LEAST_SWAPPED
 from jaxcomm.collectives.algorithms import Algorithm
-from jaxcomm.collectives.algorithms.direct import Direct
 from jaxcomm.plan.messages import Reduction, Shares, Votes
 from jaxcomm.plan.steps import Pairs, Step, steps
 from jaxcomm.plan.topology import Topology
@@ -33,13 +32,17 @@ class Cost:
     Attributes:
       latency: seconds, one for each corner.
       per_byte: seconds for a byte of each message.
+      swapped: the cost of messages that are long enough to be swapped; None if none are.
     """
 
     latency: np.ndarray
     per_byte: np.ndarray
+    swapped: "Cost | None" = None
 
     def seconds(self, message_bytes: float) -> float:
         """How long the step takes with messages of so many bytes."""
+        if self.swapped is not None and message_bytes >= LEAST_SWAPPED:
+            return self.swapped.seconds(message_bytes)
         return float((self.latency + self.per_byte * message_bytes).max(initial=0.0))
 
 
@@ -51,7 +54,8 @@ class Model:
       latency: seconds for each message.
       hop: seconds for each link on its way.
       half_duplex: whether both directions between the same two devices share the rate of one, as
-        between processes joined by gloo.
+        between processes joined by gloo. If all devices that send do so in pairs, long messages
+        are swapped (`collectives._sending`), which takes both directions at once.
       per_byte: seconds that a device needs at least for a byte that it sends, however fast its
         links are.
       efficiency: the share of a link's rate that messages reach; headers take the rest.
@@ -150,15 +154,12 @@ class Simulation:
         """See `exchange`: several reductions by one algorithm, whose routes are found once."""
         if not n >= 0:
             raise ValueError(f"n is a number of values, 0 or more, got {n!r}.")
-        short = {self._is_short(algorithm, reduction, n) for reduction in reductions}
-        if len(short) > 1:  # their rounds differ
-            return [self.exchange(algorithm, reduction, n, world) for reduction in reductions]
         with_counts = any(isinstance(reduction, Votes) for reduction in reductions)
         known: dict[int, tuple[Cost, np.ndarray, Pairs]] = {}
         seconds, number = np.zeros(len(reductions)), np.zeros(len(reductions), int)
         carried = np.zeros((len(reductions), len(self._per_byte)))
         sent = np.zeros((len(reductions), len(self.hosts)))
-        for step in steps(algorithm, self._world(world), with_counts, short=True in short):
+        for step in steps(algorithm, self._world(world), with_counts):
             found = known.get(id(step.pairs))
             if found is None:
                 found = *self._cost_and_loads(step.pairs), step.pairs
@@ -175,12 +176,6 @@ class Simulation:
                 sent[i, step.pairs.sources] += step.times * size
         found = zip(seconds, sent, carried, number, strict=True)
         return [self._summed(*parts) for parts in found]
-
-    def _is_short(self, algorithm: Algorithm, reduction: Reduction, n: int) -> bool:
-        """Whether the direct messages of n values are left to XLA's own all-to-all."""
-        nobody = Pairs(np.arange(0), np.arange(0))
-        block = Step(nobody, 1, len(self.hosts), (1,))
-        return isinstance(algorithm, Direct) and reduction.bytes_of(block, n) < LEAST_BYTES
 
     def _summed(
         self, seconds: float, sent: np.ndarray, carried: np.ndarray, number: int
@@ -232,18 +227,28 @@ class Simulation:
         if not messages.size:
             return Cost(np.zeros(0), np.zeros(0)), loads
         first = np.flatnonzero(np.diff(messages, prepend=-1))
-        slowest = np.maximum.reduceat((loads * self._per_byte)[links], first)
-        if self.model.half_duplex:
-            alone = np.maximum.reduceat(self._per_byte[links], first)
-            alone = np.maximum(alone, self.model.per_byte)
-            slowest = np.maximum(slowest, alone + _of_the_way_back(pairs, alone))
-        slowest = np.maximum(slowest, self.model.per_byte)
         hops = np.diff(first, append=len(messages))
+        slowest = np.maximum.reduceat((loads * self._per_byte)[links], first)
+        at_once = self._cost(slowest, hops)
+        if not self.model.half_duplex:
+            return at_once, loads
+        alone = np.maximum.reduceat(self._per_byte[links], first)
+        alone = np.maximum(alone, self.model.per_byte)
+        back = _of_the_way_back(pairs, alone)
+        in_turn = self._cost(np.maximum(slowest, alone + back), hops)
+        if back.all():  # a swap is two messages of half the size, one after the other
+            swapped = dataclasses.replace(at_once, latency=2 * at_once.latency)
+            in_turn = dataclasses.replace(in_turn, swapped=swapped)
+        return in_turn, loads
+
+    def _cost(self, slowest: np.ndarray, hops: np.ndarray) -> Cost:
+        """Of messages that need so many seconds for a byte and cross so many links."""
+        slowest = np.maximum(slowest, self.model.per_byte)
         # Of messages with as many hops, only the slowest counts.
         most = np.zeros(hops.max() + 1)
         np.maximum.at(most, hops, slowest)
         corners = np.unique(hops)
-        return Cost(self.model.latency + self.model.hop * corners, most[corners]), loads
+        return Cost(self.model.latency + self.model.hop * corners, most[corners])
 
 
 def _of_the_way_back(pairs: Pairs, numbers: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Who sends how much to whom in an exchange, step by step.
 
-The pairs are those of the functions that give the programs theirs: `Scheduled.rounds` and
-`_all_to_all.targets`. A schedule says who reduces what; the all-gather behind it is the same
-backwards.
+The pairs are those of the functions that give the programs theirs, `Scheduled.rounds`; in an
+all-to-all, r sends to r + 1, r + 2, ... in turn. A schedule says who reduces what; the all-gather
+behind it is the same backwards.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from jaxcomm.collectives._all_to_all import targets
 from jaxcomm.collectives.algorithms import Algorithm, ring
 from jaxcomm.collectives.algorithms._scheduled import Scheduled
 from jaxcomm.collectives.algorithms.direct import Direct
@@ -69,7 +68,6 @@ def steps(
     algorithm: Algorithm,
     world: int | tuple[int, int],
     with_counts: bool = False,
-    short: bool = False,
 ) -> Iterator[Step]:
     """The steps of an all-reduce, in order; equal ones in a row are one.
 
@@ -80,7 +78,6 @@ def steps(
       algorithm: who talks to whom.
       world: the number of devices; for `hierarchical`, those along its two axes, (far, near).
       with_counts: whether the steps of the reduce-scatter have their `counts`.
-      short: whether direct messages are so short that XLA's own all-to-all sends them.
 
     Raises:
       TypeError: for an algorithm whose pairs are not known.
@@ -92,24 +89,17 @@ def steps(
         return _joined(_two_levels(algorithm, *world, with_counts))
     if isinstance(algorithm, Native):
         algorithm = ring()
-    there = _there(algorithm, world, with_counts, short)
+    there = _there(algorithm, world, with_counts)
     return _joined(itertools.chain(there, _back(algorithm, world)))
 
 
-def _there(
-    algorithm: Algorithm, world: int, with_counts: bool, short: bool = False
-) -> Iterator[Step]:
+def _there(algorithm: Algorithm, world: int, with_counts: bool) -> Iterator[Step]:
     """The reduce-scatter."""
     if isinstance(algorithm, Direct):
         everyone = np.arange(world)
-        parts, rows = 1, targets(world)
-        if world == 4 and short:
-            rows = [(everyone + k) % world for k in (1, 2, 3)]
-        elif world == 4:  # no three rounds keep out of each other's way, so messages go in halves
-            parts = 2
-        for row in rows if world > 1 else ():
-            pairs = Pairs(everyone, np.asarray(row))
-            yield Step(pairs, 1, world * parts, (1,) if with_counts else None)
+        for k in range(1, world):
+            pairs = Pairs(everyone, (everyone + k) % world)
+            yield Step(pairs, 1, world, (1,) if with_counts else None)
     elif isinstance(algorithm, Scheduled):
         seen: dict[int, Pairs] = {}
         rounds = tuple(algorithm.rounds(world))  # alive, so that ids stay theirs

@@ -9,6 +9,7 @@ import pytest
 
 import jaxcomm
 from jaxcomm import plan
+from jaxcomm.kernels import _device
 from jaxcomm.plan.families import Method
 from jaxcomm.plan.predict import predictions
 
@@ -16,18 +17,18 @@ COSTS = plan.Costs("none", 1e-3, 1e-8, 1.0, False, False, False, 0.0, {})
 WORLD, SHAPE = 4, (96, 128)
 
 
-def report_of(method: Method, make_mesh: Any) -> jaxcomm.WireReport:
+def report_of(method: Method, make_mesh: Any, shape: Any = SHAPE) -> jaxcomm.WireReport:
     with jax.set_mesh(make_mesh(WORLD)):
         tx = method.transformation("data")
-        state = jax.eval_shape(tx.init, jaxcomm.replicate({"w": jnp.zeros(SHAPE)}))
-        grads = {"w": jax.ShapeDtypeStruct((WORLD, *SHAPE), jnp.float32)}
+        state = jax.eval_shape(tx.init, jaxcomm.replicate({"w": jnp.zeros(shape)}))
+        grads = {"w": jax.ShapeDtypeStruct((WORLD, *shape), jnp.float32)}
         program = jax.jit(tx.update).lower(grads, state)
         return jaxcomm.wire_report(program.compile({"xla_backend_optimization_level": 0}))
 
 
-def planned(method: Method, costs: plan.Costs) -> float:
+def planned(method: Method, costs: plan.Costs, shape: Any = SHAPE) -> float:
     cluster = plan.cluster(plan.fabrics.star("star", WORLD, "unlimited"), costs)
-    load = plan.workload({"w": jnp.zeros(SHAPE)}, 1.0)
+    load = plan.workload({"w": jnp.zeros(shape)}, 1.0)
     rows = predictions(cluster, load, chosen=[method])
     return next(row.exchange for row in rows if row.method == method)
 
@@ -44,6 +45,22 @@ def test_a_program_takes_as_long_as_its_plan(name: str, make_mesh: Any) -> None:
     both = plan.seconds_of(report, dataclasses.replace(free, half_duplex=True))
     # A ring sends one way, the others meet in pairs.
     assert (both > 1.9 * one_way) == (method.algorithm == "halving_doubling")
+
+
+@pytest.mark.parametrize("name", ["int8/direct", "int8/halving_doubling", "bfloat16/circulant"])
+def test_long_messages_are_swapped(
+    name: str, make_mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both directions at once between CPU processes, in two messages each."""
+    monkeypatch.setattr(_device, "is_between_cpu_processes", lambda: True)
+    method, shape = Method(*name.split("/")), (1024, 512)
+    report = report_of(method, make_mesh, shape)
+    costs = dataclasses.replace(COSTS, half_duplex=True)
+    assert plan.seconds_of(report, costs) == pytest.approx(planned(method, costs, shape), rel=1e-3)
+    free = dataclasses.replace(COSTS, latency=0.0)
+    assert plan.seconds_of(report, free) == pytest.approx(
+        plan.seconds_of(report, dataclasses.replace(free, half_duplex=True))
+    )
 
 
 def test_a_loop_without_an_end_is_refused(make_mesh: Any) -> None:

@@ -46,7 +46,7 @@ def test_across_a_slow_middle_codes_go_around_a_ring():
 
 def test_votes_stay_direct_where_nothing_is_faster():
     votes = jaxcomm.majority_vote("data")
-    plan.use(plan.cluster(star("room", hosts=8, rate="100Mbit")))
+    plan.use(plan.cluster(star("room", hosts=8, rate="10Mbit")))
     planned = sent_by(votes)
     plan.use(None)
     usual = sent_by(votes)

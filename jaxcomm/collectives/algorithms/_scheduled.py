@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm import _axes
 from jaxcomm._axes import AxisName
+from jaxcomm.collectives import _sending
 from jaxcomm.collectives.algorithms._algorithm import Algorithm, message_id
 from jaxcomm.collectives.algorithms.schedule import Round, Schedule
 from jaxcomm.collectives.reductions import Reduction
@@ -129,7 +129,7 @@ def _inverse(order: Order) -> Order:
 
 def _permute(message: Any, axis_name: AxisName, pairs: Any) -> Any:
     with jax.named_scope("exchange"):
-        return jax.tree.map(lambda m: _axes.ppermute(m, axis_name, pairs), message)
+        return jax.tree.map(lambda m: _sending.ppermute(m, axis_name, pairs), message)
 
 
 def _take(blocks: Any, start: int, stop: int) -> Any:

@@ -14,9 +14,8 @@ class Circulant(Scheduled):
     """Reduce-scatter and all-gather over skips that fall to 1, each at least half the one before.
 
     The skips are a free choice. The published ones, ceil(N/2), ceil(N/4), ..., take the fewest
-    rounds. `best_skips` spends at most one round more: no two devices send to each other in a
-    round, which CPU processes do one after the other, and a vote takes fewer bits, since sums of 1,
-    3 or 7 votes fill their bit planes.
+    rounds. `best_skips` spends at most one round more: a vote then takes fewer bits, since sums of
+    1, 3 or 7 votes fill their bit planes.
 
     Wire: 2(N-1)/N of the vector in at most 2 ceil(log2 N) + 2 rounds, for every N.
 
@@ -54,15 +53,11 @@ class Circulant(Scheduled):
 
 @functools.cache
 def best_skips(world: int) -> tuple[int, ...]:
-    """The skips that take the least time of a majority vote on links with a limited rate.
-
-    Time is counted in bits of a block: those of a round in which devices send to each other, over
-    half of the circle, count twice. Among equals, the fewest rounds win.
-    """
+    """The skips of a majority vote that sends the fewest bits; among equals, the fewest rounds."""
     most = (world - 1).bit_length() + 1
     if world <= _SEARCHED:
         return min(
-            _sequences(world, world, most), key=lambda skips: (_time(world, skips), len(skips))
+            _sequences(world, world, most), key=lambda skips: (_bits(world, skips), len(skips))
         )
     skips = [world // 2 + 1]
     while skips[-1] > 1:
@@ -83,13 +78,12 @@ def _sequences(world: int, before: int, rounds: int) -> list[tuple[int, ...]]:
     ]
 
 
-def _time(world: int, skips: tuple[int, ...]) -> int:
+def _bits(world: int, skips: tuple[int, ...]) -> int:
     """The bits of a block that a device sends in a vote and in the all-gather of its result."""
     votes, before, total = [1] * world, world, 0
     for skip in skips:
         sent = votes[skip:before]
-        bits = sum(count.bit_length() for count in sent) + len(sent)
-        total += bits * (2 if 2 * skip == world else 1)
+        total += sum(count.bit_length() for count in sent) + len(sent)
         votes[: len(sent)] = [a + b for a, b in zip(votes, sent, strict=False)]
         before = skip
     return total

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
 from jaxcomm._numbers import is_integer
-from jaxcomm.collectives._all_to_all import all_to_all
+from jaxcomm.collectives._sending import all_gather, all_to_all
 from jaxcomm.collectives.algorithms._algorithm import (
     Algorithm,
     message_id,
@@ -74,8 +74,7 @@ class Direct(Algorithm):
 
     def all_gather(self, result: Any, axis_name: AxisName) -> Any:
         """See `Algorithm.all_gather`."""
-        with jax.named_scope("exchange"):
-            return jax.tree.map(lambda v: jax.lax.all_gather(v, axis_name, tiled=True), result)
+        return all_gather(result, axis_name, tiled=True)
 
 
 @dataclasses.dataclass(frozen=True)

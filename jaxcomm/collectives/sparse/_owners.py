@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
-from jaxcomm.collectives._all_to_all import all_to_all
 from jaxcomm.collectives._behind import behind_next
+from jaxcomm.collectives._sending import all_to_all
 from jaxcomm.collectives.sparse._sparse import add_lists
 from jaxcomm.kernels import select
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
+from jaxcomm.collectives import _sending
 from jaxcomm.collectives.sparse._sparse import SparseAllReduce, SparseResult, take_out
 from jaxcomm.kernels import select
 
@@ -118,7 +118,7 @@ def _merged_by_all(
         final = _sent(best, n, entries, axis_name, back)
         best = jax.tree.map(lambda a, b: jnp.where(is_given, a, b), final, best)
         # What was given is in the order of places, and so comes back in it.
-        answer = _axes.ppermute(given_alive, axis_name, back)
+        answer = _sending.ppermute(given_alive, axis_name, back)
         order = jnp.argsort(mine)
         alive = jnp.where(is_given, jnp.zeros_like(alive).at[order].set(answer), alive)
     return best, alive
@@ -127,7 +127,7 @@ def _merged_by_all(
 def _sent(entries_: _List, n: int, entries: Entries, axis_name: AxisName, pairs: Pairs) -> _List:
     """The list of this device's partner; an empty one on devices that nobody sends to."""
     payload = entries.encode(entries_.values, entries_.places)
-    return _List(*entries.decode(_axes.ppermute(payload, axis_name, pairs)))
+    return _List(*entries.decode(_sending.ppermute(payload, axis_name, pairs)))
 
 
 def _merged(a: _List, b: _List, n: int) -> _List:

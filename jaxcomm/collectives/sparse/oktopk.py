@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives._behind import behind_next
+from jaxcomm.collectives._sending import all_gather
 from jaxcomm.collectives.sparse._owners import Owners
 from jaxcomm.collectives.sparse._sparse import (
     SMALLEST,
@@ -71,7 +72,7 @@ class OkTopk(SparseAllReduce):
 
         large = self._largest_sums(sums, min(world * room, owners.width), -(-k // world))
         payload = entries.encode(large.values, large.indices)
-        arrived = behind_next(jax.lax.all_gather(payload, axis_name))
+        arrived = behind_next(all_gather(payload, axis_name))
         values, offsets = entries.decode(arrived)
         places = owners.places(jnp.arange(world, dtype=jnp.int32)[:, None], offsets)
         mean = jnp.zeros(n, jnp.float32).at[places].set(values / world, mode="drop")

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
+from jaxcomm.collectives._sending import all_gather
 from jaxcomm.collectives.sparse._sparse import (
     SparseAllReduce,
     SparseResult,
@@ -50,7 +51,7 @@ def gathered(
     entries, room = Entries(algorithm.values, x.size), algorithm.room(x.size)
     rounded = entries.rounded(found.values)
     payload = entries.encode(found.values, found.indices)
-    arrived, places = entries.decode(jax.lax.all_gather(payload, axis_name))
+    arrived, places = entries.decode(all_gather(payload, axis_name))
     world = jax.lax.axis_size(axis_name)
     mean = add_lists(jnp.zeros_like(x), arrived, places) / world
     errors = take_out(x, rounded, found.indices, jnp.ones(rounded.shape, bool))

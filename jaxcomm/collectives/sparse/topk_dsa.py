@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
+from jaxcomm.collectives._sending import all_gather
 from jaxcomm.collectives.sparse._owners import Owners
 from jaxcomm.collectives.sparse._sparse import (
     SMALLEST,
@@ -68,16 +69,16 @@ class TopkDsa(SparseAllReduce):
         if entries.bytes_of(filled) < 2 * sums.size * entries.value_words:
             found = self.compact(sums, jnp.float32(SMALLEST), filled)
             payload = entries.encode(found.values, found.indices)
-            values, offsets = entries.decode(jax.lax.all_gather(payload, axis_name))
+            values, offsets = entries.decode(all_gather(payload, axis_name))
             rows = jax.vmap(
                 lambda v, o: jnp.zeros(sums.size, jnp.float32).at[o].set(v, mode="drop")
             )(values, offsets)
             own = jnp.where(jnp.abs(sums) < SMALLEST, 0.0, entries.rounded(sums))
             return rows, own
         if self.values == "float32":
-            return jax.lax.all_gather(sums, axis_name), sums
+            return all_gather(sums, axis_name), sums
         bits = bfloat16.round_to_bits(sums)
-        rows = jax.lax.all_gather(bits, axis_name)
+        rows = all_gather(bits, axis_name)
         return bfloat16.widen_bits(rows), bfloat16.widen_bits(bits)
 
 

@@ -1,0 +1,141 @@
+"""Messages between devices, sent so that both directions of every link are busy.
+
+Between CPU processes XLA sends through gloo. Who is late there sends its data at once, and what it
+says about its receive buffer waits behind them: two processes that send to each other do so one
+after the other, and take twice the time of the link. In an all-reduce gloo names the buffers first,
+so both directions are busy. A round in which all devices that send do so in pairs is therefore an
+all-reduce of each pair, of words modulo 2^32, from which a device subtracts its own.
+
+On GPUs, between the devices of one process, and for short messages these are XLA's own operations.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm import _axes
+from jaxcomm._axes import AxisName
+from jaxcomm.kernels import _device
+
+# Of a message to one device; shorter ones are a matter of latency.
+LEAST_BYTES = 8192
+LEAST_SWAPPED = 65536  # an all-reduce is two messages, one after the other
+
+
+def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """What the source of this device sends, of any shape and dtype; zeros where there is none.
+
+    Args:
+      x: what each source sends.
+      axis_name: the mesh axis, or axes.
+      pairs: (source, target), as `jax.lax.axis_index` numbers devices.
+
+    Wire: the array once.
+    """
+    if is_swap(pairs) and _by_gloo(x.nbytes, LEAST_SWAPPED):
+        return swapped(x, axis_name, pairs)
+    return _axes.ppermute(x, axis_name, pairs)
+
+
+def all_to_all(message: Any, axis_name: AxisName) -> Any:
+    """Block i of device r becomes block r of device i, for every array `(N, ...)` of a pytree.
+
+    Wire: (N-1)/N of the message.
+    """
+    world = jax.lax.axis_size(axis_name)
+
+    def one(x: jax.Array) -> jax.Array:
+        if world > 1 and _by_gloo(x.nbytes // world, LEAST_BYTES):
+            return by_rounds(x, axis_name)
+        return jax.lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
+
+    with jax.named_scope("exchange"):
+        return jax.tree.map(one, message)
+
+
+def all_gather(message: Any, axis_name: AxisName, *, tiled: bool = False) -> Any:
+    """The arrays of all devices, for every array of a pytree.
+
+    Args:
+      message: what this device gives.
+      axis_name: the mesh axis, or axes.
+      tiled: whether they are joined along their first axis, in place of a new one.
+
+    Wire: N-1 of the message.
+    """
+    world = jax.lax.axis_size(axis_name)
+
+    def one(x: jax.Array) -> jax.Array:
+        if world != 2 or not _by_gloo(x.nbytes, LEAST_SWAPPED):  # more are a ring in gloo
+            return jax.lax.all_gather(x, axis_name, tiled=tiled)
+        other = ppermute(x, axis_name, ((0, 1), (1, 0)))
+        place = jax.lax.axis_index(axis_name)
+        both = jnp.stack([other, other])
+        both = jax.lax.dynamic_update_index_in_dim(both, x, place, 0)
+        return both.reshape(-1, *x.shape[1:]) if tiled else both
+
+    with jax.named_scope("exchange"):
+        return jax.tree.map(one, message)
+
+
+def is_swap(pairs: Sequence[tuple[int, int]]) -> bool:
+    """Whether all targets send to their sources."""
+    sent = set(pairs)
+    return bool(sent) and all((target, source) in sent for source, target in sent)
+
+
+def swapped(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """`ppermute` of a swap as an all-reduce of each pair."""
+    idle = set(range(jax.lax.axis_size(axis_name))).difference(*pairs)
+    groups = [[a, b] for a, b in pairs if a < b] + [[device] for device in sorted(idle)]
+    mine = _as_words(x)
+
+    def summed(words: jax.Array) -> jax.Array:
+        return jax.lax.psum(words, axis_name, axis_index_groups=groups)
+
+    if _axes.checks_on(axis_name):  # they do not know of groups
+        both = _axes.as_varying(_axes.unchecked(summed)(mine), _axes.varying_axes(mine))
+    else:
+        both = summed(mine)
+    return _from_words(both - mine, x)
+
+
+def by_rounds(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """`all_to_all` of one array in N-1 rounds, one after the other: in round k, r sends to r + k.
+
+    Two devices send to each other in round N/2 only, which is a swap.
+    """
+    world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+    found, last = x, None  # a device's block for itself stays where it is
+    for k in range(1, world):
+        sent = jax.lax.dynamic_slice_in_dim(x, (me + k) % world, 1)
+        if last is not None:  # two rounds at once may meet on a pair
+            sent, _ = jax.lax.optimization_barrier((sent, last))
+        last = ppermute(sent, axis_name, [(r, (r + k) % world) for r in range(world)])
+        found = jax.lax.dynamic_update_slice_in_dim(found, last, (me - k) % world, 0)
+    return found
+
+
+def _by_gloo(message_bytes: int, least: int) -> bool:
+    """Whether messages travel by gloo, and are long enough to be sent otherwise."""
+    return message_bytes >= least and _device.is_between_cpu_processes()
+
+
+def _as_words(x: jax.Array) -> jax.Array:
+    """The bits of an array, uint32[n]; the last word ends in zeros."""
+    flat = x.reshape(-1).astype(jnp.uint8) if x.dtype == bool else x.reshape(-1)
+    width = flat.dtype.itemsize
+    if width < 4:
+        flat = jnp.pad(flat, (0, -flat.size % (4 // width))).reshape(-1, 4 // width)
+    return jax.lax.bitcast_convert_type(flat, jnp.uint32).reshape(-1)
+
+
+def _from_words(words: jax.Array, like: jax.Array) -> jax.Array:
+    """The array of these bits that has the shape and the dtype of another."""
+    dtype = jnp.dtype(jnp.uint8) if like.dtype == bool else like.dtype
+    if dtype.itemsize > 4:
+        words = words.reshape(-1, dtype.itemsize // 4)
+    flat = jax.lax.bitcast_convert_type(words, dtype).reshape(-1)
+    return flat[: like.size].reshape(like.shape).astype(like.dtype)

@@ -1,0 +1,116 @@
+"""What CPU processes do in place of XLA's own sends, so that both directions of links are busy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxcomm import _axes
+from jaxcomm.collectives import _sending
+from jaxcomm.kernels import _device
+
+DTYPES = [np.uint8, np.int8, bool, np.uint16, ml_dtypes.bfloat16, np.float32, np.uint32]
+
+
+@pytest.fixture
+def between_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As between CPU processes, for messages of any size."""
+    monkeypatch.setattr(_device, "is_between_cpu_processes", lambda: True)
+    monkeypatch.setattr(_sending, "LEAST_BYTES", 0)
+    monkeypatch.setattr(_sending, "LEAST_SWAPPED", 0)
+
+
+def by_device(
+    f: Callable[[jax.Array], Any], mesh: Mesh, axes: Any = "data", check_vma: bool = False
+) -> Any:
+    """`f` of the row of each device; its results, a row for each."""
+    spec = PartitionSpec(axes)
+    rows = jax.shard_map(
+        lambda x: f(x[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
+    )
+    return jax.jit(rows)
+
+
+def test_swaps_are_told_from_other_rounds() -> None:
+    assert _sending.is_swap([(0, 2), (1, 3), (2, 0), (3, 1)])
+    assert _sending.is_swap([(1, 5), (5, 1)])
+    assert not _sending.is_swap([(0, 1), (1, 2), (2, 0)])
+    assert not _sending.is_swap([(0, 1), (1, 0), (2, 3)])
+    assert not _sending.is_swap([])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("checks", [False, True])
+def test_a_swap_is_a_ppermute(
+    between_processes: None,
+    make_mesh: Callable[[int], Mesh],
+    dtype: Any,
+    size: int,
+    checks: bool,
+) -> None:
+    """Of some devices too; the others get zeros. NaNs and infinities are bits like others."""
+    words = np.random.default_rng(0).integers(0, 256, (6, 4 * size), np.uint8)
+    x = words % 2 == 1 if dtype is bool else words.view(dtype)
+    pairs = [(0, 3), (3, 0), (1, 2), (2, 1)]
+    swap = by_device(lambda x: _sending.ppermute(x, "data", pairs), make_mesh(6), check_vma=checks)
+    assert "all-reduce" in swap.lower(x).compile().as_text()
+    expected = np.zeros_like(x)
+    for source, target in pairs:
+        expected[target] = x[source]
+    found = np.asarray(swap(x))
+    assert found.dtype == x.dtype
+    np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
+
+
+def test_other_rounds_and_short_messages_are_permutes(
+    between_processes: None, make_mesh: Callable[[int], Mesh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, x = make_mesh(4), np.arange(16, dtype=np.float32).reshape(4, 4)
+    around = [(r, (r + 1) % 4) for r in range(4)]
+    ring = by_device(lambda x: _sending.ppermute(x, "data", around), mesh)
+    assert "all-reduce" not in ring.lower(x).compile().as_text()
+    monkeypatch.setattr(_sending, "LEAST_SWAPPED", 17)
+    swap = by_device(lambda x: _sending.ppermute(x, "data", [(0, 1), (1, 0)]), mesh)
+    assert "all-reduce" not in swap.lower(x).compile().as_text()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("shape", [(1,), (5,), (2, 3)])
+def test_an_all_to_all_by_rounds(
+    between_processes: None, make_mesh: Callable[[int], Mesh], world: int, shape: tuple[int, ...]
+) -> None:
+    x = np.arange(world * world * np.prod(shape), dtype=np.uint16).reshape(world, world, *shape)
+    f = by_device(lambda x: _sending.all_to_all(x, "data"), make_mesh(world))
+    np.testing.assert_array_equal(f(jnp.asarray(x)), x.swapaxes(0, 1))
+    text = f.lower(x).compile().as_text()
+    assert "all-to-all" not in text and ("all-reduce" in text) == (world % 2 == 0)
+
+
+@pytest.mark.parametrize("tiled", [False, True])
+@pytest.mark.parametrize("world", [2, 3])
+def test_two_devices_gather_by_a_swap(
+    between_processes: None, make_mesh: Callable[[int], Mesh], world: int, tiled: bool
+) -> None:
+    x = np.arange(world * 6, dtype=np.int8).reshape(world, 2, 3)
+    mesh = make_mesh(world)
+    f = by_device(lambda x: _sending.all_gather(x, "data", tiled=tiled), mesh)
+    expected = np.broadcast_to(x.reshape(-1, 3) if tiled else x, (world, *f(x).shape[1:]))
+    np.testing.assert_array_equal(f(x), expected)
+    assert ("all-reduce" in f.lower(x).compile().as_text()) == (world == 2)
+
+
+@pytest.mark.parametrize("axes", [("model", "data"), ("data", "model"), "data"])
+def test_over_axes_in_another_order_than_the_mesh_has(
+    between_processes: None, mesh4x2: Mesh, axes: Any
+) -> None:
+    world = 8 if isinstance(axes, tuple) else 4
+    x = np.arange(world * world, dtype=np.float32).reshape(world, world)
+    f = by_device(lambda x: _sending.all_to_all(x, axes), mesh4x2, axes)
+    np.testing.assert_array_equal(f(x), x.T)
+    assert len(_axes.names_of(axes)) * 4 == world
