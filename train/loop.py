@@ -186,5 +186,5 @@ def costs_of(
     if run.sync.fsdp > 1 or run.sync.gather:
         return measure.costs(times, sent, network)
     exchange = run.exchange if run.sync.every == 1 else None  # the gradient, in one piece
-    predicted = planned.predicted(sent.wire, exchange, run.params, gigabits)
+    predicted = planned.predicted(sent.wire, exchange, run.params, gigabits, times.message_ms)
     return measure.costs(times, sent, network, predicted)

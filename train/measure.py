@@ -25,6 +25,7 @@ from train.sync import AXIS
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
+MESSAGES = 8  # In a row, behind a step.
 BLOCKS = 8  # Alternations of steps with and without exchange: other load disturbs both alike.
 COUNTERS = Path("/proc/net/dev")  # Linux only; elsewhere no bytes are reported.
 
@@ -35,6 +36,8 @@ class Steps(NamedTuple):
     Attributes:
       step_ms: median time of a step.
       compute_ms: median time of a step without exchange.
+      message_ms: what a message of one value takes behind a step without exchange, with the wait
+        for processes that still compute.
       interface: name of the network interface that sent most, or None.
       interface_bytes: bytes that it sent for one step and device of this machine, or None: the
         median of the blocks, since an interface counts what other programs send too.
@@ -42,6 +45,7 @@ class Steps(NamedTuple):
 
     step_ms: float
     compute_ms: float
+    message_ms: float
     interface: str | None
     interface_bytes: float | None
 
@@ -75,8 +79,9 @@ def measure_steps(
       Medians over the steps, and the traffic while only steps with the exchange ran.
     """
     length = -(-count // BLOCKS)
-    times: dict[str, list[float]] = {"step": [], "plain": []}
+    times: dict[str, list[float]] = {"step": [], "plain": [], "messages": []}
     sent: dict[str, list[int]] = collections.defaultdict(list)
+    messages = _messages()
     barrier()  # Compiles it, before bytes are counted.
     for _ in range(BLOCKS):
         before = _counters_at_rest()
@@ -86,11 +91,17 @@ def measure_steps(
         times["step"] += seconds
         plain_state, seconds = _block(plain_step, plain_state, batch, length)
         times["plain"] += seconds
+        plain_state, seconds = _block(plain_step, plain_state, batch, length, messages)
+        times["messages"] += seconds
     interface, total = busiest(sent) if jax.process_count() > 1 else (None, 0.0)
     share = length * _devices_of_this_machine()
+    step_ms, compute_ms, with_messages_ms = (
+        1e3 * slowest(float(np.median(seconds))) for seconds in times.values()
+    )
     return Steps(
-        step_ms=1e3 * slowest(float(np.median(times["step"]))),
-        compute_ms=1e3 * slowest(float(np.median(times["plain"]))),
+        step_ms=step_ms,
+        compute_ms=compute_ms,
+        message_ms=max(with_messages_ms - compute_ms, 0.0) / MESSAGES,
         interface=interface,
         interface_bytes=total / share if interface else None,
     )
@@ -237,15 +248,39 @@ def barrier() -> None:
     multihost_utils.sync_global_devices("jaxcomm")
 
 
-def _block(step: Step, state: Any, batch: Any, count: int) -> tuple[Any, list[float]]:
-    """Runs steps one at a time."""
+def _block(
+    step: Step, state: Any, batch: Any, count: int, then: Callable[[], Any] = lambda: None
+) -> tuple[Any, list[float]]:
+    """Runs steps one at a time, and something behind each of them."""
     seconds = []
     for _ in range(count):
         started = time.perf_counter()
         state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
+        jax.block_until_ready(then())
         seconds.append(time.perf_counter() - started)
     return state, seconds
+
+
+def _messages() -> Callable[[], Any]:
+    """A program of messages of one value in a row, all devices at once."""
+    mesh = jax.sharding.get_mesh()
+    names, number = mesh.axis_names, mesh.size
+    spec = PartitionSpec(names)
+    around = [(r, (r + 1) % number) for r in range(number)]
+
+    def several(x: jax.Array) -> jax.Array:
+        for _ in range(MESSAGES):
+            # What a device sends next depends on what has arrived.
+            x = jax.lax.ppermute(x, names, around) + x
+        return x
+
+    rows = jax.jit(lambda: jnp.ones(number), out_shardings=NamedSharding(mesh, spec))()
+    program = jax.jit(
+        jax.shard_map(several, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+    jax.block_until_ready(program(rows))
+    return lambda: program(rows)
 
 
 def _counters_at_rest() -> dict[str, int]:

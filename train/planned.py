@@ -208,18 +208,23 @@ def _step_seconds(gradient: Any, params: Any, example: Any, optimizer: Any) -> f
 
 
 def predicted(
-    wire: jaxcomm.WireReport, exchange: Any | None, params: Any, gigabits: float | None
+    wire: jaxcomm.WireReport,
+    exchange: Any | None,
+    params: Any,
+    gigabits: float | None,
+    message_ms: float,
 ) -> Predicted | None:
     """What the exchange of a compiled step takes, by what messages and codes take by themselves.
 
-    Messages are those of the compiled program; `plan.probe` measures them. Codes are timed in an
-    exchange of each process with itself, all at once.
+    Messages are those of the compiled program; `plan.probe` measures what a byte takes. Codes are
+    timed in an exchange of each process with itself, all at once.
 
     Args:
       wire: of the compiled step.
       exchange: the transformation; None where most steps have none.
       params: the parameters.
       gigabits: that a device sends in a second; None is what is measured.
+      message_ms: what a message takes, whatever its size.
 
     Returns:
       The prediction; None for a single device.
@@ -227,7 +232,7 @@ def predicted(
     mesh = jax.sharding.get_mesh()
     if mesh.size == 1:
         return None
-    costs = plan.probe(mesh, families=())
+    costs = dataclasses.replace(plan.probe(mesh, families=()), latency=1e-3 * message_ms)
     if gigabits is not None:
         costs = dataclasses.replace(costs, per_byte=8e-9 / gigabits)
     usual = _usual(wire)

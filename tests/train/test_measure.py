@@ -54,10 +54,13 @@ def test_times_are_medians_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(measure, "time", clock)
     step, plain = clock.step(0.02, 0.5, 0.02), clock.step(0.01, 0.01, 0.3)
+    messages = clock.step(8e-3)
+    monkeypatch.setattr(measure, "_messages", lambda: lambda: messages(None, None))
     with jax.set_mesh(jaxcomm.data_mesh()):
         steps = measure.measure_steps(step, 0, plain, 0, None, 12)
     assert steps.step_ms == pytest.approx(20)
     assert steps.compute_ms == pytest.approx(10)
+    assert steps.message_ms == pytest.approx(8 / measure.MESSAGES)
     # One process sends nothing over an interface, whatever others do meanwhile.
     assert steps.interface is None and steps.interface_bytes is None
 
@@ -82,7 +85,7 @@ PARAMS = {"w": jnp.zeros((8, 5))}
 
 
 def test_costs_follow_from_their_parts() -> None:
-    steps = measure.Steps(5.0, 4.0, "lo", 130.0)
+    steps = measure.Steps(5.0, 4.0, 0.1, "lo", 130.0)
     network = measure.Bandwidth(0.0024, "config")
     predicted = planned.Predicted(latency_ms=0.1, bytes_ms=0.4, local_ms=0.3)
     sent = measure.Sent(Wire(), config_dict.create(dense_steps=50), PARAMS)
@@ -108,7 +111,7 @@ def test_bytes_of_a_step_and_of_a_run() -> None:
 def test_one_device_sends_nothing() -> None:
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1])):
         network = measure.bandwidth(config_dict.create(gigabits=1.0, probe_mib=1))
-    steps = measure.Steps(5.0, 5.0, None, None)
+    steps = measure.Steps(5.0, 5.0, 0.0, None, None)
     sent = measure.Sent(Wire(1, 0, 0.0), config_dict.create(), PARAMS)
     found = measure.costs(steps, sent, network)
     assert found["bytes_per_param"] == 0 and found["predicted_efficiency"] is None
