@@ -36,7 +36,7 @@ def choices(case: dict[str, Any], found: dict[str, Prediction]) -> Iterator[Choi
     """The planner's, one for each quality."""
 
     def planned(names: list[str]) -> str:
-        first = choose([found[name] for name in names], case["hosts"], between_cpus=True)[0]
+        first = choose([found[name] for name in names], case["hosts"], True, int(case["size"]))[0]
         return next(name for name in names if found[name] is first)
 
     yield from judged(planned, {row["method"]: row["ms"] for row in case["rows"]})
@@ -56,7 +56,7 @@ def leaders_choices(
     load = plan.Workload(tuple(shapes_of(round(case["size"])).values()), STEP)
 
     def settled(names: list[str]) -> str:
-        rows = choose([found[name] for name in names], case["hosts"], between_cpus=True)
+        rows = choose([found[name] for name in names], case["hosts"], True, int(case["size"]))
         planned = plan.Plan(room, load, tuple(rows), room.order)
         by_method = {found[name].method: name for name in names}
         seconds = {method: own[name] / 1e3 for method, name in by_method.items()}

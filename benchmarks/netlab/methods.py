@@ -19,8 +19,8 @@ ROWS = 32  # of a host's batch in a step
 FAMILIES: dict[str, tuple[str, ...]] = {
     BARE: ("native",),
     "float32": ("native", "ring", "direct", "halving_doubling", "circulant", "hierarchical"),
-    "bfloat16": ("default", "direct", "ring", "circulant", "hierarchical"),
-    "int8": ("default", "direct", "ring", "circulant"),
+    "bfloat16": ("default", "direct", "ring", "halving_doubling", "circulant", "hierarchical"),
+    "int8": ("default", "direct", "ring", "halving_doubling", "circulant"),
     "cnat": ("default", "direct", "ring"),
     "int4": ("default", "direct"),
     "scaled_sign": ("default", "direct"),

@@ -229,5 +229,5 @@ def plan(
         chosen = methods(quality, cluster.levels is not None, dimensions)
     found = predictions(cluster, load, quality, chosen)
     # Both directions share a rate between processes that are joined by gloo: CPUs.
-    rows = choose(found, cluster.devices, between_cpus=cluster.costs.half_duplex)
+    rows = choose(found, cluster.devices, cluster.costs.half_duplex, load.values)
     return Plan(cluster, load, tuple(rows), given)

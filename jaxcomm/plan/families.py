@@ -11,8 +11,7 @@ from typing import Any
 from jaxcomm import codecs, transforms
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives import algorithms, sparse
-from jaxcomm.collectives.algorithms import Algorithm
-from jaxcomm.collectives.algorithms._default import FEW
+from jaxcomm.collectives.algorithms import Algorithm, _default
 from jaxcomm.collectives.low_rank import sides
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.messages import Coded, PerBlock, Reduction, Votes
@@ -125,13 +124,12 @@ class Method:
         """What it shares with its family."""
         return FAMILIES[self.family]
 
-    def is_usual(self, devices: int, between_cpus: bool) -> bool:
+    def is_usual(self, devices: int, between_cpus: bool, values: int | None = None) -> bool:
         """Whether its algorithm is what None stands for (`algorithms.Default`)."""
-        if self.family == "vote" and devices > FEW:
-            return self.algorithm == "circulant"
-        if self.about.quality == "16bit" and between_cpus:
-            return self.algorithm == "ring"
-        return self.algorithm == self.about.algorithms[0]
+        sent_as = "votes" if self.family == "vote" else "16 bits"
+        if sent_as == "16 bits" and self.about.quality != "16bit":
+            return self.algorithm == self.about.algorithms[0]
+        return self.algorithm == _default.usual(sent_as, devices, between_cpus, values).name
 
     @property
     def config(self) -> dict[str, Any]:

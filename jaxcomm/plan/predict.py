@@ -249,7 +249,11 @@ def with_exchange(
 
 
 def choose(
-    found: Sequence[Prediction], devices: int, between_cpus: bool, margin: float = 0.02
+    found: Sequence[Prediction],
+    devices: int,
+    between_cpus: bool,
+    values: int | None = None,
+    margin: float = 0.02,
 ) -> list[Prediction]:
     """The predictions with the choice first: the best quality within `margin` of the fastest.
 
@@ -260,12 +264,13 @@ def choose(
       found: predictions.
       devices: how many there are.
       between_cpus: whether they are CPUs of several processes.
+      values: how many are exchanged; None is many.
       margin: how much slower a step may be for better quality, of the fastest.
     """
 
     def preferred(prediction: Prediction) -> tuple[int, bool, float]:
         method = prediction.method
-        is_usual = method.is_usual(devices, between_cpus)
+        is_usual = method.is_usual(devices, between_cpus, values)
         return QUALITIES.index(method.about.quality), not is_usual, prediction.step
 
     fastest = min(prediction.step for prediction in found)

@@ -106,6 +106,22 @@ def test_a_method_that_is_not_there() -> None:
         Method("vote", "native")
 
 
+def test_the_default_of_short_vectors_has_few_rounds() -> None:
+    """Between CPU processes; 64 KiB on the wire are short."""
+    for sent_as, values in {"votes": 2**19, "16 bits": 2**15}.items():
+        names = {
+            (world, length): _default.usual(sent_as, world, True, length).name
+            for world in (4, 6)
+            for length in (values, values + 1, None)
+        }
+        long = "direct" if sent_as == "votes" else "ring"
+        assert names[4, values] == "halving_doubling"
+        assert names[6, values] == ("halving_doubling" if sent_as == "votes" else "circulant")
+        assert {name for (_, length), name in names.items() if length != values} == {long}
+        assert _default.usual(sent_as, 4, False, values).name == "direct"
+    assert _default.usual("codes", 4, True, 1).name == "direct"
+
+
 def test_buckets() -> None:
     load = plan.workload(25.6e6, 1.0)
     assert buckets_of(Method("float32", "native"), load) == 1
@@ -114,12 +130,13 @@ def test_buckets() -> None:
 
 
 @pytest.mark.parametrize("between_cpus", [False, True])
-@pytest.mark.parametrize("devices", [4, 32])
+@pytest.mark.parametrize("devices", [4, 6, 32])
+@pytest.mark.parametrize("values", [10_000, 10_000_000])
 def test_the_usual_algorithm_is_the_default(
-    devices: int, between_cpus: bool, monkeypatch: pytest.MonkeyPatch
+    devices: int, values: int, between_cpus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_default._device, "is_between_cpu_processes", lambda: between_cpus)
     for family, sent_as in {"vote": "votes", "bfloat16": "16 bits", "int8": "codes"}.items():
         of_family = [Method(family, name) for name in FAMILIES[family].algorithms]
-        found = [m.algorithm for m in of_family if m.is_usual(devices, between_cpus)]
-        assert found == [_default.Default(sent_as).of(devices).name]
+        found = [m.algorithm for m in of_family if m.is_usual(devices, between_cpus, values)]
+        assert found == [_default.Default(sent_as).of(devices, values).name]

@@ -12,11 +12,14 @@ from jaxcomm.collectives.algorithms._algorithm import Algorithm
 from jaxcomm.collectives.algorithms._algorithm import length as length_of
 from jaxcomm.collectives.algorithms.circulant import circulant
 from jaxcomm.collectives.algorithms.direct import direct
+from jaxcomm.collectives.algorithms.halving_doubling import halving_doubling
 from jaxcomm.collectives.algorithms.ring import ring
 from jaxcomm.collectives.reductions import Prepared, Reduction
 from jaxcomm.kernels import _device
 
 FEW = 16  # devices
+SHORT = 2**16  # bytes of a vector, as it travels; whose exchange is a matter of rounds
+_BITS = {"votes": 1, "16 bits": 16}  # of a value
 
 # From a reduction, the number of devices, the length of what travels, and what would be taken, to
 # what is taken.
@@ -38,6 +41,9 @@ class Default(Algorithm):
       are small, they take the few rounds of the circulant graph.
     - 16-bit values go around a ring between CPU processes. On one switch it is as fast as going
       directly, and across a slow link in the middle 1.5 times as fast. Each partial sum is rounded.
+    - Short vectors of votes and of 16-bit values take the few rounds of halving and doubling
+      between CPU processes, where a round costs more than its bytes. 16-bit values take those of
+      the circulant graph if halving would send some of them twice.
     - All else goes directly, which rounds every value once and the sum once.
 
     Attributes:
@@ -47,13 +53,14 @@ class Default(Algorithm):
     sent: str
     name = "default"
 
-    def of(self, world: int) -> Algorithm:
-        """The choice for so many devices, of which nothing is known."""
-        if self.sent == "votes" and world > FEW:
-            return circulant()
-        if self.sent == "16 bits" and _device.is_between_cpu_processes():
-            return ring()
-        return direct()
+    def of(self, world: int, length: int | None = None) -> Algorithm:
+        """The choice for so many devices, of which nothing is known.
+
+        Args:
+          world: the number of devices.
+          length: of the vector; None is not known, and taken for long.
+        """
+        return usual(self.sent, world, _device.is_between_cpu_processes(), length)
 
     def all_reduce(
         self, prepared: Prepared, axis_name: AxisName, reduction: Reduction
@@ -72,5 +79,18 @@ class Default(Algorithm):
 
     def _chosen(self, axis_name: AxisName, reduction: Reduction, length: int) -> Algorithm:
         world = jax.lax.axis_size(axis_name)
-        usual = self.of(world)
-        return usual if _chooser is None else _chooser(reduction, world, length, usual)
+        of_itself = self.of(world, length)
+        return of_itself if _chooser is None else _chooser(reduction, world, length, of_itself)
+
+
+def usual(sent: str, world: int, between_cpus: bool, length: int | None = None) -> Algorithm:
+    """What `Default` stands for, on CPUs of several processes or elsewhere."""
+    is_short = length is not None and length * _BITS.get(sent, 0) / 8 <= SHORT
+    if sent in _BITS and is_short and between_cpus:
+        is_power = world & (world - 1) == 0
+        return halving_doubling() if is_power or sent == "votes" else circulant()
+    if sent == "votes" and world > FEW:
+        return circulant()
+    if sent == "16 bits" and between_cpus:
+        return ring()
+    return direct()
