@@ -38,6 +38,7 @@ from benchmarks.netlab.methods import (
     COMPUTE,
     Exchange,
     Step,
+    axes_of,
     check_method,
     shapes_of,
     with_sgd,
@@ -62,12 +63,15 @@ def main() -> int:
 def run(args: argparse.Namespace) -> None:
     made = chosen(args)
     methods = [BARE, *(m for m in args.methods.split(",") if m != BARE)]
+    levels = plan.cluster(made).levels
     for method in methods:
         check_method(method)
+        if axes_of(method) != "data" and levels is None:
+            raise ValueError(f"{method} needs a network of two levels; {made.name} has one.")
     peers = args.peers is not None and has_torch(args.peers)
     with Network(made) as network:
         lab = Lab(network)
-        rows = our_rows(lab, methods, args)
+        rows = our_rows(lab, methods, levels, args)
         if peers:
             rows += peer_rows(lab, args, rows[0]["ms"])
     show(rows, made, args)
@@ -92,6 +96,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the rows as the last line")
     parser.add_argument("--out", type=new_file, help="a file for the rows")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--levels", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -113,11 +118,14 @@ def has_torch(python: str) -> bool:
     return found
 
 
-def our_rows(lab: Lab, methods: list[str], args: argparse.Namespace) -> list[Any]:
-    """Of exchanges; with `--peers`, of steps too."""
+def our_rows(
+    lab: Lab, methods: list[str], levels: tuple[int, int] | None, args: argparse.Namespace
+) -> list[Any]:
+    """Of exchanges; with `--peers`, of steps too, but for hierarchical ones."""
     command = [sys.executable, "-m", "benchmarks.allreduce", "--worker"]
     command += [f"--methods={','.join(methods)}", f"--params={args.params}"]
     command += [f"--repeats={args.repeats}", *(["--peers"] if args.peers else [])]
+    command += [f"--levels={json.dumps(levels)}"]
     timed = lab.rows(command, args.seconds, show_lines=not args.json)
     rows = [row for row in timed if "method" in row]
     steps = {row["name"].removeprefix(STEP): row["ms"] for row in timed if "method" not in row}
@@ -157,9 +165,11 @@ def work(args: argparse.Namespace) -> None:
     jax.set_mesh(jaxcomm.data_mesh())
     shapes = shapes_of(round(args.params))
     methods = args.methods.split(",")
-    cases: list[Any] = [Exchange(method, shapes) for method in methods]
+    levels = args.levels and tuple(args.levels)
+    cases: list[Any] = [Exchange(method, shapes, levels=levels) for method in methods]
     if args.peers:
-        own = (method for method in (COMPUTE, *methods) if method != BARE)
+        flat = [method for method in methods if method != BARE and axes_of(method) == "data"]
+        own = (COMPUTE, *flat)
         cases += [Step(f"{STEP}{method}", shapes, with_sgd(method)) for method in own]
     measure(cases, together, args.repeats)
 

@@ -43,6 +43,7 @@ print(json.dumps({"rank": rank, "pid": os.getpid(), "checked": checked}))
 
 
 @pytest.mark.multiprocess
+@pytest.mark.newest
 def test_every_process_has_the_oracle_bits() -> None:
     """Of two processes, then of three, then of all four."""
     tests = Path(__file__).parent.parent

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+import jaxcomm
 from jaxcomm import _axes
 from jaxcomm.collectives import _sending
 from jaxcomm.kernels import _device
@@ -114,3 +115,28 @@ def test_over_axes_in_another_order_than_the_mesh_has(
     f = by_device(lambda x: _sending.all_to_all(x, axes), mesh4x2, axes)
     np.testing.assert_array_equal(f(x), x.T)
     assert len(_axes.names_of(axes)) * 4 == world
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "circulant", "halving_doubling", "ring"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_swaps_send_the_same_bytes(
+    make_mesh: Callable[[int], Mesh],
+    monkeypatch: pytest.MonkeyPatch,
+    world: int,
+    algorithm: str,
+) -> None:
+    """And give the same bits; 262,144 values are long enough for all messages."""
+    found = []
+    for between in (False, True):
+        monkeypatch.setattr(_device, "is_between_cpu_processes", lambda between=between: between)
+        mesh = make_mesh(world)
+        mean = by_device(lambda x: jaxcomm.pmean(x, "data", "bfloat16", algorithm), mesh)
+        x = np.random.default_rng(0).standard_normal((world, 2**18), np.float32)
+        program = mean.lower(x).compile()
+        report = jaxcomm.wire_report(program)
+        found.append((report.bytes_max, np.asarray(program(x))))
+        is_swapped = any(c.op == "all-reduce" and c.group_size == 2 for c in report.collectives)
+        assert is_swapped == (between and (world == 2 or algorithm != "ring"))
+    (usual_bytes, usual), (swapped_bytes, swapped) = found
+    assert usual_bytes == swapped_bytes == 4 * (world - 1) / world * 2**18
+    np.testing.assert_array_equal(usual, swapped)
