@@ -21,7 +21,7 @@ from jaxcomm.kernels import _device
 
 # Of a message to one device; shorter ones are a matter of latency.
 LEAST_BYTES = 8192
-LEAST_SWAPPED = 65536  # an all-reduce is two messages, one after the other
+LEAST_SWAPPED = 32768  # an all-reduce is two messages, one after the other
 
 
 def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
@@ -40,7 +40,11 @@ def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]
 
 
 def all_to_all(message: Any, axis_name: AxisName) -> Any:
-    """Block i of device r becomes block r of device i, for every array `(N, ...)` of a pytree.
+    """Block i of device r becomes block r of device i.
+
+    Args:
+      message: a pytree of arrays, whose first axes are cut into N blocks of equal length.
+      axis_name: the mesh axis, or axes.
 
     Wire: (N-1)/N of the message.
     """
@@ -108,14 +112,15 @@ def by_rounds(x: jax.Array, axis_name: AxisName) -> jax.Array:
     Two devices send to each other in round N/2 only, which is a swap.
     """
     world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-    found, last = x, None  # a device's block for itself stays where it is
+    blocks = x.reshape(world, -1)
+    found, last = blocks, None  # a device's block for itself stays where it is
     for k in range(1, world):
-        sent = jax.lax.dynamic_slice_in_dim(x, (me + k) % world, 1)
+        sent = jax.lax.dynamic_slice_in_dim(blocks, (me + k) % world, 1)
         if last is not None:  # two rounds at once may meet on a pair
             sent, _ = jax.lax.optimization_barrier((sent, last))
         last = ppermute(sent, axis_name, [(r, (r + k) % world) for r in range(world)])
         found = jax.lax.dynamic_update_slice_in_dim(found, last, (me - k) % world, 0)
-    return found
+    return found.reshape(x.shape)
 
 
 def _by_gloo(message_bytes: int, least: int) -> bool:

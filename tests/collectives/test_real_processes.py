@@ -37,6 +37,26 @@ def check(world):
     return checked
 
 
+def check_two_levels():
+    # Two by two; whole numbers, so that sums are exact.
+    axes = ("far", "near")
+    mesh = jax.make_mesh((2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    x = np.random.default_rng(0).integers(-8, 9, (4, 1000)).astype(np.float32)
+    both = jax.sharding.PartitionSpec(axes)
+    with jax.set_mesh(mesh):
+        sharding = jax.NamedSharding(mesh, both)
+        batch = jax.make_array_from_process_local_data(sharding, x[rank : rank + 1])
+        for near in "direct", "halving_doubling":
+            algorithm = jaxcomm.algorithms.hierarchical(near=jaxcomm.algorithms.BY_NAME[near]())
+            mean = functools.partial(jaxcomm.pmean, codec="float32", algorithm=algorithm)
+            f = jax.shard_map(
+                lambda v: mean(v, axes), in_specs=both, out_specs=both, check_vma=False
+            )
+            (mine,) = jax.jit(f)(batch).addressable_shards
+            np.testing.assert_array_equal(np.asarray(mine.data)[0], x.mean(axis=0))
+
+
+check_two_levels()
 checked = {world: check(world) for world in (2, 3, 4) if rank < world}
 print(json.dumps({"rank": rank, "pid": os.getpid(), "checked": checked}))
 """

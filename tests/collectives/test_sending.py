@@ -83,12 +83,19 @@ def test_other_rounds_and_short_messages_are_permutes(
 
 @pytest.mark.parametrize("world", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("shape", [(1,), (5,), (2, 3)])
+@pytest.mark.parametrize("rows", [1, 2])
 def test_an_all_to_all_by_rounds(
-    between_processes: None, make_mesh: Callable[[int], Mesh], world: int, shape: tuple[int, ...]
+    between_processes: None,
+    make_mesh: Callable[[int], Mesh],
+    world: int,
+    shape: tuple[int, ...],
+    rows: int,
 ) -> None:
-    x = np.arange(world * world * np.prod(shape), dtype=np.uint16).reshape(world, world, *shape)
+    size = world * world * rows * np.prod(shape)
+    blocks = np.arange(size, dtype=np.uint16).reshape(world, world, rows, *shape)
+    x = blocks.reshape(world, world * rows, *shape)
     f = by_device(lambda x: _sending.all_to_all(x, "data"), make_mesh(world))
-    np.testing.assert_array_equal(f(jnp.asarray(x)), x.swapaxes(0, 1))
+    np.testing.assert_array_equal(f(jnp.asarray(x)), blocks.swapaxes(0, 1).reshape(x.shape))
     text = f.lower(x).compile().as_text()
     assert "all-to-all" not in text and ("all-reduce" in text) == (world % 2 == 0)
 

@@ -112,7 +112,7 @@ def test_both_directions_between_two_devices_may_share_a_rate() -> None:
     for pairs, ways in ((there, 2), (around, 1)):
         assert Simulation(made).cost(pairs).seconds(1e6) == pytest.approx(1)
         half = Simulation(made, Model(0.1, half_duplex=True)).cost(pairs)
-        assert half.seconds(5e4) == pytest.approx(ways * 0.05 + 0.1)
+        assert half.seconds(3e4) == pytest.approx(ways * 0.03 + 0.1)
         # Long messages are swapped: at once, and in two halves.
         assert half.seconds(1e6) == pytest.approx(1 + ways * 0.1)
     some = Pairs(np.arange(4), np.asarray([1, 0, 3, 0]))
@@ -128,7 +128,7 @@ def test_in_the_spread_order_few_devices_send_to_each_other() -> None:
     """Only over half of a ring: the last round in a switch of 16, some of each round between 4."""
     half = Simulation(_loop(64, (4,), 16), Model(half_duplex=True))
     for order, of_64 in (((), 2 * 63), (("spread", 16), 32 + 16 + 8 + 2 * 4 + 2 * 2 + 2 * 1)):
-        seconds = half.seconds(halving_doubling(*order), 64e3) / 2 / (64e3 * 8e-8)
+        seconds = half.seconds(halving_doubling(*order), 32e3) / 2 / (32e3 * 8e-8)
         assert seconds == pytest.approx(of_64 / 64)
 
 
