@@ -46,8 +46,9 @@ def check_two_levels():
     with jax.set_mesh(mesh):
         sharding = jax.NamedSharding(mesh, both)
         batch = jax.make_array_from_process_local_data(sharding, x[rank : rank + 1])
-        for near in "direct", "halving_doubling":
-            algorithm = jaxcomm.algorithms.hierarchical(near=jaxcomm.algorithms.BY_NAME[near]())
+        far = jaxcomm.algorithms.direct()
+        for near in jaxcomm.algorithms.direct(), jaxcomm.algorithms.halving_doubling():
+            algorithm = jaxcomm.algorithms.hierarchical(near, far)
             mean = functools.partial(jaxcomm.pmean, codec="float32", algorithm=algorithm)
             f = jax.shard_map(
                 lambda v: mean(v, axes), in_specs=both, out_specs=both, check_vma=False

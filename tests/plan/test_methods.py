@@ -116,7 +116,7 @@ def test_the_default_of_short_vectors_has_few_rounds() -> None:
         }
         long = "direct" if sent_as == "votes" else "ring"
         assert names[4, values] == "halving_doubling"
-        assert names[6, values] == ("halving_doubling" if sent_as == "votes" else "circulant")
+        assert names[6, values] == ("direct" if sent_as == "votes" else "circulant")
         assert {name for (_, length), name in names.items() if length != values} == {long}
         assert _default.usual(sent_as, 4, False, values).name == "direct"
     assert _default.usual("codes", 4, True, 1).name == "direct"

@@ -42,8 +42,8 @@ class Default(Algorithm):
     - 16-bit values go around a ring between CPU processes. On one switch it is as fast as going
       directly, and across a slow link in the middle 1.5 times as fast. Each partial sum is rounded.
     - Short vectors of votes and of 16-bit values take the few rounds of halving and doubling
-      between CPU processes, where a round costs more than its bytes. 16-bit values take those of
-      the circulant graph if halving would send some of them twice.
+      between CPU processes, where a round costs more than its bytes, if N is a power of two: else
+      it would send some of them twice. Then 16-bit values take the circulant graph.
     - All else goes directly, which rounds every value once and the sum once.
 
     Attributes:
@@ -86,9 +86,11 @@ class Default(Algorithm):
 def usual(sent: str, world: int, between_cpus: bool, length: int | None = None) -> Algorithm:
     """What `Default` stands for, on CPUs of several processes or elsewhere."""
     is_short = length is not None and length * _BITS.get(sent, 0) / 8 <= SHORT
-    if sent in _BITS and is_short and between_cpus:
-        is_power = world & (world - 1) == 0
-        return halving_doubling() if is_power or sent == "votes" else circulant()
+    is_power = world & (world - 1) == 0
+    if sent in _BITS and is_short and between_cpus and is_power:
+        return halving_doubling()
+    if sent == "16 bits" and is_short and between_cpus:
+        return circulant()
     if sent == "votes" and world > FEW:
         return circulant()
     if sent == "16 bits" and between_cpus:
