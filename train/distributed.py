@@ -1,9 +1,12 @@
 """Joining the processes of a run, whoever started them."""
 
+import contextlib
+import os
 import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from train.errors import UserError
 
@@ -25,6 +28,7 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
     """
     import jax
 
+    schedule_as_batch()
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is for `train.signals`.
     if coordinator is None and num_processes is None and process_id is None:
         try:
@@ -51,6 +55,20 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
     waiting.start()
     jax.distributed.initialize(coordinator, num_processes, process_id)
     waiting.cancel()
+
+
+def schedule_as_batch() -> None:
+    """From here on, threads that wake up let others finish their turn, on Linux without a GPU.
+
+    By default a thread that waits for a message interrupts one that computes or sends, on the same
+    core. That one may hold a lock, for which gloo then waits in a loop. A policy that the user has
+    set stays.
+    """
+    if not hasattr(os, "SCHED_BATCH") or Path("/dev/nvidia0").exists():
+        return
+    if os.sched_getscheduler(0) == os.SCHED_OTHER:
+        with contextlib.suppress(OSError):  # a container may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _say_waiting(coordinator: str, num_processes: int) -> None:

@@ -1,11 +1,12 @@
 """A command on every host of a network: started, watched, and ended together."""
 
+import contextlib
 import os
 import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -61,10 +62,11 @@ def run_everywhere(
     """
     with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
         outputs = [Path(folder, host) for host in network.topology.hosts]
-        processes = [
-            _start(network, rank, command, output, variables or {}, rank == 0 and on_line)
-            for rank, output in enumerate(outputs)
-        ]
+        with _batch_scheduling():
+            processes = [
+                _start(network, rank, command, output, variables or {}, rank == 0 and on_line)
+                for rank, output in enumerate(outputs)
+            ]
         reader = None
         if on_line is not None:
             reader = threading.Thread(target=_read, args=(processes[0], outputs[0], on_line))
@@ -78,6 +80,22 @@ def run_everywhere(
             if reader is not None:
                 reader.join()
         return [output.read_text() for output in outputs]
+
+
+@contextlib.contextmanager
+def _batch_scheduling() -> Iterator[None]:
+    """Processes that start meanwhile do not interrupt each other when they wake up.
+
+    Hosts share this machine's cores. By default each of them would interrupt the others, even in
+    the middle of sending, whenever something arrives for it.
+    """
+    usual = os.sched_getscheduler(0)
+    if usual == os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, usual, os.sched_getparam(0))
 
 
 def _start(

@@ -76,6 +76,10 @@ def test_a_command_on_every_host(network: Network) -> None:
     assert [line.split() for line in printed] == [
         [network.address("h2"), network.address(host)] for host in ("h0", "h1", "h2", "h3")
     ]
+    usual = os.sched_getscheduler(0)
+    script = "import os; print(os.sched_getscheduler(0) == os.SCHED_BATCH)"
+    assert run_everywhere(network, [sys.executable, "-c", script], 30) == ["True\n"] * 4
+    assert os.sched_getscheduler(0) == usual
     script = "import os, sys, time; os.environ['NETLAB_RANK'] == '2' and sys.exit('no'); "
     start = time.monotonic()
     with pytest.raises(HostError, match=r"of h2 \(rank 2\) ended with status 1:\n  no"):

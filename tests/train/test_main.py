@@ -15,7 +15,7 @@ from ml_collections import config_dict
 from running import Program
 
 from train import loop
-from train.distributed import await_port, check_answer, join
+from train.distributed import await_port, check_answer, join, schedule_as_batch
 from train.errors import RunError, UserError
 from train.main import explained, give_simulated_devices_threads
 from train.workdir import claimed, keep_config
@@ -104,6 +104,29 @@ def test_a_port_in_use(program: Program) -> None:
 def test_joining(arguments: tuple[str, int, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         join(*arguments)
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="processes with GPUs are left alone")
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(os.SCHED_OTHER, os.SCHED_BATCH), (os.SCHED_IDLE, os.SCHED_IDLE)],
+)
+def test_threads_wait_for_their_turn_unless_the_user_said_otherwise(
+    before: int, after: int
+) -> None:
+    found = []
+
+    def schedule() -> None:
+        os.sched_setscheduler(0, before, os.sched_param(0))
+        schedule_as_batch()
+        started_later = threading.Thread(target=lambda: found.append(os.sched_getscheduler(0)))
+        started_later.start()
+        started_later.join()
+
+    thread = threading.Thread(target=schedule)  # A policy is of a thread.
+    thread.start()
+    thread.join()
+    assert found == [after]
 
 
 def test_process_0_does_not_come() -> None:
