@@ -16,7 +16,7 @@ from jaxcomm.transforms._layout import Layout, names_in
 
 Bucket = tuple[int, ...]
 
-_EVEN = 64  # XLA on CPU concatenates sums of multiples of so many values well
+_EVEN = 64  # XLA on CPU concatenates sums of multiples of so many values well, without padding
 
 # Set where a layer is exchanged by itself, inside of the backward pass: the layer's number, from
 # which keys follow; 0 in `init`.
@@ -112,7 +112,7 @@ def joined_sums(
     """The sums of arrays with the same keys, as `joined` makes one vector of them."""
     sums = [_flat(part) + _flat(b[key]) for key, part in a.items()]
     total = sum(part.size for part in sums)
-    if all(length % _EVEN == 0 for length in (size or total, *(part.size for part in sums))):
+    if size in (None, total) and all(part.size % _EVEN == 0 for part in sums):
         return _concatenated(sums, size)
     write = functools.partial(_written, size=size or total)
     concatenate = functools.partial(_concatenated, size=size)

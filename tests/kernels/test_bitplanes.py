@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +89,15 @@ def test_leading_axes_are_independent(lead: tuple[int, ...], n: int) -> None:
     np.testing.assert_array_equal(signs, np.where(x > 0, 1, -1))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("n", LENGTHS)
+def test_both_signs_at_once(n: int, dtype: Any) -> None:
+    x = np.random.default_rng(n).integers(-1, 2, (2, n)).astype(dtype)
+    positive, negative = jax.jit(bitplanes.pack_both)(x)
+    np.testing.assert_array_equal(positive, packed(x > 0))
+    np.testing.assert_array_equal(negative, packed(x < 0))
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_bits(data: st.DataObject) -> None:
@@ -120,6 +130,8 @@ def test_special_values(wrapper: Callable) -> None:
     np.testing.assert_array_equal(words, packed(np.arange(len(x)) < len(positive)))
     negative = (np.arange(len(x)) // len(positive)) == 1
     np.testing.assert_array_equal(wrapper(bitplanes.negatives)(jnp.asarray(x)), negative)
+    both = wrapper(bitplanes.pack_both)(jnp.asarray(x))
+    np.testing.assert_array_equal(both, (words, packed(negative)))
 
 
 def test_any_pattern_of_float32() -> None:

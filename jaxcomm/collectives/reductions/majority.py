@@ -48,9 +48,8 @@ class Majority(Reduction):
 
     def prepare(self, x: jax.Array, axis_name: AxisName) -> Prepared:
         """Packs the signs into one plane of votes, or two; draws the coins for ties."""
-        votes, against = bitplanes.pack(x), bitplanes.pack(bitplanes.negatives(x))
-        # XLA on CPU would make one slow loop of both and of what follows.
-        votes, against = jax.lax.optimization_barrier((votes, against))
+        # XLA on CPU would make one slow loop of this and of what follows.
+        votes, against = jax.lax.optimization_barrier(bitplanes.pack_both(x))
         assert self.key is not None  # a reduction that runs has one
         shared, own = jax.random.split(self.key)
         if self.zeros == "abstain":

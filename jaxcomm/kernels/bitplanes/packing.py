@@ -1,10 +1,13 @@
 """One bit per element: packed into words, and unpacked."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 BITS = 32
+_MINUS_ONE = np.uint32(0xBF800000)  # the pattern of -1.0; that of 1.0 differs in its top bit
 
 # The float dtypes that `pack` takes: the unsigned integer of the same size, and the bit pattern of
 # infinity.
@@ -57,8 +60,33 @@ def pack(x: jax.Array) -> jax.Array:
     rest = bits[..., whole * width :].astype(jnp.uint32)
     if rest.shape[-1] == 0:
         return words
-    padding = [(0, 0)] * len(lead) + [(0, width - rest.shape[-1])]
-    return words | (jnp.pad(rest, padding) << whole)
+    return words | (_padded(rest, width) << whole)
+
+
+def pack_both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`pack(x)` and `pack(negatives(x))`, for which every value is read once.
+
+    Takes float32 and bfloat16, and raises the errors of both.
+    """
+    half = BITS // 2
+    both = votes(x).astype(jnp.uint32) | negatives(x).astype(jnp.uint32) << half
+    *lead, n = both.shape
+    width = words_for(n)
+    whole = n // max(width, 1)
+
+    def streams(start: int, stop: int) -> jax.Array:
+        """The bits of these streams: of positive values below `half`, of negative ones above."""
+        rows = both[..., start * width : stop * width].reshape(*lead, stop - start, width)
+        return jax.lax.reduce_or(rows << _stream(rows.shape), axes=(len(lead),))
+
+    first, second = streams(0, min(whole, half)), streams(half, max(whole, half))
+    rest = _padded(both[..., whole * width :], width)
+    if whole < half:
+        first |= rest << whole
+    elif n > whole * width:
+        second |= rest << whole - half
+    low = jnp.uint32(2**half - 1)
+    return (first & low) | (second << half), (first >> half) | (second & ~low)
 
 
 def unpack(words: jax.Array, n: int) -> jax.Array:
@@ -75,12 +103,7 @@ def unpack(words: jax.Array, n: int) -> jax.Array:
       TypeError: if the words are not uint32.
       ValueError: if their number is not the one that n bits need.
     """
-    require_words(words)
-    if n < 0 or words.ndim == 0 or words.shape[-1] != words_for(n):
-        raise ValueError(
-            f"{n} bits are ceil(n / 32) words along the last axis, got words of shape "
-            f"{words.shape}; pass the n that they were packed from."
-        )
+    _check_words(words, n)
     *lead, width = words.shape
     streams = jnp.broadcast_to(words[..., None, :], (*lead, BITS, width))
     bits = (streams >> _stream(streams.shape)) & 1
@@ -92,7 +115,28 @@ def signs(words: jax.Array, n: int) -> jax.Array:
 
     Takes the arguments of `unpack` and raises its errors.
     """
-    return jnp.where(unpack(words, n), jnp.float32(1), jnp.float32(-1))
+    _check_words(words, n)
+    return jax.lax.platform_dependent(
+        words,
+        cpu=functools.partial(_signs_by_streams, n=n),
+        default=lambda words: jnp.where(unpack(words, n), jnp.float32(1), jnp.float32(-1)),
+    )
+
+
+def _signs_by_streams(words: jax.Array, n: int) -> jax.Array:
+    """`signs` for CPU: a loop for each of the 32 streams, which reads and writes in order.
+
+    XLA on CPU fuses `unpack` with whatever takes a part of the result, and divides by the number of
+    words to find each bit, which is 8 times as slow.
+    """
+    *lead, width = words.shape
+    # Without the barrier XLA makes the first write a `pad`.
+    values = jax.lax.optimization_barrier(jnp.zeros((*lead, n), jnp.float32))
+    for stream, start in enumerate(range(0, n, max(width, 1))):
+        signed = ((words[..., : n - start] >> stream) << (BITS - 1)) ^ _MINUS_ONE
+        signed = jax.lax.bitcast_convert_type(signed, jnp.float32)
+        values = jax.lax.dynamic_update_slice_in_dim(values, signed, start, axis=-1)
+    return values
 
 
 def votes(x: jax.Array) -> jax.Array:
@@ -138,6 +182,22 @@ def require_words(words: jax.Array) -> None:
     """Raises a TypeError for anything but uint32."""
     if words.dtype != jnp.uint32:
         raise TypeError(f"words are uint32, got {words.dtype}; pack makes them.")
+
+
+def _padded(bits: jax.Array, width: int) -> jax.Array:
+    """The bits of a short stream, with zeros behind them."""
+    padding = [(0, 0)] * (bits.ndim - 1) + [(0, width - bits.shape[-1])]
+    return jnp.pad(bits, padding)
+
+
+def _check_words(words: jax.Array, n: int) -> None:
+    """Raises for anything but the words of n bits."""
+    require_words(words)
+    if n < 0 or words.ndim == 0 or words.shape[-1] != words_for(n):
+        raise ValueError(
+            f"{n} bits are ceil(n / 32) words along the last axis, got words of shape "
+            f"{words.shape}; pass the n that they were packed from."
+        )
 
 
 def _stream(shape: tuple[int, ...]) -> jax.Array:
