@@ -45,6 +45,7 @@ NAME = "benchmarks.planner"
 METHODS = (
     "float32/native",
     "float32/ring",
+    "float32/halving_doubling",
     "bfloat16/direct",
     "bfloat16/ring",
     "int8/direct",

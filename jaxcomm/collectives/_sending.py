@@ -7,9 +7,13 @@ so both directions are busy. A round in which all devices that send do so in pai
 all-reduce of each pair, of words modulo 2^32, from which a device subtracts its own.
 
 On GPUs, between the devices of one process, and for short messages these are XLA's own operations.
+
+In `silence` programs do all the work of an exchange but sending, so that it can be timed by itself.
 """
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +26,17 @@ from jaxcomm.kernels import _device
 # Of a message to one device; shorter ones are a matter of latency.
 LEAST_BYTES = 8192
 LEAST_SWAPPED = 32768  # an all-reduce is two messages, one after the other
+_SILENT: contextvars.ContextVar[bool] = contextvars.ContextVar("silent", default=False)
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """What is traced meanwhile sends nothing: every device finds its own messages as answers."""
+    token = _SILENT.set(True)
+    try:
+        yield
+    finally:
+        _SILENT.reset(token)
 
 
 def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
@@ -36,7 +51,7 @@ def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]
     """
     if is_swap(pairs) and _by_gloo(x.nbytes, LEAST_SWAPPED):
         return swapped(x, axis_name, pairs)
-    return _axes.ppermute(x, axis_name, pairs)
+    return _arrived(x) if _SILENT.get() else _axes.ppermute(x, axis_name, pairs)
 
 
 def all_to_all(message: Any, axis_name: AxisName) -> Any:
@@ -53,6 +68,8 @@ def all_to_all(message: Any, axis_name: AxisName) -> Any:
     def one(x: jax.Array) -> jax.Array:
         if world > 1 and _by_gloo(x.nbytes // world, LEAST_BYTES):
             return by_rounds(x, axis_name)
+        if _SILENT.get():
+            return _arrived(x)
         return jax.lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
 
     with jax.named_scope("exchange"):
@@ -73,6 +90,9 @@ def all_gather(message: Any, axis_name: AxisName, *, tiled: bool = False) -> Any
 
     def one(x: jax.Array) -> jax.Array:
         if world != 2 or not _by_gloo(x.nbytes, LEAST_SWAPPED):  # more are a ring in gloo
+            if _SILENT.get():
+                copies = _arrived(jnp.broadcast_to(x, (world, *x.shape)))
+                return copies.reshape(-1, *x.shape[1:]) if tiled else copies
             return jax.lax.all_gather(x, axis_name, tiled=tiled)
         other = ppermute(x, axis_name, ((0, 1), (1, 0)))
         place = jax.lax.axis_index(axis_name)
@@ -97,6 +117,8 @@ def swapped(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]])
     mine = _as_words(x)
 
     def summed(words: jax.Array) -> jax.Array:
+        if _SILENT.get():
+            return _arrived(words + words)
         return jax.lax.psum(words, axis_name, axis_index_groups=groups)
 
     if _axes.checks_on(axis_name):  # they do not know of groups
@@ -121,6 +143,11 @@ def by_rounds(x: jax.Array, axis_name: AxisName) -> jax.Array:
         last = ppermute(sent, axis_name, [(r, (r + k) % world) for r in range(world)])
         found = jax.lax.dynamic_update_slice_in_dim(found, last, (me - k) % world, 0)
     return found.reshape(x.shape)
+
+
+def _arrived(x: jax.Array) -> jax.Array:
+    """A message in silence; without the barrier XLA would decode what it has encoded."""
+    return jax.lax.optimization_barrier(x)
 
 
 def _by_gloo(message_bytes: int, least: int) -> bool:

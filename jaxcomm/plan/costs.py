@@ -17,6 +17,7 @@ from jaxcomm._numbers import is_real
 from jaxcomm.plan.files import File, pyyaml
 
 VERSION = 2
+MERGING = "/ring"  # behind the name of a family
 SIZES = (2**18, 2**21)  # values at which codes are timed; the second fills a bucket
 
 
@@ -35,7 +36,9 @@ class Costs:
       call: of an exchange, whatever it sends.
       local: of each family of methods, for a value: encoding, merging, decoding and what error
         feedback or selecting takes, all devices of a machine at once. Two numbers: of a value among
-        SIZES[0] and among SIZES[1], where the operations' own cost is spread over more of them.
+        SIZES[0] and among SIZES[1], where the operations' own cost is spread over more of them. A
+        name that ends in MERGING is for algorithms that decode and encode on the way; without it
+        they are taken to need as much as the others.
     """
 
     source: str
@@ -58,11 +61,18 @@ class Costs:
             if not all(0 <= seconds < float("inf") for seconds in pair):
                 raise ValueError(f"{family} takes seconds a value, 0 or more, got {pair!r}.")
 
-    def local_seconds(self, family: str, values: float) -> float:
-        """What so many values take; of a family that is not there, as much as of the dearest."""
+    def local_seconds(self, family: str, values: float, is_merged: bool = False) -> float:
+        """What so many values take; of a family that is not there, as much as of the dearest.
+
+        Args:
+          family: a name.
+          values: how many.
+          is_merged: whether partial sums are decoded and encoded on the way.
+        """
         small, full = SIZES
         dearest = max(self.local.values(), key=lambda pair: pair[1], default=(0.0, 0.0))
-        among_few, among_many = self.local.get(family, dearest)
+        usual = self.local.get(family, dearest)
+        among_few, among_many = self.local.get(family + MERGING, usual) if is_merged else usual
         if values <= small:
             return among_few * values
         if values >= full:  # one bucket after the other

@@ -48,6 +48,7 @@ class Family:
 
 SCHEDULED = ("direct", "ring", "halving_doubling", "circulant")
 BOTH_LEVELS = (*SCHEDULED, "hierarchical")
+MERGED = BOTH_LEVELS[1:]  # partial sums travel on
 
 
 def _mean(codec: str, quality: str, needs: str = "") -> Family:

@@ -6,7 +6,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
-from jaxcomm.plan.families import FAMILIES, QUALITIES, Method, Sent, buckets_of, methods, sent
+from jaxcomm.plan.families import (
+    FAMILIES,
+    MERGED,
+    QUALITIES,
+    Method,
+    Sent,
+    buckets_of,
+    methods,
+    sent,
+)
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.simulate import Exchange, Simulation
@@ -182,7 +191,8 @@ def _local(cluster: Cluster, load: Workload, method: Method) -> float:
     if _is_left_out(cluster, method):
         return 0.0
     exempt = 0 if method.family == "float32" else load.exempt_values
-    compressed = cluster.costs.local_seconds(method.family, load.values - exempt)
+    is_merged = method.algorithm in MERGED
+    compressed = cluster.costs.local_seconds(method.family, load.values - exempt, is_merged)
     return compressed + cluster.costs.local_seconds("float32", exempt)
 
 

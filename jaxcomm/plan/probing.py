@@ -9,18 +9,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcomm import codecs
 from jaxcomm import mesh as mesh_
-from jaxcomm.kernels.reductions import all_finite
-from jaxcomm.plan.costs import SIZES, Costs, defaults
-from jaxcomm.plan.families import FAMILIES, FEEDBACK, Method
+from jaxcomm.collectives import _sending
+from jaxcomm.plan.costs import MERGING, SIZES, Costs, defaults
+from jaxcomm.plan.families import FAMILIES, Method, sent
+from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
+from jaxcomm.plan.predict import BASELINE
 from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.steps import Pairs
 
 ROWS, MATRICES = 1024, 2  # what codes are timed on: matrices of so many rows
+_ODD = 63 / 64  # of their columns: without messages, XLA makes slower loops at powers of two
 SMALL, LARGE = 1, (2**13, 2**15, 2**17, 2**19)  # float32 values of a message
 ENOUGH = 25e-3  # seconds; a message that takes so long need not be larger
 CHAINED = 4  # messages in a row, in one program
@@ -41,6 +43,8 @@ TIMED: dict[str, tuple[str, ...]] = {
     "powersgd1": (),
     "powersgd4": ("powersgd2",),
 }
+# Those that are often sent on their way through other devices, each of which encodes anew.
+ALSO_BY_RING = ("float32", "bfloat16", "int8", "cnat")
 
 
 def probe(
@@ -51,11 +55,10 @@ def probe(
     """Measures what messages and codes cost, on all devices of a mesh at once.
 
     Every process calls it. Messages are timed between neighbours in rank, all at once, both ways
-    and one way. Codes are timed on the first device of each process, all at once, so that processes
-    that share cores slow each other down as they will in training, on two matrices of 1024 x 128
-    and of 1024 x 1024. A device that is alone has no errors to feed back, so the codes of means
-    with error feedback are timed by themselves. Where an operation has several implementations,
-    they are timed too; `implementation="measure"` finds the choice again.
+    and one way. Codes are timed as exchanges of two matrices of 1024 x 126 and of 1024 x 1008 whose
+    messages are not sent, in all processes at once, so that processes that share cores slow each
+    other down as they will in training. Where an operation has several implementations, they are
+    timed too; `implementation="measure"` finds the choice again.
 
     Args:
       mesh: of one axis; None is all devices.
@@ -103,14 +106,16 @@ def _measured(mesh: Mesh, cluster: Cluster | None, families: tuple[str, ...]) ->
     all_at_once = large["one way" if n == 2 and half_duplex else "shift"]
     flag = _flag(mesh)
     latencies.append(small())
+    per_byte = max(all_at_once - latencies[-1], 0.0) / (4 * values)
     local: dict[str, tuple[float, float]] = {}
     for family in families:
-        pair = _local(mesh, family, SIZES[0]), _local(mesh, family, SIZES[1])
-        local |= dict.fromkeys((family, *TIMED[family]), pair)
+        for suffix, algorithm in _algorithms_of(family).items():
+            method = Method(family, algorithm)
+            few, many = (_local(mesh, method, size, latencies[-1], per_byte) for size in SIZES)
+            local |= {name + suffix: (few, many) for name in (family, *TIMED[family])}
     latencies.append(small())
     latency = statistics.median(latencies)
     call = max(flag - 2 * (n - 1) * latency, 0.0)
-    per_byte = max(all_at_once - latency, 0.0) / (4 * values)
     efficiency = usual.efficiency
     if cluster is not None:
         pairs = one_way if n == 2 and half_duplex else shift
@@ -131,6 +136,12 @@ def _measured(mesh: Mesh, cluster: Cluster | None, families: tuple[str, ...]) ->
         call=call,
         local=local,
     )
+
+
+def _algorithms_of(family: str) -> dict[str, str]:
+    """By which algorithms a family's exchange is timed, by what stands behind its name in Costs."""
+    usual = FAMILIES[family].algorithms[0]
+    return {"": usual, MERGING: "ring"} if family in ALSO_BY_RING else {"": usual}
 
 
 def _declared(cluster: Cluster, pairs: Pairs) -> float:
@@ -183,66 +194,67 @@ def _slowest(
     return _timed(mesh, lambda: program(rows), repeats)
 
 
-def _local(mesh: Mesh, family: str, values: int) -> float:
-    """Seconds of a value among so many, on every process at once."""
-    about = FAMILIES[family]
-    if FEEDBACK in about.needs and about.options["method"] == "mean":
-        return _feedback(mesh, family, values) / values
-    method = Method(family, about.algorithms[0])
-    return _exchange(mesh, _alone(mesh), method, (ROWS, values // (MATRICES * ROWS))) / values
+def _local(mesh: Mesh, method: Method, values: int, latency: float, per_byte: float) -> float:
+    """Seconds of a value among so many, on every process at once.
+
+    The programs are those of exchanges over the whole mesh, whose messages are not sent. XLA's own
+    all-reduce cannot be kept from sending. A float32 mean leaves it out where a device is alone. A
+    low rank has short messages, which are taken off; what they wait for each other stays.
+    """
+    axis, columns = mesh.axis_names[0], round(_ODD * values / (MATRICES * ROWS))
+    load = Workload(((ROWS, columns),) * MATRICES, step_seconds=1.0)
+    tx, sending = method.transformation(axis, implementation="measure"), 0.0
+    if method == BASELINE:
+        run = exchange(_alone(mesh), axis, tx, load.shapes)
+    elif method.algorithm == "native":
+        run = exchange(mesh, axis, tx, load.shapes)
+        for part in sent(method, load, mesh.size):
+            hops = 2 * (mesh.size - 1)
+            share = hops / mesh.size * 4 * part.values
+            sending += part.times * (hops * latency + share * per_byte)
+    else:
+        with _sending.silence():
+            run = exchange(mesh, axis, tx, load.shapes)
+    return max(_timed(mesh, run) - sending, 0.0) / load.values
 
 
 def _alone(mesh: Mesh) -> Mesh:
     """This process's first device by itself."""
     device = mesh.local_devices[0]
-    return jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=[device])
+    return Mesh(np.array([device]), mesh.axis_names)
 
 
-def _feedback(mesh: Mesh, family: str, values: int) -> float:
-    """Seconds: what a device encodes, decodes, keeps and adds, without messages."""
-    codec, n = codecs.from_name(family), values // mesh.size
+def exchange(
+    mesh: Mesh, axes: Any, tx: Any, shapes: Sequence[tuple[int, ...]]
+) -> Callable[[], Any]:
+    """A transformation's exchange of random gradients, compiled; each run has the state before it.
 
-    def body(x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
-        finite = all_finite([x])
-        blocks = (x + residual).reshape(mesh.size, n)
-        payload = codec.encode(blocks)
-        left = (blocks - codec.decode(payload, n)).reshape(-1)
-        arrived = jax.lax.optimization_barrier(payload)
-        mine = codec.decode_and_sum(arrived, n)
-        result = jnp.tile(codec.encode(mine)[None], (mesh.size, 1))
-        results = codec.decode(jax.lax.optimization_barrier(result), n).reshape(-1)
-        return jnp.where(finite, results, jnp.nan), jnp.where(finite, left, residual)
-
-    own = np.random.default_rng(0).standard_normal(n * mesh.size, np.float32)
-    x = jax.device_put(own, mesh.local_devices[0])
-    program, alone = jax.jit(body), _alone(mesh)
-
-    def run() -> Any:
-        with jax.set_mesh(alone):  # the mesh that is set may have devices of other processes
-            return program(x, x)
-
-    return _timed(mesh, run)
-
-
-def _exchange(mesh: Mesh, over: Mesh, method: Method, shape: tuple[int, int]) -> float:
-    """Seconds of an exchange of the matrices over a mesh of one axis, all processes at once."""
-    with jax.set_mesh(over):
-        tx = method.transformation("data", implementation="measure")
-        names = [f"w{i}" for i in range(MATRICES)]
-        state = jax.jit(tx.init)(mesh_.replicate({w: jnp.zeros(shape, jnp.float32) for w in names}))
-        rows = len(over.local_devices)
-        values = np.random.default_rng(0).standard_normal((rows, *shape), np.float32)
-        sharding = NamedSharding(over, PartitionSpec("data"))
-        own = jax.make_array_from_process_local_data(sharding, values)
-        grads = {w: jnp.copy(own) for w in names}
-        program = jax.jit(tx.update)
-        program(grads, state)
+    Args:
+      mesh: of these axes.
+      axes: over which gradients are exchanged.
+      tx: the transformation.
+      shapes: of the gradients.
+    """
+    rng = np.random.default_rng(jax.process_index())
+    sharding = NamedSharding(mesh, PartitionSpec(axes))
+    with jax.set_mesh(mesh):
+        zeros = [jnp.zeros(shape, jnp.float32) for shape in shapes]
+        state = tx.init(mesh_.replicate(zeros))
+        count = len(mesh.local_devices)
+        grads = [
+            jax.make_array_from_process_local_data(
+                sharding, rng.standard_normal((count, *shape), np.float32)
+            )
+            for shape in shapes
+        ]
+        program = jax.jit(tx.update).lower(grads, state).compile()
+    kept = [state]
 
     def run() -> Any:
-        with jax.set_mesh(over):
-            return program(grads, state)
+        updates, kept[0] = program(grads, kept[0])
+        return updates, kept[0]
 
-    return _timed(mesh, run)
+    return run
 
 
 def _timed(mesh: Mesh, run: Callable[[], Any], repeats: int = REPEATS) -> float:

@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from jaxcomm import mesh as mesh_
 from jaxcomm.plan.choosing import Plan
 from jaxcomm.plan.families import Method
 from jaxcomm.plan.predict import BASELINE, Prediction, choose, with_exchange
-from jaxcomm.plan.probing import TIMED, max_over
+from jaxcomm.plan.probing import TIMED, exchange, max_over
 
 WITHIN, FIRST = 1.3, 3  # of the fastest step as predicted: so near, and so many, are timed
 MOST = 8  # with the best of each quality, and those that lead once the first are known
@@ -139,32 +137,13 @@ def _probed(method: Method) -> str:
 
 
 def _exchange(found: Plan, method: Method, devices: Sequence[Any] | None) -> Run:
-    """A method's exchange of random gradients, compiled; each has the state of the one before."""
+    """A method's exchange of random gradients; see `probing.exchange`."""
     axes = ("far", "near") if method.algorithm == "hierarchical" else "data"
     mesh, flags = found.mesh(axes, devices), found.load.exempt
     # Leaves are in a list, whose paths are their numbers.
     options = {"exempt": lambda path, shape: flags[int(path)]} if flags else {}
     tx = method.transformation(axes, **options)
-    rng = np.random.default_rng(jax.process_index())
-    sharding = NamedSharding(mesh, PartitionSpec(axes))
-    with jax.set_mesh(mesh):
-        zeros = [jnp.zeros(shape, jnp.float32) for shape in found.load.shapes]
-        state = tx.init(mesh_.replicate(zeros))
-        count = len(mesh.local_devices)
-        grads = [
-            jax.make_array_from_process_local_data(
-                sharding, rng.standard_normal((count, *shape), np.float32)
-            )
-            for shape in found.load.shapes
-        ]
-        program = jax.jit(tx.update).lower(grads, state).compile()
-    kept = [state]
-
-    def run() -> Any:
-        updates, kept[0] = program(grads, kept[0])
-        return updates, kept[0]
-
-    return run
+    return exchange(mesh, axes, tx, found.load.shapes)
 
 
 def _medians(mesh: Mesh, runs: Mapping[Method, Run], repeats: int) -> dict[Method, float]:

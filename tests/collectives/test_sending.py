@@ -113,6 +113,41 @@ def test_two_devices_gather_by_a_swap(
     assert ("all-reduce" in f.lower(x).compile().as_text()) == (world == 2)
 
 
+OPERATIONS: dict[str, Callable[[jax.Array], Any]] = {
+    "ppermute": lambda x: _sending.ppermute(x, "data", [(r, (r + 1) % 4) for r in range(4)]),
+    "swap": lambda x: _sending.ppermute(x, "data", [(0, 2), (2, 0), (1, 3), (3, 1)]),
+    "all_to_all": lambda x: _sending.all_to_all(x, "data"),
+    "all_gather": lambda x: _sending.all_gather(x, "data"),
+    "all_gather, tiled": lambda x: _sending.all_gather(x, "data", tiled=True),
+}
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_in_silence_devices_find_their_own_messages(
+    name: str, is_long: bool, make_mesh: Callable[[int], Mesh], request: pytest.FixtureRequest
+) -> None:
+    if is_long:
+        request.getfixturevalue("between_processes")
+    x = np.arange(4 * 8, dtype=np.float32).reshape(4, 8)
+    operation, mesh = OPERATIONS[name], make_mesh(4)
+
+    def program() -> Any:
+        return by_device(lambda x: operation(x), mesh).lower(x).compile()
+
+    with _sending.silence():
+        silent = program()
+    sending = program()  # and those that are traced behind it send again
+    assert jaxcomm.wire_report(silent).bytes_max == 0 < jaxcomm.wire_report(sending).bytes_max
+    found = np.asarray(silent(x))
+    assert found.shape == np.asarray(sending(x)).shape
+    alone = x if name in ("ppermute", "swap", "all_to_all") else np.repeat(x[:, None], 4, axis=1)
+    if name == "all_to_all" and is_long:  # round k brings what was sent to k further on
+        blocks = x.reshape(4, 4, 2)
+        alone = np.stack([[blocks[r, (2 * r - i) % 4] for i in range(4)] for r in range(4)])
+    np.testing.assert_array_equal(found, alone.reshape(found.shape))
+
+
 @pytest.mark.parametrize("axes", [("model", "data"), ("data", "model"), "data"])
 def test_over_axes_in_another_order_than_the_mesh_has(
     between_processes: None, mesh4x2: Mesh, axes: Any

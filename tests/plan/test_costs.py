@@ -8,8 +8,10 @@ import jax
 import pytest
 from jax.sharding import AxisType
 
+import jaxcomm
 from jaxcomm import plan
 from jaxcomm.plan import probing
+from jaxcomm.plan.families import FAMILIES, Method
 
 FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, False, False, 0.0, {})
 
@@ -69,17 +71,51 @@ class TestCosts:
     def test_a_probe_of_simulated_devices(self, make_mesh: Any) -> None:
         found = plan.probe(make_mesh(4), families=["float32"])
         assert found.source.startswith("measured on 4 devices") and found.latency > 0
-        assert set(found.local) == {"float32"} and min(found.local["float32"]) > 0
+        assert set(found.local) == {"float32", "float32/ring"}
+        assert all(min(pair) > 0 for pair in found.local.values())
         with pytest.raises(ValueError, match="unknown family 'int3'"):
             plan.probe(make_mesh(4), families=["int3"])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(probing, "_local", lambda _, family, values: float(values))
-            pair = plan.probe(make_mesh(4), families=["cnat"]).local["cnat"]
-        assert pair == (2.0**18, 2.0**21)  # few first
+            length = lambda _, method, values, *__: values + len(method.name)  # noqa: E731
+            patch.setattr(probing, "_local", length)
+            local = plan.probe(make_mesh(4), families=["cnat", "vote"]).local
+        few, many = 2**18, 2**21
+        assert local == {
+            "cnat": (few + len("cnat/direct"), many + len("cnat/direct")),
+            "cnat/ring": (few + len("cnat/ring"), many + len("cnat/ring")),
+            "vote": (few + len("vote/direct"), many + len("vote/direct")),
+        }
         with pytest.raises(ValueError, match="several devices"):
             plan.probe(make_mesh(1))
         with pytest.raises(ValueError, match="the cluster has 2 devices, the mesh 4"):
             plan.probe(make_mesh(4), plan.cluster(plan.fabrics.star("two", 2, 10)))
+
+    @pytest.mark.parametrize("name", ["int8/direct", "vote/ring", "oktopk", "powersgd1"])
+    def test_codes_are_timed_without_their_messages(
+        self, name: str, make_mesh: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Those of a low rank are sent and taken off."""
+        ran: list[Any] = []
+        lower = jax.stages.Lowered.compile
+
+        def compiled(lowered: Any) -> Any:
+            ran.append(lower(lowered))
+            return ran[-1]
+
+        monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
+        monkeypatch.setattr(probing, "_timed", lambda mesh, run: 1.0)
+        family, _, algorithm = name.partition("/")
+        method = Method(family, algorithm or FAMILIES[family].algorithms[0])
+        mesh = probing.mesh_.data_mesh(devices=make_mesh(4).devices.flat)
+        seconds = probing._local(mesh, method, 2**16, latency=1e-3, per_byte=1e-7)
+        values = 2 * 1024 * round(63 / 64 * 32)
+        sent = jaxcomm.wire_report(ran[-1]).bytes_max
+        if family != "powersgd1":
+            assert sent <= 64 and seconds * values == pytest.approx(1.0)  # a flag, counts
+        else:
+            thin = 4 * 2 * (1024 + values // 2048)  # of two matrices
+            assert sent >= 1.5 * thin
+            assert seconds * values == pytest.approx(1.0 - 2 * 6e-3 - 1.5 * thin * 1e-7, rel=1e-3)
 
     def test_whatever_mesh_is_set(self, make_mesh: Any) -> None:
         """One with other devices, and one by jax, whose axis is Explicit."""

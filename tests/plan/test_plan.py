@@ -82,6 +82,21 @@ class TestNumbers:
         assert costs.local_seconds("cnat", full) == 2e-9 * full  # not there: as the dearest
         assert FREE.local_seconds("cnat", full) == 0
 
+    def test_what_travels_on_may_take_longer(self) -> None:
+        """Algorithms that merge on the way have costs of their own, where these are known."""
+        local = {"int8": (1e-9, 1e-9), "int8/ring": (3e-9, 3e-9), "cnat": (2e-9, 2e-9)}
+        costs = dataclasses.replace(FREE, local=local)
+        seconds = {
+            (family, algorithm): row_of(room(costs=costs), self.load, family, algorithm).local
+            for family in ("int8", "cnat")
+            for algorithm in ("direct", "ring", "halving_doubling", "circulant")
+        }
+        of = {"int8": (1e-9, 3e-9), "cnat": (2e-9, 2e-9)}
+        assert seconds == {
+            (family, algorithm): pytest.approx(4e6 * of[family][algorithm != "direct"])
+            for family, algorithm in seconds
+        }
+
     def test_what_hides_behind_the_backward_pass(self) -> None:
         hides = dataclasses.replace(FREE, overlap=True)
         short = row_of(room(rate="100Gbit", costs=hides), self.load, "float32", "native")
