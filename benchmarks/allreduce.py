@@ -8,7 +8,8 @@ matrices of 1024 x 1024. A repeat starts behind a barrier and takes as long as i
 repeats of all methods alternate; medians are shown. `link MB` is what the busiest direction of a
 link carried in one exchange, headers and the flag included and barriers not, and the floor is that
 over the rate that one TCP stream reached on this network just before. Without a limit there is no
-floor.
+floor. `over sum` is over the floor and the CPU time of all hosts, TCP's included, spread over the
+cores: what a program needs that never sends while it computes.
 
 `--peers` adds a whole step of a perceptron with so many weights (forward, backward, exchange, SGD;
 32 rows a host), and the same step under PyTorch's DistributedDataParallel with its hooks, over gloo
@@ -17,7 +18,7 @@ another). Its rows have as `ms` the step less the same step without DDP; `step_m
 `step_less_compute_ms` for ours what PyTorch's `ms` is.
 
 `--out=FILE` keeps the rows as JSON, with the command, the date, versions and the machine; `--json`
-prints them as the last line: method, codec, algorithm, ms, floor_ms, over_floor,
+prints them as the last line: method, codec, algorithm, ms, floor_ms, over_floor, over_sum,
 bytes_busiest_link, native_ms (a bare `jax.lax.psum` of the same gradients), compile_s (on one
 host), cpu_ms (of all hosts together), and peer for PyTorch's.
 """
@@ -49,6 +50,7 @@ from jaxcomm import plan
 
 USUAL = "float32,bfloat16,cnat,int8,int4,scaled_sign,vote,vote/direct,vote/ring,oktopk"
 STEP = "step "  # in names of cases
+CORES = len(os.sched_getaffinity(0))
 PEERS = str(Path(__file__).parents[1] / ".venv-peers/bin/python")
 
 
@@ -131,6 +133,7 @@ def our_rows(
     steps = {row["name"].removeprefix(STEP): row["ms"] for row in timed if "method" not in row}
     for row in rows:
         row["native_ms"] = rows[0]["ms"]
+        row["over_sum"] = row["ms"] / ((row["floor_ms"] or 0.0) + row["cpu_ms"] / CORES)
         if row["method"] in steps:
             row["step_ms"] = steps[row["method"]]
             row["step_less_compute_ms"] = row["step_ms"] - steps[COMPUTE]
@@ -178,18 +181,20 @@ def show(rows: list[Any], made: plan.Topology, args: argparse.Namespace) -> None
     rates = sorted({"unlimited" if k.rate is None else f"{k.rate:g}" for k in made.links})
     print(
         f"{made.name}, {len(made.hosts)} hosts, {' and '.join(rates)} Mbit/s, "
-        f"{args.params:g} values, {os.cpu_count()} cores, medians of {args.repeats}"
+        f"{args.params:g} values, {CORES} cores, medians of {args.repeats}"
     )
-    columns = f"{'ms':>9}{'over floor':>12}{'of psum':>9}{'link MB':>9}{'CPU ms':>8}"
-    columns += f"{'compile s':>11}{'step ms':>9}{'- compute':>11}"
+    columns = f"{'ms':>9}{'over floor':>12}{'over sum':>10}{'of psum':>9}{'link MB':>9}"
+    columns += f"{'CPU ms':>8}{'compile s':>11}{'step ms':>9}{'- compute':>11}"
     print(f"{'':22}{columns}")
     for row in rows:
         compile_s = f"{row['compile_s']:.1f}" if "compile_s" in row else "-"
         over = f"{row['over_floor']:.2f}" if row["over_floor"] else "-"
+        both = f"{row['over_sum']:.2f}" if "over_sum" in row else "-"
         step = f"{row['step_ms']:.1f}" if "step_ms" in row else "-"
         less = f"{row['step_less_compute_ms']:.1f}" if "step_ms" in row else "-"
         print(
-            f"{row['method']:22}{row['ms']:9.1f}{over:>12}{row['ms'] / row['native_ms']:9.2f}"
+            f"{row['method']:22}{row['ms']:9.1f}{over:>12}{both:>10}"
+            f"{row['ms'] / row['native_ms']:9.2f}"
             f"{row['bytes_busiest_link'] / 1e6:9.3f}{row['cpu_ms']:8.0f}{compile_s:>11}"
             f"{step:>9}{less:>11}"
         )
