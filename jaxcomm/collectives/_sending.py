@@ -51,7 +51,7 @@ def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]
     """
     if is_swap(pairs) and _by_gloo(x.nbytes, LEAST_SWAPPED):
         return swapped(x, axis_name, pairs)
-    return _arrived(x) if _SILENT.get() else _axes.ppermute(x, axis_name, pairs)
+    return _kept(x, axis_name) if _SILENT.get() else _axes.ppermute(x, axis_name, pairs)
 
 
 def all_to_all(message: Any, axis_name: AxisName) -> Any:
@@ -69,7 +69,7 @@ def all_to_all(message: Any, axis_name: AxisName) -> Any:
         if world > 1 and _by_gloo(x.nbytes // world, LEAST_BYTES):
             return by_rounds(x, axis_name)
         if _SILENT.get():
-            return _arrived(x)
+            return _kept(x, axis_name)
         return jax.lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
 
     with jax.named_scope("exchange"):
@@ -91,7 +91,7 @@ def all_gather(message: Any, axis_name: AxisName, *, tiled: bool = False) -> Any
     def one(x: jax.Array) -> jax.Array:
         if world != 2 or not _by_gloo(x.nbytes, LEAST_SWAPPED):  # more are a ring in gloo
             if _SILENT.get():
-                copies = _arrived(jnp.broadcast_to(x, (world, *x.shape)))
+                copies = _kept(jnp.broadcast_to(x, (world, *x.shape)), axis_name)
                 return copies.reshape(-1, *x.shape[1:]) if tiled else copies
             return jax.lax.all_gather(x, axis_name, tiled=tiled)
         other = ppermute(x, axis_name, ((0, 1), (1, 0)))
@@ -118,7 +118,7 @@ def swapped(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]])
 
     def summed(words: jax.Array) -> jax.Array:
         if _SILENT.get():
-            return _arrived(words + words)
+            return _kept(words + words, axis_name)
         return jax.lax.psum(words, axis_name, axis_index_groups=groups)
 
     if _axes.checks_on(axis_name):  # they do not know of groups
@@ -145,9 +145,13 @@ def by_rounds(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return found.reshape(x.shape)
 
 
-def _arrived(x: jax.Array) -> jax.Array:
-    """A message in silence; without the barrier XLA would decode what it has encoded."""
-    return jax.lax.optimization_barrier(x)
+def _kept(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """A message in silence: every device sends to itself.
+
+    XLA fuses nothing across that, so that the other operations are those of a program that sends.
+    """
+    world = jax.lax.axis_size(axis_name)
+    return _axes.ppermute(x, axis_name, [(device, device) for device in range(world)])
 
 
 def _by_gloo(message_bytes: int, least: int) -> bool:

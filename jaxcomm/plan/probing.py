@@ -22,7 +22,6 @@ from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.steps import Pairs
 
 ROWS, MATRICES = 1024, 2  # what codes are timed on: matrices of so many rows
-_ODD = 63 / 64  # of their columns: without messages, XLA makes slower loops at powers of two
 SMALL, LARGE = 1, (2**13, 2**15, 2**17, 2**19)  # float32 values of a message
 ENOUGH = 25e-3  # seconds; a message that takes so long need not be larger
 CHAINED = 4  # messages in a row, in one program
@@ -55,7 +54,7 @@ def probe(
     """Measures what messages and codes cost, on all devices of a mesh at once.
 
     Every process calls it. Messages are timed between neighbours in rank, all at once, both ways
-    and one way. Codes are timed as exchanges of two matrices of 1024 x 126 and of 1024 x 1008 whose
+    and one way. Codes are timed as exchanges of two matrices of 1024 x 128 and of 1024 x 1024 whose
     messages are not sent, in all processes at once, so that processes that share cores slow each
     other down as they will in training. Where an operation has several implementations, they are
     timed too; `implementation="measure"` finds the choice again.
@@ -111,7 +110,10 @@ def _measured(mesh: Mesh, cluster: Cluster | None, families: tuple[str, ...]) ->
     for family in families:
         for suffix, algorithm in _algorithms_of(family).items():
             method = Method(family, algorithm)
-            few, many = (_local(mesh, method, size, latencies[-1], per_byte) for size in SIZES)
+            few, many = (
+                _local(mesh, method, size, latencies[-1], per_byte, repeats)
+                for size, repeats in zip(SIZES, (OFTEN, REPEATS), strict=True)
+            )
             local |= {name + suffix: (few, many) for name in (family, *TIMED[family])}
     latencies.append(small())
     latency = statistics.median(latencies)
@@ -194,14 +196,16 @@ def _slowest(
     return _timed(mesh, lambda: program(rows), repeats)
 
 
-def _local(mesh: Mesh, method: Method, values: int, latency: float, per_byte: float) -> float:
+def _local(
+    mesh: Mesh, method: Method, values: int, latency: float, per_byte: float, repeats: int = REPEATS
+) -> float:
     """Seconds of a value among so many, on every process at once.
 
     The programs are those of exchanges over the whole mesh, whose messages are not sent. XLA's own
     all-reduce cannot be kept from sending. A float32 mean leaves it out where a device is alone. A
     low rank has short messages, which are taken off; what they wait for each other stays.
     """
-    axis, columns = mesh.axis_names[0], round(_ODD * values / (MATRICES * ROWS))
+    axis, columns = mesh.axis_names[0], values // (MATRICES * ROWS)
     load = Workload(((ROWS, columns),) * MATRICES, step_seconds=1.0)
     tx, sending = method.transformation(axis, implementation="measure"), 0.0
     if method == BASELINE:
@@ -215,7 +219,7 @@ def _local(mesh: Mesh, method: Method, values: int, latency: float, per_byte: fl
     else:
         with _sending.silence():
             run = exchange(mesh, axis, tx, load.shapes)
-    return max(_timed(mesh, run) - sending, 0.0) / load.values
+    return max(_timed(mesh, run, repeats) - sending, 0.0) / load.values
 
 
 def _alone(mesh: Mesh) -> Mesh:
