@@ -4,7 +4,8 @@ A schedule says for every round t which devices send to which (`pairs`), which p
 blocks they send (`send`), and at which positions the target merges them (`into`). Device r keeps
 its blocks in an order of its own, `order[r]`, chosen so that these positions are the same on every
 device. So all devices run one program with static slices, and nothing is indexed by the device but
-the two reorderings at the ends.
+the two reorderings at the ends. Where every message is one block, as in a ring, the blocks are a
+list, and the first reordering copies nothing: each block is read where it lies when it is used.
 
     reduce-scatter  round 0, 1, ...: encode the blocks at `send`, ppermute, decode, merge at `into`
     all-gather      the same rounds backwards, with the pairs reversed: what was merged at `into` is
@@ -72,7 +73,7 @@ class Scheduled(Algorithm):
         """See `Algorithm.reduce_scatter`."""
         schedule = self.schedule(jax.lax.axis_size(axis_name))
         me = jax.lax.axis_index(axis_name)
-        partial = _reorder(partial, schedule.order, me)
+        partial = _in_order(partial, schedule, me)
         errors = jax.tree.map(jnp.zeros_like, partial) if reduction.keeps_errors else None
         for number, (step, counts) in enumerate(zip(schedule.rounds, schedule.counts, strict=True)):
             sources, targets = zip(*step.pairs, strict=True)
@@ -91,15 +92,16 @@ class Scheduled(Algorithm):
                 merged = reduction.merge(mine, reduction.decode(arrived, counts, mine))
             merged = _where_among(targets, merged, mine, schedule.world, me)
             partial = _put(partial, step.into, merged)
-        return _take(partial, 0, 1), _reorder(errors, _inverse(schedule.order), me)
+        return _take(partial, 0, 1), _by_block(errors, schedule.order, me)
 
     def all_gather(self, result: Any, axis_name: AxisName) -> Any:
         """See `Algorithm.all_gather`."""
         schedule = self.schedule(jax.lax.axis_size(axis_name))
         me = jax.lax.axis_index(axis_name)
         # Position 0 holds this device's own result; the others are filled round by round.
-        empty = [(0, schedule.blocks - 1)]
-        results = jax.tree.map(lambda v: jnp.pad(v, empty + [(0, 0)] * (v.ndim - 1)), result)
+        results = [result, *[jax.tree.map(jnp.zeros_like, result)] * (schedule.blocks - 1)]
+        if not _sends_single_blocks(schedule):
+            results = jax.tree.map(lambda *rows: jnp.concatenate(rows), *results)
         for step in reversed(schedule.rounds):
             back = [(target, source) for source, target in step.pairs]
             complete = _take(results, step.into, step.into + step.size)
@@ -107,7 +109,37 @@ class Scheduled(Algorithm):
             mine = _take(results, *step.send)
             arrived = _where_among([t for _, t in back], arrived, mine, schedule.world, me)
             results = _put(results, step.send[0], arrived)
-        return _reorder(results, _inverse(schedule.order), me)
+        return _by_block(results, schedule.order, me)
+
+
+def _sends_single_blocks(schedule: Schedule) -> bool:
+    return all(step.size == 1 for step in schedule.rounds)
+
+
+def _in_order(blocks: Any, schedule: Schedule, me: jax.Array) -> Any:
+    """The blocks in this device's own order; a list of them if all messages are single blocks."""
+    if not _sends_single_blocks(schedule):
+        return _reorder(blocks, schedule.order, me)
+    mine = jnp.asarray(schedule.order)[me]
+    return [
+        jax.tree.map(lambda b, i=i: jax.lax.dynamic_index_in_dim(b, mine[i]), blocks)
+        for i in range(schedule.blocks)
+    ]
+
+
+def _by_block(kept: Any, order: Order, me: jax.Array) -> Any:
+    """Undoes `_in_order`."""
+    if not isinstance(kept, list):
+        return _reorder(kept, _inverse(order), me)
+    mine = jnp.asarray(order)[me]
+
+    def one(*rows: jax.Array) -> jax.Array:
+        blocks = jnp.zeros((len(rows), *rows[0].shape[1:]), rows[0].dtype)
+        for i, row in enumerate(rows):
+            blocks = jax.lax.dynamic_update_slice_in_dim(blocks, row, mine[i], axis=0)
+        return blocks
+
+    return kept[0] if len(kept) == 1 else jax.tree.map(one, *kept)
 
 
 def _reorder(blocks: Any, order: Order, me: jax.Array) -> Any:
@@ -133,10 +165,14 @@ def _permute(message: Any, axis_name: AxisName, pairs: Any) -> Any:
 
 
 def _take(blocks: Any, start: int, stop: int) -> Any:
+    if isinstance(blocks, list):
+        return blocks[start]
     return jax.tree.map(lambda b: b[start:stop], blocks)
 
 
 def _put(blocks: Any, start: int, new: Any) -> Any:
+    if isinstance(blocks, list):
+        return [*blocks[:start], new, *blocks[start + 1 :]]
     return jax.tree.map(
         lambda b, n: jax.lax.dynamic_update_slice_in_dim(b, n, start, axis=0), blocks, new
     )
