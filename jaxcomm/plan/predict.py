@@ -23,7 +23,7 @@ from jaxcomm.plan.simulate import Exchange, Simulation
 # How far four of five measurements were from their predictions at most, as shares of these, by
 # algorithm: `python -m benchmarks.planner --report`. Below a million values it is twice as much.
 ERRORS = {
-    "native": 0.05,
+    "native": 0.08,
     "ring": 0.1,
     "direct": 0.1,
     "halving_doubling": 0.1,
