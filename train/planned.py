@@ -217,7 +217,8 @@ def predicted(
     """What the exchange of a compiled step takes, by what messages and codes take by themselves.
 
     Messages are those of the compiled program; `plan.probe` measures what a byte takes. Codes are
-    timed in an exchange of each process with itself, all at once.
+    timed in an exchange of each process with itself, all at once, less a program that exchanges
+    nothing: a step starts one program, with or without an exchange.
 
     Args:
       wire: of the compiled step.
@@ -237,11 +238,11 @@ def predicted(
         costs = dataclasses.replace(costs, per_byte=8e-9 / gigabits)
     usual = _usual(wire)
     latency = plan.seconds_of(usual, dataclasses.replace(costs, per_byte=0.0))
-    return Predicted(
-        1e3 * latency,
-        1e3 * (plan.seconds_of(usual, costs) - latency),
-        1e3 * _with_oneself(exchange, params) if exchange else 0.0,
-    )
+    local = 0.0
+    if exchange:
+        nothing = _with_oneself(jaxcomm.no_exchange(sync.AXIS), params)
+        local = max(_with_oneself(exchange, params) - nothing, 0.0)
+    return Predicted(1e3 * latency, 1e3 * (plan.seconds_of(usual, costs) - latency), 1e3 * local)
 
 
 def _usual(wire: jaxcomm.WireReport) -> jaxcomm.WireReport:
