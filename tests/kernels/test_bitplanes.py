@@ -67,10 +67,11 @@ def test_a_word_takes_its_bits_from_32_streams() -> None:
 @pytest.mark.parametrize("n", LENGTHS)
 def test_every_length(n: int) -> None:
     bits = np.random.default_rng(n).random((2, n)) < 0.5
-    words, back, _ = there_and_back(bits, n)
+    words, back, signs = there_and_back(bits, n)
     assert words.shape == (2, bitplanes.words_for(n)) and words.dtype == jnp.uint32
     np.testing.assert_array_equal(words, packed(bits))
     np.testing.assert_array_equal(back, bits)
+    np.testing.assert_array_equal(signs, np.where(bits, 1, -1))
 
 
 @functools.partial(jax.jit, static_argnums=1)
