@@ -1,6 +1,7 @@
 """What messages and codes cost in this very job, measured in under a minute."""
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +13,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcomm import mesh as mesh_
-from jaxcomm.collectives import _sending
+from jaxcomm.plan.compiling import compiled
 from jaxcomm.plan.costs import MERGING, SIZES, Costs, defaults
+from jaxcomm.plan.exchanges import Exchange
 from jaxcomm.plan.families import FAMILIES, Method, sent
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
@@ -26,6 +28,7 @@ SMALL, LARGE = 1, (2**13, 2**15, 2**17, 2**19)  # float32 values of a message
 ENOUGH = 25e-3  # seconds; a message that takes so long need not be larger
 CHAINED = 4  # messages in a row, in one program
 REPEATS, OFTEN = 7, 35  # what is small varies most
+ROUNDS = 3  # of repeats, of codes
 _TWICE = 1.5  # both directions at once take so much longer than one where they share a rate
 
 # Which methods are timed, and for whom they stand.
@@ -106,15 +109,7 @@ def _measured(mesh: Mesh, cluster: Cluster | None, families: tuple[str, ...]) ->
     flag = _flag(mesh)
     latencies.append(small())
     per_byte = max(all_at_once - latencies[-1], 0.0) / (4 * values)
-    local: dict[str, tuple[float, float]] = {}
-    for family in families:
-        for suffix, algorithm in _algorithms_of(family).items():
-            method = Method(family, algorithm)
-            few, many = (
-                _local(mesh, method, size, latencies[-1], per_byte, repeats)
-                for size, repeats in zip(SIZES, (OFTEN, REPEATS), strict=True)
-            )
-            local |= {name + suffix: (few, many) for name in (family, *TIMED[family])}
+    local = _locals(mesh, families, latencies[-1], per_byte)
     latencies.append(small())
     latency = statistics.median(latencies)
     call = max(flag - 2 * (n - 1) * latency, 0.0)
@@ -196,30 +191,83 @@ def _slowest(
     return _timed(mesh, lambda: program(rows), repeats)
 
 
-def _local(
-    mesh: Mesh, method: Method, values: int, latency: float, per_byte: float, repeats: int = REPEATS
-) -> float:
+def _locals(
+    mesh: Mesh, families: Sequence[str], latency: float, per_byte: float
+) -> dict[str, tuple[float, float]]:
+    """Seconds of a value, among few and among many: see Costs.local."""
+    named = [
+        (family, suffix, Method(family, algorithm))
+        for family in families
+        for suffix, algorithm in _algorithms_of(family).items()
+    ]
+    asked = [(method, size) for _, _, method in named for size in SIZES]
+    seconds = _seconds(mesh, asked, latency, per_byte)
+    return {
+        name + suffix: (seconds[method, SIZES[0]], seconds[method, SIZES[1]])
+        for family, suffix, method in named
+        for name in (family, *TIMED[family])
+    }
+
+
+def _seconds(
+    mesh: Mesh, asked: Sequence[tuple[Method, int]], latency: float, per_byte: float
+) -> dict[tuple[Method, int], float]:
     """Seconds of a value among so many, on every process at once.
 
     The programs are those of exchanges over the whole mesh, whose messages are not sent. XLA's own
     all-reduce cannot be kept from sending. A float32 mean leaves it out where a device is alone. A
     low rank has short messages, which are taken off; what they wait for each other stays.
     """
-    axis, columns = mesh.axis_names[0], values // (MATRICES * ROWS)
-    load = Workload(((ROWS, columns),) * MATRICES, step_seconds=1.0)
-    tx, sending = method.transformation(axis, implementation="measure"), 0.0
-    if method == BASELINE:
-        run = exchange(_alone(mesh), axis, tx, load.shapes)
-    elif method.algorithm == "native":
-        run = exchange(mesh, axis, tx, load.shapes)
-        for part in sent(method, load, mesh.size):
-            hops = 2 * (mesh.size - 1)
-            share = hops / mesh.size * 4 * part.values
-            sending += part.times * (hops * latency + share * per_byte)
-    else:
-        with _sending.silence():
-            run = exchange(mesh, axis, tx, load.shapes)
-    return max(_timed(mesh, run, repeats) - sending, 0.0) / load.values
+    made = {key: _exchange(mesh, *key) for key in asked}
+    shared = [key for key, each in made.items() if each.mesh == mesh]
+    programs = dict(zip(shared, compiled(mesh, [made[key].lower for key in shared]), strict=True))
+    gradients: dict[Any, list[jax.Array]] = {}
+    runs = {}
+    for key, each in made.items():
+        program = programs.get(key) or each.lower().compile()
+        alike = each.mesh, tuple(each.shapes)
+        gradients[alike] = gradients.get(alike) or each.gradients()
+        runs[key] = each.run_by(program, gradients[alike])
+    times: dict[tuple[Method, int], list[float]] = {key: [] for key in runs}
+    for _ in range(ROUNDS):  # machines have moods, which all programs shall meet
+        for key, run in runs.items():
+            repeats = OFTEN if key[1] == SIZES[0] else REPEATS
+            times[key] += _times(mesh, run, math.ceil(repeats / ROUNDS))
+    return {
+        (method, size): max(
+            statistics.median(seconds)
+            - _sending_seconds(method, size, mesh.size, latency, per_byte),
+            0.0,
+        )
+        / size
+        for (method, size), seconds in times.items()
+    }
+
+
+def _exchange(mesh: Mesh, method: Method, values: int) -> Exchange:
+    """What is timed for a method."""
+    tx = method.transformation(mesh.axis_names[0], implementation="measure")
+    room = _alone(mesh) if method == BASELINE else mesh
+    is_silent = method.algorithm != "native"
+    return Exchange(room, mesh.axis_names[0], tx, _load(values).shapes, is_silent)
+
+
+def _load(values: int) -> Workload:
+    """So many values as matrices."""
+    return Workload(((ROWS, values // (MATRICES * ROWS)),) * MATRICES, step_seconds=1.0)
+
+
+def _sending_seconds(
+    method: Method, values: int, devices: int, latency: float, per_byte: float
+) -> float:
+    """Of an exchange as it is timed, what its messages take: none but those of a low rank."""
+    if method == BASELINE or method.algorithm != "native":
+        return 0.0
+    hops = 2 * (devices - 1)
+    return sum(
+        part.times * (hops * latency + hops / devices * 4 * part.values * per_byte)
+        for part in sent(method, _load(values), devices)
+    )
 
 
 def _alone(mesh: Mesh) -> Mesh:
@@ -228,41 +276,13 @@ def _alone(mesh: Mesh) -> Mesh:
     return Mesh(np.array([device]), mesh.axis_names)
 
 
-def exchange(
-    mesh: Mesh, axes: Any, tx: Any, shapes: Sequence[tuple[int, ...]]
-) -> Callable[[], Any]:
-    """A transformation's exchange of random gradients, compiled; each run has the state before it.
-
-    Args:
-      mesh: of these axes.
-      axes: over which gradients are exchanged.
-      tx: the transformation.
-      shapes: of the gradients.
-    """
-    rng = np.random.default_rng(jax.process_index())
-    sharding = NamedSharding(mesh, PartitionSpec(axes))
-    with jax.set_mesh(mesh):
-        zeros = [jnp.zeros(shape, jnp.float32) for shape in shapes]
-        state = tx.init(mesh_.replicate(zeros))
-        count = len(mesh.local_devices)
-        grads = [
-            jax.make_array_from_process_local_data(
-                sharding, rng.standard_normal((count, *shape), np.float32)
-            )
-            for shape in shapes
-        ]
-        program = jax.jit(tx.update).lower(grads, state).compile()
-    kept = [state]
-
-    def run() -> Any:
-        updates, kept[0] = program(grads, kept[0])
-        return updates, kept[0]
-
-    return run
-
-
 def _timed(mesh: Mesh, run: Callable[[], Any], repeats: int = REPEATS) -> float:
     """The median over repeats of the slowest process's seconds; all start at once."""
+    return statistics.median(_times(mesh, run, repeats))
+
+
+def _times(mesh: Mesh, run: Callable[[], Any], repeats: int) -> list[float]:
+    """Of each repeat, after one that does not count."""
     jax.block_until_ready(run())
     times = []
     for _ in range(repeats):
@@ -270,7 +290,7 @@ def _timed(mesh: Mesh, run: Callable[[], Any], repeats: int = REPEATS) -> float:
         start = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - start)
-    return statistics.median(max_over(mesh, seconds) for seconds in times)
+    return [max_over(mesh, seconds) for seconds in times]
 
 
 def max_over(mesh: Mesh, number: float) -> float:

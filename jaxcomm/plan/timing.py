@@ -11,16 +11,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxcomm.plan.choosing import Plan
+from jaxcomm.plan.compiling import compiled
+from jaxcomm.plan.exchanges import Exchange, Run
 from jaxcomm.plan.families import Method
 from jaxcomm.plan.predict import BASELINE, Prediction, choose, with_exchange
-from jaxcomm.plan.probing import TIMED, exchange, max_over
+from jaxcomm.plan.probing import TIMED, max_over
 
 WITHIN, FIRST = 1.3, 3  # of the fastest step as predicted: so near, and so many, are timed
 MOST = 8  # with the best of each quality, and those that lead once the first are known
 QUICK, LONG = 3, 1.0  # exchanges that tell who may lead; one is enough of so many seconds
 SECONDS, REPEATS = 1.0, (3, 50)  # that these are repeated in the end, and how often
 
-Run = Callable[[], Any]
 Measure = Callable[[Sequence[Method], float | None], dict[Method, float]]
 
 
@@ -55,9 +56,8 @@ def timed(found: Plan, devices: Sequence[Any] | None = None) -> Plan:
     runs: dict[Method, Run] = {}
 
     def measure(methods: Sequence[Method], longest: float | None) -> dict[Method, float]:
-        for method in methods:
-            if method not in runs:
-                runs[method] = _exchange(found, method, devices)
+        new = [method for method in methods if method not in runs]
+        runs.update(zip(new, _exchanges(found, mesh, new, devices), strict=True))
         some = {method: runs[method] for method in methods}
         if longest is not None:
             return _medians(mesh, some, int(np.clip(SECONDS / longest, *REPEATS)))
@@ -136,14 +136,22 @@ def _probed(method: Method) -> str:
     return next((name for name, others in TIMED.items() if method.family in others), method.family)
 
 
-def _exchange(found: Plan, method: Method, devices: Sequence[Any] | None) -> Run:
-    """A method's exchange of random gradients; see `probing.exchange`."""
+def _exchanges(
+    found: Plan, mesh: Mesh, methods: Sequence[Method], devices: Sequence[Any] | None
+) -> list[Run]:
+    """The exchange of each method; `mesh` has the devices of all."""
+    asked = [_exchange(found, method, devices) for method in methods]
+    programs = compiled(mesh, [each.lower for each in asked])
+    return [each.run_by(program) for each, program in zip(asked, programs, strict=True)]
+
+
+def _exchange(found: Plan, method: Method, devices: Sequence[Any] | None) -> Exchange:
     axes = ("far", "near") if method.algorithm == "hierarchical" else "data"
     mesh, flags = found.mesh(axes, devices), found.load.exempt
     # Leaves are in a list, whose paths are their numbers.
     options = {"exempt": lambda path, shape: flags[int(path)]} if flags else {}
     tx = method.transformation(axes, **options)
-    return exchange(mesh, axes, tx, found.load.shapes)
+    return Exchange(mesh, axes, tx, found.load.shapes)
 
 
 def _medians(mesh: Mesh, runs: Mapping[Method, Run], repeats: int) -> dict[Method, float]:

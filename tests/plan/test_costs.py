@@ -76,8 +76,8 @@ class TestCosts:
         with pytest.raises(ValueError, match="unknown family 'int3'"):
             plan.probe(make_mesh(4), families=["int3"])
         with pytest.MonkeyPatch.context() as patch:
-            length = lambda _, method, values, *__: values + len(method.name)  # noqa: E731
-            patch.setattr(probing, "_local", length)
+            length = lambda _, asked, *__: {(m, n): n + len(m.name) for m, n in asked}  # noqa: E731
+            patch.setattr(probing, "_seconds", length)
             local = plan.probe(make_mesh(4), families=["cnat", "vote"]).local
         few, many = 2**18, 2**21
         assert local == {
@@ -103,12 +103,13 @@ class TestCosts:
             return ran[-1]
 
         monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
-        monkeypatch.setattr(probing, "_timed", lambda mesh, run, repeats: 1.0)
+        monkeypatch.setattr(probing, "_times", lambda mesh, run, repeats: [1.0])
         family, _, algorithm = name.partition("/")
         method = Method(family, algorithm or FAMILIES[family].algorithms[0])
         mesh = probing.mesh_.data_mesh(devices=make_mesh(4).devices.flat)
-        seconds = probing._local(mesh, method, 2**16, latency=1e-3, per_byte=1e-7)
         values = 2**16
+        asked = (method, values)
+        seconds = probing._seconds(mesh, [asked], latency=1e-3, per_byte=1e-7)[asked]
         sent = jaxcomm.wire_report(ran[-1]).bytes_max
         if family != "powersgd1":
             assert sent <= 64 and seconds * values == pytest.approx(1.0)  # a flag, counts

@@ -40,7 +40,12 @@ def taking(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[plan.Plan, li
 
     def timed(found: plan.Plan, seconds: dict[Method, float]) -> tuple[plan.Plan, list[Method]]:
         made: list[Method] = []
-        monkeypatch.setattr(timing, "_exchange", lambda found, method, devices: made.append(method))
+
+        def exchanges(found: plan.Plan, mesh: Any, methods: Any, devices: Any) -> list[Any]:
+            made.extend(methods)
+            return list(methods)
+
+        monkeypatch.setattr(timing, "_exchanges", exchanges)
         times = lambda mesh, runs, repeats: {method: seconds[method] for method in runs}  # noqa: E731
         monkeypatch.setattr(timing, "_medians", times)
         monkeypatch.setattr(timing, "_quick", lambda mesh, run: 1)
@@ -119,8 +124,8 @@ def test_exchanges_are_real() -> None:
     chosen = [Method("int8", "ring"), Method("oktopk", "own"), Method("powersgd1", "native")]
     chosen.append(Method("scaled_sign", "hierarchical"))
     found = plan.plan(room, load, chosen=chosen)
-    for method in chosen:
-        run = timing._exchange(found, method, jax.devices()[:4])
+    devices = jax.devices()[:4]
+    for run in timing._exchanges(found, found.mesh("data", devices), chosen, devices):
         updates, _ = run()
         assert [u.shape for u in updates] == [(32,), (64, 32)]
         assert all(np.isfinite(u).all() and np.any(u) for u in updates)

@@ -1,0 +1,88 @@
+"""Programs that every process of a job needs, each compiled by one of them.
+
+Where the processes run on CPUs, every one compiles a share of the programs and loads those of the
+others. Four processes that share the cores of a machine then wait for one compilation in place of
+four, and machines of their own compile in parallel.
+
+Every process compiles all programs
+ - on GPUs: what runs fastest is measured there while a program is traced, by all processes together
+   (`jaxcomm.kernels`);
+ - where jax keeps programs in a folder: one that was loaded from there cannot be sent;
+ - where processors differ.
+"""
+
+import os
+import pickle
+import platform
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils, serialize_executable
+from jax.sharding import Mesh
+
+Lower = Callable[[], jax.stages.Lowered]
+
+
+def compiled(mesh: Mesh, programs: Sequence[Lower]) -> list[Any]:
+    """The programs, compiled. Every process calls it, with the same programs.
+
+    Args:
+      mesh: whose devices they run on; its axes do not matter.
+      programs: functions that trace one, not all of which every process calls.
+
+    Returns:
+      What `Lowered.compile` returns, in the same order.
+    """
+    devices = list(mesh.devices.flat)
+    count, own = jax.process_count(), jax.process_index()
+    on_cpus_of_all = {(device.platform, device.process_index) for device in devices} == {
+        ("cpu", process) for process in range(count)
+    }
+    if count == 1 or not on_cpus_of_all or not _can_send():
+        return _compile(programs)
+    mine = range(own, len(programs), count)
+    made = dict(zip(mine, _compile([programs[i] for i in mine]), strict=True))
+    packed = pickle.dumps({i: serialize_executable.serialize(each) for i, each in made.items()})
+    for shared in _of_all(packed):
+        for i, parts in pickle.loads(shared).items():
+            if i not in made:
+                made[i] = serialize_executable.deserialize_and_load(
+                    *parts, execution_devices=devices
+                )
+    return [made[i] for i in range(len(programs))]
+
+
+def _compile(programs: Sequence[Lower]) -> list[Any]:
+    """Traces one after the other, and on CPUs compiles those that are traced meanwhile.
+
+    Not on GPUs, where compilers time what they choose from.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+    with ThreadPoolExecutor(None if is_cpu else 1) as threads:
+        started = [threads.submit(lower().compile) for lower in programs]
+        return [each.result() for each in started]
+
+
+def _can_send() -> bool:
+    """Whether every process can load what others compile: instructions and cores are alike."""
+    info, lines = Path("/proc/cpuinfo"), []
+    if info.exists():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("flags")]
+    described = f"{platform.machine()} {os.cpu_count()} {''.join(lines[:1])}"
+    is_kept = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    number = 0 if is_kept else zlib.crc32(described.encode()) | 1
+    numbers = multihost_utils.process_allgather(np.array([number], np.uint32)).ravel()
+    return set(numbers.tolist()) == {number} != {0}
+
+
+def _of_all(packed: bytes) -> list[bytes]:
+    """What each process gives, in all of them."""
+    sizes = multihost_utils.process_allgather(np.array([len(packed)], np.int32)).ravel()
+    own = np.frombuffer(packed.ljust(int(sizes.max()), b"\0"), np.uint8)
+    rows = multihost_utils.process_allgather(own).reshape(len(sizes), -1)
+    return [row[:size].tobytes() for row, size in zip(rows, sizes.tolist(), strict=True)]
