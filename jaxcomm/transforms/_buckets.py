@@ -30,6 +30,12 @@ def split_off_exempt(layout: Layout) -> tuple[Bucket, Bucket]:
     return tuple(i for i in range(len(layout.leaves)) if i not in set(exempt)), exempt
 
 
+def split_off_empty(layout: Layout) -> tuple[Bucket, Bucket]:
+    """The leaves that have values and those that have none."""
+    empty = tuple(i for i, leaf in enumerate(layout.leaves) if 0 in leaf.shape)
+    return tuple(i for i in range(len(layout.leaves)) if i not in set(empty)), empty
+
+
 def by_appearance(layout: Layout, chosen: Bucket, order: Sequence[str] | None) -> Bucket:
     """The leaves in the order in which their gradients appear.
 

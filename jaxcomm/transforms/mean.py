@@ -24,6 +24,7 @@ from jaxcomm.transforms._buckets import (
     joined_sums,
     key_of,
     split,
+    split_off_empty,
     split_off_exempt,
 )
 from jaxcomm.transforms._exchange import (
@@ -183,7 +184,8 @@ def mean(
         return MeanState(layout, jnp.zeros((), jnp.int32), residual)
 
     def on_device(grads: Arrays, own: Own, step: jax.Array, layout: Layout) -> tuple[Arrays, Own]:
-        large, exempt_ = split_off_exempt(layout)
+        # A plain mean sends all leaves alike: together they take the latency of one.
+        large, exempt_ = split_off_empty(layout) if is_plain else split_off_exempt(layout)
         buckets = buckets_of(layout, large, bucket_order, limit)
         key = jax.random.fold_in(jax.random.key(seed), step)
         (old,) = own

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+import jaxcomm
 from jaxcomm.transforms._buckets import LAYER, buckets_of, joined, joined_sums, split
 from jaxcomm.transforms._layout import Layout, Leaf
 
@@ -58,3 +59,18 @@ def test_leaves_are_joined_in_their_order(odd: int, behind: int | None) -> None:
     np.testing.assert_array_equal(sums, vector(a) + vector(b))
     for key, part in split(sums, a).items():
         np.testing.assert_array_equal(part, a[key] + b[key])
+
+
+def test_a_plain_mean_sends_one_vector() -> None:
+    """XLA on CPU sends every operand of an all-reduce by itself, one after the other."""
+    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8), "scale": jnp.ones(()), "no": jnp.ones((0,))}
+    mesh = jaxcomm.data_mesh(devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        tx = jaxcomm.mean("data", exempt=("w",))
+        grads = jax.tree.map(lambda x: jnp.ones((4, *x.shape)), params)
+        state = tx.init(jaxcomm.replicate(params))
+        compiled = jax.jit(tx.update).lower(grads, state).compile()
+        (sent,) = jaxcomm.wire_report(compiled).collectives
+        updates, _ = compiled(grads, state)
+    assert sent.op == "all-reduce" and sent.shapes == ((64 + 8 + 1,),)
+    assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), updates, params))
