@@ -16,7 +16,7 @@ from train import (
     measure,
     metrics,
     plain,
-    planned,
+    predicting,
     profiling,
     replicas,
     report,
@@ -181,10 +181,11 @@ def costs_of(
     """
     count, gigabits = config.measure_steps, config.network.gigabits
     plain_step, begin = without.start(now.params)
-    times = measure.measure_steps(train_step, now, plain_step, begin, run.example, count)
-    network = measure.bandwidth(config.network)
-    if run.sync.fsdp > 1 or run.sync.gather:
-        return measure.costs(times, sent, network)
+    is_predicted = run.sync.fsdp <= 1 and not run.sync.gather
     exchange = run.exchange if run.sync.every == 1 else None  # the gradient, in one piece
-    predicted = planned.predicted(sent.wire, exchange, run.params, gigabits, times.message_ms)
+    behind = predicting.behind(sent.wire, exchange, run.params) if is_predicted else {}
+    times = measure.measure_steps(train_step, now, plain_step, begin, run.example, count, behind)
+    network, predicted = measure.bandwidth(config.network), None
+    if is_predicted:
+        predicted = predicting.predicted(sent.wire, times.behind_ms, gigabits)
     return measure.costs(times, sent, network, predicted)

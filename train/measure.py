@@ -5,6 +5,7 @@ in an all-to-all, every process but the slowest looks faster than it is.
 """
 
 import collections
+import math
 import socket
 import statistics
 import time
@@ -25,8 +26,9 @@ from train.sync import AXIS
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
-MESSAGES = 8  # In a row, behind a step.
-BLOCKS = 8  # Alternations of steps with and without exchange: other load disturbs both alike.
+# Steps with and without exchange alternate in blocks: other load disturbs both alike.
+BLOCKS, LENGTH = 8, 8  # Blocks at least, and steps of a block at most.
+LONGEST = 20.0  # Seconds of all steps; slow ones are fewer.
 COUNTERS = Path("/proc/net/dev")  # Linux only; elsewhere no bytes are reported.
 
 
@@ -36,8 +38,7 @@ class Steps(NamedTuple):
     Attributes:
       step_ms: median time of a step.
       compute_ms: median time of a step without exchange.
-      message_ms: what a message of one value takes behind a step without exchange, with the wait
-        for processes that still compute.
+      behind_ms: what each of some programs adds to a step without exchange, behind it.
       interface: name of the network interface that sent most, or None.
       interface_bytes: bytes that it sent for one step and device of this machine, or None: the
         median of the blocks, since an interface counts what other programs send too.
@@ -45,7 +46,7 @@ class Steps(NamedTuple):
 
     step_ms: float
     compute_ms: float
-    message_ms: float
+    behind_ms: dict[str, float]
     interface: str | None
     interface_bytes: float | None
 
@@ -63,7 +64,13 @@ class Bandwidth(NamedTuple):
 
 
 def measure_steps(
-    step: Step, state: Any, plain_step: Step, plain_state: Any, batch: Any, count: int
+    step: Step,
+    state: Any,
+    plain_step: Step,
+    plain_state: Any,
+    batch: Any,
+    count: int,
+    behind: Mapping[str, Callable[[], Any]] | None = None,
 ) -> Steps:
     """Times two compiled steps on one batch, in alternating blocks.
 
@@ -73,17 +80,22 @@ def measure_steps(
       plain_step: the same step without the exchange.
       plain_state: its state; used up.
       batch: a global batch.
-      count: steps of each kind, at least.
+      count: steps of each kind; fewer where all would take more than LONGEST seconds, but BLOCKS.
+      behind: programs to time as well, each behind steps without exchange.
 
     Returns:
       Medians over the steps, and the traffic while only steps with the exchange ran.
     """
-    length = -(-count // BLOCKS)
-    times: dict[str, list[float]] = {"step": [], "plain": [], "messages": []}
+    then = dict(behind or {})
+    state, first = _block(step, state, batch, 2)
+    plain_state, _ = _block(plain_step, plain_state, batch, 1)
+    most = LONGEST / (2 + len(then)) / slowest(min(first))
+    count = max(math.ceil(min(count, most)), 1)
+    blocks = max(BLOCKS, math.ceil(count / LENGTH))
+    length = math.ceil(count / blocks)
+    times: dict[str, list[float]] = {name: [] for name in ("step", "plain", *then)}
     sent: dict[str, list[int]] = collections.defaultdict(list)
-    messages = _messages()
-    barrier()  # Compiles it, before bytes are counted.
-    for _ in range(BLOCKS):
+    for _ in range(blocks):
         before = _counters_at_rest()
         state, seconds = _block(step, state, batch, length)
         for name, value in _counters_at_rest().items():
@@ -91,17 +103,16 @@ def measure_steps(
         times["step"] += seconds
         plain_state, seconds = _block(plain_step, plain_state, batch, length)
         times["plain"] += seconds
-        plain_state, seconds = _block(plain_step, plain_state, batch, length, messages)
-        times["messages"] += seconds
+        for name, program in then.items():
+            plain_state, seconds = _block(plain_step, plain_state, batch, length, program)
+            times[name] += seconds
     interface, total = busiest(sent) if jax.process_count() > 1 else (None, 0.0)
     share = length * _devices_of_this_machine()
-    step_ms, compute_ms, with_messages_ms = (
-        1e3 * slowest(float(np.median(seconds))) for seconds in times.values()
-    )
+    medians = {name: 1e3 * slowest(float(np.median(seconds))) for name, seconds in times.items()}
     return Steps(
-        step_ms=step_ms,
-        compute_ms=compute_ms,
-        message_ms=max(with_messages_ms - compute_ms, 0.0) / MESSAGES,
+        step_ms=medians["step"],
+        compute_ms=medians["plain"],
+        behind_ms={name: max(medians[name] - medians["plain"], 0.0) for name in then},
         interface=interface,
         interface_bytes=total / share if interface else None,
     )
@@ -201,7 +212,7 @@ def costs(steps: Steps, sent: Sent, network: Bandwidth, predicted: Any = None) -
       steps: of `measure_steps`.
       sent: what the compiled step sends.
       network: of `bandwidth`.
-      predicted: a `planned.Predicted`, or None for a single device.
+      predicted: a `predicting.Predicted`, or None for a single device.
 
     Returns:
       Numbers; None where the platform or the number of devices leaves nothing to count.
@@ -260,27 +271,6 @@ def _block(
         jax.block_until_ready(then())
         seconds.append(time.perf_counter() - started)
     return state, seconds
-
-
-def _messages() -> Callable[[], Any]:
-    """A program of messages of one value in a row, all devices at once."""
-    mesh = jax.sharding.get_mesh()
-    names, number = mesh.axis_names, mesh.size
-    spec = PartitionSpec(names)
-    around = [(r, (r + 1) % number) for r in range(number)]
-
-    def several(x: jax.Array) -> jax.Array:
-        for _ in range(MESSAGES):
-            # What a device sends next depends on what has arrived.
-            x = jax.lax.ppermute(x, names, around) + x
-        return x
-
-    rows = jax.jit(lambda: jnp.ones(number), out_shardings=NamedSharding(mesh, spec))()
-    program = jax.jit(
-        jax.shard_map(several, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    )
-    jax.block_until_ready(program(rows))
-    return lambda: program(rows)
 
 
 def _counters_at_rest() -> dict[str, int]:

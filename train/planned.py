@@ -1,55 +1,26 @@
-"""The exchange that the planner chooses, and what it says that an exchange takes."""
+"""The exchange that the planner chooses, for `config.sync.method = "auto"`."""
 
 import contextlib
-import dataclasses
 import json
 import statistics
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-import jaxcomm
 from jaxcomm import plan
 from train import check, measure, state, step, sync
 from train.errors import UserError
 from train.workdir import write_whole
 
 STEPS = 5  # of the timed ones without exchange, after one that warms up
-REPEATS = 10  # of an exchange with oneself
 # Fields that mean the same for every method, or do not touch what is exchanged; `auto` keeps them.
 _OF_ALL = {"exempt", "implementation", "dense_steps", "local_momentum", *sync.ADAM}
-
-
-class Predicted(NamedTuple):
-    """What an exchange takes, in milliseconds.
-
-    Attributes:
-      latency_ms: of messages that wait for each other.
-      bytes_ms: of what the busiest device sends.
-      local_ms: of encoding, decoding, and whatever else a device does by itself.
-    """
-
-    latency_ms: float
-    bytes_ms: float
-    local_ms: float
-
-    @property
-    def ms(self) -> float:
-        """All together: on CPU, they follow one another."""
-        return self.latency_ms + self.bytes_ms + self.local_ms
-
-    @property
-    def largest(self) -> str:
-        """The part that takes most of it."""
-        names = dict(zip(("latency", "bytes", "encoding and decoding"), self, strict=True))
-        return max(names, key=lambda name: names[name])
 
 
 def resolved(
@@ -205,71 +176,3 @@ def _step_seconds(gradient: Any, params: Any, example: Any, optimizer: Any) -> f
         jax.block_until_ready((at, metrics))
         times.append(time.perf_counter() - start)
     return measure.slowest(statistics.median(times[1:]))
-
-
-def predicted(
-    wire: jaxcomm.WireReport,
-    exchange: Any | None,
-    params: Any,
-    gigabits: float | None,
-    message_ms: float,
-) -> Predicted | None:
-    """What the exchange of a compiled step takes, by what messages and codes take by themselves.
-
-    Messages are those of the compiled program; `plan.probe` measures what a byte takes. Codes are
-    timed in an exchange of each process with itself, all at once, less a program that exchanges
-    nothing: a step starts one program, with or without an exchange.
-
-    Args:
-      wire: of the compiled step.
-      exchange: the transformation; None where most steps have none.
-      params: the parameters.
-      gigabits: that a device sends in a second; None is what is measured.
-      message_ms: what a message takes, whatever its size.
-
-    Returns:
-      The prediction; None for a single device.
-    """
-    mesh = jax.sharding.get_mesh()
-    if mesh.size == 1:
-        return None
-    costs = dataclasses.replace(plan.probe(mesh, families=()), latency=1e-3 * message_ms)
-    if gigabits is not None:
-        costs = dataclasses.replace(costs, per_byte=8e-9 / gigabits)
-    usual = _usual(wire)
-    latency = plan.seconds_of(usual, dataclasses.replace(costs, per_byte=0.0))
-    local = 0.0
-    if exchange:
-        nothing = _with_oneself(jaxcomm.no_exchange(sync.AXIS), params)
-        local = max(_with_oneself(exchange, params) - nothing, 0.0)
-    return Predicted(1e3 * latency, 1e3 * (plan.seconds_of(usual, costs) - latency), 1e3 * local)
-
-
-def _usual(wire: jaxcomm.WireReport) -> jaxcomm.WireReport:
-    """What is sent where every conditional takes the branch that sends least: no dense steps."""
-    while wire.conditionals:
-        name, _ = wire.conditionals[0]
-        branches = [report for (at, _), report in wire.by_branch().items() if at == name]
-        wire = min(branches, key=lambda report: float(report.bytes_max))
-    return wire
-
-
-def _with_oneself(exchange: Any, params: Any) -> float:
-    """Seconds of the exchange on one device of each process, all at once."""
-    device = jax.local_devices()[0]
-    alone = jaxcomm.data_mesh(sync.AXIS, [device])
-    values = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), params)
-    with jax.set_mesh(alone):
-        own = jaxcomm.replicate(values)
-        grads = jaxcomm.global_batch(jax.tree.map(lambda x: x[None], values), sync.AXIS)
-        at = exchange.init(own)
-        program = jax.jit(exchange.update)
-        jax.block_until_ready(program(grads, at, own))
-    times = []
-    for _ in range(REPEATS):
-        measure.barrier()
-        with jax.set_mesh(alone):
-            start = time.perf_counter()
-            jax.block_until_ready(program(grads, at, own))
-            times.append(time.perf_counter() - start)
-    return measure.slowest(statistics.median(times))

@@ -9,7 +9,7 @@ import pytest
 from ml_collections import config_dict
 
 import jaxcomm
-from train import measure, planned, sync
+from train import measure, predicting, sync
 
 PROC_NET_DEV = """\
 Inter-|   Receive                                                |  Transmit
@@ -54,15 +54,31 @@ def test_times_are_medians_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(measure, "time", clock)
     step, plain = clock.step(0.02, 0.5, 0.02), clock.step(0.01, 0.01, 0.3)
-    messages = clock.step(8e-3)
-    monkeypatch.setattr(measure, "_messages", lambda: lambda: messages(None, None))
+    codes = clock.step(8e-3)
+    behind = {"codes": lambda: codes(None, None)}
     with jax.set_mesh(jaxcomm.data_mesh()):
-        steps = measure.measure_steps(step, 0, plain, 0, None, 12)
+        steps = measure.measure_steps(step, 0, plain, 0, None, 12, behind)
     assert steps.step_ms == pytest.approx(20)
     assert steps.compute_ms == pytest.approx(10)
-    assert steps.message_ms == pytest.approx(8 / measure.MESSAGES)
+    assert steps.behind_ms == {"codes": pytest.approx(8)}
     # One process sends nothing over an interface, whatever others do meanwhile.
     assert steps.interface is None and steps.interface_bytes is None
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.01, 200), (0.25, 40), (9.0, measure.BLOCKS)])
+def test_slow_steps_are_few(monkeypatch: pytest.MonkeyPatch, seconds: float, expected: int) -> None:
+    """No fewer than the blocks, and else no longer than LONGEST in all."""
+    clock, taken = Clock(), itertools.count(1)
+    monkeypatch.setattr(measure, "time", clock)
+    plain = clock.step(seconds)
+
+    def step(state: int, batch: Any) -> Any:
+        plain(state, batch)
+        return next(taken), {}
+
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        measure.measure_steps(step, 0, plain, 0, None, 200)
+    assert next(taken) - 1 == 2 + expected  # two tell how long one takes
 
 
 class Branch(NamedTuple):
@@ -85,9 +101,9 @@ PARAMS = {"w": jnp.zeros((8, 5))}
 
 
 def test_costs_follow_from_their_parts() -> None:
-    steps = measure.Steps(5.0, 4.0, 0.1, "lo", 130.0)
+    steps = measure.Steps(5.0, 4.0, {}, "lo", 130.0)
     network = measure.Bandwidth(0.0024, "config")
-    predicted = planned.Predicted(latency_ms=0.1, bytes_ms=0.4, local_ms=0.3)
+    predicted = predicting.Predicted(latency_ms=0.1, bytes_ms=0.4, local_ms=0.3)
     sent = measure.Sent(Wire(), config_dict.create(dense_steps=50), PARAMS)
     found = measure.costs(steps, sent, network, predicted)
     assert found["communication_ms"] == pytest.approx(1.0)
@@ -111,7 +127,7 @@ def test_bytes_of_a_step_and_of_a_run() -> None:
 def test_one_device_sends_nothing() -> None:
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1])):
         network = measure.bandwidth(config_dict.create(gigabits=1.0, probe_mib=1))
-    steps = measure.Steps(5.0, 5.0, 0.0, None, None)
+    steps = measure.Steps(5.0, 5.0, {}, None, None)
     sent = measure.Sent(Wire(1, 0, 0.0), config_dict.create(), PARAMS)
     found = measure.costs(steps, sent, network)
     assert found["bytes_per_param"] == 0 and found["predicted_efficiency"] is None

@@ -107,17 +107,3 @@ def test_only_methods_that_fit_the_rest_of_the_config_are_compared(config):
     assert {"vote", "oktopk", "powersgd4"} <= fitting()
     assert "vote" not in fitting(every=4) and "oktopk" in fitting(every=4)
     assert not {"oktopk", "powersgd4"} & fitting(gather="bfloat16")
-
-
-def test_codes_are_timed_less_a_program_that_exchanges_nothing(monkeypatch):
-    mesh = jaxcomm.data_mesh(devices=jax.devices()[:2])
-    exchange, wire = jaxcomm.mean("data", "int8"), jaxcomm.WireReport((), 2)
-    monkeypatch.setattr(
-        planned, "_with_oneself", lambda tx, params: 3e-3 if tx is exchange else 1e-3
-    )
-    costs = plan.Costs("none", 1e-3, 0.0, 1.0, False, False, False, 0.0, {})
-    monkeypatch.setattr(plan, "probe", lambda mesh, families: costs)
-    with jax.set_mesh(mesh):
-        told = planned.predicted(wire, exchange, {}, gigabits=None, message_ms=1.0)
-        assert planned.predicted(wire, None, {}, gigabits=None, message_ms=1.0).local_ms == 0
-    assert told.local_ms == pytest.approx(2.0)
