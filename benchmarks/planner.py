@@ -1,7 +1,7 @@
 """The planner's predictions beside what real processes need on real networks.
 
     python -m benchmarks.planner [--networks=star,clusters,...] [--hosts=4,8] [--rates=100,300,1000]
-        [--sizes=2.5e5,2e6] [--methods=...] [--repeats=3] [--measured=3] [--out=JSON]
+        [--sizes=245760,1966080] [--methods=...] [--repeats=3] [--measured=3] [--out=JSON]
     python -m benchmarks.planner --codes [--hosts=4,8] [--out=JSON]
     python -m benchmarks.planner --report [--out=JSON] [--png=PNG] [--json]
 
@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import count, new_file, positive, several, values
-from benchmarks.choices import STEP, as_method, choices, leaders_choices, timed_choices
+from benchmarks.choices import as_method, choices, leaders_choices, load_of, timed_choices
 from benchmarks.netlab.measuring import RESULTS, Lab, circumstances, guarded
-from benchmarks.netlab.methods import Exchange, shapes_of
+from benchmarks.netlab.methods import Exchange
 from benchmarks.netlab.network import Network
 from benchmarks.netlab.worker import Jax, measure
 from jaxcomm import plan
@@ -86,7 +86,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hosts", type=several(count), default="4,8")
     parser.add_argument("--rates", default="100,300,1000", help="Mbit/s of the links")
     parser.add_argument(
-        "--sizes", type=several(values), default="2.5e5,2e6", help="values of the gradients"
+        "--sizes", type=several(values), default="245760,1966080", help="values of the gradients"
     )
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--repeats", type=count, default=3, help="at least")
@@ -128,7 +128,7 @@ def probe_codes(args: argparse.Namespace) -> None:
     """Replaces what codes cost, of each number of hosts; a probe needs no certain network."""
     args.methods = "float32/native"
     for hosts in args.hosts:
-        case = {"network": "star", "hosts": hosts, "rate": "1000", "size": 2.5e5}
+        case = {"network": "star", "hosts": hosts, "rate": "1000", "size": 245760.0}
         kept = read(args.out)
         same = [old for old in kept["cases"] if old["hosts"] == case["hosts"]]
         if not same:
@@ -196,7 +196,7 @@ def work(args: argparse.Namespace) -> None:
     if together.rank == 0:
         costs.save(args.costs)
     jax.set_mesh(jaxcomm.data_mesh())
-    shapes = shapes_of(round(args.sizes[0]))
+    shapes = {f"layer{i:02}": shape for i, shape in enumerate(load_of(args.sizes[0]).shapes)}
     names = args.methods.split(",")
     if cluster.levels is None:
         names = [name for name in names if not name.endswith("/hierarchical")]
@@ -214,9 +214,8 @@ def cluster_of(case: dict[str, Any], kept: dict[str, Any]) -> plan.Cluster:
 def predicted(case: dict[str, Any], kept: dict[str, Any]) -> dict[str, Prediction]:
     """What the planner says of each measured method."""
     room = cluster_of(case, kept)
-    shapes = tuple(shapes_of(round(case["size"])).values())
     chosen = [as_method(row["method"]) for row in case["rows"]]
-    found = predictions(room, plan.Workload(shapes, STEP), chosen=chosen)
+    found = predictions(room, load_of(case["size"]), chosen=chosen)
     by_method = {row.method: row for row in found}
     return {row["method"]: by_method[as_method(row["method"])] for row in case["rows"]}
 
