@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxcomm
 from jaxcomm import plan
-from jaxcomm.wire import Collective
 from train import sync
 
 # What runs behind a step.
@@ -132,9 +131,9 @@ def _program(wire: jaxcomm.WireReport) -> tuple[Any, jax.Array]:
         return jax.jit(body).lower(rows).compile(), rows
 
 
-def _sent(collective: Collective, x: jax.Array) -> jax.Array:
+def _sent(collective: Any, x: jax.Array) -> jax.Array:
     """A value that depends on `x` and on an operation of as many bytes, which depends on `x`."""
-    groups = {"axis_index_groups": [list(group) for group in collective.groups]}
+    groups: dict[str, Any] = {"axis_index_groups": [list(group) for group in collective.groups]}
     own = [x + jnp.arange(words, dtype=jnp.float32) for words in _words(collective)]
     match collective.op:
         case "all-reduce":
@@ -153,7 +152,7 @@ def _sent(collective: Collective, x: jax.Array) -> jax.Array:
     return x + sum(ends)
 
 
-def _words(collective: Collective) -> list[int]:
+def _words(collective: Any) -> list[int]:
     """The float32 values of each array that a device puts in; a multiple of a group's devices."""
     widths = [re.search(r"\d+", dtype) for dtype in collective.dtypes]  # `pred` has no digits
     of_word = 32 * collective.group_size

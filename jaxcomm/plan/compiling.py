@@ -74,7 +74,8 @@ def _can_send() -> bool:
     if info.exists():
         lines = [line for line in info.read_text().splitlines() if line.startswith("flags")]
     described = f"{platform.machine()} {os.cpu_count()} {''.join(lines[:1])}"
-    is_kept = jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir
+    options = ("jax_enable_compilation_cache", "jax_compilation_cache_dir")
+    is_kept = all(getattr(jax.config, option) for option in options)
     number = 0 if is_kept else zlib.crc32(described.encode()) | 1
     numbers = multihost_utils.process_allgather(np.array([number], np.uint32)).ravel()
     return set(numbers.tolist()) == {number} != {0}

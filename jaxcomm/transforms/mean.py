@@ -184,7 +184,6 @@ def mean(
         return MeanState(layout, jnp.zeros((), jnp.int32), residual)
 
     def on_device(grads: Arrays, own: Own, step: jax.Array, layout: Layout) -> tuple[Arrays, Own]:
-        # A plain mean sends all leaves alike: together they take the latency of one.
         large, exempt_ = split_off_empty(layout) if is_plain else split_off_exempt(layout)
         buckets = buckets_of(layout, large, bucket_order, limit)
         key = jax.random.fold_in(jax.random.key(seed), step)
@@ -242,7 +241,8 @@ def _bits(codec: codecs.Codec, values: int = 2**16) -> float:
 def plain_mean(parts: dict[int, jax.Array], axis_name: AxisName) -> dict[int, jax.Array]:
     """XLA's own float32 mean of a bucket's leaves; only small ones are joined for it.
 
-    Joining a large leaf would take as long as reducing it.
+    Joining a large leaf would take as long as reducing it. Exempt leaves are sent alike, so they
+    are among them: together all take the latency of one all-reduce.
     """
     small = {i: part for i, part in parts.items() if part.size < _LARGE}
     large = {i: part.astype(jnp.float32) for i, part in parts.items() if i not in small}
