@@ -263,7 +263,7 @@ def summarised(kept: dict[str, Any]) -> dict[str, Any]:
     for case in kept["cases"]:
         pair = case, predicted(case, kept)
         groups.setdefault("tuned" if case["network"] in TUNED else "others", []).append(pair)
-        sizes.setdefault(case["size"], []).append(pair)
+        sizes.setdefault(float(f"{case['size']:.2g}"), []).append(pair)
     return {
         "errors": {group: errors_in(cases) for group, cases in sorted(groups.items())},
         "choices": [choices_of(size, sizes[size], kept) for size in sorted(sizes, reverse=True)],
