@@ -155,12 +155,12 @@ def _sent(collective: Any, x: jax.Array) -> jax.Array:
 def _words(collective: Any) -> list[int]:
     """The float32 values of each array that a device puts in; a multiple of a group's devices."""
     widths = [re.search(r"\d+", dtype) for dtype in collective.dtypes]  # `pred` has no digits
-    of_word = 32 * collective.group_size
-    return [
-        math.ceil(math.prod(shape) * (int(bits[0]) if bits else 8) / of_word)
-        * collective.group_size
-        for bits, shape in zip(widths, collective.shapes, strict=True)
+    size = collective.group_size
+    bits = [
+        math.prod(shape) * (int(width[0]) if width else 8)
+        for width, shape in zip(widths, collective.shapes, strict=True)
     ]
+    return [size * max(math.ceil(number / 32 / size), 1) for number in bits]
 
 
 def _with_oneself(exchange: Any, params: Any) -> Callable[[], Any]:
