@@ -66,7 +66,7 @@ def test_a_plain_mean_sends_one_vector() -> None:
     params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8), "scale": jnp.ones(()), "no": jnp.ones((0,))}
     mesh = jaxcomm.data_mesh(devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
-        tx = jaxcomm.mean("data", exempt=("w",))
+        tx = jaxcomm.mean("data")  # `b` and `scale` are exempt
         grads = jax.tree.map(lambda x: jnp.ones((4, *x.shape)), params)
         state = tx.init(jaxcomm.replicate(params))
         compiled = jax.jit(tx.update).lower(grads, state).compile()
