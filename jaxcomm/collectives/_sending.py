@@ -8,12 +8,14 @@ all-reduce of each pair, of words modulo 2^32, from which a device subtracts its
 
 On GPUs, between the devices of one process, and for short messages these are XLA's own operations.
 
-In `silence` programs do all the work of an exchange but sending, so that it can be timed by itself.
+In `first_only` programs do all the work of an exchange but send next to nothing, so that the work
+can be timed by itself, with the waits for each other that it has in an exchange.
 """
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,17 +28,20 @@ from jaxcomm.kernels import _device
 # Of a message to one device; shorter ones are a matter of latency.
 LEAST_BYTES = 8192
 LEAST_SWAPPED = 32768  # an all-reduce is two messages, one after the other
-_SILENT: contextvars.ContextVar[bool] = contextvars.ContextVar("silent", default=False)
+_FIRST_ONLY: contextvars.ContextVar[bool] = contextvars.ContextVar("first_only", default=False)
 
 
 @contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """What is traced meanwhile sends nothing: every device finds its own messages as answers."""
-    token = _SILENT.set(True)
+def first_only() -> Iterator[None]:
+    """What is traced meanwhile sends the first number of each message.
+
+    In place of the others every device finds those that it would have sent.
+    """
+    token = _FIRST_ONLY.set(True)
     try:
         yield
     finally:
-        _SILENT.reset(token)
+        _FIRST_ONLY.reset(token)
 
 
 def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
@@ -51,7 +56,8 @@ def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]
     """
     if is_swap(pairs) and _by_gloo(x.nbytes, LEAST_SWAPPED):
         return swapped(x, axis_name, pairs)
-    return _kept(x, axis_name) if _SILENT.get() else _axes.ppermute(x, axis_name, pairs)
+    send = functools.partial(_axes.ppermute, axis_name=axis_name, pairs=pairs)
+    return _first_of(send, x, axis_name) if _FIRST_ONLY.get() else send(x)
 
 
 def all_to_all(message: Any, axis_name: AxisName) -> Any:
@@ -65,12 +71,15 @@ def all_to_all(message: Any, axis_name: AxisName) -> Any:
     """
     world = jax.lax.axis_size(axis_name)
 
+    def send(x: jax.Array) -> jax.Array:
+        return jax.lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
+
     def one(x: jax.Array) -> jax.Array:
         if world > 1 and _by_gloo(x.nbytes // world, LEAST_BYTES):
             return by_rounds(x, axis_name)
-        if _SILENT.get():
-            return _kept(x, axis_name)
-        return jax.lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
+        if _FIRST_ONLY.get():
+            return _first_of(send, x, axis_name, world)
+        return send(x)
 
     with jax.named_scope("exchange"):
         return jax.tree.map(one, message)
@@ -87,13 +96,15 @@ def all_gather(message: Any, axis_name: AxisName, *, tiled: bool = False) -> Any
     Wire: N-1 of the message.
     """
     world = jax.lax.axis_size(axis_name)
+    gathered = functools.partial(jax.lax.all_gather, axis_name=axis_name)
 
     def one(x: jax.Array) -> jax.Array:
         if world != 2 or not _by_gloo(x.nbytes, LEAST_SWAPPED):  # more are a ring in gloo
-            if _SILENT.get():
-                copies = _kept(jnp.broadcast_to(x, (world, *x.shape)), axis_name)
-                return copies.reshape(-1, *x.shape[1:]) if tiled else copies
-            return jax.lax.all_gather(x, axis_name, tiled=tiled)
+            if not _FIRST_ONLY.get():
+                return gathered(x, tiled=tiled)
+            copies = jnp.broadcast_to(x, (world, *x.shape))
+            copies = _first_of(lambda own: gathered(own[0]), copies, axis_name, world)
+            return copies.reshape(-1, *x.shape[1:]) if tiled else copies
         other = ppermute(x, axis_name, ((0, 1), (1, 0)))
         place = jax.lax.axis_index(axis_name)
         both = jnp.stack([other, other])
@@ -117,9 +128,10 @@ def swapped(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]])
     mine = _as_words(x)
 
     def summed(words: jax.Array) -> jax.Array:
-        if _SILENT.get():
-            return _kept(words + words, axis_name)
-        return jax.lax.psum(words, axis_name, axis_index_groups=groups)
+        total = functools.partial(jax.lax.psum, axis_name=axis_name, axis_index_groups=groups)
+        if _FIRST_ONLY.get():
+            return _first_of(lambda twice: total(twice - words[None, :1]), words + words, axis_name)
+        return total(words)
 
     if _axes.checks_on(axis_name):  # they do not know of groups
         both = _axes.as_varying(_axes.unchecked(summed)(mine), _axes.varying_axes(mine))
@@ -145,13 +157,18 @@ def by_rounds(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return found.reshape(x.shape)
 
 
-def _kept(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """A message in silence: every device sends to itself.
+def _first_of(
+    send: Callable[[jax.Array], jax.Array], x: jax.Array, axis_name: AxisName, blocks: int = 1
+) -> jax.Array:
+    """A message of which only the first number of each block is sent, and behind it its own rest.
 
-    XLA fuses nothing across that, so that the other operations are those of a program that sends.
+    First every device sends the whole of it to itself. XLA fuses nothing across that, so that the
+    other operations are those of a program that sends; and what follows waits for all of it.
     """
-    world = jax.lax.axis_size(axis_name)
-    return _axes.ppermute(x, axis_name, [(device, device) for device in range(world)])
+    itself = [(device, device) for device in range(jax.lax.axis_size(axis_name))]
+    whole = _axes.ppermute(x, axis_name, itself).reshape(blocks, -1)
+    first = send(whole[:, :1])
+    return jax.lax.dynamic_update_slice(whole, first, (0, 0)).reshape(x.shape)
 
 
 def _by_gloo(message_bytes: int, least: int) -> bool:

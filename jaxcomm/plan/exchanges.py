@@ -25,14 +25,14 @@ class Exchange:
       axes: of the mesh, over which gradients are exchanged.
       tx: the transformation.
       shapes: of the gradients.
-      is_silent: whether every device sends its messages to itself; see `_sending.silence`.
+      first_only: whether little more than nothing is sent; see `_sending.first_only`.
     """
 
     mesh: Mesh
     axes: Any
     tx: Any
     shapes: Sequence[tuple[int, ...]]
-    is_silent: bool = False
+    first_only: bool = False
 
     def gradients(self) -> list[jax.Array]:
         """Other ones in each process."""
@@ -59,7 +59,7 @@ class Exchange:
             return jax.jit(self.tx.update).lower(grads, state)
 
     def _sending(self) -> contextlib.AbstractContextManager[None]:
-        return _sending.silence() if self.is_silent else contextlib.nullcontext()
+        return _sending.first_only() if self.first_only else contextlib.nullcontext()
 
     def run_by(self, program: Any, gradients: list[jax.Array] | None = None) -> Run:
         """What exchanges once; each time has the state of the time before.

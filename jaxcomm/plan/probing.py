@@ -1,5 +1,6 @@
 """What messages and codes cost in this very job, measured in under a minute."""
 
+import dataclasses
 import functools
 import math
 import statistics
@@ -16,6 +17,7 @@ from jaxcomm import mesh as mesh_
 from jaxcomm.plan.compiling import compiled
 from jaxcomm.plan.costs import MERGING, SIZES, Costs, defaults
 from jaxcomm.plan.exchanges import Exchange
+from jaxcomm.plan.fabrics import star
 from jaxcomm.plan.families import FAMILIES, Method, sent
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
@@ -57,10 +59,11 @@ def probe(
     """Measures what messages and codes cost, on all devices of a mesh at once.
 
     Every process calls it. Messages are timed between neighbours in rank, all at once, both ways
-    and one way. Codes are timed as exchanges of two matrices of 1024 x 128 and of 1024 x 1024 whose
-    messages are not sent, in all processes at once, so that processes that share cores slow each
-    other down as they will in training. Where an operation has several implementations, they are
-    timed too; `implementation="measure"` finds the choice again.
+    and one way. Codes are timed in exchanges of two matrices of 1024 x 128 and of 1024 x 1024, of
+    whose messages only the first number is sent; in all processes at once, so that those that share
+    cores slow each other down, and wait for each other, as they will in training. Where an
+    operation has several implementations, they are timed too; `implementation="measure"` finds the
+    choice again.
 
     Args:
       mesh: of one axis; None is all devices.
@@ -109,7 +112,7 @@ def _measured(mesh: Mesh, cluster: Cluster | None, families: tuple[str, ...]) ->
     flag = _flag(mesh)
     latencies.append(small())
     per_byte = max(all_at_once - latencies[-1], 0.0) / (4 * values)
-    local = _locals(mesh, families, latencies[-1], per_byte)
+    local = _locals(mesh, families, Model(latencies[-1], 0.0, half_duplex, per_byte))
     latencies.append(small())
     latency = statistics.median(latencies)
     call = max(flag - 2 * (n - 1) * latency, 0.0)
@@ -191,9 +194,7 @@ def _slowest(
     return _timed(mesh, lambda: program(rows), repeats)
 
 
-def _locals(
-    mesh: Mesh, families: Sequence[str], latency: float, per_byte: float
-) -> dict[str, tuple[float, float]]:
+def _locals(mesh: Mesh, families: Sequence[str], messages: Model) -> dict[str, tuple[float, float]]:
     """Seconds of a value, among few and among many: see Costs.local."""
     named = [
         (family, suffix, Method(family, algorithm))
@@ -201,7 +202,7 @@ def _locals(
         for suffix, algorithm in _algorithms_of(family).items()
     ]
     asked = [(method, size) for _, _, method in named for size in SIZES]
-    seconds = _seconds(mesh, asked, latency, per_byte)
+    seconds = _seconds(mesh, asked, messages)
     return {
         name + suffix: (seconds[method, SIZES[0]], seconds[method, SIZES[1]])
         for family, suffix, method in named
@@ -210,13 +211,14 @@ def _locals(
 
 
 def _seconds(
-    mesh: Mesh, asked: Sequence[tuple[Method, int]], latency: float, per_byte: float
+    mesh: Mesh, asked: Sequence[tuple[Method, int]], messages: Model
 ) -> dict[tuple[Method, int], float]:
     """Seconds of a value among so many, on every process at once.
 
-    The programs are those of exchanges over the whole mesh, whose messages are not sent. XLA's own
-    all-reduce cannot be kept from sending. A float32 mean leaves it out where a device is alone. A
-    low rank has short messages, which are taken off; what they wait for each other stays.
+    The programs are those of exchanges over the whole mesh, which send the first number of each
+    message. XLA's own all-reduce cannot be kept from sending. A float32 mean leaves it out where a
+    device is alone; a low rank has short messages. What messages take is taken off, and what
+    processes wait for each other stays.
     """
     made = {key: _exchange(mesh, *key) for key in asked}
     shared = [key for key, each in made.items() if each.mesh == mesh]
@@ -235,8 +237,7 @@ def _seconds(
             times[key] += _times(mesh, run, math.ceil(repeats / ROUNDS))
     return {
         (method, size): max(
-            statistics.median(seconds)
-            - _sending_seconds(method, size, mesh.size, latency, per_byte),
+            statistics.median(seconds) - _sending_seconds(method, size, mesh.size, messages),
             0.0,
         )
         / size
@@ -248,8 +249,8 @@ def _exchange(mesh: Mesh, method: Method, values: int) -> Exchange:
     """What is timed for a method."""
     tx = method.transformation(mesh.axis_names[0], implementation="measure")
     room = _alone(mesh) if method == BASELINE else mesh
-    is_silent = method.algorithm != "native"
-    return Exchange(room, mesh.axis_names[0], tx, _load(values).shapes, is_silent)
+    first_only = method.algorithm != "native"
+    return Exchange(room, mesh.axis_names[0], tx, _load(values).shapes, first_only)
 
 
 def _load(values: int) -> Workload:
@@ -257,16 +258,19 @@ def _load(values: int) -> Workload:
     return Workload(((ROWS, values // (MATRICES * ROWS)),) * MATRICES, step_seconds=1.0)
 
 
-def _sending_seconds(
-    method: Method, values: int, devices: int, latency: float, per_byte: float
-) -> float:
-    """Of an exchange as it is timed, what its messages take: none but those of a low rank."""
-    if method == BASELINE or method.algorithm != "native":
+def _sending_seconds(method: Method, values: int, devices: int, messages: Model) -> float:
+    """Of an exchange as it is timed, what its messages take."""
+    if method == BASELINE:
         return 0.0
-    hops = 2 * (devices - 1)
+    parts = sent(method, _load(values), devices)
+    if method.algorithm == "native":
+        hops = 2 * (devices - 1)
+        per_value = hops / devices * 4 * messages.per_byte
+        return sum(p.times * (hops * messages.latency + p.values * per_value) for p in parts)
+    free = star("links without limits", devices, "unlimited")
+    network = Simulation(free, dataclasses.replace(messages, per_byte=0.0))
     return sum(
-        part.times * (hops * latency + hops / devices * 4 * part.values * per_byte)
-        for part in sent(method, _load(values), devices)
+        p.times * network.exchange(p.algorithm, p.reduction, p.values).seconds for p in parts
     )
 
 

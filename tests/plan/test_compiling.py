@@ -14,8 +14,8 @@ PROGRAMS = """
 
     mesh, traced = jaxcomm.data_mesh(), []
     asked = [
-        Exchange(mesh, "data", jaxcomm.mean("data", codec), [(40, 30)], is_silent)
-        for codec, is_silent in (("int8", False), ("bfloat16", False), ("int8", True))
+        Exchange(mesh, "data", jaxcomm.mean("data", codec), [(40, 30)], first_only)
+        for codec, first_only in (("int8", False), ("bfloat16", False), ("int8", True))
     ]
 
     def lower(each):
@@ -38,7 +38,7 @@ def test_every_process_compiles_a_share() -> None:
     assert [own[0] for own in lines] == ["[0, 2]", "[1]"]
     first, second = ([float(number) for number in own[1:]] for own in lines)
     assert first[:2] == second[:2]  # means, equal everywhere
-    assert first[2] != second[2]  # a silent one is of a process's own gradients
+    assert first[2] != second[2]  # this one is of a process's own gradients
 
 
 @pytest.mark.multiprocess
