@@ -67,7 +67,8 @@ def test_a_plain_mean_sends_one_vector() -> None:
     mesh = jaxcomm.data_mesh(devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
         tx = jaxcomm.mean("data")  # `b` and `scale` are exempt
-        grads = jax.tree.map(lambda x: jnp.ones((4, *x.shape)), params)
+        devices = jnp.array([0.0, 1.0, 0.0, 3.0])  # each holds its own
+        grads = jax.tree.map(lambda x: jnp.multiply.outer(devices, x), params)
         state = tx.init(jaxcomm.replicate(params))
         compiled = jax.jit(tx.update).lower(grads, state).compile()
         (sent,) = jaxcomm.wire_report(compiled).collectives
