@@ -181,11 +181,15 @@ def costs_of(
     """
     count, gigabits = config.measure_steps, config.network.gigabits
     plain_step, begin = without.start(now.params)
-    is_predicted = run.sync.fsdp <= 1 and not run.sync.gather
-    exchange = run.exchange if run.sync.every == 1 else None  # the gradient, in one piece
-    behind = predicting.behind(sent.wire, exchange, run.params) if is_predicted else {}
-    times = measure.measure_steps(train_step, now, plain_step, begin, run.example, count, behind)
-    network, predicted = measure.bandwidth(config.network), None
+    wires, messages_step, predicted = (sent.wire, jaxcomm.wire_report(plain_step)), None, None
+    is_predicted = jax.device_count() > 1 and run.sync.fsdp <= 1 and not run.sync.gather
     if is_predicted:
-        predicted = predicting.predicted(sent.wire, times.behind_ms, gigabits)
+        messages_step = without.sending(predicting.messages(*wires), begin)
+    steps = train_step, now, plain_step, begin
+    times = measure.measure_steps(*steps, run.example, count, messages_step)
+    network = measure.bandwidth(config.network)
+    if is_predicted:
+        whole = run.sync.every == 1  # the gradient, in one piece
+        local_ms = predicting.codes_ms(run.exchange, run.params) if whole else 0.0
+        predicted = predicting.predicted(*wires, times.messages_ms, local_ms, gigabits)
     return measure.costs(times, sent, network, predicted)

@@ -33,12 +33,14 @@ COUNTERS = Path("/proc/net/dev")  # Linux only; elsewhere no bytes are reported.
 
 
 class Steps(NamedTuple):
-    """Times of the same steps with and without the exchange, of the slowest process.
+    """Times of the same steps with and without the exchange, or a part of it.
+
+    All are of the slowest process.
 
     Attributes:
       step_ms: median time of a step.
       compute_ms: median time of a step without exchange.
-      behind_ms: what each of some programs adds to a step without exchange, behind it.
+      messages_ms: what messages alone add to a step without exchange; 0 if they were not timed.
       interface: name of the network interface that sent most, or None.
       interface_bytes: bytes that it sent for one step and device of this machine, or None: the
         median of the blocks, since an interface counts what other programs send too.
@@ -46,7 +48,7 @@ class Steps(NamedTuple):
 
     step_ms: float
     compute_ms: float
-    behind_ms: dict[str, float]
+    messages_ms: float
     interface: str | None
     interface_bytes: float | None
 
@@ -70,9 +72,9 @@ def measure_steps(
     plain_state: Any,
     batch: Any,
     count: int,
-    behind: Mapping[str, Callable[[], Any]] | None = None,
+    messages_step: Step | None = None,
 ) -> Steps:
-    """Times two compiled steps on one batch, in alternating blocks.
+    """Times two compiled steps, or three, on one batch, in alternating blocks.
 
     Args:
       step: the training step, which takes the memory of its state.
@@ -81,19 +83,20 @@ def measure_steps(
       plain_state: its state; used up.
       batch: a global batch.
       count: steps of each kind; fewer where all would take more than LONGEST seconds, but BLOCKS.
-      behind: programs to time as well, each behind steps without exchange.
+      messages_step: the one without exchange, with its messages; goes on at the same state.
 
     Returns:
       Medians over the steps, and the traffic while only steps with the exchange ran.
     """
-    then = dict(behind or {})
     state, first = _block(step, state, batch, 2)
     plain_state, _ = _block(plain_step, plain_state, batch, 1)
-    most = LONGEST / (2 + len(then)) / slowest(min(first))
+    if messages_step:
+        plain_state, _ = _block(messages_step, plain_state, batch, 1)
+    most = LONGEST / (3 if messages_step else 2) / slowest(min(first))
     count = max(math.ceil(min(count, most)), 1)
     blocks = max(BLOCKS, math.ceil(count / LENGTH))
     length = math.ceil(count / blocks)
-    times: dict[str, list[float]] = {name: [] for name in ("step", "plain", *then)}
+    times: dict[str, list[float]] = {name: [] for name in ("step", "plain", "messages")}
     sent: dict[str, list[int]] = collections.defaultdict(list)
     for _ in range(blocks):
         before = _counters_at_rest()
@@ -103,16 +106,19 @@ def measure_steps(
         times["step"] += seconds
         plain_state, seconds = _block(plain_step, plain_state, batch, length)
         times["plain"] += seconds
-        for name, program in then.items():
-            plain_state, seconds = _block(plain_step, plain_state, batch, length, program)
-            times[name] += seconds
+        if messages_step:
+            plain_state, seconds = _block(messages_step, plain_state, batch, length)
+            times["messages"] += seconds
     interface, total = busiest(sent) if jax.process_count() > 1 else (None, 0.0)
     share = length * _devices_of_this_machine()
-    medians = {name: 1e3 * slowest(float(np.median(seconds))) for name, seconds in times.items()}
+    medians = {
+        name: 1e3 * slowest(float(np.median(seconds))) for name, seconds in times.items() if seconds
+    }
+    messages_ms = medians.get("messages", medians["plain"]) - medians["plain"]
     return Steps(
         step_ms=medians["step"],
         compute_ms=medians["plain"],
-        behind_ms={name: max(medians[name] - medians["plain"], 0.0) for name in then},
+        messages_ms=max(messages_ms, 0.0),
         interface=interface,
         interface_bytes=total / share if interface else None,
     )
@@ -259,16 +265,13 @@ def barrier() -> None:
     multihost_utils.sync_global_devices("jaxcomm")
 
 
-def _block(
-    step: Step, state: Any, batch: Any, count: int, then: Callable[[], Any] = lambda: None
-) -> tuple[Any, list[float]]:
-    """Runs steps one at a time, and something behind each of them."""
+def _block(step: Step, state: Any, batch: Any, count: int) -> tuple[Any, list[float]]:
+    """Runs steps one at a time."""
     seconds = []
     for _ in range(count):
         started = time.perf_counter()
         state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
-        jax.block_until_ready(then())
         seconds.append(time.perf_counter() - started)
     return state, seconds
 

@@ -22,16 +22,26 @@ class Plain:
 
     def __init__(self, run: Run):
         self._run = run
-        self._tx = optax.chain(sync.no_exchange(run.sync), run.optimizer)
+        self._tx = self._followed_by(optax.identity())
         self._step: Any = None
 
     def start(self, params: Any) -> tuple[Any, state.TrainState]:
         """The compiled step, and a state with a copy of these parameters, which it uses up."""
         begin = state.init(jax.tree.map(jnp.copy, params), self._tx, self._run.place)
         if self._step is None:
-            train_step = step.make_train_step(self._run.gradient, self._tx)
-            self._step = step.compile_step(train_step, begin, self._run.example)
+            self._step = self._compiled(self._tx, begin)
         return self._step, begin
+
+    def sending(self, messages: optax.GradientTransformation, begin: state.TrainState) -> Any:
+        """The compiled step with stateless messages, for a state as that of `start`."""
+        return self._compiled(self._followed_by(messages), begin)
+
+    def _followed_by(self, messages: optax.GradientTransformation) -> optax.GradientTransformation:
+        return optax.chain(sync.no_exchange(self._run.sync), messages, self._run.optimizer)
+
+    def _compiled(self, tx: optax.GradientTransformation, begin: state.TrainState) -> Any:
+        train_step = step.make_train_step(self._run.gradient, tx)
+        return step.compile_step(train_step, begin, self._run.example)
 
     def milliseconds(self, params: Any, batch: Any) -> float:
         """The time of one step of the slowest process, after another one that warms up."""

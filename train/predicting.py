@@ -1,26 +1,33 @@
-"""What an exchange takes, from what its messages and its codes take by themselves behind a step.
+"""What an exchange takes, from what its messages and its codes take by themselves.
 
-`behind` makes the programs that `measure.measure_steps` runs behind steps without exchange. There
-they find what an exchange finds: processes that still compute, on the cores that they share.
+`messages` sends in a step without exchange what one with it sends: there, messages find what an
+exchange finds, processes that still compute, on the cores that they share. `codes_ms` runs the
+exchange without its messages.
 """
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import optax
 
 import jaxcomm
 from jaxcomm import plan
-from train import sync
+from train import measure, sync
 
-# What runs behind a step.
-NOTHING, MESSAGES, CODES = "nothing", "messages", "codes"
+# Codes are timed in rows that take so many seconds, since processes that share cores take turns;
+# in so many rows, of which no more begin after some seconds.
+ROW, ROWS, LONGEST = 0.1, 20, 4.0
+
+INVISIBLE = 1e-30  # Times a value that is added to updates, so that what it needs is done.
 
 
 class Predicted(NamedTuple):
@@ -48,57 +55,93 @@ class Predicted(NamedTuple):
         return max(names, key=lambda name: names[name])
 
 
-def behind(
-    wire: jaxcomm.WireReport, exchange: Any | None, params: Any
-) -> dict[str, Callable[[], Any]]:
-    """Programs to run behind a step; none on a single device.
+def messages(wire: jaxcomm.WireReport, without: jaxcomm.WireReport) -> optax.GradientTransformation:
+    """Sends as many bytes by the same operations as an exchange, and leaves updates as they are.
 
     Args:
-      wire: of the compiled step.
-      exchange: the transformation; None where most steps have none.
+      wire: of the step with the exchange.
+      without: of the one without it, which sends its own messages.
+    """
+    added = _added(_least(wire), without)
+
+    def update(updates: Any, params: Any = None) -> Any:
+        del params
+        firsts = [jnp.ravel(leaf)[0].astype(jnp.float32) for leaf in jax.tree.leaves(updates)]
+        spec = jax.P()
+        send = jax.shard_map(_all_sent, in_specs=spec, out_specs=spec, check_vma=False)
+        sent = send(jnp.stack(firsts).sum())  # when every leaf is there
+        return jax.tree.map(lambda leaf: leaf + (sent * INVISIBLE).astype(leaf.dtype), updates)
+
+    def _all_sent(x: jax.Array) -> jax.Array:
+        for message in added:
+            x = _sent(message, x)
+        return x
+
+    return optax.stateless(update)
+
+
+def codes_ms(exchange: Any, params: Any) -> float:
+    """What an exchange takes on one device of each process by itself, more than none at all.
+
+    All processes measure at once, as they share cores: of the slowest, in milliseconds.
+
+    Args:
+      exchange: the transformation.
       params: the parameters.
     """
-    if jax.sharding.get_mesh().size == 1:
-        return {}
-    programs = {
-        NOTHING: _with_oneself(jaxcomm.no_exchange(sync.AXIS), params),
-        MESSAGES: _messages(_usual(wire)),
-    }
-    if exchange:
-        programs[CODES] = _with_oneself(exchange, params)
-    return programs
+    programs = [_with_oneself(tx, params) for tx in (jaxcomm.no_exchange(sync.AXIS), exchange)]
+    (once,) = _mean_seconds(programs[1:], 1)
+    number = max(math.ceil(ROW / measure.slowest(once)), 1)
+    rows: list[list[float]] = []
+    begin = time.perf_counter()
+    while len(rows) < ROWS and measure.slowest(time.perf_counter() - begin) < LONGEST:
+        rows.append(_mean_seconds(programs, number))
+    nothing, codes = (statistics.median(seconds) for seconds in zip(*rows, strict=True))
+    return 1e3 * measure.slowest(max(codes - nothing, 0.0))
+
+
+def _mean_seconds(programs: list[Callable[[], Any]], number: int) -> list[float]:
+    """What each takes on average when it runs several times in a row."""
+    seconds = []
+    for program in programs:
+        measure.barrier()
+        started = time.perf_counter()
+        for _ in range(number):
+            jax.block_until_ready(program())
+        seconds.append((time.perf_counter() - started) / number)
+    return seconds
 
 
 def predicted(
-    wire: jaxcomm.WireReport, behind_ms: Mapping[str, float], gigabits: float | None
-) -> Predicted | None:
+    wire: jaxcomm.WireReport,
+    without: jaxcomm.WireReport,
+    messages_ms: float,
+    local_ms: float,
+    gigabits: float | None,
+) -> Predicted:
     """What the exchange of a compiled step takes.
 
-    What every program takes, whatever it does, is taken off: a step starts one, with or without an
-    exchange. Of what messages take, bytes have the part that `plan.probe` measures for them.
+    Of what messages take, bytes have the part that `plan.probe` measures for them.
 
     Args:
-      wire: of the compiled step.
-      behind_ms: what the programs of `behind` take behind a step.
+      wire: of the step.
+      without: of the one without exchange.
+      messages_ms: what `messages` add to the latter.
+      local_ms: of `codes_ms`.
       gigabits: that a device sends in a second, in place of what it does here; None is the latter.
-
-    Returns:
-      The prediction; None for a single device.
     """
-    mesh = jax.sharding.get_mesh()
-    if mesh.size == 1:
-        return None
-    start, usual = behind_ms[NOTHING], _usual(wire)
-    costs = dataclasses.replace(plan.probe(mesh, families=()), latency=0.0)
-    bytes_ms = 1e3 * plan.seconds_of(usual, costs)
-    latency_ms = max(behind_ms[MESSAGES] - start - bytes_ms, 0.0) if usual.collectives else 0.0
+    costs = dataclasses.replace(plan.probe(jax.sharding.get_mesh(), families=()), latency=0.0)
+
+    def bytes_ms(costs: plan.Costs) -> float:
+        return 1e3 * (plan.seconds_of(_least(wire), costs) - plan.seconds_of(without, costs))
+
+    latency_ms = max(messages_ms - bytes_ms(costs), 0.0)
     if gigabits is not None:
         costs = dataclasses.replace(costs, per_byte=8e-9 / gigabits)
-        bytes_ms = 1e3 * plan.seconds_of(usual, costs)
-    return Predicted(latency_ms, bytes_ms, max(behind_ms.get(CODES, start) - start, 0.0))
+    return Predicted(latency_ms, bytes_ms(costs), local_ms)
 
 
-def _usual(wire: jaxcomm.WireReport) -> jaxcomm.WireReport:
+def _least(wire: jaxcomm.WireReport) -> jaxcomm.WireReport:
     """What is sent where every conditional takes the branch that sends least: no dense steps."""
     while wire.conditionals:
         name, _ = wire.conditionals[0]
@@ -107,60 +150,66 @@ def _usual(wire: jaxcomm.WireReport) -> jaxcomm.WireReport:
     return wire
 
 
-def _messages(wire: jaxcomm.WireReport) -> Callable[[], Any]:
-    """Runs the messages of a program, and nothing else."""
-    program, rows = _program(wire)
-    jax.block_until_ready(program(rows))
-    return lambda: program(rows)
+class _Message(NamedTuple):
+    """An operation, the devices it is between, and dtype and shape of what a device puts in."""
+
+    op: str
+    groups: Any
+    operands: tuple[tuple[str, tuple[int, ...]], ...]
 
 
-def _program(wire: jaxcomm.WireReport) -> tuple[Any, jax.Array]:
-    """The same operations of the same sizes between the same devices, and what they begin with."""
-    mesh = Mesh(jax.sharding.get_mesh().devices.ravel(), "devices")
-
-    def all_of_them(x: jax.Array) -> jax.Array:
-        for collective in wire.collectives:
-            for _ in range(collective.times or 0):
-                x = _sent(collective, x)
-        return x
-
-    spec = PartitionSpec("devices")
-    with jax.set_mesh(mesh):
-        rows = jax.jit(lambda: jnp.ones(mesh.size), out_shardings=NamedSharding(mesh, spec))()
-        body = jax.shard_map(all_of_them, in_specs=spec, out_specs=spec, check_vma=False)
-        return jax.jit(body).lower(rows).compile(), rows
+def _listed(wire: jaxcomm.WireReport) -> list[_Message]:
+    """The messages of a program, one after the other."""
+    return [
+        _Message(each.op, each.groups, tuple(zip(each.dtypes, each.shapes, strict=True)))
+        for each in wire.collectives
+        for _ in range(each.times or 0)
+    ]
 
 
-def _sent(collective: Any, x: jax.Array) -> jax.Array:
+def _added(wire: jaxcomm.WireReport, without: jaxcomm.WireReport) -> list[_Message]:
+    """What the first sends and the second does not: XLA joins messages of both kinds to one."""
+    left = _listed(wire)
+    for usual in _listed(without):
+        for index, (op, groups, operands) in enumerate(left):
+            if (op, groups) == usual[:2] and not Counter(usual.operands) - Counter(operands):
+                rest = tuple((Counter(operands) - Counter(usual.operands)).elements())
+                left[index : index + 1] = [_Message(op, groups, rest)] if rest else []
+                break
+    return left
+
+
+def _sent(message: _Message, x: jax.Array) -> jax.Array:
     """A value that depends on `x` and on an operation of as many bytes, which depends on `x`."""
-    groups: dict[str, Any] = {"axis_index_groups": [list(group) for group in collective.groups]}
-    own = [x + jnp.arange(words, dtype=jnp.float32) for words in _words(collective)]
-    match collective.op:
+    axes = jax.sharding.get_abstract_mesh().axis_names
+    groups: dict[str, Any] = {"axis_index_groups": [list(group) for group in message.groups]}
+    own = [x + jnp.arange(words, dtype=jnp.float32) for words in _words(message)]
+    match message.op:
         case "all-reduce":
-            others = jax.lax.psum(own, "devices", **groups)
+            others = jax.lax.psum(own, axes, **groups)
         case "all-gather":
-            others = jax.lax.all_gather(own, "devices", **groups)
+            others = jax.lax.all_gather(own, axes, **groups)
         case "reduce-scatter":
-            others = jax.lax.psum_scatter(own, "devices", tiled=True, **groups)
+            others = jax.lax.psum_scatter(own, axes, tiled=True, **groups)
         case "all-to-all":
-            others = [jax.lax.all_to_all(o, "devices", 0, 0, tiled=True, **groups) for o in own]
+            others = [jax.lax.all_to_all(o, axes, 0, 0, tiled=True, **groups) for o in own]
         case "collective-permute":
-            others = jax.lax.ppermute(own, "devices", collective.groups)
+            others = jax.lax.ppermute(own, axes, message.groups)
         case _:
-            raise NotImplementedError(f"no exchange of jaxcomm has a {collective.op}.")
+            raise NotImplementedError(f"no exchange of jaxcomm has a {message.op}.")
     ends = [(flat[0] + flat[-1]) / flat.size for flat in map(jnp.ravel, others)]
     return x + sum(ends)
 
 
-def _words(collective: Any) -> list[int]:
+def _words(message: _Message) -> list[int]:
     """The float32 values of each array that a device puts in; a multiple of a group's devices."""
-    widths = [re.search(r"\d+", dtype) for dtype in collective.dtypes]  # `pred` has no digits
-    size = collective.group_size
-    bits = [
-        math.prod(shape) * (int(width[0]) if width else 8)
-        for width, shape in zip(widths, collective.shapes, strict=True)
-    ]
-    return [size * max(math.ceil(number / 32 / size), 1) for number in bits]
+    size = len(message.groups[0])
+    found = []
+    for dtype, shape in message.operands:
+        width = re.search(r"\d+", dtype)  # `pred` has no digits
+        bits = math.prod(shape) * (int(width[0]) if width else 8)
+        found.append(size * max(math.ceil(bits / 32 / size), 1))
+    return found
 
 
 def _with_oneself(exchange: Any, params: Any) -> Callable[[], Any]:

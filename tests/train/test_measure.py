@@ -54,13 +54,12 @@ def test_times_are_medians_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(measure, "time", clock)
     step, plain = clock.step(0.02, 0.5, 0.02), clock.step(0.01, 0.01, 0.3)
-    codes = clock.step(8e-3)
-    behind = {"codes": lambda: codes(None, None)}
+    messages = clock.step(18e-3)
     with jax.set_mesh(jaxcomm.data_mesh()):
-        steps = measure.measure_steps(step, 0, plain, 0, None, 12, behind)
+        steps = measure.measure_steps(step, 0, plain, 0, None, 12, messages)
     assert steps.step_ms == pytest.approx(20)
     assert steps.compute_ms == pytest.approx(10)
-    assert steps.behind_ms == {"codes": pytest.approx(8)}
+    assert steps.messages_ms == pytest.approx(8)
     # One process sends nothing over an interface, whatever others do meanwhile.
     assert steps.interface is None and steps.interface_bytes is None
 

@@ -5,11 +5,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxcomm
 from jaxcomm import plan
-from jaxcomm.wire import wire_report
+from jaxcomm.wire import Collective, wire_report
 from train import predicting
 
 
@@ -30,30 +31,31 @@ def sent(codec, mesh, algorithm="ring"):
     return wire_report(jax.jit(tx.update).lower(grads, state).compile())
 
 
+def nothing(mesh):
+    return jaxcomm.WireReport((), mesh.size)
+
+
 def test_parts_add_up(mesh):
-    """Every program takes 1 ms, messages 3 more, of which bytes have a part, and codes 2 more."""
-    behind = {predicting.NOTHING: 1.0, predicting.MESSAGES: 1 + 3.0, predicting.CODES: 1 + 2.0}
+    """Messages add 3 ms to a step, of which bytes have a part, and codes 2 more."""
     wire = sent("bfloat16", mesh)
-    found = predicting.predicted(wire, behind, None)
+    found = predicting.predicted(wire, nothing(mesh), 3.0, 2.0, None)
     assert found.ms == pytest.approx(3.0 + 2.0)
     assert found.local_ms == pytest.approx(2.0)
     assert found.bytes_ms == pytest.approx(1e3 * 1e-7 * float(wire.bytes_max), rel=0.02)
-    slower = predicting.predicted(wire, behind, gigabits=0.04)
+    slower = predicting.predicted(wire, nothing(mesh), 3.0, 2.0, gigabits=0.04)
     assert slower.bytes_ms == pytest.approx(2 * found.bytes_ms)
     assert slower.latency_ms == found.latency_ms
-    del behind[predicting.CODES]
-    assert predicting.predicted(wire, behind, None).local_ms == 0
+
+
+def test_what_a_step_sends_anyway_is_not_the_exchange(mesh):
+    wire = sent("bfloat16", mesh)
+    assert predicting.predicted(wire, wire, 0.0, 0.0, None).ms == 0
 
 
 def test_noise_is_not_negative(mesh):
-    behind = {predicting.NOTHING: 2.0, predicting.MESSAGES: 1.0, predicting.CODES: 0.5}
-    found = predicting.predicted(sent("float32", mesh), behind, None)
-    assert found.latency_ms == 0 and found.local_ms == 0
-
-
-def test_what_sends_nothing_waits_for_nobody(mesh):
-    behind = {predicting.NOTHING: 1.0, predicting.MESSAGES: 5.0}
-    assert predicting.predicted(jaxcomm.WireReport((), 4), behind, None).ms == 0
+    assert (
+        predicting.predicted(sent("float32", mesh), nothing(mesh), 0.0, 0.0, None).latency_ms == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,31 +68,59 @@ def test_what_sends_nothing_waits_for_nobody(mesh):
 def test_messages_are_those_of_the_exchange(codec, algorithm, mesh):
     """The same operations of the same sizes, between the same devices, and nothing else."""
     wire = sent(codec, mesh, algorithm)
-    messages = wire_report(predicting._program(wire)[0])
-
-    def described(report):
-        return [
-            (each.op, each.groups, len(each.shapes), [-(-b // 64) for b in map(float, each.sent)])
-            for each in report.collectives
-        ]
-
-    assert described(messages) == described(wire)
+    tx = predicting.messages(wire, nothing(mesh))
+    updates = {"w": jaxcomm.replicate(jnp.arange(5.0)), "b": jaxcomm.replicate(jnp.float16(3))}
+    replayed = jax.jit(tx.update).lower(updates, optax.EmptyState()).compile()
+    assert described(wire_report(replayed)) == described(wire)
+    same, _ = replayed(updates, optax.EmptyState())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-20), same, updates)
 
 
-def test_programs_behind_a_step(mesh):
+def described(report):
+    return [
+        (each.op, each.groups, len(each.shapes), [-(-b // 64) for b in map(float, each.sent)])
+        for each in report.collectives
+    ]
+
+
+def test_a_mesh_of_two_axes(mesh):
+    """Groups are of devices in the mesh's order, as the compiler prints them."""
+    del mesh
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 2), ("nodes", "data"), auto, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        ring = jaxcomm.algorithms.ring()
+        two_levels = jaxcomm.algorithms.hierarchical(near=ring, far=ring)
+        tx = jaxcomm.mean(mesh.axis_names, "int8", algorithm=two_levels)
+        grads = [jnp.zeros((4, 1000))]
+        state = tx.init(jaxcomm.replicate([jnp.zeros(1000)]))
+        wire = wire_report(jax.jit(tx.update).lower(grads, state).compile())
+        replay = predicting.messages(wire, nothing(mesh))
+        at = jaxcomm.replicate([jnp.zeros(1000)])
+        replayed = jax.jit(replay.update).lower(at, optax.EmptyState()).compile()
+    assert described(wire_report(replayed)) == described(wire)
+
+
+def test_messages_of_both_steps_that_were_joined_are_taken_apart():
+    """The mean of the loss, three values, travels with what is exempt."""
+    groups = ((0, 1, 2, 3),)
+    loss = Collective("a", "all-reduce", ("f32",), ((3,),), groups, 4, ())
+    joined = Collective("a", "all-reduce", ("f32", "f32"), ((298,), (3,)), groups, 4, ())
+    other = Collective("b", "all-gather", ("u8",), ((3,),), groups, 4, (), times=2)
+    found = predicting._added(
+        jaxcomm.WireReport((other, joined), 4), jaxcomm.WireReport((loss,), 4)
+    )
+    gathered = ("all-gather", groups, (("u8", (3,)),))
+    assert found == [gathered, gathered, ("all-reduce", groups, (("f32", (298,)),))]
+    assert predicting._added(jaxcomm.WireReport((loss,), 4), jaxcomm.WireReport((loss,), 4)) == []
+
+
+def test_codes_are_those_of_the_exchange(mesh, monkeypatch):
     params = {"w": jaxcomm.replicate(jnp.ones((8, 5)))}
-    exchange, wire = jaxcomm.mean("data", "int8"), sent("int8", mesh)
-    programs = predicting.behind(wire, exchange, params)
-    assert set(programs) == {*predicting.behind(wire, None, params), predicting.CODES}
-    for run in programs.values():
-        jax.block_until_ready(run())
-    updates, _ = programs[predicting.CODES]()
-    # Its own gradients, coded and decoded.
+    program = predicting._with_oneself(jaxcomm.mean("data", "int8"), params)
+    updates, _ = program()
     assert np.allclose(np.asarray(updates["w"]), 1.0, rtol=0.01)
-
-
-def test_one_device_predicts_nothing():
-    wire = jaxcomm.WireReport((), 1)
-    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1])):
-        assert predicting.behind(wire, jaxcomm.mean("data"), {}) == {}
-        assert predicting.predicted(wire, {}, None) is None
+    monkeypatch.setattr(predicting, "ROW", 1e-3)
+    took = iter([2.0, *[1.0, 3.0] * predicting.ROWS])
+    monkeypatch.setattr(predicting, "_mean_seconds", lambda p, _: [next(took) for _ in p])
+    assert predicting.codes_ms(jaxcomm.mean("data", "int8"), params) == pytest.approx(2000)
