@@ -1,8 +1,8 @@
 """What an exchange takes, from what its messages and its codes take by themselves.
 
 `messages` sends in a step without exchange what one with it sends: there, messages find what an
-exchange finds, processes that still compute, on the cores that they share. `codes_ms` runs the
-exchange without its messages.
+exchange finds, processes that still compute, on the cores that they share. `codes_ms` is of the
+exchange by itself.
 """
 
 import dataclasses
@@ -81,23 +81,24 @@ def messages(wire: jaxcomm.WireReport, without: jaxcomm.WireReport) -> optax.Gra
 
 
 def codes_ms(exchange: Any, params: Any) -> float:
-    """What an exchange takes on one device of each process by itself, more than none at all.
+    """What an exchange takes by itself, more than its messages do by themselves, in milliseconds.
 
-    All processes measure at once, as they share cores: of the slowest, in milliseconds.
+    That is what devices do between messages, and that they wait for the slowest: of those that
+    share cores, not all can be at it at once.
 
     Args:
       exchange: the transformation.
       params: the parameters.
     """
-    programs = [_with_oneself(tx, params) for tx in (jaxcomm.no_exchange(sync.AXIS), exchange)]
-    (once,) = _mean_seconds(programs[1:], 1)
-    number = max(math.ceil(ROW / measure.slowest(once)), 1)
+    programs = _by_itself(exchange, params)
+    once = _mean_seconds(programs, 1)
+    number = max(math.ceil(ROW / measure.slowest(max(once))), 1)
     rows: list[list[float]] = []
     begin = time.perf_counter()
     while len(rows) < ROWS and measure.slowest(time.perf_counter() - begin) < LONGEST:
         rows.append(_mean_seconds(programs, number))
-    nothing, codes = (statistics.median(seconds) for seconds in zip(*rows, strict=True))
-    return 1e3 * measure.slowest(max(codes - nothing, 0.0))
+    whole, messages = (statistics.median(seconds) for seconds in zip(*rows, strict=True))
+    return 1e3 * measure.slowest(max(whole - messages, 0.0))
 
 
 def _mean_seconds(programs: list[Callable[[], Any]], number: int) -> list[float]:
@@ -192,7 +193,8 @@ def _sent(message: _Message, x: jax.Array) -> jax.Array:
         case "reduce-scatter":
             others = jax.lax.psum_scatter(own, axes, tiled=True, **groups)
         case "all-to-all":
-            others = [jax.lax.all_to_all(o, axes, 0, 0, tiled=True, **groups) for o in own]
+            joined = jnp.concatenate(own)  # The compiler for CPUs makes an operand of every block.
+            others = [jax.lax.all_to_all(joined, axes, 0, 0, tiled=True, **groups)]
         case "collective-permute":
             others = jax.lax.ppermute(own, axes, message.groups)
         case _:
@@ -212,14 +214,24 @@ def _words(message: _Message) -> list[int]:
     return found
 
 
-def _with_oneself(exchange: Any, params: Any) -> Callable[[], Any]:
-    """An exchange on one device of each process: its codes without its messages."""
-    device = jax.local_devices()[0]
+def _by_itself(exchange: Any, params: Any) -> list[Callable[[], Any]]:
+    """An exchange as a program of its own, and one that only sends as much, of equal arguments."""
     values = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), params)
-    with jax.set_mesh(jaxcomm.data_mesh(sync.AXIS, [device])):
-        own = jaxcomm.replicate(values)
-        grads = jaxcomm.global_batch(jax.tree.map(lambda x: x[None], values), sync.AXIS)
-        at = exchange.init(own)
-        program = jax.jit(exchange.update).lower(grads, at, own).compile()
-    jax.block_until_ready(program(grads, at, own))
-    return lambda: program(grads, at, own)
+    rows = jax.local_device_count()
+    grads = sync.global_batch(jax.tree.map(lambda x: np.broadcast_to(x, (rows, *x.shape)), values))
+    own = jaxcomm.replicate(values)
+    whole = _Called(exchange, grads, own)
+    wire = jaxcomm.wire_report(whole.program)
+    replay = messages(wire, jaxcomm.WireReport((), wire.devices))
+    return [whole, _Called(optax.chain(jaxcomm.no_exchange(sync.AXIS), replay), grads, own)]
+
+
+class _Called:
+    """The program of a transformation, and what it is called with."""
+
+    def __init__(self, tx: Any, grads: Any, own: Any):
+        self._arguments = grads, tx.init(own), own
+        self.program = jax.jit(tx.update).lower(*self._arguments).compile()
+
+    def __call__(self) -> Any:
+        return self.program(*self._arguments)
