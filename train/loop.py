@@ -182,14 +182,16 @@ def costs_of(
     count, gigabits = config.measure_steps, config.network.gigabits
     plain_step, begin = without.start(now.params)
     wires, messages_step, predicted = (sent.wire, jaxcomm.wire_report(plain_step)), None, None
+    local_ms = 0.0
     is_predicted = jax.device_count() > 1 and run.sync.fsdp <= 1 and not run.sync.gather
     if is_predicted:
         messages_step = without.sending(predicting.messages(*wires), begin)
+        if run.sync.every == 1:  # the gradient, in one piece
+            chained: Any = now.opt_state
+            local_ms = predicting.codes_ms(run.exchange, chained[0], now.params)
     steps = train_step, now, plain_step, begin
     times = measure.measure_steps(*steps, run.example, count, messages_step)
     network = measure.bandwidth(config.network)
     if is_predicted:
-        whole = run.sync.every == 1  # the gradient, in one piece
-        local_ms = predicting.codes_ms(run.exchange, run.params) if whole else 0.0
         predicted = predicting.predicted(*wires, times.messages_ms, local_ms, gigabits)
     return measure.costs(times, sent, network, predicted)

@@ -80,7 +80,7 @@ def messages(wire: jaxcomm.WireReport, without: jaxcomm.WireReport) -> optax.Gra
     return optax.stateless(update)
 
 
-def codes_ms(exchange: Any, params: Any) -> float:
+def codes_ms(exchange: Any, at: Any, params: Any) -> float:
     """What an exchange takes by itself, more than its messages do by themselves, in milliseconds.
 
     That is what devices do between messages, and that they wait for the slowest: of those that
@@ -88,9 +88,10 @@ def codes_ms(exchange: Any, params: Any) -> float:
 
     Args:
       exchange: the transformation.
+      at: its state: late steps may take another branch than the first ones.
       params: the parameters.
     """
-    programs = _by_itself(exchange, params)
+    programs = _by_itself(exchange, at, params)
     once = _mean_seconds(programs, 1)
     number = max(math.ceil(ROW / measure.slowest(max(once))), 1)
     rows: list[list[float]] = []
@@ -214,23 +215,23 @@ def _words(message: _Message) -> list[int]:
     return found
 
 
-def _by_itself(exchange: Any, params: Any) -> list[Callable[[], Any]]:
+def _by_itself(exchange: Any, at: Any, params: Any) -> list[Callable[[], Any]]:
     """An exchange as a program of its own, and one that only sends as much, of equal arguments."""
     values = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), params)
     rows = jax.local_device_count()
     grads = sync.global_batch(jax.tree.map(lambda x: np.broadcast_to(x, (rows, *x.shape)), values))
-    own = jaxcomm.replicate(values)
-    whole = _Called(exchange, grads, own)
+    whole = _Called(exchange, grads, at, params)
     wire = jaxcomm.wire_report(whole.program)
     replay = messages(wire, jaxcomm.WireReport((), wire.devices))
-    return [whole, _Called(optax.chain(jaxcomm.no_exchange(sync.AXIS), replay), grads, own)]
+    alone = optax.chain(jaxcomm.no_exchange(sync.AXIS), replay)
+    return [whole, _Called(alone, grads, alone.init(params), params)]
 
 
 class _Called:
     """The program of a transformation, and what it is called with."""
 
-    def __init__(self, tx: Any, grads: Any, own: Any):
-        self._arguments = grads, tx.init(own), own
+    def __init__(self, tx: Any, *arguments: Any):
+        self._arguments = arguments
         self.program = jax.jit(tx.update).lower(*self._arguments).compile()
 
     def __call__(self) -> Any:

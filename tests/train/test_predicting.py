@@ -118,10 +118,12 @@ def test_messages_of_both_steps_that_were_joined_are_taken_apart():
 def test_codes_are_what_an_exchange_does_between_messages(monkeypatch):
     with jax.set_mesh(jaxcomm.data_mesh()):  # all devices of a process, as in the program
         params = {"w": jaxcomm.replicate(jnp.ones((80, 50)))}
-        whole, sends = predicting._by_itself(jaxcomm.mean("data", "int8"), params)
+        exchange = jaxcomm.mean("data", "int8")
+        at = exchange.init(params)
+        whole, sends = predicting._by_itself(exchange, at, params)
         assert described(wire_report(sends.program)) == described(wire_report(whole.program))
         for updates, _ in (whole(), sends()):
             assert np.allclose(np.asarray(updates["w"]), 1.0, rtol=0.01)
         took = iter([2.0, 2.0, *[3.0, 1.0] * predicting.ROWS])
         monkeypatch.setattr(predicting, "_mean_seconds", lambda p, _: [next(took) for _ in p])
-        assert predicting.codes_ms(jaxcomm.mean("data", "int8"), params) == pytest.approx(2000)
+        assert predicting.codes_ms(exchange, at, params) == pytest.approx(2000)
