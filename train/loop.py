@@ -177,18 +177,17 @@ def costs_of(
     """What the exchange costs: the same step without it, from the same parameters; uses up `now`.
 
     What it takes is also predicted, but not where links within groups of devices are faster, nor
-    where both steps gather parameters.
+    where both steps gather parameters, nor where most steps exchange nothing.
     """
     count, gigabits = config.measure_steps, config.network.gigabits
     plain_step, begin = without.start(now.params)
     wires, messages_step, predicted = (sent.wire, jaxcomm.wire_report(plain_step)), None, None
-    local_ms = 0.0
-    is_predicted = jax.device_count() > 1 and run.sync.fsdp <= 1 and not run.sync.gather
+    whole = run.sync.every == 1 and run.sync.fsdp <= 1 and not run.sync.gather
+    is_predicted, local_ms = whole and jax.device_count() > 1, 0.0
     if is_predicted:
         messages_step = without.sending(predicting.messages(*wires), begin)
-        if run.sync.every == 1:  # the gradient, in one piece
-            chained: Any = now.opt_state
-            local_ms = predicting.codes_ms(run.exchange, chained[0], now.params)
+        chained: Any = now.opt_state
+        local_ms = predicting.codes_ms(run.exchange, chained[0], now.params)
     steps = train_step, now, plain_step, begin
     times = measure.measure_steps(*steps, run.example, count, messages_step)
     network = measure.bandwidth(config.network)
