@@ -181,16 +181,15 @@ def costs_of(
     """
     count, gigabits = config.measure_steps, config.network.gigabits
     plain_step, begin = without.start(now.params)
-    wires, messages_step, predicted = (sent.wire, jaxcomm.wire_report(plain_step)), None, None
-    whole = run.sync.every == 1 and run.sync.fsdp <= 1 and not run.sync.gather
-    is_predicted, local_ms = whole and jax.device_count() > 1, 0.0
-    if is_predicted:
-        messages_step = without.sending(predicting.messages(*wires), begin)
-        chained: Any = now.opt_state
-        local_ms = predicting.codes_ms(run.exchange, chained[0], now.params)
-    steps = train_step, now, plain_step, begin
-    times = measure.measure_steps(*steps, run.example, count, messages_step)
-    network = measure.bandwidth(config.network)
-    if is_predicted:
-        predicted = predicting.predicted(*wires, times.messages_ms, local_ms, gigabits)
-    return measure.costs(times, sent, network, predicted)
+    steps, network = (train_step, now, plain_step, begin, run.example, count), config.network
+    one_exchange = run.sync.every == 1 and run.sync.fsdp <= 1 and not run.sync.gather
+    if jax.device_count() == 1 or not one_exchange:
+        times = measure.measure_steps(*steps)
+        return measure.costs(times, sent, measure.bandwidth(network))
+    wires = sent.wire, jaxcomm.wire_report(plain_step)
+    chained: Any = now.opt_state
+    messages_step = without.sending(predicting.messages(*wires), begin)
+    local_ms = predicting.codes_ms(run.exchange, chained[0], now.params)
+    times = measure.measure_steps(*steps, messages_step)
+    predicted = predicting.predicted(*wires, times.messages_ms, local_ms, gigabits)
+    return measure.costs(times, sent, measure.bandwidth(network), predicted)

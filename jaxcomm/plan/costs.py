@@ -36,10 +36,10 @@ class Costs:
       call: of an exchange, whatever it sends.
       local: of each family of methods, for a value: encoding, merging, decoding and what error
         feedback or selecting takes, all devices of a machine at once, and what they wait for each
-        other meanwhile. Two numbers: of a value among
-        SIZES[0] and among SIZES[1], where the operations' own cost is spread over more of them. A
-        name that ends in MERGING is for algorithms that decode and encode on the way; without it
-        they are taken to need as much as the others.
+        other meanwhile. Two numbers: of a value among SIZES[0] and among SIZES[1], where the
+        operations' own cost is spread over more of them. A name that ends in MERGING is for
+        algorithms that decode and encode on the way; without it they are taken to need as much as
+        the others.
     """
 
     source: str

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import cifar
 import imagenet
@@ -15,7 +16,7 @@ from running import Program, checkpoint_bits, children, read_config, read_lines
 
 from jaxcomm import plan
 from jaxcomm.plan import timing
-from train import loop, models, signals
+from train import loop, models, predicting, signals
 from train.errors import RunError, UserError
 
 NUMBERS = {
@@ -292,6 +293,25 @@ def test_processes_that_a_scheduler_starts(program: Program, tmp_path: Path) -> 
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert json.loads(outputs[0][0].splitlines()[-1])["processes"] == 2
     assert "{" not in outputs[1][0]  # Process 0 speaks for both.
+
+
+def test_what_is_predicted_is_the_exchange_of_late_steps(
+    config: config_dict.ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the state that the run ends with; and nothing where most steps have no exchange."""
+    seen: list[int] = []
+
+    def codes_ms(exchange: Any, at: Any, params: Any) -> float:
+        del exchange, params
+        seen.extend(int(leaf) for leaf in jax.tree.leaves(at) if leaf.ndim == 0)
+        return 1.0
+
+    monkeypatch.setattr(predicting, "codes_ms", codes_ms)
+    config.sync.dense_steps = 2
+    assert loop.train(config, tmp_path / "dense", 0.0)["predicted_ms"] >= 1
+    assert config.steps in seen
+    config.sync.dense_steps, config.sync.every = None, 2
+    assert loop.train(config, tmp_path / "local", 0.0)["predicted_ms"] is None
 
 
 def test_the_planner_chooses_the_exchange(
