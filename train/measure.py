@@ -29,6 +29,7 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 # Steps with and without exchange alternate in blocks: other load disturbs both alike.
 BLOCKS, LENGTH = 8, 8  # Blocks at least, and steps of a block at most.
 LONGEST = 20.0  # Seconds of all steps; slow ones are fewer.
+OUTLIERS = 0.1  # The share of blocks that does not count, at either end.
 COUNTERS = Path("/proc/net/dev")  # Linux only; elsewhere no bytes are reported.
 
 
@@ -38,8 +39,8 @@ class Steps(NamedTuple):
     All are of the slowest process.
 
     Attributes:
-      step_ms: median time of a step.
-      compute_ms: median time of a step without exchange.
+      step_ms: time of a step.
+      compute_ms: time of a step without exchange.
       messages_ms: what messages alone add to a step without exchange; 0 if they were not timed.
       interface: name of the network interface that sent most, or None.
       interface_bytes: bytes that it sent for one step and device of this machine, or None: the
@@ -86,42 +87,50 @@ def measure_steps(
       messages_step: the one without exchange, with its messages; goes on at the same state.
 
     Returns:
-      Medians over the steps, and the traffic while only steps with the exchange ran.
+      Means over the steps, but for the fastest and the slowest blocks; and the traffic while only
+      steps with the exchange ran.
     """
     state, first = _block(step, state, batch, 2)
     plain_state, _ = _block(plain_step, plain_state, batch, 1)
     if messages_step:
         plain_state, _ = _block(messages_step, plain_state, batch, 1)
     most = LONGEST / (3 if messages_step else 2) / slowest(min(first))
-    count = max(math.ceil(min(count, most)), 1)
-    blocks = max(BLOCKS, math.ceil(count / LENGTH))
-    length = math.ceil(count / blocks)
+    length = min(LENGTH, max(math.ceil(min(count, most) / BLOCKS), 1))
     times: dict[str, list[float]] = {name: [] for name in ("step", "plain", "messages")}
     sent: dict[str, list[int]] = collections.defaultdict(list)
-    for _ in range(blocks):
+    begin = time.perf_counter()
+    while _goes_on(len(times["step"]), math.ceil(count / length), begin):
         before = _counters_at_rest()
         state, seconds = _block(step, state, batch, length)
         for name, value in _counters_at_rest().items():
             sent[name].append(value - before.get(name, value))
-        times["step"] += seconds
+        times["step"].append(statistics.fmean(seconds))
         plain_state, seconds = _block(plain_step, plain_state, batch, length)
-        times["plain"] += seconds
+        times["plain"].append(statistics.fmean(seconds))
         if messages_step:
             plain_state, seconds = _block(messages_step, plain_state, batch, length)
-            times["messages"] += seconds
+            times["messages"].append(statistics.fmean(seconds))
     interface, total = busiest(sent) if jax.process_count() > 1 else (None, 0.0)
     share = length * _devices_of_this_machine()
-    medians = {
-        name: 1e3 * slowest(float(np.median(seconds))) for name, seconds in times.items() if seconds
-    }
-    messages_ms = medians.get("messages", medians["plain"]) - medians["plain"]
+    ms = {name: 1e3 * slowest(usual(blocks)) for name, blocks in times.items() if blocks}
     return Steps(
-        step_ms=medians["step"],
-        compute_ms=medians["plain"],
-        messages_ms=max(messages_ms, 0.0),
+        step_ms=ms["step"],
+        compute_ms=ms["plain"],
+        messages_ms=max(ms.get("messages", 0.0) - ms["plain"], 0.0),
         interface=interface,
         interface_bytes=total / share if interface else None,
     )
+
+
+def _goes_on(blocks: int, count: int, begin: float) -> bool:
+    """Whether there is another block: of `count`, while there is time; BLOCKS in any case."""
+    return blocks < BLOCKS or (blocks < count and slowest(time.perf_counter() - begin) < LONGEST)
+
+
+def usual(seconds: Sequence[float]) -> float:
+    """The mean of all but the shortest and the longest: less a matter of chance than a median."""
+    cut = math.ceil(OUTLIERS * len(seconds))
+    return statistics.fmean(sorted(seconds)[cut:-cut] or seconds)
 
 
 def bandwidth(network: Any) -> Bandwidth:

@@ -8,7 +8,6 @@ exchange by itself.
 import dataclasses
 import math
 import re
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -98,7 +97,7 @@ def codes_ms(exchange: Any, at: Any, params: Any) -> float:
     begin = time.perf_counter()
     while len(rows) < ROWS and measure.slowest(time.perf_counter() - begin) < LONGEST:
         rows.append(_mean_seconds(programs, number))
-    whole, messages = (statistics.median(seconds) for seconds in zip(*rows, strict=True))
+    whole, messages = map(measure.usual, zip(*rows, strict=True))
     return 1e3 * measure.slowest(max(whole - messages, 0.0))
 
 

@@ -29,7 +29,7 @@ def show(summary: dict[str, Any], workdir: Path) -> None:
     rows = {
         **_score(s),
         "end of the optimizer's warm-up": s["frozen_at"] and f"step {s['frozen_at']}",
-        "median step": f"{s['step_ms']:.2f} ms",
+        "step": f"{s['step_ms']:.2f} ms",
         "the same step without exchange": f"{s['compute_ms']:.2f} ms",
         "communication": _communication(s),
         "median step while training": _number(s["loop_step_ms"], " ms"),

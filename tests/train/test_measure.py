@@ -50,18 +50,23 @@ class Clock:
         return step
 
 
-def test_times_are_medians_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_means_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr(measure, "time", clock)
-    step, plain = clock.step(0.02, 0.5, 0.02), clock.step(0.01, 0.01, 0.3)
-    messages = clock.step(18e-3)
+    step = clock.step(0.01, 0.03)  # such as one that exchanges every second time
+    plain, messages = clock.step(10e-3), clock.step(18e-3)
     with jax.set_mesh(jaxcomm.data_mesh()):
-        steps = measure.measure_steps(step, 0, plain, 0, None, 12, messages)
+        steps = measure.measure_steps(step, 0, plain, 0, None, 400, messages)
     assert steps.step_ms == pytest.approx(20)
     assert steps.compute_ms == pytest.approx(10)
     assert steps.messages_ms == pytest.approx(8)
     # One process sends nothing over an interface, whatever others do meanwhile.
     assert steps.interface is None and steps.interface_bytes is None
+
+
+def test_a_moment_in_which_another_program_ran_is_not_counted() -> None:
+    assert measure.usual([1.0] * 4 + [30.0] + [2.0] * 4) == pytest.approx(11 / 7)
+    assert measure.usual([3.0]) == 3.0
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.01, 200), (0.25, 40), (9.0, measure.BLOCKS)])
