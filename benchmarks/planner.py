@@ -2,14 +2,11 @@
 
     python -m benchmarks.planner [--networks=star,clusters,...] [--hosts=4,8] [--rates=100,300,1000]
         [--sizes=245760,1966080] [--methods=...] [--repeats=3] [--measured=3] [--out=JSON]
-    python -m benchmarks.planner --codes [--hosts=4,8] [--out=JSON]
     python -m benchmarks.planner --report [--out=JSON] [--png=PNG] [--json]
 
-On each network (`benchmarks.netlab`; needs root) the processes probe messages and then exchange
-gradients by every method, in turn; codes are probed once for each number of hosts and each size.
-What is in the file already is not measured again; --codes probes the codes of each number of hosts
-again and nothing else. The report compares predictions, which know the topology, the probe and
-nothing else, with the medians.
+On each network (`benchmarks.netlab`; needs root) the processes probe messages and codes, and then
+exchange gradients by every method, in turn. What is in the file already is not measured again. The
+report compares predictions, which know the topology, the probe and nothing else, with the medians.
 
 A choice is the planner's, among the methods of a quality: of those within 2 % of the least time
 that it predicts, the one of the best quality, and of equals the default. It is good if it took at
@@ -75,8 +72,7 @@ def main() -> int:
     if args.worker:
         work(args)
         return 0
-    action = report if args.report else probe_codes if args.codes else run
-    return guarded("planner", lambda: action(args))
+    return guarded("planner", lambda: (report if args.report else run)(args))
 
 
 def parse() -> argparse.Namespace:
@@ -98,7 +94,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="the summary as the last line")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--costs", help=argparse.SUPPRESS)
-    parser.add_argument("--codes", action="store_true", help="probe the codes only, again")
     return parser.parse_args()
 
 
@@ -118,28 +113,10 @@ def run(args: argparse.Namespace) -> None:
                 # Programs know the number of hosts and the size, and no network.
                 programs = Path(folder, f"{n}-{size:g}")
                 programs.mkdir(exist_ok=True)
-                measured = measured_on(case, args, programs, needs_codes(kept, case))
+                measured = measured_on(case, args, programs)
                 kept = {**kept, **circumstances(NAME), "cases": [*kept["cases"], measured]}
                 Path(args.out).write_text(json.dumps(kept, indent=1) + "\n")
-                print(summary_of(measured, kept), flush=True)
-
-
-def probe_codes(args: argparse.Namespace) -> None:
-    """Replaces what codes cost, of each number of hosts; a probe needs no certain network."""
-    args.methods = "float32/native"
-    for hosts in args.hosts:
-        case = {"network": "star", "hosts": hosts, "rate": "1000", "size": 245760.0}
-        kept = read(args.out)
-        same = [old for old in kept["cases"] if old["hosts"] == case["hosts"]]
-        if not same:
-            raise ValueError(f"{args.out} has no network of {hosts} hosts.")
-        with tempfile.TemporaryDirectory(prefix="planner-") as programs:
-            local = measured_on(case, args, Path(programs), codes=True)["local"]
-        for old in same:
-            old["local"] = None
-        same[0]["local"] = local
-        kept |= circumstances(NAME)
-        Path(args.out).write_text(json.dumps(kept, indent=1) + "\n")
+                print(summary_of(measured), flush=True)
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -151,20 +128,7 @@ def is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return all(str(a[key]) == str(b[key]) for key in ("network", "hosts", "rate", "size"))
 
 
-def codes_of(kept: dict[str, Any], case: dict[str, Any]) -> list[dict[str, Any]]:
-    """The cases whose processes probed codes, of as many hosts; its own and its size come first."""
-    of_hosts = [old for old in kept["cases"] if old["hosts"] == case["hosts"] and old["local"]]
-    return sorted(of_hosts, key=lambda old: (old is not case, old["size"] != float(case["size"])))
-
-
-def needs_codes(kept: dict[str, Any], case: dict[str, Any]) -> bool:
-    found = codes_of(kept, case)
-    return not found or float(found[0]["size"]) != float(case["size"])
-
-
-def measured_on(
-    case: dict[str, Any], args: argparse.Namespace, programs: Path, codes: bool
-) -> dict[str, Any]:
+def measured_on(case: dict[str, Any], args: argparse.Namespace, programs: Path) -> dict[str, Any]:
     """The case with its costs and rows."""
     made = plan.load(case["network"], hosts=case["hosts"], rate=case["rate"])
     command = [sys.executable, "-m", NAME, "--worker", f"--methods={args.methods}"]
@@ -173,13 +137,12 @@ def measured_on(
     command += [f"--measured={args.measured}"]
     with tempfile.TemporaryDirectory() as folder, Network(made) as network:
         path = Path(folder, "costs.yaml")
-        command += [f"--costs={path}", *(["--codes"] if codes else [])]
+        command.append(f"--costs={path}")
         rows = Lab(network).rows(command, args.seconds, programs=str(programs))
         costs = dataclasses.asdict(plan.read_costs(path))
-    local = costs.pop("local")
     kept = ("method", "ms", "all_ms", "cpu_ms", "floor_ms", "bytes_busiest_link")
     rows = [{name: row[name] for name in kept} for row in rows]
-    return {**case, "costs": costs, "local": local if codes else None, "rows": rows}
+    return {**case, "costs": costs, "rows": rows}
 
 
 def work(args: argparse.Namespace) -> None:
@@ -190,9 +153,8 @@ def work(args: argparse.Namespace) -> None:
     import jaxcomm
 
     topology = plan.load(args.networks, hosts=args.hosts[0], rate=args.rates)
-    families = None if args.codes else ["float32"]
     cluster = plan.cluster(topology)
-    costs = plan.probe(cluster=cluster, families=families)
+    costs = plan.probe(cluster=cluster)
     if together.rank == 0:
         costs.save(args.costs)
     jax.set_mesh(jaxcomm.data_mesh())
@@ -204,16 +166,15 @@ def work(args: argparse.Namespace) -> None:
     measure(cases, together, args.repeats, args.measured)
 
 
-def cluster_of(case: dict[str, Any], kept: dict[str, Any]) -> plan.Cluster:
+def cluster_of(case: dict[str, Any]) -> plan.Cluster:
     """What the planner knows of the network."""
-    local = codes_of(kept, case)[0]["local"]
     made = plan.load(case["network"], hosts=case["hosts"], rate=case["rate"])
-    return plan.cluster(made, Costs(**case["costs"], local=local))
+    return plan.cluster(made, Costs(**case["costs"]))
 
 
-def predicted(case: dict[str, Any], kept: dict[str, Any]) -> dict[str, Prediction]:
+def predicted(case: dict[str, Any]) -> dict[str, Prediction]:
     """What the planner says of each measured method."""
-    room = cluster_of(case, kept)
+    room = cluster_of(case)
     chosen = [as_method(row["method"]) for row in case["rows"]]
     found = predictions(room, load_of(case["size"]), chosen=chosen)
     by_method = {row.method: row for row in found}
@@ -225,9 +186,9 @@ def milliseconds(found: dict[str, Prediction]) -> dict[str, float]:
     return {name: 1e3 * row.exchange for name, row in found.items()}
 
 
-def summary_of(case: dict[str, Any], kept: dict[str, Any]) -> str:
+def summary_of(case: dict[str, Any]) -> str:
     """A case as a table."""
-    found = predicted(case, kept)
+    found = predicted(case)
     times = milliseconds(found)
     lines = [
         f"{case['network']} of {case['hosts']}, {case['rate']} Mbit/s, {case['size']:g} values"
@@ -261,23 +222,19 @@ def summarised(kept: dict[str, Any]) -> dict[str, Any]:
     groups: dict[str, list[Case]] = {}
     sizes: dict[float, list[Case]] = {}
     for case in kept["cases"]:
-        pair = case, predicted(case, kept)
+        pair = case, predicted(case)
         groups.setdefault("tuned" if case["network"] in TUNED else "others", []).append(pair)
         sizes.setdefault(float(f"{case['size']:.2g}"), []).append(pair)
     return {
         "errors": {group: errors_in(cases) for group, cases in sorted(groups.items())},
-        "choices": [choices_of(size, sizes[size], kept) for size in sorted(sizes, reverse=True)],
+        "choices": [choices_of(size, sizes[size]) for size in sorted(sizes, reverse=True)],
     }
 
 
-def choices_of(size: float, cases: list[Case], kept: dict[str, Any]) -> dict[str, Any]:
+def choices_of(size: float, cases: list[Case]) -> dict[str, Any]:
     """Of the choices at a size: how many were good, and which was worst."""
     found = [choice for case, rows in cases for choice in choices(case, rows)]
-    leaders = [
-        choice
-        for case, rows in cases
-        for choice in leaders_choices(case, rows, cluster_of(case, kept))
-    ]
+    leaders = [c for case, rows in cases for c in leaders_choices(case, rows, cluster_of(case))]
     worst = max(found, key=lambda choice: choice.over)
     return {
         "size": size,
@@ -363,7 +320,7 @@ def draw(kept: dict[str, Any], path: str) -> None:
 
     points: dict[str, tuple[list[float], list[float]]] = {}
     for case in kept["cases"]:
-        times = milliseconds(predicted(case, kept))
+        times = milliseconds(predicted(case))
         for row in case["rows"]:
             name = kind_of(as_method(row["method"]))
             x, y = points.setdefault({"own": "sparse and low rank"}.get(name, name), ([], []))

@@ -228,6 +228,5 @@ def plan(
         dimensions = best_dimensions(cluster.topology, model, cluster.order)
         chosen = methods(quality, cluster.levels is not None, dimensions)
     found = predictions(cluster, load, quality, chosen)
-    # Both directions share a rate between processes that are joined by gloo: CPUs.
-    rows = choose(found, cluster.devices, cluster.costs.half_duplex, load.values)
+    rows = choose(found, cluster.devices, cluster.costs.is_between_cpus, load.values)
     return Plan(cluster, load, tuple(rows), given)

@@ -16,7 +16,7 @@ from typing import Any
 from jaxcomm._numbers import is_real
 from jaxcomm.plan.files import File, pyyaml
 
-VERSION = 2
+VERSION = 3
 MERGING = "/ring"  # behind the name of a family
 SIZES = (2**18, 2**21)  # values at which codes are timed; the second fills a bucket
 
@@ -31,6 +31,8 @@ class Costs:
       per_byte: that a device needs at least for a byte that it sends.
       efficiency: the share of a link's rate that messages reach.
       half_duplex: whether both directions between two devices share the rate of one.
+      swap: for a byte that two CPU processes send to each other at once, beyond what it is on its
+        way: this is an all-reduce of the pair, for which they copy, add and subtract.
       stripes: whether a message is spread over all cables between two nodes, as NCCL does.
       overlap: whether the backward pass goes on while messages travel.
       call: of an exchange, whatever it sends.
@@ -47,13 +49,14 @@ class Costs:
     per_byte: float
     efficiency: float
     half_duplex: bool
+    swap: float
     stripes: bool
     overlap: bool
     call: float
     local: Mapping[str, tuple[float, float]]
 
     def __post_init__(self) -> None:
-        for field in ("latency", "per_byte", "call"):
+        for field in ("latency", "per_byte", "swap", "call"):
             if not 0 <= getattr(self, field) < float("inf"):
                 raise ValueError(f"{field} is in seconds, 0 or more, got {getattr(self, field)!r}.")
         if not 0 < self.efficiency <= 1:
@@ -61,6 +64,11 @@ class Costs:
         for family, pair in self.local.items():
             if not all(0 <= seconds < float("inf") for seconds in pair):
                 raise ValueError(f"{family} takes seconds a value, 0 or more, got {pair!r}.")
+
+    @property
+    def is_between_cpus(self) -> bool:
+        """Whether messages behave as those of CPU processes, which are joined by gloo."""
+        return self.half_duplex or self.swap > 0
 
     def local_seconds(self, family: str, values: float, is_merged: bool = False) -> float:
         """What so many values take; of a family that is not there, as much as of the dearest.
@@ -178,6 +186,7 @@ DEFAULTS = {
         per_byte=6e-10,
         efficiency=0.95,
         half_duplex=True,
+        swap=1.5e-9,
         stripes=False,
         overlap=False,
         call=1e-3,
@@ -207,6 +216,7 @@ DEFAULTS = {
         per_byte=5e-11,
         efficiency=0.93,
         half_duplex=False,
+        swap=0.0,
         stripes=True,
         overlap=True,
         call=5e-5,

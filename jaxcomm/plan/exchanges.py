@@ -56,7 +56,7 @@ class Exchange:
         """Its program, traced."""
         grads, state = self.gradients(), self.state()
         with jax.set_mesh(self.mesh), self._sending():
-            return jax.jit(self.tx.update).lower(grads, state)
+            return jax.jit(self.tx.update, donate_argnums=1).lower(grads, state)
 
     def _sending(self) -> contextlib.AbstractContextManager[None]:
         return _sending.first_only() if self.first_only else contextlib.nullcontext()

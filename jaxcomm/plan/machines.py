@@ -75,7 +75,9 @@ class Cluster:
         costs = self.costs
         return Simulation(
             self.topology.striped() if costs.stripes else self.topology,
-            Model(costs.latency, 0.0, costs.half_duplex, costs.per_byte, costs.efficiency),
+            Model(
+                costs.latency, 0.0, costs.half_duplex, costs.swap, costs.per_byte, costs.efficiency
+            ),
             self.order,
         )
 

@@ -14,6 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcomm import mesh as mesh_
+from jaxcomm.collectives import _sending
+from jaxcomm.kernels import _device
 from jaxcomm.plan.compiling import compiled
 from jaxcomm.plan.costs import MERGING, SIZES, Costs, defaults
 from jaxcomm.plan.exchanges import Exchange
@@ -31,6 +33,7 @@ ENOUGH = 25e-3  # seconds; a message that takes so long need not be larger
 CHAINED = 4  # messages in a row, in one program
 REPEATS, OFTEN = 7, 35  # what is small varies most
 ROUNDS = 3  # of repeats, of codes
+WARM = 4  # of an exchange, runs that do not count: until the heap has what it needs, pages are new
 _TWICE = 1.5  # both directions at once take so much longer than one where they share a rate
 
 # Which methods are timed, and for whom they stand.
@@ -112,7 +115,8 @@ def _measured(mesh: Mesh, cluster: Cluster | None, families: tuple[str, ...]) ->
     flag = _flag(mesh)
     latencies.append(small())
     per_byte = max(all_at_once - latencies[-1], 0.0) / (4 * values)
-    local = _locals(mesh, families, Model(latencies[-1], 0.0, half_duplex, per_byte))
+    swap = _swap(mesh, both_ways, latencies[-1]) if _device.is_between_cpu_processes() else 0.0
+    local = _locals(mesh, families, Model(latencies[-1], 0.0, half_duplex, swap, per_byte))
     latencies.append(small())
     latency = statistics.median(latencies)
     call = max(flag - 2 * (n - 1) * latency, 0.0)
@@ -131,6 +135,7 @@ def _measured(mesh: Mesh, cluster: Cluster | None, families: tuple[str, ...]) ->
         per_byte=per_byte,
         efficiency=efficiency,
         half_duplex=half_duplex,
+        swap=swap,
         stripes=usual.stripes,
         overlap=usual.overlap,
         call=call,
@@ -171,6 +176,19 @@ def _message(
         return x
 
     return _slowest(mesh, several, values, repeats) / CHAINED
+
+
+def _swap(mesh: Mesh, pairs: list[tuple[int, int]], latency: float) -> float:
+    """Seconds for a byte of a swap by all pairs at once, beyond what it is on its way."""
+
+    def several(x: jax.Array) -> jax.Array:
+        for _ in range(CHAINED):
+            x = _sending.swapped(x, mesh.axis_names[0], pairs)
+        return x
+
+    with _sending.first_only():
+        seconds = _slowest(mesh, several, LARGE[-1], REPEATS) / CHAINED
+    return max(seconds - 2 * latency, 0.0) / (4 * LARGE[-1])
 
 
 def _flag(mesh: Mesh) -> float:
@@ -234,7 +252,7 @@ def _seconds(
     for _ in range(ROUNDS):  # machines have moods, which all programs shall meet
         for key, run in runs.items():
             repeats = OFTEN if key[1] == SIZES[0] else REPEATS
-            times[key] += _times(mesh, run, math.ceil(repeats / ROUNDS))
+            times[key] += _times(mesh, run, math.ceil(repeats / ROUNDS), WARM)
     return {
         (method, size): max(
             statistics.median(seconds) - _sending_seconds(method, size, mesh.size, messages),
@@ -285,9 +303,10 @@ def _timed(mesh: Mesh, run: Callable[[], Any], repeats: int = REPEATS) -> float:
     return statistics.median(_times(mesh, run, repeats))
 
 
-def _times(mesh: Mesh, run: Callable[[], Any], repeats: int) -> list[float]:
-    """Of each repeat, after one that does not count."""
-    jax.block_until_ready(run())
+def _times(mesh: Mesh, run: Callable[[], Any], repeats: int, warm: int = 1) -> list[float]:
+    """Of each repeat, after a few that do not count."""
+    for _ in range(warm):
+        jax.block_until_ready(run())
     times = []
     for _ in range(repeats):
         max_over(mesh, 0.0)

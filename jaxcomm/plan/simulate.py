@@ -50,12 +50,16 @@ class Cost:
 class Model:
     """What a message costs beside its bytes.
 
+    Long messages of devices that all send in pairs are swapped (`collectives._sending`) where
+    `half_duplex` or `swap` says that devices are CPU processes.
+
     Attributes:
       latency: seconds for each message.
       hop: seconds for each link on its way.
       half_duplex: whether both directions between the same two devices share the rate of one, as
-        between processes joined by gloo. If all devices that send do so in pairs, long messages
-        are swapped (`collectives._sending`), which takes both directions at once.
+        between processes joined by gloo; not in a swap.
+      swap: seconds for a byte that is swapped, beyond those that it is on its way: devices copy,
+        add and subtract.
       per_byte: seconds that a device needs at least for a byte that it sends, however fast its
         links are.
       efficiency: the share of a link's rate that messages reach; headers take the rest.
@@ -64,6 +68,7 @@ class Model:
     latency: float = 0.0
     hop: float = 0.0
     half_duplex: bool = False
+    swap: float = 0.0
     per_byte: float = 0.0
     efficiency: float = 1.0
 
@@ -230,16 +235,18 @@ class Simulation:
         hops = np.diff(first, append=len(messages))
         slowest = np.maximum.reduceat((loads * self._per_byte)[links], first)
         at_once = self._cost(slowest, hops)
-        if not self.model.half_duplex:
+        if not self.model.half_duplex and not self.model.swap:
             return at_once, loads
         alone = np.maximum.reduceat(self._per_byte[links], first)
         alone = np.maximum(alone, self.model.per_byte)
         back = _of_the_way_back(pairs, alone)
-        in_turn = self._cost(np.maximum(slowest, alone + back), hops)
+        cost = at_once
+        if self.model.half_duplex:
+            cost = self._cost(np.maximum(slowest, alone + back), hops)
         if back.all():  # a swap is two messages of half the size, one after the other
-            swapped = dataclasses.replace(at_once, latency=2 * at_once.latency)
-            in_turn = dataclasses.replace(in_turn, swapped=swapped)
-        return in_turn, loads
+            swapped = Cost(2 * at_once.latency, at_once.per_byte + self.model.swap)
+            cost = dataclasses.replace(cost, swapped=swapped)
+        return cost, loads
 
     def _cost(self, slowest: np.ndarray, hops: np.ndarray) -> Cost:
         """Of messages that need so many seconds for a byte and cross so many links."""

@@ -14,7 +14,7 @@ from jaxcomm.plan import probing
 from jaxcomm.plan.families import FAMILIES, Method
 from jaxcomm.plan.simulate import Model
 
-FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, False, False, 0.0, {})
+FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, 0.0, False, False, 0.0, {})
 
 
 class TestCosts:
@@ -41,9 +41,9 @@ class TestCosts:
             ("latency: 0.0", "latency: soon", "line 3: latency is a number, got 'soon'"),
             ("latency: 0.0", "lateness: 0.0", "line 3: unknown key 'lateness'"),
             (
-                "version: 2",
+                "version: 3",
                 "version: 1",
-                "line 1: the file is version 1; this jaxcomm reads version 2",
+                "line 1: the file is version 1; this jaxcomm reads version 3",
             ),
             (
                 "local: {}",
@@ -104,7 +104,7 @@ class TestCosts:
             return ran[-1]
 
         monkeypatch.setattr(jax.stages.Lowered, "compile", compiled)
-        monkeypatch.setattr(probing, "_times", lambda mesh, run, repeats: [1.0])
+        monkeypatch.setattr(probing, "_times", lambda mesh, run, repeats, warm: [1.0])
         family, _, algorithm = name.partition("/")
         method = Method(family, algorithm or FAMILIES[family].algorithms[0])
         mesh = probing.mesh_.data_mesh(devices=make_mesh(4).devices.flat)

@@ -7,7 +7,7 @@ import pytest
 
 from jaxcomm import plan
 
-FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, False, False, 0.0, {})
+FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, 0.0, False, False, 0.0, {})
 STAR = "fabric: star\nhosts: 4\nrate: 1\ndevice: gpu\n"
 
 

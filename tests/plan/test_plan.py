@@ -21,7 +21,7 @@ from jaxcomm.plan.predict import predictions
 from jaxcomm.plan.simulate import Model, Simulation
 from processes import run_processes
 
-FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, False, False, 0.0, {})
+FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, 0.0, False, False, 0.0, {})
 
 
 def room(hosts: int = 4, rate: Any = "1Gbit", costs: plan.Costs = FREE) -> plan.Cluster:

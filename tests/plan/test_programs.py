@@ -13,7 +13,7 @@ from jaxcomm.kernels import _device
 from jaxcomm.plan.families import Method
 from jaxcomm.plan.predict import predictions
 
-COSTS = plan.Costs("none", 1e-3, 1e-8, 1.0, False, False, False, 0.0, {})
+COSTS = plan.Costs("none", 1e-3, 1e-8, 1.0, False, 0.0, False, False, 0.0, {})
 WORLD, SHAPE = 4, (96, 128)
 
 

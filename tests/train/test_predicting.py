@@ -16,7 +16,7 @@ from train import predicting
 
 @pytest.fixture
 def mesh(monkeypatch):
-    costs = plan.Costs("none", 9.0, 1e-7, 1.0, False, False, False, 0.0, {})
+    costs = plan.Costs("none", 9.0, 1e-7, 1.0, False, 0.0, False, False, 0.0, {})
     monkeypatch.setattr(plan, "probe", lambda mesh, families: costs)
     mesh = jaxcomm.data_mesh(devices=jax.devices()[:4])
     with jax.set_mesh(mesh):

@@ -325,7 +325,7 @@ def test_the_planner_chooses_the_exchange(
     monkeypatch.setattr(timing, "_medians", times)
     local = {"float32": 1e-9, "bfloat16": 1e-9, "cnat": 1e-9, "int8": 1e-3}
     pairs = {family: (seconds, seconds) for family, seconds in local.items()}
-    slow = plan.Costs("a test", 1e-6, 1e-3, 1.0, False, False, False, 0.0, pairs)
+    slow = plan.Costs("a test", 1e-6, 1e-3, 1.0, False, 0.0, False, False, 0.0, pairs)
     slow.save(tmp_path / "costs.yaml")
     config.sync.method, config.network.costs = "auto", str(tmp_path / "costs.yaml")
     summary = loop.train(config, tmp_path / "run", 0.0)
