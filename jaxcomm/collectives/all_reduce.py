@@ -43,8 +43,7 @@ def mean_of(
     if isinstance(back, RandomK):
         raise ValueError("random_k draws once for both hops; name the format of its values.")
     if algorithm is None:
-        is_16_bits = {sent.name, back.name} <= {"bfloat16", "float16"}
-        algorithm = Default("16 bits" if is_16_bits else "codes")
+        algorithm = Default(_sent_as({sent.name, back.name}))
         if sent == back == codecs.float32():
             algorithm = algorithms.native()
     chosen = algorithms.from_name(algorithm)
@@ -72,6 +71,13 @@ def mean_of(
     if isinstance(codec, RandomK):
         return RandomKMean(sent, back, error_feedback, selection=codec), chosen
     return CodedMean(sent, back, error_feedback), chosen
+
+
+def _sent_as(names: set[str]) -> str:
+    """What codecs of these names are for `Default`."""
+    if names <= {"bfloat16", "float16"}:
+        return "16 bits"
+    return "8 bits" if names == {"int8"} else "codes"
 
 
 def _check_native(
@@ -172,8 +178,8 @@ def pmean(
       axis_name: the mesh axis, or axes.
       codec: a name in `jaxcomm.codecs.BY_NAME`, or a codec.
       algorithm: "native", "direct", "ring", "halving_doubling", "circulant" or an algorithm;
-        None is "native" for float32, "ring" for 16-bit values between CPU processes, and "direct"
-        for everything else.
+        None is "native" for float32, "ring" for 16 bits and int8 between CPU processes, and
+        "direct" for everything else.
       second_hop: the format that brings the mean back; None is that of `codec`.
       key: for codecs that round or draw at random: equal on all devices, another in each call.
       implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.

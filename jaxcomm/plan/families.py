@@ -127,8 +127,8 @@ class Method:
 
     def is_usual(self, devices: int, between_cpus: bool, values: int | None = None) -> bool:
         """Whether its algorithm is what None stands for (`algorithms.Default`)."""
-        sent_as = "votes" if self.family == "vote" else "16 bits"
-        if sent_as == "16 bits" and self.about.quality != "16bit":
+        kinds = {"vote": "votes", "bfloat16": "16 bits", "float16": "16 bits", "int8": "8 bits"}
+        if (sent_as := kinds.get(self.family)) is None:
             return self.algorithm == self.about.algorithms[0]
         return self.algorithm == _default.usual(sent_as, devices, between_cpus, values).name
 

@@ -30,7 +30,7 @@ from jaxcomm.transforms._exchange import (
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of
 from jaxcomm.transforms._scheme import Scheme, exchange
 from jaxcomm.transforms._states import require_state
-from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
 
 
@@ -145,6 +145,8 @@ def majority_vote(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
+        if error_feedback:
+            warn_of_a_variance_behind(params, "a majority vote")
         layout = layout_of(params, axis_name, exempt, bucket_order)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING

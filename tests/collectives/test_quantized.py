@@ -126,6 +126,20 @@ def test_the_second_hop_has_a_format_of_its_own(
     np.testing.assert_allclose(y, x.mean(0), rtol=step, atol=(1 + step) * first)
 
 
+@pytest.mark.parametrize("world", [4, 8])
+def test_around_a_ring_int8_loses_little_more(make_mesh: MakeMesh, world: int) -> None:
+    """Why `Default` sends int8 around a ring, and coarser codes directly."""
+    x = normal(world, 2**14) * np.exp(normal(world + 1, 2**14)[:world])
+    exact = x.mean(0, dtype=np.float64)
+
+    def error(algorithm: str) -> float:
+        program = mean_program(make_mesh(world), 2**14, codec=codecs.int8(), algorithm=algorithm)
+        return float(np.linalg.norm(mean_on_all(program, x) - exact) / np.linalg.norm(exact))
+
+    direct, ring = error("direct"), error("ring")
+    assert direct < ring < 1.7 * direct and ring < 0.06
+
+
 def test_one_aggregator_adds_rounds_and_returns(make_mesh: MakeMesh) -> None:
     world, x, case = 4, normal(4, 256), CASES["aggregator"]
     program = mean_program(make_mesh(world), 256, codec=NEAREST, algorithm=case.of(world))

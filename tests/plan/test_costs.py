@@ -1,6 +1,7 @@
 """What messages and codes cost: measured, written and read back."""
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from jax.sharding import AxisType
 
 import jaxcomm
 from jaxcomm import plan
+from jaxcomm.kernels import _device
 from jaxcomm.plan import probing
 from jaxcomm.plan.families import FAMILIES, Method
 from jaxcomm.plan.simulate import Model
@@ -38,6 +40,7 @@ class TestCosts:
         ("old", "new", "message"),
         [
             ("latency: 0.0", "latency: -1.0", "latency is in seconds, 0 or more, got -1.0"),
+            ("swap: 0.0", "swap: -1.0", "swap is in seconds, 0 or more, got -1.0"),
             ("latency: 0.0", "latency: soon", "line 3: latency is a number, got 'soon'"),
             ("latency: 0.0", "lateness: 0.0", "line 3: unknown key 'lateness'"),
             (
@@ -72,6 +75,7 @@ class TestCosts:
     def test_a_probe_of_simulated_devices(self, make_mesh: Any) -> None:
         found = plan.probe(make_mesh(4), families=["float32"])
         assert found.source.startswith("measured on 4 devices") and found.latency > 0
+        assert found.swap == 0  # nothing is swapped in one process
         assert set(found.local) == {"float32", "float32/ring"}
         assert all(min(pair) > 0 for pair in found.local.values())
         with pytest.raises(ValueError, match="unknown family 'int3'"):
@@ -90,6 +94,18 @@ class TestCosts:
             plan.probe(make_mesh(1))
         with pytest.raises(ValueError, match="the cluster has 2 devices, the mesh 4"):
             plan.probe(make_mesh(4), plan.cluster(plan.fabrics.star("two", 2, 10)))
+
+    def test_the_first_runs_do_not_count(self, make_mesh: Any) -> None:
+        took = iter([0.2, 0.2, *[0.0] * 3])
+        times = probing._times(make_mesh(4), lambda: time.sleep(next(took)), repeats=3, warm=2)
+        assert len(times) == 3 and max(times) < 0.1
+
+    def test_between_cpu_processes_swaps_are_timed(
+        self, make_mesh: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_device, "is_between_cpu_processes", lambda: True)
+        found = plan.probe(make_mesh(4), families=[])
+        assert found.swap > 0 and found.is_between_cpus
 
     @pytest.mark.parametrize("name", ["int8/direct", "vote/ring", "oktopk", "powersgd1"])
     def test_codes_are_timed_without_their_messages(

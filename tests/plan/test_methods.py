@@ -108,7 +108,7 @@ def test_a_method_that_is_not_there() -> None:
 
 def test_the_default_of_short_vectors_has_few_rounds() -> None:
     """Between CPU processes; 64 KiB on the wire are short."""
-    for sent_as, values in {"votes": 2**19, "16 bits": 2**15}.items():
+    for sent_as, values in {"votes": 2**19, "16 bits": 2**15, "8 bits": 2**16}.items():
         names = {
             (world, length): _default.usual(sent_as, world, True, length).name
             for world in (4, 6)
@@ -136,7 +136,8 @@ def test_the_usual_algorithm_is_the_default(
     devices: int, values: int, between_cpus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_default._device, "is_between_cpu_processes", lambda: between_cpus)
-    for family, sent_as in {"vote": "votes", "bfloat16": "16 bits", "int8": "codes"}.items():
+    kinds = {"vote": "votes", "bfloat16": "16 bits", "int8": "8 bits", "cnat": "codes"}
+    for family, sent_as in kinds.items():
         of_family = [Method(family, name) for name in FAMILIES[family].algorithms]
         found = [m.algorithm for m in of_family if m.is_usual(devices, between_cpus, values)]
         assert found == [_default.Default(sent_as).of(devices, values).name]

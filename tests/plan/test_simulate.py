@@ -115,6 +115,12 @@ def test_both_directions_between_two_devices_may_share_a_rate() -> None:
         assert half.seconds(3e4) == pytest.approx(ways * 0.03 + 0.1)
         # Long messages are swapped: at once, and in two halves.
         assert half.seconds(1e6) == pytest.approx(1 + ways * 0.1)
+        # Only swaps pay for what they add and subtract, long ones, and whatever messages share.
+        for model in (Model(0.1, swap=1e-6), Model(0.1, half_duplex=True, swap=1e-6)):
+            cost = Simulation(made, model).cost(pairs)
+            assert cost.seconds(1e6) == pytest.approx(ways + ways * 0.1)
+            shared = ways if model.half_duplex else 1
+            assert cost.seconds(3e4) == pytest.approx(shared * 0.03 + 0.1)
     some = Pairs(np.arange(4), np.asarray([1, 0, 3, 0]))
     assert Simulation(made, Model(half_duplex=True)).cost(some).seconds(1e6) == pytest.approx(2)
     # Where two pairs share a link, each direction of it carries one of them at a time.
