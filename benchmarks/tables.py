@@ -112,7 +112,7 @@ def timed_steps() -> dict[str, dict[str, Any]]:
         method: {rate: row for rate, row in at.items() if "step_ms" in row}
         for method, at in star4().items()
     }
-    return {method: at for method, at in found.items() if at}
+    return {method: at for method, at in found.items() if at and method in NAMES}
 
 
 def parts(name: str) -> dict[str, Any]:
