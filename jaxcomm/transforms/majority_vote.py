@@ -137,9 +137,7 @@ def majority_vote(
     """
     names_of(axis_name)
     _check(ties, zeros, seed, error_feedback)
-    chosen = Default("votes") if algorithm is None else algorithms.from_name(algorithm)
-    if chosen.name == "native":
-        raise ValueError("XLA has no majority vote of its own; choose another algorithm.")
+    chosen = Default("votes") if algorithm is None else _known(algorithm)
     limit = bytes_of(bucket_mib)
     option = _implementations.check(implementation, Majority.operations, "majority_vote")
 
@@ -214,6 +212,14 @@ def _decided(ballot: jax.Array, zeros: str, key: jax.Array, axis_name: AxisName)
         words = jax.random.bits(own, (bitplanes.words_for(ballot.size),), jnp.uint32)
         coins = bitplanes.signs(words, ballot.size).reshape(ballot.shape)
     return jnp.where(ballot == 0, coins, jnp.sign(ballot))
+
+
+def _known(algorithm: str | algorithms.Algorithm) -> algorithms.Algorithm:
+    """The algorithm; a ValueError for what cannot carry votes."""
+    chosen = algorithms.from_name(algorithm)
+    if chosen.name == "native":
+        raise ValueError("XLA has no majority vote of its own; choose another algorithm.")
+    return chosen
 
 
 def _check(ties: str, zeros: str, seed: Any, error_feedback: Any) -> None:
