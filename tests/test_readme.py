@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxcomm.plan.__main__ import main as planner
+from processes import run_processes
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT_AT_MOST = 3
@@ -52,6 +53,13 @@ def test_the_readme_runs() -> None:
     assert len(reasons) <= LEFT_OUT_AT_MOST, reasons
     done = run_page(page)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.multiprocess
+def test_the_readme_runs_in_two_processes() -> None:
+    source, _ = program((ROOT / "README.md").read_text())
+    for process in run_processes(2, source):
+        assert "2 devices" in process.stdout
 
 
 ASKED = re.compile(

@@ -76,7 +76,9 @@ def trace(tx: Any, params: Any, state: Any, axis_name: Any) -> Any:
         value, grads = value_and_grad(loss, axis_name)(at, batch)
         return value, tx.update(grads, state, params)
 
-    batch = jax.ShapeDtypeStruct((world,), jnp.float32)
+    # Placed, as batches of several processes are.
+    rows = jax.NamedSharding(_axes.current_mesh(), jax.P(axis_name))
+    batch = jax.ShapeDtypeStruct((world,), jnp.float32, sharding=rows)
     return jax.make_jaxpr(step)(params, state, batch).jaxpr
 
 
