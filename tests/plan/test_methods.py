@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxcomm
-from jaxcomm import plan
+from jaxcomm import collectives, plan
 from jaxcomm.collectives.algorithms import _default
 from jaxcomm.plan.families import FAMILIES, Method, buckets_of, methods, sent
 from jaxcomm.plan.simulate import Simulation
@@ -141,3 +141,5 @@ def test_the_usual_algorithm_is_the_default(
         of_family = [Method(family, name) for name in FAMILIES[family].algorithms]
         found = [m.algorithm for m in of_family if m.is_usual(devices, between_cpus, values)]
         assert found == [_default.Default(sent_as).of(devices, values).name]
+        if family != "vote":
+            assert collectives.mean_of(family, None)[1] == _default.Default(sent_as)

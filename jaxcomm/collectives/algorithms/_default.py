@@ -20,7 +20,7 @@ from jaxcomm.kernels import _device
 FEW = 16  # devices
 SHORT = 2**16  # bytes of a vector, as it travels; whose exchange is a matter of rounds
 _BITS = {"votes": 1, "8 bits": 8, "16 bits": 16}  # of a value
-FINE = ("8 bits", "16 bits")  # so that partial sums may be rounded
+_FINE = ("8 bits", "16 bits")  # so that partial sums may be rounded
 
 # From a reduction, the number of devices, the length of what travels, and what would be taken, to
 # what is taken.
@@ -91,10 +91,10 @@ def usual(sent: str, world: int, between_cpus: bool, length: int | None = None) 
     is_power = world & (world - 1) == 0
     if sent in _BITS and is_short and between_cpus and is_power:
         return halving_doubling()
-    if sent in FINE and is_short and between_cpus:
+    if sent in _FINE and is_short and between_cpus:
         return circulant()
     if sent == "votes" and world > FEW:
         return circulant()
-    if sent in FINE and between_cpus:
+    if sent in _FINE and between_cpus:
         return ring()
     return direct()
