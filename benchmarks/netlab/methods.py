@@ -160,7 +160,7 @@ class Exchange:
         if family == BARE:
             self.state: Any = ()
             f: Callable[..., Any] = jax.shard_map(
-                lambda grads, state: (jax.lax.psum(grads, "data"), state),
+                lambda grads, state: (state, jax.lax.psum(grads, "data")),
                 in_specs=(jax.P("data"), jax.P()),
                 out_specs=(jax.P(), jax.P()),
             )
@@ -168,7 +168,12 @@ class Exchange:
             tx = transformation(method, density)
             params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
             self.state = tx.init(jaxcomm.replicate(params))
-            f = tx.update
+
+            # XLA gives what is donated to the first result of its size: the state has to be that.
+            def f(grads: Any, state: Any) -> tuple[Any, Any]:
+                updates, state = tx.update(grads, state)
+                return state, updates
+
         self.name = method
         self.program = compiled(jax.jit(f, donate_argnums=1).lower(self.grads, self.state))
         self.row = {"name": method, "method": method, "codec": family, "algorithm": algorithm}
@@ -179,7 +184,7 @@ class Exchange:
         """One exchange."""
         import jax
 
-        updates, self.state = self.program(self.grads, self.state)
+        self.state, updates = self.program(self.grads, self.state)
         jax.block_until_ready((updates, self.state))
 
 

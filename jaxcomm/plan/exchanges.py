@@ -55,8 +55,14 @@ class Exchange:
     def lower(self) -> jax.stages.Lowered:
         """Its program, traced."""
         grads, state = self.gradients(), self.state()
+
+        # XLA gives what is donated to the first result of its size: the state has to be that.
+        def exchange(grads: Any, state: Any) -> tuple[Any, Any]:
+            updates, state = self.tx.update(grads, state)
+            return state, updates
+
         with jax.set_mesh(self.mesh), self._sending():
-            return jax.jit(self.tx.update, donate_argnums=1).lower(grads, state)
+            return jax.jit(exchange, donate_argnums=1).lower(grads, state)
 
     def _sending(self) -> contextlib.AbstractContextManager[None]:
         return _sending.first_only() if self.first_only else contextlib.nullcontext()
@@ -72,7 +78,7 @@ class Exchange:
         kept = [self.state()]
 
         def run() -> Any:
-            updates, kept[0] = program(grads, kept[0])
+            kept[0], updates = program(grads, kept[0])
             return updates, kept[0]
 
         return run

@@ -321,8 +321,12 @@ def computed_once(x: jax.Array) -> jax.Array:
 
 
 def kept_if(finite: jax.Array, new: Sequence[jax.Array], old: Sequence[jax.Array]) -> Arrays:
-    """The next per-device state: as it was if the step is not taken."""
-    return [jnp.where(finite, a, b) for a, b in zip(new, old, strict=True)]
+    """The next per-device state: as it was if the step is not taken.
+
+    It is chosen in the shape in which it is kept, with its device axis. Otherwise XLA on CPU would
+    not write it in place of the old one, but elsewhere, and copy it.
+    """
+    return [jnp.where(finite, a[None], b[None])[0] for a, b in zip(new, old, strict=True)]
 
 
 def _behind_device_axis(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
