@@ -4,9 +4,10 @@
         [--products=10] [--repeats=5] [--out=JSON]
 
 Matrix products and a float32 all-reduce of so many values, neither of which needs the other: each
-alone, both in one program, as two programs that one thread starts, and as two programs of two
-threads. Hosts are real processes on a network of their own (`benchmarks.netlab`; needs root); with
-as many hosts as cores, the products have a core each.
+alone, both in one program, in one program that computes what it sends and keeps it, as two programs
+that one thread starts, and as two programs of two threads. Hosts are real processes on a network of
+their own (`benchmarks.netlab`; needs root); with as many hosts as cores, the products have a core
+each.
 """
 
 import argparse
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     with Network(made) as network:
         rows = Lab(network).rows(command, args.seconds)
     for row in rows:
-        print(f"{row['name']:28}{row['ms']:9.1f} ms")
+        print(f"{row['name']:32}{row['ms']:9.1f} ms")
     part = f"{made.name} of {len(made.hosts)} hosts"
     keep(args.out, NAME, part, rows, rate=args.rate, params=args.params, products=args.products)
 
@@ -101,8 +102,10 @@ def work(args: argparse.Namespace) -> None:
     def program(*parts: str) -> Any:
         def body(x: Any, matrix: Any) -> Any:
             found = (jnp.zeros((1, 1)), jnp.zeros((1, 1)))
+            sent = 2 * x if "kept" in parts else x
             if "exchange" in parts:
-                found = (jax.lax.psum(x, "data")[:, :1], found[1])
+                mean = jax.lax.psum(sent, "data")
+                found = ((mean, sent) if "kept" in parts else mean[:, :1], found[1])
             return (found[0], products(matrix)) if "products" in parts else found
 
         specs = (jax.P("data"), jax.P("data"))
@@ -115,6 +118,7 @@ def work(args: argparse.Namespace) -> None:
         Programs("products", [multiply]),
         Programs("exchange", [exchange]),
         Programs("one program", [program("exchange", "products")]),
+        Programs("one program, sent values kept", [program("exchange", "products", "kept")]),
         Programs("two programs, one thread", [exchange, multiply]),
         Programs("two programs, two threads", [exchange, multiply], threads=2),
     ]

@@ -107,18 +107,22 @@ def test_a_method_that_is_not_there() -> None:
 
 
 def test_the_default_of_short_vectors_has_few_rounds() -> None:
-    """Between CPU processes; 64 KiB on the wire are short."""
-    for sent_as, values in {"votes": 2**19, "16 bits": 2**15, "8 bits": 2**16}.items():
-        names = {
-            (world, length): _default.usual(sent_as, world, True, length).name
-            for world in (4, 6)
-            for length in (values, values + 1, None)
-        }
-        long = "direct" if sent_as == "votes" else "ring"
-        assert names[4, values] == "halving_doubling"
-        assert names[6, values] == ("direct" if sent_as == "votes" else "circulant")
-        assert {name for (_, length), name in names.items() if length != values} == {long}
-        assert _default.usual(sent_as, 4, False, values).name == "direct"
+    """Between CPU processes; 24 KiB on the wire are short, of votes up to 64 not quite as short."""
+    for sent_as, bits in {"votes": 1, "16 bits": 16, "8 bits": 8}.items():
+        short, medium = (8 * kib * 1024 // bits for kib in (24, 64))
+        is_vote = sent_as == "votes"
+        long = "direct" if is_vote else "ring"
+
+        def of(
+            world: int, values: int | None, between_cpus: bool = True, sent_as: str = sent_as
+        ) -> str:
+            return _default.usual(sent_as, world, between_cpus, values).name
+
+        assert of(4, short) == "halving_doubling"
+        assert of(6, short) == (long if is_vote else "circulant")
+        assert [of(4, short + 1), of(4, medium)] == ["circulant" if is_vote else long] * 2
+        assert {of(4, medium + 1), of(6, short + 1), of(4, None), of(6, None)} == {long}
+        assert of(4, short, between_cpus=False) == "direct"
     assert _default.usual("codes", 4, True, 1).name == "direct"
 
 

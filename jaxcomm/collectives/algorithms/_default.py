@@ -1,6 +1,7 @@
 """Which algorithm None stands for: what a plan says, or what is known without measuring."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,10 @@ from jaxcomm.collectives.reductions import Prepared, Reduction
 from jaxcomm.kernels import _device
 
 FEW = 16  # devices
-SHORT = 2**16  # bytes of a vector, as it travels; whose exchange is a matter of rounds
+# Bytes of a vector, as it travels. The exchange of a short one is a matter of rounds. For others
+# bytes matter too, and gloo does one after the other what halving-doubling sends both ways at once.
+SHORT = 24 * 2**10
+MEDIUM = 64 * 2**10  # of votes
 _BITS = {"votes": 1, "8 bits": 8, "16 bits": 16}  # of a value
 _FINE = ("8 bits", "16 bits")  # so that partial sums may be rounded
 
@@ -45,7 +49,8 @@ class Default(Algorithm):
       rounded.
     - Short vectors of votes, of 16 bits and of int8 take the few rounds of halving and doubling
       between CPU processes, where a round costs more than its bytes, if N is a power of two: else
-      it would send some of them twice. Then all but votes take the circulant graph.
+      it would send some of them twice. Then all but votes take the circulant graph. So do votes
+      that are not quite as short, if N is a power of two.
     - All else goes directly, which rounds every value once and the sum once.
 
     Attributes:
@@ -87,10 +92,12 @@ class Default(Algorithm):
 
 def usual(sent: str, world: int, between_cpus: bool, length: int | None = None) -> Algorithm:
     """What `Default` stands for, on CPUs of several processes or elsewhere."""
-    is_short = length is not None and length * _BITS.get(sent, 0) / 8 <= SHORT
-    is_power = world & (world - 1) == 0
+    size = math.inf if length is None else length * _BITS.get(sent, 0) / 8
+    is_short, is_power = size <= SHORT, world & (world - 1) == 0
     if sent in _BITS and is_short and between_cpus and is_power:
         return halving_doubling()
+    if sent == "votes" and size <= MEDIUM and between_cpus and is_power:
+        return circulant()
     if sent in _FINE and is_short and between_cpus:
         return circulant()
     if sent == "votes" and world > FEW:
