@@ -178,8 +178,8 @@ def pmean(
       axis_name: the mesh axis, or axes.
       codec: a name in `jaxcomm.codecs.BY_NAME`, or a codec.
       algorithm: "native", "direct", "ring", "halving_doubling", "circulant" or an algorithm;
-        None is "native" for float32, "ring" for 16 bits and int8 between CPU processes, and
-        "direct" for everything else.
+        None is "native" for float32, "ring" for 16 bits and int8 between CPU processes (short
+        vectors take fewer rounds), and "direct" for everything else.
       second_hop: the format that brings the mean back; None is that of `codec`.
       key: for codecs that round or draw at random: equal on all devices, another in each call.
       implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.

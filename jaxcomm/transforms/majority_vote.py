@@ -93,7 +93,7 @@ def majority_vote(
       axis_name: the mesh axis, or axes, over which the batch is spread.
       algorithm: "circulant", "ring", "halving_doubling", "direct" or an algorithm such as
         `jaxcomm.algorithms.direct(aggregator=0)`; None is "direct" on up to 16 devices, and
-        "circulant" on more.
+        "circulant" on more; between CPU processes short vectors take fewer rounds.
       ties: the result of an equal number of votes: "random" (a fair coin that all devices share),
         "zero", "positive" or "negative".
       zeros: the vote of a zero: "random" (a fair coin of each device) or "abstain".

@@ -111,7 +111,8 @@ def mean(
         such as `jaxcomm.codecs.qsgd(levels=7)`.
       algorithm: "native", "direct", "ring", "halving_doubling", "circulant" or an algorithm such
         as `jaxcomm.algorithms.halving_doubling(order="far_first")`; None is "native" for float32,
-        "ring" for 16 bits and int8 between CPU processes, and "direct" for everything else.
+        "ring" for 16 bits and int8 between CPU processes (short vectors take fewer rounds), and
+        "direct" for everything else.
       error_feedback: whether each device keeps the errors of its messages, in one float32 copy of
         the gradients; "first_hop" keeps no error of the second hop.
       second_hop: the codec of the mean in the all-gather; None is `codec`.

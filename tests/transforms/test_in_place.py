@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxcomm
+from jaxcomm.plan.exchanges import Exchange
 
 ROWS, COLUMNS = 48, 96
 
@@ -35,6 +36,17 @@ def test_no_residual_is_copied(make_mesh: Any, method: str) -> None:
 
         x = jaxcomm.global_batch(jnp.ones((8, ROWS)), "data")
         program = jax.jit(step, donate_argnums=(0, 1)).lower(params, tx.init(params), x).compile()
+    assert copies_of_residuals(program) == []
+
+
+@pytest.mark.parametrize("method", sorted(METHODS.keys() - {"vote"}))
+def test_nor_where_an_exchange_is_timed(make_mesh: Any, method: str) -> None:
+    """Votes with feedback are not timed."""
+    exchange = Exchange(make_mesh(4), "data", METHODS[method](), [(ROWS, COLUMNS)])
+    assert copies_of_residuals(exchange.lower().compile()) == []
+
+
+def copies_of_residuals(program: Any) -> list[str]:
     text = program.as_text()
     assert f"f32[1,{ROWS},{COLUMNS}]" in text  # a device's residual
-    assert not re.findall(rf"f32\[1,{ROWS},{COLUMNS}\]\S* copy\(.*", text)
+    return re.findall(rf"f32\[1,{ROWS},{COLUMNS}\]\S* copy\(.*", text)
