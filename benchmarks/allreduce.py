@@ -42,6 +42,7 @@ from benchmarks.netlab.methods import (
     axes_of,
     check_method,
     shapes_of,
+    warm_of,
     with_sgd,
 )
 from benchmarks.netlab.network import Network
@@ -172,8 +173,10 @@ def work(args: argparse.Namespace) -> None:
     cases: list[Any] = [Exchange(method, shapes, levels=levels) for method in methods]
     if args.peers:
         flat = [method for method in methods if method != BARE and axes_of(method) == "data"]
-        own = (COMPUTE, *flat)
-        cases += [Step(f"{STEP}{method}", shapes, with_sgd(method)) for method in own]
+        cases.append(Step(f"{STEP}{COMPUTE}", shapes, with_sgd(COMPUTE)))
+        for method in flat:
+            step = Step(f"{STEP}{method}", shapes, with_sgd(method), warm=warm_of(method))
+            cases.append(step)
     measure(cases, together, args.repeats)
 
 

@@ -20,7 +20,7 @@ from benchmarks.netlab.flags import add_flags, chosen
 from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
 from benchmarks.netlab.methods import SIDE, compiled
 from benchmarks.netlab.network import Network
-from benchmarks.netlab.worker import Jax, measure
+from benchmarks.netlab.worker import Case, Jax, measure
 
 NAME = "benchmarks.overlap_cpu"
 
@@ -59,10 +59,8 @@ def run(args: argparse.Namespace) -> None:
     keep(args.out, NAME, part, rows, rate=args.rate, params=args.params, products=args.products)
 
 
-class Programs:
+class Programs(Case):
     """Compiled programs that are run at once, by one thread or by several."""
-
-    steps = 1
 
     def __init__(self, name: str, programs: list[Any], threads: int = 1):
         self.name, self.programs = name, programs

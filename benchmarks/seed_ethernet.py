@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.arguments import count, new_file, positive
 from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
-from benchmarks.netlab.methods import COMPUTE, Step, with_sgd
+from benchmarks.netlab.methods import COMPUTE, Step, warm_of, with_sgd
 from benchmarks.netlab.network import Network
 from benchmarks.netlab.worker import Jax, measure
 from jaxcomm import plan
@@ -141,10 +141,11 @@ def work(args: argparse.Namespace) -> None:
 
     jax.set_mesh(jaxcomm.data_mesh())
     shapes = {name: (args.side, args.side) for name in ("layer0", "layer1")}
-    cases = []
-    for method in (COMPUTE, *args.methods.split(",")):
+    cases = [Step(COMPUTE, shapes, optimizer(COMPUTE), args.rows)]
+    for method in args.methods.split(","):
         steps = 2 if method.endswith(TWICE) else 1
-        cases.append(Step(method, shapes, optimizer(method), args.rows, steps))
+        warm = 1 if method == ADAM else warm_of(method.removesuffix(TWICE))
+        cases.append(Step(method, shapes, optimizer(method), args.rows, steps, warm))
     measure(cases, together, args.repeats)
 
 

@@ -11,10 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.netlab.worker import Case
+
 SIDE = 1024
 BARE = "psum"
 COMPUTE = "compute"
 ROWS = 32  # of a host's batch in a step
+STEADY = 64  # steps after which residuals grow no more, and with them the thresholds of Ok-Topk
+BATCHES = 32  # that a training program goes round in
 # The codec (or kind) and the algorithms of each family; the first is the default.
 FAMILIES: dict[str, tuple[str, ...]] = {
     BARE: ("native",),
@@ -119,7 +123,7 @@ def _count(folder: str) -> int:
     return numbers[0]
 
 
-class Exchange:
+class Exchange(Case):
     """A method's exchange of gradients that are there, compiled, with its state.
 
     Args:
@@ -129,8 +133,6 @@ class Exchange:
       levels: the devices of both axes of a hierarchical method, (far, near).
     """
 
-    steps = 1
-
     def __init__(
         self,
         method: str,
@@ -139,43 +141,22 @@ class Exchange:
         levels: tuple[int, int] | None = None,
     ):
         import jax
-        import jax.numpy as jnp
-        import numpy as np
         from jax.sharding import AxisType
 
         import jaxcomm
+        from jaxcomm.plan import exchanges
 
         family, algorithm = check_method(method)
-        if levels is not None and axes_of(method) != "data":
-            jax.set_mesh(jax.make_mesh(levels, axes_of(method), (AxisType.Auto,) * 2))
-        sharding = jax.NamedSharding(jax.sharding.get_mesh(), jax.P(axes_of(method)))
-        rng = np.random.default_rng(jax.process_index())
-        self.grads = {
-            name: jax.make_array_from_process_local_data(
-                sharding, rng.standard_normal((1, *shape), dtype=np.float32)
-            )
-            for name, shape in shapes.items()
-        }
+        axes, mesh = axes_of(method), jaxcomm.data_mesh()
+        if levels is not None and axes != "data":
+            mesh = jax.make_mesh(levels, axes, (AxisType.Auto,) * 2)
+        jax.set_mesh(mesh)
         start = time.perf_counter()
-        if family == BARE:
-            self.state: Any = ()
-            f: Callable[..., Any] = jax.shard_map(
-                lambda grads, state: (state, jax.lax.psum(grads, "data")),
-                in_specs=(jax.P("data"), jax.P()),
-                out_specs=(jax.P(), jax.P()),
-            )
-        else:
-            tx = transformation(method, density)
-            params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-            self.state = tx.init(jaxcomm.replicate(params))
-
-            # XLA gives what is donated to the first result of its size: the state has to be that.
-            def f(grads: Any, state: Any) -> tuple[Any, Any]:
-                updates, state = tx.update(grads, state)
-                return state, updates
-
+        tx = bare() if family == BARE else transformation(method, density)
+        made = exchanges.Exchange(mesh, axes, tx, list(shapes.values()))
         self.name = method
-        self.program = compiled(jax.jit(f, donate_argnums=1).lower(self.grads, self.state))
+        self.again = made.run_by(compiled(made.lower()))
+        self.prepare = self.again.prepare
         self.row = {"name": method, "method": method, "codec": family, "algorithm": algorithm}
         self.row |= {"compile_s": time.perf_counter() - start}
         jax.set_mesh(jaxcomm.data_mesh())
@@ -184,14 +165,22 @@ class Exchange:
         """One exchange."""
         import jax
 
-        self.state, updates = self.program(self.grads, self.state)
-        jax.block_until_ready((updates, self.state))
+        jax.block_until_ready(self.again())
 
 
-class Collective:
+def bare() -> Any:
+    """XLA's all-reduce and nothing else, as a transformation."""
+    import jax
+    import optax
+
+    psum = jax.shard_map(
+        lambda grads: jax.lax.psum(grads, "data"), in_specs=jax.P("data"), out_specs=jax.P()
+    )
+    return optax.stateless(lambda grads, params: psum(grads))
+
+
+class Collective(Case):
     """A function of one vector a device, such as an all-reduce, over all axes of a mesh."""
-
-    steps = 1
 
     def __init__(self, name: str, mesh: Any, f: Callable[[Any], Any], x: Any):
         import jax
@@ -218,8 +207,10 @@ class Collective:
         jax.block_until_ready(self.program(self.x))
 
 
-class Step:
+class Step(Case):
     """Training steps of a perceptron: forward, backward, exchange, optimizer.
+
+    A run goes on with other batches than the one before, as training does.
 
     Args:
       name: of the case.
@@ -227,6 +218,7 @@ class Step:
       tx: what makes updates of local gradients.
       rows: of a host's batch.
       steps: of a run.
+      warm: the runs that come before those that count.
     """
 
     def __init__(
@@ -236,6 +228,7 @@ class Step:
         tx: Any,
         rows: int = ROWS,
         steps: int = 1,
+        warm: int = 1,
     ):
         import jax
         import jax.numpy as jnp
@@ -259,8 +252,13 @@ class Step:
         params = jaxcomm.replicate(params)
         rng = np.random.default_rng(1 + jax.process_index())
         sizes = {"x": next(iter(shapes.values()))[0], "y": list(shapes.values())[-1][1]}
-        batch = {k: rng.standard_normal((rows, n), dtype=np.float32) for k, n in sizes.items()}
-        self.batch = jaxcomm.global_batch(batch, "data")
+        self.batches = [
+            jaxcomm.global_batch(
+                {k: rng.standard_normal((rows, n), dtype=np.float32) for k, n in sizes.items()},
+                "data",
+            )
+            for _ in range(BATCHES)
+        ]
         self.state = (params, tx.init(params))
 
         def step(state: Any, batch: Any) -> Any:
@@ -272,8 +270,8 @@ class Step:
             return (optax.apply_updates(params, updates), opt_state), loss
 
         start = time.perf_counter()
-        self.name, self.steps = name, steps
-        self.program = compiled(jax.jit(step, donate_argnums=0).lower(self.state, self.batch))
+        self.name, self.steps, self.warm = name, steps, warm
+        self.program = compiled(jax.jit(step, donate_argnums=0).lower(self.state, self.batches[0]))
         self.row = {"name": name, "compile_s": time.perf_counter() - start}
 
     def run(self) -> None:
@@ -281,7 +279,8 @@ class Step:
         import jax
 
         for _ in range(self.steps):
-            self.state, loss = self.program(self.state, self.batch)
+            self.batches.append(self.batches.pop(0))
+            self.state, loss = self.program(self.state, self.batches[0])
             jax.block_until_ready((self.state, loss))
 
 
@@ -293,3 +292,8 @@ def with_sgd(method: str) -> Any:
 
     exchange = jaxcomm.no_exchange("data") if method == COMPUTE else transformation(method)
     return optax.chain(exchange, optax.sgd(1e-3))
+
+
+def warm_of(method: str) -> int:
+    """How many steps of training come before those that are timed."""
+    return STEADY if check_method(method)[0] == "oktopk" else 1

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.arguments import count
-from benchmarks.netlab.worker import measure
+from benchmarks.netlab.worker import Case, measure
 
 ROWS = 32
 HOOKS = ("float32", "float16", "bfloat16", "powersgd1", "powersgd2", "powersgd4")
@@ -55,10 +55,8 @@ class Torch:
         return [row.tolist() for row in rows]
 
 
-class Step:
+class Step(Case):
     """A step of the perceptron under DDP with a hook, or without DDP for the compute alone."""
-
-    steps = 1
 
     def __init__(self, hook: str | None, shapes: Sequence[Sequence[int]], rank: int):
         import torch

@@ -17,22 +17,27 @@ from typing import Any, Protocol
 MARK, MANY = "@@", 100
 
 
-class Case(Protocol):
+class Case:
     """Something to be timed.
 
     Attributes:
       name: unique.
       steps: how many steps a run has; times and bytes are of one step.
+      warm: how many runs come before those that count.
       row: what is known of it beforehand.
     """
 
     name: str
-    steps: int
+    steps: int = 1
+    warm: int = 1
     row: dict[str, Any]
+
+    def prepare(self) -> None:
+        """What comes before every run and is not timed: nothing, for most."""
 
     def run(self) -> None:
         """Runs it once, and waits for its end."""
-        ...
+        raise NotImplementedError
 
 
 class Together(Protocol):
@@ -71,7 +76,7 @@ class Jax:
 
 
 def measure(cases: Sequence[Case], together: Together, repeats: int, seconds: float = 0.0) -> None:
-    """Runs each case once, then once for its bytes, then all in turn for their times.
+    """Warms each case up, runs it once for its bytes, then all in turn for their times.
 
     Those that are short are repeated more often, until each has run for so many seconds, or
     MANY times: what is short varies most.
@@ -81,16 +86,21 @@ def measure(cases: Sequence[Case], together: Together, repeats: int, seconds: fl
     time of each repeat.
     """
     for case in cases:
-        case.run()
-    for name, run in (("nothing", None), *((case.name, case.run) for case in cases)):
+        for _ in range(case.warm):
+            case.prepare()
+            case.run()
+    for case in (None, *cases):
+        name = "nothing" if case is None else case.name
+        if case is not None:
+            case.prepare()
         for moment in ("before", "after"):
             together.barrier(f"{name} {moment}")
             if together.rank == 0:
                 print(MARK, flush=True)
                 sys.stdin.readline()
             together.barrier(f"{name} {moment} counted")
-            if moment == "before" and run is not None:
-                run()
+            if moment == "before" and case is not None:
+                case.run()
     times: dict[str, list[float]] = {case.name: [] for case in cases}
     used: dict[str, list[float]] = {case.name: [] for case in cases}
     rounds, repeat = dict.fromkeys(times, repeats), 0
@@ -98,6 +108,7 @@ def measure(cases: Sequence[Case], together: Together, repeats: int, seconds: fl
         for case in cases:
             if repeat >= rounds[case.name]:
                 continue
+            case.prepare()
             together.barrier(f"{case.name} {repeat}")
             cpu, start = cpu_seconds(), time.perf_counter()
             case.run()

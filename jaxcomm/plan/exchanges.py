@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,55 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxcomm import mesh as mesh_
 from jaxcomm.collectives import _sending
+from jaxcomm.transforms._buckets import split_off_exempt
+from jaxcomm.transforms.sparse_mean import SparseMeanState
 
-Run = Callable[[], Any]
+
+class Repeated:
+    """An exchange, time and again: each has the state of the one before.
+
+    Attributes:
+      program: compiled, from gradients and a state to the next state and updates; it gets the
+        state to keep.
+      gradients: of the next exchange, on all devices.
+      state: for the next exchange.
+    """
+
+    def __init__(self, program: Any, gradients: Any, state: Any):
+        self.program, self.gradients, self.state = program, gradients, state
+        # Of a sparse mean: what it compresses, each gradient plus its residual.
+        self._sums: list[jax.Array] | None = None
+        if isinstance(state, SparseMeanState):
+            self._sums = [jax.tree.leaves(gradients)[i] for i in self._compressed()]
+
+    def _compressed(self) -> tuple[int, ...]:
+        return split_off_exempt(self.state.layout)[0]
+
+    def prepare(self) -> None:
+        """Makes the gradients of the next exchange, which is no part of it.
+
+        They stay as they are, unless the method re-uses a threshold. In training that is off in
+        few steps. Here the residuals of gradients that are ever the same would grow by as much in
+        every step, so that a new one would have to be found every time. So here gradients and
+        residuals have the sums that they had in the first step.
+        """
+        if self._sums is None:
+            return
+        leaves, treedef = jax.tree.flatten(self.gradients)
+        lacking = _lacking(self._sums, list(self.state.residual.values))
+        for i, gradient in zip(self._compressed(), jax.block_until_ready(lacking), strict=True):
+            leaves[i] = gradient
+        self.gradients = treedef.unflatten(leaves)
+
+    def __call__(self) -> Any:
+        """The updates and the next state of one exchange."""
+        self.state, updates = self.program(self.gradients, self.state)
+        return updates, self.state
+
+
+@jax.jit
+def _lacking(sums: list[jax.Array], parts: list[jax.Array]) -> list[jax.Array]:
+    return [x - part for x, part in zip(sums, parts, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,18 +114,11 @@ class Exchange:
     def _sending(self) -> contextlib.AbstractContextManager[None]:
         return _sending.first_only() if self.first_only else contextlib.nullcontext()
 
-    def run_by(self, program: Any, gradients: list[jax.Array] | None = None) -> Run:
-        """What exchanges once; each time has the state of the time before.
+    def run_by(self, program: Any, gradients: list[jax.Array] | None = None) -> Repeated:
+        """What exchanges once, each time it is called.
 
         Args:
           program: what was lowered, compiled.
           gradients: None makes some.
         """
-        grads = self.gradients() if gradients is None else gradients
-        kept = [self.state()]
-
-        def run() -> Any:
-            kept[0], updates = program(grads, kept[0])
-            return updates, kept[0]
-
-        return run
+        return Repeated(program, gradients or self.gradients(), self.state())

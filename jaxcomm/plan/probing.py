@@ -252,7 +252,7 @@ def _seconds(
     for _ in range(ROUNDS):  # machines have moods, which all programs shall meet
         for key, run in runs.items():
             repeats = OFTEN if key[1] == SIZES[0] else REPEATS
-            times[key] += _times(mesh, run, math.ceil(repeats / ROUNDS), WARM)
+            times[key] += _times(mesh, run, math.ceil(repeats / ROUNDS), WARM, run.prepare)
     return {
         (method, size): max(
             statistics.median(seconds) - _sending_seconds(method, size, mesh.size, messages),
@@ -303,12 +303,20 @@ def _timed(mesh: Mesh, run: Callable[[], Any], repeats: int = REPEATS) -> float:
     return statistics.median(_times(mesh, run, repeats))
 
 
-def _times(mesh: Mesh, run: Callable[[], Any], repeats: int, warm: int = 1) -> list[float]:
-    """Of each repeat, after a few that do not count."""
+def _times(
+    mesh: Mesh,
+    run: Callable[[], Any],
+    repeats: int,
+    warm: int = 1,
+    prepare: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Of each repeat, after a few that do not count; what prepares a run does not count either."""
     for _ in range(warm):
+        prepare()
         jax.block_until_ready(run())
     times = []
     for _ in range(repeats):
+        prepare()
         max_over(mesh, 0.0)
         start = time.perf_counter()
         jax.block_until_ready(run())

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxcomm.plan.choosing import Plan
 from jaxcomm.plan.compiling import compiled
-from jaxcomm.plan.exchanges import Exchange, Run
+from jaxcomm.plan.exchanges import Exchange, Repeated
 from jaxcomm.plan.families import Method
 from jaxcomm.plan.predict import BASELINE, Prediction, choose, with_exchange
 from jaxcomm.plan.probing import TIMED, max_over
@@ -53,7 +53,7 @@ def timed(found: Plan, devices: Sequence[Any] | None = None) -> Plan:
     mesh = found.mesh("data", devices)
     if mesh.size == 1:
         return found
-    runs: dict[Method, Run] = {}
+    runs: dict[Method, Repeated] = {}
 
     def measure(methods: Sequence[Method], longest: float | None) -> dict[Method, float]:
         new = [method for method in methods if method not in runs]
@@ -138,7 +138,7 @@ def _probed(method: Method) -> str:
 
 def _exchanges(
     found: Plan, mesh: Mesh, methods: Sequence[Method], devices: Sequence[Any] | None
-) -> list[Run]:
+) -> list[Repeated]:
     """The exchange of each method; `mesh` has the devices of all."""
     asked = [_exchange(found, method, devices) for method in methods]
     programs = compiled(mesh, [each.lower for each in asked])
@@ -154,18 +154,19 @@ def _exchange(found: Plan, method: Method, devices: Sequence[Any] | None) -> Exc
     return Exchange(mesh, axes, tx, found.load.shapes)
 
 
-def _medians(mesh: Mesh, runs: Mapping[Method, Run], repeats: int) -> dict[Method, float]:
+def _medians(mesh: Mesh, runs: Mapping[Method, Repeated], repeats: int) -> dict[Method, float]:
     """Seconds of each, of the slowest process; they take turns, as machines have moods."""
     times = [[_once(mesh, run) for run in runs.values()] for _ in range(repeats)]
     return dict(zip(runs, np.median(times, axis=0).tolist(), strict=True))
 
 
-def _quick(mesh: Mesh, run: Run) -> int:
+def _quick(mesh: Mesh, run: Repeated) -> int:
     """How often an exchange is repeated to tell whether it may lead; this warms it up."""
     return 1 if _once(mesh, run) > LONG else QUICK
 
 
-def _once(mesh: Mesh, run: Run) -> float:
+def _once(mesh: Mesh, run: Repeated) -> float:
+    run.prepare()
     max_over(mesh, 0.0)  # all start together
     start = time.perf_counter()
     jax.block_until_ready(run())
