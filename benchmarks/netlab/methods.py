@@ -18,7 +18,7 @@ BARE = "psum"
 COMPUTE = "compute"
 ROWS = 32  # of a host's batch in a step
 STEADY = 64  # steps after which residuals grow no more, and with them the thresholds of Ok-Topk
-BATCHES = 32  # that a training program goes round in
+BATCHES = 8  # that all training programs go round in
 # The codec (or kind) and the algorithms of each family; the first is the default.
 FAMILIES: dict[str, tuple[str, ...]] = {
     BARE: ("native",),
@@ -207,6 +207,24 @@ class Collective(Case):
         jax.block_until_ready(self.program(self.x))
 
 
+@functools.cache
+def batches_of(rows: int, inputs: int, outputs: int) -> list[Any]:
+    """Random batches, so many rows on each host: the same ones for all programs of these sizes."""
+    import jax
+    import numpy as np
+
+    import jaxcomm
+
+    rng = np.random.default_rng(1 + jax.process_index())
+    sizes = {"x": inputs, "y": outputs}
+    return [
+        jaxcomm.global_batch(
+            {k: rng.standard_normal((rows, n), dtype=np.float32) for k, n in sizes.items()}, "data"
+        )
+        for _ in range(BATCHES)
+    ]
+
+
 class Step(Case):
     """Training steps of a perceptron: forward, backward, exchange, optimizer.
 
@@ -250,15 +268,8 @@ class Step(Case):
             for layer, shape in shapes.items()
         }
         params = jaxcomm.replicate(params)
-        rng = np.random.default_rng(1 + jax.process_index())
-        sizes = {"x": next(iter(shapes.values()))[0], "y": list(shapes.values())[-1][1]}
-        self.batches = [
-            jaxcomm.global_batch(
-                {k: rng.standard_normal((rows, n), dtype=np.float32) for k, n in sizes.items()},
-                "data",
-            )
-            for _ in range(BATCHES)
-        ]
+        sizes = list(shapes.values())
+        self.batches = list(batches_of(rows, sizes[0][0], sizes[-1][1]))
         self.state = (params, tx.init(params))
 
         def step(state: Any, batch: Any) -> Any:
