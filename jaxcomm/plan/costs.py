@@ -175,9 +175,10 @@ def _passes(**bytes_of: float) -> dict[str, tuple[float, float]]:
     return {family: (count / _MEMORY, count / _MEMORY) for family, count in bytes_of.items()}
 
 
-# CPU, on an x86 server of two cores: codes by `python -m jaxcomm.probe --simulate=2`, messages as
-# between the four processes of `benchmarks.planner`. GPU: counted, not measured: bytes that the
-# methods read and write of a memory of 2 TB/s, and tens of microseconds for a message over TCP.
+# CPU, on two cores of a current x86 server: codes by `python -m jaxcomm.probe --simulate=2`,
+# medians of three runs; messages as between the four processes of `benchmarks.planner`. GPU:
+# counted, not measured: bytes that the methods read and write of a memory of 2 TB/s, and tens of
+# microseconds for a message over TCP.
 _MEMORY = 2e12
 DEFAULTS = {
     "cpu": Costs(
@@ -191,23 +192,23 @@ DEFAULTS = {
         overlap=False,
         call=1e-3,
         local={
-            "float32": (2.9e-9, 1.8e-9),
-            "float32/ring": (7.8e-9, 9.4e-9),
-            **dict.fromkeys(("bfloat16", "float16"), (5.3e-9, 5.4e-9)),
-            **dict.fromkeys(("bfloat16/ring", "float16/ring"), (5.7e-9, 4.6e-9)),
-            **dict.fromkeys(("int8", "fp8_e4m3"), (12.3e-9, 10.3e-9)),
-            **dict.fromkeys(("int8/ring", "fp8_e4m3/ring"), (7.3e-9, 6.8e-9)),
-            "cnat": (13.6e-9, 11.2e-9),
-            "cnat/ring": (11.8e-9, 11.1e-9),
-            "int4": (14.9e-9, 18.1e-9),
-            **dict.fromkeys(("scaled_sign", "int2"), (14.4e-9, 15.8e-9)),
-            "vote": (10.6e-9, 8.6e-9),
-            "oktopk": (39.2e-9, 28.0e-9),
+            "float32": (0.7e-9, 0.4e-9),
+            "float32/ring": (1.9e-9, 2.2e-9),
+            **dict.fromkeys(("bfloat16", "float16"), (1.5e-9, 1.2e-9)),
+            **dict.fromkeys(("bfloat16/ring", "float16/ring"), (1.9e-9, 1.6e-9)),
+            **dict.fromkeys(("int8", "fp8_e4m3"), (3.5e-9, 2.9e-9)),
+            **dict.fromkeys(("int8/ring", "fp8_e4m3/ring"), (2.1e-9, 1.7e-9)),
+            "cnat": (3.3e-9, 2.8e-9),
+            "cnat/ring": (3.0e-9, 2.5e-9),
+            "int4": (4.3e-9, 5.6e-9),
+            **dict.fromkeys(("scaled_sign", "int2"), (3.7e-9, 4.1e-9)),
+            "vote": (2.4e-9, 1.6e-9),
+            "oktopk": (4.6e-9, 6.7e-9),
             **dict.fromkeys(
-                ("topk_allgather", "topk_dsa", "gtopk", "gaussiank"), (33.1e-9, 21.2e-9)
+                ("topk_allgather", "topk_dsa", "gtopk", "gaussiank"), (11.0e-9, 5.3e-9)
             ),
-            "powersgd1": (7.3e-9, 6.2e-9),
-            **dict.fromkeys(("powersgd2", "powersgd4"), (9.4e-9, 9.8e-9)),
+            "powersgd1": (1.7e-9, 1.8e-9),
+            **dict.fromkeys(("powersgd2", "powersgd4"), (2.1e-9, 2.1e-9)),
         },
     ),
     "gpu": Costs(
