@@ -3,8 +3,8 @@
 Between CPU processes XLA sends through gloo. Who is late there sends its data at once, and what it
 says about its receive buffer waits behind them: two processes that send to each other do so one
 after the other, and take twice the time of the link. In an all-reduce gloo names the buffers first,
-so both directions are busy. A round in which all devices that send do so in pairs is therefore an
-all-reduce of each pair, of words modulo 2^32, from which a device subtracts its own.
+so both directions are busy. Two devices that send to each other in a round are therefore an
+all-reduce of this pair, of words modulo 2^32, from which a device subtracts its own.
 
 On GPUs, between the devices of one process, and for short messages these are XLA's own operations.
 
@@ -54,10 +54,17 @@ def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]
 
     Wire: the array once.
     """
-    if is_swap(pairs) and _by_gloo(x.nbytes, LEAST_SWAPPED):
-        return swapped(x, axis_name, pairs)
-    send = functools.partial(_axes.ppermute, axis_name=axis_name, pairs=pairs)
-    return _first_of(send, x, axis_name) if _FIRST_ONLY.get() else send(x)
+    swaps = swaps_of(pairs) if _by_gloo(x.nbytes, LEAST_SWAPPED) else []
+    others = [pair for pair in pairs if pair not in swaps]
+    if not others and swaps:
+        return swapped(x, axis_name, swaps)
+    send = functools.partial(_axes.ppermute, axis_name=axis_name, pairs=others)
+    found = _first_of(send, x, axis_name) if _FIRST_ONLY.get() else send(x)
+    if not swaps:
+        return found
+    # Nobody is in a swap and in another message: those in neither are done at once.
+    in_swap = jnp.isin(jax.lax.axis_index(axis_name), jnp.asarray([a for a, _ in swaps]))
+    return jnp.where(in_swap, swapped(x, axis_name, swaps), found)
 
 
 def all_to_all(message: Any, axis_name: AxisName) -> Any:
@@ -115,10 +122,10 @@ def all_gather(message: Any, axis_name: AxisName, *, tiled: bool = False) -> Any
         return jax.tree.map(one, message)
 
 
-def is_swap(pairs: Sequence[tuple[int, int]]) -> bool:
-    """Whether all targets send to their sources."""
+def swaps_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those whose targets send to their sources."""
     sent = set(pairs)
-    return bool(sent) and all((target, source) in sent for source, target in sent)
+    return [(source, target) for source, target in pairs if (target, source) in sent]
 
 
 def swapped(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:

@@ -28,9 +28,9 @@ class Repeated:
 
     def __init__(self, program: Any, gradients: Any, state: Any):
         self.program, self.gradients, self.state = program, gradients, state
-        # Of a sparse mean: what it compresses, each gradient plus its residual.
+        # Of a sparse mean with feedback: what it compresses, each gradient plus its residual.
         self._sums: list[jax.Array] | None = None
-        if isinstance(state, SparseMeanState):
+        if isinstance(state, SparseMeanState) and state.residual.values:
             self._sums = [jax.tree.leaves(gradients)[i] for i in self._compressed()]
 
     def _compressed(self) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ class Cost:
 class Model:
     """What a message costs beside its bytes.
 
-    Long messages of devices that all send in pairs are swapped (`collectives._sending`) where
+    Long messages of two devices to each other are swapped (`collectives._sending`) where
     `half_duplex` or `swap` says that devices are CPU processes.
 
     Attributes:
@@ -243,7 +243,7 @@ class Simulation:
         cost = at_once
         if self.model.half_duplex:
             cost = self._cost(np.maximum(slowest, alone + back), hops)
-        if back.all():  # a swap is two messages of half the size, one after the other
+        if back.any():  # a swap is two messages of half the size, one after the other
             swapped = Cost(2 * at_once.latency, at_once.per_byte + self.model.swap)
             cost = dataclasses.replace(cost, swapped=swapped)
         return cost, loads

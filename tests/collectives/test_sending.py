@@ -38,27 +38,34 @@ def by_device(
 
 
 def test_swaps_are_told_from_other_rounds() -> None:
-    assert _sending.is_swap([(0, 2), (1, 3), (2, 0), (3, 1)])
-    assert _sending.is_swap([(1, 5), (5, 1)])
-    assert not _sending.is_swap([(0, 1), (1, 2), (2, 0)])
-    assert not _sending.is_swap([(0, 1), (1, 0), (2, 3)])
-    assert not _sending.is_swap([])
+    pairs = [(0, 2), (1, 3), (2, 0), (3, 1)]
+    assert _sending.swaps_of(pairs) == pairs
+    assert _sending.swaps_of([(0, 1), (1, 2), (2, 0)]) == []
+    assert _sending.swaps_of([(0, 1), (2, 3), (1, 0)]) == [(0, 1), (1, 0)]
+    assert _sending.swaps_of([]) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.parametrize("checks", [False, True])
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        pytest.param([(0, 3), (3, 0), (1, 2), (2, 1)], id="of-some"),
+        pytest.param([(0, 3), (1, 4), (3, 0), (4, 5)], id="beside-others"),
+    ],
+)
 def test_a_swap_is_a_ppermute(
     between_processes: None,
     make_mesh: Callable[[int], Mesh],
     dtype: Any,
     size: int,
     checks: bool,
+    pairs: list[tuple[int, int]],
 ) -> None:
     """Of some devices too; the others get zeros. NaNs and infinities are bits like others."""
     words = np.random.default_rng(0).integers(0, 256, (6, 4 * size), np.uint8)
     x = words % 2 == 1 if dtype is bool else words.view(dtype)
-    pairs = [(0, 3), (3, 0), (1, 2), (2, 1)]
     swap = by_device(lambda x: _sending.ppermute(x, "data", pairs), make_mesh(6), check_vma=checks)
     assert "all-reduce" in swap.lower(x).compile().as_text()
     expected = np.zeros_like(x)

@@ -121,6 +121,10 @@ def test_both_directions_between_two_devices_may_share_a_rate() -> None:
             assert cost.seconds(1e6) == pytest.approx(ways + ways * 0.1)
             shared = ways if model.half_duplex else 1
             assert cost.seconds(3e4) == pytest.approx(shared * 0.03 + 0.1)
+    beside = Pairs(np.arange(3), np.asarray([1, 0, 3]))  # a pair, and one who only sends
+    for values, ways in ((3e4, 2), (1e6, 1)):
+        cost = Simulation(made, Model(half_duplex=True)).cost(beside)
+        assert cost.seconds(values) == pytest.approx(ways * values / 1e6)
     some = Pairs(np.arange(4), np.asarray([1, 0, 3, 0]))
     assert Simulation(made, Model(half_duplex=True)).cost(some).seconds(1e6) == pytest.approx(2)
     # Where two pairs share a link, each direction of it carries one of them at a time.
