@@ -88,6 +88,19 @@ def test_other_rounds_and_short_messages_are_permutes(
     assert "all-reduce" not in swap.lower(x).compile().as_text()
 
 
+def test_short_messages_to_many_devices_are_sent_in_rounds(
+    between_processes: None, make_mesh: Callable[[int], Mesh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once they would not fit into the queues of links that they share."""
+    monkeypatch.setattr(_sending, "LEAST_BYTES", 64)
+    monkeypatch.setattr(_sending, "LEAST_TOGETHER", 128)
+    f = by_device(lambda x: _sending.all_to_all(x, "data"), make_mesh(8))
+    for values, in_rounds in ((3, False), (4, True)):  # to each device; 128 bytes are 4 to each
+        program = f.lower(np.zeros((8, 8 * values), np.float32)).compile().as_text()
+        assert ("all-to-all" in program) != in_rounds
+        assert ("collective-permute" in program) == in_rounds
+
+
 @pytest.mark.parametrize("world", [2, 3, 4, 6, 8])
 @pytest.mark.parametrize("shape", [(1,), (5,), (2, 3)])
 @pytest.mark.parametrize("rows", [1, 2])
