@@ -76,6 +76,15 @@ def test_a_swap_is_a_ppermute(
     np.testing.assert_array_equal(found.view(np.uint8), expected.view(np.uint8))
 
 
+def test_beside_a_swap_everyone_sends_one_message(
+    between_processes: None, make_mesh: Callable[[int], Mesh]
+) -> None:
+    pairs = [(0, 3), (1, 4), (3, 0), (4, 5)]
+    round_ = by_device(lambda x: _sending.ppermute(x, "data", pairs), make_mesh(6))
+    report = jaxcomm.wire_report(round_.lower(np.zeros((6, 8), np.float32)).compile())
+    assert list(report.bytes_per_device) == [32, 32, 0, 32, 32, 0]
+
+
 def test_other_rounds_and_short_messages_are_permutes(
     between_processes: None, make_mesh: Callable[[int], Mesh], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +145,7 @@ def test_two_devices_gather_by_a_swap(
 OPERATIONS: dict[str, Callable[[jax.Array], Any]] = {
     "ppermute": lambda x: _sending.ppermute(x, "data", [(r, (r + 1) % 4) for r in range(4)]),
     "swap": lambda x: _sending.ppermute(x, "data", [(0, 2), (2, 0), (1, 3), (3, 1)]),
+    "swap beside another": lambda x: _sending.ppermute(x, "data", [(0, 2), (2, 0), (1, 3)]),
     "all_to_all": lambda x: _sending.all_to_all(x, "data"),
     "all_gather": lambda x: _sending.all_gather(x, "data"),
     "all_gather, tiled": lambda x: _sending.all_gather(x, "data", tiled=True),
