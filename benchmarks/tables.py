@@ -121,18 +121,19 @@ def parts(name: str) -> dict[str, Any]:
 
 
 def majority() -> Lines:
-    """ms of a vote on each topology."""
+    """ms of a vote on each topology; empty where it was not measured."""
     found = parts("seed_majority")
     at = {part: {row["name"]: row for row in found[part]["rows"]} for part in found}
     rows = []
-    for method in next(iter(at.values())):
-        cells = [f"{at[part][method]['ms']:.0f}{over(at[part][method])}" for part in at]
-        rows.append([MAJORITY.get(method, method), *cells])
+    for method, name in MAJORITY.items():
+        known = (rows_.get(method) for rows_ in at.values())
+        rows.append([name, *(f"{row['ms']:.0f}{over(row)}" if row else "" for row in known)])
+    ms = [{name: row["ms"] for name, row in rows_.items()} for rows_ in at.values()]
     for kind, what in (("byte", "a byte a bit"), ("vote", "true bits")):
-        ratios = [at[p][f"{kind}/1-bit"]["ms"] / at[p][f"{kind}/ring"]["ms"] for p in at]
-        rows.append([f"ring over 1-bit, {what}", *(f"{ratio:.2f}" for ratio in ratios)])
-    votes = [m for m in next(iter(at.values())) if m.startswith("vote/")]
-    best = [at[p]["vote/ring"]["ms"] / min(at[p][m]["ms"] for m in votes) for p in at]
+        one, ring = f"{kind}/1-bit", f"{kind}/ring"
+        ratios = [f"{of[one] / of[ring]:.2f}" if one in of else "" for of in ms]
+        rows.append([f"ring over 1-bit, {what}", *ratios])
+    best = [of["vote/ring"] / min(of[m] for m in of if m.startswith("vote/")) for of in ms]
     rows.append(["best vote over our ring", *(f"{ratio:.2f}" for ratio in best)])
     return table(["", *at], rows)
 
