@@ -6,8 +6,8 @@ than 128 bytes, which are mostly acknowledgements, and a queue of 256 KB for the
 cubic.
 
 Names begin with `jxl` and the number of a file in OWNERS, which names the process that made them.
-What a process that was killed has left behind is removed by the next one, and nothing of one that
-still runs.
+A process that is asked to end removes its own. What one that was killed has left behind is removed
+by the next one, and nothing of one that still runs.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,7 @@ HOSTS_FILES = Path("/etc/netns")
 PREFIX = "jxl"
 QUEUE_BYTES = 256 * 1024
 SMALL = 128  # bytes; shorter packets go first
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 RATES = (0.1, 10_000.0)  # Mbit/s; beyond them a veth pair is the limit, not its shaping
 VARIABLES = {
     "net/ipv6/conf/all/disable_ipv6": "1",  # its own messages would be counted
@@ -63,6 +65,7 @@ class Network:
         self._nodes = (*topology.hosts, *topology.switches)
         self._owner = OWNERS
         self._prefix = ""
+        self._signals = _Ending()
 
     def __enter__(self) -> "Network":
         _require_root_and_tools()
@@ -72,6 +75,7 @@ class Network:
         self._owner = _take_number()
         self._prefix = f"{PREFIX}{self._owner.name}-"
         try:
+            self._signals.raise_exit()
             self._make()
         except BaseException:
             self.close()
@@ -83,8 +87,12 @@ class Network:
 
     def close(self) -> None:
         """Ends every process in the network and removes it."""
-        _remove(self._prefix)
-        self._owner.unlink(missing_ok=True)
+        self._signals.wait()
+        try:
+            _remove(self._prefix)
+            self._owner.unlink(missing_ok=True)
+        finally:
+            self._signals.as_before()
 
     def namespace(self, node: str) -> str:
         """The namespace of a node."""
@@ -202,6 +210,42 @@ def _require_root_and_tools() -> None:
     available = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
     if "cubic" not in available:
         raise NetworkError(f"this kernel has no TCP cubic, only {', '.join(available)}.")
+
+
+class _Ending:
+    """What signals that ask this process to end do; by default they end it with nothing removed.
+
+    Those that the process ignores or handles are left to it, and all are outside its main thread.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: list[signal.Signals] = []
+
+    def raise_exit(self) -> None:
+        """They raise SystemExit with the status that a shell gives to the signal."""
+
+        maker = os.getpid()
+
+        def leave(number: int, frame: object) -> None:
+            del frame
+            if os.getpid() == maker:
+                raise SystemExit(128 + number)
+            os._exit(128 + number)  # a process that pyroute2 has forked
+
+        if threading.current_thread() is threading.main_thread():
+            self._numbers = [n for n in ENDING if signal.getsignal(n) is signal.SIG_DFL]
+        for number in self._numbers:
+            signal.signal(number, leave)
+
+    def wait(self) -> None:
+        """They are ignored for a moment."""
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_IGN)
+
+    def as_before(self) -> None:
+        """They end the process at once."""
+        for number in self._numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _take_number() -> Path:

@@ -53,6 +53,14 @@ def namespaces() -> str:
     return subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
 
 
+def is_running(pid: str) -> bool:
+    """Whether a process is there, and more than a status that nobody has asked for yet."""
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] not in "XZ"
+    except FileNotFoundError:
+        return False
+
+
 def prefix_of(pid: int) -> str | None:
     """What the names of a process's network begin with; None before it has a number."""
     for path in networks.OWNERS.iterdir():
@@ -90,19 +98,27 @@ def test_a_command_on_every_host(network: Network) -> None:
     assert network.namespace("s1") in namespaces()
 
 
-def test_nothing_is_left_of_a_killed_run_and_others_are_left_alone(network: Network) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_nothing_is_left_of_an_ended_run_and_others_are_left_alone(
+    network: Network, number: signal.Signals, tmp_path: Path
+) -> None:
     command = [sys.executable, "-m", "benchmarks.netlab", "--topology=star", "--hosts=2"]
-    killed = subprocess.Popen(
-        [*command, "--", "sh", "-c", "echo up; sleep 60"], cwd=ROOT, start_new_session=True
-    )
-    while not (prefix := prefix_of(killed.pid)) or f"{prefix}s0" not in namespaces():
-        assert killed.poll() is None
+    wait = f"echo $$ > {tmp_path}/$NETLAB_RANK; sleep 60"
+    ended = subprocess.Popen([*command, "--", "sh", "-c", wait], cwd=ROOT, start_new_session=True)
+    while len(pids := [path.read_text().strip() for path in tmp_path.iterdir()]) < 2:
+        assert ended.poll() is None
         time.sleep(0.05)
-    os.kill(killed.pid, signal.SIGKILL)
-    killed.wait()
-    networks.remove_leftovers()
+    prefix = prefix_of(ended.pid)
+    assert prefix is not None and f"{prefix}s0" in namespaces() and all(pids)
+    os.kill(ended.pid, number)
+    status = ended.wait()
+    if number == signal.SIGKILL:
+        networks.remove_leftovers()
+    else:
+        assert status == 128 + number
     assert prefix not in namespaces() and network.namespace("h0") in namespaces()
     assert not list(networks.HOSTS_FILES.glob(f"{prefix}*"))
+    assert not any(map(is_running, pids))
 
 
 def test_the_command_line(network: Network) -> None:
