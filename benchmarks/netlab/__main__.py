@@ -3,8 +3,9 @@
     python -m benchmarks.netlab --topology=star [--hosts=4] [--rate=50] -- python -m train ...
 
 Rates are Mbit/s, or texts such as 1Gbit and unlimited. Processes find each other by
-`jax.distributed.initialize()`. The first failure ends all of them; so do Ctrl-C, SIGTERM and the deadline.
-The network is removed in the end; what a killed run has left is removed by the next one.
+`jax.distributed.initialize()`. The first failure ends all of them; so do Ctrl-C, SIGTERM and the
+deadline. The network is removed in the end; what a run has left that was killed by SIGKILL is
+removed by the next one.
 
 Needs root, iproute2, and the extra `netlab`.
 """
