@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.kernels import bfloat16
+from jaxcomm.kernels import bfloat16, reductions
 
 BLOCK = 2**16  # the offsets that one word can tell apart
 
@@ -84,7 +84,7 @@ class Entries:
             # Each block but the first raises the number of blocks at its first slot.
             starts = jnp.cumsum(per_block, axis=-1, dtype=jnp.int32)[..., :-1]
             begun = _add_in_rows(jnp.zeros(offsets.shape, jnp.int32), starts, jnp.int32(1))
-            offsets += jnp.cumsum(begun, axis=-1, dtype=jnp.int32) * BLOCK
+            offsets += reductions.running_sum(begun, begun.ndim - 1) * BLOCK
         return values, jnp.where(values == 0, self.width, offsets)
 
 

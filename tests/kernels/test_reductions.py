@@ -1,4 +1,4 @@
-"""Reductions of the last axis, folded and plain, against numpy."""
+"""Reductions of the last axis, folded and plain, and running sums, against numpy."""
 
 from collections.abc import Callable
 
@@ -30,6 +30,18 @@ def test_equals_numpy(n: int, lead: tuple[int, ...]) -> None:
     assert found.dtype == jnp.float32
     magnitudes = np.abs(x, dtype=np.float64).sum(-1)
     assert (np.abs(found - x.sum(-1, dtype=np.float64)) <= 1e-6 * magnitudes).all()
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((n,), 0) for n in (1, 2, 3, 16, 17, 8192, 70_001)] + [((5, 33), 1)]
+)
+def test_running_sums(shape: tuple[int, ...], axis: int) -> None:
+    x = np.random.default_rng(7).integers(-1000, 1000, shape, np.int32)
+    found = jax.jit(lambda x: reductions.running_sum(x, axis))(x)
+    np.testing.assert_array_equal(found, np.cumsum(x, axis, dtype=np.int32), strict=True)
+    rows = jax.jit(jax.vmap(lambda x: reductions.running_sum(x, axis)))(np.stack([x, -x]))
+    np.testing.assert_array_equal(rows[1], -np.asarray(found))
 
 
 @pytest.mark.parametrize("place", [0, 255, 256, 300, 999])

@@ -17,7 +17,7 @@ from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives._behind import behind_next
 from jaxcomm.collectives._sending import all_to_all
 from jaxcomm.collectives.sparse._sparse import add_lists
-from jaxcomm.kernels import select
+from jaxcomm.kernels import reductions, select
 
 _GROUP = 32  # entries that are compared with each other
 
@@ -104,6 +104,6 @@ def _ranks(owner: jax.Array, world: int) -> jax.Array:
     rank = jnp.sum(alike & before, axis=2, dtype=jnp.int32)
     group = jnp.arange(groups.shape[0], dtype=jnp.int32)[:, None]
     counts = jnp.zeros((groups.shape[0], world), jnp.int32).at[group, groups].add(1, mode="drop")
-    earlier = jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts
+    earlier = reductions.running_sum(counts) - counts
     rank += earlier.at[group, groups].get(mode="fill", fill_value=0)
     return rank.reshape(-1)[: owner.size]

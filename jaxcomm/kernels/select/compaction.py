@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxcomm.kernels import reductions
 from jaxcomm.kernels.select.magnitudes import (
     CHUNK,
     LANES,
@@ -40,18 +41,20 @@ def compact(
     """Compacts checked arguments; see `selection.compact`."""
     low = lowest_for(threshold)
     words = _words_in(x, low, jnp.uint32(PAST_INFINITY))
+    before = _count_before(words)
     if at_most is not None:
-        words = jax.lax.cond(
-            _total(words) > at_most,
-            lambda: _without_surplus(words, _words_in(x, low, low + 1), at_most),
-            lambda: words,
+        words, before = jax.lax.cond(
+            before[-1] > at_most,
+            lambda: _without_surplus(words, before[-1], _words_in(x, low, low + 1), at_most),
+            lambda: (words, before),
         )
-    return _compact_words(x, words, capacity)
+    return _compact_words(x, words, before, capacity)
 
 
 def compact_band(x: jax.Array, low: jax.Array, past: jax.Array, capacity: int) -> Selected:
     """Compacts the entries whose bit patterns are at least `low` and below `past`."""
-    return _compact_words(x, _words_in(x, low, past), capacity)
+    words = _words_in(x, low, past)
+    return _compact_words(x, words, _count_before(words), capacity)
 
 
 def _words_in(x: jax.Array, low: jax.Array, past: jax.Array) -> jax.Array:
@@ -60,9 +63,8 @@ def _words_in(x: jax.Array, low: jax.Array, past: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(words_in(x, low, past))
 
 
-def _compact_words(x: jax.Array, words: jax.Array, capacity: int) -> Selected:
-    """The entries of x that have a bit in `words`."""
-    before = jax.lax.optimization_barrier(_count_before(words))
+def _compact_words(x: jax.Array, words: jax.Array, before: jax.Array, capacity: int) -> Selected:
+    """The entries of x that have a bit in `words`, of which so many come before each chunk."""
     slot = jnp.arange(capacity, dtype=jnp.int32)
     chunk = _chunk_of_slots(before, capacity)
     place = _place(words, chunk, slot - before.at[chunk].get(mode="clip"))
@@ -71,28 +73,30 @@ def _compact_words(x: jax.Array, words: jax.Array, capacity: int) -> Selected:
     return Selected(values, jnp.where(filled, place, x.size), before[-1])
 
 
-def _without_surplus(words: jax.Array, ties: jax.Array, at_most: jax.Array) -> jax.Array:
-    """The words without the last of the ties, so that `at_most` bits are left."""
-    kept = at_most - (_total(words) - _total(ties))
+def _without_surplus(
+    words: jax.Array, total: jax.Array, ties: jax.Array, at_most: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The words, of `total` bits, without the last of the ties, so that `at_most` bits are left.
+
+    Returns:
+      The words, and `_count_before` of them.
+    """
+    ties_before = _count_before(ties)
+    kept = at_most - (total - ties_before[-1])
     counts = jax.lax.population_count(ties).astype(jnp.int32)
-    before = _count_before(ties)[:-1, None] + jnp.cumsum(counts, axis=1, dtype=jnp.int32) - counts
+    before = ties_before[:-1, None] + jnp.cumsum(counts, axis=1, dtype=jnp.int32) - counts
     left = kept - before
     first = (jnp.uint32(1) << bit_with_rank(ties, jnp.clip(left, 0, 31)).astype(jnp.uint32)) - 1
     stay = jnp.where(left >= counts, ties, jnp.where(left > 0, ties & first, jnp.uint32(0)))
-    return (words & ~ties) | stay
-
-
-def _total(words: jax.Array) -> jax.Array:
-    """The number of bits set."""
-    return jnp.sum(jax.lax.population_count(words), dtype=jnp.int32)
+    words = (words & ~ties) | stay
+    return words, _count_before(words)
 
 
 def _count_before(words: jax.Array) -> jax.Array:
     """The number of bits set before each chunk, and after the last, `(C + 1,)`."""
     counts = jnp.sum(jax.lax.population_count(words), axis=1, dtype=jnp.int32)
-    return jnp.concatenate(
-        [jnp.zeros_like(counts, shape=(1,)), jnp.cumsum(counts, dtype=jnp.int32)]
-    )
+    before = jnp.concatenate([jnp.zeros_like(counts, shape=(1,)), reductions.running_sum(counts)])
+    return jax.lax.optimization_barrier(before)
 
 
 def _chunk_of_slots(before: jax.Array, capacity: int) -> jax.Array:
@@ -103,7 +107,7 @@ def _chunk_of_slots(before: jax.Array, capacity: int) -> jax.Array:
     before, and the last of these chunks holds the entry.
     """
     marks = jnp.zeros_like(before, shape=(capacity,)).at[before[:-1]].add(1, mode="drop")
-    return jax.lax.optimization_barrier(jnp.cumsum(marks, dtype=jnp.int32) - 1)
+    return jax.lax.optimization_barrier(reductions.running_sum(marks) - 1)
 
 
 def _place(words: jax.Array, chunk: jax.Array, rank: jax.Array) -> jax.Array:
