@@ -102,7 +102,8 @@ def test_a_command_on_every_host(network: Network) -> None:
 def test_nothing_is_left_of_an_ended_run_and_others_are_left_alone(
     network: Network, number: signal.Signals, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "benchmarks.netlab", "--topology=star", "--hosts=2"]
+    command = ["env", "--default-signal=HUP", sys.executable]  # nohup ignores it
+    command += ["-m", "benchmarks.netlab", "--topology=star", "--hosts=2"]
     wait = f"echo $$ > {tmp_path}/$NETLAB_RANK; sleep 60"
     ended = subprocess.Popen([*command, "--", "sh", "-c", wait], cwd=ROOT, start_new_session=True)
     while len(pids := [path.read_text().strip() for path in tmp_path.iterdir()]) < 2:
