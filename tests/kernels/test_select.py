@@ -178,6 +178,16 @@ def test_at_most_k(n: int, k: int, f: Callable) -> None:
             assert_selected(compact(x, threshold, capacity, k), x, kept, capacity)
 
 
+@every_implementation(select.compact, "triton")
+def test_one_too_many_goes(f: Callable) -> None:
+    compact = jax.jit(f, static_argnums=2)
+    for places in ([0, 1, 2], [7, 300, 1000], [255, 256, 999]):
+        x = np.zeros(1001, np.float32)
+        x[places] = -2
+        assert_selected(compact(x, np.float32(2), 3, 2), x, np.asarray(places[:2]), 3)
+        assert_selected(compact(x, np.float32(2), 3, 3), x, np.asarray(places), 3)
+
+
 @pytest.mark.parametrize("count", [bands._count_in_tiles, bands._count_one_by_one])
 @pytest.mark.parametrize("n", [1, 1023, 1024, 5000])
 def test_both_formulations_count(n: int, count: Callable) -> None:
