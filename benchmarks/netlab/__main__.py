@@ -4,8 +4,7 @@
 
 Rates are Mbit/s, or texts such as 1Gbit and unlimited. Processes find each other by
 `jax.distributed.initialize()`. The first failure ends all of them; so do Ctrl-C, SIGTERM and the
-deadline. The network is removed in the end; what a run has left that was killed by SIGKILL is
-removed by the next one.
+deadline. The network is removed in the end; what SIGKILL leaves is removed by the next run.
 
 Needs root, iproute2, and the extra `netlab`.
 """

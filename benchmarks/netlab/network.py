@@ -87,7 +87,7 @@ class Network:
 
     def close(self) -> None:
         """Ends every process in the network and removes it."""
-        self._signals.wait()
+        self._signals.ignore()
         try:
             _remove(self._prefix)
             self._owner.unlink(missing_ok=True)
@@ -223,7 +223,6 @@ class _Ending:
 
     def raise_exit(self) -> None:
         """They raise SystemExit with the status that a shell gives to the signal."""
-
         maker = os.getpid()
 
         def leave(number: int, frame: object) -> None:
@@ -237,8 +236,8 @@ class _Ending:
         for number in self._numbers:
             signal.signal(number, leave)
 
-    def wait(self) -> None:
-        """They are ignored for a moment."""
+    def ignore(self) -> None:
+        """They do nothing, until `as_before`."""
         for number in self._numbers:
             signal.signal(number, signal.SIG_IGN)
 

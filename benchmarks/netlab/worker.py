@@ -76,7 +76,7 @@ class Jax:
         import jax
         from jax.experimental import multihost_utils
 
-        # This compares the names, and takes some milliseconds of the hosts' own after its sum.
+        # This compares the names, and works on behind its sum, on each host for a time of its own.
         multihost_utils.sync_global_devices(name)
         jax.block_until_ready(self._meet())
 

@@ -6,7 +6,7 @@ operand down. On CPU the axis is folded instead, in loops of vector instructions
 what makes the operand: 8 rows of 32 neighbours become one row, the row becomes one number, and this
 repeats until few numbers are left. On other platforms both are plain reductions.
 
-Of a running sum XLA on CPU makes eight to ten loops, one for each power of 16, and each has to be
+Of a running sum XLA on CPU makes six to ten loops, one for each power of 16, and each has to be
 compiled. There it is one loop here, which doubles the length of the sums each time.
 """
 
