@@ -52,11 +52,10 @@ def use(cluster: Cluster | None) -> None:
     def seconds(algorithm: Algorithm, reduction: messages.Reduction, values: int) -> float:
         return network.exchange(algorithm, reduction, values).seconds
 
-    def chooser(reduction: Reduction, world: int, length: int, usual: Algorithm) -> Algorithm:
+    def chooser(reduction: Reduction, world: int, values: int, usual: Algorithm) -> Algorithm:
         known = _as_messages(reduction)
         if known is None or world != cluster.devices:
             return usual
-        values = length * (32 if isinstance(reduction, Majority) else 1)  # a word has 32 votes
         fastest = min(tried, key=lambda algorithm: seconds(algorithm, known, values))
         gains = seconds(fastest, known, values) <= _GAIN * seconds(usual, known, values)
         return fastest if gains else usual

@@ -126,6 +126,39 @@ def test_the_default_of_short_vectors_has_few_rounds() -> None:
     assert _default.usual("codes", 4, True, 1).name == "direct"
 
 
+@pytest.mark.parametrize(
+    ("sent_as", "values", "algorithm"),
+    [
+        ("votes", 8 * 24 * 1024, "halving_doubling"),
+        ("votes", 8 * 24 * 1024 + 1, "circulant"),
+        ("votes", 8 * 64 * 1024 + 1, "direct"),
+        ("bfloat16", 12 * 1024, "halving_doubling"),
+        ("bfloat16", 12 * 1024 + 1, "ring"),
+        ("int8", 16 * 1024, "halving_doubling"),
+        ("int8", 64 * 1024, "ring"),
+    ],
+)
+def test_values_are_counted_and_not_the_words_that_hold_them(
+    sent_as: str, values: int, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program of the default is the one of the algorithm that it stands for."""
+    monkeypatch.setattr(_default._device, "is_between_cpu_processes", lambda: True)
+
+    def program(algorithm: str | None) -> str:
+        if sent_as == "votes":
+            tx = jaxcomm.majority_vote("data", algorithm)
+        else:
+            tx = jaxcomm.mean("data", sent_as, algorithm)
+        with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+            state = tx.init(jax.ShapeDtypeStruct((1, values), "float32"))
+            grads = jax.ShapeDtypeStruct((4, 1, values), "float32")
+            return jax.jit(tx.update).lower(grads, state).as_text()
+
+    assert program(None) == program(algorithm)
+    others = {"halving_doubling", "circulant", "direct", "ring"} - {algorithm}
+    assert [other for other in others if program(None) == program(other)] == []
+
+
 def test_buckets() -> None:
     load = plan.workload(25.6e6, 1.0)
     assert buckets_of(Method("float32", "native"), load) == 1

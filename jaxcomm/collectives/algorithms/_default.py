@@ -26,8 +26,8 @@ MEDIUM = 64 * 2**10  # of votes
 _BITS = {"votes": 1, "8 bits": 8, "16 bits": 16}  # of a value
 _FINE = ("8 bits", "16 bits")  # so that partial sums may be rounded
 
-# From a reduction, the number of devices, the length of what travels, and what would be taken, to
-# what is taken.
+# From a reduction, the number of devices, the number of values, and what would be taken, to what is
+# taken.
 Chooser = Callable[[Reduction, int, int, Algorithm], Algorithm]
 _chooser: Chooser | None = None
 
@@ -60,20 +60,21 @@ class Default(Algorithm):
     sent: str
     name = "default"
 
-    def of(self, world: int, length: int | None = None) -> Algorithm:
+    def of(self, world: int, values: int | None = None) -> Algorithm:
         """The choice for so many devices, of which nothing is known.
 
         Args:
           world: the number of devices.
-          length: of the vector; None is not known, and taken for long.
+          values: of the vector; None is not known, and taken for many.
         """
-        return usual(self.sent, world, _device.is_between_cpu_processes(), length)
+        return usual(self.sent, world, _device.is_between_cpu_processes(), values)
 
     def all_reduce(
         self, prepared: Prepared, axis_name: AxisName, reduction: Reduction
     ) -> tuple[Any, Any]:
         """See `Algorithm.all_reduce`."""
-        chosen = self._chosen(axis_name, reduction, length_of(prepared.vector))
+        values = length_of(prepared.vector) * reduction.packed
+        chosen = self._chosen(axis_name, reduction, values)
         with noted((reduction, chosen)):
             return chosen.all_reduce(prepared, axis_name, reduction)
 
@@ -84,15 +85,15 @@ class Default(Algorithm):
         chosen = self.of(jax.lax.axis_size(axis_name))
         return chosen.reduce_scatter(partial, axis_name, reduction, devices_per_partial)
 
-    def _chosen(self, axis_name: AxisName, reduction: Reduction, length: int) -> Algorithm:
+    def _chosen(self, axis_name: AxisName, reduction: Reduction, values: int) -> Algorithm:
         world = jax.lax.axis_size(axis_name)
-        of_itself = self.of(world, length)
-        return of_itself if _chooser is None else _chooser(reduction, world, length, of_itself)
+        of_itself = self.of(world, values)
+        return of_itself if _chooser is None else _chooser(reduction, world, values, of_itself)
 
 
-def usual(sent: str, world: int, between_cpus: bool, length: int | None = None) -> Algorithm:
+def usual(sent: str, world: int, between_cpus: bool, values: int | None = None) -> Algorithm:
     """What `Default` stands for, on CPUs of several processes or elsewhere."""
-    size = math.inf if length is None else length * _BITS.get(sent, 0) / 8
+    size = math.inf if values is None else values * _BITS.get(sent, 0) / 8
     is_short, is_power = size <= SHORT, world & (world - 1) == 0
     if sent in _BITS and is_short and between_cpus and is_power:
         return halving_doubling()

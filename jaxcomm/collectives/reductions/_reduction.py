@@ -18,7 +18,7 @@ positive signs in S, in bit planes, and v holds the winning signs.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -46,7 +46,12 @@ class Reduction:
 
     Between `prepare` and `restore` every array has a leading axis of blocks, and each block is
     treated by itself.
+
+    Attributes:
+      packed: how many values share an element of what travels.
     """
+
+    packed: ClassVar[int] = 1
 
     @property
     def keeps_errors(self) -> bool:

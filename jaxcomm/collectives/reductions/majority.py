@@ -42,6 +42,7 @@ class Majority(Reduction):
     key: jax.Array | None
     implementation: _implementations.Option = dataclasses.field(default=None, compare=False)
     operations: ClassVar[tuple[str, ...]] = ("bitplanes.add",)
+    packed: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
         check_majority(self.ties, self.zeros)
