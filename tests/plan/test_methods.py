@@ -1,5 +1,6 @@
 """What the planner says that methods send is what their programs send."""
 
+import math
 from typing import Any
 
 import jax
@@ -106,23 +107,30 @@ def test_a_method_that_is_not_there() -> None:
         Method("vote", "native")
 
 
-def test_the_default_of_short_vectors_has_few_rounds() -> None:
-    """Between CPU processes; 24 KiB on the wire are short, of votes up to 64 not quite as short."""
-    for sent_as, bits in {"votes": 1, "16 bits": 16, "8 bits": 8}.items():
-        short, medium = (8 * kib * 1024 // bits for kib in (24, 64))
-        is_vote = sent_as == "votes"
-        long = "direct" if is_vote else "ring"
+@pytest.mark.parametrize(("sent_as", "bits"), [("votes", 1), ("16 bits", 16), ("8 bits", 8)])
+@pytest.mark.parametrize(
+    ("world", "few"), [(4, "halving_doubling"), (8, "halving_doubling"), (6, "circulant")]
+)
+def test_the_default_of_short_vectors_has_few_rounds(
+    sent_as: str, bits: int, world: int, few: str
+) -> None:
+    """Between CPU processes; votes that are not quite as short have rather few rounds."""
+    is_vote = sent_as == "votes"
+    short = 24 if is_vote else 3 * world
+    long = "direct" if is_vote else "ring"
+    medium = "circulant" if is_vote and world != 6 else long
 
-        def of(
-            world: int, values: int | None, between_cpus: bool = True, sent_as: str = sent_as
-        ) -> str:
-            return _default.usual(sent_as, world, between_cpus, values).name
+    def of(kib: float, between_cpus: bool = True) -> str:
+        values = math.floor(8 * 1024 * kib / bits)
+        return _default.usual(sent_as, world, between_cpus, values).name
 
-        assert of(4, short) == "halving_doubling"
-        assert of(6, short) == (long if is_vote else "circulant")
-        assert [of(4, short + 1), of(4, medium)] == ["circulant" if is_vote else long] * 2
-        assert {of(4, medium + 1), of(6, short + 1), of(4, None), of(6, None)} == {long}
-        assert of(4, short, between_cpus=False) == "direct"
+    assert of(short) == few
+    assert [of(short + 0.01), of(64)] == [medium] * 2
+    assert [of(64.01), _default.usual(sent_as, world, True, None).name] == [long] * 2
+    assert of(short, between_cpus=False) == "direct"
+
+
+def test_the_default_of_coarse_codes_is_direct() -> None:
     assert _default.usual("codes", 4, True, 1).name == "direct"
 
 
@@ -132,9 +140,9 @@ def test_the_default_of_short_vectors_has_few_rounds() -> None:
         ("votes", 8 * 24 * 1024, "halving_doubling"),
         ("votes", 8 * 24 * 1024 + 1, "circulant"),
         ("votes", 8 * 64 * 1024 + 1, "direct"),
-        ("bfloat16", 12 * 1024, "halving_doubling"),
-        ("bfloat16", 12 * 1024 + 1, "ring"),
-        ("int8", 16 * 1024, "halving_doubling"),
+        ("bfloat16", 6 * 1024, "halving_doubling"),
+        ("bfloat16", 6 * 1024 + 1, "ring"),
+        ("int8", 8 * 1024, "halving_doubling"),
         ("int8", 64 * 1024, "ring"),
     ],
 )

@@ -19,10 +19,12 @@ from jaxcomm.collectives.reductions import Prepared, Reduction
 from jaxcomm.kernels import _device
 
 FEW = 16  # devices
-# Bytes of a vector, as it travels. The exchange of a short one is a matter of rounds. For others
-# bytes matter too, and gloo does one after the other what halving-doubling sends both ways at once.
-SHORT = 24 * 2**10
-MEDIUM = 64 * 2**10  # of votes
+# Bytes, as they travel. The exchange of a short vector is a matter of rounds, and the more devices
+# there are, the more rounds are saved. For others bytes matter too, and gloo does one after the
+# other what halving-doubling sends both ways at once.
+SHORT_PER_DEVICE = 3 * 2**10  # of a mean
+SHORT_VOTES = 24 * 2**10
+MEDIUM_VOTES = 64 * 2**10
 _BITS = {"votes": 1, "8 bits": 8, "16 bits": 16}  # of a value
 _FINE = ("8 bits", "16 bits")  # so that partial sums may be rounded
 
@@ -49,8 +51,8 @@ class Default(Algorithm):
       rounded.
     - Short vectors of votes, of 16 bits and of int8 take the few rounds of halving and doubling
       between CPU processes, where a round costs more than its bytes, if N is a power of two: else
-      it would send some of them twice. Then all but votes take the circulant graph. So do votes
-      that are not quite as short, if N is a power of two.
+      it would send some of them twice, and they take the circulant graph. So do votes that are not
+      quite as short, if N is a power of two.
     - All else goes directly, which rounds every value once and the sum once.
 
     Attributes:
@@ -94,12 +96,11 @@ class Default(Algorithm):
 def usual(sent: str, world: int, between_cpus: bool, values: int | None = None) -> Algorithm:
     """What `Default` stands for, on CPUs of several processes or elsewhere."""
     size = math.inf if values is None else values * _BITS.get(sent, 0) / 8
-    is_short, is_power = size <= SHORT, world & (world - 1) == 0
-    if sent in _BITS and is_short and between_cpus and is_power:
-        return halving_doubling()
-    if sent == "votes" and size <= MEDIUM and between_cpus and is_power:
-        return circulant()
-    if sent in _FINE and is_short and between_cpus:
+    is_power = world & (world - 1) == 0
+    short = SHORT_VOTES if sent == "votes" else SHORT_PER_DEVICE * world
+    if sent in _BITS and size <= short and between_cpus:
+        return halving_doubling() if is_power else circulant()
+    if sent == "votes" and size <= MEDIUM_VOTES and between_cpus and is_power:
         return circulant()
     if sent == "votes" and world > FEW:
         return circulant()
