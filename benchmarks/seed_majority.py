@@ -34,6 +34,7 @@ METHODS = (
     "vote/1-bit",
     "vote/direct",
     "vote/ring",
+    "vote/two_way_ring",
     "vote/halving_doubling",
     "vote/circulant",
     "vote/hierarchical",

@@ -146,6 +146,7 @@ MAJORITY = {
     "vote/1-bit": "1-bit, true bits",
     "vote/direct": 'vote, `"direct"`',
     "vote/ring": 'vote, `"ring"`',
+    "vote/two_way_ring": 'vote, `"two_way_ring"`',
     "vote/halving_doubling": 'vote, `"halving_doubling"`',
     "vote/circulant": 'vote, `"circulant"`',
     "vote/hierarchical": "vote, `hierarchical`, direct in both halves",

@@ -21,6 +21,7 @@ from jaxcomm.collectives.algorithms import (
     halving_doubling,
     native,
     ring,
+    two_way_ring,
 )
 from jaxcomm.collectives.algorithms.circulant import best_skips
 from jaxcomm.collectives.algorithms.schedule import Schedule
@@ -75,6 +76,7 @@ CASES: dict[str, Case] = {
         lambda world: direct(), oracles.direct, operations={"all-to-all": 1, "all-gather": 1}
     ),
     "ring": Case(lambda world: ring(), oracles.ring),
+    "two_way_ring": Case(lambda world: two_way_ring(), oracles.two_way_ring),
     "halving_doubling": Case(
         lambda world: halving_doubling(),
         oracles.halving_doubling,

@@ -74,6 +74,24 @@ def ring(x: np.ndarray, rounding: Rounding) -> np.ndarray:
     return np.concatenate(done)[: x.shape[1]]
 
 
+def two_way_ring(x: np.ndarray, rounding: Rounding) -> np.ndarray:
+    """Block b comes to device b from N//2 devices before it, and from the others behind it."""
+    world = len(x)
+    blocks = cut(x, world)
+    done = []
+    for b in range(world):
+        total = blocks[b, b]
+        for step, far in ((-1, world // 2), (1, (world - 1) // 2)):
+            if far == 0:
+                continue
+            partial = blocks[(b + step * far) % world, b]
+            for hop in range(far - 1, 0, -1):
+                partial = blocks[(b + step * hop) % world, b] + rounding(partial)
+            total = total + rounding(partial)
+        done.append(rounding(total * np.float32(1 / world)))
+    return np.concatenate(done)[: x.shape[1]]
+
+
 def halving_doubling(x: np.ndarray, rounding: Rounding, order: str = "near_first") -> np.ndarray:
     """Rabenseifner 2004; a remainder of r devices folds first, 2e into 2e + 1 (Thakur et al.)."""
     world = len(x)
@@ -125,6 +143,7 @@ def aggregator(x: np.ndarray, rounding: Rounding) -> np.ndarray:
 ALGORITHMS = {
     "direct": direct,
     "ring": ring,
+    "two_way_ring": two_way_ring,
     "halving_doubling": halving_doubling,
     "circulant": circulant,
 }
@@ -176,5 +195,8 @@ def majority_bits(world: int, algorithm: str) -> float:
         return 2 * back
     if algorithm == "ring":
         return sum(width[1:world]) / world + back
+    if algorithm == "two_way_ring":
+        before, behind = width[1 : world // 2 + 1], width[1 : (world - 1) // 2 + 1]
+        return sum(before + behind) / world + back
     assert algorithm == "halving_doubling" and world & (world - 1) == 0
     return sum(j / 2**j for j in range(1, world.bit_length())) + back

@@ -19,16 +19,17 @@ COMPUTE = "compute"
 ROWS = 32  # of a host's batch in a step
 STEADY = 64  # steps after which residuals grow no more, and with them the thresholds of Ok-Topk
 BATCHES = 8  # that all training programs go round in
+SCHEDULED = ("direct", "ring", "two_way_ring", "halving_doubling", "circulant")
 # The codec (or kind) and the algorithms of each family; the first is the default.
 FAMILIES: dict[str, tuple[str, ...]] = {
     BARE: ("native",),
-    "float32": ("native", "ring", "direct", "halving_doubling", "circulant", "hierarchical"),
-    "bfloat16": ("default", "direct", "ring", "halving_doubling", "circulant", "hierarchical"),
-    "int8": ("default", "direct", "ring", "halving_doubling", "circulant"),
-    "cnat": ("default", "direct", "ring"),
+    "float32": ("native", *SCHEDULED, "hierarchical"),
+    "bfloat16": ("default", *SCHEDULED, "hierarchical"),
+    "int8": ("default", *SCHEDULED),
+    "cnat": ("default", "direct", "ring", "two_way_ring"),
     "int4": ("default", "direct"),
     "scaled_sign": ("default", "direct"),
-    "vote": ("default", "direct", "ring", "halving_doubling", "circulant", "hierarchical"),
+    "vote": ("default", *SCHEDULED, "hierarchical"),
     "oktopk": ("default",),
     "topk_allgather": ("default",),
     "topk_dsa": ("default",),

@@ -77,6 +77,8 @@ def _sent_as(names: set[str]) -> str:
     """What codecs of these names are for `Default`."""
     if names <= {"bfloat16", "float16"}:
         return "16 bits"
+    if names == {"cnat"}:
+        return "cnat"
     return "8 bits" if names == {"int8"} else "codes"
 
 
@@ -177,9 +179,10 @@ def pmean(
         over every axis.
       axis_name: the mesh axis, or axes.
       codec: a name in `jaxcomm.codecs.BY_NAME`, or a codec.
-      algorithm: "native", "direct", "ring", "halving_doubling", "circulant" or an algorithm;
-        None is "native" for float32, "ring" for 16 bits and int8 between CPU processes (short
-        vectors take fewer rounds), and "direct" for everything else.
+      algorithm: "native", "direct", "ring", "two_way_ring", "halving_doubling", "circulant" or an
+        algorithm; None is "native" for float32; between CPU processes "two_way_ring" for 16 bits,
+        int8, and cnat on up to 8 devices (short vectors take fewer rounds); "direct" for
+        everything else.
       second_hop: the format that brings the mean back; None is that of `codec`.
       key: for codecs that round or draw at random: equal on all devices, another in each call.
       implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.

@@ -46,7 +46,14 @@ class Family:
     algorithms: tuple[str, ...]
 
 
-SCHEDULED = ("direct", "ring", "halving_doubling", "circulant")
+SCHEDULED = ("direct", "two_way_ring", "ring", "halving_doubling", "circulant")
+_SENT_AS = {  # as `algorithms.Default` calls it
+    "vote": "votes",
+    "bfloat16": "16 bits",
+    "float16": "16 bits",
+    "int8": "8 bits",
+    "cnat": "cnat",
+}
 BOTH_LEVELS = (*SCHEDULED, "hierarchical")
 MERGED = BOTH_LEVELS[1:]  # partial sums travel on
 
@@ -127,8 +134,7 @@ class Method:
 
     def is_usual(self, devices: int, between_cpus: bool, values: int | None = None) -> bool:
         """Whether its algorithm is what None stands for (`algorithms.Default`)."""
-        kinds = {"vote": "votes", "bfloat16": "16 bits", "float16": "16 bits", "int8": "8 bits"}
-        if (sent_as := kinds.get(self.family)) is None:
+        if (sent_as := _SENT_AS.get(self.family)) is None:
             return self.algorithm == self.about.algorithms[0]
         return self.algorithm == _default.usual(sent_as, devices, between_cpus, values).name
 

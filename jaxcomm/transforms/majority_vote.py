@@ -91,8 +91,8 @@ def majority_vote(
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
-      algorithm: "circulant", "ring", "halving_doubling", "direct" or an algorithm such as
-        `jaxcomm.algorithms.direct(aggregator=0)`; None is "direct" on up to 16 devices, and
+      algorithm: "circulant", "ring", "two_way_ring", "halving_doubling", "direct" or an algorithm
+        such as `jaxcomm.algorithms.direct(aggregator=0)`; None is "direct" on up to 16 devices, and
         "circulant" on more; between CPU processes short vectors take fewer rounds.
       ties: the result of an equal number of votes: "random" (a fair coin that all devices share),
         "zero", "positive" or "negative".
@@ -116,8 +116,9 @@ def majority_vote(
     Wire: a message of k devices has ceil(log2(k+1)) bits a coordinate. The result has one bit, or
     two if it can be zero (ties="zero" at an even number of devices, or zeros="abstain", which also
     doubles the bits of the votes). Bits a coordinate: direct 2(N-1)/N; for N = 2^q devices
-    halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, and ring log2 N. Exempt leaves,
-    scales and one flag travel in one float32 all-reduce.
+    halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, ring log2 N and two_way_ring
+    log2 N - 1 + (log2 N + 1)/N. Exempt leaves, scales and one flag travel in one float32
+    all-reduce.
 
     Example:
       >>> import jaxcomm, optax

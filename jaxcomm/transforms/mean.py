@@ -109,10 +109,10 @@ def mean(
       axis_name: the mesh axis, or axes, over which the batch is spread.
       codec: a name in `jaxcomm.codecs.BY_NAME`, such as "bfloat16", "cnat" or "int8", or a codec
         such as `jaxcomm.codecs.qsgd(levels=7)`.
-      algorithm: "native", "direct", "ring", "halving_doubling", "circulant" or an algorithm such
-        as `jaxcomm.algorithms.halving_doubling(order="far_first")`; None is "native" for float32,
-        "ring" for 16 bits and int8 between CPU processes (short vectors take fewer rounds), and
-        "direct" for everything else.
+      algorithm: "native", "direct", "ring", "two_way_ring", "halving_doubling", "circulant" or an
+        algorithm such as `jaxcomm.algorithms.halving_doubling(order="far_first")`; None is "native"
+        for float32; between CPU processes "two_way_ring" for 16 bits, int8, and cnat on up to 8
+        devices (short vectors take fewer rounds); "direct" for everything else.
       error_feedback: whether each device keeps the errors of its messages, in one float32 copy of
         the gradients; "first_hop" keeps no error of the second hop.
       second_hop: the codec of the mean in the all-gather; None is `codec`.

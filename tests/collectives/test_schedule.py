@@ -274,9 +274,9 @@ def test_counts_give_the_published_bits_of_a_majority_vote():
         assert vote_bits(schedule) <= Fraction(whole, world)
     for world in WORLDS[1:]:
         found = {name: vote_bits(CASES[name].schedule(world)) for name in SCHEDULED}
-        for name in ("ring", "direct"):
+        for name in ("ring", "two_way_ring", "direct"):
             assert float(found[name]) == pytest.approx(oracles.majority_bits(world, name))
-        assert found["circulant"] < 3 and found["circulant"] <= found["ring"]
+        assert found["circulant"] < 3 and found["circulant"] <= found["two_way_ring"]
         assert found["aggregator"] == world - 1
         near, far = found["halving_doubling"], found["far_first"]
         if world & (world - 1) == 0:

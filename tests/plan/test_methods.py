@@ -117,7 +117,7 @@ def test_the_default_of_short_vectors_has_few_rounds(
     """Between CPU processes; votes that are not quite as short have rather few rounds."""
     is_vote = sent_as == "votes"
     short = 24 if is_vote else 3 * world
-    long = "direct" if is_vote else "ring"
+    long = "direct" if is_vote else "two_way_ring"
     medium = "circulant" if is_vote and world != 6 else long
 
     def of(kib: float, between_cpus: bool = True) -> str:
@@ -132,6 +132,9 @@ def test_the_default_of_short_vectors_has_few_rounds(
 
 def test_the_default_of_coarse_codes_is_direct() -> None:
     assert _default.usual("codes", 4, True, 1).name == "direct"
+    few, more = (_default.usual("cnat", world, True).name for world in (8, 9))
+    assert (few, more) == ("two_way_ring", "direct")
+    assert _default.usual("cnat", 8, False).name == "direct"
 
 
 @pytest.mark.parametrize(
@@ -141,9 +144,9 @@ def test_the_default_of_coarse_codes_is_direct() -> None:
         ("votes", 8 * 24 * 1024 + 1, "circulant"),
         ("votes", 8 * 64 * 1024 + 1, "direct"),
         ("bfloat16", 6 * 1024, "halving_doubling"),
-        ("bfloat16", 6 * 1024 + 1, "ring"),
+        ("bfloat16", 6 * 1024 + 1, "two_way_ring"),
         ("int8", 8 * 1024, "halving_doubling"),
-        ("int8", 64 * 1024, "ring"),
+        ("int8", 64 * 1024, "two_way_ring"),
     ],
 )
 def test_values_are_counted_and_not_the_words_that_hold_them(
@@ -163,7 +166,7 @@ def test_values_are_counted_and_not_the_words_that_hold_them(
             return jax.jit(tx.update).lower(grads, state).as_text()
 
     assert program(None) == program(algorithm)
-    others = {"halving_doubling", "circulant", "direct", "ring"} - {algorithm}
+    others = {"halving_doubling", "circulant", "direct", "ring", "two_way_ring"} - {algorithm}
     assert [other for other in others if program(None) == program(other)] == []
 
 
@@ -181,7 +184,7 @@ def test_the_usual_algorithm_is_the_default(
     devices: int, values: int, between_cpus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_default._device, "is_between_cpu_processes", lambda: between_cpus)
-    kinds = {"vote": "votes", "bfloat16": "16 bits", "int8": "8 bits", "cnat": "codes"}
+    kinds = {"vote": "votes", "bfloat16": "16 bits", "int8": "8 bits", "cnat": "cnat"}
     for family, sent_as in kinds.items():
         of_family = [Method(family, name) for name in FAMILIES[family].algorithms]
         found = [m.algorithm for m in of_family if m.is_usual(devices, between_cpus, values)]

@@ -13,13 +13,14 @@ from jaxcomm.collectives.algorithms.direct import direct
 from jaxcomm.collectives.algorithms.halving_doubling import halving_doubling
 from jaxcomm.collectives.algorithms.hierarchical import hierarchical as hierarchical
 from jaxcomm.collectives.algorithms.native import native
-from jaxcomm.collectives.algorithms.ring import ring
+from jaxcomm.collectives.algorithms.ring import ring, two_way_ring
 
 # `hierarchical` has no name: it needs two algorithms.
 BY_NAME: dict[str, Callable[..., Algorithm]] = {
     "native": native,
     "direct": direct,
     "ring": ring,
+    "two_way_ring": two_way_ring,
     "halving_doubling": halving_doubling,
     "circulant": circulant,
 }

