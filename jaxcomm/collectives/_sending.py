@@ -125,6 +125,20 @@ def all_gather(message: Any, axis_name: AxisName, *, tiled: bool = False) -> Any
         return jax.tree.map(one, message)
 
 
+def after(arrived: Any, message: Any) -> Any:
+    """The message, which XLA cannot send before something has arrived.
+
+    It depends on the data: XLA on CPU drops barriers before it schedules.
+    """
+    word = _as_words(jax.tree.leaves(arrived)[0].reshape(-1)[:1])[0]
+    zero = (word.astype(jnp.float32) * 0.0).astype(jnp.int32)  # which XLA does not know
+
+    def one(x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice(x, x[(slice(1),) * x.ndim], (zero,) * x.ndim)
+
+    return jax.tree.map(one, message)
+
+
 def swaps_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Those whose targets send to their sources."""
     sent = set(pairs)

@@ -176,3 +176,20 @@ def test_under_the_checks_of_shard_map(make_mesh: MakeMesh, codec: str) -> None:
     y = jax.jit(f)(x, jax.random.key(1))
     unchecked = mean_program(mesh, 300, codec=RANDOM[codec], algorithm=CASES["direct"].of(3))
     np.testing.assert_array_equal(y[0], mean_on_all(unchecked, x, seed=1))
+
+
+@pytest.mark.parametrize(("world", "one_way", "both_ways"), [(4, 1.14, 1.0), (8, 1.55, 1.27)])
+def test_from_both_sides_a_ring_adds_less_to_the_error_of_cnat(
+    make_mesh: MakeMesh, world: int, one_way: float, both_ways: float
+) -> None:
+    """Of noise, over the error of a direct exchange: why `Default` sends cnat that way."""
+    x = normal(world, 2**16)
+    exact = x.mean(0, dtype=np.float64)
+
+    def error(algorithm: str) -> float:
+        program = mean_program(make_mesh(world), 2**16, codec=codecs.cnat(), algorithm=algorithm)
+        return float(np.linalg.norm(mean_on_all(program, x) - exact))
+
+    direct = error("direct")
+    assert error("ring") / direct == pytest.approx(one_way, rel=0.03)
+    assert error("two_way_ring") / direct == pytest.approx(both_ways, rel=0.03)

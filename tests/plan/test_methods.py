@@ -117,7 +117,7 @@ def test_the_default_of_short_vectors_has_few_rounds(
     """Between CPU processes; votes that are not quite as short have rather few rounds."""
     is_vote = sent_as == "votes"
     short = 24 if is_vote else 3 * world
-    long = "direct" if is_vote else "two_way_ring"
+    long = "direct" if is_vote else "ring"
     medium = "circulant" if is_vote and world != 6 else long
 
     def of(kib: float, between_cpus: bool = True) -> str:
@@ -144,9 +144,10 @@ def test_the_default_of_coarse_codes_is_direct() -> None:
         ("votes", 8 * 24 * 1024 + 1, "circulant"),
         ("votes", 8 * 64 * 1024 + 1, "direct"),
         ("bfloat16", 6 * 1024, "halving_doubling"),
-        ("bfloat16", 6 * 1024 + 1, "two_way_ring"),
+        ("bfloat16", 6 * 1024 + 1, "ring"),
         ("int8", 8 * 1024, "halving_doubling"),
-        ("int8", 64 * 1024, "two_way_ring"),
+        ("int8", 64 * 1024, "ring"),
+        ("cnat", 16 * 1024, "two_way_ring"),
     ],
 )
 def test_values_are_counted_and_not_the_words_that_hold_them(

@@ -14,7 +14,7 @@ from jaxcomm.collectives.algorithms._algorithm import length as length_of
 from jaxcomm.collectives.algorithms.circulant import circulant
 from jaxcomm.collectives.algorithms.direct import direct
 from jaxcomm.collectives.algorithms.halving_doubling import halving_doubling
-from jaxcomm.collectives.algorithms.ring import two_way_ring
+from jaxcomm.collectives.algorithms.ring import ring, two_way_ring
 from jaxcomm.collectives.reductions import Prepared, Reduction
 from jaxcomm.kernels import _device
 
@@ -47,10 +47,12 @@ class Default(Algorithm):
 
     - Votes go directly: no other algorithm takes as few bits. On more than 16 devices, whose blocks
       are small, they take the few rounds of the circulant graph.
-    - Values of 16 bits and int8 go around a ring, in both directions, between CPU processes. On one
-      switch it is as fast as going directly, and across a slow link in the middle 1.6 times as
-      fast. Each partial sum is rounded. So do those of cnat between up to 8 devices: the error is
-      that of going directly between 4, and 1.3 times as large between 8.
+    - Values of 16 bits and int8 go around a ring between CPU processes. On one switch it is as fast
+      as going directly, and across a slow link in the middle 1.6 times as fast. Each partial sum is
+      rounded.
+    - Values in cnat go around the ring from both sides, on up to 8 devices. That takes up to 8 %
+      more than one way, which would double their error. From both sides the error is that of going
+      directly between 4 devices, and 1.3 to 1.4 times as large between 8.
     - Short vectors of votes, of 16 bits and of int8 take the few rounds of halving and doubling
       between CPU processes, where a round costs more than its bytes, if N is a power of two: else
       it would send some of them twice, and they take the circulant graph. So do votes that are not
@@ -106,7 +108,8 @@ def usual(sent: str, world: int, between_cpus: bool, values: int | None = None) 
         return circulant()
     if sent == "votes" and world > FEW:
         return circulant()
-    is_fine = sent in _FINE or (sent == "cnat" and world <= FEW_OF_CNAT)
-    if is_fine and between_cpus:
+    if sent in _FINE and between_cpus:
+        return ring()
+    if sent == "cnat" and between_cpus and world <= FEW_OF_CNAT:
         return two_way_ring()
     return direct()

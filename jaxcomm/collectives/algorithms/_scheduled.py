@@ -27,6 +27,7 @@ from jaxcomm.collectives import _sending
 from jaxcomm.collectives.algorithms._algorithm import Algorithm, message_id
 from jaxcomm.collectives.algorithms.schedule import Round, Schedule
 from jaxcomm.collectives.reductions import Reduction
+from jaxcomm.kernels import _device
 
 Order = tuple[tuple[int, ...], ...]
 
@@ -75,6 +76,7 @@ class Scheduled(Algorithm):
         me = jax.lax.axis_index(axis_name)
         partial = _in_order(partial, schedule, me)
         errors = jax.tree.map(jnp.zeros_like, partial) if reduction.keeps_errors else None
+        turns = _Turns()
         for number, (step, counts) in enumerate(zip(schedule.rounds, schedule.counts, strict=True)):
             sources, targets = zip(*step.pairs, strict=True)
             counts = tuple(devices_per_partial * count for count in counts)
@@ -86,7 +88,7 @@ class Scheduled(Algorithm):
                 error, before = reduction.first_hop_error(sent, message), _take(errors, *step.send)
                 error = _where_among(sources, error, before, schedule.world, me)
                 errors = _put(errors, step.send[0], error)
-            arrived = _permute(message, axis_name, step.pairs)
+            arrived = turns.permute(message, axis_name, step.pairs)
             mine = _take(partial, step.into, step.into + step.size)
             with jax.named_scope("decode"):
                 merged = reduction.merge(mine, reduction.decode(arrived, counts, mine))
@@ -102,14 +104,37 @@ class Scheduled(Algorithm):
         results = [result, *[jax.tree.map(jnp.zeros_like, result)] * (schedule.blocks - 1)]
         if not _sends_single_blocks(schedule):
             results = jax.tree.map(lambda *rows: jnp.concatenate(rows), *results)
+        turns = _Turns()
         for step in reversed(schedule.rounds):
             back = [(target, source) for source, target in step.pairs]
             complete = _take(results, step.into, step.into + step.size)
-            arrived = _permute(complete, axis_name, back)
+            arrived = turns.permute(complete, axis_name, back)
             mine = _take(results, *step.send)
             arrived = _where_among([t for _, t in back], arrived, mine, schedule.world, me)
             results = _put(results, step.send[0], arrived)
         return _by_block(results, schedule.order, me)
+
+
+class _Turns:
+    """Sends the messages of one round after another.
+
+    Rounds that do not need each other, such as the two directions of a ring, would be mixed by
+    XLA's scheduler. Between CPU processes a device that is ahead then sends into the links of
+    those that are still in the other round, which take up to twice the time.
+    """
+
+    def __init__(self) -> None:
+        self.last: tuple[Any, Any] | None = None  # the pairs of a round, and what it brought
+
+    def permute(self, message: Any, axis_name: AxisName, pairs: Any) -> Any:
+        """What arrives in a round."""
+        pairs = tuple(pairs)
+        if self.last and self.last[0] != pairs and _device.is_between_cpu_processes():
+            message = _sending.after(self.last[1], message)
+        with jax.named_scope("exchange"):
+            arrived = jax.tree.map(lambda m: _sending.ppermute(m, axis_name, pairs), message)
+        self.last = pairs, arrived
+        return arrived
 
 
 def _sends_single_blocks(schedule: Schedule) -> bool:
@@ -157,11 +182,6 @@ def _reorder(blocks: Any, order: Order, me: jax.Array) -> Any:
 
 def _inverse(order: Order) -> Order:
     return tuple(tuple(int(i) for i in np.argsort(row)) for row in order)
-
-
-def _permute(message: Any, axis_name: AxisName, pairs: Any) -> Any:
-    with jax.named_scope("exchange"):
-        return jax.tree.map(lambda m: _sending.ppermute(m, axis_name, pairs), message)
 
 
 def _take(blocks: Any, start: int, stop: int) -> Any:

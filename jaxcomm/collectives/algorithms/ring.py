@@ -75,7 +75,8 @@ def two_way_ring() -> TwoWayRing:
     """The ring with partial results from both sides: no message is of more than N/2 devices.
 
     It sends as many messages of as many values as `ring`. Votes take fewer bits, and the errors of
-    means are smaller: in cnat, over 8 devices, 1.3 times those of "direct" in place of 1.6.
+    means are smaller: in cnat, of noise on 8 devices, 1.3 times those of "direct" in place of 1.6.
+    Messages turn round three times, which cost bfloat16 and int8 5 to 8 % of their time on 8 hosts.
 
     Returns:
       The algorithm. A partial result is decoded, added to and encoded again at most N/2 times.
