@@ -112,7 +112,7 @@ def mean(
       algorithm: "native", "direct", "ring", "two_way_ring", "halving_doubling", "circulant" or an
         algorithm such as `jaxcomm.algorithms.halving_doubling(order="far_first")`; None is "native"
         for float32; between CPU processes "ring" for 16 bits and int8 (short vectors take fewer
-        rounds), and "two_way_ring" for cnat on up to 8 devices; "direct" for everything else.
+        rounds), and "two_way_ring" for cnat on 3 to 8 devices; "direct" for everything else.
       error_feedback: whether each device keeps the errors of its messages, in one float32 copy of
         the gradients; "first_hop" keeps no error of the second hop.
       second_hop: the codec of the mean in the all-gather; None is `codec`.

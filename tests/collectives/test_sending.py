@@ -216,3 +216,23 @@ def test_swaps_send_the_same_bytes(
     (usual_bytes, usual), (swapped_bytes, swapped) = found
     assert usual_bytes == swapped_bytes == 4 * (world - 1) / world * 2**18
     np.testing.assert_array_equal(usual, swapped)
+
+
+@pytest.mark.parametrize("kind", ["votes", "cnat"])
+def test_one_direction_of_a_ring_comes_after_the_other(
+    between_processes: None, make_mesh: Callable[[int], Mesh], kind: str
+) -> None:
+    """Neither needs the other, and XLA would mix their rounds, which takes twice the time."""
+    world, n = 6, 6 * 4096
+    if kind == "votes":
+        tx = jaxcomm.majority_vote("data", "two_way_ring")
+    else:
+        tx = jaxcomm.mean("data", "cnat", "two_way_ring")
+    with jax.set_mesh(make_mesh(world)):
+        state = tx.init(jax.ShapeDtypeStruct((1, n), "float32"))
+        grads = jax.ShapeDtypeStruct((world, 1, n), "float32")
+        report = jaxcomm.wire_report(jax.jit(tx.update).lower(grads, state).compile())
+    permutes = [c for c in report.collectives if c.op == "collective-permute"]
+    right = [(0, 1) in c.groups for c in permutes]
+    assert right == [True] * 3 + [False] * 2 + [True] * 2 + [False] * 3
+    assert all((0, 1) in c.groups or (1, 0) in c.groups for c in permutes)

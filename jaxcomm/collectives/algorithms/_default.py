@@ -50,7 +50,7 @@ class Default(Algorithm):
     - Values of 16 bits and int8 go around a ring between CPU processes. On one switch it is as fast
       as going directly, and across a slow link in the middle 1.6 times as fast. Each partial sum is
       rounded.
-    - Values in cnat go around the ring from both sides, on up to 8 devices. That takes up to 8 %
+    - Values in cnat go around the ring from both sides, on 3 to 8 devices. That takes up to 8 %
       more than one way, which would double their error. From both sides the error is that of going
       directly between 4 devices, and 1.3 to 1.4 times as large between 8.
     - Short vectors of votes, of 16 bits and of int8 take the few rounds of halving and doubling
@@ -110,6 +110,6 @@ def usual(sent: str, world: int, between_cpus: bool, values: int | None = None) 
         return circulant()
     if sent in _FINE and between_cpus:
         return ring()
-    if sent == "cnat" and between_cpus and world <= FEW_OF_CNAT:
+    if sent == "cnat" and between_cpus and 2 < world <= FEW_OF_CNAT:
         return two_way_ring()
     return direct()

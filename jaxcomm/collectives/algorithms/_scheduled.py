@@ -88,7 +88,8 @@ class Scheduled(Algorithm):
                 error, before = reduction.first_hop_error(sent, message), _take(errors, *step.send)
                 error = _where_among(sources, error, before, schedule.world, me)
                 errors = _put(errors, step.send[0], error)
-            arrived = turns.permute(message, axis_name, step.pairs)
+            into = range(step.into, step.into + step.size)
+            arrived = turns.permute(message, axis_name, step.pairs, range(*step.send), into)
             mine = _take(partial, step.into, step.into + step.size)
             with jax.named_scope("decode"):
                 merged = reduction.merge(mine, reduction.decode(arrived, counts, mine))
@@ -108,7 +109,8 @@ class Scheduled(Algorithm):
         for step in reversed(schedule.rounds):
             back = [(target, source) for source, target in step.pairs]
             complete = _take(results, step.into, step.into + step.size)
-            arrived = turns.permute(complete, axis_name, back)
+            into = range(step.into, step.into + step.size)
+            arrived = turns.permute(complete, axis_name, back, into, range(*step.send))
             mine = _take(results, *step.send)
             arrived = _where_among([t for _, t in back], arrived, mine, schedule.world, me)
             results = _put(results, step.send[0], arrived)
@@ -124,16 +126,19 @@ class _Turns:
     """
 
     def __init__(self) -> None:
-        self.last: tuple[Any, Any] | None = None  # the pairs of a round, and what it brought
+        self.last: tuple[range, Any] | None = None  # where the last round's message went, and it
 
-    def permute(self, message: Any, axis_name: AxisName, pairs: Any) -> Any:
-        """What arrives in a round."""
-        pairs = tuple(pairs)
-        if self.last and self.last[0] != pairs and _device.is_between_cpu_processes():
-            message = _sending.after(self.last[1], message)
+    def permute(
+        self, message: Any, axis_name: AxisName, pairs: Any, taken: range, into: range
+    ) -> Any:
+        """What arrives, from the positions `taken` and for those `into`."""
+        if self.last is not None and _device.is_between_cpu_processes():
+            positions, before = self.last
+            if set(positions).isdisjoint(taken):
+                message = _sending.after(before, message)
         with jax.named_scope("exchange"):
             arrived = jax.tree.map(lambda m: _sending.ppermute(m, axis_name, pairs), message)
-        self.last = pairs, arrived
+        self.last = into, arrived
         return arrived
 
 
