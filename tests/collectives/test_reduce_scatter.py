@@ -18,7 +18,9 @@ P = PartitionSpec
 N = 37  # values of a row: codes, blocks and words are padded
 MakeMesh = Callable[[int], Mesh]
 # halving_doubling has a block for each device at powers of two only.
-EACH = [(name, world) for name in ("direct", "ring", "circulant") for world in (3, 4)]
+EACH = [
+    (name, world) for name in ("direct", "ring", "two_way_ring", "circulant") for world in (3, 4)
+]
 EACH += [("native", 3), ("halving_doubling", 4)]
 
 
