@@ -40,7 +40,8 @@ def choices(case: dict[str, Any], found: dict[str, Prediction]) -> Iterator[Choi
     """The planner's, one for each quality."""
 
     def planned(names: list[str]) -> str:
-        first = choose([found[name] for name in names], case["hosts"], True, int(case["size"]))[0]
+        rows = [found[name] for name in names]
+        first = choose(rows, load_of(case["size"]), case["hosts"], True)[0]
         return next(name for name in names if found[name] is first)
 
     yield from judged(planned, {row["method"]: row["ms"] for row in case["rows"]})
@@ -60,7 +61,7 @@ def leaders_choices(
     load = load_of(case["size"])
 
     def settled(names: list[str]) -> str:
-        rows = choose([found[name] for name in names], case["hosts"], True, int(case["size"]))
+        rows = choose([found[name] for name in names], load, case["hosts"], True)
         planned = plan.Plan(room, load, tuple(rows), room.order)
         by_method = {found[name].method: name for name in names}
         seconds = {method: own[name] / 1e3 for method, name in by_method.items()}

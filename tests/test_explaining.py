@@ -1,5 +1,7 @@
 """What `jaxcomm.explain` says equals what compiled programs do."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -32,7 +34,9 @@ def loss_fn(params: dict, batch: jax.Array) -> jax.Array:
     return jnp.mean(x @ params["head"]["kernel"] + params["head"]["bias"])
 
 
-def compiled_bytes(tx: optax.GradientTransformation, params: dict, at: object) -> object:
+def compiled_bytes(
+    tx: optax.GradientTransformation, params: dict, at: Any, batch: jax.Array | None = None
+) -> object:
     """What the compiled program of a step sends; `at` makes parameters those of the loss."""
 
     @jax.jit
@@ -40,7 +44,8 @@ def compiled_bytes(tx: optax.GradientTransformation, params: dict, at: object) -
         loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(at(params, state), batch)
         return loss, tx.update(grads, state, params)
 
-    lowered = step.lower(params, tx.init(params), jnp.ones((8, 100)))
+    batch = jnp.ones((8, 100)) if batch is None else batch
+    lowered = step.lower(params, tx.init(params), batch)
     return jaxcomm.wire_report(lowered.compile()).bytes_max
 
 
@@ -129,6 +134,37 @@ def test_every_method_is_explained_from_shapes() -> None:
             assert bool(sometimes) == any(message.when for message in found.messages)
             if form == "int4, direct":
                 assert "a value (local_steps: fragment 0, 1 step in 8)." in sometimes
+
+
+@pytest.mark.standard_promotion
+@pytest.mark.parametrize(
+    ("form", "tx"),
+    [
+        ("bfloat16, halving_doubling", jaxcomm.mean("data", "bfloat16", "halving_doubling")),
+        ("float16, direct", jaxcomm.mean("data", "float16", bucket_mib=0.01)),
+        ("random_k of float32, native", jaxcomm.mean("data", "random_k")),
+        ("gtopk, density 0.05", jaxcomm.sparse_mean("data", 0.05, "gtopk")),
+    ],
+)
+def test_on_six_devices_not_all_send_as_much(
+    form: str, tx: optax.GradientTransformation, make_mesh: Any
+) -> None:
+    """What all buckets have is their form, and bytes are those of the device that sends most."""
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape), shapes())
+    with jax.set_mesh(make_mesh(6)):
+        found = jaxcomm.explain(tx, params)
+        sent = compiled_bytes(tx, params, same, jnp.ones((12, 100)))
+    assert found.bytes_max == sent, str(found)
+    buckets = [message for message in found.messages if message.name.startswith("bucket")]
+    assert buckets and {message.form for message in buckets} == {form}
+
+
+def test_the_mean_beside_it_is_over_the_same_axis(mesh4x2: jax.sharding.Mesh) -> None:
+    with jax.set_mesh(mesh4x2):
+        found = jaxcomm.explain(jaxcomm.mean("data"), shapes())
+    values = sum(x.size for x in jax.tree.leaves(shapes()))
+    assert found.dense_bytes == 1.5 * 4 * values
+    assert str(found).count("6.00") == 2
 
 
 def test_split_over_a_further_axis(mesh4x2: jax.sharding.Mesh) -> None:

@@ -150,8 +150,8 @@ def all_reduce_with_residual(
         return x, (x if reduction.keeps_errors else None)
     reduction, n = reduction.for_this_device(axis_name), x.size
     x = jnp.pad(x, (0, reduction.padded(n, jax.lax.axis_size(axis_name)) - n))
-    prepared = reduction.prepare(x, axis_name)
     with noted((reduction, algorithm)):
+        prepared = reduction.prepare(x, axis_name)
         result, errors = algorithm.all_reduce(prepared, axis_name, reduction)
     result = reduction.restore(result, prepared.shared_scale, x.size)[:n]
     if not reduction.keeps_errors:

@@ -6,7 +6,9 @@ leaves of which layout, in which bucket, in which format. What has no note is sm
 the loss.
 """
 
+import itertools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -33,9 +35,9 @@ from jaxcomm.transforms import (
     StagesState,
     state_spec,
 )
-from jaxcomm.transforms._layout import Layout
+from jaxcomm.transforms._layout import Layout, local_shape
 from jaxcomm.transforms.per_device import PerDevice
-from jaxcomm.wire._report import Bytes
+from jaxcomm.wire._report import SHARE, Bytes, exact
 
 _FEEDBACK = (
     "error feedback: SGD, with or without momentum, behind it; in front of Adam int4 or more bits, "
@@ -138,8 +140,10 @@ def explain(tx: Any, params: Any) -> Explanation:
     finally:
         _notes.NOTES.reset(token)
     messages = _messages(program, notes, dict(mesh.shape))
+    leaves = _leaves(params, messages)
+    dense = _dense_bytes(layouts, {leaf.path for leaf in leaves if leaf.messages})
     own, shared = _memory(state, specs, mesh)
-    return Explanation(mesh.size, _leaves(params, messages), messages, own, shared, _needs(state))
+    return Explanation(mesh.size, leaves, messages, dense, own, shared, _needs(state))
 
 
 def _checked(tx: Any, params: Any) -> jax.sharding.Mesh:
@@ -185,7 +189,8 @@ def _messages(program: Any, notes: list[Any], mesh: dict[str, int]) -> tuple[Sen
         counts[name] = counts.get(name, 0) + 1
         numbered = {"small": "flags, loss", "exempt": "exempt"}.get(name, f"{name} {counts[name]}")
         form = form or "+".join(dict.fromkeys(c.dtype for c in collectives))
-        messages.append(Sent(numbered, form, paths, _hops(collectives), branch, when))
+        hops, by_device = _hops(collectives), _by_device(collectives)
+        messages.append(Sent(numbered, form, paths, hops, by_device, branch, when))
     return tuple(messages)
 
 
@@ -200,6 +205,8 @@ def _form(noted: Any, mesh: dict[str, int], layout: Layout | None) -> str:
     what, algorithm = noted
     codec = getattr(what, "codec", what)
     name = getattr(codec, "name", "votes")
+    if hasattr(what, "selection"):
+        name = f"{what.selection.name} of {name}"
     back = getattr(what, "second_hop", codec)
     world = layout.world if layout is not None else math.prod(mesh.values())
     chosen = algorithm.of(world) if hasattr(algorithm, "of") else algorithm
@@ -209,12 +216,28 @@ def _form(noted: Any, mesh: dict[str, int], layout: Layout | None) -> str:
 def _hops(collectives: list[Collective]) -> tuple[tuple[str, int, Bytes], ...]:
     """Equal operations in a row are one hop with a count."""
     hops: list[tuple[str, int, Bytes]] = []
-    for c in collectives:
-        if hops and hops[-1][0] == c.operation:
-            hops[-1] = (c.operation, hops[-1][1] + c.times, hops[-1][2] + c.times * c.sent)
-        else:
-            hops.append((c.operation, c.times, c.times * c.sent))
+    for operation, row in itertools.groupby(collectives, lambda c: c.operation):
+        same = list(row)
+        hops.append((operation, sum(c.times for c in same), max(_by_device(same))))
     return tuple(hops)
+
+
+def _by_device(collectives: list[Collective]) -> tuple[Bytes, ...]:
+    """Bytes that each device sends in all of them."""
+    columns = zip(*(c.sent for c in collectives), strict=True)
+    times = [c.times for c in collectives]
+    return tuple(exact(sum(map(operator.mul, times, column))) for column in columns)
+
+
+def _dense_bytes(layouts: list[Layout], sent: set[str]) -> Bytes:
+    """What a device sends in a float32 mean of these leaves."""
+    shares = {
+        leaf.path: SHARE["all-reduce"](layout.world) * 4 * math.prod(local_shape(leaf))
+        for layout in layouts
+        for leaf in layout.leaves
+        if leaf.path in sent
+    }
+    return exact(sum(shares.values()))
 
 
 def _leaves(params: Any, messages: tuple[Sent, ...]) -> tuple[Leaf, ...]:

@@ -33,7 +33,8 @@ class Sent(NamedTuple):
       name: such as "bucket 2", "exempt" or "flags, loss".
       form: the format and the algorithm.
       leaves: the paths of the leaves.
-      hops: (operation, times, bytes that each device sends in them), in order.
+      hops: (operation, times, bytes that a device sends in them at most), in order.
+      by_device: bytes that each device of the mesh sends.
       branch: (conditional, branch) pairs that lead to it; () if it is sent in every step.
       when: what these branches are called.
     """
@@ -42,13 +43,14 @@ class Sent(NamedTuple):
     form: str
     leaves: tuple[str, ...]
     hops: tuple[tuple[str, int, Bytes], ...]
+    by_device: tuple[Bytes, ...]
     branch: Branch
     when: str
 
     @property
     def sent(self) -> Bytes:
-        """Bytes that each device sends."""
-        return sum(count for *_, count in self.hops)
+        """Bytes that the device that sends most sends."""
+        return max(self.by_device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Explanation:
       devices: of the mesh.
       leaves: the parameters.
       messages: what one step sends.
+      dense_bytes: what a device would send in a float32 mean of the leaves that are sent.
       own_bytes: state that differs from device to device, on each device.
       shared_bytes: state that is equal on all devices or split, on each device.
       needs: (method, what it needs), outermost first.
@@ -67,18 +70,22 @@ class Explanation:
     devices: int
     leaves: tuple[Leaf, ...]
     messages: tuple[Sent, ...]
+    dense_bytes: Bytes
     own_bytes: int
     shared_bytes: int
     needs: tuple[tuple[str, str], ...]
 
     @property
     def bytes_max(self) -> Bytes:
-        """Bytes that a device sends in the step that sends most."""
-        return exact(worst([(message.branch, message.sent) for message in self.messages]))
+        """Bytes of the device that sends most, in the step in which it does."""
+        columns = set(zip(*(message.by_device for message in self.messages), strict=True))
+        branches = [message.branch for message in self.messages]
+        totals = (worst(list(zip(branches, column, strict=True))) for column in columns)
+        return exact(max(totals, default=0))
 
     def __str__(self) -> str:
         values = sum(math.prod(leaf.shape) for leaf in self.leaves)
-        dense = 8 * (self.devices - 1) / self.devices
+        each = max(values, 1)
         lines = [
             f"{_counted(len(self.leaves), 'parameter')} of {_counted(values, 'value')} on "
             f"{_counted(self.devices, 'device')}",
@@ -88,7 +95,8 @@ class Explanation:
         lines += _table(["message", "form", "bytes", "hops"], map(_message_row, self.messages))
         lines += [
             f"A device sends at most {_number(self.bytes_max)} bytes in a step, "
-            f"{float(self.bytes_max) / max(values, 1):.2f} a value; a float32 mean {dense:.2f}.",
+            f"{float(self.bytes_max) / each:.2f} a value; a float32 mean "
+            f"{float(self.dense_bytes) / each:.2f}.",
             *self._sometimes(values),
             f"State on a device: {self.own_bytes:,} bytes that differ from device to device, "
             f"{self.shared_bytes:,} others.",
@@ -100,14 +108,13 @@ class Explanation:
 
     def _sometimes(self, values: int) -> list[str]:
         """What is not sent in every step."""
-        sent: dict[str, Bytes] = {}
-        for message in self.messages:
-            if message.when:
-                sent[message.when] = sent.get(message.when, 0) + message.sent
-        parts = [
-            f"{_number(count)} bytes, {float(count) / max(values, 1):.2f} a value ({when})"
-            for when, count in sent.items()
-        ]
+        parts = []
+        for when in dict.fromkeys(message.when for message in self.messages if message.when):
+            sent = [message.by_device for message in self.messages if message.when == when]
+            most = max(map(sum, zip(*sent, strict=True)))
+            parts.append(
+                f"{_number(most)} bytes, {float(most) / max(values, 1):.2f} a value ({when})"
+            )
         return textwrap.wrap(f"Not in every step: {', '.join(parts)}.", 90) if parts else []
 
 

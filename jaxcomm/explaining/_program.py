@@ -1,6 +1,7 @@
 """The trace of a step that stands for a model's, and the collectives in it."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -42,7 +43,7 @@ class Collective(NamedTuple):
     operation: str
     dtype: str
     times: int
-    sent: Bytes
+    sent: tuple[Bytes, ...]  # by each device of the mesh, in one execution
 
 
 def nodes_of(tree: Any, kinds: Any) -> list[Any]:
@@ -112,15 +113,9 @@ def collectives_in(
     for eqn in jaxpr.eqns:
         name, here = eqn.primitive.name, f"{scope}/{eqn.source_info.name_stack}"
         if name in _OPERATIONS:
-            axes = eqn.params.get("axes", eqn.params.get("axis_name"))
-            names = axes if isinstance(axes, tuple) else (axes,)
-            groups = eqn.params.get("axis_index_groups")
-            size = len(groups[0]) if groups else math.prod(mesh[axis] for axis in names)
-            arrays = [var.aval for var in eqn.invars]
-            held = sum(x.size * x.dtype.itemsize for x in arrays)
-            sent = exact(SHARE[_OPERATIONS[name]](size) * held)
-            dtype = "+".join(dict.fromkeys(x.dtype.name for x in arrays))
-            if sent:
+            sent = _sent(eqn, mesh)
+            dtype = "+".join(dict.fromkeys(var.aval.dtype.name for var in eqn.invars))
+            if any(sent):
                 yield Collective(here, branch, when, _OPERATIONS[name], dtype, times, sent)
         again = times * eqn.params.get("length", 1) if name == "scan" else times
         named = {x.number: x for x in _branches.read("", f"{here}/cond")} if name == "cond" else {}
@@ -130,6 +125,28 @@ def collectives_in(
                 inside = (*branch, (str(id(eqn)), i))
                 called = ", ".join(filter(None, (when, _branch_name(named.get(i), i))))
             yield from collectives_in(inner, mesh, here, inside, called, again)
+
+
+def _sent(eqn: Any, mesh: dict[str, int]) -> tuple[Bytes, ...]:
+    """Bytes that each device of the mesh sends in a collective."""
+    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+    names = axes if isinstance(axes, tuple) else (axes,)
+    size = math.prod(mesh[name] for name in names)
+    held = sum(var.aval.size * var.aval.dtype.itemsize for var in eqn.invars)
+    group_sizes = dict.fromkeys(range(size), size)
+    if "perm" in eqn.params:  # only sources send, and nothing moves from a device to itself
+        sources = {source for source, target in eqn.params["perm"] if source != target}
+        group_sizes = {place: 1 + (place in sources) for place in range(size)}
+    elif groups := eqn.params.get("axis_index_groups"):
+        group_sizes = {place: len(group) for group in groups for place in group}
+    share = SHARE[_OPERATIONS[eqn.primitive.name]]
+    by_place = [exact(share(group_sizes[place]) * held) for place in range(size)]
+    sent = []
+    for device in itertools.product(*map(range, mesh.values())):
+        at = dict(zip(mesh, device, strict=True))
+        place = functools.reduce(lambda place, name: place * mesh[name] + at[name], names, 0)
+        sent.append(by_place[place])
+    return tuple(sent)
 
 
 def _inner(eqn: Any) -> Iterator[Any]:

@@ -13,7 +13,6 @@ from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.order import best_dimensions, best_order
 from jaxcomm.plan.predict import BASELINE, Prediction, choose, predictions
-from jaxcomm.plan.simulate import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +219,7 @@ def plan(
     if below := [m for m in chosen or () if m.about.quality not in allowed]:
         raise ValueError(f"{below[0].name} is of less quality than {quality!r}; leave it out.")
     given = cluster.order
-    model = Model(cluster.costs.latency, half_duplex=cluster.costs.half_duplex)
+    model = cluster.network.model
     if reorder and cluster.devices > 2:
         order = best_order(cluster.topology, model, cluster.order)
         cluster = dataclasses.replace(cluster, order=order)
@@ -228,5 +227,5 @@ def plan(
         dimensions = best_dimensions(cluster.topology, model, cluster.order)
         chosen = methods(quality, cluster.levels is not None, dimensions)
     found = predictions(cluster, load, quality, chosen)
-    rows = choose(found, cluster.devices, cluster.costs.is_between_cpus, load.values)
+    rows = choose(found, load, cluster.devices, cluster.costs.is_between_cpus)
     return Plan(cluster, load, tuple(rows), given)

@@ -14,7 +14,7 @@ from jaxcomm.collectives import algorithms, sparse
 from jaxcomm.collectives.algorithms import Algorithm, _default
 from jaxcomm.collectives.low_rank import sides
 from jaxcomm.plan.loads import Workload
-from jaxcomm.plan.messages import Coded, PerBlock, Reduction, Votes
+from jaxcomm.plan.messages import Coded, Lists, PerBlock, Reduction, Votes
 
 # Each contains those before it.
 QUALITIES = ("exact", "16bit", "unbiased", "any")
@@ -223,6 +223,13 @@ def buckets_of(method: Method, load: Workload) -> int:
     return max(1, math.ceil(4 * large / (method.about.bucket_mib * _MIB)))
 
 
+def values_of_bucket(method: Method, load: Workload) -> int:
+    """How many values travel together; XLA joins its own all-reduce with that of exempt leaves."""
+    is_joined = (method.family, method.algorithm) == ("float32", "native")
+    large = load.values if is_joined else load.values - load.exempt_values
+    return -(-large // buckets_of(method, load))
+
+
 def sent(method: Method, load: Workload, world: int) -> Iterator[Sent]:
     """The all-reduces of a method in a step; equal ones are one, with `times`.
 
@@ -233,8 +240,7 @@ def sent(method: Method, load: Workload, world: int) -> Iterator[Sent]:
         return
     is_joined = (method.family, method.algorithm) == ("float32", "native")
     exempt = 0 if is_joined else load.exempt_values
-    buckets = buckets_of(method, load)
-    values = -(-(load.values - exempt) // buckets)
+    buckets, values = buckets_of(method, load), values_of_bucket(method, load)
     if values and method.algorithm == "own":
         yield Sent(*_of_sparse(method.family, values, world), values, buckets)
     elif values:
@@ -256,7 +262,8 @@ def _of_sparse(name: str, n: int, world: int) -> tuple[Algorithm, Reduction]:
         return algorithms.ring(), PerBlock(world, 0, whole.bytes_of(chosen.room(n)))
     if name == "gtopk":
         # Every round sends whole lists, to the same devices as halving-doubling does.
-        return algorithms.halving_doubling(), PerBlock(world, 0, 0, whole.bytes_of(chosen.k(n)))
+        k = chosen.k(n)
+        return algorithms.halving_doubling(), Lists(whole.bytes_of(k), k)
     there = small.bytes_of(chosen.room(n, world))
     if name == "oktopk":
         back = small.bytes_of(-(-chosen.k(n) // world))

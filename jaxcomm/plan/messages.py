@@ -95,22 +95,41 @@ class Votes:
 
 @dataclasses.dataclass(frozen=True)
 class PerBlock:
-    """Messages of a fixed size for each N-th of the vector, or for each message.
+    """Messages of a fixed size for each N-th of the vector.
 
     Attributes:
       world: N.
       there: bytes for each N-th of a vector on its way to its owner.
       back: on its way to everyone.
-      whole: bytes of every message of the reduce-scatter, whatever part of the vector it is for.
     """
 
     world: int
     there: float
     back: float
-    whole: float = 0.0
 
     def bytes_of(self, step: Step, n: int) -> float:
         """See `Reduction`."""
         del n
-        parts = step.share * self.world
-        return parts * self.back if step.is_result else parts * self.there + self.whole
+        return step.share * self.world * (self.back if step.is_result else self.there)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lists:
+    """Every message of the reduce-scatter is a whole list, and then all devices have the result.
+
+    Only a device that gave its whole vector away before, as N is no power of two, is sent a result.
+
+    Attributes:
+      list_bytes: of each list.
+      answer_bytes: of what goes with a result: which of the device's entries are in it.
+    """
+
+    list_bytes: float
+    answer_bytes: float
+
+    def bytes_of(self, step: Step, n: int) -> float:
+        """See `Reduction`."""
+        del n
+        if not step.is_result:
+            return self.list_bytes
+        return self.list_bytes + self.answer_bytes if step.share == 1 else 0.0

@@ -15,6 +15,7 @@ from jaxcomm.plan.families import (
     buckets_of,
     methods,
     sent,
+    values_of_bucket,
 )
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
@@ -262,9 +263,9 @@ def with_exchange(
 
 def choose(
     found: Sequence[Prediction],
+    load: Workload,
     devices: int,
     between_cpus: bool,
-    values: int | None = None,
     margin: float = 0.02,
 ) -> list[Prediction]:
     """The predictions with the choice first: the best quality within `margin` of the fastest.
@@ -274,15 +275,15 @@ def choose(
 
     Args:
       found: predictions.
+      load: what is exchanged.
       devices: how many there are.
       between_cpus: whether they are CPUs of several processes.
-      values: how many are exchanged; None is many.
       margin: how much slower a step may be for better quality, of the fastest.
     """
 
     def preferred(prediction: Prediction) -> tuple[int, bool, float]:
         method = prediction.method
-        is_usual = method.is_usual(devices, between_cpus, values)
+        is_usual = method.is_usual(devices, between_cpus, values_of_bucket(method, load))
         return QUALITIES.index(method.about.quality), not is_usual, prediction.step
 
     fastest = min(prediction.step for prediction in found)

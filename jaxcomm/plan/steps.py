@@ -134,7 +134,9 @@ def _two_levels(algorithm: Hierarchical, far: int, near: int, with_counts: bool)
     for step in _in_groups(itertools.chain(there, _back(algorithm.far, far)), across, near):
         counts = None if step.counts is None else tuple(near * count for count in step.counts)
         yield dataclasses.replace(step, of=parts * step.of, counts=counts)
-    yield from _in_groups(_back(algorithm.near, near), within, 1)
+    results = algorithm.far.blocks(far)  # of which each block of the near exchange consists
+    for step in _in_groups(_back(algorithm.near, near), within, 1):
+        yield dataclasses.replace(step, blocks=results * step.blocks, of=results * step.of)
 
 
 def _in_groups(found: Iterator[Step], first: np.ndarray, stride: int) -> Iterator[Step]:

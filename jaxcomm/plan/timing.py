@@ -91,7 +91,7 @@ def settle(found: Plan, measure: Measure) -> Plan:
     rows = [dataclasses.replace(row, speedup=base / row.step) for row in rows]
     between_cpus = found.cluster.costs.is_between_cpus
     may_be_chosen = [row for row in rows if row.method in again]
-    choice = choose(may_be_chosen, found.cluster.devices, between_cpus, found.load.values)[0]
+    choice = choose(may_be_chosen, found.load, found.cluster.devices, between_cpus)[0]
     others = sorted((row for row in rows if row is not choice), key=lambda row: row.step)
     return dataclasses.replace(found, rows=(choice, *others))
 

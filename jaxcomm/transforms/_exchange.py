@@ -223,8 +223,10 @@ def exchange_buckets(
         local = [*must_be_finite, *jax.tree.leaves([state_of(k) for k in kept])]
         small[FLAG] = 1 - all_finite(_flat(local)).astype(jnp.float32)
     if equal_key is not None:
-        # An integer of 10 bits and its square: their variance is zero only if all are equal.
-        tag = (jax.random.bits(equal_key) >> 22).astype(jnp.float32) - 512
+        # An integer and its square: their variance is zero only if all are equal. It has 10 bits,
+        # or fewer on many devices, so that all sums of squares are exact.
+        bits = min(10, 1 + (24 - (jax.lax.axis_size(axis_name) - 1).bit_length()) // 2)
+        tag = (jax.random.bits(equal_key) >> (32 - bits)).astype(jnp.float32) - 2 ** (bits - 1)
         small[TAG] = jnp.stack([tag, jnp.square(tag)])
     # The flag needs the last gradient. A bucket behind it could not travel while gradients are
     # computed, so the flag comes last.

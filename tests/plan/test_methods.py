@@ -1,5 +1,6 @@
 """What the planner says that methods send is what their programs send."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,7 +11,15 @@ import pytest
 import jaxcomm
 from jaxcomm import collectives, plan
 from jaxcomm.collectives.algorithms import _default
-from jaxcomm.plan.families import FAMILIES, Method, buckets_of, methods, sent
+from jaxcomm.plan.families import (
+    FAMILIES,
+    Method,
+    buckets_of,
+    methods,
+    sent,
+    values_of_bucket,
+)
+from jaxcomm.plan.predict import choose, predictions
 from jaxcomm.plan.simulate import Simulation
 
 SHAPE = (96, 128)
@@ -21,21 +30,23 @@ FEW = ["int8/direct", "bfloat16/ring", "vote/ring", "powersgd2/native", "topk_ds
 
 
 def bytes_of_the_program(
-    method: Method, make_mesh: Any, params: dict[str, jax.Array] = MATRIX
+    method: Method, make_mesh: Any, params: dict[str, jax.Array] = MATRIX, world: int = WORLD
 ) -> float:
     """What a device sends in the compiled exchange of one matrix, the flag included."""
-    with jax.set_mesh(make_mesh(WORLD)):
+    with jax.set_mesh(make_mesh(world)):
         tx = method.transformation("data")
         state = jax.eval_shape(tx.init, jaxcomm.replicate(params))
-        grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((WORLD, *p.shape), p.dtype), params)
+        grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((world, *p.shape), p.dtype), params)
         compiled = jax.jit(tx.update).lower(grads, state).compile(QUICK)
         return float(jaxcomm.wire_report(compiled).bytes_max)
 
 
-def bytes_of_the_plan(method: Method, params: dict[str, jax.Array] = MATRIX) -> float:
-    star = plan.fabrics.star("star", WORLD, "1Gbit")
+def bytes_of_the_plan(
+    method: Method, params: dict[str, jax.Array] = MATRIX, world: int = WORLD
+) -> float:
+    star = plan.fabrics.star("star", world, "1Gbit")
     load = plan.workload(params, 1.0)
-    parts = sent(method, load, WORLD)
+    parts = sent(method, load, world)
     network = Simulation(star)
     return sum(p.times * network.exchange(p.algorithm, p.reduction, p.values).sent for p in parts)
 
@@ -56,6 +67,14 @@ def test_bytes_are_those_of_the_program(method: Method, make_mesh: Any) -> None:
     # The flag, thresholds and blocks that are padded to whole words or groups; among 4 devices a
     # direct exchange halves encoded blocks, where the plan encodes halves, with a scale more.
     assert 0.99 * predicted <= found <= 1.01 * predicted + 200, method.name
+
+
+def test_lists_that_devices_gave_away_come_back(make_mesh: Any) -> None:
+    """On 6 devices, of which two give theirs to neighbours first."""
+    method = Method("gtopk", "own")
+    predicted = bytes_of_the_plan(method, world=6)
+    found = bytes_of_the_program(method, make_mesh, world=6)
+    assert 0.99 * predicted <= found <= 1.01 * predicted + 100
 
 
 @pytest.mark.parametrize("method", [Method("int8", "direct"), Method("float32", "ring")])
@@ -98,6 +117,19 @@ def test_qualities_contain_each_other() -> None:
     assert "float32/native" in names[0] and "cnat/direct" in names[2] - names[1]
     with pytest.raises(ValueError, match="unknown quality 'best'; write one of exact"):
         methods("best")
+
+
+def test_the_usual_algorithm_is_that_of_a_bucket() -> None:
+    """Of 262,144 votes, which are rather short, beside more exempt values."""
+    load = plan.workload({"w": np.zeros((512, 512)), "b": np.zeros(614_400)}, 1.0)
+    circulant, direct = (Method("vote", name) for name in ("circulant", "direct"))
+    values = values_of_bucket(circulant, load)
+    assert (values, values_of_bucket(Method("float32", "native"), load)) == (2**18, load.values)
+    assert circulant.is_usual(4, True, values) and not direct.is_usual(4, True, values)
+    room = plan.cluster(plan.fabrics.star("star", 4, "1Gbit"))
+    found = predictions(room, load, chosen=[direct, circulant])
+    same = [dataclasses.replace(row, step=1.0) for row in found if row.method.family == "vote"]
+    assert choose(same, load, 4, True)[0].method == circulant
 
 
 def test_a_method_that_is_not_there() -> None:

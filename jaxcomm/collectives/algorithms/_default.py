@@ -20,9 +20,9 @@ from jaxcomm.kernels import _device
 
 FEW = 16  # devices, for votes
 FEW_OF_CNAT = 8
-# Bytes, as they travel. The exchange of a short vector is a matter of rounds, and the more devices
-# there are, the more rounds are saved. For others bytes matter too, and gloo does one after the
-# other what halving-doubling sends both ways at once.
+# Bytes, as they travel, with one bit for a vote. The exchange of a short vector is a matter of
+# rounds, and the more devices there are, the more rounds are saved. For others bytes matter too,
+# and gloo does one after the other what halving-doubling sends both ways at once.
 SHORT_PER_DEVICE = 3 * 2**10  # of a mean
 SHORT_VOTES = 24 * 2**10
 MEDIUM_VOTES = 64 * 2**10

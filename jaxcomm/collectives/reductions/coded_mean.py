@@ -13,6 +13,7 @@ from jaxcomm.codecs import Codec
 from jaxcomm.collectives.reductions._reduction import Prepared, Reduction
 
 _LARGEST = float(np.finfo(np.float32).max)
+_LEAST_EXPONENT = -149  # of float32's subnormal numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,9 @@ class CodedMean(Reduction):
         if not limits:
             return Prepared(x)
         world = jax.lax.axis_size(axis_name)
-        _, above = jnp.frexp(jnp.max(jnp.abs(x)))
+        largest = jnp.max(jnp.abs(x))
+        _, above = jnp.frexp(largest)
+        above = jnp.where(largest == 0, _LEAST_EXPONENT, above)  # zeros need no range
         above = jax.lax.pmax(above, axis_name)  # every |x| < 2^above on every device
         _, limit = jnp.frexp(jnp.float32(min(limits)))
         shift = limit - 1 - above - (world - 1).bit_length()
