@@ -27,7 +27,9 @@ def main() -> int:
         out = Path(args.out)
         if not args.process and (out.is_dir() or not out.parent.is_dir()):  # the first one writes
             raise ValueError(f"--out={out}: expected a file in a folder that exists.")
-        if args.simulate:
+        if not args.coordinator and (args.processes, args.process) != (None, None):
+            raise ValueError("--processes and --process need --coordinator=HOST:PORT.")
+        if args.simulate is not None:
             jaxcomm.simulate_devices(args.simulate)
         if args.coordinator:
             jax.distributed.initialize(args.coordinator, args.processes, args.process)

@@ -38,26 +38,30 @@ class Images:
 
     def labels(self, split: str) -> np.ndarray:
         """The labels of all images of a split, which are not decoded for it."""
+        self._size(split, "train_split")
         return read(self._builder, split, images=False)["label"]
 
     def train_rows(self, split: str) -> int:
         """How many images there are for training."""
+        self._size(split, "train_split")
         return len(open_split(self._builder, split, images=False))
 
     def test_size(self, split: str) -> int:
         """How many images a test has."""
+        return self._size(split, "test_split")
+
+    test_rows = test_size
+
+    def _size(self, split: str, field: str) -> int:
+        """How many images a split has, or a part of it, such as "test[:1000]"."""
         try:
-            # Also of a part, such as "test[:1000]".
             size = self._builder.info.splits[split].num_examples
         except ValueError:
             size = 0
         if not size:
-            raise UserError(
-                f"config.data.test_split: {self._builder.info.name} has no images in {split!r}"
-            )
+            name = self._builder.info.name
+            raise UserError(f"config.data.{field}: {name} has no images in {split!r}")
         return size
-
-    test_rows = test_size
 
     def read(self, split: str, rows: np.ndarray) -> Batch:
         """Images of a split with their labels, and a weight of 1 for each."""

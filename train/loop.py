@@ -122,7 +122,6 @@ def train(
             f"test_{run.rows.unit}": run.rows.test_size,
             **recorder.summary(),
             **costs_of(config, run, sent, train_step, now, without),
-            "bytes_per_param_mean": sent.on_average(config.steps, recorder.frozen_at),
             "seconds": time.perf_counter() - started,
         }
         recorder.write("summary", config.steps, summary)

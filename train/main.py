@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -46,7 +47,10 @@ def parse(argv: list[str]) -> Path:
             raise UserError(f"not a flag: {rest[0]}")
         if _CONFIG.value is None and not flags.FLAGS["config"].present:
             raise UserError("--config=FILE is missing")
-        check.fields(_CONFIG.value)  # It is here that a file that was not found raises.
+        config: Any = _CONFIG.value  # It is here that a file that was not found raises.
+        check.fields(config)
+        if config.checkpoint.resume and not _WORKDIR.value:
+            raise UserError("--config.checkpoint.resume=True needs --workdir=DIR, the run's folder")
     except flags.Error as error:
         text = str(error).strip()
         raise UserError(mistake_in_traceback(text) if "Traceback" in text else text) from error

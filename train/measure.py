@@ -197,11 +197,13 @@ class Sent:
           step: its number.
           frozen_at: the step before it in which the optimizer's warm-up ended; 0 before that.
         """
-        return self._with(sync.shares_in_step(self._config, step, frozen_at))
-
-    def on_average(self, steps: int, frozen_at: int) -> float:
-        """Bytes a parameter and step, on average over a run; arguments as of `sync.shares`."""
-        return self._with(sync.shares(self._config, steps, frozen_at))
+        named = {branch.name for branch in self.wire.named}
+        shares = sync.shares(self._config, step, frozen_at)
+        found: dict[Any, float] = {name: share for name, share in shares.items() if name in named}
+        key = tuple(found.values())
+        if key not in self._known:  # Kept, as every step asks.
+            self._known[key] = self.wire.per_step(found) / self.params
+        return self._known[key]
 
     def between_groups(self) -> float | None:
         """Bytes a parameter that leave a group of devices; None where there are no groups."""
@@ -210,14 +212,6 @@ class Sent:
             return None
         reports = self.wire.by_axes(mesh).items()
         return float(sum(part.bytes_max for axes, part in reports if AXIS in axes)) / self.params
-
-    def _with(self, shares: Mapping[str, float]) -> float:
-        named = {branch.name for branch in self.wire.named}
-        found: dict[Any, float] = {name: share for name, share in shares.items() if name in named}
-        key = tuple(found.values())
-        if key not in self._known:  # Kept, as every step asks.
-            self._known[key] = self.wire.per_step(found) / self.params
-        return self._known[key]
 
 
 def costs(steps: Steps, sent: Sent, network: Bandwidth, predicted: Any = None) -> dict[str, Any]:

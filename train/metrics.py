@@ -20,6 +20,8 @@ from train.split import Split
 from train.step import STOP
 from train.watched import FIELD
 
+SENT = "bytes_per_param"  # of a step, as `known` says it
+
 
 class Recorder:
     """Writes measurements on process 0; on other processes it only waits for the devices.
@@ -58,6 +60,7 @@ class Recorder:
         self._batch, self._known = batch, known
         self._step_ms: list[float] = []
         self._input_ms: list[float] = []
+        self._sent: list[float] = []
         self._waited = 0.0
         self._looks: list[dict[str, float]] = []
         self._split = Split()
@@ -68,7 +71,8 @@ class Recorder:
         if not self._primary:
             return
         path = workdir / "metrics.jsonl"
-        _keep_lines_until(path, start)
+        before = _keep_lines_until(path, start)
+        self._sent += [line[SENT] for line in before if line["kind"] == "train" and SENT in line]
         self._file = path.open("a", buffering=1)  # A line at a time: a killed run leaves them all.
         self._events = Events(workdir, start)
         interactive = sys.stderr.isatty()
@@ -138,7 +142,9 @@ class Recorder:
         frozen_at = int(values.pop(FIELD, self.frozen_at))
         ended = frozen_at > 0 and self.frozen_at == 0
         if self._primary:
-            self.write("train", step, values | self._of_host(step))
+            of_host = self._of_host(step)
+            self._sent += [of_host[SENT]] if SENT in of_host else []
+            self.write("train", step, values | of_host)
             self._bar.set_postfix(
                 {name: f"{value:.4g}" for name, value in values.items()}, refresh=False
             )
@@ -201,7 +207,10 @@ class Recorder:
             self.write("split", step, parts)
 
     def summary(self) -> dict[str, Any]:
-        """What is known at the end; `loop_step_ms`: from the end of a step to that of the next."""
+        """What is known at the end, on process 0 of all steps of the run.
+
+        `loop_step_ms` is from the end of a step to that of the next.
+        """
         median = statistics.median(self._step_ms) if self._step_ms else None
         speeds = {
             f"{unit}_per_second": median and 1e3 * n / median for unit, n in self._batch.items()
@@ -211,6 +220,7 @@ class Recorder:
             "loop_step_ms": median,
             **speeds,
             "input_share": self.input_share(),
+            f"{SENT}_mean": statistics.fmean(self._sent) if self._sent else None,
             **self.looks(),
         }
 
@@ -242,17 +252,23 @@ def finite(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _keep_lines_until(path: Path, step: int) -> None:
-    """Drops what an earlier run wrote after a step, and a line that it did not finish."""
-    kept = []
+def _keep_lines_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drops what an earlier run wrote after a step, and a line that it did not finish.
+
+    Returns:
+      What the others say.
+    """
+    kept, said = [], []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
         try:
             found = json.loads(line)
             # What an earlier run said at its start is said again by one that starts there.
             if found["step"] < step + (found["kind"] != "start"):
                 kept.append(line)
+                said.append(found)
         except json.JSONDecodeError:
             continue
     scratch = path.with_suffix(".tmp")
     scratch.write_text("".join(kept))
     scratch.replace(path)
+    return said

@@ -293,20 +293,14 @@ def dense_exchanges(config: Any) -> int:
     return -(-(config.get("dense_steps") or 0) // config.get("every", 1))
 
 
-def shares(config: Any, steps: int, frozen_at: int) -> dict[str, float]:
-    """The share of a run's steps that take a branch, by its name in the compiled program.
+def shares(config: Any, step: int, frozen_at: int) -> dict[str, float]:
+    """Whether a step takes a branch, by its name in the compiled program.
 
     Args:
       config: `config.sync`.
-      steps: length of the run.
-      frozen_at: the last dense step of an optimizer with a warm-up of its own; 0 if it did not end.
+      step: its number, from 1.
+      frozen_at: the step before it in which the optimizer's own warm-up ended; 0 before that.
     """
-    dense = min(dense_exchanges(config) * config.get("every", 1) / steps, 1.0)
-    return {"from step 0": dense, "one_bit_adam: dense": (frozen_at or steps) / steps}
-
-
-def shares_in_step(config: Any, step: int, frozen_at: int) -> dict[str, float]:
-    """The same for a single step, counted from 1; `frozen_at` is of before it."""
     dense = (step - 1) // config.get("every", 1) < dense_exchanges(config)
     return {"from step 0": float(dense), "one_bit_adam: dense": float(not frozen_at)}
 

@@ -128,7 +128,7 @@ class Plan:
         found = [
             self.headline,
             self.limits,
-            f"{machines}; {self.load.values:,} parameters, {1e3 * self.load.step_seconds:.4g} ms "
+            f"{machines}; {_counted(self.load.values)}, {1e3 * self.load.step_seconds:.4g} ms "
             f"a step without exchange"
             + (f", {self.load.accumulate} accumulated" if self.load.accumulate > 1 else "")
             + f". Costs: {self.cluster.costs.source}.",
@@ -167,9 +167,9 @@ def _line(row: Prediction) -> str:
     link = "-".join(row.busiest_link) if row.busiest_link else ""
     error = f"{row.error:.0%}" if row.error else "timed"
     return (
-        f"{row.method.name:29}{1e3 * row.exchange:14.1f}{error:>6}{1e3 * row.exposed:10.1f}"
-        f"{1e3 * row.step:10.1f}{row.efficiency:10.1%}{row.speedup:10.2f}"
-        f"{row.bytes_busiest_link / 1e6:10.2f}  {link:14}{row.method.about.needs}"
+        f"{row.method.name:29} {1e3 * row.exchange:13.1f} {error:>5} {1e3 * row.exposed:9.1f}"
+        f" {1e3 * row.step:9.1f} {row.efficiency:9.1%} {row.speedup:9.2f}"
+        f" {row.bytes_busiest_link / 1e6:9.2f}  {link:14}{row.method.about.needs}"
     ).rstrip()
 
 
@@ -229,3 +229,7 @@ def plan(
     found = predictions(cluster, load, quality, chosen)
     rows = choose(found, load, cluster.devices, cluster.costs.is_between_cpus)
     return Plan(cluster, load, tuple(rows), given)
+
+
+def _counted(values: int) -> str:
+    return f"{values:,} parameter" + ("" if values == 1 else "s")

@@ -6,6 +6,8 @@ from typing import Any
 
 from jaxcomm.plan.topology import Link, Topology
 
+_MOST_HOSTS = 4096
+
 
 def rate_of(text: Any, whole: Any = None) -> float | None:
     """Mbit/s of a number, or of a text: 50Mbit, 1Gbit, 1Gbps, unlimited, or 50% of `whole`."""
@@ -265,8 +267,10 @@ def _count(name: str, number: Any) -> int:
 
 
 def _hosts(number: Any, least: int = 1) -> tuple[str, ...]:
-    if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        raise ValueError(f"this fabric needs at least {least} hosts, got {number!r}.")
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ValueError(f"hosts is a whole number, got {number!r}.")
+    if not least <= number <= _MOST_HOSTS:
+        raise ValueError(f"this fabric has {least} to {_MOST_HOSTS} hosts, got {number!r}.")
     return tuple(f"h{i}" for i in range(number))
 
 

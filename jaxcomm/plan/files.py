@@ -55,7 +55,10 @@ def find(name: str) -> Path:
     path = path if path.exists() else Path(name)
     if not path.is_file():
         known = sorted(p.stem for p in TOPOLOGIES.glob("*.yaml"))
-        raise ValueError(f"there is no topology {name!r}; name a file, or one of {known}.")
+        wrong = f"{name} is a folder" if path.is_dir() else f"there is no file {name!r}"
+        if not path.exists() and not path.suffix and path.name == name:
+            wrong = f"there is no topology {name!r}"
+        raise ValueError(f"{wrong}; name a file, or one of {', '.join(known)}.")
     return path
 
 
@@ -155,13 +158,14 @@ class File:
 
     Args:
       path: of the file.
+      example: of a line, for a message.
 
     Raises:
       ValueError: for what is no mapping, in one line with the file and the number of its line.
       ImportError: without PyYAML.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, example: str = "fabric: star"):
         yaml = pyyaml()
         self.path = path
         self.settings: dict[str, Any] = {}
@@ -181,7 +185,7 @@ class File:
             wrong = f"this is no YAML: {_problem(error)}."
             raise ValueError(f"{path}, line {line + 1}: {wrong}") from None
         if not isinstance(node, yaml.MappingNode) or not isinstance(values, dict):
-            raise ValueError(f"{path} has no fabric; write `key: value` lines, as fabric: star.")
+            raise ValueError(f"{path} has no settings; write `key: value` lines, as {example}.")
         for key, value in node.value:
             line = key.start_mark.line + 1
             if key.value in self._lines:

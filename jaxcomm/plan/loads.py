@@ -1,6 +1,7 @@
 """What is exchanged in a step, and how long the step takes without it."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -12,6 +13,7 @@ from jaxcomm._paths import path_name
 from jaxcomm.transforms._layout import Exempt, check_patterns, is_exempt
 
 _SIDE = 1024  # of the square matrices that a number of parameters is taken for
+_MOST = 1e12  # parameters
 _FORWARD = 1 / 3  # of a step
 
 
@@ -44,18 +46,18 @@ class Workload:
         if not self.values:
             raise ValueError("there are no parameters.")
 
-    @property
+    @functools.cached_property
     def values(self) -> int:
         """The number of parameters."""
         return sum(math.prod(shape) for shape in self.shapes)
 
-    @property
+    @functools.cached_property
     def large(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the leaves that are not exempt."""
         flags = self.exempt or (False,) * len(self.shapes)
         return tuple(shape for shape, flag in zip(self.shapes, flags, strict=True) if not flag)
 
-    @property
+    @functools.cached_property
     def exempt_values(self) -> int:
         """The number of parameters that travel in float32 by every method."""
         return self.values - sum(math.prod(shape) for shape in self.large)
@@ -89,8 +91,8 @@ def workload(params: Any, step_ms: float, accumulate: int = 1, exempt: Exempt = 
     if is_real(params):
         if exempt:
             raise ValueError("a number of parameters has no names to exempt; give a pytree.")
-        if not 1 <= float(params) < float("inf"):
-            raise ValueError(f"params is a number of parameters, got {params!r}.")
+        if not 1 <= float(params) <= _MOST:
+            raise ValueError(f"params is a number of 1 to {_MOST:g} parameters, got {params!r}.")
         whole, rest = divmod(round(float(params)), _SIDE**2)
         shapes = ((_SIDE, _SIDE),) * whole + (((rest,),) if rest else ())
         if rest >= 2 * _SIDE:

@@ -71,6 +71,12 @@ class TestCosts:
         with pytest.raises(ValueError, match="there is no file no.yaml; python -m jaxcomm.probe"):
             plan.read_costs("no.yaml")
 
+    def test_there_is_nothing_in_it(self, tmp_path: Path) -> None:
+        path = tmp_path / "costs.yaml"
+        path.write_text("\n")
+        with pytest.raises(ValueError, match="has no settings; .*, as latency: 0.0001"):
+            plan.read_costs(path)
+
     def test_a_probe_of_simulated_devices(self, make_mesh: Any) -> None:
         found = plan.probe(make_mesh(4), families=["float32"])
         assert found.source.startswith("measured on 4 devices") and found.latency > 0

@@ -44,3 +44,13 @@ def test_a_probe_that_could_not_be_written_measures_nothing(
         assert probe.main() == 2
         said = f"probe: --out={out}: expected a file in a folder that exists.\n"
         assert capsys.readouterr().err == said
+
+
+def test_a_probe_of_several_processes_needs_their_coordinator(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(plan, "probe", None)
+    monkeypatch.setattr(sys, "argv", ["probe", f"--out={tmp_path}/c.yaml", "--processes=2"])
+    assert probe.main() == 2
+    said = "probe: --processes and --process need --coordinator=HOST:PORT.\n"
+    assert capsys.readouterr().err == said

@@ -336,8 +336,9 @@ def test_a_number_of_any_type_is_a_number_of_parameters(number: Any) -> None:
 @pytest.mark.parametrize(
     ("params", "step_ms", "message"),
     [
-        (0, 1.0, "params is a number of parameters, got 0"),
-        (np.int64(0), 1.0, "params is a number of parameters, got 0"),
+        (0, 1.0, r"params is a number of 1 to 1e\+12 parameters, got 0"),
+        (np.int64(0), 1.0, r"params is a number of 1 to 1e\+12 parameters, got 0"),
+        (1e30, 1.0, r"params is a number of 1 to 1e\+12 parameters, got 1e\+30"),
         (True, 1.0, "or their number, got True"),
         (1e6, -1.0, "a step takes a positive time, got -0.001"),
         ({"w": 3.0}, 1.0, "a pytree of arrays or of shapes"),

@@ -105,7 +105,7 @@ def test_hosts_pass_on_where_files_say_so() -> None:
     ("text", "error"),
     [
         ("hosts: 2", "wrong.yaml: it has no fabric; write one of star, chain"),
-        ("- star", "has no fabric; write `key: value` lines"),
+        ("- star", "has no settings; write `key: value` lines, as fabric: star"),
         ("hosts: 2\nfabric: torus", "line 2: unknown fabric 'torus'"),
         ("fabric: star\nhosts: 2\nrate: 5\nhops: 3", "line 4: unknown key 'hops'; star takes"),
         ("fabric: star\nname: a\nhosts: 2\nrate: 5", "line 2: unknown key 'name'"),
@@ -136,8 +136,9 @@ def test_hosts_pass_on_where_files_say_so() -> None:
         ("fabric: star\nhosts: 2\nrate: 5 furlongs", "line 3: a rate is a number of Mbit/s"),
         ("fabric: chain\nhosts: 2\nrate: 5\nrates:\n- 3\n- 0", "line 6: rates is 0 Mbit/s"),
         ("fabric: clusters\nhosts: 2\nrate: 5\nmiddle: 0", "line 4: middle is 0 Mbit/s"),
-        ("fabric: star\nhosts: 0\nrate: 5", "needs at least 1 hosts, got 0"),
-        ("fabric: star\nhosts: two\nrate: 5", "needs at least 1 hosts, got 'two'"),
+        ("fabric: star\nhosts: 0\nrate: 5", "this fabric has 1 to 4096 hosts, got 0"),
+        ("fabric: star\nhosts: 10000000\nrate: 5", "this fabric has 1 to 4096 hosts, got 10000000"),
+        ("fabric: star\nhosts: two\nrate: 5", "hosts is a whole number, got 'two'"),
         ("fabric: clusters\nhosts: 5\nrate: 5", "5 hosts do not divide into 2 equal groups"),
         ("fabric: dln\nhosts: 12\nrate: 5", "2, 4, 8, ... switches in a ring, got 6"),
         ("fabric: dln\nhosts: 7\nrate: 5", "7 hosts do not divide among 4 switches"),
@@ -181,11 +182,15 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_instead_of_a_files_setting() -> None:
-    with pytest.raises(ValueError, match="no topology 'stars'; name a file, or one of .*'star'"):
+    with pytest.raises(ValueError, match="no topology 'stars'; name a file, or one of .*, star"):
         load("stars")
+    with pytest.raises(ValueError, match="^there is no file 'no/star.yaml'; name a file"):
+        load("no/star.yaml")
+    with pytest.raises(ValueError, match="^/ is a folder; name a file"):
+        load("/")
     with pytest.raises(ValueError, match="^rate=0: rate is 0 Mbit/s; rates are positive"):
         load("star", rate=0)
-    with pytest.raises(ValueError, match="star.yaml with hosts=0: this fabric needs at least 1"):
+    with pytest.raises(ValueError, match="star.yaml with hosts=0: this fabric has 1 to"):
         load("star", hosts=0)
     with pytest.raises(ValueError, match="^groups=3: unknown key 'groups'; star takes hosts"):
         load("star", groups=3)

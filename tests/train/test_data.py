@@ -151,7 +151,8 @@ def test_the_whole_test_set_is_seen_once(
         ),
         ("name", "no_such_set", "config.data.name: there is no 'no_such_set', neither in TFDS nor"),
         ("name", "mnist", "data set 'mnist' is not in .*tfds build mnist --file_format=array_rec"),
-        ("train_split", "trian", "config.data: Unknown split 'trian'"),
+        ("train_split", "trian", "config.data.train_split: digits has no images in 'trian'"),
+        ("train_split", "train[:0]", r"config.data.train_split: .* no images in 'train\[:0\]'"),
         ("test_split", "tset", "config.data.test_split: digits has no images in 'tset'"),
     ],
 )

@@ -120,9 +120,8 @@ def test_costs_follow_from_their_parts() -> None:
     assert (found["devices"], found["params"], found["rounds"]) == (4, 40, 3)
 
 
-def test_bytes_of_a_step_and_of_a_run() -> None:
+def test_bytes_of_a_step() -> None:
     sent = measure.Sent(Wire(), config_dict.create(dense_steps=50), PARAMS)
-    assert sent.on_average(100, 0) == pytest.approx(1.5)
     assert [sent.in_step(step, 0) for step in (1, 50, 51)] == pytest.approx([3.0, 3.0, 0.0])
     adam = measure.Sent(Wire(named=(Branch("one_bit_adam: dense"),)), config_dict.create(), PARAMS)
     assert [adam.in_step(7, frozen_at) for frozen_at in (0, 6)] == [3.0, 0.0]
@@ -147,14 +146,11 @@ def test_the_bandwidth_is_the_configs_or_measured() -> None:
     assert measured.source == "a mean of 1 MiB"
 
 
-def test_dense_steps_have_their_share_of_the_run() -> None:
+def test_which_steps_are_dense() -> None:
     config = config_dict.create(dense_steps=100)
-    shares = sync.shares(config, 1000, 0)  # an optimizer whose warm-up did not end
-    assert shares == {"from step 0": 0.1, "one_bit_adam: dense": 1.0}
-    assert sync.shares(config, 1000, 100)["one_bit_adam: dense"] == 0.1
-    assert sync.shares(config, 50, 0)["from step 0"] == 1.0
-    assert sync.shares(config_dict.create(), 50, 0)["from step 0"] == 0.0
+    assert sync.shares(config, 100, 0) == {"from step 0": 1.0, "one_bit_adam: dense": 1.0}
+    assert sync.shares(config, 101, 100) == {"from step 0": 0.0, "one_bit_adam: dense": 0.0}
+    assert sync.shares(config_dict.create(), 1, 0)["from step 0"] == 0.0
     local = config_dict.create(dense_steps=10, every=4)  # the exchanges of steps 4, 8 and 12
-    assert sync.shares(local, 120, 0)["from step 0"] == 0.1
-    found = [sync.shares_in_step(local, step, 0)["from step 0"] for step in (1, 4, 5, 12, 13, 16)]
+    found = [sync.shares(local, step, 0)["from step 0"] for step in (1, 4, 5, 12, 13, 16)]
     assert found == [1, 1, 1, 1, 0, 0]

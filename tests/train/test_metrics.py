@@ -110,6 +110,17 @@ def test_what_the_host_knows_of_a_step_is_written(tmp_path: Path) -> None:
         assert line["images_per_second"] == pytest.approx(64e3 / line["step_ms"])
 
 
+def test_the_mean_of_bytes_counts_the_steps_before_a_restart(tmp_path: Path) -> None:
+    """Two steps are kept of four; those that follow are of another method."""
+    for start, sent in ((0, 4.0), (2, 1.0)):
+        known = lambda step, frozen_at, sent=sent: {"bytes_per_param": sent}  # noqa: E731
+        with metrics.Recorder(tmp_path, start, 9, known=known) as recorder:
+            for step in range(start + 1, 5):
+                recorder.train(step, {"loss": jnp.float32(1)})
+            recorder.flush()
+    assert recorder.summary()["bytes_per_param_mean"] == (4.0 + 4.0 + 1.0 + 1.0) / 4
+
+
 class Running(NamedTuple):
     """A number that a device is still computing, or not."""
 
