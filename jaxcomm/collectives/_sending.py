@@ -165,19 +165,18 @@ def swapped(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]])
 
 
 def by_rounds(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """`all_to_all` of one array in N-1 rounds, one after the other: in round k, r sends to r + k.
+    """`all_to_all` of one array in N-1 rounds: in one of them, for each k, r sends to r + k.
 
-    Two devices send to each other in round N/2 only, which is a swap.
+    Two devices send to each other where k is N/2 only, which is a swap. The rounds need nothing of
+    each other, so XLA chooses their order, the same on all devices; each waits for its messages.
     """
     world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     blocks = x.reshape(world, -1)
-    found, last = blocks, None  # a device's block for itself stays where it is
+    found = blocks  # a device's block for itself stays where it is
     for k in range(1, world):
         sent = jax.lax.dynamic_slice_in_dim(blocks, (me + k) % world, 1)
-        if last is not None:  # two rounds at once may meet on a pair
-            sent, _ = jax.lax.optimization_barrier((sent, last))
-        last = ppermute(sent, axis_name, [(r, (r + k) % world) for r in range(world)])
-        found = jax.lax.dynamic_update_slice_in_dim(found, last, (me - k) % world, 0)
+        arrived = ppermute(sent, axis_name, [(r, (r + k) % world) for r in range(world)])
+        found = jax.lax.dynamic_update_slice_in_dim(found, arrived, (me - k) % world, 0)
     return found.reshape(x.shape)
 
 

@@ -10,6 +10,7 @@ A step of a method, for L leaves of gradients on N devices:
 3. `exchange_buckets` exchanges the large leaves bucket by bucket, each by the method's own
    collective, in the order in which their gradients appear. Buckets take turns: bucket b + 1 waits
    for bucket b, so that XLA neither joins them nor starts all of them behind the last gradient.
+   (On CPU XLA drops such waits before it orders collectives, and mixes the rounds of buckets.)
    Inside the backward pass of a loop, what a hop of a sparse mean brings waits for a gradient that
    is computed meanwhile: the first hop for the first leaf of the next bucket, the second for the
    leaf behind that. The first hop of the last bucket waits for the last exempt leaf.
