@@ -24,6 +24,7 @@ import optax
 
 from jaxcomm import _axes
 from jaxcomm._marks import mark_local
+from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import Arrays, local_leaves
 from jaxcomm.transforms._factors import Squares, next_squares_and_roots, no_squares
@@ -207,7 +208,6 @@ def factored_adam(
 
 def _all_finite_everywhere(arrays: Arrays) -> jax.Array:
     """Whether all elements are finite, typed as equal on all devices, which it is."""
-    flags = _axes.varying_alike([jnp.all(jnp.isfinite(x)) for x in arrays])
-    finite = functools.reduce(jnp.logical_and, flags)
+    finite = all_finite(_axes.varying_alike(arrays))
     axes = tuple(sorted(_axes.varying_axes(finite)))
     return jax.lax.pmin(finite.astype(jnp.int32), axes) == 1 if axes else finite

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxcomm import collectives
@@ -160,8 +161,10 @@ def majority_vote(
         votes, scales = ballots, {}
         if error_feedback:
             ballots = {i: ballots[i] + r for i, r in zip(large, old, strict=True)}
-            keys = {i: key_of(zero_key, layout, (i,)) for i in large}
-            votes = {i: _decided(x, zeros, keys[i], axis_name) for i, x in ballots.items()}
+            votes = {}
+            for bucket in buckets:
+                own_key = key_of(zero_key, layout, bucket)
+                votes |= _decided({i: ballots[i] for i in bucket}, zeros, own_key, axis_name)
             scales = {("scale", i): jnp.mean(jnp.abs(x)) for i, x in ballots.items()}
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, None]:
@@ -205,14 +208,21 @@ def majority_vote(
     return exchange(init_fn, update_fn, scheme, exempt)
 
 
-def _decided(ballot: jax.Array, zeros: str, key: jax.Array, axis_name: AxisName) -> jax.Array:
+def _decided(
+    ballots: dict[int, jax.Array], zeros: str, key: jax.Array, axis_name: AxisName
+) -> dict[int, jax.Array]:
     """This device's votes: +1 or -1; for a zero a coin, or 0 if zeros abstain."""
-    coins = jnp.zeros_like(ballot)
+    coins = {i: jnp.zeros_like(x) for i, x in ballots.items()}
     if zeros == "random":
+        # All coins are drawn at once: each draw has to be compiled.
         own = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
-        words = jax.random.bits(own, (bitplanes.words_for(ballot.size),), jnp.uint32)
-        coins = bitplanes.signs(words, ballot.size).reshape(ballot.shape)
-    return jnp.where(ballot == 0, coins, jnp.sign(ballot))
+        counts = [bitplanes.words_for(x.size) for x in ballots.values()]
+        words = jnp.split(jax.random.bits(own, (sum(counts),), jnp.uint32), np.cumsum(counts)[:-1])
+        coins = {
+            i: bitplanes.signs(drawn, x.size).reshape(x.shape)
+            for drawn, (i, x) in zip(words, ballots.items(), strict=True)
+        }
+    return {i: jnp.where(x == 0, coins[i], jnp.sign(x)) for i, x in ballots.items()}
 
 
 def _known(algorithm: str | algorithms.Algorithm) -> algorithms.Algorithm:

@@ -219,8 +219,7 @@ def one_bit_adam(
         steps = adam.steps(m, v, state, params)
         steps = [step.astype(g.dtype) for step, g in zip(steps, grads, strict=True)]
         # The square of a finite gradient may overflow, and so may an update of 16 bits.
-        for x in (*v, *steps):
-            finite &= jnp.all(jnp.isfinite(x))
+        finite &= all_finite(_axes.varying_alike([*v, *steps]))
         finite = on_further_axes(finite, axis_name)
         updates = [jnp.where(finite, step, jnp.nan) for step in steps]
 
