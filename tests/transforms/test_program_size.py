@@ -1,0 +1,35 @@
+"""Programs grow with the number of leaves, and not with its square."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxcomm
+
+COARSE = {"codec": "scaled_sign", "error_feedback": True}
+METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "mean": lambda: jaxcomm.mean("data", "bfloat16"),
+    "one_bit_adam": lambda: jaxcomm.one_bit_adam("data", 1e-3, dense_steps=9),
+    "factored_adam": lambda: jaxcomm.factored_adam(jaxcomm.mean("data", **COARSE), 1e-3),
+    "vote with feedback": lambda: jaxcomm.majority_vote("data", error_feedback=True),
+}
+
+
+def lines_of(tx: optax.GradientTransformation, leaves: int) -> int:
+    """Of the compiled program of an update."""
+    params = {f"p{i:02}": jnp.zeros((8, 8)) for i in range(leaves)}
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((2, *p.shape), p.dtype), params)
+        state = jax.eval_shape(tx.init, params)
+        compiled = jax.jit(tx.update).lower(grads, state, params).compile()
+    return str(compiled.as_text()).count("\n")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_leaf_adds_as_much_to_many_as_to_few(name: str) -> None:
+    few, more, many = (lines_of(METHODS[name](), leaves) for leaves in (4, 20, 36))
+    assert many - more < 1.3 * (more - few)
+    assert many < 400 * 36  # random draws of every leaf's own would be 600 lines each
