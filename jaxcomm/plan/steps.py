@@ -16,6 +16,7 @@ from jaxcomm.collectives.algorithms._scheduled import Scheduled
 from jaxcomm.collectives.algorithms.direct import Direct
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.algorithms.native import Native
+from jaxcomm.collectives.algorithms.ring import TwoWayRing
 from jaxcomm.collectives.algorithms.schedule import counted
 
 
@@ -115,7 +116,7 @@ def _there(algorithm: Algorithm, world: int, with_counts: bool) -> Iterator[Step
 
 def _back(algorithm: Algorithm, world: int) -> Iterator[Step]:
     """The all-gather."""
-    if isinstance(algorithm, Direct):
+    if isinstance(algorithm, Direct | TwoWayRing):
         algorithm = ring()
     seen: dict[int, Pairs] = {}
     for step in reversed(tuple(_there(algorithm, world, False))):

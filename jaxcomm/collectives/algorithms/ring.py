@@ -1,7 +1,9 @@
 """Rings: every device talks to its two neighbours only."""
 
 import dataclasses
+from typing import Any
 
+from jaxcomm._axes import AxisName
 from jaxcomm.collectives.algorithms._scheduled import Order, Scheduled
 from jaxcomm.collectives.algorithms.schedule import Round, rotations, shift
 
@@ -35,7 +37,8 @@ class TwoWayRing(Scheduled):
 
     Each block's partials of the N/2 devices before its owner go right, those of the others left. So
     no message is of more than N/2 devices: counts of votes are narrower, and partial sums, which
-    are rounded at every hop, smaller than those that come all the way around.
+    are rounded at every hop, smaller than those that come all the way around. Results, which are
+    all of one size, go on to the left, so that messages turn round once.
 
     Wire: 2(N-1)/N of the vector in 2(N-1) rounds, as `Ring`.
     """
@@ -53,6 +56,10 @@ class TwoWayRing(Scheduled):
     def positions(self, world: int) -> Order:
         """See `Scheduled.positions`."""
         return rotations(world)
+
+    def all_gather(self, result: Any, axis_name: AxisName) -> Any:
+        """See `Algorithm.all_gather`: that of a ring, which keeps blocks in the same order."""
+        return Ring().all_gather(result, axis_name)
 
 
 def ring() -> Ring:
@@ -76,7 +83,7 @@ def two_way_ring() -> TwoWayRing:
 
     It sends as many messages of as many values as `ring`. Votes take fewer bits, and the errors of
     means are smaller: in cnat, of noise on 8 devices, 1.3 times those of "direct" in place of 1.6.
-    Messages turn round three times, which cost bfloat16 and int8 5 to 8 % of their time on 8 hosts.
+    Messages turn round once, as results go on in the second direction.
 
     Returns:
       The algorithm. A partial result is decoded, added to and encoded again at most N/2 times.
