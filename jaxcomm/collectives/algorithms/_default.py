@@ -50,7 +50,7 @@ class Default(Algorithm):
     - Values of 16 bits and int8 go around a ring between CPU processes. On one switch it is as fast
       as going directly, and across a slow link in the middle 1.6 times as fast. Each partial sum is
       rounded.
-    - Values in cnat go around a ring from both sides on 3 to 8 CPU processes. That takes up to 8 %
+    - Values in cnat go around a ring from both sides on 3 to 8 CPU processes. That takes 1 to 2 %
       more than one way, around which their error is 1.6 to 2 times that of going directly on 8
       devices. From both sides it is the same on 4, and 1.3 to 1.4 times as large on 8.
     - Short vectors of votes, of 16 bits and of int8 take the few rounds of halving and doubling
