@@ -17,7 +17,14 @@ from jaxcomm.collectives.algorithms._default import Default
 from jaxcomm.collectives.reductions import Majority, check_majority
 from jaxcomm.kernels import _implementations, bitplanes
 from jaxcomm.transforms import _roles
-from jaxcomm.transforms._buckets import buckets_of, bytes_of, joined, key_of, split_off_exempt
+from jaxcomm.transforms._buckets import (
+    Bucket,
+    buckets_of,
+    bytes_of,
+    joined,
+    key_of,
+    split_off_exempt,
+)
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
@@ -161,10 +168,8 @@ def majority_vote(
         votes, scales = ballots, {}
         if error_feedback:
             ballots = {i: ballots[i] + r for i, r in zip(large, old, strict=True)}
-            votes = {}
-            for bucket in buckets:
-                own_key = key_of(zero_key, layout, bucket)
-                votes |= _decided({i: ballots[i] for i in bucket}, zeros, own_key, axis_name)
+            keys = {bucket: key_of(zero_key, layout, bucket) for bucket in buckets}
+            votes = _decided(ballots, zeros, keys, axis_name)
             scales = {("scale", i): jnp.mean(jnp.abs(x)) for i, x in ballots.items()}
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, None]:
@@ -209,19 +214,17 @@ def majority_vote(
 
 
 def _decided(
-    ballots: dict[int, jax.Array], zeros: str, key: jax.Array, axis_name: AxisName
+    ballots: dict[int, jax.Array], zeros: str, keys: dict[Bucket, jax.Array], axis_name: AxisName
 ) -> dict[int, jax.Array]:
     """This device's votes: +1 or -1; for a zero a coin, or 0 if zeros abstain."""
     coins = {i: jnp.zeros_like(x) for i, x in ballots.items()}
-    if zeros == "random":
-        # All coins are drawn at once: each draw has to be compiled.
+    for bucket, key in keys.items() if zeros == "random" else ():
+        # The coins of a bucket are drawn at once: each draw has to be compiled.
         own = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
-        counts = [bitplanes.words_for(x.size) for x in ballots.values()]
+        counts = [bitplanes.words_for(ballots[i].size) for i in bucket]
         words = jnp.split(jax.random.bits(own, (sum(counts),), jnp.uint32), np.cumsum(counts)[:-1])
-        coins = {
-            i: bitplanes.signs(drawn, x.size).reshape(x.shape)
-            for drawn, (i, x) in zip(words, ballots.items(), strict=True)
-        }
+        for i, drawn in zip(bucket, words, strict=True):
+            coins[i] = bitplanes.signs(drawn, ballots[i].size).reshape(ballots[i].shape)
     return {i: jnp.where(x == 0, coins[i], jnp.sign(x)) for i, x in ballots.items()}
 
 
