@@ -2,7 +2,7 @@
 
 The pairs are those of the functions that give the programs theirs, `Scheduled.rounds`; in an
 all-to-all, r sends to r + 1, r + 2, ... in turn. A schedule says who reduces what; the all-gather
-behind it is the same backwards.
+behind it is the same backwards, or another one (`Scheduled.gathers_as`).
 """
 
 import dataclasses
@@ -16,7 +16,6 @@ from jaxcomm.collectives.algorithms._scheduled import Scheduled
 from jaxcomm.collectives.algorithms.direct import Direct
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.algorithms.native import Native
-from jaxcomm.collectives.algorithms.ring import TwoWayRing
 from jaxcomm.collectives.algorithms.schedule import counted
 
 
@@ -116,8 +115,10 @@ def _there(algorithm: Algorithm, world: int, with_counts: bool) -> Iterator[Step
 
 def _back(algorithm: Algorithm, world: int) -> Iterator[Step]:
     """The all-gather."""
-    if isinstance(algorithm, Direct | TwoWayRing):
+    if isinstance(algorithm, Direct):
         algorithm = ring()
+    if isinstance(algorithm, Scheduled):
+        algorithm = algorithm.gathers_as
     seen: dict[int, Pairs] = {}
     for step in reversed(tuple(_there(algorithm, world, False))):
         back = seen.setdefault(id(step.pairs), step.pairs.back)

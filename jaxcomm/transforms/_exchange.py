@@ -312,17 +312,6 @@ def updates_of(
     return [jnp.where(finite, u, jnp.nan) for u in updates], finite
 
 
-def computed_once(x: jax.Array) -> jax.Array:
-    """x, float32, which XLA then does not compute anew for each use on CPU.
-
-    It does so with cheap operations, and barriers are gone before it decides. A division is dear
-    enough to be kept, if it is by an array: one by a scalar becomes a product. NaN stays NaN.
-    """
-    return jax.lax.platform_dependent(
-        x, cpu=lambda x: x / jnp.where(x == x, 1.0, jnp.nan), default=lambda x: x
-    )
-
-
 def kept_if(finite: jax.Array, new: Sequence[jax.Array], old: Sequence[jax.Array]) -> Arrays:
     """The next per-device state: as it was if the step is not taken.
 

@@ -16,6 +16,7 @@ from jaxcomm._notes import noted
 from jaxcomm._numbers import check_seed
 from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _implementations
+from jaxcomm.kernels.reductions import computed_once
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
     buckets_of,
@@ -31,7 +32,6 @@ from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
     by_leaf,
-    computed_once,
     exchange_buckets,
     kept_if,
     local_leaves,

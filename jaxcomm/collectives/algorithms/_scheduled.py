@@ -9,7 +9,8 @@ list, and the first reordering copies nothing: each block is read where it lies 
 
     reduce-scatter  round 0, 1, ...: encode the blocks at `send`, ppermute, decode, merge at `into`
     all-gather      the same rounds backwards, with the pairs reversed: what was merged at `into` is
-                    complete now, and goes back to `send` of the device that it came from
+                    complete now, and goes back to `send` of the device that it came from; or those
+                    of another schedule that keeps the blocks in the same order, `gathers_as`
 
 A device that no pair names as a target gets zeros from `ppermute`: it must not merge them.
 """
@@ -48,6 +49,11 @@ class Scheduled(Algorithm):
         """Who sends which blocks to whom, for that many devices."""
         rounds = tuple(self.rounds(world))
         return Schedule(world, self.blocks(world), self.positions(world), rounds)
+
+    @property
+    def gathers_as(self) -> "Scheduled":
+        """The algorithm whose rounds, backwards, are the all-gather."""
+        return self
 
     def owned(self, axis_name: AxisName) -> jax.Array:
         """See `Algorithm.owned`: the block that stands first in this device's order."""
@@ -99,7 +105,7 @@ class Scheduled(Algorithm):
 
     def all_gather(self, result: Any, axis_name: AxisName) -> Any:
         """See `Algorithm.all_gather`."""
-        schedule = self.schedule(jax.lax.axis_size(axis_name))
+        schedule = self.gathers_as.schedule(jax.lax.axis_size(axis_name))
         me = jax.lax.axis_index(axis_name)
         # Position 0 holds this device's own result; the others are filled round by round.
         results = [result, *[jax.tree.map(jnp.zeros_like, result)] * (schedule.blocks - 1)]

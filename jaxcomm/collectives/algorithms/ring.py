@@ -1,9 +1,7 @@
 """Rings: every device talks to its two neighbours only."""
 
 import dataclasses
-from typing import Any
 
-from jaxcomm._axes import AxisName
 from jaxcomm.collectives.algorithms._scheduled import Order, Scheduled
 from jaxcomm.collectives.algorithms.schedule import Round, rotations, shift
 
@@ -57,9 +55,10 @@ class TwoWayRing(Scheduled):
         """See `Scheduled.positions`."""
         return rotations(world)
 
-    def all_gather(self, result: Any, axis_name: AxisName) -> Any:
-        """See `Algorithm.all_gather`: that of a ring, which keeps blocks in the same order."""
-        return Ring().all_gather(result, axis_name)
+    @property
+    def gathers_as(self) -> Scheduled:
+        """See `Scheduled.gathers_as`: backwards, a ring sends to the left."""
+        return Ring()
 
 
 def ring() -> Ring:

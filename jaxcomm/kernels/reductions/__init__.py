@@ -94,11 +94,19 @@ def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
     checks = [_is_finite(x) for x in arrays if x.size]
     if not checks:
         return jnp.bool_(True)
-    # The divisor is 1. XLA on CPU keeps the result of a division, where it would compute all of
-    # what makes a flag anew in every loop that uses it, which takes long to compile.
-    count = jnp.sum(jnp.stack(checks), dtype=jnp.float32)
-    one = jnp.where(count == count, jnp.float32(1), jnp.nan)
-    return count / one == len(checks)
+    # Else every loop that uses the flag would hold the checks of all arrays, and so be compiled.
+    return computed_once(jnp.sum(jnp.stack(checks), dtype=jnp.float32)) == len(checks)
+
+
+def computed_once(x: jax.Array) -> jax.Array:
+    """x, float32, which XLA then does not compute anew for each use on CPU.
+
+    It does so with cheap operations, and barriers are gone before it decides. A division is dear
+    enough to be kept, if it is by an array: one by a scalar becomes a product. NaN stays NaN.
+    """
+    return jax.lax.platform_dependent(
+        x, cpu=lambda x: x / jnp.where(x == x, 1.0, jnp.nan), default=lambda x: x
+    )
 
 
 def _is_finite(x: jax.Array) -> jax.Array:
