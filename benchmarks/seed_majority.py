@@ -132,8 +132,7 @@ def case_of(method: str, x: Any) -> Collective:
     if algorithm == "hierarchical":
         near = mesh.size // 2
         axes = ("far", "near")
-        types = (jax.sharding.AxisType.Auto,) * 2
-        mesh = jax.make_mesh((2, near), axes, axis_types=types)
+        mesh = jax.sharding.Mesh(mesh.devices.reshape(2, near), axes)
     if kind == "float32":
         return Collective(method, mesh, lambda x: jax.lax.psum(x, axes), x)
     if kind == "bfloat16":

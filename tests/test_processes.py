@@ -17,11 +17,11 @@ def test_two_processes_add_up_what_they_hold() -> None:
         """
         import os
         import numpy as np
-        from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+        from jax.sharding import NamedSharding, PartitionSpec as P
 
         rank = jax.process_index()
         assert rank == int(os.environ["RANK"]) and jax.local_device_count() == 1
-        mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,))
+        mesh = jax.sharding.Mesh(np.asarray(jax.devices()), ("data",))
         local = np.full((1, 3), 10.0 ** rank, np.float32)
         x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), local)
         add = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"),

@@ -142,15 +142,13 @@ class Exchange(Case):
         levels: tuple[int, int] | None = None,
     ):
         import jax
-        from jax.sharding import AxisType
-
         import jaxcomm
         from jaxcomm.plan import exchanges
 
         family, algorithm = check_method(method)
         axes, mesh = axes_of(method), jaxcomm.data_mesh()
         if levels is not None and axes != "data":
-            mesh = jax.make_mesh(levels, axes, (AxisType.Auto,) * 2)
+            mesh = jax.sharding.Mesh(mesh.devices.reshape(levels), axes)
         jax.set_mesh(mesh)
         start = time.perf_counter()
         tx = bare() if family == BARE else transformation(method, density)

@@ -30,6 +30,10 @@ if TYPE_CHECKING:  # processes on hosts import this module, and most of them nee
 
 OWNERS = Path("/run/jaxcomm-netlab")
 HOSTS_FILES = Path("/etc/netns")
+# XLA takes processes with the same boot id for one machine, and jax refuses some things only of
+# several. What is read from `uuid` is another one every time.
+_RANDOM = "/proc/sys/kernel/random"
+ON_ITS_OWN = ["sh", "-c", f'mount --bind {_RANDOM}/uuid {_RANDOM}/boot_id && exec "$@"', "sh"]
 PREFIX = "jxl"
 QUEUE_BYTES = 256 * 1024
 SMALL = 128  # bytes; shorter packets go first
@@ -104,8 +108,8 @@ class Network:
         return f"10.213.{number // 250}.{number % 250 + 1}"
 
     def command(self, host: str, command: list[str]) -> list[str]:
-        """What runs a command on a host, which sees its own hosts file."""
-        return ["ip", "netns", "exec", self.namespace(host), *command]
+        """What runs a command on a host, which sees its own hosts file, and is a machine to XLA."""
+        return ["ip", "netns", "exec", self.namespace(host), *ON_ITS_OWN, *command]
 
     def bytes_sent(self) -> dict[tuple[str, str, int], int]:
         """The bytes that left each end of each link: (from, to, number of the link)."""

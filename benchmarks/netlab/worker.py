@@ -64,7 +64,7 @@ class Jax:
 
         jax.distributed.initialize()
         self.rank = jax.process_index()
-        mesh = jax.make_mesh((jax.device_count(),), ("all",))
+        mesh = jax.sharding.Mesh(np.asarray(jax.devices(), object), ("all",))
         rows = np.zeros(jax.local_device_count(), np.float32)
         split, whole = jax.P("all"), jax.P()
         rows = jax.make_array_from_process_local_data(jax.NamedSharding(mesh, split), rows)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxcomm.plan.families import QUALITIES, Method, methods
@@ -70,9 +71,9 @@ class Plan:
         shape = (len(devices),) if len(names) == 1 else self.cluster.levels
         if shape is None:
             raise ValueError("this cluster has no two levels; name one axis.")
-        ordered = [devices[i] for i in self.cluster.order]
+        ordered = np.asarray([devices[i] for i in self.cluster.order], object)
         types = (AxisType.Auto,) * len(names)
-        return jax.make_mesh(shape, names, axis_types=types, devices=ordered)
+        return Mesh(ordered.reshape(shape), names, axis_types=types)  # as in `jaxcomm.data_mesh`
 
     @property
     def headline(self) -> str:

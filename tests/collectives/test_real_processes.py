@@ -7,7 +7,7 @@ import pytest
 
 import oracles
 from algorithm_table import NAMED
-from processes import run_processes
+from processes import as_a_machine, run_processes
 
 SCRIPT = """
 import functools, json, os, sys
@@ -40,7 +40,7 @@ def check(world):
 def check_two_levels():
     # Two by two; whole numbers, so that sums are exact.
     axes = ("far", "near")
-    mesh = jax.make_mesh((2, 2), axes, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 2)), axes)
     x = np.random.default_rng(0).integers(-8, 9, (4, 1000)).astype(np.float32)
     both = jax.sharding.PartitionSpec(axes)
     with jax.set_mesh(mesh):
@@ -81,6 +81,50 @@ def test_every_process_has_the_oracle_bits() -> None:
     for checked in (checked for r in reports for checked in r["checked"].values()):
         codecs, algorithms = zip(*checked, strict=True)
         assert set(codecs) == set(oracles.ROUNDING) and set(algorithms) == set(NAMED)
+
+
+MACHINES = """
+import json, types
+import jax, numpy as np
+import jaxcomm
+from jaxcomm import plan
+from train import sync
+
+devices = jax.devices()
+try:
+    jax.make_mesh((2, 2), ("a", "b"))
+except ValueError as error:
+    assert "multi-slice" in str(error)
+found = plan(plan.cluster(plan.fabrics.star("office", hosts=4, rate="1Gbit")), plan.workload(1e6, 80))
+meshes = [
+    jaxcomm.data_mesh(),
+    jaxcomm.data_mesh(devices=devices[::-1]),
+    found.mesh(),
+    sync.make_mesh(types.SimpleNamespace(fsdp=2)),
+]
+both = jax.sharding.Mesh(np.reshape(devices, (2, 2)), ("far", "near"))
+for mesh in (meshes[0], both):
+    spec = jax.sharding.PartitionSpec(mesh.axis_names)
+    mean = jax.shard_map(
+        lambda x: jaxcomm.pmean(x, mesh.axis_names, "int8", "ring"),
+        mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
+    )
+    rows = np.full((1, 8), jax.process_index(), np.float32)
+    x = jax.make_array_from_process_local_data(jax.NamedSharding(mesh, spec), rows)
+    np.testing.assert_allclose(jax.jit(mean)(x).addressable_shards[0].data, 1.5, atol=0.02)
+order = [[devices.index(d) for d in mesh.devices.flat] for mesh in meshes]
+print(json.dumps([len({d.slice_index for d in devices}), order, list(meshes[3].devices.shape)]))
+"""
+
+
+@pytest.mark.multiprocess
+def test_meshes_span_machines() -> None:
+    if not as_a_machine():
+        pytest.skip("nothing can be mounted over the boot id, so all is one machine")
+    for finished in run_processes(4, MACHINES):
+        machines, (whole, backwards, planned, groups), shape = json.loads(finished.stdout)
+        assert machines == 4 and shape == [2, 2]
+        assert whole == planned == groups == [0, 1, 2, 3] and backwards == [3, 2, 1, 0]
 
 
 FRONT_PAGE = """
