@@ -54,21 +54,23 @@ def use(cluster: Cluster | None) -> None:
         return network.exchange(algorithm, reduction, values).seconds
 
     def chooser(reduction: Reduction, world: int, values: int, usual: Algorithm) -> Algorithm:
-        known = _as_messages(reduction)
+        known = _as_messages(reduction, world)
         if known is None or world != cluster.devices:
             return usual
-        fastest = min(tried, key=lambda algorithm: seconds(algorithm, known, values))
+        those = [a.for_means for a in tried] if isinstance(known, messages.Coded) else tried
+        fastest = min(those, key=lambda algorithm: seconds(algorithm, known, values))
         gains = seconds(fastest, known, values) <= _GAIN * seconds(usual, known, values)
         return fastest if gains else usual
 
     choose_by(chooser)
 
 
-def _as_messages(reduction: Reduction) -> messages.Reduction | None:
+def _as_messages(reduction: Reduction, world: int) -> messages.Reduction | None:
     """The sizes of its messages; None for what is not planned."""
     if isinstance(reduction, CodedMean):
         return messages.Coded(reduction.codec, reduction.second_hop)
     if isinstance(reduction, Majority):
         abstains = reduction.zeros == "abstain"
-        return messages.Votes(1 + abstains, 1 + (abstains or reduction.ties == "zero"))
+        can_tie = reduction.ties == "zero" and world % 2 == 0
+        return messages.Votes(1 + abstains, 1 + (abstains or can_tie))
     return None

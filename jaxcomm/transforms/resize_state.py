@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxcomm import _axes
 from jaxcomm.transforms.per_device import PerDevice
 
 
@@ -61,6 +62,8 @@ def _is_own(x: Any) -> bool:
 def _resized(new: Any, old: Any) -> Any:
     """The numbers of `old` in the shapes and places of `new`."""
     if not _is_own(new):
+        if isinstance(old, jax.Array) and (old.shape, old.sharding) == (new.shape, new.sharding):
+            return old  # perhaps split over processes, of which none has all of it
         old = np.asarray(old)
         if old.shape != jnp.shape(new):
             raise _other(old.shape, jnp.shape(new))
@@ -73,7 +76,7 @@ def _resized(new: Any, old: Any) -> Any:
         )
     resize = _dealt if new.are_shares else _spread
     triples = zip(new.values, old.values, new.specs, strict=True)
-    values = [resize(x, np.asarray(o), _device_axis(spec)) for x, o, spec in triples]
+    values = [resize(x, np.asarray(o), spec) for x, o, spec in triples]
     return dataclasses.replace(new, values=values)
 
 
@@ -89,8 +92,9 @@ def _device_axis(spec: PartitionSpec) -> int:
     return next(i for i, entry in enumerate(spec) if entry is not None)
 
 
-def _spread(new: jax.Array, old: np.ndarray, axis: int) -> jax.Array:
+def _spread(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
     """The mean over the old devices, on every new one."""
+    axis = _device_axis(spec)
     if np.delete(old.shape, axis).tolist() != np.delete(new.shape, axis).tolist():
         raise _other(old.shape[axis + 1 :], new.shape[axis + 1 :], " for each device")
     first = old.take([0], axis)
@@ -99,16 +103,25 @@ def _spread(new: jax.Array, old: np.ndarray, axis: int) -> jax.Array:
     return _placed(np.broadcast_to(mean, new.shape), new)
 
 
-def _dealt(new: jax.Array, old: np.ndarray, axis: int) -> jax.Array:
-    """Parts of a bucket, joined and dealt out anew: device i owns part i."""
-    if old.ndim != axis + 2 or old.shape[:axis] != new.shape[:axis]:
+def _dealt(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
+    """Parts of a bucket, joined and dealt out anew: device i owns part i.
+
+    Where further axes split the bucket's leaves, each shard has a bucket of its own.
+    """
+    axis = _device_axis(spec)
+    split = spec[axis + 1] if len(spec) > axis + 1 else None
+    shards = 1 if split is None else _axes.axis_size(split)
+    if old.ndim != axis + 2 or old.shape[:axis] != new.shape[:axis] or old.shape[-1] % shards:
         raise _other(old.shape[axis + 1 :], new.shape[axis + 1 :], " for each device")
+    stacks, devices, length = new.shape[:axis], new.shape[axis], new.shape[-1] // shards
+    parts = np.swapaxes(old.reshape(*stacks, old.shape[axis], shards, -1), axis, axis + 1)
+    parts = parts.reshape(*stacks, shards, -1)
     # What is behind the bucket's end is zero.
-    joined = np.zeros((*new.shape[:axis], new.shape[axis] * new.shape[axis + 1]), old.dtype)
-    old = old.reshape(*old.shape[:axis], -1)
-    size = min(old.shape[-1], joined.shape[-1])
-    joined[..., :size] = old[..., :size]
-    return _placed(joined.reshape(new.shape), new)
+    joined = np.zeros((*stacks, shards, devices * length), old.dtype)
+    size = min(parts.shape[-1], joined.shape[-1])
+    joined[..., :size] = parts[..., :size]
+    dealt = np.swapaxes(joined.reshape(*stacks, shards, devices, length), axis, axis + 1)
+    return _placed(dealt.reshape(new.shape), new)
 
 
 def _placed(values: np.ndarray, like: jax.Array) -> jax.Array:

@@ -133,6 +133,14 @@ def test_gaussiank_selects_about_k(make_mesh: MakeMesh) -> None:
         assert (outcome.selected < 2 * k).all()
 
 
+def test_gaussiank_selects_k_where_no_threshold_that_it_tries_does(make_mesh: MakeMesh) -> None:
+    """Of values of one size it tries those below it, and then one above all."""
+    x = np.zeros((2, N), np.float32)
+    x[:, :400] = 1
+    outcome, _ = exchanged(x, make_mesh(2), CASES["gaussiank"].roomy)
+    assert (outcome.selected == round(N * DENSITY)).all()
+
+
 def test_every_name_has_a_row() -> None:
     for name, make in sparse.BY_NAME.items():
         assert name in CASES, f"{name} has no row in tests/sparse_table.py"

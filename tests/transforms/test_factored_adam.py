@@ -119,6 +119,15 @@ def test_a_bad_gradient_makes_every_update_nan_and_leaves_the_state(view: View) 
         assert state.count == 2
 
 
+def test_finite_squares_whose_sum_is_not_leave_the_state() -> None:
+    tx = jaxcomm.factored_adam(jaxcomm.mean("data"), 0.5, **OPTIONS)
+    good, large = ({"w": np.ones((4, 2, 1024), np.float32)} for _ in range(2))
+    large["w"][1, 0] = 1e18
+    (_, start), (spoiled, kept), (updates, _) = run(GLOBAL, tx, [good, large, good])
+    assert nan_everywhere(spoiled) and np.isfinite(updates["w"]).all()
+    jax.tree.map(np.testing.assert_array_equal, kept.squares, start.squares)
+
+
 @pytest.mark.standard_promotion  # of optax
 def test_decay_and_mask_are_those_of_adamw() -> None:
     mask = {name: name in ("head", "bias") for name in SHAPES}

@@ -92,6 +92,31 @@ def test_shares_are_dealt_out_anew_where_their_lengths_stay() -> None:
     np.testing.assert_array_equal(found.server_error.values[0], np.arange(9).reshape(3, 3))
 
 
+def test_each_shard_of_a_further_axis_has_shares_of_its_own() -> None:
+    """Two shards of 8 values: 2 for each of 4 devices, and then 4 for each of 2."""
+    tx, split = METHODS["one_bit_adam"], jax.sharding.PartitionSpec("fsdp")
+    meshes = [
+        jax.sharding.Mesh(np.reshape(jax.devices()[: 2 * n], (n, 2)), ("data", "fsdp"))
+        for n in (4, 2)
+    ]
+
+    def start() -> tuple[optax.GradientTransformation, jax.Array]:
+        specs = {"w": split}
+        placed = jax.device_put(jnp.zeros((4, 4)), jax.NamedSharding(jax.sharding.get_mesh(), split))
+        return jaxcomm.with_param_specs(tx, specs), {"w": placed}
+
+    with jax.set_mesh(meshes[0]):
+        own, params = start()
+        saved = jax.tree.map(np.array, own.init(params))
+    (error,) = saved.server_error.values
+    assert error.shape == (4, 4)
+    error[...] = np.arange(16).reshape(2, 4, 2).swapaxes(0, 1).reshape(4, 4)  # by shard, in order
+    with jax.set_mesh(meshes[1]):
+        own, params = start()
+        (found,) = jaxcomm.resize_state(own, saved, params).server_error.values
+    np.testing.assert_array_equal(found, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]])
+
+
 def test_a_state_of_other_parameters_is_refused() -> None:
     tx = optax.chain(jaxcomm.mean("data"), optax.trace(0.9))
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):

@@ -28,8 +28,9 @@ class Gaussiank(SparseAllReduce):
       S. Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning", 2019,
       arXiv:1911.08772, algorithm 1.
 
-    Differs from the paper: if more are above the threshold than the message has room for, it has
-    the k largest; a static message cannot grow.
+    Differs from the paper: if more are above the threshold than the message has room for, or fewer
+    than 2k/3, it has the k largest. A static message cannot grow, and of values of a few sizes the
+    last threshold could be above all, in every step.
     """
 
     name = "gaussiank"
@@ -43,9 +44,8 @@ class Gaussiank(SparseAllReduce):
         threshold = self.gaussian_threshold(x)
         k, capacity = self.k(x.size), self.room(x.size)
         found = self.compact(x, threshold, capacity)
-        found = jax.lax.cond(
-            found.count > capacity, lambda: self.largest(x, k, capacity)[0], lambda: found
-        )
+        is_off = (found.count > capacity) | (3 * found.count < 2 * k)
+        found = jax.lax.cond(is_off, lambda: self.largest(x, k, capacity)[0], lambda: found)
         return gathered(self, x, found, axis_name), threshold
 
     def gaussian_threshold(self, x: jax.Array) -> jax.Array:
