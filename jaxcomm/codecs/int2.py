@@ -69,7 +69,14 @@ def int2(block_size: int = 256) -> Int2:
     Args:
       block_size: the values that share a unit of 4 bytes.
 
+    Returns:
+      The codec. A message of n values is uint8 `(n / 4 + 4 n / block_size,)`, rounded up. Of values
+      that are normally distributed, 0.12 of the squared norm is lost.
+
     Raises:
       TypeError, ValueError: for anything else.
+
+    References:
+      J. Max, "Quantizing for minimum distortion", IRE Transactions on Information Theory, 1960.
     """
     return Int2(block_size)

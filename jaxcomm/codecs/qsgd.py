@@ -78,7 +78,15 @@ def qsgd(levels: int = 7, block_size: int = 512) -> Qsgd:
       levels: s, from 1 to 127: 1 takes 2 bits a value, 3 takes 3, 7 takes 4, 127 takes 8.
       block_size: the values that share a norm; the error grows with its square root.
 
+    Returns:
+      The codec. A message of n values is uint8: ceil(log2(2 levels + 1)) bits a value, and 4 bytes
+      for each block. For blocks of d values, E|Q(v) - v|^2 <= min(d / s^2, sqrt(d) / s) |v|^2.
+
     Raises:
       TypeError, ValueError: for anything else.
+
+    References:
+      D. Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
+      Encoding", NeurIPS 2017, arXiv:1610.02132.
     """
     return Qsgd(block_size, levels)

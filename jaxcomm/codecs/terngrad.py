@@ -91,7 +91,15 @@ def terngrad(block_size: int = 512, clip: float | None = None) -> TernGrad:
       block_size: the values that share a scale of 4 bytes.
       clip: None, or a number of standard deviations; the paper takes 2.5.
 
+    Returns:
+      The codec. A message of n values is uint8 `(n / 4 + 4 n / block_size,)`, rounded up. For blocks
+      of d values, E|Q(v) - v|^2 <= (sqrt(d) - 1) |v|^2 without clipping.
+
     Raises:
       TypeError, ValueError: for anything else.
+
+    References:
+      W. Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
+      Learning", NeurIPS 2017, arXiv:1705.07878.
     """
     return TernGrad(block_size, clip)

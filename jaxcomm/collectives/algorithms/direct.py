@@ -124,6 +124,14 @@ def direct(aggregator: int | str = "sharded") -> Direct | Aggregator:
 
     Raises:
       ValueError: for anything else.
+
+    Wire: 2(N-1)/N of the vector. With one aggregator that sends N-1 vectors, and others one.
+
+    References:
+      S. Horvath et al., "Natural Compression for Distributed Deep Learning", MSML 2022,
+      arXiv:1905.10988.
+      J. Bernstein et al., "signSGD with Majority Vote is Communication Efficient and Fault
+      Tolerant", ICLR 2019, arXiv:1810.05291 (one aggregator).
     """
     if aggregator == "sharded":
         return Direct()

@@ -126,5 +126,11 @@ def halving_doubling(
     Raises:
       ValueError: for an unknown order, or one that the other arguments do not fit; when used,
         for an axis that they do not fit.
+
+    Wire: 2(N-1)/N of the vector at powers of two; else that of the largest power P below N, and a
+    vector more, of the busiest device.
+
+    References:
+      R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004.
     """
     return HalvingDoubling(order, devices_per_switch, grid)
