@@ -23,7 +23,7 @@ from jaxcomm.collectives.algorithms import (
     ring,
     two_way_ring,
 )
-from jaxcomm.collectives.algorithms.circulant import best_skips
+from jaxcomm.collectives.algorithms.circulant import Circulant, best_skips, near_skips
 from jaxcomm.collectives.algorithms.schedule import Schedule
 
 
@@ -36,13 +36,15 @@ class Case:
       oracle: of (N, n) and what rounding makes of a message; None where XLA chooses the order.
       blocks_sent: by the busiest device, there and back.
       rounds: of the schedule of the reduce-scatter.
-      operations: how often the compiled program has which; None: twice the rounds of `ppermute`.
+      messages: rounds of a mean, there and back; None is twice `rounds`.
+      operations: how often the compiled program has which; None: `messages` of `ppermute`.
     """
 
     of: Callable[[int], Algorithm]
     oracle: Callable[[np.ndarray, oracles.Rounding], np.ndarray] | None = None
     blocks_sent: Callable[[int], int] = lambda world: 2 * (world - 1)
     rounds: Callable[[int], int] = lambda world: world - 1
+    messages: Callable[[int], int] | None = None
     operations: dict[str, int] | None = None
 
     def schedule(self, world: int) -> Schedule:
@@ -51,7 +53,8 @@ class Case:
     def program_operations(self, world: int) -> dict[str, int]:
         if world == 1:
             return {}
-        return self.operations or {"collective-permute": 2 * self.rounds(world)}
+        rounds = 2 * self.rounds(world) if self.messages is None else self.messages(world)
+        return self.operations or {"collective-permute": rounds}
 
 
 def log2(world: int) -> int:
@@ -85,8 +88,20 @@ CASES: dict[str, Case] = {
     ),
     "circulant": Case(
         lambda world: circulant(),
+        oracles.near_circulant,  # a vote by other skips, which are its schedule
+        rounds=lambda world: len(best_skips(world)),
+        messages=lambda world: 2 * len(near_skips(world)),
+    ),
+    "rising skips": Case(
+        lambda world: circulant().for_means,
+        oracles.near_circulant,
+        rounds=lambda world: len(near_skips(world)),
+    ),
+    "falling skips": Case(
+        lambda world: Circulant(best_skips(world)),
         oracles.circulant,
         rounds=lambda world: len(best_skips(world)),
+        messages=lambda world: len(best_skips(world)) + len(near_skips(world)),
     ),
     "far_first": Case(
         lambda world: halving_doubling("far_first"),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxcomm.collectives.algorithms.circulant import best_skips
+from jaxcomm.collectives.algorithms.circulant import best_skips, near_skips
 
 # Of the last axis: leading axes are messages of their own.
 Rounding = Callable[[np.ndarray], np.ndarray]
@@ -116,7 +116,7 @@ def halving_doubling(x: np.ndarray, rounding: Rounding, order: str = "near_first
 def circulant(x: np.ndarray, rounding: Rounding) -> np.ndarray:
     """Traeff 2024, algorithm 1: R[i] of device r is block r + i; R[s..s'-1] goes to r + s.
 
-    The skips are the library's.
+    The skips are the library's, those that fall.
     """
     world = len(x)
     blocks = cut(x, world)
@@ -127,6 +127,28 @@ def circulant(x: np.ndarray, rounding: Rounding) -> np.ndarray:
         for r in range(world):
             sent = before[(r - skip) % world, skip:previous]
             held[r, : previous - skip] = before[r, : previous - skip] + rounding(sent)
+    done = [rounding(held[r, 0] * np.float32(1 / world)) for r in range(world)]
+    return np.concatenate(done)[: x.shape[1]]
+
+
+def near_circulant(x: np.ndarray, rounding: Rounding) -> np.ndarray:
+    """Of the library's rising skips, each in turn takes away the offsets that need it.
+
+    What is left can be reached by the later skips alone; all else is sent on by this one.
+    """
+    world = len(x)
+    blocks = cut(x, world)
+    held = np.array([[blocks[r, (r + o) % world] for o in range(world)] for r in range(world)])
+    skips, left = near_skips(world), set(range(world))
+    for number, skip in enumerate(skips):
+        reached = {0}
+        for later in reversed(skips[number + 1 :]):
+            reached |= {o + later for o in reached if 0 < o + later < world}
+        before = held.copy()
+        for o in left - reached:
+            for r in range(world):
+                held[r, o - skip] = before[r, o - skip] + rounding(before[(r - skip) % world, o])
+        left = reached
     done = [rounding(held[r, 0] * np.float32(1 / world)) for r in range(world)]
     return np.concatenate(done)[: x.shape[1]]
 
@@ -145,7 +167,7 @@ ALGORITHMS = {
     "ring": ring,
     "two_way_ring": two_way_ring,
     "halving_doubling": halving_doubling,
-    "circulant": circulant,
+    "circulant": near_circulant,
 }
 
 

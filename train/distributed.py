@@ -14,17 +14,27 @@ MAX_PORT = 65535
 SAY_SECONDS = 30.0  # After which a process says what it waits for.
 # How a client of HTTP/2 opens, with settings that change nothing (RFC 9113, sections 3.4 and 6.5).
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+# How starters of processes say how many there are, and which of them this is: Open MPI, MPICH and
+# Intel MPI, and PyTorch's, which Kubeflow uses too.
+STARTERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("WORLD_SIZE", "RANK"),
+)
+POD = "JOB_COMPLETION_INDEX"  # of a pod of an indexed Kubernetes job, which does not say of how many
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
     """Joins the other processes that the arguments or a scheduler name.
 
     `jax.distributed` takes the three arguments. Without them it asks the scheduler (SLURM, Open
-    MPI, Kubernetes). Without a scheduler, this is the only process.
+    MPI 4). Without a scheduler, this is the only process. With the coordinator alone, the numbers
+    are those that the starter of the processes has left in the environment.
 
     Raises:
-      UserError: if only some of the arguments are given, or the coordinator's port is taken, or
-        nobody or another program answers there.
+      UserError: if only some of the arguments are given, or none in one of several processes that
+        jax knows no coordinator of; or the coordinator's port is taken, or nobody or another
+        program answers there.
     """
     import jax
 
@@ -34,8 +44,10 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
         try:
             jax.distributed.initialize()
         except ValueError:  # "coordinator_address should be defined": there is no scheduler.
-            pass
+            check_alone()
         return
+    if coordinator is not None and num_processes is None and process_id is None:
+        num_processes, process_id = started_as() or (None, None)
     if coordinator is None or num_processes is None or process_id is None:
         raise UserError("--coordinator, --num_processes and --process_id belong together")
     if not 0 <= process_id < num_processes:
@@ -55,6 +67,29 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
     waiting.start()
     jax.distributed.initialize(coordinator, num_processes, process_id)
     waiting.cancel()
+
+
+def started_as() -> tuple[int, int] | None:
+    """How many processes were started together, and which this is, if a starter says so."""
+    for size, rank in STARTERS:
+        number, own = os.environ.get(size, ""), os.environ.get(rank, "")
+        if number.isdigit() and own.isdigit() and int(number) > 1:
+            return int(number), int(own)
+    return None
+
+
+def check_alone() -> None:
+    """Raises a UserError in one of several processes, each of which would train by itself."""
+    if (found := started_as()) is not None:
+        raise UserError(
+            f"this is process {found[1]} of {found[0]} that were started together, and nothing "
+            "says where process 0 is; add --coordinator=HOST:PORT, with its machine and a free port"
+        )
+    if (pod := os.environ.get(POD, "0")) != "0":
+        raise UserError(
+            f"{POD}={pod} is one of several pods, and nothing says where the first is; add "
+            f"--coordinator=HOST:PORT --num_processes=N --process_id=${POD}"
+        )
 
 
 def schedule_as_batch() -> None:

@@ -46,7 +46,7 @@ def mean_of(
         algorithm = Default(_sent_as({sent.name, back.name}))
         if sent == back == codecs.float32():
             algorithm = algorithms.native()
-    chosen = algorithms.from_name(algorithm)
+    chosen = algorithms.from_name(algorithm).for_means
     if chosen.name == "native":
         _check_native(sent, back, error_feedback)
     if (sent.needs_error_feedback and not error_feedback) or (
@@ -193,7 +193,9 @@ def pmean(
     Raises:
       TypeError: for other arrays.
       NameError: where the axis is not manual.
-      ValueError: for an unknown codec or algorithm.
+      ValueError: for an unknown codec or algorithm, for codecs that need error feedback, for
+        "native" with a second hop or another codec than float32 and 16 bits, and without a key
+        where the codec needs one.
 
     Wire: (N-1) messages of ceil(n/N) values in each of two formats, `codec.message_bytes` each,
     for each array of n elements and every algorithm but halving_doubling at other than powers of

@@ -152,7 +152,8 @@ class Method:
         """The algorithm; only for means and votes."""
         if self.algorithm == "hierarchical":
             return hierarchical()
-        return algorithms.BY_NAME[self.algorithm](**dict(self.dimensions))
+        chosen = algorithms.BY_NAME[self.algorithm](**dict(self.dimensions))
+        return chosen if self.family == "vote" else chosen.for_means
 
     def transformation(self, axis_name: Any, **options: Any) -> Any:
         """The optax transformation; two axes, (far, near), for hierarchical.

@@ -43,14 +43,14 @@ SCRIPT = """
 import json, os, time
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 import jaxcomm
 
 REPEATS, WANTED, TRIES = 2, 2, 10
 LENGTH, NOISE = int(os.environ["LENGTH"]), float(os.environ["NOISE"])
 world, rank = jax.process_count(), jax.process_index()
 shape = (2, world // 2) if world % 2 == 0 else (1, world)
-grid = jax.make_mesh(shape, ("far", "near"), (AxisType.Auto,) * 2)
+grid = jax.sharding.Mesh(np.reshape(jax.devices(), shape), ("far", "near"))
 PLACES = {
     "ring": ("data", jaxcomm.algorithms.ring()),
     "circulant": ("data", jaxcomm.algorithms.circulant()),

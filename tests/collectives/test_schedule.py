@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from algorithm_table import CASES, SCHEDULED, vote_bits
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives._sending import swaps_of
 from jaxcomm.collectives.algorithms import circulant, direct, halving_doubling, ring
-from jaxcomm.collectives.algorithms.schedule import Schedule
+from jaxcomm.collectives.algorithms.schedule import Round, Schedule
 
 WORLDS = [*range(1, 18), 24, 31, 32, 33, 64]
 every = pytest.mark.parametrize("name", SCHEDULED)
@@ -230,6 +231,30 @@ def test_no_pair_sends_both_ways_unless_all_do(name: str, world: int) -> None:
     """Rounds of gloo: one operation each, a swap or messages of which none waits for its turn."""
     for step in getattr(algorithms, name)().schedule(world).rounds:
         assert swaps_of(step.pairs) in ([], list(step.pairs))
+
+
+@pytest.mark.parametrize("world", range(3, 65))
+def test_rising_skips_send_least_to_the_farthest_and_no_pair_both_ways(world: int) -> None:
+    rounds = circulant().for_means.schedule(world).rounds
+    assert not any(swaps_of(step.pairs) for step in rounds)
+    is_power = world & (world - 1) == 0
+    assert len(rounds) == math.ceil(math.log2(world)) + is_power
+    assert rounds[0].size == max(step.size for step in rounds)
+
+    def across_the_middle(rounds: Sequence[Round]) -> int:
+        half = (world + 1) // 2
+        return sum(sum(s < half <= t for s, t in step.pairs) * step.size for step in rounds)
+
+    near, far = map(across_the_middle, (rounds, circulant().schedule(world).rounds))
+    assert near <= far if world < 16 else 1.5 * near < far
+
+
+def test_votes_and_means_take_skips_of_their_own() -> None:
+    assert circulant().for_means.schedule(8).rounds[0].pairs[0] == (0, 1)
+    assert circulant().schedule(8).rounds[0].pairs[0] == (0, 5)
+    assert circulant((4, 2, 1)).for_means == circulant((4, 2, 1))
+    both = algorithms.hierarchical(ring(), circulant()).for_means
+    assert both == algorithms.hierarchical(ring(), circulant().for_means)
 
 
 def test_the_documented_skips() -> None:

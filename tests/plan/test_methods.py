@@ -200,6 +200,8 @@ def test_values_are_counted_and_not_the_words_that_hold_them(
 
     assert program(None) == program(algorithm)
     others = {"halving_doubling", "circulant", "direct", "ring", "two_way_ring"} - {algorithm}
+    if algorithm == "ring":
+        others.remove("circulant")  # of means on 4 devices: a ring
     assert [other for other in others if program(None) == program(other)] == []
 
 

@@ -9,13 +9,14 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 from ml_collections import config_dict
 from running import Program
 
-from train import loop
-from train.distributed import await_port, check_answer, join, schedule_as_batch
+from train import distributed, loop
+from train.distributed import POD, STARTERS, await_port, check_answer, join, schedule_as_batch
 from train.errors import RunError, UserError
 from train.main import explained, give_simulated_devices_threads
 from train.workdir import claimed, keep_config
@@ -105,6 +106,47 @@ def test_a_port_in_use(program: Program) -> None:
 def test_joining(arguments: tuple[str, int, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         join(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}, "process 2 of 4 .*--coord"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "process 0 of 2 that were started together"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "one of several pods.*--process_id=.JOB_COMPLETION_INDEX"),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, None),
+        ({}, None),
+    ],
+)
+def test_one_of_several_processes_does_not_train_by_itself(
+    names: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where jax finds no scheduler, as under Open MPI 5."""
+    for name in (*(n for pair in STARTERS for n in pair), POD):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+
+    def initialize(*arguments: object) -> None:
+        if not arguments:
+            raise ValueError("coordinator_address should be defined.")
+        joined.append(arguments)
+
+    joined: list[object] = []
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    if message is None:
+        return join(None, None, None)
+    with pytest.raises(UserError, match=message):
+        join(None, None, None)
+    monkeypatch.setattr(distributed, "check_port", lambda port: None)
+    monkeypatch.setattr(distributed, "await_port", lambda host, port: None)
+    monkeypatch.setattr(distributed, "check_answer", lambda host, port: None)
+    if POD in names:
+        return None
+    join("host:1234", None, None)
+    size, rank = map(int, names.values())
+    assert joined == [("host:1234", size, rank)]
+    return None
 
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="processes with GPUs are left alone")

@@ -35,6 +35,11 @@ class Algorithm:
         """The number of blocks that a vector is cut into."""
         return world
 
+    @property
+    def for_means(self) -> "Algorithm":
+        """This algorithm where a sum is as wide as what is summed; votes need more bits."""
+        return self
+
     def owned(self, axis_name: AxisName) -> jax.Array:
         """The block that this device owns after the reduce-scatter."""
         return jax.lax.axis_index(axis_name)

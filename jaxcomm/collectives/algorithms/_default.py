@@ -103,7 +103,8 @@ def usual(sent: str, world: int, between_cpus: bool, values: int | None = None) 
     is_power = world & (world - 1) == 0
     short = SHORT_VOTES if sent == "votes" else SHORT_PER_DEVICE * world
     if sent in _BITS and size <= short and between_cpus:
-        return halving_doubling() if is_power else circulant()
+        few = halving_doubling() if is_power else circulant()
+        return few if sent == "votes" else few.for_means
     if sent == "votes" and size <= MEDIUM_VOTES and between_cpus and is_power:
         return circulant()
     if sent == "votes" and world > FEW:

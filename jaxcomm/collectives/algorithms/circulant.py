@@ -1,8 +1,9 @@
-"""The circulant graph: few rounds for every number of devices, over skips that suit votes."""
+"""The circulant graph: few rounds for every number of devices, over skips that suit the messages."""
 
 import dataclasses
 import functools
 
+from jaxcomm.collectives.algorithms._algorithm import Algorithm
 from jaxcomm.collectives.algorithms._scheduled import Order, Scheduled
 from jaxcomm.collectives.algorithms.schedule import Round, rotations, shift
 
@@ -11,16 +12,22 @@ _SEARCHED = 64  # devices; beyond them skips follow a rule
 
 @dataclasses.dataclass(frozen=True)
 class Circulant(Scheduled):
-    """Reduce-scatter and all-gather over skips that fall to 1, each at least half the one before.
+    """Reduce-scatter over skips that fall to 1 or rise from 1, and all-gather over the rising ones.
 
-    The skips are a free choice. The published ones, ceil(N/2), ceil(N/4), ..., take the fewest
-    rounds. `best_skips` spends at most one round more: a vote then takes fewer bits, since sums of
-    1, 3 or 7 votes fill their bit planes.
+    The skips are a free choice. Falling, each is at least half the one before; the published ones,
+    ceil(N/2), ceil(N/4), ..., take the fewest rounds. `best_skips` spends at most one round more: a
+    vote then takes fewer bits, since sums of 1, 3 or 7 votes fill their bit planes.
+
+    Falling skips send half of the vector to the farthest device. Messages of means are as wide in
+    any order, and so are results: these go over `near_skips`, most of them to the next device, and
+    least to the farthest. Across a link in the middle of two halves of N devices go about
+    log2(N)/2 vectors then, and N/4 with falling skips.
 
     Wire: 2(N-1)/N of the vector in at most 2 ceil(log2 N) + 2 rounds, for every N.
 
     Attributes:
-      skips: the skips, or None for `best_skips`.
+      skips: the falling skips, or None for `best_skips`.
+      is_near_first: whether they are `near_skips` in place of falling ones.
 
     References:
       J. L. Traeff, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms", 2024,
@@ -28,14 +35,17 @@ class Circulant(Scheduled):
     """
 
     skips: tuple[int, ...] | None = None
+    is_near_first: bool = False
     name = "circulant"
 
     def rounds(self, world: int) -> tuple[Round, ...]:
         """With skip s after s', position s..s'-1 of device r goes to r + s, to positions 0...
 
         Position i of device r is block r + i, so the blocks agree without an index that depends
-        on the device.
+        on the device. `_near` has the rounds and positions of rising skips.
         """
+        if self.is_near_first:
+            return _near(world)[0]
         skips = best_skips(world) if self.skips is None else self.skips
         ends = (world, *skips)
         pairs = list(zip(ends, skips, strict=False))
@@ -48,7 +58,20 @@ class Circulant(Scheduled):
 
     def positions(self, world: int) -> Order:
         """See `Scheduled.positions`."""
-        return rotations(world)
+        if not self.is_near_first:
+            return rotations(world)
+        offsets = _near(world)[1]
+        return tuple(tuple((r + offset) % world for offset in offsets) for r in range(world))
+
+    @property
+    def gathers_as(self) -> Scheduled:
+        """See `Scheduled.gathers_as`."""
+        return Circulant(is_near_first=True)
+
+    @property
+    def for_means(self) -> Algorithm:
+        """See `Algorithm.for_means`."""
+        return self if self.skips is not None else Circulant(is_near_first=True)
 
 
 @functools.cache
@@ -89,15 +112,56 @@ def _bits(world: int, skips: tuple[int, ...]) -> int:
     return total
 
 
+def near_skips(world: int) -> tuple[int, ...]:
+    """The skips 1, 2, 4, ... of a reduce-scatter that sends the fewest blocks to the farthest.
+
+    A skip sends the blocks at its odd multiples to even ones. Of an odd number of multiples the
+    last is even, and so the odd ones have a neighbour behind them too: the skip is negative. A skip
+    of N/2 would make pairs of devices send to each other: the last four of 2^q devices form a ring
+    instead, for one round more.
+    """
+    skips: list[int] = []
+    blocks, skip = world, 1
+    while blocks > 1:
+        if blocks == 4 and 4 * skip == world:  # noqa: PLR2004
+            return *skips, skip, skip, skip
+        skips.append(-skip if blocks % 2 else skip)
+        blocks, skip = -(-blocks // 2), 2 * skip
+    return tuple(skips)
+
+
+@functools.cache
+def _near(world: int) -> tuple[tuple[Round, ...], tuple[int, ...]]:
+    """The rounds over `near_skips`, and the offset of the block at each position.
+
+    Offsets stand in the order in which the all-gather gets them, so that a round sends the last.
+    """
+    offsets, rounds = [0], []
+    for skip in reversed(near_skips(world)):
+        new = [o + skip for o in offsets if 0 < o + skip < world and o + skip not in offsets]
+        send, into = (len(offsets), len(offsets) + len(new)), offsets.index(new[0] - skip)
+        rounds.append(Round(shift(world, skip), send, into))
+        offsets += new
+    return tuple(reversed(rounds)), tuple(offsets)
+
+
 def circulant(skips: tuple[int, ...] | None = None) -> Circulant:
     """The circulant graph: at most 2 ceil(log2 N) + 2 rounds for every N.
 
     Args:
-      skips: how far devices send in each round, such as (5, 3, 2, 1) for 8 devices; None chooses.
+      skips: how far devices send in each round, such as (5, 3, 2, 1) for 8 devices; None chooses:
+        for votes those of the fewest bits, for means 1, 2, 4, ..., which send least to the
+        farthest device.
 
     Raises:
       ValueError: for skips that do not fall to 1; in the first step, for those that do not fit the
         number of devices.
+
+    Wire: 2(N-1)/N of the vector.
+
+    References:
+      J. L. Traeff, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms", 2024,
+      arXiv:2410.14234.
     """
     if skips is not None:
         skips = tuple(skips)

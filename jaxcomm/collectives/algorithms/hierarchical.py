@@ -41,6 +41,11 @@ class Hierarchical(Algorithm):
     near_codec: codecs.Codec | None = None
     name = "hierarchical"
 
+    @property
+    def for_means(self) -> Algorithm:
+        """See `Algorithm.for_means`."""
+        return dataclasses.replace(self, near=self.near.for_means, far=self.far.for_means)
+
     def _near_reduction(self, reduction: Reduction) -> Reduction:
         if self.near_codec is None:
             return reduction
@@ -147,6 +152,9 @@ def hierarchical(
     Raises:
       TypeError: if these are not algorithms with a reduce-scatter of their own.
       ValueError: for a codec that all devices would have to scale for, or that needs feedback.
+
+    Wire: over the near links that of `near` for the vector, over the far ones that of `far` for the
+    1/n-th that each of n near devices owns.
     """
     near_codec = None if near_codec is None else codecs.from_name(near_codec)
     if near_codec is not None and (
