@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
 from jaxcomm._batches import check_rows
+from jaxcomm._placing import place
 
 
 def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:
@@ -45,7 +46,9 @@ def replicate(tree: Any) -> Any:
       a step leaves what was passed as it is.
 
     Raises:
-      ValueError: if no mesh is set.
+      ValueError: if no mesh is set, or processes do not have the same values.
+
+    Wire: between processes a checksum of each array.
     """
     _axes.current_mesh()
     mesh, explicit = jax.sharding.get_mesh(), _axes.explicit_axes()
@@ -54,7 +57,10 @@ def replicate(tree: Any) -> Any:
         # As the type of what a step returns spells it, or the second step compiles once more.
         return NamedSharding(mesh, PartitionSpec(*[None] * np.ndim(x) if explicit else ()))
 
-    return jax.device_put(tree, jax.tree.map(sharding, tree), may_alias=False)
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    names = [_paths.path_name(path) for path, _ in leaves]
+    values = [leaf for _, leaf in leaves]
+    return treedef.unflatten(place(names, values, [sharding(x) for x in values]))
 
 
 def global_batch(local_batch: Any, axis_name: AxisName) -> Any:

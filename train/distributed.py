@@ -6,6 +6,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from train.errors import UserError
@@ -14,14 +15,19 @@ MAX_PORT = 65535
 SAY_SECONDS = 30.0  # After which a process says what it waits for.
 # How a client of HTTP/2 opens, with settings that change nothing (RFC 9113, sections 3.4 and 6.5).
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-# How starters of processes say how many there are, and which of them this is: Open MPI, MPICH and
-# Intel MPI, and PyTorch's, which Kubeflow uses too.
+# How starters of processes say how many there are and which of them this is, in all and on this
+# machine: Open MPI, MPICH and Intel MPI, and PyTorch's, which Kubeflow uses too.
 STARTERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
     ("WORLD_SIZE", "RANK"),
 )
-POD = "JOB_COMPLETION_INDEX"  # of a pod of an indexed Kubernetes job, which does not say of how many
+ON_THIS_MACHINE = (
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+    ("LOCAL_WORLD_SIZE", "LOCAL_RANK"),
+)
+POD = "JOB_COMPLETION_INDEX"  # of a pod of an indexed Kubernetes job; not of how many
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
@@ -43,11 +49,14 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
     if coordinator is None and num_processes is None and process_id is None:
         try:
             jax.distributed.initialize()
-        except ValueError:  # "coordinator_address should be defined": there is no scheduler.
+        except (ValueError, RuntimeError) as error:
             check_alone()
+            # "coordinator_address should be defined" is what it says without a scheduler.
+            if isinstance(error, RuntimeError) or "JAX_COORDINATOR_ADDRESS" in os.environ:
+                raise UserError(f"jax cannot join the processes of the run: {error}") from error
         return
     if coordinator is not None and num_processes is None and process_id is None:
-        num_processes, process_id = started_as() or (None, None)
+        num_processes, process_id = started_as(STARTERS) or (None, None)
     if coordinator is None or num_processes is None or process_id is None:
         raise UserError("--coordinator, --num_processes and --process_id belong together")
     if not 0 <= process_id < num_processes:
@@ -57,21 +66,25 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
         raise UserError(
             f"--coordinator={coordinator}: expected host:port, with a port of 1 to {MAX_PORT}"
         )
+    host = host.strip("[]")  # of an IPv6 address
     if process_id == 0:
         check_port(int(port))
     else:
         await_port(host, int(port))
         check_answer(host, int(port))
+        check_own_name(host)
     waiting = threading.Timer(SAY_SECONDS, _say_waiting, (coordinator, num_processes))
     waiting.daemon = True
     waiting.start()
-    jax.distributed.initialize(coordinator, num_processes, process_id)
+    jax.distributed.initialize(
+        coordinator, num_processes, process_id, local_device_ids=own_devices()
+    )
     waiting.cancel()
 
 
-def started_as() -> tuple[int, int] | None:
+def started_as(names: Sequence[tuple[str, str]]) -> tuple[int, int] | None:
     """How many processes were started together, and which this is, if a starter says so."""
-    for size, rank in STARTERS:
+    for size, rank in names:
         number, own = os.environ.get(size, ""), os.environ.get(rank, "")
         if number.isdigit() and own.isdigit() and int(number) > 1:
             return int(number), int(own)
@@ -80,7 +93,7 @@ def started_as() -> tuple[int, int] | None:
 
 def check_alone() -> None:
     """Raises a UserError in one of several processes, each of which would train by itself."""
-    if (found := started_as()) is not None:
+    if (found := started_as(STARTERS)) is not None:
         raise UserError(
             f"this is process {found[1]} of {found[0]} that were started together, and nothing "
             "says where process 0 is; add --coordinator=HOST:PORT, with its machine and a free port"
@@ -92,6 +105,49 @@ def check_alone() -> None:
         )
 
 
+def own_devices() -> list[int] | None:
+    """The GPU of one of several processes on a machine; None where something else chooses."""
+    found = started_as(ON_THIS_MACHINE)
+    chosen = {"JAX_LOCAL_DEVICE_IDS", "CUDA_VISIBLE_DEVICES"} & os.environ.keys()
+    return None if found is None or chosen or not has_gpus() else [found[1]]
+
+
+def has_gpus() -> bool:
+    """Whether this machine, or this container, has GPUs."""
+    return any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+
+
+def check_own_name(coordinator: str) -> None:
+    """Raises where processes on CPUs of other machines would look for this one on their own.
+
+    Gloo tells the others what this machine's name stands for. Debian and Ubuntu have a line in
+    /etc/hosts by which that is 127.0.1.1.
+    """
+    name = socket.gethostname()
+    if has_gpus() or _is_of_this_machine(coordinator):
+        return
+    try:
+        own = socket.gethostbyname(name)
+    except OSError:
+        own = "nothing"
+    if own == "nothing" or own.startswith("127."):
+        raise UserError(
+            f"the name of this machine, {name}, stands for {own}, where other machines do not find "
+            f"it; write its address beside {name} into /etc/hosts"
+        )
+
+
+def _is_of_this_machine(host: str) -> bool:
+    """Whether this machine has the address: only then can it be bound."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as found:
+        try:
+            found.bind(address)
+        except OSError:
+            return False
+    return True
+
+
 def schedule_as_batch() -> None:
     """From here on, threads that wake up let others finish their turn, on Linux without a GPU.
 
@@ -99,7 +155,7 @@ def schedule_as_batch() -> None:
     core. That one may hold a lock, for which gloo then waits in a loop. A policy that the user has
     set stays.
     """
-    if not hasattr(os, "SCHED_BATCH") or Path("/dev/nvidia0").exists():
+    if not hasattr(os, "SCHED_BATCH") or has_gpus():
         return
     if os.sched_getscheduler(0) == os.SCHED_OTHER:
         with contextlib.suppress(OSError):  # a container may forbid it
@@ -125,16 +181,27 @@ def check_port(port: int) -> None:
             raise UserError(f"port {port} is in use; choose another") from error
 
 
-def await_port(host: str, port: int, seconds: float = 300.0) -> None:
-    """Waits until process 0 listens; jax would wait as long, and then abort without a word."""
-    deadline = time.monotonic() + seconds
+def await_port(host: str, port: int, seconds: float = 300.0, named: float = 90.0) -> None:
+    """Waits until process 0 listens; jax would wait as long, and then abort without a word.
+
+    Args:
+      host: of process 0.
+      port: likewise.
+      seconds: after which it is given up.
+      named: likewise, where nobody knows the name. That of a pod comes with its address.
+    """
+    start, is_said = time.monotonic(), False
     while True:
         try:
             socket.create_connection((host, port), timeout=5.0).close()
             return
         except OSError as error:
-            if isinstance(error, socket.gaierror) or time.monotonic() > deadline:
+            is_unknown = isinstance(error, socket.gaierror)
+            if time.monotonic() - start > (named if is_unknown else seconds):
                 raise UserError(f"cannot reach process 0 at {host}:{port}: {error}") from error
+            if is_unknown and not is_said:
+                print(f"waiting until {host} has an address: {error}", file=sys.stderr)
+                is_said = True
         time.sleep(0.1)
 
 

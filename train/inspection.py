@@ -90,7 +90,7 @@ def compared(
     pairs = list(zip(sent, exact, strict=True))
     size = norm(exact)
     inner = sum(jnp.vdot(s, e) for s, e in pairs)
-    zeroed = sum(((s == 0) & (e != 0)).sum() for s, e in pairs)
+    zeroed = sum(jnp.float32(((s == 0) & (e != 0)).sum()) for s, e in pairs)
     finite = [jnp.stack([jnp.isfinite(x).all() for x in xs]).all() for xs in (sent, exact)]
     values = {
         "cosine": _over(inner, norm(sent) * size),
@@ -123,8 +123,8 @@ def _share_of_ties(decided: Sequence[jax.Array], before: Any) -> jax.Array:
     states = jax.tree.leaves(before, is_leaf=_is_vote)
     (layout,) = {state.layout for state in states if _is_vote(state)}
     voted = [x for x, leaf in zip(decided, layout.leaves, strict=True) if not leaf.exempt]
-    ties = jnp.float32(sum((x == 0).sum() for x in voted))
-    return ties / max(sum(x.size for x in voted), 1)
+    ties = [jnp.float32((x == 0).sum()) for x in voted]
+    return jnp.float32(sum(ties)) / max(sum(x.size for x in voted), 1)
 
 
 def _is_vote(node: Any) -> bool:

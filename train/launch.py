@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from absl import flags
 
-from train.distributed import check_port
+from train.distributed import check_port, has_gpus
 from train.errors import UserError, choose
 from train.supervise import Asked, supervise
 
@@ -120,7 +120,8 @@ def parse(argv: Sequence[str]) -> Launch:
         raise UserError("--max_restarts needs --workdir=DIR after `--`: a restart continues there")
     shown = cluster.get("env", {})
     settings = {**shown, **memory_settings()}
-    if processes > 1:  # On a machine with GPUs, one for each process; on others without effect.
+    # On a machine with GPUs, one for each process; on others without effect.
+    if processes > 1 and "CUDA_VISIBLE_DEVICES" not in shown:
         settings = {"JAX_LOCAL_DEVICE_IDS": "{process_id}", **settings}
     return Launch(processes, values.port, values.max_restarts, shown, settings, arguments)
 
@@ -131,7 +132,7 @@ def memory_settings() -> dict[str, str]:
     XLA's temporaries are larger than what glibc keeps by default, so in every step the kernel maps
     them afresh, page by page. What the user has set stays.
     """
-    if Path("/dev/nvidia0").exists() or any(name.startswith("MALLOC_") for name in os.environ):
+    if has_gpus() or any(name.startswith("MALLOC_") for name in os.environ):
         return {}
     return {
         "MALLOC_ARENA_MAX": "1",

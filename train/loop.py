@@ -10,6 +10,7 @@ import jax
 
 import jaxcomm
 from train import (
+    agreement,
     check,
     checkpoint,
     inspection,
@@ -53,6 +54,7 @@ def train(
     """
     check.fields(config)
     check.fit(config, jax.device_count())
+    agreement.check_same(config)
     saved = saved_step(config, workdir, restarted)
     run = assemble(config, workdir, goes_on=saved is not None)
     test = functools.partial(

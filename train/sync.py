@@ -237,9 +237,9 @@ def make_mesh(config: Any, devices: Sequence[Any] | None = None) -> jax.sharding
     """Devices (of all processes) along AXIS; with `fsdp`, neighbours in groups along SPLIT."""
     if config.fsdp == 1:
         return jaxcomm.data_mesh(AXIS, devices)
-    devices = np.asarray(jax.devices() if devices is None else devices, object)
-    kinds = (jax.sharding.AxisType.Auto,) * 2  # `jax.make_mesh` refuses GPUs of several machines
-    return jax.sharding.Mesh(devices.reshape(-1, config.fsdp), (AXIS, SPLIT), axis_types=kinds)
+    every = np.asarray(jax.devices() if devices is None else devices, object)
+    kinds = (jax.sharding.AxisType.Auto,) * 2  # `jax.make_mesh` refuses devices of other machines
+    return jax.sharding.Mesh(every.reshape(-1, config.fsdp), (AXIS, SPLIT), axis_types=kinds)
 
 
 def global_batch(batch: Any) -> Any:

@@ -1,6 +1,7 @@
 """The directory of a run: its name, its lock, and the config that it was started with."""
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -62,7 +63,9 @@ def _lock(lock: Any, workdir: Path) -> None:
             "another directory"
         ) from error
     except OSError as error:
-        raise UserError(f"--workdir={workdir} cannot be locked: {error}") from error
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
+            raise UserError(f"--workdir={workdir} cannot be locked: {error}") from error
+        print(f"--workdir={workdir} has no locks; let no other run use it", file=sys.stderr)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()

@@ -142,6 +142,7 @@ class Exchange(Case):
         levels: tuple[int, int] | None = None,
     ):
         import jax
+
         import jaxcomm
         from jaxcomm.plan import exchanges
 

@@ -1,13 +1,11 @@
 """The interface of all wire formats for floats."""
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import jax
-import jax.numpy as jnp
 
-from jaxcomm.kernels import _implementations
+from jaxcomm.kernels import _implementations, reductions
 
 EVEN = 256  # values; XLA on CPU makes vector loops of so many
 
@@ -83,8 +81,7 @@ class Codec:
 
     def decode_and_sum(self, payloads: jax.Array, n: int) -> jax.Array:
         """The sum, float32 `(n,)`, of the values of N payloads `(N, m)`, added in their order."""
-        values = self.decode(payloads, n)
-        return functools.reduce(jnp.add, [values[r] for r in range(len(payloads))])
+        return reductions.sum_in_order(self.decode(payloads, n))
 
     def message_bytes(self, n: int) -> int:
         """The bytes of the payload of one message of n values, scales included."""

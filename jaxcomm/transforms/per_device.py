@@ -114,11 +114,14 @@ def zeros_per_bucket(
         every shard has a vector of its own.
       size: from the number of a bucket's values on one device to the length of its vector.
     """
-    sizes = []
-    for bucket in buckets:
-        shards = _shards(layout.leaves[bucket[0]])
-        sizes.append(size(sum(math.prod(layout.leaves[i].shape) for i in bucket) // shards))
+    sizes = [size(values_of(layout, bucket)) for bucket in buckets]
     return zeros_per_group(layout, params, buckets, sizes)
+
+
+def values_of(layout: Layout, bucket: Sequence[int]) -> int:
+    """How many values of a bucket one device has."""
+    leaves = [layout.leaves[i] for i in bucket]
+    return sum(math.prod(leaf.shape) for leaf in leaves) // _shards(leaves[0])
 
 
 def zeros_per_group(

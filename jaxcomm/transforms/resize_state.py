@@ -97,10 +97,9 @@ def _spread(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
     axis = _device_axis(spec)
     if np.delete(old.shape, axis).tolist() != np.delete(new.shape, axis).tolist():
         raise _other(old.shape[axis + 1 :], new.shape[axis + 1 :], " for each device")
-    first = old.take([0], axis)
     is_float = jnp.issubdtype(old.dtype, jnp.floating)
-    mean = old.astype(np.float64).mean(axis, keepdims=True).astype(old.dtype) if is_float else first
-    return _placed(np.broadcast_to(mean, new.shape), new)
+    mean = old.mean(axis, np.float64, keepdims=True) if is_float else old.take([0], axis)
+    return _placed(np.broadcast_to(mean.astype(old.dtype), new.shape), new)
 
 
 def _dealt(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
@@ -125,6 +124,7 @@ def _dealt(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
 
 
 def _placed(values: np.ndarray, like: jax.Array) -> jax.Array:
-    values = values.astype(like.dtype)
-    on_mesh = isinstance(like.sharding, NamedSharding)
-    return jax.device_put(values, like.sharding) if on_mesh else jnp.asarray(values)
+    values = values.astype(like.dtype, copy=False)
+    if not isinstance(like.sharding, NamedSharding):
+        return jnp.asarray(values)
+    return jax.make_array_from_callback(values.shape, like.sharding, values.__getitem__)

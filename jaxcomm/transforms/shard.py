@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
+from jaxcomm._placing import place
 from jaxcomm.transforms._layout import Exempt, check_patterns, fits, is_exempt
 
 
@@ -64,11 +65,15 @@ def shard(
         sharding = NamedSharding(mesh, spec)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return jax.device_put(leaf, sharding, may_alias=False)
+        return sharding
 
-    return treedef.unflatten(
-        [placed(name, leaf) for name, (_, leaf) in zip(names, pairs, strict=True)]
-    )
+    leaves = [leaf for _, leaf in pairs]
+    found = [placed(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
+    where = [i for i, x in enumerate(found) if isinstance(x, NamedSharding)]
+    arrays = place([names[i] for i in where], [leaves[i] for i in where], [found[i] for i in where])
+    for i, array in zip(where, arrays, strict=True):
+        found[i] = array
+    return treedef.unflatten(found)
 
 
 def _split(

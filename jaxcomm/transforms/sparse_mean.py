@@ -41,6 +41,7 @@ from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_beh
 from jaxcomm.transforms.per_device import (
     NOTHING,
     PerDevice,
+    values_of,
     zeros_per_bucket,
     zeros_per_device,
 )
@@ -178,6 +179,13 @@ def sparse_mean(
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
         velocity = NOTHING if m is None else zeros_per_device(layout, params, large)
         buckets = exchange.buckets(layout, large)
+        for bucket in buckets:  # of one leaf, where it is as long as this
+            if (values := values_of(layout, bucket)) > select.MOST:
+                path = layout.leaves[bucket[0]].path
+                raise ValueError(
+                    f"a sparse mean is of at most 2^31 - 256 values, and {path} has {values} on a "
+                    f'device; shard it over a further axis, or leave it out by exempt=["{path}"].'
+                )
         thresholds = zeros_per_bucket(layout, params, buckets, lambda n: 1)
         report = SparseReport(*[jnp.zeros((), jnp.float32) for _ in SparseReport._fields])
         step = jnp.zeros((), jnp.int32)

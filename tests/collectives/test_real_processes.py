@@ -95,7 +95,8 @@ try:
     jax.make_mesh((2, 2), ("a", "b"))
 except ValueError as error:
     assert "multi-slice" in str(error)
-found = plan(plan.cluster(plan.fabrics.star("office", hosts=4, rate="1Gbit")), plan.workload(1e6, 80))
+office = plan.cluster(plan.fabrics.star("office", hosts=4, rate="1Gbit"))
+found = plan(office, plan.workload(1e6, 80))
 meshes = [
     jaxcomm.data_mesh(),
     jaxcomm.data_mesh(devices=devices[::-1]),
@@ -112,6 +113,21 @@ for mesh in (meshes[0], both):
     rows = np.full((1, 8), jax.process_index(), np.float32)
     x = jax.make_array_from_process_local_data(jax.NamedSharding(mesh, spec), rows)
     np.testing.assert_allclose(jax.jit(mean)(x).addressable_shards[0].data, 1.5, atol=0.02)
+jax.set_mesh(meshes[0])
+local = jax.device_put(np.arange(4.0), jax.local_devices()[0])
+values = {"w": np.full((2, 2), np.nan), "local": local, "empty": np.zeros((0, 3)), "scalar": 1.5}
+placed = jaxcomm.replicate(values)
+for name, value in values.items():
+    assert placed[name].sharding.is_fully_replicated and placed[name].dtype == np.float32
+    np.testing.assert_array_equal(placed[name], value)
+rows = jaxcomm.shard({"w": np.arange(32.0).reshape(8, 4)}, "data")["w"].addressable_shards[0]
+np.testing.assert_array_equal(np.asarray(rows.data)[0], 8.0 * jax.process_index() + np.arange(4))
+try:
+    jaxcomm.replicate({"w": np.ones(3), "b": np.full(2, jax.process_index() == 2)})
+except ValueError as error:
+    assert str(error).startswith("process 2 has other values of b than process 0"), error
+else:
+    raise AssertionError("unequal values were taken for equal ones")
 order = [[devices.index(d) for d in mesh.devices.flat] for mesh in meshes]
 print(json.dumps([len({d.slice_index for d in devices}), order, list(meshes[3].devices.shape)]))
 """

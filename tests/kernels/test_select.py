@@ -1,5 +1,6 @@
 """Selection against numpy, which sorts."""
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from implementations import every_implementation, interpreted
 from jaxcomm.kernels import select
 from jaxcomm.kernels.select import magnitudes as bands
+from jaxcomm.kernels.select import threshold as search
 
 INFINITY = 0x7F800000
 TINY = np.uint32(1).view(np.float32)
@@ -147,15 +149,26 @@ def test_threshold_for(n: int, k: int) -> None:
         assert min(k, nonzero) <= len(selected(x, t)) <= nonzero
 
 
+def test_the_sample_sees_all_columns_of_a_matrix() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4096, 512)) * np.exp(0.5 * rng.standard_normal(512))
+    x = x.astype(np.float32).reshape(-1)
+    sample, share = x[:: search._stride(x.size)], 0.01
+    spread = 4 * math.sqrt(len(sample) * share * (1 - share)) + 2
+    low, high = search._between(search.patterns_of(sample), share * len(sample), spread)
+    assert low <= bits_of(kth(x, x.size // 100)) <= high
+
+
 @pytest.mark.parametrize(
     "k", [1, LARGE // 100, LARGE]
 )  # a sample bounds it from below, both, above
 def test_threshold_for_large(k: int) -> None:
-    # The sample, every fourth entry, sees nothing of what is large, and nothing of what is small.
+    # The sample, every third entry, sees nothing of what is large, and nothing of what is small.
     rng = np.random.default_rng(0)
     low, high = rng.standard_normal((2, LARGE)).astype(np.float32)
-    low[:: LARGE // 2**17] = 1e-6 * rng.random(len(low[:: LARGE // 2**17]))
-    high[:: LARGE // 2**17] = 10 + rng.random(len(high[:: LARGE // 2**17]))
+    stride = search._stride(LARGE)
+    low[::stride] = 1e-6 * rng.random(len(low[::stride]))
+    high[::stride] = 10 + rng.random(len(high[::stride]))
     # Each k leaves out a third of the samples, so every sample has two of the three.
     skipped = (1, LARGE // 100, LARGE).index(k)
     others = [x for i, x in enumerate(samples(LARGE, k)) if i % 3 != skipped]

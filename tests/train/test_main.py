@@ -16,7 +16,16 @@ from ml_collections import config_dict
 from running import Program
 
 from train import distributed, loop
-from train.distributed import POD, STARTERS, await_port, check_answer, join, schedule_as_batch
+from train.distributed import (
+    ON_THIS_MACHINE,
+    POD,
+    STARTERS,
+    await_port,
+    check_answer,
+    join,
+    own_devices,
+    schedule_as_batch,
+)
 from train.errors import RunError, UserError
 from train.main import explained, give_simulated_devices_threads
 from train.workdir import claimed, keep_config
@@ -100,12 +109,55 @@ def test_a_port_in_use(program: Program) -> None:
         (("host:1", 2, 2), "--process_id=2 is not one of --num_processes=2"),
         (("host", 2, 0), "--coordinator=host: expected host:port"),
         (("host:80000", 2, 0), "--coordinator=host:80000: expected host:port, with a port of 1 to"),
-        (("no-such-host.invalid:1", 2, 1), "cannot reach process 0 at no-such-host.invalid:1: .*"),
     ],
 )
 def test_joining(arguments: tuple[str, int, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         join(*arguments)
+
+
+def test_a_name_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a pod it comes with its address."""
+    with pytest.raises(UserError, match=r"cannot reach process 0 at no-such-host.invalid:1: .*"):
+        await_port("no-such-host.invalid", 1, named=0.5)
+    assert capsys.readouterr().err.count("waiting until no-such-host.invalid has an address") == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [("127.0.1.1", "stands for 127.0.1.1, where other"), (None, "for nothing"), ("10.1.2.3", None)],
+)
+def test_a_name_that_others_do_not_find(
+    own: str | None, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Debian and Ubuntu have it in /etc/hosts; on one machine it does no harm."""
+
+    def gethostbyname(name: str) -> str:
+        if own is None:
+            raise OSError
+        return own
+
+    monkeypatch.setattr(socket, "gethostbyname", gethostbyname)
+    monkeypatch.setattr(distributed, "has_gpus", lambda: False)
+    distributed.check_own_name("localhost")
+    if message is None:
+        return distributed.check_own_name("192.0.2.1")
+    with pytest.raises(UserError, match=message):
+        distributed.check_own_name("192.0.2.1")
+    monkeypatch.setattr(distributed, "has_gpus", lambda: True)  # their messages are not gloo's
+    return distributed.check_own_name("192.0.2.1")
+
+
+def test_one_gpu_for_each_process_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "has_gpus", lambda: True)
+    for name in ("JAX_LOCAL_DEVICE_IDS", "CUDA_VISIBLE_DEVICES", *sum(ON_THIS_MACHINE, ())):
+        monkeypatch.delenv(name, raising=False)
+    assert own_devices() is None
+    monkeypatch.setenv("MPI_LOCALNRANKS", "4")
+    monkeypatch.setenv("MPI_LOCALRANKID", "3")
+    assert own_devices() == [3]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert own_devices() is None
 
 
 @pytest.mark.parametrize(
@@ -127,7 +179,7 @@ def test_one_of_several_processes_does_not_train_by_itself(
     for name, value in names.items():
         monkeypatch.setenv(name, value)
 
-    def initialize(*arguments: object) -> None:
+    def initialize(*arguments: object, **options: object) -> None:
         if not arguments:
             raise ValueError("coordinator_address should be defined.")
         joined.append(arguments)
@@ -141,6 +193,7 @@ def test_one_of_several_processes_does_not_train_by_itself(
     monkeypatch.setattr(distributed, "check_port", lambda port: None)
     monkeypatch.setattr(distributed, "await_port", lambda host, port: None)
     monkeypatch.setattr(distributed, "check_answer", lambda host, port: None)
+    monkeypatch.setattr(distributed, "check_own_name", lambda host: None)
     if POD in names:
         return None
     join("host:1234", None, None)

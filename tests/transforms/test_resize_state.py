@@ -1,5 +1,7 @@
 """States on another number of devices: what they owe stays, for every method."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -100,19 +102,18 @@ def test_each_shard_of_a_further_axis_has_shares_of_its_own() -> None:
         for n in (4, 2)
     ]
 
-    def start() -> tuple[optax.GradientTransformation, jax.Array]:
-        specs = {"w": split}
-        placed = jax.device_put(jnp.zeros((4, 4)), jax.NamedSharding(jax.sharding.get_mesh(), split))
-        return jaxcomm.with_param_specs(tx, specs), {"w": placed}
+    def start(mesh: jax.sharding.Mesh) -> tuple[optax.GradientTransformation, Any]:
+        params = {"w": jax.device_put(jnp.zeros((4, 4)), jax.NamedSharding(mesh, split))}
+        return jaxcomm.with_param_specs(tx, {"w": split}), params
 
     with jax.set_mesh(meshes[0]):
-        own, params = start()
+        own, params = start(meshes[0])
         saved = jax.tree.map(np.array, own.init(params))
     (error,) = saved.server_error.values
     assert error.shape == (4, 4)
     error[...] = np.arange(16).reshape(2, 4, 2).swapaxes(0, 1).reshape(4, 4)  # by shard, in order
     with jax.set_mesh(meshes[1]):
-        own, params = start()
+        own, params = start(meshes[1])
         (found,) = jaxcomm.resize_state(own, saved, params).server_error.values
     np.testing.assert_array_equal(found, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]])
 

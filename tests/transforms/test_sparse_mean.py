@@ -139,3 +139,10 @@ def test_a_dense_warmup_first() -> None:
 def test_bad_arguments_are_refused(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         jaxcomm.sparse_mean("data", **options)
+
+
+def test_more_values_than_can_be_counted_are_refused_by_init() -> None:
+    params = {"embed": jax.ShapeDtypeStruct((2**18, 2**13), "float32")}
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD])):
+        with pytest.raises(ValueError, match=r"embed has 2147483648 on a device; shard it"):
+            jax.eval_shape(jaxcomm.sparse_mean("data", 0.01).init, params)

@@ -1,4 +1,4 @@
-"""The circulant graph: few rounds for every number of devices, over skips that suit the messages."""
+"""The circulant graph: few rounds for every number of devices, over skips for what is sent."""
 
 import dataclasses
 import functools

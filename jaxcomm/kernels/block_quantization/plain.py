@@ -52,5 +52,4 @@ def decode(payload: jax.Array, n: int, levels: int, size: int) -> jax.Array:
 
 def decode_and_sum(payloads: jax.Array, n: int, levels: int, size: int) -> jax.Array:
     """Decodes and adds checked payloads; see `integers.decode_and_sum`."""
-    values = decode(payloads, n, levels, size)
-    return functools.reduce(jnp.add, [values[r] for r in range(len(payloads))])
+    return reductions.sum_in_order(decode(payloads, n, levels, size))

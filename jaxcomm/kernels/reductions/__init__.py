@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 _ROWS, _LANES = 8, 32
 _FEW_LANES = 8  # for an axis that is shorter than that
+_MANY_ROWS = 64
 _FEW = 2**14  # values that are reduced plainly: a fold takes longer to compile
 _MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
 
@@ -72,6 +73,20 @@ def total(x: jax.Array) -> jax.Array:
         cpu=lambda x: _floats(_fold(_patterns(x), _sum_of_patterns, _halved)),
         default=lambda x: jnp.sum(x, axis=-1),
     )
+
+
+def sum_in_order(rows: jax.Array) -> jax.Array:
+    """The sum of the rows, `(N, n)` to `(n,)`, added in their order.
+
+    Many rows are added in a loop, so that programs do not grow with the number of devices.
+    """
+    if len(rows) <= _MANY_ROWS:
+        return functools.reduce(jnp.add, [rows[r] for r in range(len(rows))])
+
+    def add(r: jax.Array, before: jax.Array) -> jax.Array:
+        return before + jax.lax.dynamic_index_in_dim(rows, r, keepdims=False)
+
+    return jax.lax.fori_loop(1, len(rows), add, rows[0])
 
 
 def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:

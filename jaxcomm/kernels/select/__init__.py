@@ -9,11 +9,12 @@ kernels in Mosaic for counting and in Triton for compaction. `selection` chooses
 
 from jaxcomm.kernels.select.compaction import Selected
 from jaxcomm.kernels.select.magnitudes import CHUNK
-from jaxcomm.kernels.select.selection import compact, count_at_least
+from jaxcomm.kernels.select.selection import MOST, compact, count_at_least
 from jaxcomm.kernels.select.threshold import threshold_for
 
 __all__ = [
     "CHUNK",
+    "MOST",
     "Selected",
     "compact",
     "count_at_least",

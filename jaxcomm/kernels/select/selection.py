@@ -16,6 +16,8 @@ from jaxcomm.kernels.select.magnitudes import (
     patterns_of,
 )
 
+MOST = 2**31 - CHUNK  # entries of a vector, which int32 can count
+
 
 def count_at_least(
     x: jax.Array, threshold: jax.Array, *, implementation: _implementations.Option = None
@@ -100,7 +102,7 @@ def require_vector(name: str, x: jax.Array) -> jax.Array:
     x = jnp.asarray(x)
     if x.dtype != jnp.float32:
         raise TypeError(f"{name} takes float32, got {x.dtype}; write x.astype(jnp.float32).")
-    if x.ndim != 1 or not 1 <= x.size <= 2**31 - CHUNK:
+    if x.ndim != 1 or not 1 <= x.size <= MOST:
         raise ValueError(
             f"{name} takes a vector of 1 to 2^31 - {CHUNK} elements, got shape {x.shape}; "
             "write x.reshape(-1)."

@@ -1,0 +1,71 @@
+"""Values that every process has onto a mesh of several processes.
+
+`jax.device_put` compares them by gathering the arrays of all processes on every device, so a model
+would have to fit there as often as there are processes. Here their checksums are compared.
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+
+
+def place(
+    names: Sequence[str], leaves: Sequence[Any], shardings: Sequence[NamedSharding]
+) -> list[jax.Array]:
+    """The leaves on their meshes, in buffers of their own.
+
+    Args:
+      names: of the leaves, for messages.
+      leaves: arrays that each process has as a whole, equal in all of them, or global arrays.
+      shardings: of the leaves, over one mesh.
+
+    Raises:
+      ValueError: for leaves that are not equal in all processes.
+    """
+    several = [i for i, s in enumerate(shardings) if not s.is_fully_addressable]
+    values = {i: _as_numpy(leaves[i]) for i in several if _is_whole(leaves[i])}
+    if values and _all_take_part(shardings[several[0]]):
+        _require_equal([names[i] for i in values], list(values.values()))
+    rest = [i for i in range(len(leaves)) if i not in values]
+    moved = jax.device_put([leaves[i] for i in rest], [shardings[i] for i in rest], may_alias=False)
+    placed = dict(zip(rest, moved, strict=True))
+    for i, x in values.items():
+        placed[i] = jax.make_array_from_callback(x.shape, shardings[i], x.__getitem__)
+    return [placed[i] for i in range(len(leaves))]
+
+
+def _is_whole(leaf: Any) -> bool:
+    """Whether this process has all of an array of numbers; keys are arrays of something else."""
+    if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
+        return False
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return not is_key and (isinstance(leaf, np.ndarray) or leaf.is_fully_addressable)
+
+
+def _as_numpy(leaf: Any) -> np.ndarray:
+    """In the dtype that `jax.device_put` gives it."""
+    return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+
+def _all_take_part(sharding: NamedSharding) -> bool:
+    """Whether the mesh has devices of every process: else some do not come here."""
+    return len({d.process_index for d in sharding.device_set}) == jax.process_count()
+
+
+def _require_equal(names: Sequence[str], values: Sequence[np.ndarray]) -> None:
+    sums = np.asarray([zlib.crc32(x.tobytes()) for x in values])
+    found = multihost_utils.process_allgather(sums.astype(np.uint32))
+    if (found == found[:1]).all():
+        return
+    other, which = np.argwhere(found != found[:1])[0]
+    raise ValueError(
+        f"process {other} has other values of {names[which] or 'the array'} than process 0, and "
+        "all need the same; make them from the same seed, or read them from the same file."
+    )
