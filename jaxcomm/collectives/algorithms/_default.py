@@ -21,9 +21,9 @@ from jaxcomm.kernels import _device
 FEW = 16  # devices, for votes
 FEW_OF_CNAT = 8
 # Bytes, as they travel, with one bit for a vote. The exchange of a short vector is a matter of
-# rounds, and the more devices there are, the more rounds are saved. For others bytes matter too,
-# and gloo does one after the other what halving-doubling sends both ways at once.
-SHORT_PER_DEVICE = 3 * 2**10  # of a mean
+# rounds, and the more devices there are, the more rounds are saved. For others bytes matter too, of
+# which a ring sends the fewest across a slow link in the middle.
+SHORT_PER_DEVICE = 6 * 2**10  # of a mean
 SHORT_VOTES = 24 * 2**10
 MEDIUM_VOTES = 64 * 2**10
 _BITS = {"votes": 1, "8 bits": 8, "16 bits": 16}  # of a value
@@ -53,10 +53,10 @@ class Default(Algorithm):
     - Values in cnat go around a ring from both sides on 3 to 8 CPU processes. That takes 1 to 2 %
       more than one way, around which their error is 1.6 to 2 times that of going directly on 8
       devices. From both sides it is the same on 4, and 1.3 to 1.4 times as large on 8.
-    - Short vectors of votes, of 16 bits and of int8 take the few rounds of halving and doubling
-      between CPU processes, where a round costs more than its bytes, if N is a power of two: else
-      it would send some of them twice, and they take the circulant graph. So do votes that are not
-      quite as short, if N is a power of two.
+    - Short vectors take few rounds between CPU processes, where a round costs more than its bytes:
+      of 16 bits and int8 those of the circulant graph, and of votes those of halving and doubling,
+      if N is a power of two: else it would send some of them twice, and they take the circulant
+      graph too. So do votes that are not quite as short, if N is a power of two.
     - All else goes directly, which rounds every value once and the sum once.
 
     Attributes:
@@ -102,9 +102,10 @@ def usual(sent: str, world: int, between_cpus: bool, values: int | None = None) 
     size = math.inf if values is None else values * _BITS.get(sent, 0) / 8
     is_power = world & (world - 1) == 0
     short = SHORT_VOTES if sent == "votes" else SHORT_PER_DEVICE * world
-    if sent in _BITS and size <= short and between_cpus:
-        few = halving_doubling() if is_power else circulant()
-        return few if sent == "votes" else few.for_means
+    if sent in _FINE and size <= short and between_cpus:
+        return circulant().for_means
+    if sent == "votes" and size <= short and between_cpus:
+        return halving_doubling() if is_power else circulant()
     if sent == "votes" and size <= MEDIUM_VOTES and between_cpus and is_power:
         return circulant()
     if sent == "votes" and world > FEW:
