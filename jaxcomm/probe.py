@@ -19,6 +19,9 @@ import jaxcomm
 from jaxcomm import plan
 from jaxcomm.plan.costs import SIZES
 
+# How many processes Open MPI, MPICH and Intel MPI, and PyTorch's launchers have started.
+SIZES_BY_STARTERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
+
 
 def main() -> int:
     """Runs the command; returns its exit status."""
@@ -33,8 +36,8 @@ def main() -> int:
             jaxcomm.simulate_devices(args.simulate)
         if args.coordinator:
             jax.distributed.initialize(args.coordinator, args.processes, args.process)
-        elif "SLURM_NTASKS" in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ:
-            jax.distributed.initialize()
+        else:
+            _join_as_started()
         cluster = plan.load_cluster(args.cluster) if args.cluster else None
         costs = plan.probe(cluster=cluster)
     except (ValueError, OSError, ImportError) as error:
@@ -44,6 +47,25 @@ def main() -> int:
         costs.save(args.out)
         _show(costs, args.out)
     return 0
+
+
+def _join_as_started() -> None:
+    """Joins the processes that a scheduler has started.
+
+    Raises:
+      ValueError: for one of several that jax cannot find the others of; it would probe itself.
+    """
+    started = [f"{n}={os.environ[n]}" for n in SIZES_BY_STARTERS if os.environ.get(n, "1") != "1"]
+    if not started and "SLURM_STEP_ID" not in os.environ:
+        return
+    try:
+        jax.distributed.initialize()
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{' '.join(started) or 'SLURM'} says that this is one of several processes, and jax "
+            f"does not find the others ({error}); add --coordinator=HOST:PORT --processes=N "
+            "--process=I"
+        ) from error
 
 
 def _show(costs: plan.Costs, path: str) -> None:

@@ -237,9 +237,16 @@ def make_mesh(config: Any, devices: Sequence[Any] | None = None) -> jax.sharding
     """Devices (of all processes) along AXIS; with `fsdp`, neighbours in groups along SPLIT."""
     if config.fsdp == 1:
         return jaxcomm.data_mesh(AXIS, devices)
-    every = np.asarray(jax.devices() if devices is None else devices, object)
+    if devices is None:  # Neighbours are on one machine, in whatever order processes were started.
+        devices = sorted(jax.devices(), key=_machine)
+    every = np.asarray(devices, object)
     kinds = (jax.sharding.AxisType.Auto,) * 2  # `jax.make_mesh` refuses devices of other machines
     return jax.sharding.Mesh(every.reshape(-1, config.fsdp), (AXIS, SPLIT), axis_types=kinds)
+
+
+def _machine(device: Any) -> tuple[int, int, int]:
+    """Devices of a machine have a slice of their own, where there are several machines."""
+    return getattr(device, "slice_index", 0), device.process_index, device.id
 
 
 def global_batch(batch: Any) -> Any:

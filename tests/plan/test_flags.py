@@ -46,6 +46,28 @@ def test_a_probe_that_could_not_be_written_measures_nothing(
         assert capsys.readouterr().err == said
 
 
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_one_of_several_processes_does_not_probe_itself(
+    error: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """As under an MPI of which jax knows nothing."""
+
+    def initialize() -> None:
+        raise error("coordinator_address should be defined.")
+
+    monkeypatch.setattr(plan, "probe", None)
+    monkeypatch.setattr(probe.jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(sys, "argv", ["probe", f"--out={tmp_path}/c.yaml"])
+    monkeypatch.setenv("PMI_SIZE", "4")
+    assert probe.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("probe: PMI_SIZE=4 says that this is one of several processes")
+    assert "add --coordinator=HOST:PORT --processes=N --process=I" in said
+
+
 def test_a_probe_of_several_processes_needs_their_coordinator(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
