@@ -164,7 +164,7 @@ def cnat(exponents: str = "window", rounding: str = "random") -> Cnat:
 
     Returns:
       The codec. A message of n values is uint8 `(n + 1,)`, or `(n,)` with "fixed". At random,
-      E|C(x) - x|^2 <= 1/8 |x|^2; to nearest, the relative error is at most 1/3.
+      `E|C(x) - x|^2 <= 1/8 |x|^2`; to nearest, the relative error is at most 1/3.
 
     Raises:
       ValueError: for anything else.

@@ -80,7 +80,8 @@ def qsgd(levels: int = 7, block_size: int = 512) -> Qsgd:
 
     Returns:
       The codec. A message of n values is uint8: ceil(log2(2 levels + 1)) bits a value, and 4 bytes
-      for each block. For blocks of d values, E|Q(v) - v|^2 <= min(d / s^2, sqrt(d) / s) |v|^2.
+      for each block. For blocks of d values and s levels,
+      `E|Q(v) - v|^2 <= min(d / s^2, sqrt(d) / s) |v|^2`.
 
     Raises:
       TypeError, ValueError: for anything else.

@@ -108,7 +108,7 @@ def random_k(density: float = 0.1, values: Codec | None = None) -> RandomK:
       values: the codec of the values; None is float32.
 
     Returns:
-      The codec. Its E|C(x)|^2 is |x|^2 / density. In an all-reduce the ceil(density n) values
+      The codec. Its `E|C(x)|^2` is `|x|^2 / density`. In an all-reduce the ceil(density n) values
       travel alone; a message of its own has 8 bytes of a key before them.
 
     Raises:

@@ -65,7 +65,7 @@ def scaled_sign(block_size: int = 1024) -> ScaledSign:
 
     Returns:
       The codec. A message of n values is uint8 `(n / 8 + 4 n / block_size,)`, rounded up. Of a
-      block of d values at most the share 1 - |x|_1^2 / (d |x|_2^2) of the squared norm is lost.
+      block of d values at most the share `1 - |x|_1^2 / (d |x|_2^2)` of the squared norm is lost.
 
     Raises:
       TypeError, ValueError: for anything else.

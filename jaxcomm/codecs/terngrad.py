@@ -93,7 +93,7 @@ def terngrad(block_size: int = 512, clip: float | None = None) -> TernGrad:
 
     Returns:
       The codec. A message of n values is uint8 `(n / 4 + 4 n / block_size,)`, rounded up. For
-      blocks of d values, E|Q(v) - v|^2 <= (sqrt(d) - 1) |v|^2 without clipping.
+      blocks of d values, `E|Q(v) - v|^2 <= (sqrt(d) - 1) |v|^2` without clipping.
 
     Raises:
       TypeError, ValueError: for anything else.
