@@ -26,8 +26,11 @@ def place(
       leaves: arrays that each process has as a whole, equal in all of them, or global arrays.
       shardings: of the leaves, over one mesh.
 
+    Returns:
+      The arrays.
+
     Raises:
-      ValueError: for leaves that are not equal in all processes.
+      ValueError: for leaves that are not equal in all processes, if all have devices of the mesh.
     """
     several = [i for i, s in enumerate(shardings) if not s.is_fully_addressable]
     values = {i: _as_numpy(leaves[i]) for i in several if _is_whole(leaves[i])}
@@ -37,16 +40,18 @@ def place(
     moved = jax.device_put([leaves[i] for i in rest], [shardings[i] for i in rest], may_alias=False)
     placed = dict(zip(rest, moved, strict=True))
     for i, x in values.items():
-        placed[i] = jax.make_array_from_callback(x.shape, shardings[i], x.__getitem__)
+        make = jax.make_array_from_callback
+        placed[i] = make(x.shape, shardings[i], x.__getitem__, dtype=x.dtype)
     return [placed[i] for i in range(len(leaves))]
 
 
 def _is_whole(leaf: Any) -> bool:
-    """Whether this process has all of an array of numbers; keys are arrays of something else."""
+    """Whether this process has all of an array of numbers, which has a dtype of its own."""
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
         return False
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    return not is_key and (isinstance(leaf, np.ndarray) or leaf.is_fully_addressable)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or getattr(leaf, "weak_type", False):
+        return False
+    return isinstance(leaf, np.ndarray) or leaf.is_fully_addressable
 
 
 def _as_numpy(leaf: Any) -> np.ndarray:
@@ -60,11 +65,20 @@ def _all_take_part(sharding: NamedSharding) -> bool:
 
 
 def _require_equal(names: Sequence[str], values: Sequence[np.ndarray]) -> None:
-    sums = np.asarray([zlib.crc32(x.tobytes()) for x in values])
-    found = multihost_utils.process_allgather(sums.astype(np.uint32))
-    if (found == found[:1]).all():
+    kinds = [f"{name} {x.shape} {x.dtype}" for name, x in zip(names, values, strict=True)]
+    # What there is comes first: where that differs, there are perhaps not as many checksums.
+    _require_same([zlib.crc32("; ".join(kinds).encode())], ["the arrays"])
+    _require_same([zlib.crc32(x.tobytes()) for x in values], names)
+
+
+def _require_same(sums: Sequence[int], names: Sequence[str]) -> None:
+    own = np.asarray([jax.process_index(), *sums], np.uint32)
+    rows = np.asarray(multihost_utils.process_allgather(own))
+    rows = rows[np.argsort(rows[:, 0])]
+    differs = rows[:, 1:] != rows[:1, 1:]
+    if not differs.any():
         return
-    other, which = np.argwhere(found != found[:1])[0]
+    other, which = np.argwhere(differs)[0]
     raise ValueError(
         f"process {other} has other values of {names[which] or 'the array'} than process 0, and "
         "all need the same; make them from the same seed, or read them from the same file."

@@ -46,7 +46,8 @@ def replicate(tree: Any) -> Any:
       a step leaves what was passed as it is.
 
     Raises:
-      ValueError: if no mesh is set, or processes do not have the same values.
+      ValueError: if no mesh is set, or processes do not have the same values; where only some of
+        them have devices of the mesh, values are not compared.
 
     Wire: between processes a checksum of each array.
     """

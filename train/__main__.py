@@ -1,8 +1,9 @@
 """Trains a model on all devices of all processes.
 
 One process: `python -m train --config=configs/digits_resnet.py`. Several on this machine:
-`python -m train.launch --processes=4 -- --config=...`. Under SLURM, Open MPI or Kubernetes: the
-first command on every node. On bare machines: also --coordinator, --num_processes, --process_id.
+`python -m train.launch --processes=4 -- --config=...`. Under SLURM or Open MPI 4: the first command
+on every node; other MPIs: also --coordinator. On bare machines and Kubernetes: --num_processes and
+--process_id too.
 Every field of a config is a flag: --config.sync.codec=float32. --helpfull lists them.
 """
 

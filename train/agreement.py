@@ -4,10 +4,9 @@ Processes that are not would compile other programs. On GPUs they then wait for 
 an end, and on CPUs their parameters drift apart.
 """
 
+import hashlib
 import importlib.metadata
-import json
 import platform
-import zlib
 from typing import Any
 
 import jax
@@ -17,31 +16,45 @@ from jax.experimental import multihost_utils
 from train.check import flat
 from train.errors import UserError
 
-ROOM = 2**16  # bytes of a config as text
 OWN = ("data.data_dir",)  # what may differ between machines
 
 
 def check_same(config: Any) -> None:
-    """Raises a UserError in every process if the config or a version is not that of process 0.
-
-    The error of a process that differs names the fields.
-    """
+    """Raises a UserError in every process if the config or a version is not that of process 0."""
     if jax.process_count() == 1:
         return
-    own = {name: str(value) for name, value in flat(config) if name not in OWN}
-    own |= {name: importlib.metadata.version(name) for name in ("jax", "jaxcomm", "optax")}
+    own = {name: repr(value) for name, value in flat(config.to_dict()) if name not in OWN}
+    own |= {name: _version(name) for name in ("jax", "jaxcomm", "optax")}
     own |= {"Python": ".".join(platform.python_version_tuple()[:2])}
-    text = json.dumps(own, sort_keys=True).encode()
-    found = multihost_utils.process_allgather(np.uint32(zlib.crc32(text)))
-    if (found == found[0]).all():
-        return
-    room = np.zeros(ROOM, np.uint8)
-    room[: min(ROOM, len(text))] = np.frombuffer(text[:ROOM], np.uint8)
-    first = json.loads(bytes(multihost_utils.broadcast_one_to_all(room)).rstrip(b"\0"))
-    others = [i for i, other in enumerate(found) if other != found[0]]
-    names = [n for n in sorted(first.keys() | own.keys()) if first.get(n) != own.get(n)]
-    said = "; ".join(f"{n} is {own.get(n)} here and {first.get(n)} there" for n in names)
-    raise UserError(
-        f"all processes need the same config and versions, and {others} differ from process 0"
-        + (f": {said}" if said else "; they say in what")
-    )
+    names = sorted(own)
+    # The names first: where there are others, there are perhaps not as many values.
+    if odd := _others(_words(["".join(names)])):
+        raise UserError(f"process {odd[0][0]} has other fields of the config than process 0")
+    if odd := _others(_words([own[name] for name in names])):
+        process, fields = odd[0]
+        raise UserError(
+            f"all processes need the same config and versions, and process {process} has another "
+            f"{', '.join(names[i] for i in fields)} than process 0"
+        )
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "unknown"
+
+
+def _words(texts: list[str]) -> np.ndarray:
+    """A word for each text."""
+    digests = [hashlib.sha256(text.encode()).digest()[:4] for text in texts]
+    return np.frombuffer(b"".join(digests), np.uint32)
+
+
+def _others(words: np.ndarray) -> list[tuple[int, list[int]]]:
+    """The processes whose words are not those of process 0, and which."""
+    numbered = np.concatenate([np.asarray([jax.process_index()], np.uint32), words])
+    rows = np.asarray(multihost_utils.process_allgather(numbered))
+    rows = rows[np.argsort(rows[:, 0])]
+    differs = rows[:, 1:] != rows[:1, 1:]
+    return [(i, np.flatnonzero(row).tolist()) for i, row in enumerate(differs) if row.any()]

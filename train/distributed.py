@@ -27,6 +27,8 @@ ON_THIS_MACHINE = (
     ("MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
     ("LOCAL_WORLD_SIZE", "LOCAL_RANK"),
 )
+# Which GPUs a process sees, of NVIDIA's and of AMD's.
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 POD = "JOB_COMPLETION_INDEX"  # of a pod of an indexed Kubernetes job; not of how many
 
 
@@ -101,14 +103,15 @@ def check_alone() -> None:
     if (pod := os.environ.get(POD, "0")) != "0":
         raise UserError(
             f"{POD}={pod} is one of several pods, and nothing says where the first is; add "
-            f"--coordinator=HOST:PORT --num_processes=N --process_id=${POD}"
+            f"--coordinator=HOST:PORT --num_processes=N --process_id=${POD}, or leave {POD} out of "
+            "the environment (env -u) to train alone"
         )
 
 
 def own_devices() -> list[int] | None:
     """The GPU of one of several processes on a machine; None where something else chooses."""
     found = started_as(ON_THIS_MACHINE)
-    chosen = {"JAX_LOCAL_DEVICE_IDS", "CUDA_VISIBLE_DEVICES"} & os.environ.keys()
+    chosen = {"JAX_LOCAL_DEVICE_IDS", *VISIBLE} & os.environ.keys()
     return None if found is None or chosen or not has_gpus() else [found[1]]
 
 
@@ -120,32 +123,32 @@ def has_gpus() -> bool:
 def check_own_name(coordinator: str) -> None:
     """Raises where processes on CPUs of other machines would look for this one on their own.
 
-    Gloo tells the others what this machine's name stands for. Debian and Ubuntu have a line in
-    /etc/hosts by which that is 127.0.1.1.
+    Gloo tells the others the first address of this machine's name that can be bound. Debian and
+    Ubuntu have a line in /etc/hosts by which that is 127.0.1.1.
     """
     name = socket.gethostname()
-    if has_gpus() or _is_of_this_machine(coordinator):
+    if has_gpus() or _own_address(coordinator):
         return
-    try:
-        own = socket.gethostbyname(name)
-    except OSError:
-        own = "nothing"
-    if own == "nothing" or own.startswith("127."):
+    own = _own_address(name)
+    if own is None or own.startswith("127.") or own == "::1":
         raise UserError(
-            f"the name of this machine, {name}, stands for {own}, where other machines do not find "
-            f"it; write its address beside {name} into /etc/hosts"
+            f"the name of this machine, {name}, stands for {own or 'nothing'}, where other "
+            f"machines do not find it; in /etc/hosts write its address in place of that, on every "
+            "machine, that of process 0 too"
         )
 
 
-def _is_of_this_machine(host: str) -> bool:
-    """Whether this machine has the address: only then can it be bound."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as found:
-        try:
-            found.bind(address)
-        except OSError:
-            return False
-    return True
+def _own_address(host: str) -> str | None:
+    """The first address of a name that is one of this machine: only such can be bound."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, address in found:
+        with socket.socket(family, kind, protocol) as bound, contextlib.suppress(OSError):
+            bound.bind(address)
+            return str(address[0])
+    return None
 
 
 def schedule_as_batch() -> None:
@@ -188,7 +191,7 @@ def await_port(host: str, port: int, seconds: float = 300.0, named: float = 90.0
       host: of process 0.
       port: likewise.
       seconds: after which it is given up.
-      named: likewise, where nobody knows the name. That of a pod comes with its address.
+      named: after which a name without an address is given up; a pod's comes when it starts.
     """
     start, is_said = time.monotonic(), False
     while True:

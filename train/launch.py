@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from absl import flags
 
-from train.distributed import check_port, has_gpus
+from train.distributed import VISIBLE, check_port, has_gpus
 from train.errors import UserError, choose
 from train.supervise import Asked, supervise
 
@@ -121,7 +121,7 @@ def parse(argv: Sequence[str]) -> Launch:
     shown = cluster.get("env", {})
     settings = {**shown, **memory_settings()}
     # On a machine with GPUs, one for each process; on others without effect.
-    if processes > 1 and "CUDA_VISIBLE_DEVICES" not in shown:
+    if processes > 1 and not any("{process_id}" in shown.get(name, "") for name in VISIBLE):
         settings = {"JAX_LOCAL_DEVICE_IDS": "{process_id}", **settings}
     return Launch(processes, values.port, values.max_restarts, shown, settings, arguments)
 

@@ -53,8 +53,8 @@ def train(
       train.errors.RunError: if the run cannot go on, and could not after a restart.
     """
     check.fields(config)
-    check.fit(config, jax.device_count())
     agreement.check_same(config)
+    check.fit(config, jax.device_count())
     saved = saved_step(config, workdir, restarted)
     run = assemble(config, workdir, goes_on=saved is not None)
     test = functools.partial(

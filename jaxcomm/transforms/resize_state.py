@@ -25,7 +25,8 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
     Args:
       tx: the transformation of the new run, made as that of the old one.
       state: the state of the old run, as numpy arrays, or as arrays that this process holds all of.
-      params: the parameters, placed on the mesh that is set.
+      params: the parameters, placed on the mesh that is set; its further axes, such as groups
+        that split parameters, are as long as those of the old run.
 
     Returns:
       A state as `tx.init(params)` returns, with the numbers of the old one.
@@ -62,8 +63,10 @@ def _is_own(x: Any) -> bool:
 def _resized(new: Any, old: Any) -> Any:
     """The numbers of `old` in the shapes and places of `new`."""
     if not _is_own(new):
-        if isinstance(old, jax.Array) and (old.shape, old.sharding) == (new.shape, new.sharding):
-            return old  # perhaps split over processes, of which none has all of it
+        if isinstance(old, jax.Array) and not old.is_fully_addressable:
+            kind = [(x.shape, x.dtype, x.sharding) for x in (old, new)]
+            if kind[0] == kind[1]:
+                return old  # split over processes, of which none has all of it
         old = np.asarray(old)
         if old.shape != jnp.shape(new):
             raise _other(old.shape, jnp.shape(new))
@@ -127,4 +130,5 @@ def _placed(values: np.ndarray, like: jax.Array) -> jax.Array:
     values = values.astype(like.dtype, copy=False)
     if not isinstance(like.sharding, NamedSharding):
         return jnp.asarray(values)
-    return jax.make_array_from_callback(values.shape, like.sharding, values.__getitem__)
+    make = jax.make_array_from_callback
+    return make(values.shape, like.sharding, values.__getitem__, dtype=values.dtype)

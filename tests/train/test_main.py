@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import pytest
 from ml_collections import config_dict
@@ -17,13 +16,8 @@ from running import Program
 
 from train import distributed, loop
 from train.distributed import (
-    ON_THIS_MACHINE,
-    POD,
-    STARTERS,
     await_port,
     check_answer,
-    join,
-    own_devices,
     schedule_as_batch,
 )
 from train.errors import RunError, UserError
@@ -102,107 +96,7 @@ def test_a_port_in_use(program: Program) -> None:
     assert done.stderr == f"error: port {port} is in use; choose another\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("host:1", 2, None), "--coordinator, --num_processes and --process_id belong together"),
-        (("host:1", 2, 2), "--process_id=2 is not one of --num_processes=2"),
-        (("host", 2, 0), "--coordinator=host: expected host:port"),
-        (("host:80000", 2, 0), "--coordinator=host:80000: expected host:port, with a port of 1 to"),
-    ],
-)
-def test_joining(arguments: tuple[str, int, int], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        join(*arguments)
-
-
-def test_a_name_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a pod it comes with its address."""
-    with pytest.raises(UserError, match=r"cannot reach process 0 at no-such-host.invalid:1: .*"):
-        await_port("no-such-host.invalid", 1, named=0.5)
-    assert capsys.readouterr().err.count("waiting until no-such-host.invalid has an address") == 1
-
-
-@pytest.mark.parametrize(
-    ("own", "message"),
-    [("127.0.1.1", "stands for 127.0.1.1, where other"), (None, "for nothing"), ("10.1.2.3", None)],
-)
-def test_a_name_that_others_do_not_find(
-    own: str | None, message: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As Debian and Ubuntu have it in /etc/hosts; on one machine it does no harm."""
-
-    def gethostbyname(name: str) -> str:
-        if own is None:
-            raise OSError
-        return own
-
-    monkeypatch.setattr(socket, "gethostbyname", gethostbyname)
-    monkeypatch.setattr(distributed, "has_gpus", lambda: False)
-    distributed.check_own_name("localhost")
-    if message is None:
-        return distributed.check_own_name("192.0.2.1")
-    with pytest.raises(UserError, match=message):
-        distributed.check_own_name("192.0.2.1")
-    monkeypatch.setattr(distributed, "has_gpus", lambda: True)  # their messages are not gloo's
-    return distributed.check_own_name("192.0.2.1")
-
-
-def test_one_gpu_for_each_process_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "has_gpus", lambda: True)
-    for name in ("JAX_LOCAL_DEVICE_IDS", "CUDA_VISIBLE_DEVICES", *sum(ON_THIS_MACHINE, ())):
-        monkeypatch.delenv(name, raising=False)
-    assert own_devices() is None
-    monkeypatch.setenv("MPI_LOCALNRANKS", "4")
-    monkeypatch.setenv("MPI_LOCALRANKID", "3")
-    assert own_devices() == [3]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert own_devices() is None
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}, "process 2 of 4 .*--coord"),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "process 0 of 2 that were started together"),
-        ({"JOB_COMPLETION_INDEX": "3"}, "one of several pods.*--process_id=.JOB_COMPLETION_INDEX"),
-        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, None),
-        ({}, None),
-    ],
-)
-def test_one_of_several_processes_does_not_train_by_itself(
-    names: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where jax finds no scheduler, as under Open MPI 5."""
-    for name in (*(n for pair in STARTERS for n in pair), POD):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in names.items():
-        monkeypatch.setenv(name, value)
-
-    def initialize(*arguments: object, **options: object) -> None:
-        if not arguments:
-            raise ValueError("coordinator_address should be defined.")
-        joined.append(arguments)
-
-    joined: list[object] = []
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    if message is None:
-        return join(None, None, None)
-    with pytest.raises(UserError, match=message):
-        join(None, None, None)
-    monkeypatch.setattr(distributed, "check_port", lambda port: None)
-    monkeypatch.setattr(distributed, "await_port", lambda host, port: None)
-    monkeypatch.setattr(distributed, "check_answer", lambda host, port: None)
-    monkeypatch.setattr(distributed, "check_own_name", lambda host: None)
-    if POD in names:
-        return None
-    join("host:1234", None, None)
-    size, rank = map(int, names.values())
-    assert joined == [("host:1234", size, rank)]
-    return None
-
-
-@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="processes with GPUs are left alone")
+@pytest.mark.skipif(distributed.has_gpus(), reason="processes with GPUs are left alone")
 @pytest.mark.parametrize(
     ("before", "after"),
     [(os.SCHED_OTHER, os.SCHED_BATCH), (os.SCHED_IDLE, os.SCHED_IDLE)],

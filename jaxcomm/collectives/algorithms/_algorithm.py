@@ -37,7 +37,7 @@ class Algorithm:
 
     @property
     def for_means(self) -> "Algorithm":
-        """This algorithm where a sum is as wide as what is summed; votes need more bits."""
+        """The variant for means, whose sums are as wide as their terms; those of votes are not."""
         return self
 
     def owned(self, axis_name: AxisName) -> jax.Array:

@@ -10,7 +10,7 @@ list, and the first reordering copies nothing: each block is read where it lies 
     reduce-scatter  round 0, 1, ...: encode the blocks at `send`, ppermute, decode, merge at `into`
     all-gather      the same rounds backwards, with the pairs reversed: what was merged at `into` is
                     complete now, and goes back to `send` of the device that it came from; or those
-                    of another schedule that keeps the blocks in the same order, `gathers_as`
+                    of another schedule in which devices own the same blocks, `gathers_as`
 
 A device that no pair names as a target gets zeros from `ppermute`: it must not merge them.
 """
@@ -31,7 +31,7 @@ from jaxcomm.collectives.reductions import Reduction
 from jaxcomm.kernels import _device
 
 Order = tuple[tuple[int, ...], ...]
-# Devices from which on blocks are gathered, in place of an operation for each. For fewer devices
+# Devices beyond which blocks are gathered, in place of an operation for each. For fewer devices
 # single operations are faster on CPU.
 _MANY = 64
 

@@ -149,9 +149,9 @@ def circulant(skips: tuple[int, ...] | None = None) -> Circulant:
     """The circulant graph: at most 2 ceil(log2 N) + 2 rounds for every N.
 
     Args:
-      skips: how far devices send in each round, such as (5, 3, 2, 1) for 8 devices; None chooses:
-        for votes those of the fewest bits, for means 1, 2, 4, ..., which send least to the
-        farthest device.
+      skips: how far devices send in each round of the reduce-scatter, such as (5, 3, 2, 1) for 8
+        devices; None chooses: for votes those of the fewest bits, for means 1, 2, 4, ..., which
+        send least to the farthest device. Results always go over these.
 
     Raises:
       ValueError: for skips that do not fall to 1; in the first step, for those that do not fit the

@@ -2,9 +2,9 @@
 
 Programs, byte formulas and simulations read the same plain value. A schedule describes a
 reduce-scatter over `world` devices of a vector cut into `blocks` equal blocks; the all-gather that
-follows is its mirror image. Every device keeps the blocks in an order of its own, chosen so that
-what a round sends, and what it is added to, is the same contiguous range of positions on every
-device: shapes are static, and no index depends on the device.
+follows is its mirror image, or that of another schedule. Every device keeps the blocks in an order
+of its own, chosen so that what a round sends, and what it is added to, is the same contiguous range
+of positions on every device: shapes are static, and no index depends on the device.
 """
 
 import dataclasses

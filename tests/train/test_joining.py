@@ -1,0 +1,132 @@
+"""How processes find each other, or say why they do not."""
+
+import socket
+
+import jax
+import pytest
+
+from processes import run_processes
+from train import distributed
+from train.distributed import ON_THIS_MACHINE, POD, STARTERS, await_port, join, own_devices
+from train.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("host:1", 2, None), "--coordinator, --num_processes and --process_id belong together"),
+        (("host:1", 2, 2), "--process_id=2 is not one of --num_processes=2"),
+        (("host", 2, 0), "--coordinator=host: expected host:port"),
+        (("host:80000", 2, 0), "--coordinator=host:80000: expected host:port, with a port of 1 to"),
+    ],
+)
+def test_joining(arguments: tuple[str, int, int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        join(*arguments)
+
+
+def test_a_name_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a pod it comes with its address."""
+    with pytest.raises(UserError, match=r"cannot reach process 0 at no-such-host.invalid:1: .*"):
+        await_port("no-such-host.invalid", 1, named=0.5)
+    assert capsys.readouterr().err.count("waiting until no-such-host.invalid has an address") == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [("127.0.1.1", "stands for 127.0.1.1, where other"), (None, "for nothing"), ("10.1.2.3", None)],
+)
+def test_a_name_that_others_do_not_find(
+    own: str | None, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Debian and Ubuntu have it in /etc/hosts; on one machine it does no harm."""
+    addresses = {"localhost": "127.0.0.1", socket.gethostname(): own}
+    monkeypatch.setattr(distributed, "_own_address", addresses.get)
+    monkeypatch.setattr(distributed, "has_gpus", lambda: False)
+    distributed.check_own_name("localhost")
+    if message is None:
+        return distributed.check_own_name("192.0.2.1")
+    with pytest.raises(UserError, match=message):
+        distributed.check_own_name("192.0.2.1")
+    monkeypatch.setattr(distributed, "has_gpus", lambda: True)  # their messages are not gloo's
+    return distributed.check_own_name("192.0.2.1")
+
+
+AGREEMENT = """
+import ml_collections
+from train import agreement
+from train.errors import UserError
+
+config = ml_collections.ConfigDict({"data": {"data_dir": f"/{jax.process_index()}"}, "rate": 0.1})
+config.hosts = ("a", None)
+agreement.check_same(config)
+for change in ({"rate": 0.1 * (1 + (jax.process_index() == 2))}, {str(jax.process_index() % 2): 1}):
+    config.update(change)
+    try:
+        agreement.check_same(config)
+    except UserError as error:
+        print(error)
+"""
+
+
+@pytest.mark.multiprocess
+def test_processes_with_another_config_are_named_in_all_of_them() -> None:
+    """But for where their data are."""
+    for finished in run_processes(3, AGREEMENT):
+        rate, fields = finished.stdout.splitlines()
+        assert rate.endswith("and process 2 has another rate than process 0")
+        assert fields == "process 1 has other fields of the config than process 0"
+
+
+def test_one_gpu_for_each_process_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "has_gpus", lambda: True)
+    for name in ("JAX_LOCAL_DEVICE_IDS", "CUDA_VISIBLE_DEVICES", *sum(ON_THIS_MACHINE, ())):
+        monkeypatch.delenv(name, raising=False)
+    assert own_devices() is None
+    monkeypatch.setenv("MPI_LOCALNRANKS", "4")
+    monkeypatch.setenv("MPI_LOCALRANKID", "3")
+    assert own_devices() == [3]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert own_devices() is None
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}, "process 2 of 4 .*--coord"),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "process 0 of 2 that were started together"),
+        ({"JOB_COMPLETION_INDEX": "3"}, "one of several pods.*--process_id=.JOB_COMPLETION_INDEX"),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, None),
+        ({}, None),
+    ],
+)
+def test_one_of_several_processes_does_not_train_by_itself(
+    names: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where jax finds no scheduler, as under Open MPI 5."""
+    for name in (*(n for pair in STARTERS for n in pair), POD):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+
+    def initialize(*arguments: object, **options: object) -> None:
+        if not arguments:
+            raise ValueError("coordinator_address should be defined.")
+        joined.append(arguments)
+
+    joined: list[object] = []
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    if message is None:
+        return join(None, None, None)
+    with pytest.raises(UserError, match=message):
+        join(None, None, None)
+    monkeypatch.setattr(distributed, "check_port", lambda port: None)
+    monkeypatch.setattr(distributed, "await_port", lambda host, port: None)
+    monkeypatch.setattr(distributed, "check_answer", lambda host, port: None)
+    monkeypatch.setattr(distributed, "check_own_name", lambda host: None)
+    if POD in names:
+        return None
+    join("host:1234", None, None)
+    size, rank = map(int, names.values())
+    assert joined == [("host:1234", size, rank)]
+    return None
