@@ -104,6 +104,16 @@ def test_oracle_law_counts_and_bytes(
             assert_law_over_steps(vectors, mesh, algorithm)
 
 
+@pytest.mark.parametrize(("name", "world"), [("oktopk", 2), ("topk_dsa", 4), ("gtopk", 5)])
+def test_more_places_than_a_word_tells_apart(make_mesh: MakeMesh, name: str, world: int) -> None:
+    """Of an owner, or of the whole vector: every value comes to its own place."""
+    case, x = CASES[name], normal(world, 2**19 + 5)
+    outcome, _ = exchanged(x, make_mesh(world), case.roomy)
+    total, taken = case.oracle(x, outcome.delivered)
+    np.testing.assert_allclose(world * outcome.mean[0], total, atol=1e-5)
+    np.testing.assert_array_equal(outcome.taken, taken)
+
+
 @pytest.mark.parametrize("name", ["oktopk", "topk_dsa"])
 def test_what_an_owner_keeps_of_a_sum_is_not_taken(make_mesh: MakeMesh, name: str) -> None:
     """It keeps what its sums are rounded by, also where its own value was not selected."""
