@@ -55,8 +55,8 @@ def _is_whole(leaf: Any) -> bool:
 
 
 def _as_numpy(leaf: Any) -> np.ndarray:
-    """In the dtype that `jax.device_put` gives it."""
-    return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    """A copy, which XLA may use as its buffer, in the dtype that `jax.device_put` gives it."""
+    return np.array(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def _all_take_part(sharding: NamedSharding) -> bool:
@@ -67,11 +67,12 @@ def _all_take_part(sharding: NamedSharding) -> bool:
 def _require_equal(names: Sequence[str], values: Sequence[np.ndarray]) -> None:
     kinds = [f"{name} {x.shape} {x.dtype}" for name, x in zip(names, values, strict=True)]
     # What there is comes first: where that differs, there are perhaps not as many checksums.
-    _require_same([zlib.crc32("; ".join(kinds).encode())], ["the arrays"])
-    _require_same([zlib.crc32(x.tobytes()) for x in values], names)
+    _require_same([zlib.crc32("; ".join(kinds).encode())], ["names, shapes or dtypes"])
+    found = [f"values of {name or 'the array'}" for name in names]
+    _require_same([zlib.crc32(x.tobytes()) for x in values], found)
 
 
-def _require_same(sums: Sequence[int], names: Sequence[str]) -> None:
+def _require_same(sums: Sequence[int], what: Sequence[str]) -> None:
     own = np.asarray([jax.process_index(), *sums], np.uint32)
     rows = np.asarray(multihost_utils.process_allgather(own))
     rows = rows[np.argsort(rows[:, 0])]
@@ -80,6 +81,6 @@ def _require_same(sums: Sequence[int], names: Sequence[str]) -> None:
         return
     other, which = np.argwhere(differs)[0]
     raise ValueError(
-        f"process {other} has other values of {names[which] or 'the array'} than process 0, and "
-        "all need the same; make them from the same seed, or read them from the same file."
+        f"process {other} has other {what[which]} than process 0, and all need the same; make "
+        "them from the same seed, or read them from the same file."
     )

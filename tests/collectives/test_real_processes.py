@@ -116,7 +116,9 @@ for mesh in (meshes[0], both):
 jax.set_mesh(meshes[0])
 local = jax.device_put(np.arange(4.0), jax.local_devices()[0])
 values = {"w": np.full((2, 2), np.nan), "local": local, "empty": np.zeros((0, 3)), "scalar": 1.5}
-placed = jaxcomm.replicate(values)
+given = {**values, "w": values["w"].copy()}
+placed = jaxcomm.replicate(given)
+given["w"][:] = 7  # what is placed has buffers of its own
 for name, value in values.items():
     assert placed[name].sharding.is_fully_replicated and placed[name].dtype == np.float32
     np.testing.assert_array_equal(placed[name], value)
@@ -128,6 +130,12 @@ except ValueError as error:
     assert str(error).startswith("process 2 has other values of b than process 0"), error
 else:
     raise AssertionError("unequal values were taken for equal ones")
+try:
+    jaxcomm.replicate({"w": np.zeros((2, 3) if jax.process_index() == 1 else (3, 2))})
+except ValueError as error:
+    assert str(error).startswith("process 1 has other names, shapes or dtypes"), error
+else:
+    raise AssertionError("other shapes were taken for equal ones")
 order = [[devices.index(d) for d in mesh.devices.flat] for mesh in meshes]
 print(json.dumps([len({d.slice_index for d in devices}), order, list(meshes[3].devices.shape)]))
 """

@@ -20,8 +20,8 @@ class Circulant(Scheduled):
 
     Falling skips send half of the vector to the farthest device. Messages of means are as wide in
     any order, and so are results: these go over `near_skips`, most of them to the next device, and
-    least to the farthest. Across a link in the middle of two halves of N devices go about
-    log2(N)/2 vectors then, and N/4 with falling skips.
+    least to the farthest. Across a link in the middle of two halves of N devices go at most
+    log2(N)/2 vectors then, as many back, and about N/4 with falling skips.
 
     Wire: 2(N-1)/N of the vector in at most 2 ceil(log2 N) + 2 rounds, for every N.
 
