@@ -116,9 +116,12 @@ for mesh in (meshes[0], both):
 jax.set_mesh(meshes[0])
 local = jax.device_put(np.arange(4.0), jax.local_devices()[0])
 values = {"w": np.full((2, 2), np.nan), "local": local, "empty": np.zeros((0, 3)), "scalar": 1.5}
-given = {**values, "w": values["w"].copy()}
-placed = jaxcomm.replicate(given)
-given["w"][:] = 7  # what is placed has buffers of its own
+room = np.ones(64 + 16, np.float32)
+aligned = room[(start := -room.ctypes.data // 4 % 16) : start + 64]  # as XLA could use it
+alone = jaxcomm.replicate(aligned)
+aligned[:] = 7
+np.testing.assert_array_equal(alone, np.ones(64))  # in a buffer of its own
+placed = jaxcomm.replicate(values)
 for name, value in values.items():
     assert placed[name].sharding.is_fully_replicated and placed[name].dtype == np.float32
     np.testing.assert_array_equal(placed[name], value)
