@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, collectives
@@ -310,6 +311,23 @@ def updates_of(
     if narrow := [u for u in updates if u.dtype.itemsize < 4]:
         finite = on_further_axes(finite & all_finite(_flat(narrow)), axis_name)
     return [jnp.where(finite, u, jnp.nan) for u in updates], finite
+
+
+def within_range(
+    results: Mapping[int, jax.Array], left: Mapping[int, jax.Array], grads: Arrays
+) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
+    """Results that float16 can hold, where gradients have it, and the residuals that follow.
+
+    What waits in a float32 residual can outgrow float16. It would overflow in every step from then
+    on, so what is beyond the range goes into the residuals of all devices, whose mean it is.
+    """
+    results, left = dict(results), dict(left)
+    for i in left:
+        most = float(jnp.finfo(grads[i].dtype).max)
+        if most < float(np.finfo(np.float32).max) / 2:
+            near = jnp.clip(results[i], -most, most)
+            results[i], left[i] = near, left[i] + (results[i] - near)
+    return results, left
 
 
 def kept_if(finite: jax.Array, new: Sequence[jax.Array], old: Sequence[jax.Array]) -> Arrays:

@@ -9,6 +9,7 @@ from typing import Any
 MEANS = "means"
 SIGNS = "signs"
 LOCAL = "local gradients"
+MOMENTA = "means of momenta"
 FINISHED = "finished updates"
 OTHER = "others"  # of transformations that are not jaxcomm's
 

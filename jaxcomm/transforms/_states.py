@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxcomm.transforms._buckets import split_off_exempt
+from jaxcomm.transforms._buckets import split_off_empty, split_off_exempt
 from jaxcomm.transforms._layout import Exempt, Layout, is_exempt
 
 _CURE = "Make tx as that of the run that saved the state, or begin anew with tx.init(params)."
@@ -16,6 +16,7 @@ def require_state(
     exempt: Exempt,
     kept: dict[str, bool],
     rule: Callable[[Layout], Layout] = lambda layout: layout,
+    kept_of_all: dict[str, bool] | None = None,
 ) -> None:
     """Raises a ValueError for the state of another transformation, or of one with other options.
 
@@ -25,6 +26,7 @@ def require_state(
       exempt: its option.
       kept: of fields of the state, whether they hold an array for each compressed leaf, or none.
       rule: what else the transformation exempts.
+      kept_of_all: the same as `kept`, for each leaf that has values.
     """
     if not isinstance(state, kind):
         raise ValueError(f"expected a {kind.__name__}, got a {type(state).__name__}. {_CURE}")
@@ -39,8 +41,10 @@ def require_state(
                 f"by the state, {old.path} is {'' if old.exempt else 'not '}exempt from "
                 f"compression, and by the options it is{'' if new.exempt else ' not'}. {_CURE}"
             )
-    large, _ = split_off_exempt(state.layout)
-    for name, is_kept in kept.items():
-        found, due = len(getattr(state, name).values), len(large) if is_kept else 0
+    (large, _), (full, _) = split_off_exempt(state.layout), split_off_empty(state.layout)
+    leaves = [(large, *item) for item in kept.items()]
+    leaves += [(full, *item) for item in (kept_of_all or {}).items()]
+    for of, name, is_kept in leaves:
+        found, due = len(getattr(state, name).values), len(of) if is_kept else 0
         if found != due:
             raise ValueError(f"the state has {found} arrays of {name}, expected {due}. {_CURE}")

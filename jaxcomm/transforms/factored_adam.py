@@ -174,9 +174,10 @@ def factored_adam(
             g, ahead = g.astype(jnp.float32), range(g.ndim - m.ndim)  # of devices, or none
             m, root = jnp.expand_dims(m, ahead), jnp.expand_dims(root, ahead)
             quotient = jnp.where(root != 0, jnp.clip(g / (root + eps), -bound, bound), 0.0)
-            # A square that is not finite must not come into the squares of any device. Where a sum
-            # of finite ones is not, a root is NaN.
-            quotient = jnp.where(jnp.isfinite(jnp.square(g)), quotient, jnp.nan)
+            # A square that is not finite, and a sum of finite ones that is not, must not come into
+            # the squares of any device.
+            good = jnp.isfinite(jnp.square(g)) & jnp.isfinite(root)
+            quotient = jnp.where(good, quotient, jnp.nan)
             return b1 * m + (1 - b1) * quotient
 
         shared = jax.tree.leaves(state.momentum)

@@ -32,6 +32,7 @@ from jaxcomm.transforms._exchange import (
     local_leaves,
     on_every_device,
     updates_of,
+    within_range,
 )
 from jaxcomm.transforms._layout import Exempt, Layout, Leaf, layout_of, local_shape
 from jaxcomm.transforms._states import require_state
@@ -235,6 +236,7 @@ class _Exchange:
         )
         means = functools.reduce(dict.__or__, done.buckets, dict(done.exact))
         lacks, factors = ({k: x for kept in done.kept for k, x in kept[j].items()} for j in (0, 1))
+        means, lacks = within_range(means, lacks, grads)
         new = [lacks[i] for i in large], [factors[i].reshape(-1) for i in large]
         updates, finite = updates_of(means, done.finite, grads, self.axis_name)
         return updates, tuple(kept_if(finite, *pair) for pair in zip(new, own, strict=True))

@@ -170,7 +170,9 @@ def majority_vote(
             ballots = {i: ballots[i] + r for i, r in zip(large, old, strict=True)}
             keys = {bucket: key_of(zero_key, layout, bucket) for bucket in buckets}
             votes = _decided(ballots, zeros, keys, axis_name)
-            scales = {("scale", i): jnp.mean(jnp.abs(x)) for i, x in ballots.items()}
+            # Divided first: a sum that overflows would be there again in every later step.
+            sizes = {i: np.float32(1 / x.size) for i, x in ballots.items()}
+            scales = {("scale", i): jnp.sum(jnp.abs(x) * sizes[i]) for i, x in ballots.items()}
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, None]:
             reduction = Majority(ties, zeros, key_of(tie_key, layout, buckets[number]), option)

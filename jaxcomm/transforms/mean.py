@@ -37,6 +37,7 @@ from jaxcomm.transforms._exchange import (
     local_leaves,
     on_every_device,
     updates_of,
+    within_range,
 )
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of
 from jaxcomm.transforms._scheme import Scheme, exchange
@@ -214,6 +215,7 @@ def mean(
             vectors = [computed_once(vector) for vector in vectors]
         means = done.exact | by_leaf(vectors, buckets, grads)
         left = by_leaf(done.kept, buckets, grads) if error_feedback else {}
+        means, left = within_range(means, left, grads)
         updates, finite = updates_of(means, done.finite, grads, axis_name)
         return updates, (kept_if(finite, [left[i] for i in residual], old),)
 

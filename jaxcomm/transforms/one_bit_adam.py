@@ -25,7 +25,6 @@ from jaxcomm.transforms._exchange import (
     by_leaf,
     exchange_buckets,
     in_turn,
-    kept_if,
     local_leaves,
     on_every_device,
     on_further_axes,
@@ -41,9 +40,17 @@ from jaxcomm.transforms._optimizer import (
 )
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_optimizer_behind, refuse_wrappers
-from jaxcomm.transforms.per_device import PerDevice, zeros_per_bucket
+from jaxcomm.transforms.per_device import PerDevice, next_of, zeros_per_bucket
 
 _DENSE_SHARE = 0.15  # of the run; H. Tang et al.: 23,000 of 152,000 steps of BERT-Large
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Buckets:
+    """Which leaves' errors lie in which vector."""
+
+    of: tuple[Bucket, ...]
 
 
 class OneBitAdamState(NamedTuple):
@@ -51,6 +58,7 @@ class OneBitAdamState(NamedTuple):
 
     Attributes:
       layout: what `init` saw of the parameters.
+      buckets: which leaves travel together.
       count: int32, the steps taken; steps that were not finite do not count.
       m: float32 momentum, shaped and sharded as the parameters, equal on all devices.
       v: float32 variance, likewise.
@@ -61,6 +69,7 @@ class OneBitAdamState(NamedTuple):
     """
 
     layout: Layout
+    buckets: _Buckets
     count: jax.Array
     m: Any
     v: Any
@@ -128,7 +137,8 @@ def one_bit_adam(
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
       bucket_mib: MiB of float32 gradients that a bucket holds at most.
       bucket_order: paths of leaves in the order in which their gradients appear, as
-        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order. A run that
+        goes on needs that of the run before: errors lie in buckets.
       implementation: which version of a kernel runs where there are several, as in `jaxcomm.mean`.
 
     Returns:
@@ -195,7 +205,9 @@ def one_bit_adam(
         worker = zeros_per_bucket(layout, params, buckets, lambda n: n)
         server = zeros_per_bucket(layout, params, buckets, lambda n: chunk_length(n, layout.world))
         server = dataclasses.replace(server, are_shares=True)
-        return OneBitAdamState(layout, count, m, v, worker, server, frozen_at, norms)
+        return OneBitAdamState(
+            layout, _Buckets(buckets), count, m, v, worker, server, frozen_at, norms
+        )
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         require_state(state, OneBitAdamState, exempt, {})
@@ -207,13 +219,18 @@ def one_bit_adam(
         old_m, old_v = jax.tree.leaves(state.m), jax.tree.leaves(state.v)
         large, _ = split_off_exempt(state.layout)
         buckets = buckets_of(state.layout, large, bucket_order, limit)
+        if buckets != state.buckets.of:
+            raise ValueError(
+                "the state's errors are of other buckets. Make tx with the bucket_order and the "
+                "bucket_mib of the run that saved the state, or begin anew with tx.init(params)."
+            )
         frozen, count = state.frozen_at > 0, state.count + 1
         leaves = range(len(grads))
         in_one_bit = [frozen & (i in large) for i in leaves]
 
         grads32 = [g.astype(jnp.float32) for g in grads]
         sent = [jnp.where(in_one_bit[i], adam.m(old_m[i], grads32[i]), grads32[i]) for i in leaves]
-        means, finite, worker, server = _exchange(sent, frozen, state, buckets, option)
+        means, finite, *errors = _exchange(sent, frozen, state, buckets, option)
         m = [jnp.where(in_one_bit[i], means[i], adam.m(old_m[i], means[i])) for i in leaves]
         v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], means[i])) for i in leaves]
         steps = adam.steps(m, v, state, params)
@@ -221,13 +238,23 @@ def one_bit_adam(
         # The square of a finite gradient may overflow, and so may an update of 16 bits.
         finite &= all_finite(_axes.varying_alike([*v, *steps]))
         finite = on_further_axes(finite, axis_name)
+        kept = (state.worker_error, state.server_error)
+        worker, server = map(partial(_chosen, finite & frozen), errors, kept)
         updates = [jnp.where(finite, step, jnp.nan) for step in steps]
 
         end = adam.end_of_warmup(v, count, state)
         new = (count, treedef.unflatten(m), treedef.unflatten(v), *end)
         old = (state.count, state.m, state.v, state.frozen_at, state.norms)
         count, m, v, frozen_at, norms = jax.tree.map(partial(jnp.where, finite), new, old)
-        state = OneBitAdamState(state.layout, count, m, v, worker, server, frozen_at, norms)
+        state = state._replace(
+            count=count,
+            m=m,
+            v=v,
+            worker_error=worker,
+            server_error=server,
+            frozen_at=frozen_at,
+            norms=norms,
+        )
         return treedef.unflatten(updates), state
 
     return optax.GradientTransformation(init_fn, update_fn)
@@ -361,14 +388,19 @@ def _exchange(
         finite = on_further_axes(done.finite & all_finite(means), axis_name)
         means = done.exact | by_leaf(means, buckets, sent)
         new = [[kept[hop] for kept in done.kept] for hop in (1, 2)]
-        kept = tuple(kept_if(finite & compressed, *pair) for pair in zip(new, own, strict=True))
-        return [means[i] for i in range(len(sent))] + [finite], kept
+        return [means[i] for i in range(len(sent))] + [finite], tuple(new)
 
     own = (state.worker_error, state.server_error)
     (*means, finite), (worker, server) = on_every_device(
         on_device, sent, layout, own, compressed, further_results=1
     )
     return means, finite, worker, server
+
+
+def _chosen(taken: jax.Array, new: PerDevice, old: PerDevice) -> PerDevice:
+    """The next errors; those before, where the step is not taken or was dense."""
+    pairs = zip(new.values, old.values, strict=True)
+    return next_of(old, [jnp.where(taken, *pair) for pair in pairs])
 
 
 def _norm(v: Arrays, layout: Layout) -> jax.Array:

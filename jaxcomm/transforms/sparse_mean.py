@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomm import _axes
+from jaxcomm import _axes, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._notes import noted
 from jaxcomm._numbers import is_real
@@ -23,6 +23,7 @@ from jaxcomm.transforms._buckets import (
     bytes_of,
     joined,
     joined_sums,
+    split_off_empty,
     split_off_exempt,
 )
 from jaxcomm.transforms._exchange import (
@@ -34,6 +35,7 @@ from jaxcomm.transforms._exchange import (
     local_leaves,
     on_every_device,
     updates_of,
+    within_range,
 )
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of
 from jaxcomm.transforms._states import require_state
@@ -72,9 +74,9 @@ class SparseMeanState(NamedTuple):
 
     Attributes:
       layout: what `init` saw of the parameters.
-      step: int32.
+      step: int32, the number of sparse steps.
       residual: what of each device's gradients is in no update yet.
-      velocity: with momentum correction, each device's momentum.
+      velocity: with momentum correction, each device's momentum, of exempt leaves too.
       thresholds: for each bucket, float32[1], the threshold for the next step.
       report: of the last step.
     """
@@ -85,7 +87,11 @@ class SparseMeanState(NamedTuple):
     velocity: PerDevice
     thresholds: PerDevice
     report: SparseReport
-    roles = frozenset({_roles.MEANS})
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """Means, of momenta with momentum correction."""
+        return frozenset({_roles.MEANS, *([_roles.MOMENTA] if self.velocity.values else [])})
 
 
 def sparse_mean(
@@ -110,7 +116,8 @@ def sparse_mean(
 
     With momentum correction, each device adds up its momentum instead of its gradients and selects
     from that sum, so that values that wait keep their momentum. Where a value was sent, its sum and
-    its momentum start from zero. The optimizer then needs no momentum of its own:
+    its momentum start from zero. Exempt leaves and dense steps have the same momentum, of which
+    nothing is cleared. The optimizer then has none of its own:
     `optax.chain(jaxcomm.sparse_mean("data", 0.01, momentum_correction=0.9), optax.sgd(lr))`.
 
     If any gradient on any device is not finite, every update on every device is NaN, and residuals,
@@ -123,7 +130,8 @@ def sparse_mean(
         such as `jaxcomm.sparse.oktopk(values="bfloat16", recompute_every=128)`.
       error_feedback: whether residuals are kept; without them, values that are not sent are lost.
       momentum_correction: the decay of each device's momentum in [0, 1), or None.
-      dense_steps: the number of steps with the float32 mean before the first sparse step.
+      dense_steps: the number of steps with the float32 mean before the first sparse step; with
+        momentum correction, that of the momenta.
       measure_xi: whether the report has the distance to the true top-k. It is meant for studies: it
         takes float32 means of everything.
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
@@ -177,7 +185,8 @@ def sparse_mean(
         layout = layout_of(params, axis_name, exempt, bucket_order)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
-        velocity = NOTHING if m is None else zeros_per_device(layout, params, large)
+        full, _ = split_off_empty(layout)
+        velocity = NOTHING if m is None else zeros_per_device(layout, params, full)
         buckets = exchange.buckets(layout, large)
         for bucket in buckets:  # of one leaf, where it is as long as this
             if (values := values_of(layout, bucket)) > select.MOST:
@@ -191,10 +200,12 @@ def sparse_mean(
         step = jnp.zeros((), jnp.int32)
         return SparseMeanState(layout, step, residual, velocity, thresholds, report)
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, *, exchange: _Exchange = exchange
+    ) -> tuple[Any, Any]:
         del params
-        kept = {"residual": error_feedback, "velocity": m is not None}
-        require_state(state, SparseMeanState, exempt, kept)
+        kept, of_all = {"residual": error_feedback}, {"velocity": m is not None}
+        require_state(state, SparseMeanState, exempt, kept, kept_of_all=of_all)
         grads, treedef = local_leaves(updates, state.layout)
         (*means, report), (residual, velocity, thresholds) = on_every_device(
             functools.partial(exchange, layout=state.layout),
@@ -205,12 +216,20 @@ def sparse_mean(
             further_results=1,
         )
         new = SparseMeanState(
-            state.layout, state.step + 1, residual, velocity, thresholds, SparseReport(*report)
+            state.layout,
+            state.step if exchange.is_dense else state.step + 1,
+            residual,
+            velocity,
+            thresholds,
+            SparseReport(*report),
         )
         return treedef.unflatten(means), new
 
-    tx = optax.GradientTransformation(init_fn, update_fn)
-    return dense_first(tx, dense_steps)
+    tx, dense = optax.GradientTransformation(init_fn, update_fn), None
+    if m is not None:  # A plain mean would have no momentum.
+        full = dataclasses.replace(exchange, is_dense=True)
+        dense = optax.GradientTransformation(init_fn, functools.partial(update_fn, exchange=full))
+    return dense_first(tx, dense_steps, dense)
 
 
 class _Bucket(NamedTuple):
@@ -240,6 +259,7 @@ class _Exchange:
     measure_xi: bool
     bucket_order: Sequence[str] | None
     limit: int
+    is_dense: bool = False
 
     def buckets(self, layout: Layout, large: Bucket) -> tuple[Bucket, ...]:
         """The leaves that travel together."""
@@ -252,12 +272,22 @@ class _Exchange:
         large, exempt_ = split_off_exempt(layout)
         exempt_ = by_appearance(layout, exempt_, self.bucket_order)
         buckets = self.buckets(layout, large)
-        residual, velocity = ({i: x for i, x in zip(large, part, strict=False)} for part in own[:2])
+        full, _ = split_off_empty(layout)
+        residual = dict(zip(large, own[0], strict=False))
+        old = dict(zip(full, own[1], strict=False))
+
+        def moved(parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
+            if self.momentum is None:
+                return parts
+            return {
+                i: part.astype(jnp.float32) + (self.momentum * old[i] if i in old else 0.0)
+                for i, part in parts.items()
+            }
+
+        small = moved({i: grads[i] for i in exempt_})
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, _Bucket]:
-            moving = {i: part.astype(jnp.float32) for i, part in parts.items()}
-            if self.momentum is not None:
-                moving = {i: part + self.momentum * velocity[i] for i, part in moving.items()}
+            moving = moved(parts)
             x = joined_sums(moving, residual) if self.error_feedback else joined(moving)
             return self._on_bucket(x, joined(moving), own[2][number], step)
 
@@ -265,7 +295,7 @@ class _Exchange:
             dict(enumerate(grads)),
             buckets,
             on_bucket,
-            small={i: grads[i] for i in exempt_},
+            small=small,
             must_be_finite=grads,
             axis_name=self.axis_name,
             state_of=lambda kept: (kept.residual, kept.velocity),
@@ -274,16 +304,20 @@ class _Exchange:
         residual, velocity = {}, {}
         if self.error_feedback:
             residual = by_leaf([kept.residual for kept in done.kept], buckets, grads)
+            means, residual = within_range(means, residual, grads)
         if self.momentum is not None:
-            velocity = by_leaf([kept.velocity for kept in done.kept], buckets, grads)
+            velocity = small | by_leaf([kept.velocity for kept in done.kept], buckets, grads)
         new = (
             [residual[i] for i in large if residual],
-            [velocity[i] for i in large if velocity],
+            [velocity[i] for i in full if velocity],
             [kept.threshold for kept in done.kept],
         )
         updates, finite = updates_of(means, done.finite, grads, self.axis_name)
         new = tuple(kept_if(finite, *pair) for pair in zip(new, own, strict=True))
-        k = sum(self.algorithm.k(vector.size) for vector in done.buckets)
+        k = sum(
+            vector.size if self.is_dense else self.algorithm.k(vector.size)
+            for vector in done.buckets
+        )
         report = _report(k, sum((kept.counts for kept in done.kept), jnp.zeros(5, jnp.float32)))
         return [*updates, report], new
 
@@ -291,6 +325,13 @@ class _Exchange:
         self, x: jax.Array, velocity: jax.Array, threshold: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, _Bucket]:
         """The mean of a bucket, of which this device holds x, and what is kept of it."""
+        if self.is_dense:
+            reduction, native = collectives.mean_of("float32", "native")
+            with noted("float32, native"):
+                mean = collectives.all_reduce(x, self.axis_name, reduction, native)
+            residual = jnp.zeros_like(x) if self.error_feedback else None
+            counts = jnp.array([x.size, x.size, x.size, 0, 0], jnp.float32)
+            return mean, _Bucket(residual, velocity, threshold, counts)
         with noted(f"{self.algorithm.name}, density {self.algorithm.density:g}"):
             result, after = self.algorithm.exchange(x, threshold[0], step, self.axis_name)
         distance = [jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)]

@@ -136,7 +136,7 @@ def dense_first(
 
     Raises:
       ValueError: for a negative number of steps; by `init` as `stages`, and without `dense` if
-        `inner` is more than an exchange.
+        `inner` is more than an exchange, or has the momentum of the optimizer.
 
     Wire: that of `dense`, then that of `inner`, in the branches of a conditional.
 
@@ -162,6 +162,12 @@ def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientT
                 "dense_first puts a mean in the place of all of inner, and this inner is more than "
                 "an exchange. Put the optimizer behind it: optax.chain(jaxcomm.dense_first("
                 "exchange, steps), optimizer); or say what the first steps do with dense=."
+            )
+        if _roles.MOMENTA in _roles.roles_of(state):
+            raise ValueError(
+                "inner takes means of the devices' momenta, and a float32 mean of gradients in its "
+                "place would have no momentum: give jaxcomm.sparse_mean(..., momentum_correction="
+                "..., dense_steps=...), whose dense steps have the same one."
             )
         return mean(axis_name).init(params)
 

@@ -1,6 +1,7 @@
 """`jaxcomm.sparse_mean`: its laws, in both views, for every algorithm."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from transforms.both_views import (
 
 WORLD, GLOBAL = 4, VIEWS[0]
 LARGE = ("head", "kernel")
+FULL = tuple(name for name, shape in SHAPES.items() if 0 not in shape)
 BAD = 2  # the step with a NaN
 
 
@@ -35,9 +37,9 @@ def steps_of(algorithm: str, view: View) -> tuple[list[Any], list[Any]]:
     return batches, run(view, jaxcomm.sparse_mean("data", 0.1, algorithm), batches)
 
 
-def kept(part: Any) -> dict[str, np.ndarray]:
+def kept(part: Any, names: Sequence[str] = LARGE) -> dict[str, np.ndarray]:
     """A device's own, by leaf."""
-    return dict(zip(LARGE, map(np.asarray, part.values), strict=True))
+    return dict(zip(names, map(np.asarray, part.values), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,7 @@ def test_momentum_correction() -> None:
     u: Any = {name: np.zeros((WORLD, *SHAPES[name]), np.float32) for name in LARGE}
     v: Any = {name: np.zeros((WORLD, *SHAPES[name]), np.float32) for name in LARGE}
     for grads, (updates, state) in zip(steps, good, strict=True):
-        left, moving = kept(state.residual), kept(state.velocity)
+        left, moving = kept(state.residual), kept(state.velocity, FULL)
         for name in LARGE:
             u[name] = np.float32(0.5) * u[name] + grads[name]
             v[name] = v[name] + u[name]
@@ -87,6 +89,33 @@ def test_momentum_correction() -> None:
     for part in ("residual", "velocity", "thresholds"):
         old, new = getattr(state, part).values, getattr(last, part).values
         jax.tree.map(np.testing.assert_array_equal, old, new)
+
+
+@pytest.mark.parametrize("view", [GLOBAL, VIEWS[4]], ids=by_name)
+def test_momentum_is_that_of_the_optimizer_in_exempt_leaves_and_dense_steps(view: View) -> None:
+    """Nothing of these waits, so momentum before the mean is momentum behind it."""
+    decay, dense = 0.5, 3
+    tx = jaxcomm.sparse_mean("data", 0.1, momentum_correction=decay, dense_steps=dense)
+    steps = [gradients(WORLD, seed) for seed in range(5)]
+    spoiled = {name: np.full_like(g, np.inf) for name, g in steps[0].items()}
+    steps.insert(1, spoiled)
+    moving = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    for i, (grads, (updates, _)) in enumerate(zip(steps, run(view, tx, steps), strict=True)):
+        if i == 1:
+            assert nan_everywhere(updates)
+            continue
+        for name in SHAPES:
+            moving[name] = decay * moving[name] + grads[name].mean(0, dtype=np.float32)
+            if name not in LARGE or i < dense:
+                np.testing.assert_allclose(updates[name], moving[name], atol=1e-5)
+            else:
+                assert (np.asarray(updates[name]) == 0).mean() > 0.5
+
+
+def test_a_mean_without_momentum_does_not_stand_in_for_one_with(make_mesh: Any) -> None:
+    tx = jaxcomm.dense_first(jaxcomm.sparse_mean("data", 0.1, momentum_correction=0.9), steps=3)
+    with jax.set_mesh(make_mesh(WORLD)), pytest.raises(ValueError, match="dense_steps=[.]{3}[)]"):
+        tx.init({"w": np.zeros((8, 8), np.float32)})
 
 
 def test_without_error_feedback_nothing_is_kept() -> None:

@@ -34,7 +34,7 @@ def update(tx: optax.GradientTransformation, state: Any) -> Any:
         ("mean", NONE, FEEDBACK, KEPT.format(0, "residual", 2)),
         ("mean", FEEDBACK, NONE, KEPT.format(2, "residual", 0)),
         ("vote", NONE, FEEDBACK, KEPT.format(0, "residual", 2)),
-        ("sparse", {}, {"momentum_correction": 0.9}, KEPT.format(0, "velocity", 2)),
+        ("sparse", {}, {"momentum_correction": 0.9}, KEPT.format(0, "velocity", 3)),
         ("low rank", {}, {"rank": 2}, "the state has 8 numbers of v's factor, expected 16 at rank"),
         *[
             (
