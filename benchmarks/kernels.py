@@ -43,6 +43,13 @@ class Case(NamedTuple):
     implementations: dict[str, Callable[..., Any]]
     arguments: Callable[[np.random.Generator, int], tuple[np.ndarray, ...]]
     expected: Callable[..., tuple[np.ndarray, ...]]
+    agree: Callable[[Any, np.ndarray, str], None] = np.testing.assert_array_equal
+
+
+def nearly(found: Any, wanted: np.ndarray, name: str) -> None:
+    """Few codes may be one level off: GPUs divide by a unit to within a last bit."""
+    off = np.abs(np.asarray(found).view(np.int8).astype(int) - wanted.view(np.int8))
+    assert off.max() <= 1 and np.mean(off > 0) < 1e-4, name
 
 
 def packed(bits: np.ndarray) -> np.ndarray:
@@ -190,6 +197,7 @@ CASES = (
         on_both(functools.partial(integers.encode, levels=127, size=256)),
         normal,
         int8_payload,
+        nearly,
     ),
     Case("int8 sum", on_both(int8_sum), payloads(int8_payload), int8_total),
     Case("cnat all encode", on_both(nine_bits.encode), normal, cnat_payload),

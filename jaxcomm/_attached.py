@@ -134,6 +134,33 @@ def last_of(tree: Any, totals: Any, microbatches: int) -> Any:
     return map_leaves(lambda x, total: x, of, tree, totals)
 
 
+def nan_if_skipped(grads: Any, totals: Any) -> Any:
+    """The gradients of the last microbatch, from which no layer may be left out.
+
+    A layer that it left out was not exchanged, and the sums of the microbatches before would be
+    lost. Its count becomes NaN on all devices, as that of an update that is not finite.
+    """
+    lost: dict[int, list[jax.Array]] = {}
+
+    def collect(node: Attached, total: jax.Array) -> None:
+        is_lost = jnp.any(total.reshape(total.shape[0], -1) != 0, axis=1)
+        lost.setdefault(id(node.stack), []).append(is_lost)
+
+    map_leaves(lambda x, total: None, collect, grads, totals)
+
+    def of(node: Attached) -> Attached:
+        if not node.carried:
+            return node
+        count, *rest = node.carried
+        names = _axes.names_of(node.stack.axis_name)
+        of_leaves = jnp.any(jnp.stack(lost[id(node.stack)]), axis=0)
+        is_lost = jax.lax.pmax((of_leaves & (count == 0)).astype(jnp.int32), names)
+        count = jnp.where(is_lost == 1, jnp.nan, count)
+        return Attached(node.value, (count, *rest), node.total, node.stack, node.number)
+
+    return map_leaves(lambda x: x, of, grads)
+
+
 def finished(node: Attached, of: Attached) -> Attached:
     """The update that the last microbatch ends with, in the place of its parameter."""
     return Attached(node.value, node.carried, None, of.stack, of.number)

@@ -109,7 +109,7 @@ def current_mesh() -> jax.sharding.AbstractMesh:
     if mesh.empty:
         raise ValueError(
             "no mesh is set; call jax.set_mesh(jaxcomm.data_mesh()) first, "
-            "or use `with jax.set_mesh(mesh):`."
+            "or use `with jax.set_mesh(mesh):`. It holds for one thread: each needs its own."
         )
     return mesh
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm import _shards
-from jaxcomm._attached import attached_in, detached, finished, last_of, map_leaves
+from jaxcomm._attached import attached_in, detached, finished, last_of, map_leaves, nan_if_skipped
 from jaxcomm._marks import GRADIENT, OWN_GRADIENT, kind_of
 
 
@@ -39,6 +39,7 @@ def _exchanged_last(
     def mean(out: Any, total: Any, _: Any = None) -> jax.Array:
         return ((total + _in_float32(out)) / microbatches).astype(mean_dtype(out))
 
+    last_grads = nan_if_skipped(last_grads, grads)
     grads = map_leaves(mean, lambda node, _, of: finished(node, of), last_grads, grads, params)
     return jax.tree.map(mean, last_value, value), grads
 
@@ -82,7 +83,9 @@ def _split(x: jax.Array, microbatches: int) -> jax.Array:
             f"{x.shape[0]} examples on a device do not divide into {microbatches} "
             "microbatches; change the batch size or the number of microbatches."
         )
-    return x.reshape(microbatches, x.shape[0] // microbatches, *x.shape[1:])
+    # Every microbatch has rows from all over the batch. Where an automatic axis spreads rows too,
+    # as in HSDP, each lies on all of its devices then, and nothing moves.
+    return x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1)
 
 
 def _in_float32(x: Any) -> jax.Array:

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 from jax.tree_util import GetAttrKey
 
+_NUMBERS = (bool, int, float, complex)
+
 
 def path_name(path: Any) -> str:
     """A path in a pytree such as `layers/0/kernel`.
@@ -14,3 +16,19 @@ def path_name(path: Any) -> str:
     if path and isinstance(path[-1], GetAttrKey) and path[-1].name == "value":
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def require_arrays(tree: Any, what: str) -> None:
+    """Raises a TypeError for a leaf that is no array and no number.
+
+    Args:
+      tree: a pytree.
+      what: what it holds, for the message.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not isinstance(leaf, _NUMBERS) and not hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"{what} {path_name(path)} is {leaf!r}, which is no array. Keep the arrays in a "
+                "tree of their own, as eqx.partition(model, eqx.is_array) or nnx.split do, and put "
+                "both together inside of the loss."
+            )

@@ -37,12 +37,23 @@ def place(
     if values and _all_take_part(shardings[several[0]]):
         _require_equal([names[i] for i in values], list(values.values()))
     rest = [i for i in range(len(leaves)) if i not in values]
-    moved = jax.device_put([leaves[i] for i in rest], [shardings[i] for i in rest], may_alias=False)
+    own = [_without_buffers_of(leaves[i], shardings[i]) for i in rest]
+    moved = jax.device_put(own, [shardings[i] for i in rest], may_alias=False)
     placed = dict(zip(rest, moved, strict=True))
     for i, x in values.items():
         make = jax.make_array_from_callback
         placed[i] = make(x.shape, shardings[i], x.__getitem__, dtype=x.dtype)
     return [placed[i] for i in range(len(leaves))]
+
+
+def _without_buffers_of(leaf: Any, sharding: NamedSharding) -> Any:
+    """The leaf; a copy, where `jax.device_put` would keep its buffer for one of several devices."""
+    if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array):
+        return leaf
+    moves = leaf.sharding != sharding and leaf.sharding.device_set & sharding.device_set
+    if not moves or not leaf.is_fully_addressable:
+        return leaf
+    return jax.device_put(leaf, leaf.sharding, may_alias=False)
 
 
 def _is_whole(leaf: Any) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
@@ -147,14 +148,25 @@ def with_state(params: Any, state: State) -> Any:
 
 
 def next_state(state: State, grads: Any) -> State:
-    """The state for the next microbatch: the residuals that this one left."""
+    """The state for the next microbatch: the residuals that this one left.
+
+    A layer that the microbatch did not gather keeps its residual, and one that it gathered twice
+    has none.
+    """
 
     def next_tick(tick: jax.Array) -> jax.Array:
         return tick + np.broadcast_to(np.array([0, 0, 1], np.float32), tick.shape)
 
+    def next_residual(old: jax.Array, left: jax.Array, tick: jax.Array) -> jax.Array:
+        count = tick[..., 0].reshape(*tick.shape[:-1], *[1] * (left.ndim - tick.ndim + 1))
+        return jnp.where(count == 0, old, jnp.where(count > 1, jnp.nan, left))
+
     return [
-        (left, None if tick is None else next_tick(tick))
-        for (_, tick), (left, _) in zip(state, state_of(grads), strict=True)
+        (
+            None if left is None else next_residual(old, left, count),
+            None if tick is None else next_tick(tick),
+        )
+        for (old, tick), (left, count) in zip(state, state_of(grads), strict=True)
     ]
 
 

@@ -46,6 +46,7 @@ class ValueAndGrad:
         world = _axes.axis_size(self.axis_name)
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
         own, params = OWN_PARAMETER in kinds, unmark_local(params)
+        _paths.require_arrays(params, "parameter")
         refuse_statistics(params)
         self._check_attached(params)
         kind = OWN_GRADIENT if own else GRADIENT

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -46,12 +47,14 @@ def replicate(tree: Any) -> Any:
       a step leaves what was passed as it is.
 
     Raises:
+      TypeError: for a leaf that is no array and no number.
       ValueError: if no mesh is set, or processes do not have the same values; where only some of
         them have devices of the mesh, values are not compared.
 
     Wire: between processes a checksum of each array.
     """
     _axes.current_mesh()
+    _paths.require_arrays(tree, "leaf")
     mesh, explicit = jax.sharding.get_mesh(), _axes.explicit_axes()
 
     def sharding(x: Any) -> NamedSharding:
@@ -69,7 +72,7 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
 
     Args:
       local_batch: a pytree of arrays with a common leading axis: this process's examples, as many
-        on each of its devices. Every process passes equal shapes.
+        on each of its devices, random keys among them. Every process passes equal shapes.
       axis_name: the mesh axis, or axes, that the examples are spread over.
 
     Returns:
@@ -77,6 +80,8 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
       process lie on its own devices. `jaxcomm.value_and_grad` refuses a batch that did not come
       this way, but cannot see what computation hides: of a local batch that was made by `jnp`
       while a mesh is set, or changed before the gradient, rows are lost.
+
+    A thread that prefetches batches needs a `with jax.set_mesh(mesh):` of its own.
 
     Raises:
       ValueError: if no mesh is set, it has no such axis, the local leading axis is not a multiple
@@ -90,11 +95,20 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
     if not all(_fits(leaf, local) for leaf in leaves):
         _refuse(local_batch, local, axis_name)
     check_rows(local_batch)
-    leaves = [np.asarray(leaf) for leaf in leaves]
+    keys = {i: jax.random.key_impl(leaf) for i, leaf in enumerate(leaves) if _are_keys(leaf)}
+    data = [jax.random.key_data(leaf) if i in keys else leaf for i, leaf in enumerate(leaves)]
+    data = [np.asarray(leaf) for leaf in data]
     if mesh.is_multi_process:
-        make = jax.make_array_from_process_local_data
-        return jax.tree.unflatten(tree, [make(sharding, leaf) for leaf in leaves])
-    return jax.tree.unflatten(tree, jax.device_put(leaves, sharding))  # One call for all leaves.
+        placed = [jax.make_array_from_process_local_data(sharding, leaf) for leaf in data]
+    else:
+        placed = jax.device_put(data, sharding)  # One call for all leaves.
+    for i, impl in keys.items():
+        placed[i] = jax.random.wrap_key_data(placed[i], impl=impl)
+    return jax.tree.unflatten(tree, placed)
+
+
+def _are_keys(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 @functools.lru_cache(maxsize=16)  # Every step of a run asks for the same one.
@@ -122,7 +136,12 @@ def _refuse(local_batch: Any, local: int, axis_name: AxisName) -> None:
             "other processes, as all that jnp makes does while a mesh is set; pass this "
             "process's own rows as a numpy array."
         )
-    rows = np.shape(leaf)[0] if np.ndim(leaf) else 0
+    if not np.ndim(leaf):
+        raise ValueError(
+            f"{_paths.path_name(path) or 'the batch'} is a number and has no rows; lists are "
+            "pytrees of their members, so pass arrays."
+        )
+    rows = np.shape(leaf)[0]
     raise ValueError(
         f"the local batch has {rows} rows at {_paths.path_name(path) or 'its leaf'}, "
         f"which do not divide over the {local} local devices of axis {axis_name!r}; "

@@ -18,6 +18,7 @@ import jax
 import jaxcomm
 from jaxcomm import plan
 from jaxcomm.plan.costs import SIZES
+from jaxcomm.plan.files import pyyaml
 
 # How many processes Open MPI, MPICH and Intel MPI, and PyTorch's launchers have started.
 SIZES_BY_STARTERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
@@ -30,6 +31,7 @@ def main() -> int:
         out = Path(args.out)
         if not args.process and (out.is_dir() or not out.parent.is_dir()):  # the first one writes
             raise ValueError(f"--out={out}: expected a file in a folder that exists.")
+        pyyaml()  # before a minute of measuring
         if not args.coordinator and (args.processes, args.process) != (None, None):
             raise ValueError("--processes and --process need --coordinator=HOST:PORT.")
         if args.simulate is not None:

@@ -58,3 +58,31 @@ def test_what_was_replicated_may_be_donated(mesh8: Any) -> None:
         copy = jaxcomm.replicate(given)
         jax.jit(lambda x: x + 1, donate_argnums=0)(copy)
         np.testing.assert_array_equal(given, np.arange(3.0))
+
+
+@pytest.mark.parametrize("place", [jaxcomm.replicate, lambda x: jaxcomm.shard(x, "data")])
+def test_what_lay_on_one_device_stays_when_its_replica_is_donated(mesh8: Any, place: Any) -> None:
+    given = jnp.arange(3.0)  # before the mesh is set, on its first device
+    key = jax.random.key(1)
+    with jax.set_mesh(mesh8):
+        for x in (given, given, *([key] if place is jaxcomm.replicate else [])):
+            jax.jit(lambda x: x, donate_argnums=0)(place(x))
+        np.testing.assert_array_equal(given, np.arange(3.0))
+        assert jax.random.bits(key).shape == ()
+
+
+def test_random_keys_are_rows_of_a_batch(mesh8: Any) -> None:
+    keys = jax.random.split(jax.random.key(0), 16)
+    with jax.set_mesh(mesh8):
+        batch = jaxcomm.global_batch({"x": np.zeros((16, 2)), "key": keys}, "data")
+    assert batch["key"].sharding.spec == PartitionSpec("data")
+    np.testing.assert_array_equal(*map(jax.random.key_data, (batch["key"], keys)))
+
+
+def test_what_is_no_array_is_named(mesh8: Any) -> None:
+    with jax.set_mesh(mesh8), pytest.raises(TypeError, match="leaf act is .*eqx.partition"):
+        jaxcomm.replicate({"act": jnp.tanh, "w": jnp.ones(2)})
+    with jax.set_mesh(mesh8), pytest.raises(TypeError, match="parameter act is .*nnx.split"):
+        jaxcomm.value_and_grad(lambda p, x: 0.0, "data")({"act": jnp.tanh}, jnp.ones(8))
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="a number and has no rows"):
+        jaxcomm.global_batch([1, 2, 3, 4], "data")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from jaxcomm._names import from_table
 from jaxcomm.codecs import _checking
-from jaxcomm.codecs._codec import Codec as Codec
+from jaxcomm.codecs._codec import Codec
 from jaxcomm.codecs.bfloat16 import bfloat16
 from jaxcomm.codecs.cnat import cnat
 from jaxcomm.codecs.float16 import float16
@@ -20,6 +20,25 @@ from jaxcomm.codecs.qsgd import qsgd
 from jaxcomm.codecs.random_k import random_k
 from jaxcomm.codecs.scaled_sign import scaled_sign
 from jaxcomm.codecs.terngrad import terngrad
+
+__all__ = [
+    "BY_NAME",
+    "Codec",
+    "bfloat16",
+    "cnat",
+    "float16",
+    "float32",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "from_name",
+    "int2",
+    "int4",
+    "int8",
+    "qsgd",
+    "random_k",
+    "scaled_sign",
+    "terngrad",
+]
 
 BY_NAME: dict[str, Callable[..., Codec]] = {
     "float32": float32,

@@ -64,7 +64,7 @@ def one_bit_mean(
 
     arrived = all_to_all(message, axis_name)
     count = counts[jax.lax.axis_index(axis_name)]
-    padding = jnp.arange(width) >= count
+    padding = jnp.arange(width, dtype=jnp.int32) >= count
     average = jnp.sum(sign.decode(arrived, width), axis=0) / world
     with jax.named_scope("encode"):
         answer, server_error = sign.encode_with_feedback(

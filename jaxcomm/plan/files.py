@@ -128,7 +128,7 @@ def pyyaml() -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise ImportError('files of clusters need PyYAML: pip install "jaxcomm[plan]".') from error
+        raise ImportError("files need PyYAML: pip install pyyaml") from error
     return yaml
 
 

@@ -82,7 +82,11 @@ def probe(
     """
     mesh = mesh_.data_mesh() if mesh is None else mesh
     if len(mesh.axis_names) != 1 or mesh.size == 1:
-        raise ValueError(f"probe needs a mesh of one axis and several devices, got {mesh.shape}.")
+        raise ValueError(
+            f"probe needs a mesh of one axis and several devices, got {dict(mesh.shape)}; run it "
+            "in every process of the job, or on simulated devices (python -m jaxcomm.probe "
+            "--simulate=4)."
+        )
     if cluster is not None and cluster.devices != mesh.size:
         raise ValueError(f"the cluster has {cluster.devices} devices, the mesh {mesh.size}.")
     unknown = set(families or ()) - set(TIMED)

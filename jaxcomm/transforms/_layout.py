@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -112,8 +113,9 @@ def layout_of(
         dtype = jnp.result_type(leaf)
         if dtype not in FLOATS:
             raise TypeError(
-                f"parameter {name} is {dtype}; gradients are exchanged for float32, bfloat16 and "
-                "float16. Keep other leaves out of the tree that is differentiated, or cast them."
+                f"parameter {name or 'tree'} is {dtype}; gradients are exchanged for float32, "
+                "bfloat16 and float16. Keep other leaves out of the tree that is differentiated, "
+                "or cast them."
             )
         spec = (spec_of or _spec_of)(leaf, name, axis_name)
         shape, stacked = tuple(jnp.shape(leaf)), fits(name, STACKED.get(()))
@@ -130,7 +132,10 @@ def layout_of(
 def is_exempt(path: str, shape: tuple[int, ...], stacked: bool, exempt: Exempt) -> bool:
     """Whether a leaf travels in float32; see `layout_of`."""
     if callable(exempt):
-        return bool(exempt(path, shape))
+        decided = exempt(path, shape)
+        if not isinstance(decided, bool | np.bool_):
+            raise TypeError(f"exempt must return True or False, got {decided!r} for {path}.")
+        return bool(decided)
     is_vector = path.rpartition("/")[2] in VECTORS or fits(path, NORMS)
     return len(shape) - stacked <= 1 or is_vector or fits(path, exempt)
 
@@ -140,12 +145,17 @@ def fits(path: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
+def require_strings(given: Any, name: str, what: str) -> None:
+    """Raises a TypeError for what is no list of strings: a string, None, a number."""
+    if isinstance(given, str):
+        raise TypeError(f"{name} must be a list of {what}, got {given!r}; write [{given!r}].")
+    if not isinstance(given, Sequence) or not all(isinstance(x, str) for x in given):
+        raise TypeError(f"{name} must be a list of {what}, got {given!r}.")
+
+
 def check_patterns(patterns: Sequence[str], paths: Sequence[str], what: str = "exempt") -> None:
     """Raises for a string in place of a list, and for a pattern that matches no path."""
-    if isinstance(patterns, str):
-        raise TypeError(
-            f"{what} must be a list of patterns, got {patterns!r}; write [{patterns!r}]."
-        )
+    require_strings(patterns, what, "patterns")
     for pattern in patterns:
         if not fnmatch.filter(paths, pattern):
             raise ValueError(
@@ -156,8 +166,7 @@ def check_patterns(patterns: Sequence[str], paths: Sequence[str], what: str = "e
 
 def _check_order(order: Sequence[str], paths: Sequence[str], is_part: bool) -> None:
     """Raises for a name that is no path; a part of `optax.partition` may be given those of all."""
-    if isinstance(order, str):
-        raise TypeError(f"bucket_order must be a list of paths, got {order!r}; write [{order!r}].")
+    require_strings(order, "bucket_order", "paths")
     wrong = [] if is_part else [name for name in order if name not in paths]
     if wrong:
         raise ValueError(

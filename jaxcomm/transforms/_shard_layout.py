@@ -95,8 +95,13 @@ def _check(leaf: Leaf, layout: Layout, scheme: Scheme) -> None:
             f"average its gradient in float32: {stack if len(leaf.shape) == 2 else ''}"
             f"exempt=[{leaf.path!r}] in the exchange."
         )
-    named = [names for names in axes_in(leaf.spec, len(leaf.shape)) if names]
-    if named != [own]:
+    mesh = _axes.current_mesh()
+
+    def several(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in names if mesh.shape[name] > 1)
+
+    named = [several(names) for names in axes_in(leaf.spec, len(leaf.shape)) if names]
+    if layout.world > 1 and named != [several(own)]:
         raise ValueError(
             f"parameter {leaf.path} is split by {leaf.spec}, and sharded needs one dimension over "
             f"{layout.axis_name!r}; jaxcomm.shard(params, {layout.axis_name!r}) places it so."

@@ -7,6 +7,7 @@ from types import FrameType
 from typing import Any
 
 import jax
+import optax
 
 Init = Callable[[Any], Any]
 
@@ -47,6 +48,21 @@ _NAMED_CHAIN_INIT = "named_chain.<locals>.init_fn"
 # Fields of the states of optax and optax.contrib.
 _MOMENTA = {"mu", "trace", "exp_avg", "e_x"}
 _VARIANCES = {"nu", "sum_of_squares", "e_g", "v_row", "exp_avg_sq"}
+
+
+def with_extra_args(tx: Any, who: str, argument: str) -> optax.GradientTransformationExtraArgs:
+    """A transformation that takes further arguments, as optax makes it.
+
+    Raises:
+      TypeError: for what is no transformation, such as a factory that was not called.
+    """
+    if not isinstance(tx, optax.GradientTransformation):
+        call = "; call it" if callable(tx) else ""
+        raise TypeError(
+            f"{who} needs an optax transformation as {argument}, got {tx!r}{call}, as in "
+            "optax.trace(0.9)."
+        )
+    return optax.with_extra_args_support(tx)
 
 
 def refuse_wrappers() -> None:

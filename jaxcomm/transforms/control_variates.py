@@ -17,7 +17,7 @@ from jaxcomm.transforms._layout import (
     filled_leaves,
     layout_of,
 )
-from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms._wrappers import refuse_wrappers, with_extra_args
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own, zeros_per_device
 
 
@@ -90,7 +90,7 @@ def control_variates(
     """
     if not is_integer(every) or every < 1:
         raise ValueError(f"control_variates needs a positive number of steps, got {every!r}.")
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args(inner, "control_variates", "inner")
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from jaxcomm import _axes, _paths, codecs, collectives
 from jaxcomm._axes import AxisName
@@ -72,7 +72,8 @@ def gather(params: Any, *, within: AxisName | None = None) -> Any:
 
     Raises:
       ValueError: for a slice of a stack whose layers are what is split, for parameters that were
-        cast before, and where `within` is Explicit or runs device by device.
+        cast before, and where `within` is Explicit or runs device by device, or the mesh has a
+        further automatic axis of several devices, over which tensors may be split.
 
     Wire: forward, for each bucket of n values, N-1 messages of ceil(n/N) values in the format
     `gather=` of `jaxcomm.sharded`, each time that it runs; backward, once, N-1 such messages in
@@ -119,10 +120,17 @@ def _whole_within(params: Any, axis_name: AxisName) -> Any:
             "along Explicit axes; make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * "
             f"{len(names)}."
         )
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_sharded)
-    if split := [leaf.place.path for _, leaf in pairs if is_sharded(leaf)]:
+    further = _further_axes(axis_name)
+    if further:
         raise ValueError(
-            f"parameter {split[0]} is split over {pairs[0][1].place.axis_name!r} and comes from "
+            f"gather(within={axis_name!r}) makes parameters whole over all automatic axes, and "
+            f"{further[0]!r} may split them too. Say for each parameter how it is to lie: "
+            "jax.lax.with_sharding_constraint(x, its spec without the axis)."
+        )
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_sharded)
+    if split := [leaf.place for _, leaf in pairs if is_sharded(leaf)]:
+        raise ValueError(
+            f"parameter {split[0].path} is split over {split[0].axis_name!r} and comes from "
             "jaxcomm.sharded_params; gather it without `within`."
         )
     world = _axes.axis_size(axis_name)
@@ -132,6 +140,14 @@ def _whole_within(params: Any, axis_name: AxisName) -> Any:
         dim = None if is_exempt(name, x.shape, False, ()) else split_dim_of(x.shape, world)
         found.append(x if dim is None else _in_group(PartitionSpec(*[None] * dim, axis_name), x))
     return treedef.unflatten(found)
+
+
+def _further_axes(axis_name: AxisName) -> list[str]:
+    """The automatic axes of several devices beside these."""
+    mesh, own = jax.sharding.get_abstract_mesh(), _axes.names_of(axis_name)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    automatic = [name for name, kind in kinds if kind == AxisType.Auto]
+    return [name for name in automatic if name not in own and mesh.shape[name] > 1]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -38,7 +38,7 @@ from jaxcomm.transforms._stacks import (
     specs_of,
     stacked,
 )
-from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms._wrappers import refuse_wrappers, with_extra_args
 
 
 @jax.tree_util.register_static
@@ -106,8 +106,9 @@ def in_backward(exchange: optax.GradientTransformation, layers: Sequence[str]) -
 
     The new state of a layer leaves the backward pass as the gradient of the old one. So error
     feedback, momentum and thresholds work in `jax.lax.scan`, `nnx.scan`, `jax.checkpoint` and
-    Python loops. `jaxcomm.accumulate` exchanges in the last microbatch only. A layer whose gradient
-    is zero takes part like all others. If no gradient reaches a layer at all, because the loss
+    Python loops. `jaxcomm.accumulate` exchanges in the last microbatch only; if that one leaves out
+    a layer which others used, the update is NaN. A layer whose gradient is zero takes part like all
+    others. If no gradient reaches a layer at all, because the loss
     does not use it, it is not exchanged: its update is zero, and its state stays as it was.
 
     If any gradient on any device is not finite, every update on every device is NaN and the whole
@@ -132,7 +133,7 @@ def in_backward(exchange: optax.GradientTransformation, layers: Sequence[str]) -
         `jaxcomm.exchanged` and `update` if a parameter is exchanged twice, in part, or not at all.
 
     Wire: that of `exchange` for one layer, once for each layer, and that of `exchange` for all
-    other parameters.
+    other parameters; of several microbatches, an int32 for each layer.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -161,7 +162,7 @@ def in_backward(exchange: optax.GradientTransformation, layers: Sequence[str]) -
         raise TypeError(
             f'layers must be a list of paths of stacked layers, such as ["blocks"], got {layers!r}.'
         )
-    made = _InBackward(optax.with_extra_args_support(exchange), tuple(layers))
+    made = _InBackward(with_extra_args(exchange, "in_backward", "exchange"), tuple(layers))
     result = InBackward(made.init, made.update)
     result._made = made
     return result
@@ -173,6 +174,7 @@ class _InBackward:
 
     exchange: optax.GradientTransformationExtraArgs
     layers: tuple[str, ...]
+    known: dict[Any, Stack] = dataclasses.field(default_factory=dict, compare=False)
 
     def init(self, params: Any) -> Any:
         refuse_wrappers()
@@ -252,6 +254,16 @@ class _InBackward:
     ) -> tuple[Stack, tuple[jax.Array, ...]]:
         """A stack, and what its first leaf carries: the number of the layer, and its state."""
         like = jax.tree.map(of_one_layer, state, is_leaf=is_own)
+        axis_name = axis_of(state, "in_backward")
+        carried = (jnp.arange(size, dtype=jnp.float32), *to_floats(state))
+        kinds = tuple((x.ndim - 1, x.dtype) for x in carried)
+        specs = (PartitionSpec(), *specs_of(state, axis_name))
+        paths, layer = tuple(shapes), tuple(shapes.values())
+        # A stack is static: another one in the next step would be compiled anew.
+        leaves, structure = jax.tree.flatten(like)
+        what = (part, paths, layer, kinds, structure, tuple((x.shape, x.dtype) for x in leaves))
+        if what in self.known:
+            return self.known[what], carried
 
         def on_layer(grads: Arrays, carried: Arrays, params: Arrays) -> tuple[Arrays, Arrays]:
             number, *floats = carried
@@ -266,12 +278,8 @@ class _InBackward:
             count = jnp.where(none_of([is_nan(x) for x in updates]), 1.0, jnp.nan)
             return updates, [count, *to_floats(new)]
 
-        axis_name = axis_of(state, "in_backward")
-        carried = (jnp.arange(size, dtype=jnp.float32), *to_floats(state))
-        kinds = tuple((x.ndim - 1, x.dtype) for x in carried)
-        specs = (PartitionSpec(), *specs_of(state, axis_name))
-        paths, layer = tuple(shapes), tuple(shapes.values())
-        return Stack(axis_name, paths, layer, kinds, specs, on_layer), carried
+        self.known[what] = Stack(axis_name, paths, layer, kinds, specs, on_layer)
+        return self.known[what], carried
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any

@@ -15,6 +15,7 @@ from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._state_of_each import Structure, on_each_device
+from jaxcomm.transforms._wrappers import with_extra_args
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
 
 
@@ -74,7 +75,7 @@ def local(
              [0.5, 0. ]], dtype=float32)
     """
     _axes.names_of(axis_name)
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args(inner, "local", "inner")
 
     def init_fn(params: Any) -> Any:
         layout = layout_of(params, axis_name)

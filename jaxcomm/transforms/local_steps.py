@@ -34,7 +34,7 @@ from jaxcomm.transforms import _roles
 from jaxcomm.transforms._fragments import dealt
 from jaxcomm.transforms._layout import Layout, axis_of, check_gradients, filled_leaves, layout_of
 from jaxcomm.transforms._state_of_each import on_each_device
-from jaxcomm.transforms._wrappers import refuse_all_behind, refuse_wrappers
+from jaxcomm.transforms._wrappers import refuse_all_behind, refuse_wrappers, with_extra_args
 from jaxcomm.transforms.local_params import LocalStepsState, own_tree
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
 
@@ -153,7 +153,10 @@ def local_steps(
     leaves of about equal sizes, not of whole layers. Any exchange takes the place of the mean.
     """
     _check_counts(every, fragments, delay)
-    inner, outer, exchange = map(optax.with_extra_args_support, (inner, outer, exchange))
+    inner, outer, exchange = (
+        with_extra_args(tx, "local_steps", name)
+        for tx, name in ((inner, "inner"), (outer, "outer"), (exchange, "exchange"))
+    )
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()

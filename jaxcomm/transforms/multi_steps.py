@@ -17,7 +17,7 @@ from jaxcomm.transforms._layout import (
     filled_leaves,
     layout_of,
 )
-from jaxcomm.transforms._wrappers import moments_behind, refuse_wrappers
+from jaxcomm.transforms._wrappers import moments_behind, refuse_wrappers, with_extra_args
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own, zeros_per_device
 
 
@@ -67,7 +67,7 @@ def multi_steps(
     """
     if not is_integer(every) or every < 1:
         raise ValueError(f"multi_steps needs a positive number of steps, got {every!r}.")
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args(inner, "multi_steps", "inner")
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()

@@ -25,11 +25,13 @@ class PerDevice:
       values: the arrays; none of them is empty, because XLA does not keep those sharded.
       specs: how they are sharded, the leading axis included.
       are_shares: whether each device has a part of a vector, as owners of blocks have.
+      shards: of vectors of buckets, over how many further devices the leaves of each are split.
     """
 
     values: list[jax.Array]
     specs: tuple[PartitionSpec, ...] = dataclasses.field(metadata={"static": True})
     are_shares: bool = dataclasses.field(default=False, metadata={"static": True})
+    shards: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
 
 
 NOTHING = PerDevice([], ())
@@ -137,7 +139,9 @@ def zeros_per_group(
         like = frozenset().union(*(_axes.varying_axes(leaves[i]) for i in group))
         zeros.append(_axes.as_varying(jnp.zeros(length, jnp.float32), like))
     made = dataclasses.replace(layout, leaves=tuple(flat))
-    return zeros_per_device(made, zeros, range(len(flat)))
+    own = zeros_per_device(made, zeros, range(len(flat)))
+    shards = tuple(_shards(layout.leaves[group[0]]) for group in groups)
+    return dataclasses.replace(own, shards=shards)
 
 
 def _shards(leaf: Leaf) -> int:

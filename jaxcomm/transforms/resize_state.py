@@ -1,6 +1,8 @@
 """A state that was saved with another number of devices."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,7 +26,8 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
 
     Args:
       tx: the transformation of the new run, made as that of the old one.
-      state: the state of the old run, as numpy arrays, or as arrays that this process holds all of.
+      state: the state of the old run, as numpy arrays, or as arrays that this process holds all
+        of; also as the lists and dictionaries that orbax restores without a target.
       params: the parameters, placed on the mesh that is set; its further axes, such as groups
         that split parameters, are as long as those of the old run.
 
@@ -32,7 +35,8 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
       A state as `tx.init(params)` returns, with the numbers of the old one.
 
     Raises:
-      ValueError: if the state is that of another transformation.
+      ValueError: if the state is that of another transformation, or of parameters that further
+        axes split over another number of devices.
 
     Wire: nothing.
 
@@ -47,17 +51,46 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
       (2, 2, 2)
     """
     new, treedef = jax.tree_util.tree_flatten_with_path(tx.init(params), is_leaf=_is_own)
-    old = dict(jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_own))
-    if [path for path, _ in new] != list(old):
+    nodes = jax.tree.leaves(state, is_leaf=_is_own)
+    _check_shards([x for _, x in new if _is_own(x)], list(filter(_is_own, nodes)))
+    old = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
+    pairs = [(x, _taken(old, _name(path), _is_own(x))) for path, x in new]
+    if old or any(x is None for _, x in pairs):
         raise ValueError(
             "the state is not one of this transformation: they hold different arrays. Make tx as "
             "that of the run that saved the state."
         )
-    return treedef.unflatten([_resized(x, old[path]) for path, x in new])
+    return treedef.unflatten([_resized(*pair) for pair in pairs])
 
 
 def _is_own(x: Any) -> bool:
     return isinstance(x, PerDevice)
+
+
+def _name(path: Any) -> str:
+    """A path alike in tuples and their fields, and in the lists and dictionaries of a file."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _taken(old: dict[str, Any], name: str, is_own: bool) -> Any:
+    """What an old state has in a place, taken out of it: an array, or those of each device."""
+    if not is_own:
+        return old.pop(name, None)
+    found = []
+    while (path := f"{name}/values/{len(found)}".removeprefix("/")) in old:
+        found.append(old.pop(path))
+    return found
+
+
+def _check_shards(new: list[PerDevice], old: list[PerDevice]) -> None:
+    """Raises if vectors of buckets are of leaves that further axes split otherwise."""
+    for here, there in zip(new, old, strict=False):  # a state from a file has none
+        if here.shards != there.shards:
+            raise ValueError(
+                f"further axes split the parameters over {there.shards} devices in the old "
+                f"run, and over {here.shards} here; only the axis of the exchange may have another "
+                "length."
+            )
 
 
 def _resized(new: Any, old: Any) -> Any:
@@ -67,20 +100,36 @@ def _resized(new: Any, old: Any) -> Any:
             kind = [(x.shape, x.dtype, x.sharding) for x in (old, new)]
             if kind[0] == kind[1]:
                 return old  # split over processes, of which none has all of it
-        old = np.asarray(old)
-        if old.shape != jnp.shape(new):
-            raise _other(old.shape, jnp.shape(new))
-        return _placed(old, new)
-    if len(old.values) != len(new.values):
+        return _on_numbers(_same, new, old)
+    if len(old) != len(new.values):
         raise ValueError(
-            f"the state is not one of this transformation: it keeps {len(old.values)} arrays for "
+            f"the state is not one of this transformation: it keeps {len(old)} arrays for "
             f"each device where this one has {len(new.values)}, as with other error_feedback or "
             "exempt. Make tx as that of the run that saved the state."
         )
     resize = _dealt if new.are_shares else _spread
-    triples = zip(new.values, old.values, new.specs, strict=True)
-    values = [resize(x, np.asarray(o), spec) for x, o, spec in triples]
+    triples = zip(new.values, old, new.specs, strict=True)
+    values = [_on_numbers(partial(resize, spec=spec), x, o) for x, o, spec in triples]
     return dataclasses.replace(new, values=values)
+
+
+def _on_numbers(f: Callable[[Any, np.ndarray], jax.Array], new: Any, old: Any) -> Any:
+    """`f` of a new array and an old one; for random keys, of the numbers that they are made of."""
+    old = np.asarray(jax.random.key_data(old) if _are_keys(old) else old)
+    if not _are_keys(new):
+        return f(new, old)
+    return jax.random.wrap_key_data(f(jax.random.key_data(new), old), impl=jax.random.key_impl(new))
+
+
+def _are_keys(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _same(new: Any, old: np.ndarray) -> jax.Array:
+    """The old numbers, of which all devices have the same."""
+    if old.shape != jnp.shape(new):
+        raise _other(old.shape, jnp.shape(new))
+    return _placed(old, new)
 
 
 def _other(old: tuple[int, ...], new: tuple[int, ...], each: str = "") -> ValueError:
@@ -127,7 +176,7 @@ def _dealt(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
 
 
 def _placed(values: np.ndarray, like: jax.Array) -> jax.Array:
-    values = values.astype(like.dtype, copy=False)
+    values = values.astype(like.dtype)  # a copy: XLA on CPU would use the array that was passed
     if not isinstance(like.sharding, NamedSharding):
         return jnp.asarray(values)
     make = jax.make_array_from_callback

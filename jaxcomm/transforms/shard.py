@@ -46,6 +46,9 @@ def shard(
       (P(None, 'data'), P())
     """
     world, mesh = _axes.axis_size(axis_name), jax.sharding.get_mesh()
+    # Without axes of one device, as a step spells what it returns.
+    over = tuple(name for name in _axes.names_of(axis_name) if mesh.shape[name] > 1)
+    over = over[0] if len(over) == 1 else over
     explicit = _axes.explicit_axes().issuperset(_axes.names_of(axis_name))
     pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
     names = [_paths.path_name(path) for path, _ in pairs]
@@ -56,8 +59,8 @@ def shard(
     def placed(name: str, leaf: Any) -> Any:
         shape, stacked = jnp.shape(leaf), fits(name, layers)
         spec = PartitionSpec()
-        if 0 not in shape and not is_exempt(name, shape, stacked, exempt):
-            spec = _split(name, shape, axis_name, world, int(stacked))
+        if over and 0 not in shape and not is_exempt(name, shape, stacked, exempt):
+            spec = _split(name, shape, over, world, int(stacked))
         spec = _axes.as_typed(spec, axis_name, len(shape))
         if isinstance(leaf, Tracer):
             move = jax.reshard if explicit else jax.lax.with_sharding_constraint

@@ -1,5 +1,6 @@
 """Split parameters with the state of their exchange, for the loss."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -113,9 +114,12 @@ def _leaves_of(state: ShardedState) -> list[ShardedParam]:
 
 
 def _tick(step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The step, the layer and the microbatch, for each index along the leading axis of a matrix."""
-    rows = shape[:1] if len(shape) > 1 else ()
+    """The step, the layer and the microbatch, for each index along all axes that a scan may slice.
+
+    These are the axes before the last two, for a scan inside of a scan, and the first in any case.
+    """
+    rows = shape[: max(1, len(shape) - 2)] if len(shape) > 1 else ()
     steps, layers = np.zeros((*rows, 3), np.float32), np.zeros((*rows, 3), np.float32)
     steps[..., 0] = 1
-    layers[..., 1] = np.arange(*rows) if rows else 0
+    layers[..., 1] = np.arange(math.prod(rows)).reshape(rows)
     return step * steps + layers

@@ -8,7 +8,8 @@ import jax
 import optax
 
 from jaxcomm import _paths
-from jaxcomm.transforms._layout import STACKED
+from jaxcomm.transforms._layout import STACKED, require_strings
+from jaxcomm.transforms._wrappers import with_extra_args
 
 
 def with_layer_axis(
@@ -41,9 +42,8 @@ def with_layer_axis(
       >>> [leaf.path for leaf in state.layout.leaves if leaf.exempt]
       ['blocks/b']
     """
-    if isinstance(layers, str):
-        raise TypeError(f"layers must be a list of patterns, got {layers!r}; write [{layers!r}].")
-    tx = optax.with_extra_args_support(tx)
+    require_strings(layers, "layers", "patterns")
+    tx = with_extra_args(tx, "with_layer_axis", "tx")
 
     def init_fn(params: Any) -> Any:
         leaves = jax.tree_util.tree_leaves_with_path(params)

@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm import _paths
 from jaxcomm.transforms._layout import GIVEN_SPECS
+from jaxcomm.transforms._wrappers import with_extra_args
 
 
 def with_param_specs(
@@ -47,7 +48,7 @@ def with_param_specs(
       >>> state[0].residual.values[0].sharding.spec
       P('data', 'fsdp')
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = with_extra_args(tx, "with_param_specs", "tx")
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)
     given = {_paths.path_name(path): _spec_of(path, leaf) for path, leaf in leaves}
 

@@ -128,6 +128,16 @@ def test_finite_squares_whose_sum_is_not_leave_the_state() -> None:
     jax.tree.map(np.testing.assert_array_equal, kept.squares, start.squares)
 
 
+def test_a_column_whose_squares_add_up_to_infinity_leaves_the_state() -> None:
+    """Rows are means of other values, and stay finite."""
+    large = gradients(4)
+    large["head"][1, :, 2] = 1.2e19  # whose square is finite
+    tx = jaxcomm.factored_adam(jaxcomm.mean("data"), 0.1, **OPTIONS)
+    (_, before), (updates, after) = run(GLOBAL, tx, [gradients(4), large])
+    assert nan_everywhere(updates)
+    jax.tree.map(np.testing.assert_array_equal, after.squares, before.squares)
+
+
 @pytest.mark.standard_promotion  # of optax
 def test_decay_and_mask_are_those_of_adamw() -> None:
     mask = {name: name in ("head", "bias") for name in SHAPES}

@@ -171,3 +171,37 @@ def test_explicit_axes_are_refused() -> None:
     mesh = jax.make_mesh((2, 2), ("data", "fsdp"), kinds, devices=jax.devices()[:4])
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="Explicit axes; make the mesh with"):
         jaxcomm.gather({"w": jnp.ones((4, 4))}, within="fsdp")
+
+
+def test_a_further_axis_over_which_tensors_may_be_split_is_refused() -> None:
+    """They would become whole over it too."""
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", "fsdp", "tensor"))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="'tensor' may split them too"):
+        jax.eval_shape(
+            jaxcomm.value_and_grad(loss_fn, "data"),
+            split(weights()),
+            jaxcomm.global_batch(batches(1)[0], BOTH),
+        )
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_microbatches_lie_on_all_devices_of_a_group(kind: AxisType) -> None:
+    """Rows of a microbatch on a few of them would move every activation."""
+    mesh = jax.sharding.Mesh(
+        np.reshape(jax.devices()[:4], (2, 2)), BOTH, axis_types=(AxisType.Auto, kind)
+    )
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    with jax.set_mesh(mesh):
+        rows = jaxcomm.global_batch(np.ones((64, WIDTH), np.float32), BOTH)
+        w = jaxcomm.replicate(np.ones((WIDTH, WIDTH), np.float32))
+        gradient = jax.jit(jaxcomm.accumulate(jaxcomm.value_and_grad(loss, "data"), 4))
+        program = gradient.lower(w, rows).compile()
+    sent = jaxcomm.wire_report(program).by_axes(mesh)
+    inside = sent["fsdp",].collectives
+    # The sums of a gradient and of a loss in each microbatch; along an Explicit axis, where this
+    # was refused, a copy of the rows of a device beside them.
+    assert [c.times for c in inside if c.op == "all-reduce"] == [1, 3]
+    assert all(c.op == "all-reduce" for c in inside) or kind == AxisType.Explicit

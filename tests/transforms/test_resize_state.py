@@ -124,3 +124,73 @@ def test_a_state_of_other_parameters_is_refused() -> None:
         saved = jax.tree.map(np.asarray, tx.init(jaxcomm.replicate(jnp.zeros((2, 2)))))
         with pytest.raises(ValueError, match=r"it holds \(2, 2\) where this one has \(4, 4\)"):
             jaxcomm.resize_state(tx, saved, jaxcomm.replicate(jnp.zeros((4, 4))))
+
+
+def test_another_split_by_a_further_axis_is_refused() -> None:
+    """Buckets would be taken for others of the same length."""
+    tx, split = METHODS["one_bit_adam"], jax.sharding.PartitionSpec("fsdp")
+    saved: Any = None
+    for shape in ((2, 4), (4, 2)):
+        mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:8], shape), ("data", "fsdp"))
+        with jax.set_mesh(mesh):
+            params = {"w": jax.device_put(jnp.zeros((8, 8)), jax.NamedSharding(mesh, split))}
+            own = jaxcomm.with_param_specs(tx, {"w": split})
+            if saved is None:
+                saved = jax.tree.map(np.asarray, own.init(params))
+                continue
+            with pytest.raises(ValueError, match=r"over \(4,\) devices .* over \(2,\) here"):
+                jaxcomm.resize_state(own, saved, params)
+
+
+def in_lists_and_dictionaries(state: Any) -> Any:
+    """A state as orbax restores it without a target."""
+    found: Any = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        *parts, last = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        node = found
+        for part in parts:
+            node = node.setdefault(part, {})
+        node[last] = np.asarray(x)
+    return found
+
+
+def test_a_state_from_a_file_without_a_target() -> None:
+    tx = optax.chain(METHODS["mean"], optax.trace(0.9))
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+        params = jaxcomm.replicate({key: jnp.zeros(shape) for key, shape in SIZES.items()})
+        saved = jax.tree.map(lambda x: x + jnp.ones_like(x), tx.init(params))
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        params = jaxcomm.replicate(jax.tree.map(np.asarray, params))
+        expected = jaxcomm.resize_state(tx, jax.tree.map(np.asarray, saved), params)
+        found = jaxcomm.resize_state(tx, in_lists_and_dictionaries(saved), params)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert found[0].residual.values[0].shape == (2, 30, 7)
+
+
+@pytest.mark.parametrize("around", [lambda tx: tx, lambda tx: jaxcomm.local("data", tx)])
+def test_random_keys_of_optimizers_stay(around: Any) -> None:
+    noise = optax.add_noise(0.1, 0.1, jax.random.key(3))
+    tx = optax.chain(around(noise), METHODS["mean"])
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+        state = tx.init(jaxcomm.replicate(jnp.zeros((4, 4))))
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        params = jaxcomm.replicate(jnp.zeros((4, 4)))
+        found = jaxcomm.resize_state(tx, state, params)
+        expected = tx.init(params)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        keys = jnp.issubdtype(b.dtype, jax.dtypes.prng_key)
+        raw = jax.random.key_data if keys else np.asarray
+        np.testing.assert_array_equal(raw(a), raw(b))
+
+
+def test_what_was_saved_is_not_the_buffer_of_the_state() -> None:
+    tx = optax.trace(0.9)
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1])):
+        params = jaxcomm.replicate(jnp.zeros(64))
+        room = np.zeros(64 + 16, np.float32)  # an array that XLA could use as it is
+        start = -room.ctypes.data % 64 // 4
+        saved = room[start : start + 64]
+        found = jaxcomm.resize_state(tx, tx.init(params)._replace(trace=saved), params)
+        saved[:] = 7
+    assert not np.any(found.trace)

@@ -7,13 +7,26 @@ add its row here.
 from collections.abc import Callable
 
 from jaxcomm._names import from_table
-from jaxcomm.collectives.algorithms._algorithm import Algorithm as Algorithm
+from jaxcomm.collectives.algorithms._algorithm import Algorithm
 from jaxcomm.collectives.algorithms.circulant import circulant
 from jaxcomm.collectives.algorithms.direct import direct
 from jaxcomm.collectives.algorithms.halving_doubling import halving_doubling
-from jaxcomm.collectives.algorithms.hierarchical import hierarchical as hierarchical
+from jaxcomm.collectives.algorithms.hierarchical import hierarchical
 from jaxcomm.collectives.algorithms.native import native
 from jaxcomm.collectives.algorithms.ring import ring, two_way_ring
+
+__all__ = [
+    "Algorithm",
+    "BY_NAME",
+    "circulant",
+    "direct",
+    "from_name",
+    "halving_doubling",
+    "hierarchical",
+    "native",
+    "ring",
+    "two_way_ring",
+]
 
 # `hierarchical` has no name: it needs two algorithms.
 BY_NAME: dict[str, Callable[..., Algorithm]] = {

@@ -7,13 +7,24 @@ sparse all-reduce, write its file and add its row here.
 from collections.abc import Callable
 
 from jaxcomm._names import from_table
-from jaxcomm.collectives.sparse._sparse import SparseAllReduce as SparseAllReduce
-from jaxcomm.collectives.sparse._sparse import SparseResult as SparseResult
+from jaxcomm.collectives.sparse._sparse import SparseAllReduce, SparseResult
 from jaxcomm.collectives.sparse.gaussiank import gaussiank
 from jaxcomm.collectives.sparse.gtopk import gtopk
 from jaxcomm.collectives.sparse.oktopk import oktopk
 from jaxcomm.collectives.sparse.topk_allgather import topk_allgather
 from jaxcomm.collectives.sparse.topk_dsa import topk_dsa
+
+__all__ = [
+    "BY_NAME",
+    "SparseAllReduce",
+    "SparseResult",
+    "from_name",
+    "gaussiank",
+    "gtopk",
+    "oktopk",
+    "topk_allgather",
+    "topk_dsa",
+]
 
 BY_NAME: dict[str, Callable[..., SparseAllReduce]] = {
     "oktopk": oktopk,

@@ -32,6 +32,6 @@ def widen_bits(bits: jax.Array) -> jax.Array:
     Returns:
       float32 array of the same shape.
     """
-    # A conversion from bfloat16 and the one to it before would both be dropped by XLA on GPUs, which
-    # may keep more precision than was asked for. An error x - widened(rounded(x)) would be zero.
+    # XLA on GPUs may keep more precision than was asked for: it would drop a conversion from
+    # bfloat16 and the one to it, and an error x - widen_bits(round_to_bits(x)) would be zero.
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
