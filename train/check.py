@@ -58,7 +58,7 @@ NAME = Rule("a name", lambda v: isinstance(v, str) and v != "")
 TEXT = Rule("a text", lambda v: isinstance(v, str))
 YES_OR_NO = Rule("True or False", lambda v: isinstance(v, bool))
 QUALITIES = ("exact", "16bit", "unbiased", "any")
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16")  # float16 would need a scaled loss
 
 # Every config has these fields. The methods of `config.sync` check their own options.
 FIELDS = {

@@ -184,13 +184,14 @@ def costs_of(
     plain_step, begin = without.start(now.params)
     steps, network = (train_step, now, plain_step, begin, run.example, count), config.network
     one_exchange = run.sync.every == 1 and run.sync.fsdp <= 1 and not run.sync.gather
+    period = math.lcm(run.sync.every, run.sync.get("correct_every") or 1)
     if jax.device_count() == 1 or not one_exchange:
-        times = measure.measure_steps(*steps)
+        times = measure.measure_steps(*steps, period=period)
         return measure.costs(times, sent, measure.bandwidth(network))
     wires = sent.wire, jaxcomm.wire_report(plain_step)
     chained: Any = now.opt_state
     messages_step = without.sending(predicting.messages(*wires), begin)
     local_ms = predicting.codes_ms(run.exchange, chained[0], now.params)
-    times = measure.measure_steps(*steps, messages_step)
+    times = measure.measure_steps(*steps, messages_step, period)
     predicted = predicting.predicted(*wires, times.messages_ms, local_ms, gigabits)
     return measure.costs(times, sent, measure.bandwidth(network), predicted)

@@ -74,6 +74,7 @@ def measure_steps(
     batch: Any,
     count: int,
     messages_step: Step | None = None,
+    period: int = 1,
 ) -> Steps:
     """Times two compiled steps, or three, on one batch, in alternating blocks.
 
@@ -85,6 +86,7 @@ def measure_steps(
       batch: a global batch.
       count: steps of each kind; fewer where all would take more than LONGEST seconds, but BLOCKS.
       messages_step: the one without exchange, with its messages; goes on at the same state.
+      period: of what only one in so many steps exchanges: a block has whole periods.
 
     Returns:
       Means over the steps, but for the fastest and the slowest blocks; and the traffic while only
@@ -96,10 +98,13 @@ def measure_steps(
         plain_state, _ = _block(messages_step, plain_state, batch, 1)
     most = LONGEST / (3 if messages_step else 2) / slowest(min(first))
     length = min(LENGTH, max(math.ceil(min(count, most) / BLOCKS), 1))
+    length = period * math.ceil(length / period)
+    # Blocks of a long period are fewer, for their time.
+    least = BLOCKS if length <= LENGTH else min(BLOCKS, math.ceil(min(count, most) / length))
     times: dict[str, list[float]] = {name: [] for name in ("step", "plain", "messages")}
     sent: dict[str, list[int]] = collections.defaultdict(list)
     begin = time.perf_counter()
-    while _goes_on(len(times["step"]), math.ceil(count / length), begin):
+    while _goes_on(len(times["step"]), least, math.ceil(count / length), begin):
         before = _counters_at_rest()
         state, seconds = _block(step, state, batch, length)
         for name, value in _counters_at_rest().items():
@@ -122,9 +127,9 @@ def measure_steps(
     )
 
 
-def _goes_on(blocks: int, count: int, begin: float) -> bool:
-    """Whether there is another block: of `count`, while there is time; BLOCKS in any case."""
-    return blocks < BLOCKS or (blocks < count and slowest(time.perf_counter() - begin) < LONGEST)
+def _goes_on(blocks: int, least: int, count: int, begin: float) -> bool:
+    """Whether there is another block: of `count`, while there is time; `least` in any case."""
+    return blocks < least or (blocks < count and slowest(time.perf_counter() - begin) < LONGEST)
 
 
 def usual(seconds: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from train.errors import RunError
 from train.events import Events
 from train.split import Split
-from train.step import STOP
+from train.step import FINITE, STOP
 from train.watched import FIELD
 
 SENT = "bytes_per_param"  # of a step, as `known` says it
@@ -32,7 +32,7 @@ class Recorder:
       steps: steps after which the run ends.
       frozen_at: the step at which the optimizer's own warm-up ended in an earlier run, as
         `train.watched` reads it; 0 if it did not end.
-      bad_steps: in a row, whose loss is not finite: then `RunError` is raised.
+      bad_steps: in a row, whose loss or gradient is not finite: then `RunError` is raised.
       batch: how much a global batch has, by the name of what is counted.
       known: what the host knows of a step, by its number and the `frozen_at` of the step before.
 
@@ -40,7 +40,7 @@ class Recorder:
       frozen_at: the same as of the last step written.
       stop: whether a device's process was asked to end before the last step written; the same on
         all processes.
-      bad: how many of the last steps in a row had a loss that is not finite.
+      bad: how many of the last steps in a row had a loss or a gradient that is not finite.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class Recorder:
         )
 
     def __enter__(self) -> "Recorder":
+        self._time = time.perf_counter()  # What was compiled before is no part of the first step.
         return self
 
     def __exit__(
@@ -134,6 +135,9 @@ class Recorder:
         values = {name: float(value) for name, value in metrics.items()}
         now = time.perf_counter()
         self.stop = values.pop(STOP, 0.0) > 0
+        finite = values.get(FINITE, 1.0) == 1
+        if finite:
+            values.pop(FINITE, None)  # said of the others only
         values["step_ms"] = 1e3 * (now - self._time)
         self._step_ms.append(values["step_ms"])
         self._input_ms.append(1e3 * self._waited)
@@ -154,12 +158,12 @@ class Recorder:
         self.frozen_at = frozen_at
         if self._primary and ended:
             self._warmup_ended(step)
-        self.bad = 0 if math.isfinite(values["loss"]) else self.bad + 1
+        self.bad = 0 if finite and math.isfinite(values["loss"]) else self.bad + 1
         if self.bad >= self._bad_steps:
             raise RunError(
-                f"the loss was not finite in steps {step - self.bad + 1} to {step}: lower "
-                "config.optimizer.learning_rate, or continue from the last checkpoint, which is "
-                "from before"
+                f"the loss or a gradient was not finite in steps {step - self.bad + 1} to "
+                f"{step}: lower config.optimizer.learning_rate, or continue from the last "
+                "checkpoint, which is from before"
             )
 
     def _of_host(self, step: int) -> dict[str, float]:

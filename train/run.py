@@ -104,9 +104,9 @@ def assemble(config: Any, workdir: Path, goes_on: bool = False) -> Run:
     forward = step.make_forward(graph, *pixels)
     gradient = step.make_gradient(forward, config.label_smoothing, config.microbatches)
     order = jaxcomm.backward_order(gradient, params, example)
-    optimizer = state.make_optimizer(config.optimizer, config.steps, config.guard.bad_steps)
+    optimizer = state.make_optimizer(config.optimizer, config.steps)
     how = planned.resolved(config, workdir, gradient, params, example, optimizer, goes_on)
-    exchange = sync.build(how, order, config.steps)
+    exchange = sync.build(how, order, config.steps, config.seed)
     tx = sync.joined(how, exchange, optimizer)
     return Run(rows, example, asked, params, forward, gradient, order, how, exchange, optimizer, tx)
 

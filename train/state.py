@@ -30,14 +30,14 @@ class TrainState(NamedTuple):
 def sgd(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
     """Nesterov momentum with the weight decay inside the gradient, as ResNets are trained."""
     return optax.chain(
-        optax.add_decayed_weights(config.weight_decay, mask=_matrices),
+        optax.add_decayed_weights(config.weight_decay, mask=decayed),
         optax.sgd(rate, momentum=config.momentum, nesterov=True),
     )
 
 
 def adamw(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
     """Adam with decoupled weight decay, as transformers are trained."""
-    return optax.adamw(rate, b1=config.momentum, weight_decay=config.weight_decay, mask=_matrices)
+    return optax.adamw(rate, b1=config.momentum, weight_decay=config.weight_decay, mask=decayed)
 
 
 def scale(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -49,24 +49,30 @@ def scale(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "scale": scale}
 
 
-def _matrices(params: Any) -> Any:
-    """Decay weights only, neither biases nor scales."""
-    return jax.tree.map(lambda x: x.ndim > 1, params)
+def decayed(params: Any) -> Any:
+    """Decay weights only, neither biases nor scales, which have several axes in a stack of layers.
+
+    Biases of attention have an axis of heads too.
+    """
+
+    def is_weight(path: Any, x: Any) -> bool:
+        return x.ndim > 1 and str(getattr(path[-1], "key", "")) not in ("bias", "scale")
+
+    return jax.tree_util.tree_map_with_path(is_weight, params)
 
 
-def make_optimizer(config: Any, steps: int, bad_steps: int) -> optax.GradientTransformation:
+def make_optimizer(config: Any, steps: int) -> optax.GradientTransformation:
     """The optimizer that a config names, its learning rate warming up and then falling as a cosine.
 
-    It skips updates that are not finite.
+    It skips updates that are not finite, as often as there are any: who counts them ends the run.
 
     Args:
       config: `config.optimizer`: `name`, `learning_rate` (the peak), `warmup_steps` and the
         options of that optimizer.
       steps: length of the run, where the cosine reaches zero.
-      bad_steps: after so many skipped in a row one is taken, so that the loss shows it.
     """
     rule = choose(OPTIMIZERS, config.name, "config.optimizer.name")
-    return optax.apply_if_finite(rule(config, schedule(config, steps)), bad_steps)
+    return optax.apply_if_finite(rule(config, schedule(config, steps)), np.iinfo(np.int32).max)
 
 
 def schedule(config: Any, steps: int) -> optax.Schedule:

@@ -14,6 +14,7 @@ from train.state import TrainState
 from train.sync import AXIS, for_loss, global_batch
 
 Metrics = dict[str, jax.Array]
+FINITE = "finite"  # Of a step: 1 where its gradient was finite on all devices, else 0.
 STOP = "stop"  # In a batch: 1 where the process that read the row was asked to end, else 0.
 Forward = Callable[[Any, jax.Array], jax.Array]
 
@@ -112,9 +113,24 @@ def make_train_step(
         with jax.named_scope("exchange_and_optimizer"):
             updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state), {"loss": loss, **metrics}
+        metrics = {"loss": loss, **metrics, FINITE: _was_finite(grads, updates, opt_state)}
+        return TrainState(state.step + 1, params, opt_state), metrics
 
     return step
+
+
+def _was_finite(grads: Any, updates: Any, opt_state: Any) -> jax.Array:
+    """1 where the gradient was finite, as the optimizer has seen it if it skips others; else 0.
+
+    Local steps are skipped by each device alone, so there the gradients are asked.
+    """
+    named = jax.tree_util.tree_leaves_with_path(opt_state)
+    seen = [x for path, x in named if getattr(path[-1], "name", None) == "last_finite"]
+    if seen and not isinstance(opt_state, jaxcomm.LocalStepsState):
+        return seen[0].astype(jnp.float32)
+    local = isinstance(opt_state, jaxcomm.LocalStepsState)
+    leaves = jax.tree.leaves(jaxcomm.unmark_local(grads) if local else updates)
+    return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all().astype(jnp.float32)
 
 
 def compile_step(step: Callable[..., Any], state: TrainState, batch: Any) -> Any:

@@ -16,6 +16,7 @@ import jaxcomm
 from train.calls import read_call
 from train.errors import UserError, choose
 from train.models.transformer import SPLIT, STACK
+from train.state import decayed
 
 AXIS = "data"
 
@@ -45,7 +46,7 @@ def one_bit_adam(
         options["dense_steps"] = dense_steps
     elif "variance_stability" not in options:
         options["total_steps"] = total_steps
-    return jaxcomm.one_bit_adam(axis_name, 1.0, mask=_matrices, **options)
+    return jaxcomm.one_bit_adam(axis_name, 1.0, mask=decayed, **options)
 
 
 ADAM = ("b1", "b2", "eps", "weight_decay")
@@ -57,7 +58,7 @@ def factored_adam(
     """Factored Adam on a mean whose errors are fed back; the optimizer after it only scales."""
     own = {name: options.pop(name) for name in ADAM if name in options}
     exchange = jaxcomm.mean(axis_name, codec, error_feedback=True, **options)
-    return jaxcomm.factored_adam(exchange, 1.0, mask=_matrices, **own)
+    return jaxcomm.factored_adam(exchange, 1.0, mask=decayed, **own)
 
 
 def low_rank_mean(axis_name: str, *, rank: int = 4, **options: Any) -> optax.GradientTransformation:
@@ -65,9 +66,11 @@ def low_rank_mean(axis_name: str, *, rank: int = 4, **options: Any) -> optax.Gra
     return jaxcomm.low_rank_mean(axis_name, rank, **options)
 
 
-def _matrices(params: Any) -> Any:
-    """Decay weights only, neither biases nor scales."""
-    return jax.tree.map(lambda x: x.ndim > 1, params)
+def sparse_mean(
+    axis_name: str, *, dense_exchanges: int = 0, **options: Any
+) -> optax.GradientTransformation:
+    """A mean of the largest values; dense exchanges have the momentum of the others."""
+    return jaxcomm.sparse_mean(axis_name, dense_steps=dense_exchanges, **options)
 
 
 # Field -> what a call in it may name.
@@ -89,6 +92,7 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "exempt",
             "bucket_mib",
             "bucket_order",
+            "seed",
             "implementation",
         ),
     ),
@@ -104,6 +108,7 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "exempt",
             "bucket_mib",
             "bucket_order",
+            "seed",
             "implementation",
         ),
     ),
@@ -117,6 +122,7 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "exempt",
             "bucket_mib",
             "bucket_order",
+            "seed",
             "implementation",
         ),
     ),
@@ -134,9 +140,10 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
         ),
     ),
     "sparse_mean": (
-        jaxcomm.sparse_mean,
+        sparse_mean,
         (
             "density",
+            "dense_exchanges",
             "algorithm",
             "error_feedback",
             "momentum_correction",
@@ -156,6 +163,7 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "exempt",
             "bucket_mib",
             "bucket_order",
+            "seed",
             "implementation",
         ),
     ),
@@ -163,7 +171,9 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
 }
 
 
-def build(config: Any, bucket_order: Sequence[str], steps: int) -> optax.GradientTransformation:
+def build(
+    config: Any, bucket_order: Sequence[str], steps: int, seed: int = 0
+) -> optax.GradientTransformation:
     """Makes the transformation that `config.sync` names.
 
     Args:
@@ -173,6 +183,7 @@ def build(config: Any, bucket_order: Sequence[str], steps: int) -> optax.Gradien
         float32 first.
       bucket_order: paths of the parameters as `jaxcomm.backward_order` finds them.
       steps: length of the run.
+      seed: of random rounding, of coins, and of first factors.
 
     Returns:
       The first transformation of the optimizer's chain: local gradients in, equal updates out.
@@ -184,14 +195,15 @@ def build(config: Any, bucket_order: Sequence[str], steps: int) -> optax.Gradien
     factory, names = choose(METHODS | auto, config.method, "config.sync.method")
     # Gradients of parameters that are split travel as these are gathered.
     order = None if config.get("gather") else bucket_order
-    options = {**config, "bucket_order": order, "total_steps": steps}
+    options = {**config, "bucket_order": order, "total_steps": steps, "seed": seed}
+    options["dense_exchanges"] = dense_exchanges(config)
     options = {name: value for name, value in options.items() if value not in (None, "None")}
     for field in CALLS.keys() & options.keys():
         options[field] = read_call(options[field], CALLS[field], f"config.sync.{field}")
     _check_exempt(options.get("exempt", ()), bucket_order)
     try:
         tx = factory(AXIS, **{name: options[name] for name in names if name in options})
-        if "dense_steps" not in names:  # else the method has dense steps of its own
+        if not {"dense_steps", "dense_exchanges"}.intersection(names):  # else it has its own
             tx = jaxcomm.dense_first(tx, dense_exchanges(config))
         return _sharded(tx, config)
     except (TypeError, ValueError) as error:

@@ -15,7 +15,7 @@ from ml_collections import config_dict
 def get_config() -> config_dict.ConfigDict:
     """A config without data, model and optimizer, not locked."""
     config = config_dict.ConfigDict()
-    config.seed = 0  # Of parameters, data order, dropout and rounding.
+    config.seed = 0  # Of parameters, data order and random rounding.
     config.steps = 1000  # Of the optimizer.
     config.batch_size = 64  # Of all devices together.
     config.microbatches = 1  # Parts of a device's share that are computed one after another.
@@ -55,7 +55,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync = sync()
 
     config.guard = config_dict.ConfigDict()
-    config.guard.bad_steps = 20  # In a row, whose loss is not finite: then the run ends.
+    config.guard.bad_steps = 20  # In a row, with a loss or gradient not finite: then the run ends.
     config.guard.replicas_every = 100  # Steps between comparisons of the devices' parameters.
 
     config.inspect = config_dict.ConfigDict()

@@ -120,7 +120,8 @@ def _whole_within(params: Any, axis_name: AxisName) -> Any:
             "along Explicit axes; make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * "
             f"{len(names)}."
         )
-    further = _further_axes(axis_name)
+    # Where no axis is manual, as in an evaluation, that of the exchange is automatic too.
+    further = _further_axes(axis_name) if _axes.manual_axes() else []
     if further:
         raise ValueError(
             f"gather(within={axis_name!r}) makes parameters whole over all automatic axes, and "

@@ -38,7 +38,7 @@ def refusal(config: config_dict.ConfigDict, typed: dict[str, Any]) -> str | None
         check.fields(config)
         check.fit(config, 4)
         exchange = sync.build(config.sync, PATHS, config.steps)
-        sync.joined(config.sync, exchange, state.make_optimizer(config.optimizer, config.steps, 20))
+        sync.joined(config.sync, exchange, state.make_optimizer(config.optimizer, config.steps))
     except UserError as error:
         return str(error)
     return None

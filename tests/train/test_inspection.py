@@ -32,7 +32,7 @@ def look_at(options: dict[str, Any], *all_grads: dict[str, np.ndarray]) -> list[
     order, found = tuple(SHAPES), []
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:DEVICES])):
         exchange = sync.build(config, order, 10)
-        optimizer = state.make_optimizer(read_config("digits_resnet").optimizer, 10, 20)
+        optimizer = state.make_optimizer(read_config("digits_resnet").optimizer, 10)
         tx = sync.joined(config, exchange, optimizer)
         now = state.init(zeros, tx)
 

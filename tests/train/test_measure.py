@@ -64,6 +64,21 @@ def test_times_are_means_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps.interface is None and steps.interface_bytes is None
 
 
+@pytest.mark.parametrize(
+    ("every", "step_s", "exchange_s"), [(8, 1.3, 1.3), (64, 0.01, 0.64), (32, 0.02, 0.4)]
+)
+def test_one_exchange_in_many_steps_counts(
+    monkeypatch: pytest.MonkeyPatch, every: int, step_s: float, exchange_s: float
+) -> None:
+    """Blocks without it, or with it alone, would be taken for usual."""
+    clock = Clock()
+    monkeypatch.setattr(measure, "time", clock)
+    step = clock.step(*[step_s] * (every - 1), step_s + exchange_s)
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        steps = measure.measure_steps(step, 0, clock.step(step_s), 0, None, 400, period=every)
+    assert steps.step_ms - steps.compute_ms == pytest.approx(1e3 * exchange_s / every)
+
+
 def test_a_moment_in_which_another_program_ran_is_not_counted() -> None:
     assert measure.usual([1.0] * 4 + [30.0] + [2.0] * 4) == pytest.approx(11 / 7)
     assert measure.usual([3.0]) == 3.0

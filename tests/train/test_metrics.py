@@ -21,6 +21,7 @@ from tensorboardX.proto.event_pb2 import Event
 from train import metrics, workdir
 from train.errors import RunError, UserError, is_disk_full
 from train.split import Split
+from train.step import FINITE
 
 
 def record(workdir: Path, start: int, stop: int, steps: int) -> None:
@@ -205,8 +206,9 @@ def test_what_is_said_at_the_start_is_said_once(tmp_path: Path) -> None:
 
 def test_bad_losses_in_a_row_end_the_run(tmp_path: Path) -> None:
     losses = [1.0, float("nan"), float("inf"), 1.0, float("nan"), float("nan"), float("inf"), 1.0]
+    message = "the loss or a gradient was not finite in steps 5 to 7: lower"
     with metrics.Recorder(tmp_path, 0, 9, bad_steps=3) as recorder:
-        with pytest.raises(RunError, match="the loss was not finite in steps 5 to 7: lower"):
+        with pytest.raises(RunError, match=message):
             for step, loss in enumerate(losses, 1):
                 recorder.train(step, {"loss": jnp.float32(loss)})
     assert [line["loss"] for line in read_lines(tmp_path, "train")] == [
@@ -218,6 +220,16 @@ def test_bad_losses_in_a_row_end_the_run(tmp_path: Path) -> None:
         None,
         None,
     ]
+
+
+def test_bad_gradients_behind_finite_losses_end_the_run_too(tmp_path: Path) -> None:
+    with metrics.Recorder(tmp_path, 0, 9, bad_steps=3) as recorder:
+        with pytest.raises(RunError, match="a gradient was not finite in steps 3 to 5"):
+            for step, finite in enumerate([1.0, 1.0, 0.0, 0.0, 0.0, 1.0], 1):
+                recorder.train(step, {"loss": jnp.float32(1), FINITE: jnp.float32(finite)})
+        assert recorder.bad == 3
+    found = [line.get(FINITE) for line in read_lines(tmp_path, "train")]
+    assert found == [None, None, 0, 0, 0]
 
 
 def test_the_config_is_kept(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from train.models.embedding import looked_up
+
 SEGMENTS = 2
 EPSILON = 1e-12
 
@@ -84,7 +86,7 @@ class BERT(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(vocabulary))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        x = looked_up(self.tokens, tokens) + self.positions(jnp.arange(tokens.shape[1]))
         x = self.norm(x + self.segments(jnp.zeros_like(tokens)))
         for layer in self.layers:
             x = layer(x)

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from train.models.embedding import looked_up
+
 
 class LSTMLayer(nnx.Module):
     """One layer: the inputs of all positions in one product, then a loop over positions."""
@@ -72,7 +74,7 @@ class LSTM(nnx.Module):
         self.head = nnx.Linear(width, vocabulary, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed(tokens)
+        x = looked_up(self.embed, tokens)
         for layer in self.layers:
             x = layer(x)
         return self.head(x)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxcomm
+from train.models.embedding import looked_up
 
 STACK = "stack"  # The field of the model with the layers: each is gathered by itself.
 SPLIT = "fsdp"  # The mesh axis of devices that hold one copy of the parameters together (HSDP).
@@ -88,7 +89,7 @@ class Transformer(nnx.Module):
         self.recompute = recompute
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        x = looked_up(self.tokens, tokens) + self.positions(jnp.arange(tokens.shape[1]))
         graph, blocks = nnx.split(self.stack)
 
         def layer(x: jax.Array, own: nnx.State) -> tuple[jax.Array, None]:
