@@ -28,7 +28,8 @@ def get_config() -> config_dict.ConfigDict:
     config.data.data_dir = ""  # TFDS_DATA_DIR, or ~/tensorflow_datasets.
     config.data.train_split = "train"
     config.data.test_split = "test"
-    # Or "by_label": device i has the classes congruent to i; or "by_position": parts of a text.
+    # Or "by_label": device i has the classes congruent to i, and where N does not divide the number
+    # of classes, not every class weighs as much; or "by_position": parts of a text.
     config.data.shards = "shuffled"
     # Or "crop_flip": shifted by up to 4 pixels, mirrored; "rand_augment": that, and two operations
     # of RandAugment; or a call, such as "rand_augment(layers=2, magnitude=5)".

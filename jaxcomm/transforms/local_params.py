@@ -72,8 +72,8 @@ def local_params(state: Any) -> Any:
     if any(isinstance(x, optax.MaskedNode) for x in jax.tree.leaves(own, is_leaf=_is_masked)):
         raise ValueError(
             "this jaxcomm.local_steps has a part of the parameters only, and a model needs all. "
-            "Freeze the others inside of it: jaxcomm.local_steps(optax.partition({..., 'frozen': "
-            "optax.set_to_zero()}, labels), ...)."
+            "Freeze the others inside of it, in the inner and in the outer optimizer: "
+            "optax.partition({..., 'frozen': optax.set_to_zero()}, labels) each."
         )
     return mark(own, OWN_PARAMETER)
 

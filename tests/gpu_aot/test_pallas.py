@@ -56,7 +56,7 @@ def test_odd_lengths_cost_no_more(name: str) -> None:
     assert "kernels" in compiled_in_a_process("pallas", "h100", name, "17")
 
 
-@pytest.mark.parametrize("name", ["int8 messages", "cnat all messages"])
+@pytest.mark.parametrize("name", ["int8 messages", "cnat all messages", "sign_feedback messages"])
 def test_messages_whose_ends_are_put_in_later_are_not_copied(name: str) -> None:
     report = compiled_in_a_process("pallas", "h100", name, str(8 * (2**17 + 17)))
     assert report["moved"] / report["ideal"] < 1.05, report

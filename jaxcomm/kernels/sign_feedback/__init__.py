@@ -27,7 +27,7 @@ def sign_feedback(
       x: float32 array `(..., n)`; leading axes are independent rows.
       residual: float32 array of the shape of x.
       scale: float32 array `(...)`, one for each row.
-      implementation: "xla", "mosaic" (on NVIDIA GPUs, one launch for each row), or another option
+      implementation: "xla", "mosaic" (on NVIDIA GPUs), or another option
         of `_implementations`; None is "xla".
 
     Returns:
