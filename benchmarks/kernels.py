@@ -8,8 +8,8 @@ is new in every run. GB/s are of the bytes that must move: everything read once 
 `of copy` is this over what copying a vector of the same size reaches in the same run.
 
 On a GPU, each call is given other buffers than the calls before it, more in all than the cache
-holds, and calls are timed in batches between two waits, so that what it costs to start them is
-hidden. On CPU the numbers say how fast XLA's code for CPU is, and nothing about a GPU; the table
+holds, and a program makes several calls one behind the other, so that what Python takes to start it
+counts little. On CPU the numbers say how fast XLA's code for CPU is, and nothing about a GPU; the table
 says so.
 """
 
@@ -33,7 +33,8 @@ from jaxcomm.kernels.powers_of_two import nine_bits
 from jaxcomm.kernels.sign_feedback import sign_feedback
 
 CACHE = 2**28  # bytes; more than the last cache of any GPU of today holds
-CALLS = 8  # between two waits
+CALLS = 8  # in one program
+MEMORY = 2**33  # bytes that the arguments and results of a program take, unless one call takes more
 
 
 class Case(NamedTuple):
@@ -221,28 +222,36 @@ CASES = (
 class Timed:
     """One implementation at one size, checked and then timed."""
 
-    def __init__(self, case: Case, f: Callable[..., Any], n: int, rng: np.random.Generator):
-        args = case.arguments(rng, n)
-        self.call, self.seconds = jax.jit(f), []
-        results = self.call(*map(jnp.asarray, args))  # raises where it cannot run
+    def __init__(self, case: Case, f: Callable[..., Any], args: Any, sets: list[Any]):
+        results = jax.jit(f)(*sets[0])  # raises where it cannot run
         for found, wanted in zip(results, case.expected(*args), strict=True):
-            np.testing.assert_array_equal(found, wanted, case.name)
+            case.agree(found, wanted, case.name)
         self.bytes = sum(a.nbytes for a in [*args, *results])
-        turns = max(CALLS, -(-CACHE // self.bytes)) if jax.default_backend() != "cpu" else 1
-        self.buffers = [tuple(jnp.array(a) for a in args) for _ in range(turns)]
-        self.turn = 0
+        self.sets, self.turn, self.seconds = sets, 0, []
+        self.calls = max(1, min(CALLS, len(sets), MEMORY // self.bytes))
+        self.program = jax.jit(functools.partial(in_line, f))
+        jax.block_until_ready(self.program(self.sets[: self.calls]))  # compiled
 
     def run(self) -> None:
+        first = self.turn % (len(self.sets) - self.calls + 1)
+        self.turn += self.calls
         start = time.perf_counter()
-        for _ in range(CALLS):
-            result = self.call(*self.buffers[self.turn % len(self.buffers)])
-            self.turn += 1
-        jax.block_until_ready(result)  # calls run in order
-        self.seconds.append((time.perf_counter() - start) / CALLS)
+        jax.block_until_ready(self.program(self.sets[first : first + self.calls]))
+        self.seconds.append((time.perf_counter() - start) / self.calls)
 
     @property
     def speed(self) -> float:
         return self.bytes / statistics.median(self.seconds)
+
+
+def in_line(f: Callable[..., Any], sets: list[Any]) -> list[Any]:
+    """Calls in one program, each behind the one before."""
+    results: list[Any] = []
+    for args in sets:
+        if results:
+            args, results[-1] = jax.lax.optimization_barrier((args, results[-1]))
+        results.append(f(*args))
+    return results
 
 
 def measured(
@@ -251,16 +260,23 @@ def measured(
     """All that run at one size; None stands for an implementation that this device lacks."""
     timed: dict[tuple[str, str], Timed | None] = {}
     for case in CASES:
+        args = case.arguments(rng, int(mib * 2**18))
+        size = sum(a.nbytes for a in args)
+        turns = max(CALLS, -(-CACHE // size)) if jax.default_backend() != "cpu" else 1
+        sets = [tuple(jnp.array(a) for a in args) for _ in range(turns)]
+        own: list[Timed] = []
         for name, f in case.implementations.items():
             if name in chosen:
                 try:
-                    timed[case.name, name] = Timed(case, f, int(mib * 2**18), rng)
+                    own.append(Timed(case, f, args, sets))
+                    timed[case.name, name] = own[-1]
                 except NotImplementedError:
                     timed[case.name, name] = None
-    for _ in range(repeats):  # all in turn, so that other load meets all of them
-        for t in timed.values():
-            if t is not None:
+        for _ in range(repeats):  # all in turn, so that other load meets all of them
+            for t in own:
                 t.run()
+        for t in own:  # of the next operation there may be no room beside them
+            t.sets = []
     return timed
 
 
