@@ -8,9 +8,9 @@ is new in every run. GB/s are of the bytes that must move: everything read once 
 `of copy` is this over what copying a vector of the same size reaches in the same run.
 
 On a GPU, each call is given other buffers than the calls before it, more in all than the cache
-holds, and a program makes several calls one behind the other, so that what Python takes to start it
-counts little. On CPU the numbers say how fast XLA's code for CPU is, and nothing about a GPU; the table
-says so.
+holds. A program makes several calls, one behind the other, so that what Python takes to start it
+counts little. On CPU the numbers say how fast XLA's code for CPU is, and nothing about a GPU; the
+table says so.
 """
 
 import argparse

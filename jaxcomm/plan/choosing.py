@@ -56,7 +56,7 @@ class Plan:
 
         Args:
           axis_name: of one axis; or of two, (far, near).
-          devices: in the order of the cluster's hosts; None is all of jax.
+          devices: in the order of the ranks that the cluster gives them; None is all of jax.
 
         Raises:
           ValueError: for another number of devices.
@@ -71,7 +71,8 @@ class Plan:
         shape = (len(devices),) if len(names) == 1 else self.cluster.levels
         if shape is None:
             raise ValueError("this cluster has no two levels; name one axis.")
-        ordered = np.asarray([devices[i] for i in self.cluster.order], object)
+        rank = {host: i for i, host in enumerate(self.given_order)}
+        ordered = np.asarray([devices[rank[i]] for i in self.cluster.order], object)
         types = (AxisType.Auto,) * len(names)
         return Mesh(ordered.reshape(shape), names, axis_types=types)  # as in `jaxcomm.data_mesh`
 
@@ -117,6 +118,16 @@ class Plan:
             found += f", {best.limit} with {best.method.name} ({_ms(best.exchange)} ms)"
         return f"what limits you: {found}."
 
+    @property
+    def _rates(self) -> str:
+        """The slowest and the fastest link: a wrong unit shows."""
+        rates = self.cluster.topology.rates
+        limited = rates[np.isfinite(rates)]
+        if not limited.size:
+            return ", links without limits"
+        ends = dict.fromkeys(f"{rate:,.10g}" for rate in (limited.min(), limited.max()))
+        return f", links of {' to '.join(ends)} Mbit/s"
+
     def lines(self, rows: int | None = None) -> list[str]:
         """The plan as a text, with so many rows of the table; None is all of them.
 
@@ -125,7 +136,7 @@ class Plan:
         """
         if rows is not None and rows < 0:
             raise ValueError(f"rows is 0 or more, got {rows}.")
-        machines = f"{self.cluster.devices} devices on {self.cluster.topology.name}"
+        machines = f"{self.cluster.devices} devices on {self.cluster.topology.name}{self._rates}"
         found = [
             self.headline,
             self.limits,
@@ -166,7 +177,7 @@ def _step_of(row: Prediction) -> float:
 
 def _line(row: Prediction) -> str:
     link = "-".join(row.busiest_link) if row.busiest_link else ""
-    error = f"{row.error:.0%}" if row.error else "timed"
+    error = "?" if row.error is None else f"{row.error:.0%}" if row.error else "timed"
     return (
         f"{row.method.name:29} {1e3 * row.exchange:13.1f} {error:>5} {1e3 * row.exposed:9.1f}"
         f" {1e3 * row.step:9.1f} {row.efficiency:9.1%} {row.speedup:9.2f}"

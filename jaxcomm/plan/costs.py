@@ -33,7 +33,9 @@ class Costs:
       half_duplex: whether both directions between two devices share the rate of one.
       swap: for a byte that two CPU processes send to each other at once, beyond what it is on its
         way: this is an all-reduce of the pair, for which they copy, add and subtract.
-      stripes: whether a message is spread over all cables between two nodes, as NCCL does.
+      stripes: whether XLA's own all-reduce is spread over all cables between two nodes, as NCCL
+        does, with a ring for each of them, or a tree where that takes less latency. A message of
+        another exchange goes over one.
       overlap: whether the backward pass goes on while messages travel.
       call: of an exchange, whatever it sends.
       local: of each family of methods, for a value: encoding, merging, decoding and what error
@@ -177,8 +179,8 @@ def _passes(**bytes_of: float) -> dict[str, tuple[float, float]]:
 
 # CPU, on two cores of a current x86 server: codes by `python -m jaxcomm.probe --simulate=2`,
 # medians of three runs; messages as between the four processes of `benchmarks.planner`. GPU:
-# counted, not measured: bytes that the methods read and write of a memory of 2 TB/s, and tens of
-# microseconds for a message over TCP.
+# counted, not measured: bytes that the methods read and write of a memory of 2 TB/s, tens of
+# microseconds for a message over TCP, and 400 GB/s within a machine, or less if the file says so.
 _MEMORY = 2e12
 DEFAULTS = {
     "cpu": Costs(
@@ -214,7 +216,7 @@ DEFAULTS = {
     "gpu": Costs(
         source="defaults for a GPU, not measured here",
         latency=3e-5,
-        per_byte=5e-11,
+        per_byte=2.5e-12,
         efficiency=0.93,
         half_duplex=False,
         swap=0.0,

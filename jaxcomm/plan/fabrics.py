@@ -115,7 +115,7 @@ def fat_tree(
     links_per_host: int = 1,
     routing: str = "d_mod_k",
 ) -> Topology:
-    """Two levels of switches: each lower one has as many links up as it has hosts.
+    """Two levels of switches: each lower one has as many links up as its hosts have to it.
 
     Args:
       name: as of `star`.
@@ -134,7 +134,9 @@ def fat_tree(
         for i, host in enumerate(names)
         for k in _cables(host, leaves[i // hosts_per_switch], rate, links_per_host)
     ]
-    links += [k for leaf in leaves for spine in spines for k in _cables(leaf, spine, rate)]
+    links += [
+        k for leaf in leaves for spine in spines for k in _cables(leaf, spine, rate, links_per_host)
+    ]
     return Topology(name, names, (*leaves, *spines), tuple(links), routing)
 
 

@@ -216,32 +216,45 @@ class Sent:
     times: int
 
 
-def buckets_of(method: Method, load: Workload) -> int:
-    """Into how many buckets gradients are cut; XLA joins those of its own all-reduce."""
-    if method.algorithm == "native":
-        return 1
-    large = load.values - load.exempt_values
-    return max(1, math.ceil(4 * large / (method.about.bucket_mib * _MIB)))
+def buckets_of(method: Method, load: Workload, between_cpus: bool) -> tuple[int, ...]:
+    """The values of each bucket, in the order of the gradients: whole leaves, as many as fit.
 
-
-def values_of_bucket(method: Method, load: Workload) -> int:
-    """How many values travel together; XLA joins its own all-reduce with that of exempt leaves."""
+    A larger leaf travels by itself, such as a stack of layers. Between CPUs XLA joins all of its
+    own all-reduce.
+    """
     is_joined = (method.family, method.algorithm) == ("float32", "native")
-    large = load.values if is_joined else load.values - load.exempt_values
-    return -(-large // buckets_of(method, load))
+    leaves = load.shapes if is_joined else load.large
+    if is_joined and between_cpus:
+        return (load.values,)
+    limit, sizes, room = int(method.about.bucket_mib * _MIB) // 4, [], 0
+    for size in map(math.prod, reversed(leaves)):
+        if size > room:
+            sizes.append(0)
+            room = limit
+        sizes[-1] += size
+        room -= size
+    return tuple(sizes)
 
 
-def sent(method: Method, load: Workload, world: int) -> Iterator[Sent]:
+def values_of_bucket(method: Method, load: Workload, between_cpus: bool) -> int:
+    """How many values travel together, on average."""
+    sizes = buckets_of(method, load, between_cpus)
+    return -(-sum(sizes) // len(sizes)) if sizes else 0
+
+
+def sent(method: Method, load: Workload, world: int, between_cpus: bool) -> Iterator[Sent]:
     """The all-reduces of a method in a step; equal ones are one, with `times`.
 
-    The last one is of all exempt leaves, in float32. XLA joins it with its own all-reduce.
+    The last one is of all exempt leaves, in float32. They are among those of XLA's own float32
+    mean. All buckets are taken to have the mean of their sizes.
     """
+    buckets = len(buckets_of(method, load, between_cpus))
     if method.family.startswith("powersgd"):
-        yield from _of_low_rank(method, load)
+        yield from _of_low_rank(method, load, buckets)
         return
     is_joined = (method.family, method.algorithm) == ("float32", "native")
     exempt = 0 if is_joined else load.exempt_values
-    buckets, values = buckets_of(method, load), values_of_bucket(method, load)
+    values = values_of_bucket(method, load, between_cpus)
     if values and method.algorithm == "own":
         yield Sent(*_of_sparse(method.family, values, world), values, buckets)
     elif values:
@@ -273,8 +286,8 @@ def _of_sparse(name: str, n: int, world: int) -> tuple[Algorithm, Reduction]:
     return algorithms.direct(), PerBlock(world, there, back)
 
 
-def _of_low_rank(method: Method, load: Workload) -> Iterator[Sent]:
-    """Two means of thin matrices, and one of what is not compressed."""
+def _of_low_rank(method: Method, load: Workload, buckets: int) -> Iterator[Sent]:
+    """Two means of thin matrices for each bucket, and one of what is not compressed."""
     rank, thin = int(method.family.removeprefix("powersgd")), [0, 0]
     whole = load.exempt_values
     for shape in load.large:
@@ -283,6 +296,7 @@ def _of_low_rank(method: Method, load: Workload) -> Iterator[Sent]:
             whole += m * n
         else:
             thin = [thin[0] + rank * n, thin[1] + rank * m]
-    for values in (*thin, whole):
+    for values, times in ((thin[0], buckets), (thin[1], buckets), (whole, 1)):
         if values:
-            yield Sent(algorithms.native(), Coded(codecs.float32()), values, 1)
+            each = -(-values // times)
+            yield Sent(algorithms.native(), Coded(codecs.float32()), each, times)

@@ -67,10 +67,10 @@ class Workload:
         """Of all microbatches between two exchanges."""
         return self.accumulate * self.step_seconds
 
-    def ready(self, bucket: int, buckets: int) -> float:
-        """When the gradients of a bucket are there: evenly over the last backward pass."""
+    def ready(self, share: float) -> float:
+        """When this share of the gradients is there: evenly over the last backward pass."""
         backward = (1 - _FORWARD) * self.step_seconds
-        return self.compute_seconds - backward * (1 - (bucket + 1) / buckets)
+        return self.compute_seconds - backward * (1 - share)
 
 
 def workload(params: Any, step_ms: float, accumulate: int = 1, exempt: Exempt = ()) -> Workload:

@@ -18,6 +18,7 @@ their ends, such as link[s0,s1].bandwidth=1Gbit.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -44,12 +45,14 @@ class Cluster:
       order: the numbers of the devices in the order of their ranks.
       near: how many devices in a row share a machine or a switch; 1 if there are no two levels.
       costs: of messages and codes.
+      per_machine: how many devices a machine has.
     """
 
     topology: Topology
     order: tuple[int, ...]
     near: int
     costs: Costs
+    per_machine: int = 1
 
     def __post_init__(self) -> None:
         if sorted(self.order) != list(range(len(self.topology.hosts))):
@@ -72,14 +75,31 @@ class Cluster:
     @property
     def network(self) -> Simulation:
         """What exchanges take on its links, by its costs."""
-        costs = self.costs
-        return Simulation(
-            self.topology.striped() if costs.stripes else self.topology,
-            Model(
-                costs.latency, 0.0, costs.half_duplex, costs.swap, costs.per_byte, costs.efficiency
-            ),
-            self.order,
-        )
+        return self._network_on(self.topology, self.costs.latency)
+
+    @property
+    def native_network(self) -> Simulation:
+        """The same of XLA's own all-reduce."""
+        if not self.costs.stripes:
+            return self.network
+        return self._network_on(self.topology.striped(), self.native_latency)
+
+    @property
+    def native_latency(self) -> float:
+        """Of a step of XLA's own all-reduce, as that of a ring.
+
+        NCCL goes up and down a tree of machines where the latency of a ring would be longer.
+        """
+        n, latency = self.devices, self.costs.latency
+        if not self.costs.stripes or n == 1:
+            return latency
+        levels = math.ceil(math.log2(n // self.per_machine)) + (self.per_machine > 1)
+        return latency * min(1.0, levels / (n - 1))
+
+    def _network_on(self, topology: Topology, latency: float) -> Simulation:
+        c = self.costs
+        model = Model(latency, 0.0, c.half_duplex, c.swap, c.per_byte, c.efficiency)
+        return Simulation(topology, model, self.order)
 
 
 def cluster(topology: Topology, costs: Costs | None = None) -> Cluster:
@@ -185,6 +205,12 @@ def _of_machines(
         wrong = f"bandwidth is {inside:g} Mbit/s; it is positive, or unlimited."
         raise _node_error(file, "bandwidth", wrong, given)
     ranks = tuple(each * host + device for host in order for device in range(each))
+    if each == 1 and inside is not None:
+        wrong = (
+            "bandwidth is that of several devices within a machine; with one device, write the "
+            "least of both as the rate of its links."
+        )
+        raise _node_error(file, "bandwidth", wrong, given)
     if each == 1:
         near = _near(machines) if order == sorted(order) else 1
         return Cluster(machines, ranks, near, costs)
@@ -192,7 +218,7 @@ def _of_machines(
     links = [Link((f"{h}.{i}", h), inside) for h in machines.hosts for i in range(each)]
     switches = (*machines.hosts, *machines.switches)
     joined = Topology(machines.name, devices, switches, (*links, *machines.links), machines.routing)
-    return Cluster(joined, ranks, each, costs)
+    return Cluster(joined, ranks, each, costs, each)
 
 
 def _is_order(order: Any, number: int) -> bool:

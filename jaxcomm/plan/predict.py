@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
+from jaxcomm.collectives.algorithms.native import Native
 from jaxcomm.plan.families import (
     FAMILIES,
     MERGED,
@@ -19,7 +20,7 @@ from jaxcomm.plan.families import (
 )
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
-from jaxcomm.plan.simulate import Exchange, Simulation
+from jaxcomm.plan.simulate import Exchange
 
 # How far four of five measurements were from their predictions at most, as shares of these, by
 # algorithm: `python -m benchmarks.planner --report`. Below a million values it is up to 1.7 times
@@ -34,7 +35,6 @@ ERRORS = {
     "circulant": 0.15,
     "own": 0.2,
 }
-_PARTS = 8  # of an exchange that hide one by one, at least: XLA does not join all of an all-reduce
 _PARTS_OF = ("link", "device", "local", "latency")  # of an exchange, in Prediction
 BASELINE = Method("float32", "native")
 
@@ -63,7 +63,7 @@ class Prediction:
       bytes_busiest_link: what the busiest link carries.
       busiest_link: the nodes that it leads from and to; None where no link is limited.
       error: of the exchange; it takes between (1 - error) and (1 + error) times as long. 0 for an
-        exchange that was timed (`jaxcomm.plan.timed`).
+        exchange that was timed (`jaxcomm.plan.timed`), None on GPUs, where none was compared.
     """
 
     method: Method
@@ -78,7 +78,7 @@ class Prediction:
     speedup: float
     bytes_busiest_link: float
     busiest_link: tuple[str, str] | None
-    error: float
+    error: float | None
 
     @property
     def limit(self) -> str:
@@ -101,7 +101,9 @@ class Prediction:
             "quality": self.method.about.quality,
             "needs": self.method.about.needs,
             "exchange_ms": ms["exchange"],
-            "interval_ms": [ms["exchange"] * (1 - self.error), ms["exchange"] * (1 + self.error)],
+            "interval_ms": self.error
+            if self.error is None
+            else [ms["exchange"] * (1 - self.error), ms["exchange"] * (1 + self.error)],
             **parts,
             "exposed_ms": ms["exposed"],
             "step_ms": ms["step"],
@@ -131,9 +133,10 @@ def predictions(
     if chosen is None:
         chosen = methods(quality, cluster.levels is not None)
     candidates = list(dict.fromkeys([BASELINE, *chosen]))
-    exchanged = _exchanges(cluster.network, cluster, load, candidates)
-    base = exchanged[BASELINE]
-    with_float32 = _step(cluster, load, _seconds(cluster, load, BASELINE, base), BASELINE)[1]
+    exchanged = _exchanges(cluster, load, candidates)
+    base = _seconds(cluster, load, BASELINE, exchanged[BASELINE])
+    local = _local(cluster, load, BASELINE)
+    with_float32 = _step(cluster, load, base, local, BASELINE)[1]
     found = [
         _prediction(cluster, load, method, exchanged[method], with_float32) for method in candidates
     ]
@@ -144,10 +147,12 @@ Made = list[tuple[Sent, Exchange]]
 
 
 def _exchanges(
-    network: Simulation, cluster: Cluster, load: Workload, candidates: Iterable[Method]
+    cluster: Cluster, load: Workload, candidates: Iterable[Method]
 ) -> dict[Method, Made]:
     """The exchanges of each method; those by one algorithm are simulated together."""
-    asked = [(m, part) for m in candidates for part in sent(m, load, cluster.devices)]
+    cpus = cluster.costs.is_between_cpus
+    others, native = cluster.network, cluster.native_network
+    asked = [(m, part) for m in candidates for part in sent(m, load, cluster.devices, cpus)]
     asked.sort(key=lambda item: repr((item[1].algorithm, item[1].values)))
     made: dict[Method, Made] = {method: [] for method in candidates}
     for _, group in itertools.groupby(asked, lambda i: (repr(i[1].algorithm), i[1].values)):
@@ -155,6 +160,7 @@ def _exchanges(
         method, part = items[0]
         reductions = [item.reduction for _, item in items]
         world = _world(cluster, method, part)
+        network = native if isinstance(part.algorithm, Native) else others
         found = network.exchanges(part.algorithm, reductions, part.values, world)
         for (owner, item), exchange in zip(items, found, strict=True):
             made[owner].append((item, exchange))
@@ -199,15 +205,28 @@ def _local(cluster: Cluster, load: Workload, method: Method) -> float:
     return compressed + cluster.costs.local_seconds("float32", exempt)
 
 
-def _step(cluster: Cluster, load: Workload, seconds: float, method: Method) -> tuple[float, float]:
-    """What of the exchange does not hide, and the step."""
+def _latency(cluster: Cluster, part: Sent) -> float:
+    """Of a step of an all-reduce."""
+    is_native = isinstance(part.algorithm, Native)
+    return cluster.native_latency if is_native else cluster.costs.latency
+
+
+def _step(
+    cluster: Cluster, load: Workload, seconds: float, local: float, method: Method
+) -> tuple[float, float]:
+    """What of the exchange does not hide, and the step.
+
+    Messages of a bucket hide behind what is computed when its last gradient is there. What devices
+    do for it themselves hides behind nothing.
+    """
     if not cluster.costs.overlap:
         return seconds, load.compute_seconds + seconds
-    buckets = max(_PARTS, buckets_of(method, load))
-    end = 0.0
-    for bucket in range(buckets):
-        end = max(end, load.ready(bucket, buckets)) + seconds / buckets
-    exposed = max(end - load.compute_seconds, 0.0)
+    sizes = buckets_of(method, load, cluster.costs.is_between_cpus) or (1,)
+    end, done, total = 0.0, 0, sum(sizes)
+    for size in sizes:
+        done += size
+        end = max(end, load.ready(done / total)) + (seconds - local) * size / total
+    exposed = local + max(end - load.compute_seconds, 0.0)
     return exposed, load.compute_seconds + exposed
 
 
@@ -215,23 +234,24 @@ def _prediction(
     cluster: Cluster, load: Workload, method: Method, made: Made, with_float32: float
 ) -> Prediction:
     seconds = _seconds(cluster, load, method, made)
-    exposed, step = _step(cluster, load, seconds, method)
+    local = _local(cluster, load, method)
+    exposed, step = _step(cluster, load, seconds, local, method)
     busiest = max((e for _, e in made), key=lambda e: e.busiest_link_seconds, default=None)
     return Prediction(
         method=method,
         exchange=seconds,
         link=sum(part.times * e.busiest_link_seconds for part, e in made),
         device=cluster.costs.per_byte * sum(part.times * e.sent for part, e in made),
-        local=_local(cluster, load, method),
+        local=local,
         latency=_call(cluster, method)
-        + sum(part.times * e.steps * cluster.costs.latency for part, e in made),
+        + sum(part.times * e.steps * _latency(cluster, part) for part, e in made),
         exposed=exposed,
         step=step,
         efficiency=load.compute_seconds / step,
         speedup=with_float32 / step,
         bytes_busiest_link=sum(part.times * e.bytes_busiest_link for part, e in made),
         busiest_link=busiest.busiest_link if busiest else None,
-        error=ERRORS[kind_of(method)],
+        error=ERRORS[kind_of(method)] if cluster.costs.is_between_cpus else None,
     )
 
 
@@ -247,8 +267,8 @@ def with_exchange(
       seconds: of the exchange.
       error: of these seconds, 0 if they were timed.
     """
-    exposed, step = _step(cluster, load, seconds, row.method)
     scale = seconds / row.exchange if row.exchange else 1.0
+    exposed, step = _step(cluster, load, seconds, scale * row.local, row.method)
     parts = {name: scale * getattr(row, name) for name in _PARTS_OF}
     return dataclasses.replace(
         row,
@@ -283,7 +303,8 @@ def choose(
 
     def preferred(prediction: Prediction) -> tuple[int, bool, float]:
         method = prediction.method
-        is_usual = method.is_usual(devices, between_cpus, values_of_bucket(method, load))
+        values = values_of_bucket(method, load, between_cpus)
+        is_usual = method.is_usual(devices, between_cpus, values)
         return QUALITIES.index(method.about.quality), not is_usual, prediction.step
 
     fastest = min(prediction.step for prediction in found)

@@ -5,6 +5,7 @@ import functools
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,7 @@ CHAINED = 4  # messages in a row, in one program
 REPEATS, OFTEN = 7, 35  # what is small varies most
 ROUNDS = 3  # of repeats, of codes
 WARM = 4  # of an exchange, runs that do not count: until the heap has what it needs, pages are new
+_UNLIKELY = (0.2, 1.5)  # shares of a declared rate that messages hardly reach
 _TWICE = 1.5  # both directions at once take so much longer than one where they share a rate
 
 # Which methods are timed, and for whom they stand.
@@ -129,7 +131,7 @@ def _measured(mesh: Mesh, cluster: Cluster | None, families: tuple[str, ...]) ->
         pairs = one_way if n == 2 and half_duplex else shift
         declared = _declared(cluster, Pairs(*np.asarray(pairs).T))
         if declared > 0:
-            efficiency = float(min(max(declared / max(per_byte, 1e-15), 0.05), 1.0))
+            efficiency = _efficiency(declared, per_byte)
             per_byte = min(per_byte, usual.per_byte)
     kind = mesh.devices.flat[0].device_kind
     seconds = time.perf_counter() - started
@@ -157,6 +159,21 @@ def _declared(cluster: Cluster, pairs: Pairs) -> float:
     """Seconds for a byte of each message, at the declared rates."""
     cost = Simulation(cluster.topology, Model(), cluster.order).cost(pairs)
     return float(cost.per_byte.max(initial=0.0))
+
+
+def _efficiency(declared: float, measured: float) -> float:
+    """What messages reach of the declared rates, from the seconds of a byte.
+
+    A UserWarning says if the rates are hardly those of this network.
+    """
+    reached = declared / max(measured, 1e-15)
+    if not _UNLIKELY[0] <= reached <= _UNLIKELY[1]:
+        warnings.warn(
+            f"messages reach {reached:.3g} of the rates that the cluster declares; are they in the "
+            "right unit, and is every link up at its full rate?",
+            stacklevel=4,
+        )
+    return float(min(reached, 1.0))
 
 
 def _large(mesh: Mesh, pairs: list[tuple[int, int]], latency: float) -> int:
@@ -284,7 +301,7 @@ def _sending_seconds(method: Method, values: int, devices: int, messages: Model)
     """Of an exchange as it is timed, what its messages take."""
     if method == BASELINE:
         return 0.0
-    parts = sent(method, _load(values), devices)
+    parts = sent(method, _load(values), devices, _device.is_between_cpu_processes())
     if method.algorithm == "native":
         hops = 2 * (devices - 1)
         per_value = hops / devices * 4 * messages.per_byte

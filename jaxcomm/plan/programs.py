@@ -1,8 +1,10 @@
 """What the messages of a compiled program cost, whatever it is."""
 
+import dataclasses
 from collections.abc import Callable
 
 from jaxcomm.plan.costs import Costs
+from jaxcomm.plan.machines import Cluster
 from jaxcomm.wire import Collective, WireReport
 
 # Messages that wait for each other, in a group of g devices: as between CPU processes, where XLA's
@@ -18,7 +20,7 @@ ROUNDS: dict[str, Callable[[int], int]] = {
 }
 
 
-def seconds_of(report: WireReport, costs: Costs) -> float:
+def seconds_of(report: WireReport, costs: Costs | Cluster) -> float:
     """How long the collectives of a program take, one after the other, on a network of equal links.
 
     Each takes the latency of its rounds, and `per_byte` for what its busiest device sends; twice
@@ -27,11 +29,15 @@ def seconds_of(report: WireReport, costs: Costs) -> float:
 
     Args:
       report: what the program sends, by `jaxcomm.wire_report`; of conditionals, all branches count.
-      costs: of messages, as `probe` measures them.
+      costs: of messages, as `probe()` measures them; or a cluster, whose slowest link is then that
+        of all devices. Costs that were probed with a cluster say nothing of its links.
 
     Raises:
       ValueError: for a loop whose number of trips is not in the program.
     """
+    if isinstance(costs, Cluster):
+        link = 8e-6 / (float(costs.topology.rates.min()) * costs.costs.efficiency)
+        costs = dataclasses.replace(costs.costs, per_byte=max(costs.costs.per_byte, link))
     return sum(_seconds(collective, costs) for collective in report.collectives)
 
 

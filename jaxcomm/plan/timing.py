@@ -38,7 +38,7 @@ def timed(found: Plan, devices: Sequence[Any] | None = None) -> Plan:
 
     Args:
       found: of `plan`.
-      devices: in the order of the cluster's hosts; None is all of jax.
+      devices: in the order of the ranks that the cluster gives them; None is all of jax.
 
     Returns:
       The plan with the measured choice first, the same on all processes. Rows that were timed have
@@ -125,7 +125,7 @@ def _corrected(found: Plan, medians: Mapping[Method, float]) -> list[Prediction]
         else:
             of = ratios.get(_probed(row.method), every)
             ratio = statistics.median(of)
-            seconds, error = row.exchange * ratio, max(row.error, max(of) / ratio - 1)
+            seconds, error = row.exchange * ratio, max(row.error or 0.0, max(of) / ratio - 1)
         return with_exchange(found.cluster, found.load, row, seconds, error)
 
     return [corrected(row) for row in found.rows]

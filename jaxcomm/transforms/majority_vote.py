@@ -170,9 +170,7 @@ def majority_vote(
             ballots = {i: ballots[i] + r for i, r in zip(large, old, strict=True)}
             keys = {bucket: key_of(zero_key, layout, bucket) for bucket in buckets}
             votes = _decided(ballots, zeros, keys, axis_name)
-            # Divided first: a sum that overflows would be there again in every later step.
-            sizes = {i: np.float32(1 / x.size) for i, x in ballots.items()}
-            scales = {("scale", i): jnp.sum(jnp.abs(x) * sizes[i]) for i, x in ballots.items()}
+            scales = {("scale", i): _mean_magnitude(x) for i, x in ballots.items()}
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, None]:
             reduction = Majority(ties, zeros, key_of(tie_key, layout, buckets[number]), option)
@@ -213,6 +211,11 @@ def majority_vote(
     reduction = None if error_feedback else Majority(ties, zeros, None, option)
     scheme = Scheme(axis_name, reduction, chosen, seed, limit, tuple(bucket_order or ()), True)
     return exchange(init_fn, update_fn, scheme, exempt)
+
+
+def _mean_magnitude(x: jax.Array) -> jax.Array:
+    """Divided first: a sum that overflows would be there again in every later step."""
+    return jnp.sum(jnp.abs(x) * np.float32(1 / x.size))
 
 
 def _decided(

@@ -213,9 +213,8 @@ def mean(
         vectors = done.buckets
         if _bits(arriving) < 16:  # Adam uses an update twice, and each use would decode it
             vectors = [computed_once(vector) for vector in vectors]
-        means = done.exact | by_leaf(vectors, buckets, grads)
         left = by_leaf(done.kept, buckets, grads) if error_feedback else {}
-        means, left = within_range(means, left, grads)
+        means, left = within_range(done.exact | by_leaf(vectors, buckets, grads), left, grads)
         updates, finite = updates_of(means, done.finite, grads, axis_name)
         return updates, (kept_if(finite, [left[i] for i in residual], old),)
 

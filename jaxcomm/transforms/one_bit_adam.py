@@ -29,15 +29,9 @@ from jaxcomm.transforms._exchange import (
     on_every_device,
     on_further_axes,
 )
-from jaxcomm.transforms._layout import Exempt, Layout, layout_of, names_in
-from jaxcomm.transforms._optimizer import (
-    check_number,
-    check_rate,
-    decays,
-    is_count,
-    replicated,
-    zeros_like_params,
-)
+from jaxcomm.transforms._frozen_adam import FrozenAdam
+from jaxcomm.transforms._layout import Exempt, Layout, layout_of
+from jaxcomm.transforms._optimizer import check_number, is_count, replicated, zeros_like_params
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_optimizer_behind, refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, next_of, zeros_per_bucket
@@ -188,7 +182,8 @@ def one_bit_adam(
             )
         check_number("total_steps", total_steps, is_count, "a whole number >= 1")
         dense_steps = math.ceil(_DENSE_SHARE * total_steps)
-    adam = _Adam(learning_rate, b1, b2, eps, weight_decay, mask, dense_steps, variance_stability)
+    end = dense_steps, variance_stability
+    adam = FrozenAdam(learning_rate, b1, b2, eps, weight_decay, mask, *end)
     limit = bytes_of(bucket_mib)
     option = _implementations.check(implementation, sign.OPERATIONS, "one_bit_adam")
 
@@ -205,27 +200,18 @@ def one_bit_adam(
         worker = zeros_per_bucket(layout, params, buckets, lambda n: n)
         server = zeros_per_bucket(layout, params, buckets, lambda n: chunk_length(n, layout.world))
         server = dataclasses.replace(server, are_shares=True)
-        return OneBitAdamState(
-            layout, _Buckets(buckets), count, m, v, worker, server, frozen_at, norms
-        )
+        kept = (count, m, v, worker, server, frozen_at, norms)
+        return OneBitAdamState(layout, _Buckets(buckets), *kept)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         require_state(state, OneBitAdamState, exempt, {})
         grads, treedef = local_leaves(updates, state.layout)
-        if weight_decay and params is None:
-            raise ValueError(
-                "weight decay needs the parameters: call tx.update(grads, state, params)."
-            )
+        adam.require(params)
         old_m, old_v = jax.tree.leaves(state.m), jax.tree.leaves(state.v)
         large, _ = split_off_exempt(state.layout)
         buckets = buckets_of(state.layout, large, bucket_order, limit)
-        if buckets != state.buckets.of:
-            raise ValueError(
-                "the state's errors are of other buckets. Make tx with the bucket_order and the "
-                "bucket_mib of the run that saved the state, or begin anew with tx.init(params)."
-            )
-        frozen, count = state.frozen_at > 0, state.count + 1
-        leaves = range(len(grads))
+        _require_same(buckets, state.buckets)
+        frozen, count, leaves = state.frozen_at > 0, state.count + 1, range(len(grads))
         in_one_bit = [frozen & (i in large) for i in leaves]
 
         grads32 = [g.astype(jnp.float32) for g in grads]
@@ -246,98 +232,19 @@ def one_bit_adam(
         new = (count, treedef.unflatten(m), treedef.unflatten(v), *end)
         old = (state.count, state.m, state.v, state.frozen_at, state.norms)
         count, m, v, frozen_at, norms = jax.tree.map(partial(jnp.where, finite), new, old)
-        state = state._replace(
-            count=count,
-            m=m,
-            v=v,
-            worker_error=worker,
-            server_error=server,
-            frozen_at=frozen_at,
-            norms=norms,
-        )
+        kept = (count, m, v, worker, server, frozen_at, norms)
+        state = OneBitAdamState(state.layout, state.buckets, *kept)
         return treedef.unflatten(updates), state
 
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Adam:
-    """The arithmetic of Adam, and when its warm-up ends; every device does the same."""
-
-    learning_rate: optax.ScalarOrSchedule
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-    mask: Any
-    dense_steps: int | None
-    variance_stability: float | None
-
-    def __post_init__(self) -> None:
-        check_rate(self.learning_rate)
-        for name in ("b1", "b2"):
-            check_number(name, getattr(self, name), lambda x: 0 <= x < 1, "in [0, 1)")
-        for name in ("eps", "weight_decay"):
-            check_number(name, getattr(self, name), lambda x: 0 <= x < math.inf, ">= 0")
-        steps, stability = self.dense_steps, self.variance_stability
-        if steps is None and stability is None:
-            raise ValueError(
-                "give an end of the warm-up: total_steps (of the run), dense_steps, or "
-                "variance_stability (such as 0.96)."
-            )
-        if steps is not None:
-            whole = "a whole number >= 1, as a variance is needed to freeze it"
-            check_number("dense_steps", steps, is_count, whole)
-        if stability is not None:
-            check_number("variance_stability", stability, lambda x: 0 < x <= 1, "in (0, 1]")
-
-    @property
-    def norms_kept(self) -> int:
-        """How many steps lie between the norms of v that are compared; 0 if none are."""
-        return 0 if self.variance_stability is None else round(1 / (1 - self.b2))
-
-    def m(self, m: jax.Array, g: jax.Array) -> jax.Array:
-        """The next momentum; g may have a device axis."""
-        return self.b1 * jnp.expand_dims(m, range(g.ndim - m.ndim)) + (1 - self.b1) * g
-
-    def v(self, v: jax.Array, g: jax.Array) -> jax.Array:
-        """The next variance."""
-        return self.b2 * v + (1 - self.b2) * jnp.square(g)
-
-    def steps(self, m: Arrays, v: Arrays, state: OneBitAdamState, params: Any) -> Arrays:
-        """What to add to the parameters; `state` is the one before the step."""
-        rate = self.learning_rate
-        rate = jnp.asarray(rate(state.count) if callable(rate) else rate, jnp.float32)
-        count = state.count + 1
-        seen = jnp.where(state.frozen_at > 0, state.frozen_at, count)  # gradients that v has seen
-        share_m = 1 - self.b1 ** count.astype(jnp.float32)
-        share_v = 1 - self.b2 ** seen.astype(jnp.float32)
-        steps = [
-            jnp.where(v > 0, (m / share_m) / (jnp.sqrt(v / share_v) + self.eps), 0.0)
-            for m, v in zip(m, v, strict=True)
-        ]
-        if self.weight_decay:
-            weights, decay = jax.tree.leaves(params), decays(self.mask, params, self.weight_decay)
-            steps = [
-                s + rate_ * w.astype(jnp.float32)
-                for s, rate_, w in zip(steps, decay, weights, strict=True)
-            ]
-        return [-rate * step for step in steps]
-
-    def end_of_warmup(
-        self, v: Arrays, count: jax.Array, state: OneBitAdamState
-    ) -> tuple[jax.Array, Any]:
-        """The next `frozen_at` and `norms`."""
-        threshold, ended, norms = self.variance_stability, jnp.bool_(False), ()
-        if threshold is not None:
-            norm = _norm(v, state.layout) / (1 - self.b2 ** count.astype(jnp.float32))
-            place = count % self.norms_kept
-            old, norms = state.norms[place], state.norms.at[place].set(norm)
-            stable = jnp.minimum(norm, old) >= threshold * jnp.maximum(norm, old)
-            ended = stable & (norm > 0) & (count > self.norms_kept)
-        if self.dense_steps is not None:
-            ended |= count >= self.dense_steps
-        return jnp.where(ended & (state.frozen_at == 0), count, state.frozen_at), norms
+def _require_same(buckets: tuple[Bucket, ...], saved: _Buckets) -> None:
+    if buckets != saved.of:
+        raise ValueError(
+            "the state's errors are of other buckets. Make tx with the bucket_order and the "
+            "bucket_mib of the run that saved the state, or begin anew with tx.init(params)."
+        )
 
 
 def _exchange(
@@ -401,20 +308,3 @@ def _chosen(taken: jax.Array, new: PerDevice, old: PerDevice) -> PerDevice:
     """The next errors; those before, where the step is not taken or was dense."""
     pairs = zip(new.values, old.values, strict=True)
     return next_of(old, [jnp.where(taken, *pair) for pair in pairs])
-
-
-def _norm(v: Arrays, layout: Layout) -> jax.Array:
-    """The L1 norm of v, equal on all devices."""
-    mesh, own = _axes.current_mesh(), _axes.names_of(layout.axis_name)
-    # In the manual view we see parts of leaves that are sharded over further axes. What `init` has
-    # not seen as sharded weighs less; what counts is that all devices get the same.
-    further = _axes.manual_axes().difference(own)
-    norm = jnp.zeros((), jnp.float32)
-    for x, leaf in zip(v, layout.leaves, strict=True):
-        shards = math.prod(mesh.shape[axis] for axis in names_in(leaf.spec) & further)
-        norm += jnp.sum(x) * shards
-    if not further:
-        return norm
-    if _axes.checks_on(layout.axis_name):
-        norm = _axes.as_varying(norm, further)
-    return jax.lax.pmean(norm, tuple(sorted(further)))

@@ -215,14 +215,9 @@ def sparse_mean(
             state.step,
             further_results=1,
         )
-        new = SparseMeanState(
-            state.layout,
-            state.step if exchange.is_dense else state.step + 1,
-            residual,
-            velocity,
-            thresholds,
-            SparseReport(*report),
-        )
+        step = state.step if exchange.is_dense else state.step + 1
+        kept = residual, velocity, thresholds
+        new = SparseMeanState(state.layout, step, *kept, SparseReport(*report))
         return treedef.unflatten(means), new
 
     tx, dense = optax.GradientTransformation(init_fn, update_fn), None

@@ -179,3 +179,11 @@ class TestCosts:
         assert [n for n, repeats in asked if repeats == probing.REPEATS] == 3 * [values]
         sent = sum(4 * n * probing.CHAINED * (1 + repeats) for n, repeats in asked)
         assert sent * per_byte < 60
+
+
+def test_a_rate_that_messages_belie_is_said() -> None:
+    assert probing._efficiency(0.94e-9, 1e-9) == pytest.approx(0.94)
+    with pytest.warns(UserWarning, match="reach 1e[+]03 of the rates .* right unit"):
+        assert probing._efficiency(1e-6, 1e-9) == 1.0
+    with pytest.warns(UserWarning, match="reach 0.01 of the rates"):
+        assert probing._efficiency(1e-9, 1e-7) == pytest.approx(0.01)

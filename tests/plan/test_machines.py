@@ -1,11 +1,15 @@
 """Clusters: what their files and settings say, and what is refused."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from jaxcomm import plan
+from jaxcomm.plan.families import Method
+from jaxcomm.plan.predict import predictions
 
 FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, 0.0, False, False, 0.0, {})
 STAR = "fabric: star\nhosts: 4\nrate: 1\ndevice: gpu\n"
@@ -67,3 +71,59 @@ def test_settings_change_a_link() -> None:
     assert rates["s0", "s1"] == 10 and rates["h0", "s0"] == 50
     doubled = plan.load_cluster("star", {"links_per_host": "2"}, FREE)
     assert len(doubled.topology.links) == 2 * doubled.devices
+
+
+def test_machines_of_gpus(tmp_path: Path) -> None:
+    """By hand: on 8 x 8 behind 8 cards of 400 Gbit/s, and in one machine, nothing is gained."""
+    path = tmp_path / "nodes.yaml"
+    nodes = "{devices: 8, nics: 8, bandwidth: 3600Gbit}"
+    path.write_text(f"fabric: star\nhosts: 8\nrate: 400Gbit\ndevice: gpu\nnodes: {nodes}")
+    load = plan.workload(7e9, 1500.0)
+    for hosts, seconds in ((8, 2 * 63 / 64 * 28e9 / (8 * 50e9)), (1, 1.75 * 28e9 / 450e9)):
+        made = plan.load_cluster(str(path), {"hosts": hosts})
+        found = plan.plan(made, load)
+        row = found.float32
+        assert row.exchange - row.latency - row.local == pytest.approx(seconds / 0.93, rel=0.05)
+        assert found.headline.startswith("Do not compress: float32; 98")
+        assert row.error is None and row.as_json()["interval_ms"] is None
+        assert all(" ? " in line for line in found.lines()[4:])
+    assert "links of 400,000 to 3,600,000 Mbit/s" in found.lines()[2]
+
+
+def test_one_device_has_no_bandwidth_within(tmp_path: Path) -> None:
+    path = tmp_path / "flow.yaml"
+    path.write_text("fabric: star\nhosts: 2\nrate: 100Gbit\nnodes: {bandwidth: 5Gbit}")
+    with pytest.raises(ValueError, match="bandwidth is that of several devices within"):
+        plan.load_cluster(str(path))
+
+
+def test_ranks_that_a_cluster_gives_are_those_of_the_devices(tmp_path: Path) -> None:
+    """Machines 0 and 1 are behind one switch; rank 1 is machine 2."""
+    path = tmp_path / "rooms.yaml"
+    path.write_text("fabric: clusters\nhosts: 4\nrate: 1Gbit\nmiddle: 100Mbit\norder: [0, 2, 1, 3]")
+    found = plan.plan(plan.load_cluster(str(path), costs=FREE), plan.workload(4e6, 100.0))
+    assert found.given_order == (0, 2, 1, 3) and found.cluster.order == (0, 1, 2, 3)
+    ranks = jax.devices()[:4]
+    assert list(found.mesh("data", ranks).devices) == [ranks[i] for i in (0, 2, 1, 3)]
+    as_given = plan.plan(found.cluster, plan.workload(4e6, 100.0), reorder=False)
+    assert list(as_given.mesh("data", ranks).devices) == ranks
+
+
+def test_two_cards_halve_the_time_of_a_machine(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.yaml"
+    path.write_text("fabric: star\nhosts: 2\nrate: 1Gbit\nnodes: {devices: 4}")
+
+    def exchange(costs: plan.Costs, algorithm: str, **sets: int) -> float:
+        made = plan.load_cluster(str(path), {f"nodes.{k}": v for k, v in sets.items()}, costs)
+        method = Method("float32", algorithm)
+        found = predictions(made, plan.workload(4e6, 100.0), chosen=[method])
+        return next(row.exchange for row in found if row.method == method)
+
+    # A message takes one cable, the number of its target says which; NCCL's rings take all.
+    striped = dataclasses.replace(FREE, stripes=True)
+    for costs in (FREE, striped):
+        assert exchange(costs, "direct", nics=2) < 0.8 * exchange(costs, "direct")
+        assert exchange(costs, "ring", nics=2) == exchange(costs, "ring")
+    both = exchange(striped, "native", nics=2)
+    assert both == pytest.approx(0.5 * exchange(striped, "native"))
+    assert exchange(FREE, "native", nics=2) == exchange(FREE, "native")

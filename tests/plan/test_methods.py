@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,7 +47,7 @@ def bytes_of_the_plan(
 ) -> float:
     star = plan.fabrics.star("star", world, "1Gbit")
     load = plan.workload(params, 1.0)
-    parts = sent(method, load, world)
+    parts = sent(method, load, world, True)
     network = Simulation(star)
     return sum(p.times * network.exchange(p.algorithm, p.reduction, p.values).sent for p in parts)
 
@@ -87,9 +88,9 @@ def test_exempt_leaves_are_sent_in_float32(method: Method, make_mesh: Any) -> No
         bytes_of_the_program(method, make_mesh, MATRIX | vectors), abs=200
     )
     load = plan.workload(vectors, 1.0)
-    (part,) = sent(method, load, WORLD)
+    (part,) = sent(method, load, WORLD, True)
     assert (part.algorithm, part.values) == (jaxcomm.algorithms.native(), 2**12)
-    assert [p.values for p in sent(Method("powersgd2", "native"), load, WORLD)] == [2**12]
+    assert [p.values for p in sent(Method("powersgd2", "native"), load, WORLD, True)] == [2**12]
 
 
 def test_a_projection_is_split_where_the_program_splits_it(make_mesh: Any) -> None:
@@ -123,8 +124,9 @@ def test_the_usual_algorithm_is_that_of_a_bucket() -> None:
     """Of 262,144 votes, which are rather short, beside more exempt values."""
     load = plan.workload({"w": np.zeros((512, 512)), "b": np.zeros(614_400)}, 1.0)
     circulant, direct = (Method("vote", name) for name in ("circulant", "direct"))
-    values = values_of_bucket(circulant, load)
-    assert (values, values_of_bucket(Method("float32", "native"), load)) == (2**18, load.values)
+    values = values_of_bucket(circulant, load, True)
+    assert values == 2**18
+    assert values_of_bucket(Method("float32", "native"), load, True) == load.values
     assert circulant.is_usual(4, True, values) and not direct.is_usual(4, True, values)
     room = plan.cluster(plan.fabrics.star("star", 4, "1Gbit"))
     found = predictions(room, load, chosen=[direct, circulant])
@@ -210,9 +212,23 @@ def test_values_are_counted_and_not_the_words_that_hold_them(
 
 def test_buckets() -> None:
     load = plan.workload(25.6e6, 1.0)
-    assert buckets_of(Method("float32", "native"), load) == 1
-    assert buckets_of(Method("int8", "direct"), load) == -(-4 * 25_600_000 // 2**23)
+    assert buckets_of(Method("float32", "native"), load, True) == (load.values,)
+    assert len(buckets_of(Method("int8", "direct"), load, True)) == -(-4 * 25_600_000 // 2**23)
     assert set(FAMILIES) >= {*jaxcomm.sparse.BY_NAME}
+
+
+def test_buckets_are_those_of_the_program(make_mesh: Any) -> None:
+    """Whole leaves from the last on: a larger one travels by itself."""
+    shapes = {"a": (1024, 1024), "b": (3, 1024, 1024), "c": (512, 1024), "d": (1024, 1024)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    load = plan.workload(params, 1.0)
+    for method in (Method("int8", "direct"), Method("float32", "native")):
+        sizes = buckets_of(method, load, False)
+        assert sizes == ((512 + 1024) * 1024, 3 * 1024**2, 1024**2)
+        with jax.set_mesh(make_mesh(2)):
+            found = jaxcomm.explain(method.transformation("data"), params)
+        buckets = [m for m in found.messages if m.name.startswith("bucket")]
+        assert [sum(math.prod(shapes[p]) for p in m.leaves) for m in buckets] == [*sizes]
 
 
 @pytest.mark.parametrize("between_cpus", [False, True])

@@ -100,8 +100,14 @@ class TestNumbers:
     def test_what_hides_behind_the_backward_pass(self) -> None:
         hides = dataclasses.replace(FREE, overlap=True)
         short = row_of(room(rate="100Gbit", costs=hides), self.load, "float32", "native")
-        # Only the last bucket has nothing to hide behind.
-        assert short.exposed == pytest.approx(short.exchange / 8)
+        # Only the last bucket has nothing to hide behind: the first leaf, of 8 MiB with the next.
+        assert short.exposed == pytest.approx(short.exchange * 2 * 2**20 / 4e6)
+        one = plan.workload({"blocks": jnp.zeros((4, 1000, 1000))}, 100.0)
+        stack = row_of(room(rate="100Gbit", costs=hides), one, "float32", "native")
+        assert stack.exposed == pytest.approx(stack.exchange)  # there as a whole in the end
+        coded = dataclasses.replace(hides, local={"float32": (1e-9, 1e-9)})
+        row = row_of(room(rate="100Gbit", costs=coded), self.load, "float32", "native")
+        assert row.exposed == pytest.approx(short.exposed + row.local)  # hides behind nothing
         long = row_of(room(rate="100Mbit", costs=hides), self.load, "float32", "native")
         assert long.exchange > 0.3 and long.exposed > long.exchange - 0.1
 
@@ -184,11 +190,11 @@ class TestChoice:
             plan.workload(1e6, 10, exempt=["head"])
 
     def test_the_default_algorithm_is_taken_where_another_is_hardly_faster(self) -> None:
-        late = dataclasses.replace(FREE, latency=1e-3)
+        late = dataclasses.replace(FREE, latency=2e-4)
         found = plan.plan(room(8, costs=late), plan.workload(4e6, 100.0), "exact")
         assert found.choice.method == Method("float32", "native")
         assert found.rows[1].step < found.choice.step < 1.02 * found.rows[1].step
-        far = plan.plan(room(8, costs=dataclasses.replace(FREE, latency=1e-2)), found.load, "exact")
+        far = plan.plan(room(8, costs=dataclasses.replace(late, latency=1e-2)), found.load, "exact")
         assert far.choice.method == Method("float32", "halving_doubling")
 
     def test_what_limits(self) -> None:
@@ -310,19 +316,6 @@ class TestOrderAndLevels:
         assert "bfloat16/hierarchical" in names and "cnat/ring" in names
         found = plan.plan(made, TestNumbers.load, "16bit")
         assert found.mesh(("far", "near"), jax.devices()[:8]).shape == {"far": 2, "near": 4}
-
-    def test_two_cards_halve_the_time_of_a_machine(self, tmp_path: Path) -> None:
-        path = tmp_path / "nodes.yaml"
-        path.write_text("fabric: star\nhosts: 2\nrate: 1Gbit\nnodes: {devices: 4}")
-
-        def exchange(costs: plan.Costs, **sets: int) -> float:
-            made = plan.load_cluster(str(path), {f"nodes.{k}": v for k, v in sets.items()}, costs)
-            return row_of(made, TestNumbers.load, "float32", "direct").exchange
-
-        # A message takes one cable, the number of its target says which; or all of them.
-        assert exchange(FREE, nics=2) < 0.8 * exchange(FREE)
-        striped = dataclasses.replace(FREE, stripes=True)
-        assert exchange(striped, nics=2) == pytest.approx(0.5 * exchange(striped))
 
 
 @pytest.mark.parametrize(

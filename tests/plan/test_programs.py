@@ -73,3 +73,14 @@ def test_a_loop_without_an_end_is_refused(make_mesh: Any) -> None:
         report = jaxcomm.wire_report(jax.jit(mapped).lower(jnp.ones(2)).compile())
     with pytest.raises(ValueError, match="in a loop whose number of trips is not in the program"):
         plan.seconds_of(report, COSTS)
+
+
+def test_a_cluster_says_what_its_links_take(make_mesh: Any) -> None:
+    """Costs that were probed with a cluster have what a device can send, and no link."""
+    method = Method("bfloat16", "ring")
+    report = report_of(method, make_mesh)
+    slow = plan.cluster(plan.fabrics.star("star", WORLD, "1Mbit"), COSTS)
+    load = plan.workload({"w": jnp.zeros(SHAPE)}, 1.0)
+    (row,) = [r for r in predictions(slow, load, chosen=[method]) if r.method == method]
+    assert plan.seconds_of(report, slow) == pytest.approx(row.exchange, rel=1e-3)
+    assert plan.seconds_of(report, slow) > 10 * plan.seconds_of(report, COSTS)

@@ -226,3 +226,13 @@ def test_vectors_of_fewer_than_no_values_are_refused() -> None:
         simulation.exchange(ring(), Votes(), n=-5)
     with pytest.raises(ValueError, match="a vector has 0 bytes or more, got -1000000.0"):
         simulation.seconds(ring(), vector_bytes=-1e6)
+
+
+def test_cards_of_a_fat_tree_have_links_of_their_own_upwards() -> None:
+    one, two = (fat_tree("tree", 16, 100, 4, links_per_host=n) for n in (1, 2))
+    up = [sum("t0" in link.ends for link in tree.links) for tree in (one, two)]
+    assert up == [4, 8]
+    ratio = [
+        Simulation(tree.striped()).exchange(ring(), Votes(), 2**24).seconds for tree in (one, two)
+    ]
+    assert ratio[0] == pytest.approx(2 * ratio[1])

@@ -183,3 +183,19 @@ def test_without_feedback_an_update_that_float16_cannot_hold_costs_one_step() ->
     found, _ = float16_steps(tx, [np.full((8, 8), value) for value in (3.0, 6e4, 3.0)])
     assert [np.isfinite(u).all() for u in found] == [True, False, True]
     assert np.isnan(found[1]).all()
+
+
+def test_a_step_of_one_bit_adam_whose_update_is_not_finite_leaves_the_errors() -> None:
+    """They say what was signed and is in no momentum: a rejected step has none of it."""
+    warmup = 2
+
+    def rate(count: jax.Array) -> jax.Array:
+        return jnp.where(count == warmup + 1, jnp.inf, 0.1)
+
+    tx = jaxcomm.one_bit_adam("data", rate, dense_steps=warmup)
+    found, states = run(GLOBAL, tx, [gradients(WORLD, seed) for seed in range(warmup + 3)])
+    before = states[warmup]
+    assert any(np.any(x) for x in before.worker_error.values)
+    for i in (-2, -1):  # the count stays, and so does the rate
+        assert all(np.isnan(u).all() for u in jax.tree.leaves(found[i]) if u.size)
+        jax.tree.map(np.testing.assert_array_equal, states[i], before)

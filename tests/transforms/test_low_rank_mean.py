@@ -1,5 +1,6 @@
 """PowerSGD: the paper's updates, nothing lost, two messages a bucket."""
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -44,7 +45,7 @@ def with_starts(view: View, state: Any) -> tuple[Any, dict[str, list[np.ndarray]
         known[name] = [rng.standard_normal((m, RANK)) for _ in range(parts)]
         flat = np.concatenate([q.T.reshape(-1) for q in known[name]]).astype(np.float32)
         values.append(jax.device_put(np.tile(flat, (WORLD, 1)), old.sharding))
-    factors = type(state.factors)(values, state.factors.specs)
+    factors = dataclasses.replace(state.factors, values=values)
     return state._replace(factors=factors), known
 
 
@@ -230,7 +231,7 @@ def test_stacked_layers_are_a_matrix_each() -> None:
         placed = [
             jax.device_put(x, o.sharding) for x, o in zip(values, factors.values, strict=True)
         ]
-        state = program.start._replace(factors=type(factors)(placed, factors.specs))
+        state = program.start._replace(factors=dataclasses.replace(factors, values=placed))
         found.append(program.run(program.like, state=state)[0][0])
     np.testing.assert_allclose(found[0]["w"], np.stack(list(found[1].values())), atol=1e-5)
 

@@ -390,25 +390,3 @@ def test_the_learning_rate_can_be_injected() -> None:
         state = tx.init(jnp.zeros((2, 2)))
         updates, _ = jax.jit(tx.update)(jnp.ones((2, 2, 2)), state)
     np.testing.assert_allclose(updates, -0.25, rtol=1e-4)
-
-
-def test_a_step_whose_update_is_not_finite_leaves_the_errors() -> None:
-    """They say what was signed and is in no momentum: a rejected step has none of it."""
-    rate = lambda count: jnp.where(count == WARMUP + 1, jnp.inf, 0.1)  # noqa: E731
-    tx = one_bit_adam("data", rate, dense_steps=WARMUP, **OPTIONS)
-    steps = run(GLOBAL, tx, [gradients(4, seed) for seed in range(WARMUP + 3)])
-    (_, before), *rejected = steps[WARMUP:]
-    assert any(np.any(x) for x in before.worker_error.values)
-    for updates, state in rejected:  # the count stays, and so does the rate
-        assert nan_everywhere(updates)
-        jax.tree.map(np.testing.assert_array_equal, state, before)
-
-
-def test_errors_of_other_buckets_are_refused(make_mesh: Any) -> None:
-    grads = {name: np.ones((4, 8, 8), np.float32) for name in ("a", "c")}
-    with jax.set_mesh(make_mesh(4)):
-        params = jaxcomm.replicate({name: jnp.zeros((8, 8)) for name in grads})
-        state = one_bit_adam("data", 0.1, dense_steps=1).init(params)
-        other = one_bit_adam("data", 0.1, dense_steps=1, bucket_order=["a", "c"])
-        with pytest.raises(ValueError, match="errors are of other buckets.*bucket_order"):
-            other.update(jaxcomm.global_batch(grads, "data"), state, params)

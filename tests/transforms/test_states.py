@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -71,3 +72,13 @@ def test_another_transformation(make_mesh: Any) -> None:
             other = MAKE["sparse" if name == "mean" else "mean"]().init(jaxcomm.replicate(PARAMS))
             with pytest.raises(ValueError, match=f"got a {type(other).__name__}. Make tx as"):
                 update(MAKE[name](), other)
+
+
+def test_errors_of_other_buckets_are_refused(make_mesh: Any) -> None:
+    grads = {name: np.ones((4, 8, 8), np.float32) for name in ("a", "c")}
+    with jax.set_mesh(make_mesh(4)):
+        params = jaxcomm.replicate({name: jnp.zeros((8, 8)) for name in grads})
+        state = jaxcomm.one_bit_adam("data", 0.1, dense_steps=1).init(params)
+        other = jaxcomm.one_bit_adam("data", 0.1, dense_steps=1, bucket_order=["a", "c"])
+        with pytest.raises(ValueError, match="errors are of other buckets.*bucket_order"):
+            other.update(jaxcomm.global_batch(grads, "data"), state, params)

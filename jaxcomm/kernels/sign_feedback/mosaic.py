@@ -29,15 +29,16 @@ def sign_feedback(
     columns = n - (_ROWS - 1) * width  # of words that have all bits
     if columns < THREADS:
         room = max(width, THREADS)
-        padded = [jax.vmap(partial(widened, rows=_ROWS, width=width))(v) for v in (x, residual)]
-        words, kept = _complete_words(*padded, scale, room, room, interpret)
+        pad = jax.vmap(partial(widened, rows=_ROWS, width=width))
+        words, kept = _complete_words(pad(x), pad(residual), scale, room, room, interpret)
         kept = jax.vmap(partial(narrowed, rows=_ROWS, width=width))(kept)[:, :n]
     else:
         words, kept = _complete_words(x, residual, scale, width, columns, interpret)
         if columns < width:
             places = bitplanes.places_of_short_words(n)
-            rest = [v[:, places].reshape(rows, -1) for v in (x, residual)]
-            last_words, last_kept = plain.sign_feedback(*rest, scale)
+            last_words, last_kept = plain.sign_feedback(
+                x[:, places].reshape(rows, -1), residual[:, places].reshape(rows, -1), scale
+            )
             last_kept = last_kept.reshape(rows, *places.shape)
             kept = kept.at[:, places].set(last_kept, unique_indices=True)
             words = words.at[:, columns:].set(last_words)

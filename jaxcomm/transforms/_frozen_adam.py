@@ -1,0 +1,116 @@
+"""The arithmetic of Adam with a variance that is frozen after a warm-up, as 1-bit Adam has it."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxcomm import _axes
+from jaxcomm.transforms._exchange import Arrays
+from jaxcomm.transforms._layout import Layout, names_in
+from jaxcomm.transforms._optimizer import check_number, check_rate, decays, is_count
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenAdam:
+    """The arithmetic of Adam, and when its warm-up ends; every device does the same."""
+
+    learning_rate: optax.ScalarOrSchedule
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    mask: Any
+    dense_steps: int | None
+    variance_stability: float | None
+
+    def __post_init__(self) -> None:
+        check_rate(self.learning_rate)
+        for name in ("b1", "b2"):
+            check_number(name, getattr(self, name), lambda x: 0 <= x < 1, "in [0, 1)")
+        for name in ("eps", "weight_decay"):
+            check_number(name, getattr(self, name), lambda x: 0 <= x < math.inf, ">= 0")
+        steps, stability = self.dense_steps, self.variance_stability
+        if steps is None and stability is None:
+            raise ValueError(
+                "give an end of the warm-up: total_steps (of the run), dense_steps, or "
+                "variance_stability (such as 0.96)."
+            )
+        if steps is not None:
+            whole = "a whole number >= 1, as a variance is needed to freeze it"
+            check_number("dense_steps", steps, is_count, whole)
+        if stability is not None:
+            check_number("variance_stability", stability, lambda x: 0 < x <= 1, "in (0, 1]")
+
+    def require(self, params: Any) -> None:
+        """Raises a ValueError if the weights shall decay and are not there."""
+        if self.weight_decay and params is None:
+            raise ValueError(
+                "weight decay needs the parameters: call tx.update(grads, state, params)."
+            )
+
+    @property
+    def norms_kept(self) -> int:
+        """How many steps lie between the norms of v that are compared; 0 if none are."""
+        return 0 if self.variance_stability is None else round(1 / (1 - self.b2))
+
+    def m(self, m: jax.Array, g: jax.Array) -> jax.Array:
+        """The next momentum; g may have a device axis."""
+        return self.b1 * jnp.expand_dims(m, range(g.ndim - m.ndim)) + (1 - self.b1) * g
+
+    def v(self, v: jax.Array, g: jax.Array) -> jax.Array:
+        """The next variance."""
+        return self.b2 * v + (1 - self.b2) * jnp.square(g)
+
+    def steps(self, m: Arrays, v: Arrays, state: Any, params: Any) -> Arrays:
+        """What to add to the parameters; `state` is that of `one_bit_adam` before the step."""
+        rate = self.learning_rate
+        rate = jnp.asarray(rate(state.count) if callable(rate) else rate, jnp.float32)
+        count = state.count + 1
+        seen = jnp.where(state.frozen_at > 0, state.frozen_at, count)  # gradients that v has seen
+        share_m = 1 - self.b1 ** count.astype(jnp.float32)
+        share_v = 1 - self.b2 ** seen.astype(jnp.float32)
+        steps = [
+            jnp.where(v > 0, (m / share_m) / (jnp.sqrt(v / share_v) + self.eps), 0.0)
+            for m, v in zip(m, v, strict=True)
+        ]
+        if self.weight_decay:
+            weights, decay = jax.tree.leaves(params), decays(self.mask, params, self.weight_decay)
+            steps = [
+                s + rate_ * w.astype(jnp.float32)
+                for s, rate_, w in zip(steps, decay, weights, strict=True)
+            ]
+        return [-rate * step for step in steps]
+
+    def end_of_warmup(self, v: Arrays, count: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """The next `frozen_at` and `norms`."""
+        threshold, ended, norms = self.variance_stability, jnp.bool_(False), ()
+        if threshold is not None:
+            norm = _norm(v, state.layout) / (1 - self.b2 ** count.astype(jnp.float32))
+            place = count % self.norms_kept
+            old, norms = state.norms[place], state.norms.at[place].set(norm)
+            stable = jnp.minimum(norm, old) >= threshold * jnp.maximum(norm, old)
+            ended = stable & (norm > 0) & (count > self.norms_kept)
+        if self.dense_steps is not None:
+            ended |= count >= self.dense_steps
+        return jnp.where(ended & (state.frozen_at == 0), count, state.frozen_at), norms
+
+
+def _norm(v: Arrays, layout: Layout) -> jax.Array:
+    """The L1 norm of v, equal on all devices."""
+    mesh, own = _axes.current_mesh(), _axes.names_of(layout.axis_name)
+    # In the manual view we see parts of leaves that are sharded over further axes. What `init` has
+    # not seen as sharded weighs less; what counts is that all devices get the same.
+    further = _axes.manual_axes().difference(own)
+    norm = jnp.zeros((), jnp.float32)
+    for x, leaf in zip(v, layout.leaves, strict=True):
+        shards = math.prod(mesh.shape[axis] for axis in names_in(leaf.spec) & further)
+        norm += jnp.sum(x) * shards
+    if not further:
+        return norm
+    if _axes.checks_on(layout.axis_name):
+        norm = _axes.as_varying(norm, further)
+    return jax.lax.pmean(norm, tuple(sorted(further)))
