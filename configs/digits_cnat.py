@@ -5,7 +5,7 @@ Every value is rounded at random to a power of two, in 8 bits, on both hops:
     python -m train.launch --processes=4 -- --config=configs/digits_cnat.py
 
 Test accuracy on shards that hold different classes (`--config.data.shards=by_label`) 98.6 % (98.9,
-98.3 and 98.6 for seeds 0 to 2), where the float32 mean has 98.5 % (98.6, 98.1, 98.9), at 1.57 bytes
+98.6 and 98.3 for seeds 0 to 2), where the float32 mean has 98.5 % (98.6, 98.1, 98.9), at 1.57 bytes
 a parameter and device in place of 6.00.
 """
 
