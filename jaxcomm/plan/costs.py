@@ -33,9 +33,9 @@ class Costs:
       half_duplex: whether both directions between two devices share the rate of one.
       swap: for a byte that two CPU processes send to each other at once, beyond what it is on its
         way: this is an all-reduce of the pair, for which they copy, add and subtract.
-      stripes: whether XLA's own all-reduce is spread over all cables between two nodes, as NCCL
-        does, with a ring for each of them, or a tree where that takes less latency. A message of
-        another exchange goes over one.
+      stripes: whether XLA's own collectives are spread over all cables between two nodes, as NCCL
+        does, and its all-reduce goes by a tree where that takes less latency. Any other message
+        goes over one cable.
       overlap: whether the backward pass goes on while messages travel.
       call: of an exchange, whatever it sends.
       local: of each family of methods, for a value: encoding, merging, decoding and what error

@@ -18,6 +18,7 @@ their ends, such as link[s0,s1].bandwidth=1Gbit.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -25,6 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxcomm.collectives.algorithms import Algorithm
+from jaxcomm.collectives.algorithms.direct import Direct
+from jaxcomm.collectives.algorithms.native import Native
 from jaxcomm.plan import costs as costs_
 from jaxcomm.plan.costs import Costs
 from jaxcomm.plan.fabrics import rate_of
@@ -72,17 +76,31 @@ class Cluster:
         has_two = 1 < self.near < self.devices and self.devices % self.near == 0
         return (self.devices // self.near, self.near) if has_two else None
 
-    @property
+    @functools.cached_property
     def network(self) -> Simulation:
         """What exchanges take on its links, by its costs."""
         return self._network_on(self.topology, self.costs.latency)
 
-    @property
-    def native_network(self) -> Simulation:
-        """The same of XLA's own all-reduce."""
-        if not self.costs.stripes:
-            return self.network
+    @functools.cached_property
+    def _striped(self) -> Simulation:
+        return self._network_on(self.topology.striped(), self.costs.latency)
+
+    @functools.cached_property
+    def _native(self) -> Simulation:
         return self._network_on(self.topology.striped(), self.native_latency)
+
+    def network_of(self, algorithm: Algorithm, is_collective: bool = False) -> Simulation:
+        """The network for an algorithm.
+
+        Args:
+          algorithm: who talks to whom.
+          is_collective: whether XLA's own collectives carry it out, though it is none of theirs.
+        """
+        if self.costs.stripes and isinstance(algorithm, Native):
+            return self._native
+        if self.costs.stripes and (is_collective or isinstance(algorithm, Direct)):
+            return self._striped
+        return self.network
 
     @property
     def native_latency(self) -> float:

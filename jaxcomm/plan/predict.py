@@ -20,6 +20,7 @@ from jaxcomm.plan.families import (
 )
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
+from jaxcomm.plan.messages import Lists
 from jaxcomm.plan.simulate import Exchange
 
 # How far four of five measurements were from their predictions at most, as shares of these, by
@@ -151,16 +152,22 @@ def _exchanges(
 ) -> dict[Method, Made]:
     """The exchanges of each method; those by one algorithm are simulated together."""
     cpus = cluster.costs.is_between_cpus
-    others, native = cluster.network, cluster.native_network
     asked = [(m, part) for m in candidates for part in sent(m, load, cluster.devices, cpus)]
-    asked.sort(key=lambda item: repr((item[1].algorithm, item[1].values)))
+
+    def alike(item: tuple[Method, Sent]) -> str:
+        owner, part = item
+        return repr((part.algorithm, part.values, owner.algorithm == "own"))
+
+    asked.sort(key=alike)
     made: dict[Method, Made] = {method: [] for method in candidates}
-    for _, group in itertools.groupby(asked, lambda i: (repr(i[1].algorithm), i[1].values)):
+    for _, group in itertools.groupby(asked, alike):
         items = list(group)
         method, part = items[0]
         reductions = [item.reduction for _, item in items]
         world = _world(cluster, method, part)
-        network = native if isinstance(part.algorithm, Native) else others
+        # Sparse exchanges are all-to-alls and all-gathers, but gTopk, which goes by pairs.
+        gathers = method.algorithm == "own" and not isinstance(part.reduction, Lists)
+        network = cluster.network_of(part.algorithm, gathers)
         found = network.exchanges(part.algorithm, reductions, part.values, world)
         for (owner, item), exchange in zip(items, found, strict=True):
             made[owner].append((item, exchange))

@@ -44,14 +44,14 @@ def use(cluster: Cluster | None) -> None:
             f"plan.use takes a cluster, such as plan.load_cluster({cluster!r}), got "
             f"{type(cluster).__name__}."
         )
-    network = cluster.network
-    dimensions = dict(best_dimensions(cluster.topology, network.model, cluster.order))
+    model = cluster.network.model
+    dimensions = dict(best_dimensions(cluster.topology, model, cluster.order))
     tried = [algorithms.from_name(name) for name in SCHEDULED]
     tried += [algorithms.halving_doubling(**dimensions)] if dimensions else []
 
     @functools.cache
     def seconds(algorithm: Algorithm, reduction: messages.Reduction, values: int) -> float:
-        return network.exchange(algorithm, reduction, values).seconds
+        return cluster.network_of(algorithm).exchange(algorithm, reduction, values).seconds
 
     def chooser(reduction: Reduction, world: int, values: int, usual: Algorithm) -> Algorithm:
         known = _as_messages(reduction, world)
