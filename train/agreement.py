@@ -1,4 +1,4 @@
-"""Whether all processes were started with the same run.
+"""Whether all processes were started with the same run, and see the same directory.
 
 Processes that are not would compile other programs. On GPUs they then wait for each other without
 an end, and on CPUs their parameters drift apart.
@@ -7,6 +7,9 @@ an end, and on CPUs their parameters drift apart.
 import hashlib
 import importlib.metadata
 import platform
+import secrets
+import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +19,7 @@ from jax.experimental import multihost_utils
 from train.check import flat
 from train.errors import UserError
 
+PATIENCE = 20.0  # seconds; network file systems remember that a file was not there
 OWN = ("data.data_dir",)  # what may differ between machines
 
 
@@ -35,6 +39,31 @@ def check_same(config: Any) -> None:
         raise UserError(
             f"all processes need the same config and versions, and process {process} has another "
             f"{', '.join(names[i] for i in fields)} than process 0"
+        )
+
+
+def check_shared(workdir: Path) -> None:
+    """Raises a UserError in every process unless all see the directory that process 0 sees."""
+    if jax.process_count() == 1:
+        return
+    number = np.uint32(secrets.randbits(32))
+    mark = workdir / f".shared-{int(multihost_utils.broadcast_one_to_all(number)):08x}"
+    if jax.process_index() == 0:
+        workdir.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    multihost_utils.sync_global_devices("workdir")
+    until = time.monotonic() + PATIENCE
+    while not (sees := mark.exists()) and time.monotonic() < until:
+        time.sleep(0.2)
+    own = np.asarray([jax.process_index(), sees], np.int32)
+    rows = np.asarray(multihost_utils.process_allgather(own))
+    if jax.process_index() == 0:
+        mark.unlink()
+    if blind := sorted(rows[rows[:, 1] == 0, 0].tolist()):
+        raise UserError(
+            f"--workdir={workdir} is not the same directory in all processes: process {blind[0]} "
+            "does not see what process 0 writes there; name one on a file system that all machines "
+            "share"
         )
 
 

@@ -54,6 +54,7 @@ def train(
     """
     check.fields(config)
     agreement.check_same(config)
+    agreement.check_shared(workdir)
     check.fit(config, jax.device_count())
     saved = saved_step(config, workdir, restarted)
     run = assemble(config, workdir, goes_on=saved is not None)

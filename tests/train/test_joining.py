@@ -1,6 +1,7 @@
 """How processes find each other, or say why they do not."""
 
 import socket
+from pathlib import Path
 
 import jax
 import pytest
@@ -76,6 +77,30 @@ def test_processes_with_another_config_are_named_in_all_of_them() -> None:
         rate, fields = finished.stdout.splitlines()
         assert rate.endswith("and process 2 has another rate than process 0")
         assert fields == "process 1 has other fields of the config than process 0"
+
+
+DIRECTORIES = """
+import os
+from pathlib import Path
+from train import agreement
+from train.errors import UserError
+
+agreement.PATIENCE = 0.5
+agreement.check_shared(Path("{folder}") / "new")
+try:
+    agreement.check_shared(Path("{folder}") / str(jax.process_index() // 2))
+except UserError as error:
+    print(error)
+print(sorted(str(p) for p in Path("{folder}").rglob("*") if p.is_file()))
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_directory_that_is_not_shared_is_named_in_all_processes(tmp_path: Path) -> None:
+    for finished in run_processes(3, DIRECTORIES.format(folder=tmp_path)):
+        error, left = finished.stdout.splitlines()
+        assert "is not the same directory in all processes: process 2 does not see" in error
+        assert left == "[]"
 
 
 def test_one_gpu_for_each_process_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
