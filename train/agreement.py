@@ -23,6 +23,12 @@ PATIENCE = 20.0  # seconds; network file systems remember that a file was not th
 OWN = ("data.data_dir",)  # what may differ between machines
 
 
+def check(config: Any, workdir: Path) -> None:
+    """Raises a UserError in every process unless all were started with the same run."""
+    check_same(config)
+    check_shared(workdir)
+
+
 def check_same(config: Any) -> None:
     """Raises a UserError in every process if the config or a version is not that of process 0."""
     if jax.process_count() == 1:

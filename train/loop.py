@@ -53,8 +53,7 @@ def train(
       train.errors.RunError: if the run cannot go on, and could not after a restart.
     """
     check.fields(config)
-    agreement.check_same(config)
-    agreement.check_shared(workdir)
+    agreement.check(config, workdir)
     check.fit(config, jax.device_count())
     saved = saved_step(config, workdir, restarted)
     run = assemble(config, workdir, goes_on=saved is not None)
