@@ -58,6 +58,7 @@ Result = jax.Array | dict[int, jax.Array]
 OnBucket = Callable[[int, dict[int, jax.Array]], tuple[Result, Any]]
 
 _SHORT = 2**14  # values
+_TAGS = 4
 FLAG, TAG = "not finite", "tag of the key"
 
 
@@ -225,11 +226,13 @@ def exchange_buckets(
         local = [*must_be_finite, *jax.tree.leaves([state_of(k) for k in kept])]
         small[FLAG] = 1 - all_finite(_flat(local)).astype(jnp.float32)
     if equal_key is not None:
-        # An integer and its square: their variance is zero only if all are equal. It has 10 bits,
-        # or fewer on many devices, so that all sums of squares are exact.
+        # Integers and their squares: a variance is zero only if all are equal. They have 10 bits,
+        # or fewer on many devices, so that all sums of squares are exact. Where one device of very
+        # many has another one, its variance is small: so there are several.
         bits = min(10, 1 + (24 - (jax.lax.axis_size(axis_name) - 1).bit_length()) // 2)
-        tag = (jax.random.bits(equal_key) >> (32 - bits)).astype(jnp.float32) - 2 ** (bits - 1)
-        small[TAG] = jnp.stack([tag, jnp.square(tag)])
+        drawn = jax.random.bits(equal_key, (_TAGS,)) >> (32 - bits)
+        tags = drawn.astype(jnp.float32) - 2 ** (bits - 1)
+        small[TAG] = jnp.stack([tags, jnp.square(tags)])
     # The flag needs the last gradient. A bucket behind it could not travel while gradients are
     # computed, so the flag comes last.
     exact, finite, computed = {}, jnp.bool_(True), []
@@ -242,8 +245,9 @@ def exchange_buckets(
     if FLAG in exact:
         finite &= exact.pop(FLAG) == 0
     if equal_key is not None:
-        mean, mean_of_squares = exact.pop(TAG)
-        finite &= mean_of_squares - jnp.square(mean) < 0.25  # the same on every device
+        means, means_of_squares = exact.pop(TAG)
+        variances = means_of_squares - jnp.square(means)
+        finite &= jnp.all(variances < 0.25)  # the same on every device
     if not results_are_finite:
         computed += jax.tree.leaves(results)
     finite = on_further_axes(finite & all_finite(_flat(computed)), axis_name)

@@ -34,6 +34,19 @@ def test_rounding_on_both_levels_is_independent() -> None:
         assert 0.2 < (sums[near] == sums[far]).mean() < 0.8
 
 
+@pytest.mark.parametrize("near", ["ring", "direct"])
+def test_a_near_axis_of_one_device_rounds_nothing(near: str) -> None:
+    """With bits that the far exchange draws too, a mean would not be right on average."""
+    kinds, n = (AxisType.Auto, AxisType.Auto), 512
+    mesh = jax.make_mesh((4, 1), ("far", "near"), kinds, devices=jax.devices()[:4])
+    alone = jax.make_mesh((4,), ("data",), kinds[:1], devices=jax.devices()[:4])
+    x = np.random.default_rng(0).standard_normal((4, n)).astype(np.float32)
+    algorithm = algorithms.hierarchical(CASES[near].of(1), algorithms.direct())
+    both = mean_program(mesh, n, codec="qsgd", algorithm=algorithm)
+    far = mean_program(alone, n, codec="qsgd", algorithm="direct")
+    np.testing.assert_array_equal(mean_on_all(both, x), mean_on_all(far, x))
+
+
 def test_the_axes_are_two_and_the_algorithms_have_a_reduce_scatter(mesh8: Mesh) -> None:
     with pytest.raises(TypeError, match="for each axis, got Native"):
         algorithms.hierarchical(algorithms.native(), algorithms.ring())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
@@ -211,3 +212,21 @@ def test_every_name_has_a_row() -> None:
 def test_bad_arguments_are_refused(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("name", ["oktopk", "topk_dsa", "gaussiank"])
+def test_so_many_values_that_counts_times_three_are_no_int32(name: str) -> None:
+    n, chosen = 2_000_000_000, dataclasses.replace(sparse.from_name(name), density=0.4)
+
+    def exchange(x: jax.Array) -> jax.Array:
+        return chosen.exchange(x, jnp.float32(1), jnp.int32(1), "data")[1][None]
+
+    mesh, spec = jaxcomm.data_mesh(devices=jax.devices()[:2]), jax.P("data")
+    mapped = jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    assert jax.eval_shape(mapped, jax.ShapeDtypeStruct((2 * n,), jnp.float32)).shape == (2,)
+
+
+def test_thresholds_follow_counts() -> None:
+    chosen = sparse.oktopk(scaling=1.5)
+    found = [float(chosen.scaled(jnp.float32(1), jnp.int32(c), 100)) for c in (66, 67, 125, 126)]
+    assert found == pytest.approx([1 / 1.5, 1, 1, 1.5])

@@ -64,3 +64,12 @@ def test_what_is_refused(f: Callable) -> None:
     for x in (jnp.zeros(3, jnp.int32), jnp.float32(1), jnp.zeros(3, jnp.bfloat16)):
         with pytest.raises(TypeError, match=f"{f.__name__} takes float32 with an axis"):
             f(x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", [(7,), (3, 5)])
+def test_what_is_finite(dtype: jnp.dtype, shape: tuple[int, ...]) -> None:
+    most = jnp.full(shape, jnp.finfo(dtype).max, dtype)
+    assert reductions.all_finite([most, -most, jnp.zeros((0,), dtype)])
+    for value in (jnp.inf, -jnp.inf, jnp.nan):
+        assert not reductions.all_finite([most, most.at[-1].set(value)])

@@ -166,7 +166,7 @@ class SparseAllReduce:
     def scaled(self, threshold: jax.Array, count: jax.Array, k: int) -> jax.Array:
         """What to carry on after a step with `count` values above the threshold."""
         scale = jnp.float32(self.scaling)
-        few, many = 3 * count < 2 * k, 4 * count > 5 * k
+        few, many = count < math.ceil(2 * k / 3), count > 5 * k // 4  # no product in int32
         return threshold * jnp.where(few, 1 / scale, jnp.where(many, scale, jnp.float32(1)))
 
     def exchange(

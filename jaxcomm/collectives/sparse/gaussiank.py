@@ -1,6 +1,7 @@
 """Gaussiank: TopkA with a threshold that a normal distribution suggests."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -44,7 +45,7 @@ class Gaussiank(SparseAllReduce):
         threshold = self.gaussian_threshold(x)
         k, capacity = self.k(x.size), self.room(x.size)
         found = self.compact(x, threshold, capacity)
-        is_off = (found.count > capacity) | (3 * found.count < 2 * k)
+        is_off = (found.count > capacity) | (found.count < math.ceil(2 * k / 3))
         found = jax.lax.cond(is_off, lambda: self.largest(x, k, capacity)[0], lambda: found)
         return gathered(self, x, found, axis_name), threshold
 
@@ -63,7 +64,7 @@ class Gaussiank(SparseAllReduce):
         def adjust(before: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
             number, _, threshold = before
             count = select.count_at_least(x, threshold, implementation=self.implementation)
-            few, many = count * 3 < 2 * k, count * 3 > 4 * k
+            few, many = count < math.ceil(2 * k / 3), count > 4 * k // 3
             factor = jnp.where(few, 0.5, jnp.where(many, 1.5, 1.0)).astype(jnp.float32)
             return number + 1, ~(few | many), jnp.maximum(threshold * factor, SMALLEST)
 

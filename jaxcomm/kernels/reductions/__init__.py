@@ -21,6 +21,7 @@ _FEW_LANES = 8  # for an axis that is shorter than that
 _MANY_ROWS = 64
 _FEW = 2**14  # values that are reduced plainly: a fold takes longer to compile
 _MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
+_INFINITIES = {jnp.dtype(jnp.bfloat16): 0x7F80, jnp.dtype(jnp.float16): 0x7C00}
 
 # Two arrays of uint32 patterns to one.
 Join = Callable[[jax.Array, jax.Array], jax.Array]
@@ -127,6 +128,10 @@ def computed_once(x: jax.Array) -> jax.Array:
 def _is_finite(x: jax.Array) -> jax.Array:
     if x.ndim == 1 and x.dtype == jnp.float32:
         return largest(x) < INFINITY  # on CPU several times as fast
+    if x.dtype in _INFINITIES:
+        # By bits: XLA on GPUs may look at what was rounded instead, which can be finite.
+        magnitude = jax.lax.bitcast_convert_type(x, jnp.uint16) & 0x7FFF
+        return jnp.all(magnitude < _INFINITIES[x.dtype])
     return jnp.all(jnp.isfinite(x))
 
 
