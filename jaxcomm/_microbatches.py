@@ -1,5 +1,6 @@
 """Values and gradients of a batch in microbatches: their mean, with the memory of one."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -83,9 +84,24 @@ def _split(x: jax.Array, microbatches: int) -> jax.Array:
             f"{x.shape[0]} examples on a device do not divide into {microbatches} "
             "microbatches; change the batch size or the number of microbatches."
         )
+    explicit = _devices_of_rows(x)
+    if x.shape[0] // microbatches % explicit:
+        raise ValueError(
+            f"the {x.shape[0] // microbatches} rows of a microbatch do not divide over the "
+            f"{explicit} devices of the Explicit axes that they are spread over; change the batch "
+            "size or the number of microbatches."
+        )
     # Every microbatch has rows from all over the batch. Where an automatic axis spreads rows too,
     # as in HSDP, each lies on all of its devices then, and nothing moves.
     return x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _devices_of_rows(x: jax.Array) -> int:
+    """Over how many devices the type of an array spreads its rows, along Explicit axes."""
+    sharding = jax.typeof(x).sharding
+    first = sharding.spec[0] if len(sharding.spec) else None
+    names = (first,) if isinstance(first, str) else first or ()
+    return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 def _in_float32(x: Any) -> jax.Array:

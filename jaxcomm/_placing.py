@@ -51,7 +51,8 @@ def _without_buffers_of(leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array):
         return leaf
     moves = leaf.sharding != sharding and leaf.sharding.device_set & sharding.device_set
-    if not moves or not leaf.is_fully_addressable:
+    stays_whole = sharding.shard_shape(leaf.shape) == leaf.shape
+    if not moves or not stays_whole or not leaf.is_fully_addressable:
         return leaf
     return jax.device_put(leaf, leaf.sharding, may_alias=False)
 

@@ -86,3 +86,18 @@ def test_what_is_no_array_is_named(mesh8: Any) -> None:
         jaxcomm.value_and_grad(lambda p, x: 0.0, "data")({"act": jnp.tanh}, jnp.ones(8))
     with jax.set_mesh(mesh8), pytest.raises(ValueError, match="a number and has no rows"):
         jaxcomm.global_batch([1, 2, 3, 4], "data")
+
+
+def test_shards_are_cut_out_of_no_copy(mesh8: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a whole model on one device there may be no room for two."""
+    put, shapes = jax.device_put, []
+
+    def counted(x: Any, *where: Any, **options: Any) -> Any:
+        shapes.append(jax.tree.map(jnp.shape, x))
+        return put(x, *where, **options)
+
+    given = {"w": jnp.ones((64, 8)), "b": jnp.ones(8)}
+    with jax.set_mesh(mesh8):
+        monkeypatch.setattr(jax, "device_put", counted)
+        placed = jaxcomm.shard(given, "data")
+    assert shapes == [(8,), [(8,), (64, 8)]] and placed["w"].sharding.spec[0] == "data"

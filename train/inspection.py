@@ -22,7 +22,9 @@ VOTE = "majority_vote"
 Look = Callable[[Any, Any], dict[str, float]]
 
 
-def make_look(config: Any, gradient: Any, exchange: Any, order: Sequence[str], steps: int) -> Look:
+def make_look(
+    config: Any, gradient: Any, exchange: Any, order: Sequence[str], steps: int, seed: int = 0
+) -> Look:
     """A function of a state and a global batch, compiled when it is first called.
 
     Args:
@@ -31,6 +33,7 @@ def make_look(config: Any, gradient: Any, exchange: Any, order: Sequence[str], s
       exchange: of `sync.build`.
       order: of the gradients, as `sync.build` takes it.
       steps: length of the run.
+      seed: as `sync.build` takes it.
 
     Returns:
       `look(state, batch) -> numbers`, equal on all processes:
@@ -50,7 +53,7 @@ def make_look(config: Any, gradient: Any, exchange: Any, order: Sequence[str], s
     """
     by_itself = config.every == 1 and config.method in (*MEANS, VOTE)
     has_size = config.method in MEANS or bool(config.error_feedback)
-    voting = _undecided(config, order, steps) if config.method == VOTE else None
+    voting = _undecided(config, order, steps, seed) if config.method == VOTE else None
 
     def look(state: Any, batch: Any) -> dict[str, jax.Array]:
         values = watched.residual_norm(state.opt_state)
@@ -112,11 +115,11 @@ def _over(a: Any, b: Any) -> jax.Array:
     return jnp.where(b == 0, 0.0, a / jnp.where(b == 0, 1.0, b))
 
 
-def _undecided(config: Any, order: Sequence[str], steps: int) -> Any:
+def _undecided(config: Any, order: Sequence[str], steps: int, seed: int) -> Any:
     """The same vote, whose ties are zero: so they can be counted."""
     undecided = config.copy_and_resolve_references()
     undecided.ties = "zero"
-    return sync.build(undecided, order, steps)
+    return sync.build(undecided, order, steps, seed)
 
 
 def _share_of_ties(decided: Sequence[jax.Array], before: Any) -> jax.Array:

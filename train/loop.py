@@ -75,7 +75,8 @@ def train(
 
     # What watches the run.
     recorder = recorder_of(config, workdir, run, now, sent)
-    look = inspection.make_look(run.sync, run.gradient, run.exchange, run.order, config.steps)
+    seen = run.sync, run.gradient, run.exchange, run.order, config.steps, config.seed
+    look = inspection.make_look(*seen)
     check_replicas = replicas.make_check(now.params, run.sync.method)
     profile = profiling.Profile(workdir, start, config.profile.steps)
     with checkpoints, recorder:
@@ -103,10 +104,10 @@ def train(
             if save or number % config.guard.replicas_every == 0:
                 with recorder.pause("replicas"):
                     check_replicas(now.params, number)
-                if save and not recorder.bad:
+                if save and not recorder.lost:
                     with recorder.pause("checkpoint"):
                         checkpoints.save(number, now, run.rows.train)
-            if stop and not recorder.bad:
+            if stop and not recorder.lost:
                 checkpoints.close()
                 report.stopped(number, workdir)
                 return None
@@ -159,8 +160,8 @@ def recorder_of(
 
 
 def require_finite(recorder: metrics.Recorder, tested: dict[str, float]) -> None:
-    """Raises if the last steps were bad, or the model is: such a run has failed."""
-    if recorder.bad or not math.isfinite(tested["test_loss"]):
+    """Raises if the last loss is not finite, or the model's: such a run has failed."""
+    if recorder.lost or not math.isfinite(tested["test_loss"]):
         raise RunError(
             f"at the end the loss is not finite (test loss {tested['test_loss']}): lower "
             "config.optimizer.learning_rate"

@@ -84,7 +84,8 @@ def measure_steps(
       plain_step: the same step without the exchange.
       plain_state: its state; used up.
       batch: a global batch.
-      count: steps of each kind; fewer where all would take more than LONGEST seconds, but BLOCKS.
+      count: steps of each kind; fewer where all would take more than LONGEST seconds, but BLOCKS,
+        and a whole period in any case.
       messages_step: the one without exchange, with its messages; goes on at the same state.
       period: of what only one in so many steps exchanges: a block has whole periods.
 
@@ -110,7 +111,7 @@ def measure_steps(
         for name, value in _counters_at_rest().items():
             sent[name].append(value - before.get(name, value))
         times["step"].append(statistics.fmean(seconds))
-        plain_state, seconds = _block(plain_step, plain_state, batch, length)
+        plain_state, seconds = _block(plain_step, plain_state, batch, min(length, LENGTH))
         times["plain"].append(statistics.fmean(seconds))
         if messages_step:
             plain_state, seconds = _block(messages_step, plain_state, batch, length)

@@ -41,6 +41,7 @@ class Recorder:
       stop: whether a device's process was asked to end before the last step written; the same on
         all processes.
       bad: how many of the last steps in a row had a loss or a gradient that is not finite.
+      lost: whether the loss of the last step was not finite; then the parameters are no good.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Recorder:
     ):
         self.frozen_at = frozen_at
         self.stop = False
-        self.bad = 0
+        self.bad, self.lost = 0, False
         self._bad_steps = bad_steps
         self._batch, self._known = batch, known
         self._step_ms: list[float] = []
@@ -158,7 +159,8 @@ class Recorder:
         self.frozen_at = frozen_at
         if self._primary and ended:
             self._warmup_ended(step)
-        self.bad = 0 if finite and math.isfinite(values["loss"]) else self.bad + 1
+        self.lost = not math.isfinite(values["loss"])
+        self.bad = self.bad + 1 if self.lost or not finite else 0
         if self.bad >= self._bad_steps:
             raise RunError(
                 f"the loss or a gradient was not finite in steps {step - self.bad + 1} to "

@@ -55,7 +55,7 @@ _NEEDS: dict[type, tuple[str, str]] = {
         "SGD with a rate for signs; data that are alike on all devices, or "
         "jaxcomm.control_variates before it",
     ),
-    SparseMeanState: ("sparse_mean", "SGD behind it; jaxcomm.dense_first for a warm-up"),
+    SparseMeanState: ("sparse_mean", "SGD behind it; dense_steps= for a warm-up"),
     LowRankMeanState: ("low_rank_mean", "SGD behind it; dense_steps= for a warm-up"),
     OneBitAdamState: ("one_bit_adam", f"{_OPTIMIZER}; its first steps are dense"),
     FactoredAdamState: ("factored_adam", f"{_OPTIMIZER}; no warm-up"),

@@ -263,7 +263,7 @@ def _prediction(
 
 
 def with_exchange(
-    cluster: Cluster, load: Workload, row: Prediction, seconds: float, error: float
+    cluster: Cluster, load: Workload, row: Prediction, seconds: float, error: float | None
 ) -> Prediction:
     """A row with another time of its exchange; its parts keep their proportions.
 
@@ -272,7 +272,7 @@ def with_exchange(
       load: what they exchange.
       row: as it was predicted.
       seconds: of the exchange.
-      error: of these seconds, 0 if they were timed.
+      error: of these seconds, 0 if they were timed, None if it is not known.
     """
     scale = seconds / row.exchange if row.exchange else 1.0
     exposed, step = _step(cluster, load, seconds, scale * row.local, row.method)

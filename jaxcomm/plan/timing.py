@@ -125,7 +125,8 @@ def _corrected(found: Plan, medians: Mapping[Method, float]) -> list[Prediction]
         else:
             of = ratios.get(_probed(row.method), every)
             ratio = statistics.median(of)
-            seconds, error = row.exchange * ratio, max(row.error or 0.0, max(of) / ratio - 1)
+            seconds, error = row.exchange * ratio, row.error
+            error = None if error is None else max(error, max(of) / ratio - 1)
         return with_exchange(found.cluster, found.load, row, seconds, error)
 
     return [corrected(row) for row in found.rows]

@@ -4,7 +4,7 @@ import contextvars
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -149,7 +149,7 @@ def require_strings(given: Any, name: str, what: str) -> None:
     """Raises a TypeError for what is no list of strings: a string, None, a number."""
     if isinstance(given, str):
         raise TypeError(f"{name} must be a list of {what}, got {given!r}; write [{given!r}].")
-    if not isinstance(given, Sequence) or not all(isinstance(x, str) for x in given):
+    if not isinstance(given, Collection) or not all(isinstance(x, str) for x in given):
         raise TypeError(f"{name} must be a list of {what}, got {given!r}.")
 
 

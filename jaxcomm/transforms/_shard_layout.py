@@ -100,7 +100,8 @@ def _check(leaf: Leaf, layout: Layout, scheme: Scheme) -> None:
     def several(names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for name in names if mesh.shape[name] > 1)
 
-    named = [several(names) for names in axes_in(leaf.spec, len(leaf.shape)) if names]
+    split = [several(names) for names in axes_in(leaf.spec, len(leaf.shape))]
+    named = [names for names in split if names]
     if layout.world > 1 and named != [several(own)]:
         raise ValueError(
             f"parameter {leaf.path} is split by {leaf.spec}, and sharded needs one dimension over "

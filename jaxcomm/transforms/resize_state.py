@@ -51,8 +51,6 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
       (2, 2, 2)
     """
     new, treedef = jax.tree_util.tree_flatten_with_path(tx.init(params), is_leaf=_is_own)
-    nodes = jax.tree.leaves(state, is_leaf=_is_own)
-    _check_shards([x for _, x in new if _is_own(x)], list(filter(_is_own, nodes)))
     old = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
     pairs = [(x, _taken(old, _name(path), _is_own(x))) for path, x in new]
     if old or any(x is None for _, x in pairs):
@@ -60,6 +58,8 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
             "the state is not one of this transformation: they hold different arrays. Make tx as "
             "that of the run that saved the state."
         )
+    nodes = jax.tree.leaves(state, is_leaf=_is_own)  # a state from a file has none of its own
+    _check_shards([x for _, x in new if _is_own(x)], list(filter(_is_own, nodes)))
     return treedef.unflatten([_resized(*pair) for pair in pairs])
 
 
@@ -84,8 +84,8 @@ def _taken(old: dict[str, Any], name: str, is_own: bool) -> Any:
 
 def _check_shards(new: list[PerDevice], old: list[PerDevice]) -> None:
     """Raises if vectors of buckets are of leaves that further axes split otherwise."""
-    for here, there in zip(new, old, strict=False):  # a state from a file has none
-        if here.shards != there.shards:
+    for here, there in zip(new, old, strict=False):
+        if len(here.shards) == len(there.shards) and here.shards != there.shards:
             raise ValueError(
                 f"further axes split the parameters over {there.shards} devices in the old "
                 f"run, and over {here.shards} here; only the axis of the exchange may have another "

@@ -15,6 +15,7 @@ from jaxcomm.transforms._scheme import Scheme
 from jaxcomm.transforms._shard_layout import keeps_residual, split_dim
 from jaxcomm.transforms.per_device import PerDevice, require_own
 
+_LAYERS = 4096  # of a scan inside of a scan; what is more is no axis of layers
 _STEPS = 2**24  # what float32 counts to
 
 
@@ -116,9 +117,14 @@ def _leaves_of(state: ShardedState) -> list[ShardedParam]:
 def _tick(step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The step, the layer and the microbatch, for each index along all axes that a scan may slice.
 
-    These are the axes before the last two, for a scan inside of a scan, and the first in any case.
+    These are the axes before the last two, for a scan inside of a scan, as far as they are short,
+    and the first in any case.
     """
-    rows = shape[: max(1, len(shape) - 2)] if len(shape) > 1 else ()
+    rows = shape[:1] if len(shape) > 1 else ()
+    for size in shape[1:-2]:
+        if math.prod(rows) * size > _LAYERS:
+            break
+        rows += (size,)
     steps, layers = np.zeros((*rows, 3), np.float32), np.zeros((*rows, 3), np.float32)
     steps[..., 0] = 1
     layers[..., 1] = np.arange(math.prod(rows)).reshape(rows)

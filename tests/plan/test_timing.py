@@ -1,7 +1,7 @@
 """The leading methods of a plan, timed."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -164,3 +164,19 @@ def test_costs_that_are_free(taking: Any) -> None:
     found = planned({BF16: 0.0, FLOAT32: 0.0})
     result, made = taking(found, {BF16: 0.5, FLOAT32: 0.4})
     assert made == [BF16, FLOAT32] and result.choice.method == FLOAT32
+
+
+def test_what_was_not_timed_on_gpus_has_no_error() -> None:
+    """An error of 0 is that of rows that were."""
+    room = plan.cluster(plan.fabrics.star("room", 8, "10Gbit"), plan.defaults("gpu"))
+    found = plan.plan(room, plan.workload(25.6e6, 100.0))
+    seconds = {row.method: 2 * row.exchange for row in found.rows}
+    timed_: set[Method] = set()
+
+    def measure(methods: Sequence[Method], longest: float | None) -> dict[Method, float]:
+        timed_.update(methods)
+        return {method: seconds[method] for method in methods}
+
+    rows = timing.settle(found, measure).rows
+    assert {row.method for row in rows if row.error == 0} == timed_
+    assert {row.error for row in rows if row.method not in timed_} == {None}

@@ -194,3 +194,12 @@ def test_what_was_saved_is_not_the_buffer_of_the_state() -> None:
         found = jaxcomm.resize_state(tx, tx.init(params)._replace(trace=saved), params)
         saved[:] = 7
     assert not np.any(found.trace)
+
+
+def test_a_state_of_another_method_is_named_as_such() -> None:
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        params = jaxcomm.replicate({key: jnp.zeros(shape) for key, shape in SIZES.items()})
+        saved = jax.tree.map(np.asarray, METHODS["one_bit_adam"].init(params))
+        for name in ("mean", "sparse_mean"):
+            with pytest.raises(ValueError, match="not one of this transformation"):
+                jaxcomm.resize_state(METHODS[name], saved, params)

@@ -87,7 +87,7 @@ class BERT(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         x = looked_up(self.tokens, tokens) + self.positions(jnp.arange(tokens.shape[1]))
-        x = self.norm(x + self.segments(jnp.zeros_like(tokens)))
+        x = self.norm(x + looked_up(self.segments, jnp.zeros_like(tokens)))
         for layer in self.layers:
             x = layer(x)
         x = self.transform_norm(nnx.gelu(self.transform(x), approximate=False))
