@@ -22,6 +22,12 @@ VOTE = "majority_vote"
 Look = Callable[[Any, Any], dict[str, float]]
 
 
+def of_run(run: Any, config: Any) -> Look:
+    """What `make_look` makes for a `train.run.Run`."""
+    parts = run.sync, run.gradient, run.exchange, run.order
+    return make_look(*parts, config.steps, config.seed)
+
+
 def make_look(
     config: Any, gradient: Any, exchange: Any, order: Sequence[str], steps: int, seed: int = 0
 ) -> Look:

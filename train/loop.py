@@ -75,8 +75,7 @@ def train(
 
     # What watches the run.
     recorder = recorder_of(config, workdir, run, now, sent)
-    seen = run.sync, run.gradient, run.exchange, run.order, config.steps, config.seed
-    look = inspection.make_look(*seen)
+    look = inspection.of_run(run, config)
     check_replicas = replicas.make_check(now.params, run.sync.method)
     profile = profiling.Profile(workdir, start, config.profile.steps)
     with checkpoints, recorder:
