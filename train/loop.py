@@ -103,7 +103,7 @@ def train(
             if save or number % config.guard.replicas_every == 0:
                 with recorder.pause("replicas"):
                     check_replicas(now.params, number)
-                if save and not recorder.lost:
+                if save and not (recorder.lost if last else recorder.bad):
                     with recorder.pause("checkpoint"):
                         checkpoints.save(number, now, run.rows.train)
             if stop and not recorder.lost:
