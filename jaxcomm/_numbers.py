@@ -1,4 +1,4 @@
-"""Whether an argument is a number: Python's or numpy's, no bool and no array."""
+"""Whether an argument is a number (Python's or numpy's, no bool and no array), a seed, or keys."""
 
 import numbers
 from typing import Any, TypeGuard
@@ -15,6 +15,11 @@ def is_integer(x: Any) -> TypeGuard[int]:
 def is_real(x: Any) -> TypeGuard[float]:
     """Whether this is a number."""
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def are_keys(x: Any) -> bool:
+    """Whether this is an array of random keys."""
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def check_seed(seed: Any) -> None:

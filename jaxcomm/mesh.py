@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
 from jaxcomm._batches import check_rows
+from jaxcomm._numbers import are_keys
 from jaxcomm._placing import place
 
 
@@ -95,7 +95,7 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
     if not all(_fits(leaf, local) for leaf in leaves):
         _refuse(local_batch, local, axis_name)
     check_rows(local_batch)
-    keys = {i: jax.random.key_impl(leaf) for i, leaf in enumerate(leaves) if _are_keys(leaf)}
+    keys = {i: jax.random.key_impl(leaf) for i, leaf in enumerate(leaves) if are_keys(leaf)}
     data = [jax.random.key_data(leaf) if i in keys else leaf for i, leaf in enumerate(leaves)]
     data = [np.asarray(leaf) for leaf in data]
     if mesh.is_multi_process:
@@ -105,10 +105,6 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
     for i, impl in keys.items():
         placed[i] = jax.random.wrap_key_data(placed[i], impl=impl)
     return jax.tree.unflatten(tree, placed)
-
-
-def _are_keys(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 @functools.lru_cache(maxsize=16)  # Every step of a run asks for the same one.

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm import _axes
+from jaxcomm._numbers import are_keys
 from jaxcomm.transforms.per_device import PerDevice
 
 
@@ -115,14 +116,10 @@ def _resized(new: Any, old: Any) -> Any:
 
 def _on_numbers(f: Callable[[Any, np.ndarray], jax.Array], new: Any, old: Any) -> Any:
     """`f` of a new array and an old one; for random keys, of the numbers that they are made of."""
-    old = np.asarray(jax.random.key_data(old) if _are_keys(old) else old)
-    if not _are_keys(new):
+    old = np.asarray(jax.random.key_data(old) if are_keys(old) else old)
+    if not are_keys(new):
         return f(new, old)
     return jax.random.wrap_key_data(f(jax.random.key_data(new), old), impl=jax.random.key_impl(new))
-
-
-def _are_keys(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _same(new: Any, old: np.ndarray) -> jax.Array:

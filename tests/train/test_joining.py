@@ -80,15 +80,16 @@ def test_processes_with_another_config_are_named_in_all_of_them() -> None:
 
 
 DIRECTORIES = """
-import os
 from pathlib import Path
+import ml_collections
 from train import agreement
 from train.errors import UserError
 
 agreement.PATIENCE = 0.5
-agreement.check_shared(Path("{folder}") / "new")
+config = ml_collections.ConfigDict()
+agreement.check(config, Path("{folder}") / "new")
 try:
-    agreement.check_shared(Path("{folder}") / str(jax.process_index() // 2))
+    agreement.check(config, Path("{folder}") / str(jax.process_index() // 2))
 except UserError as error:
     print(error)
 """

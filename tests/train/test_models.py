@@ -11,6 +11,7 @@ from running import read_config
 
 from train import models
 from train.errors import UserError
+from train.models.embedding import looked_up
 
 RESNET = {
     "name": "resnet",
@@ -273,3 +274,13 @@ def test_models_of_the_configs(name: str) -> None:
     config = read_config(name)
     shape = (28, 28, 1) if name.startswith("fashion") else (8, 8, 1)
     assert size_of(config.model.to_dict(), shape, 10) > 0
+
+
+def test_gradients_of_embeddings_are_summed_in_float32() -> None:
+    """In bfloat16 a sum of ones ends at 256."""
+    embed = nnx.Embed(2, 3, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    tokens = jnp.zeros((32, 512), jnp.int32)
+    rows = looked_up(embed, tokens)
+    assert rows.dtype == jnp.bfloat16 and rows.shape == (32, 512, 3)
+    gradient = nnx.grad(lambda e: looked_up(e, tokens).astype(jnp.float32).sum())(embed)
+    np.testing.assert_array_equal(jax.tree.leaves(gradient)[0], [[32 * 512] * 3, [0] * 3])

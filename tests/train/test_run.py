@@ -16,8 +16,9 @@ from running import Program, checkpoint_bits, children, read_config, read_lines
 
 from jaxcomm import plan
 from jaxcomm.plan import timing
-from train import loop, models, predicting, signals
+from train import loop, models, predicting, signals, sync
 from train.errors import RunError, UserError
+from train.run import assemble
 
 NUMBERS = {
     "test_accuracy",
@@ -102,6 +103,23 @@ def test_one_process_with_eight_devices(
     with pytest.raises(UserError, match="config.steps=3 is less than the 4 steps of the checkpoi"):
         loop.train(config, tmp_path, 0.0)
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == 4
+
+
+@pytest.mark.parametrize("method", ["mean", "majority_vote", "low_rank_mean"])
+def test_the_seed_is_that_of_the_exchange(
+    method: str, config: config_dict.ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs with other seeds round otherwise, and toss other coins."""
+    seeds, (factory, names) = [], sync.METHODS[method]
+
+    def kept(*args: Any, seed: int, **options: Any) -> Any:
+        seeds.append(seed)
+        return factory(*args, seed=seed, **options)
+
+    monkeypatch.setitem(sync.METHODS, method, (kept, names))
+    config.seed, config.sync.method = 7, method
+    assemble(config, tmp_path)
+    assert seeds == [7]
 
 
 def test_a_run_that_diverges_fails(config: config_dict.ConfigDict, tmp_path: Path) -> None:
