@@ -3,6 +3,7 @@
 import functools
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,8 @@ def train(
     with checkpoints, recorder:
         recorder.write("start", start, measure.sizes(sent))
         signals.ask_to_stop()
+        if 0 < start < config.steps and start % config.eval_every == 0:
+            write_test(recorder, start, test, now)  # A run that is asked to end has no time for it.
         for number in range(start + 1, config.steps + 1):
             profile.before(number, now)
             with recorder.waiting():
@@ -96,8 +99,7 @@ def train(
             stop = recorder.stop  # Read once: what a pause below learns is for the next step.
             last = number == config.steps or stop
             if number % config.eval_every == 0 and not last:
-                with recorder.pause("test"):
-                    recorder.write("test", number, test(now.params))
+                write_test(recorder, number, test, now)
                 recorder.split(number)
             save = number % config.checkpoint.every == 0 or last
             if save or number % config.guard.replicas_every == 0:
@@ -112,8 +114,7 @@ def train(
                 return None
         with recorder.pause("test"):
             profile.close(now)
-            tested = test(now.params)
-            recorder.write("test", config.steps, tested)
+        tested = write_test(recorder, config.steps, test, now)
         with recorder.pause("checkpoint"):
             checkpoints.close()
         recorder.split(config.steps)
@@ -156,6 +157,19 @@ def recorder_of(
             "bytes_per_param": sent.in_step(number, frozen_at),
         },
     )
+
+
+def write_test(
+    recorder: metrics.Recorder,
+    number: int,
+    test: Callable[[Any], dict[str, float]],
+    now: TrainState,
+) -> dict[str, float]:
+    """Tests the parameters after a step, and writes what comes of it."""
+    with recorder.pause("test"):
+        tested = test(now.params)
+        recorder.write("test", number, tested)
+    return tested
 
 
 def require_finite(recorder: metrics.Recorder, tested: dict[str, float]) -> None:

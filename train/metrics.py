@@ -268,8 +268,8 @@ def _keep_lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
         try:
             found = json.loads(line)
-            # What an earlier run said at its start is said again by one that starts there.
-            if found["step"] < step + (found["kind"] != "start"):
+            # A run that starts here says anew that it does, and tests anew.
+            if found["step"] < step + (found["kind"] not in ("start", "test")):
                 kept.append(line)
                 said.append(found)
         except json.JSONDecodeError:

@@ -144,7 +144,7 @@ def test_a_run_that_is_asked_to_stop_is_saved(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also where work after every step is the first to learn of it."""
+    """Also where work after every step is the first to learn of it; the test is made up for."""
     config.update_from_flattened_dict(TINY_RESNET)
     config.steps = config.eval_every = config.checkpoint.every = config.inspect.every = 10**5
     config.update_from_flattened_dict({every: 1})
@@ -154,6 +154,11 @@ def test_a_run_that_is_asked_to_stop_is_saved(
     step = int(capsys.readouterr().out.split("stopped after step ")[1].split(",")[0])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
     assert step <= 2
+    signals.stop.clear()
+    config.checkpoint.resume, config.steps = True, step + 1
+    assert loop.train(config, tmp_path, 0.0) is not None
+    tests = [line["step"] for line in read_lines(tmp_path, "test")]
+    assert tests == list(range(1, step + 2) if every == "eval_every" else [step + 1])
 
 
 @pytest.fixture
