@@ -1,5 +1,6 @@
 """Values and gradients of a batch in microbatches: their mean, with the memory of one."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +14,16 @@ from jaxcomm._marks import GRADIENT, OWN_GRADIENT, kind_of
 
 
 def accumulated(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Callable[..., Any]:
-    """`value_and_grad_fn` of a batch, of which it sees so many equal parts in turn."""
+    """Applies `value_and_grad_fn` to equal parts of a batch, one after the other."""
 
-    def on_batch(params: Any, batch: Any, *args: Any) -> Any:
+    def on_batch(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        of_part = functools.partial(value_and_grad_fn, **kwargs)
         batches = jax.tree.map(lambda x: _split(x, microbatches), batch)
         if attached_in(params):
-            return _exchanged_last(value_and_grad_fn, microbatches, params, batches, *args)
+            return _exchanged_last(of_part, microbatches, params, batches, *args)
         # Residuals are of a step: what a microbatch adds to its gradient weighs 1 / microbatches.
         params = _shards.scaled_residuals(params, microbatches)
-        total, start, state = _sums(value_and_grad_fn, params, batches, *args)
+        total, start, state = _sums(of_part, params, batches, *args)
         means = jax.tree.map(lambda t, o: (t / microbatches).astype(mean_dtype(o)), total, start)
         return _shards.scaled_residuals(_shards.with_residuals(means, state), 1 / microbatches)
 

@@ -29,7 +29,7 @@ from jaxcomm._numbers import is_integer
 
 @dataclasses.dataclass(frozen=True)
 class ValueAndGrad:
-    """What `value_and_grad` returns; `accumulate` makes one of more microbatches of it."""
+    """What `value_and_grad` returns; `accumulate` returns a copy that runs in microbatches."""
 
     loss_fn: Callable[..., Any]
     axis_name: AxisName
@@ -153,7 +153,7 @@ def _bound(
     leaves, tree = jax.tree.flatten((args, kwargs))
 
     def is_array(leaf: Any) -> bool:
-        return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+        return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
 
     def bound(params: Any, batch: Any, *arrays: Any) -> Any:
         rest = iter(arrays)
@@ -226,9 +226,10 @@ def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Call
       microbatches: how many. Each device's share of the batch must divide by it.
 
     Returns:
-      A function as `value_and_grad_fn`: loss, aux and gradients are means over the microbatches,
-      accumulated in float32. Further arguments are the same in all of them: of a dropout key, fold
-      in what differs, such as the number of the first example, which is then a leaf of the batch.
+      A function with the arguments of `value_and_grad_fn`: loss, aux and gradients are means over
+      the microbatches, accumulated in float32. Further arguments are passed unchanged to every
+      microbatch. For dropout that differs, make the number of an example a leaf of the batch, and
+      fold the first one into the key.
 
     Raises:
       ValueError: if `microbatches` is not a positive integer; when called, if the batch does not
@@ -251,7 +252,9 @@ def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Call
     return accumulated(value_and_grad_fn, microbatches)
 
 
-def backward_order(f: ValueAndGrad, params: Any, batch: Any, *args: Any) -> tuple[str, ...]:
+def backward_order(
+    f: ValueAndGrad, params: Any, batch: Any, *args: Any, **kwargs: Any
+) -> tuple[str, ...]:
     """The paths of the parameters in the order in which their gradients appear.
 
     Args:
@@ -259,6 +262,7 @@ def backward_order(f: ValueAndGrad, params: Any, batch: Any, *args: Any) -> tupl
       params: the parameters, as arrays or `jax.ShapeDtypeStruct`s.
       batch: the global batch, likewise.
       *args: the further arguments, likewise.
+      **kwargs: likewise.
 
     Returns:
       Paths such as "layers/0/kernel", for the `bucket_order` of `jaxcomm.mean`.
@@ -271,12 +275,15 @@ def backward_order(f: ValueAndGrad, params: Any, batch: Any, *args: Any) -> tupl
     shares = shares_of(batch, _axes.axis_size(f.axis_name), f.axis_name)
     paths = [_paths.path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
 
-    def grad(params: Any, batch: Any) -> Any:
-        grads = jax.grad(f.loss_fn, has_aux=f.has_aux)(params, batch, *args)
+    loss_fn, arrays = _bound(f.loss_fn, args, kwargs)
+
+    def grad(inputs: tuple[Any, list[Any]], batch: Any) -> Any:
+        params, arrays = inputs
+        grads = jax.grad(loss_fn, has_aux=f.has_aux)(params, batch, *arrays)
         return grads[0] if f.has_aux else grads
 
     mapped = _over_devices(grad, f.axis_name)
-    jaxpr = jax.make_jaxpr(mapped)(params, _stacked(shares, f.axis_name)).jaxpr
+    jaxpr = jax.make_jaxpr(mapped)((params, arrays), _stacked(shares, f.axis_name)).jaxpr
     made = [_position(jaxpr, var) for var in jaxpr.outvars]
     return tuple(paths[i] for i in sorted(range(len(paths)), key=lambda i: made[i]))
 

@@ -5,6 +5,8 @@ import re
 
 import jax
 
+from jaxcomm._numbers import is_integer
+
 _COUNT_FLAG = r"\s*--xla_force_host_platform_device_count=\S*"
 
 
@@ -28,7 +30,7 @@ def simulate_devices(count: int) -> None:
       >>> import jaxcomm
       >>> jaxcomm.simulate_devices(8)  # doctest: +SKIP
     """
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if not is_integer(count) or count < 1:
         raise ValueError(f"simulate_devices needs a positive number of devices, got {count!r}.")
     try:
         jax.config.update("jax_num_cpu_devices", count)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxcomm._numbers import is_integer
 from jaxcomm.plan.topology import Link, Topology
 
 _MOST_HOSTS = 4096
@@ -242,7 +243,7 @@ def _loops(
 ) -> Topology:
     """Rings with shortcuts along each dimension of a grid of switches."""
     for size in grid:
-        if not isinstance(size, int) or size < 1 or size & (size - 1):
+        if not is_integer(size) or size < 1 or size & (size - 1):
             raise ValueError(f"a loop network has 2, 4, 8, ... switches in a ring, got {size!r}.")
     names, switches = _hosts(hosts, math.prod(grid)), _switches(math.prod(grid))
     if hosts % len(switches):
@@ -263,13 +264,13 @@ def _loops(
 
 
 def _count(name: str, number: Any) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+    if not is_integer(number) or number < 1:
         raise ValueError(f"{name} is a positive number, got {number!r}.")
-    return number
+    return int(number)
 
 
 def _hosts(number: Any, least: int = 1) -> tuple[str, ...]:
-    if not isinstance(number, int) or isinstance(number, bool):
+    if not is_integer(number):
         raise ValueError(f"hosts is a whole number, got {number!r}.")
     if not least <= number <= _MOST_HOSTS:
         raise ValueError(f"this fabric has {least} to {_MOST_HOSTS} hosts, got {number!r}.")

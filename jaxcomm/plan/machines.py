@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxcomm._numbers import is_integer
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.algorithms.direct import Direct
 from jaxcomm.collectives.algorithms.native import Native
@@ -162,7 +163,7 @@ def load_cluster(
             raise _node_error(file, key, wrong, others)
     for key in ("devices", "nics"):
         number = nodes.get(key, 1)
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        if not is_integer(number) or number < 1:
             wrong = f"{key} is a positive number, got {number!r}."
             raise _node_error(file, key, wrong, others)
     order, device = settings.pop("order", None), settings.pop("device", "cpu")

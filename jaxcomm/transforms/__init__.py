@@ -15,7 +15,7 @@ from jaxcomm.transforms.no_exchange import NoExchangeState, no_exchange
 from jaxcomm.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
 from jaxcomm.transforms.per_device import PerDevice, state_spec
 from jaxcomm.transforms.resize_state import resize_state
-from jaxcomm.transforms.set_to_zero import set_to_zero
+from jaxcomm.transforms.set_to_zero import SetToZeroState, set_to_zero
 from jaxcomm.transforms.shard import shard
 from jaxcomm.transforms.sharded import sharded
 from jaxcomm.transforms.sharded_params import ShardedState, sharded_params
@@ -38,6 +38,7 @@ __all__ = [
     "NoExchangeState",
     "OneBitAdamState",
     "PerDevice",
+    "SetToZeroState",
     "ShardedState",
     "SparseMeanState",
     "SparseReport",

@@ -11,12 +11,16 @@ SIGNS = "signs"
 LOCAL = "local gradients"
 MOMENTA = "means of momenta"
 FINISHED = "finished updates"
+IN_BACKWARD = "means that the backward pass has made"
+ZEROS = "zeros"
 OTHER = "others"  # of transformations that are not jaxcomm's
 
 _INSTEAD = {
     SIGNS: 'a vote, whose updates are signs; in one bit, jaxcomm.mean("data", "scaled_sign", '
     "error_feedback=True) takes a mean",
     FINISHED: "an optimizer; give the exchange alone",
+    IN_BACKWARD: "one in the backward pass, behind which there is no local gradient",
+    ZEROS: "jaxcomm.set_to_zero; give it the frozen part of an optax.partition",
     OTHER: "a chain with other transformations; give the exchange alone, as clipping and the like "
     "belong to the optimizer",
 }

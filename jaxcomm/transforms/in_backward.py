@@ -21,6 +21,7 @@ from jaxcomm._attached import Arrays, Attached, Stack, from_floats, is_attached,
 from jaxcomm._marks import mark_local, unmark_local
 from jaxcomm._notes import noted
 from jaxcomm._shards import is_sharded
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import LAYER
 from jaxcomm.transforms._layout import GIVEN_SPECS, PATHS, STACKED, axis_of, leaf_paths
 from jaxcomm.transforms._stacks import (
@@ -62,6 +63,11 @@ class InBackwardState(NamedTuple):
     stacks: Stacks
     layers: tuple[Any, ...]
     rest: Any
+
+    @property
+    def roles(self) -> frozenset[str]:
+        """Those of the exchange, and that it is in the backward pass."""
+        return _roles.roles_of((*self.layers, self.rest)) | {_roles.IN_BACKWARD}
 
 
 class InBackward(optax.GradientTransformationExtraArgs):

@@ -245,5 +245,5 @@ def _check(ties: str, zeros: str, seed: Any, error_feedback: Any) -> None:
     """Raises a TypeError or a ValueError for what is none of a vote's options."""
     check_majority(ties, zeros)
     check_seed(seed)
-    if error_feedback not in (True, False):
+    if not isinstance(error_feedback, bool):
         raise ValueError(f"error_feedback of a vote must be True or False, got {error_feedback!r}.")

@@ -1,15 +1,23 @@
 """Freezing: gradients that nobody exchanges, and that move nothing."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
 
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import local_leaves, on_every_device
-from jaxcomm.transforms._layout import layout_of
+from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._scheme import Scheme, exchange
+
+
+class SetToZeroState(NamedTuple):
+    """The state of `set_to_zero`: no arrays, only what `init` saw of the parameters."""
+
+    layout: Layout
+    roles = frozenset({_roles.ZEROS})
 
 
 def set_to_zero(axis_name: AxisName) -> optax.GradientTransformation:
@@ -37,13 +45,15 @@ def set_to_zero(axis_name: AxisName) -> optax.GradientTransformation:
     _axes.names_of(axis_name)
 
     def init_fn(params: Any) -> Any:
-        return layout_of(params, axis_name)
+        return SetToZeroState(layout_of(params, axis_name))
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        grads, treedef = local_leaves(updates, state)
+        grads, treedef = local_leaves(updates, state.layout)
         zeros, _ = on_every_device(
-            lambda grads, own, shared: ([jnp.zeros_like(g) for g in grads], own), grads, state
+            lambda grads, own, shared: ([jnp.zeros_like(g) for g in grads], own),
+            grads,
+            state.layout,
         )
         return treedef.unflatten(zeros), state
 

@@ -10,6 +10,7 @@ import numpy as np
 from jaxcomm import _axes, _paths
 from jaxcomm._attached import is_attached
 from jaxcomm._shards import Place, ShardedParam
+from jaxcomm.transforms import _roles
 from jaxcomm.transforms._layout import Layout, leaf_paths
 from jaxcomm.transforms._scheme import Scheme
 from jaxcomm.transforms._shard_layout import keeps_residual, split_dim
@@ -34,6 +35,7 @@ class ShardedState(NamedTuple):
     scheme: Scheme
     step: jax.Array
     residual: PerDevice
+    roles = frozenset({_roles.IN_BACKWARD})
 
 
 def sharded_params(params: Any, state: Any) -> Any:

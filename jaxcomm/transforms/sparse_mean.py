@@ -167,13 +167,8 @@ def sparse_mean(
     chosen = sparse.from_name(algorithm)
     option = _implementations.check(implementation, chosen.operations, chosen.name)
     chosen = dataclasses.replace(chosen, density=density, implementation=option)
-    if not isinstance(error_feedback, bool):
-        raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}.")
-    if not isinstance(measure_xi, bool):
-        raise ValueError(f"measure_xi must be True or False, got {measure_xi!r}.")
+    _check(error_feedback, measure_xi, momentum_correction)
     m = momentum_correction
-    if m is not None and not (is_real(m) and 0 <= m < 1):
-        raise ValueError(f"momentum_correction must be None or a number in [0, 1), got {m!r}.")
     exchange = _Exchange(
         axis_name, chosen, error_feedback, m, measure_xi, bucket_order, bytes_of(bucket_mib)
     )
@@ -357,3 +352,19 @@ def _distance(
     best = jnp.where(jnp.abs(exact) >= select.threshold_for(exact, k), exact, 0.0)
     norm = jnp.sum(jnp.square(jax.lax.pmean(gradient, axis_name)))
     return [jnp.sum(jnp.square(best - mean)), norm]
+
+
+def _check(error_feedback: Any, measure_xi: Any, m: Any) -> None:
+    """Raises a ValueError for what is none of the options of a sparse mean."""
+    if not isinstance(error_feedback, bool):
+        raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}.")
+    if not isinstance(measure_xi, bool):
+        raise ValueError(f"measure_xi must be True or False, got {measure_xi!r}.")
+    if m is not None and not (is_real(m) and 0 <= m < 1):
+        raise ValueError(f"momentum_correction must be None or a number in [0, 1), got {m!r}.")
+    if m is not None and not error_feedback:
+        raise ValueError(
+            "momentum_correction is for values that wait, and with error_feedback=False none does: "
+            "put jaxcomm.local(axis, optax.trace(0.9)) before jaxcomm.sparse_mean, or give the "
+            "optimizer a momentum."
+        )

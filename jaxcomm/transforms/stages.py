@@ -163,6 +163,12 @@ def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientT
                 "an exchange. Put the optimizer behind it: optax.chain(jaxcomm.dense_first("
                 "exchange, steps), optimizer); or say what the first steps do with dense=."
             )
+        if _roles.IN_BACKWARD in _roles.roles_of(state):
+            raise ValueError(
+                "dense_first exchanges local gradients, of which an exchange in the backward pass "
+                "leaves none. Put it inside: jaxcomm.in_backward(jaxcomm.dense_first(exchange, "
+                "steps), layers)."
+            )
         if _roles.MOMENTA in _roles.roles_of(state):
             raise ValueError(
                 "inner takes means of the devices' momenta, and a float32 mean of gradients in its "

@@ -89,7 +89,7 @@ def test_also_near_links_first(near: str, far: str, shape: tuple[int, int], code
     kinds, devices = (AxisType.Auto, AxisType.Auto), jax.devices()[: on_far * on_near]
     mesh = jax.make_mesh(shape, ("far", "near"), kinds, devices=devices)
     x = normal(len(devices))
-    algorithm = algorithms.hierarchical(CASES[near].of(on_near), CASES[far].of(on_far))
+    algorithm = algorithms.hierarchical(near=CASES[near].of(on_near), far=CASES[far].of(on_far))
     result, errors = exchanged(x, mesh, algorithm, codec=CODECS[codec], error_feedback=True)
     assert_conserved(x, result, errors)
 

@@ -22,7 +22,7 @@ def test_rounding_on_both_levels_is_independent() -> None:
     """One device's 1.5 is rounded on its way, to 1 or 2, half near and a quarter far; 0 is not."""
     kinds, n = (AxisType.Auto, AxisType.Auto), 256
     mesh = jax.make_mesh((2, 2), ("far", "near"), kinds, devices=jax.devices()[:4])
-    algorithm = algorithms.hierarchical(algorithms.ring(), algorithms.ring())
+    algorithm = algorithms.hierarchical(near=algorithms.ring(), far=algorithms.ring())
     program = mean_program(mesh, n, codec=codecs.cnat(), second_hop="float32", algorithm=algorithm)
     x = np.zeros((4, n), np.float32)
     x[0] = 1.5
@@ -41,7 +41,7 @@ def test_a_near_axis_of_one_device_rounds_nothing(near: str) -> None:
     mesh = jax.make_mesh((4, 1), ("far", "near"), kinds, devices=jax.devices()[:4])
     alone = jax.make_mesh((4,), ("data",), kinds[:1], devices=jax.devices()[:4])
     x = np.random.default_rng(0).standard_normal((4, n)).astype(np.float32)
-    algorithm = algorithms.hierarchical(CASES[near].of(1), algorithms.direct())
+    algorithm = algorithms.hierarchical(near=CASES[near].of(1), far=algorithms.direct())
     both = mean_program(mesh, n, codec="qsgd", algorithm=algorithm)
     far = mean_program(alone, n, codec="qsgd", algorithm="direct")
     np.testing.assert_array_equal(mean_on_all(both, x), mean_on_all(far, x))
@@ -49,7 +49,7 @@ def test_a_near_axis_of_one_device_rounds_nothing(near: str) -> None:
 
 def test_the_axes_are_two_and_the_algorithms_have_a_reduce_scatter(mesh8: Mesh) -> None:
     with pytest.raises(TypeError, match="for each axis, got Native"):
-        algorithms.hierarchical(algorithms.native(), algorithms.ring())
-    algorithm = algorithms.hierarchical(algorithms.ring(), algorithms.ring())
+        algorithms.hierarchical(near=algorithms.native(), far=algorithms.ring())
+    algorithm = algorithms.hierarchical(near=algorithms.ring(), far=algorithms.ring())
     with pytest.raises(ValueError, match="needs two different mesh axes"):
         mean_program(mesh8, 8, algorithm=algorithm)

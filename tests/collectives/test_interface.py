@@ -57,7 +57,7 @@ PLACES = {
     "halving_doubling": ("data", jaxcomm.algorithms.halving_doubling()),
     "direct": ("data", jaxcomm.algorithms.direct()),
     "hierarchical": (("far", "near"), jaxcomm.algorithms.hierarchical(
-        jaxcomm.algorithms.ring(), jaxcomm.algorithms.direct()
+        near=jaxcomm.algorithms.ring(), far=jaxcomm.algorithms.direct()
     )),
 }
 

@@ -112,7 +112,7 @@ a = jaxcomm.algorithms
 across = [("shifted", None), ("shifted", (2, 2)), ("spread", None)]
 switched = [a.halving_doubling(order, 4, grid) for order, grid in across]
 pairs = [(a.direct(), a.circulant()), (a.ring(), a.halving_doubling())]
-for algorithm in [*switched, *(a.hierarchical(near, far) for near, far in pairs)]:
+for algorithm in [*switched, *(a.hierarchical(near=near, far=far) for near, far in pairs)]:
     vote = compiled_vote(mesh, algorithm, "random", "random", 1000, ("far", "near"))
     np.testing.assert_array_equal(vote(x), expected)
     print(algorithm)

@@ -48,7 +48,7 @@ def check_two_levels():
         batch = jax.make_array_from_process_local_data(sharding, x[rank : rank + 1])
         far = jaxcomm.algorithms.direct()
         for near in jaxcomm.algorithms.direct(), jaxcomm.algorithms.halving_doubling():
-            algorithm = jaxcomm.algorithms.hierarchical(near, far)
+            algorithm = jaxcomm.algorithms.hierarchical(near=near, far=far)
             mean = functools.partial(jaxcomm.pmean, codec="float32", algorithm=algorithm)
             f = jax.shard_map(
                 lambda v: mean(v, axes), in_specs=both, out_specs=both, check_vma=False

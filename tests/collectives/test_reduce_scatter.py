@@ -70,7 +70,9 @@ def test_votes_of_rows(make_mesh: MakeMesh, name: str, world: int) -> None:
 
 @pytest.mark.parametrize("near_codec", [None, "float32", "bfloat16"])
 def test_two_levels_keep_all_that_is_missing(mesh4x2: Mesh, near_codec: str | None) -> None:
-    algorithm = algorithms.hierarchical(algorithms.ring(), algorithms.direct(), near_codec)
+    algorithm = algorithms.hierarchical(
+        near=algorithms.ring(), far=algorithms.direct(), near_codec=near_codec
+    )
     reduction, _ = collectives.mean_of("int4", algorithm, error_feedback=True)
     x = normal(8)
     rows, kept = scattered(x, mesh4x2, reduction, algorithm)
@@ -80,7 +82,9 @@ def test_two_levels_keep_all_that_is_missing(mesh4x2: Mesh, near_codec: str | No
 
 def test_a_near_codec_in_an_all_reduce(mesh4x2: Mesh) -> None:
     """Only the far hop rounds, and only what bfloat16 cannot hold."""
-    algorithm = algorithms.hierarchical(algorithms.direct(), algorithms.direct(), "float32")
+    algorithm = algorithms.hierarchical(
+        near=algorithms.direct(), far=algorithms.direct(), near_codec="float32"
+    )
     reduction, _ = collectives.mean_of(codecs.bfloat16(), algorithm, "float32")
     x = np.random.default_rng(0).integers(-64, 64, (8, N)).astype(np.float32) + np.float32(2**-12)
 
@@ -101,8 +105,13 @@ def test_formats_that_cannot_be_near() -> None:
     direct = algorithms.direct()
     for name in ("float16", "scaled_sign", "random_k"):
         with pytest.raises(ValueError, match=f"near_codec is for fast links and cannot be {name}"):
-            algorithms.hierarchical(direct, direct, name)
+            algorithms.hierarchical(near=direct, far=direct, near_codec=name)
     mesh = jax.make_mesh((2, 2), ("far", "near"), (AxisType.Auto,) * 2, devices=jax.devices()[:4])
     votes = Majority("zero", "abstain", jax.random.key(0))
     with pytest.raises(ValueError, match="votes have none"):
-        scattered(normal(4), mesh, votes, algorithms.hierarchical(direct, direct, "bfloat16"))
+        scattered(
+            normal(4),
+            mesh,
+            votes,
+            algorithms.hierarchical(near=direct, far=direct, near_codec="bfloat16"),
+        )

@@ -253,8 +253,8 @@ def test_votes_and_means_take_skips_of_their_own() -> None:
     assert circulant().for_means.schedule(8).rounds[0].pairs[0] == (0, 1)
     assert circulant().schedule(8).rounds[0].pairs[0] == (0, 5)
     assert circulant((4, 2, 1)).for_means == circulant((4, 2, 1))
-    both = algorithms.hierarchical(ring(), circulant()).for_means
-    assert both == algorithms.hierarchical(ring(), circulant().for_means)
+    both = algorithms.hierarchical(near=ring(), far=circulant()).for_means
+    assert both == algorithms.hierarchical(near=ring(), far=circulant().for_means)
 
 
 def test_the_documented_skips() -> None:

@@ -77,7 +77,7 @@ def test_two_levels_count_devices_of_both() -> None:
     """4 x 4: partials of 4, 8 and 12 devices go far, of a block of a sixteenth."""
     n = 32 * 16
     made = Simulation(star("star", 16, 100))
-    found = made.exchange(hierarchical(direct(), ring()), Votes(), n, (4, 4))
+    found = made.exchange(hierarchical(near=direct(), far=ring()), Votes(), n, (4, 4))
     planes = [1] * 3 * 4 + [math.ceil(math.log2(k + 1)) for k in (4, 8, 12)] + [1] * 3 + [1] * 3 * 4
     assert found.sent == sum(planes) * n / 16 / 8
     with pytest.raises(ValueError, match="needs as many hosts; there are 16"):

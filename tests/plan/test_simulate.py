@@ -57,7 +57,7 @@ def test_pairs_are_those_of_the_schedule_there_and_back() -> None:
 
 def test_two_levels() -> None:
     """4 hosts of 2 devices: half of the vector near, then a quarter of that far, and back."""
-    found = list(steps(hierarchical(direct(), ring()), (4, 2)))
+    found = list(steps(hierarchical(near=direct(), far=ring()), (4, 2)))
     shares = [(step.share, step.times, len(step.pairs.sources)) for step in found]
     assert shares == [(1 / 2, 1, 8), (1 / 8, 3, 8), (1 / 8, 3, 8), (1 / 2, 1, 8)]
     near, far = found[0].pairs, found[1].pairs
@@ -65,7 +65,7 @@ def test_two_levels() -> None:
     assert (far.sources % 2 == far.targets % 2).all()
     assert ((far.sources // 2 + 1) % 4 == far.targets // 2).all()
     with pytest.raises(TypeError, match="two sizes"):
-        steps(hierarchical(direct(), ring()), 8)
+        steps(hierarchical(near=direct(), far=ring()), 8)
     with pytest.raises(TypeError, match="pairs of .* are not known"):
         list(steps(Algorithm(), 8))
 

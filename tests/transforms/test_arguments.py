@@ -23,6 +23,8 @@ WITH_NUMPY: list[Callable[[], Any]] = [
     lambda: jaxcomm.one_bit_adam("data", np.float32(0.1), total_steps=np.int64(100)),
     lambda: jaxcomm.accumulate(lambda p, b: (p, p), np.int64(2)),
     lambda: jaxcomm.codecs.qsgd(levels=np.int64(7)),
+    lambda: jaxcomm.algorithms.circulant(np.array([2, 1])),
+    lambda: jaxcomm.plan.fabrics.star("star", np.int64(4), 50),
 ]
 
 
@@ -50,6 +52,18 @@ def test_what_is_no_count(every: Any) -> None:
         jaxcomm.multi_steps(MEAN, every)
 
 
-def test_a_vote_has_no_first_hop_alone() -> None:
+@pytest.mark.parametrize("feedback", ["first_hop", 1.0])
+def test_a_vote_has_no_first_hop_alone(feedback: Any) -> None:
     with pytest.raises(ValueError, match="error_feedback of a vote must be True or False"):
-        jaxcomm.majority_vote("data", error_feedback="first_hop")  # pyright: ignore[reportArgumentType]
+        jaxcomm.majority_vote("data", error_feedback=feedback)
+
+
+@pytest.mark.parametrize("option", ["slack", "scaling", "tolerance"])
+def test_options_of_a_sparse_all_reduce_are_numbers(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} must be a number of"):
+        jaxcomm.sparse.oktopk(**{option: "2"})  # pyright: ignore[reportArgumentType]
+
+
+def test_momentum_of_values_that_do_not_wait() -> None:
+    with pytest.raises(ValueError, match=r"put jaxcomm.local\(axis, optax.trace"):
+        jaxcomm.sparse_mean("data", error_feedback=False, momentum_correction=0.9)

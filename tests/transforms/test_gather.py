@@ -290,7 +290,7 @@ def test_two_levels(manual: bool) -> None:
     )
     codec = codecs.int8(32)
     direct = algorithms.direct()
-    algorithm = algorithms.hierarchical(direct, direct, near_codec="float32")
+    algorithm = algorithms.hierarchical(near=direct, far=direct, near_codec="float32")
     exchange = jaxcomm.mean(("hosts", "devices"), codec, algorithm, error_feedback=True)
     program = Program(jaxcomm.sharded(exchange, codec), manual, mesh)
     grads = gradients(0)

@@ -205,6 +205,24 @@ def test_accumulate_takes_plain_value_and_grad_in_the_manual_view(mesh8: Any) ->
     np.testing.assert_allclose(grads["w"], expected["w"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("of", [jax.value_and_grad, lambda f: jaxcomm.value_and_grad(f, "data")])
+def test_microbatches_take_keyword_arguments(mesh8: Any, of: Any) -> None:
+    f = of(lambda w, x, scale: (scale * w * x).mean())
+
+    def value(microbatches: int) -> Any:
+        run = jaxcomm.accumulate(f, microbatches)
+        manual = jax.shard_map(
+            lambda x: run(jnp.float32(1), x, scale=2.0)[0][None],
+            mesh=mesh8,
+            in_specs=P("data"),
+            out_specs=P("data"),
+            check_vma=False,
+        )
+        return jax.jit(manual)(jnp.arange(16.0))
+
+    np.testing.assert_allclose(value(2), value(1))
+
+
 def test_accumulate_holds_the_activations_of_one_microbatch(mesh8: Any) -> None:
     def wide(w: jax.Array, x: jax.Array) -> jax.Array:
         for _ in range(8):
@@ -249,7 +267,10 @@ def test_backward_order_is_that_of_the_layers_from_the_last(mesh8: Any, jitted: 
     f = jaxcomm.value_and_grad(jax.jit(loss) if jitted else loss, "data")
     with jax.set_mesh(mesh8):
         order = jaxcomm.backward_order(f, params, jnp.ones((8, 4)))
-    assert order == tuple(reversed(layers))
+        f = jaxcomm.value_and_grad(lambda p, x, y, scale: loss(p, x + y[None] * scale), "data")
+        further = {"scale": jax.ShapeDtypeStruct((), jnp.float32)}
+        again = jaxcomm.backward_order(f, params, jnp.ones((8, 4)), jnp.ones(4), **further)
+    assert order == again == tuple(reversed(layers))
 
 
 @pytest.mark.parametrize(

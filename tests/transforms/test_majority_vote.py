@@ -384,7 +384,7 @@ def test_leaves_that_are_not_float_are_refused(dtype: Any) -> None:
         jaxcomm.majority_vote("data").init({"n": jnp.zeros((3, 3), dtype)})
 
 
-HIERARCHICAL = algorithms.hierarchical(algorithms.direct(), algorithms.ring())
+HIERARCHICAL = algorithms.hierarchical(near=algorithms.direct(), far=algorithms.ring())
 
 
 @pytest.mark.parametrize(

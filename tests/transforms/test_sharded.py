@@ -116,7 +116,7 @@ def test_what_came_from_far_may_be_kept_for_the_way_back() -> None:
     )
     jax.set_mesh(mesh)
     axes = ("hosts", "devices")
-    algorithm = algorithms.hierarchical(algorithms.direct(), algorithms.direct())
+    algorithm = algorithms.hierarchical(near=algorithms.direct(), far=algorithms.direct())
     exchange = jaxcomm.sharded(jaxcomm.mean(axes, "bfloat16", algorithm), "int8")
     tx = optax.chain(exchange, optax.sgd(0.1))
     sent, losses = {}, {}

@@ -120,6 +120,10 @@ INT8, SGD = jaxcomm.mean("data", "int8"), optax.sgd(0.1)
             lambda: jaxcomm.dense_first(jaxcomm.multi_steps(INT8, 2), 3),
             r"optax.chain\(jaxcomm.dense_first\(exchange, steps\), optimizer\)",
         ),
+        (
+            lambda: jaxcomm.dense_first(jaxcomm.in_backward(INT8, ("kernel",)), 3),
+            r"jaxcomm.in_backward\(jaxcomm.dense_first\(exchange, steps\), layers\)",
+        ),
         # Its moments would begin anew.
         (
             lambda: jaxcomm.stages(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+from jaxcomm._numbers import is_integer
 from jaxcomm.collectives.algorithms._algorithm import Algorithm
 from jaxcomm.collectives.algorithms._scheduled import Order, Scheduled
 from jaxcomm.collectives.algorithms.schedule import Round, rotations, shift
@@ -166,7 +167,7 @@ def circulant(skips: tuple[int, ...] | None = None) -> Circulant:
     if skips is not None:
         skips = tuple(skips)
         pairs = zip(skips, (*skips[1:], 0), strict=False)
-        falling = all(isinstance(s, int) and s > t for s, t in pairs)
+        falling = all(is_integer(s) and s > t for s, t in pairs)
         if not skips or skips[-1] != 1 or not falling:
             raise ValueError(f"skips fall to 1, such as (5, 3, 2, 1) for 8 devices, got {skips}.")
-    return Circulant(skips)
+    return Circulant(skips and tuple(map(int, skips)))

@@ -138,7 +138,7 @@ def _far_and_near(axis_name: AxisName) -> tuple[str, str]:
 
 
 def hierarchical(
-    near: Algorithm, far: Algorithm, near_codec: str | codecs.Codec | None = None
+    *, near: Algorithm, far: Algorithm, near_codec: str | codecs.Codec | None = None
 ) -> Hierarchical:
     """Near links first, over the axes (far, near).
 

@@ -81,13 +81,13 @@ class SparseAllReduce:
             raise TypeError(f"density must be a Python number, got {self.density!r}.")
         if not 0 < self.density <= 1:
             raise ValueError(f"density must be in (0, 1], such as 0.01, got {self.density!r}.")
-        if not 1 <= self.slack < math.inf:
-            raise ValueError(f"slack must be at least 1, got {self.slack!r}.")
+        for name, least in (("slack", self.slack), ("scaling", self.scaling)):
+            if not (is_real(least) and 1 <= least < math.inf):
+                raise ValueError(f"{name} must be a number of at least 1, got {least!r}.")
         check_interval("recompute_every", self.recompute_every)
-        if not 1 <= self.scaling < math.inf:
-            raise ValueError(f"scaling must be at least 1, got {self.scaling!r}.")
-        if self.tolerance is not None and not 1 < self.tolerance < math.inf:
-            raise ValueError(f"tolerance must be more than 1, or None, got {self.tolerance!r}.")
+        most = self.tolerance
+        if most is not None and not (is_real(most) and 1 < most < math.inf):
+            raise ValueError(f"tolerance must be a number of more than 1, or None, got {most!r}.")
 
     def k(self, n: int) -> int:
         """The number of values to select of n: at least one."""

@@ -82,7 +82,8 @@ def gaussiank(values: str = "float32", slack: float = 1.5) -> Gaussiank:
     Raises:
       ValueError: for anything else.
 
-    Wire: (N-1) slack k entries of 6 bytes.
+    Wire: (N-1) ceil(slack k) entries of 6 bytes, or 4 in bfloat16; in a vector of more than 2^16
+    values 4 bytes more for every 2^16 of them.
 
     References:
       S. Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning", 2019,

@@ -82,7 +82,8 @@ def topk_allgather(
     Raises:
       ValueError: for anything else.
 
-    Wire: (N-1) slack k entries of 6 bytes, or 4 in bfloat16.
+    Wire: (N-1) ceil(slack k) entries of 6 bytes, or 4 in bfloat16; in a vector of more than 2^16
+    values 4 bytes more for every 2^16 of them.
 
     References:
       C. Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning",

@@ -101,8 +101,9 @@ def topk_dsa(
     Raises:
       ValueError: for anything else.
 
-    Wire: (N-1) c entries of 6 bytes to the owners, c = ceil(slack k / N), and (N-1) N c entries, or
-    all sums if these are fewer bytes, back.
+    Wire: (N-1) c entries of 6 bytes, or 4 in bfloat16, to the owners, c = ceil(slack k / N), and
+    (N-1) N c entries, or all sums if these are fewer bytes, back. Where n > 2^16 N, 4 bytes more a
+    message for every 2^16 N values.
 
     References:
       C. Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning",
