@@ -39,7 +39,7 @@ def named(names: Sequence[str], every: Sequence[int] = ()) -> Iterator[None]:
 
 
 def read(conditional: str, op_name: str) -> list[NamedBranch]:
-    """The named branches of a conditional, from what the program says of where it was made."""
+    """The named branches of a conditional, read from its source location in the program."""
     found = re.search(r"branches\[([^\]]*)\]/(?:cond|switch)[^/]*$", op_name)
     parts = found[1].split("|") if found else []
     named = [(i, *part.partition("=")[::2]) for i, part in enumerate(parts) if part]

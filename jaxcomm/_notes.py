@@ -1,4 +1,4 @@
-"""What a trace is for: notes beside collectives, which `jaxcomm.explain` reads out of a program."""
+"""Notes attached to collectives while tracing; `jaxcomm.explain` reads them back."""
 
 import contextlib
 import contextvars
@@ -13,7 +13,8 @@ class Message(NamedTuple):
     """What the collectives of a part of a program send.
 
     Attributes:
-      name: "bucket", "exempt", "gathered" or "gradient".
+      name: "bucket", "exempt", "gathered", "gradient", or of a method's own: "squares" of
+        `factored_adam`, "dense" and "small" of `one_bit_adam`.
       leaves: the leaves, as numbers of the layout or as paths.
     """
 

@@ -78,7 +78,7 @@ def _all_take_part(sharding: NamedSharding) -> bool:
 
 def _require_equal(names: Sequence[str], values: Sequence[np.ndarray]) -> None:
     kinds = [f"{name} {x.shape} {x.dtype}" for name, x in zip(names, values, strict=True)]
-    # What there is comes first: where that differs, there are perhaps not as many checksums.
+    # Names and shapes first: if they differ, the number of checksums may differ too.
     _require_same([zlib.crc32("; ".join(kinds).encode())], ["names, shapes or dtypes"])
     found = [f"values of {name or 'the array'}" for name in names]
     _require_same([zlib.crc32(x.tobytes()) for x in values], found)

@@ -78,8 +78,8 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
     Returns:
       The pytree of global arrays, whose leading axis is the sum over all processes; the rows of a
       process lie on its own devices. `jaxcomm.value_and_grad` refuses a batch that did not come
-      this way, but cannot see what computation hides: of a local batch that was made by `jnp`
-      while a mesh is set, or changed before the gradient, rows are lost.
+      this way, but it cannot detect a local batch that `jnp` made while a mesh was set, or that was
+      changed afterwards: rows of it are then lost.
 
     A thread that prefetches batches needs a `with jax.set_mesh(mesh):` of its own.
 

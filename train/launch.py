@@ -5,7 +5,7 @@ by default a free one; --max_restarts=R, by default 0. The flags of `python -m t
 
 Process 0 writes to this terminal, the others to files whose last lines are shown if they fail. The
 first failure ends the others. With --max_restarts, all of them then start again from the last
-checkpoint, up to R times; a mistake in the config or a full disk would only come again and ends the
+checkpoint, up to R times; a mistake in the config or a full disk would only recur, so it ends the
 run. SIGTERM makes the processes save and end, and the status is 0. Ctrl-C ends them at once. They
 never outlive this program.
 

@@ -1,11 +1,11 @@
 """Text for masked language modelling: some tokens of a row are hidden and have to be predicted.
 
-Of the tokens of a row, a share is to be predicted, as many in every row. In the input stand, in
-their places, a token of its own ([MASK]) with probability 0.8, a byte drawn at random with 0.1, and
-the token itself with 0.1; so the network never knows which of the others are right. The draws of a
-training batch depend on the seed, the device and the number of the batch, so every epoch hides
-other tokens, and a resumed run hides the same. Those of a test row depend on its number alone: all
-runs are tested on the same tokens.
+A share of the tokens is to be predicted, as many in every row. In the input each of them is
+replaced by a token of its own ([MASK]) with probability 0.8, by a random byte with 0.1, and stays
+as it is with 0.1; so the network never knows which of the others are right. The draws of a training
+batch depend on the seed, the device and the number of the batch, so every epoch hides other tokens,
+and a resumed run hides the same. Those of a test row depend on its number alone: all runs are
+tested on the same tokens.
 
 The text is cut into rows of T tokens. A last row of fewer tokens is left out in training. In a test
 it reaches back to T tokens, of which only those that no row before it has may be hidden.

@@ -32,7 +32,8 @@ class Recorder:
       steps: steps after which the run ends.
       frozen_at: the step at which the optimizer's own warm-up ended in an earlier run, as
         `train.watched` reads it; 0 if it did not end.
-      bad_steps: in a row, whose loss or gradient is not finite: then `RunError` is raised.
+      bad_steps: after so many steps in a row whose loss or gradient is not finite, `RunError` is
+        raised.
       batch: how much a global batch has, by the name of what is counted.
       known: what the host knows of a step, by its number and the `frozen_at` of the step before.
 

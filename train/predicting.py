@@ -1,8 +1,8 @@
 """What an exchange takes, from what its messages and its codes take by themselves.
 
-`messages` sends in a step without exchange what one with it sends: there, messages find what an
-exchange finds, processes that still compute, on the cores that they share. `codes_ms` is of the
-exchange by itself.
+`messages` sends, in a step without exchange, what a step with one sends: so they meet what an
+exchange meets, processes that still compute on cores that they share. `codes_ms` is of the exchange
+by itself.
 """
 
 import dataclasses

@@ -64,7 +64,7 @@ def decayed(params: Any) -> Any:
 def make_optimizer(config: Any, steps: int) -> optax.GradientTransformation:
     """The optimizer that a config names, its learning rate warming up and then falling as a cosine.
 
-    It skips updates that are not finite, as often as there are any: who counts them ends the run.
+    It skips updates that are not finite, without limit: the recorder counts them and ends the run.
 
     Args:
       config: `config.optimizer`: `name`, `learning_rate` (the peak), `warmup_steps` and the

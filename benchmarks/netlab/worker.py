@@ -76,7 +76,7 @@ class Jax:
         import jax
         from jax.experimental import multihost_utils
 
-        # This compares the names, and works on behind its sum, on each host for a time of its own.
+        # This compares the names, and works on after its sum, on each host for a different time.
         multihost_utils.sync_global_devices(name)
         jax.block_until_ready(self._meet())
 

@@ -5,8 +5,8 @@ that is left needs its result. Between the two hops of a sparse mean there are d
 kernels, each of which needs the one before. By the time the scheduler comes to the first hop, it
 has taken all products, and nothing is left to hide the message behind.
 
-So what a collective brought and the next gradient leave a barrier together. Then the product that
-makes this gradient can only be taken when the scheduler comes to the message.
+So what a collective brought and the next gradient leave a barrier together. The scheduler then
+cannot take the product that makes this gradient before it comes to the message.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class Behind:
     """Arrays that are computed while messages travel.
 
     Attributes:
-      arrays: them, by their keys. Each use has to take them from here, as barriers let them out.
+      arrays: these arrays, by key. Each use has to take them from here, as barriers let them out.
       turns: the keys of those that are left, in the order in which they are computed. Each
         collective takes one.
     """

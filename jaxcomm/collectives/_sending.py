@@ -1,10 +1,10 @@
 """Messages between devices, sent so that both directions of every link are busy.
 
-Between CPU processes XLA sends through gloo. Who is late there sends its data at once, and what it
-says about its receive buffer waits behind them: two processes that send to each other do so one
-after the other, and take twice the time of the link. In an all-reduce gloo names the buffers first,
-so both directions are busy. Two devices that send to each other in a round are therefore an
-all-reduce of this pair, of words modulo 2^32, from which a device subtracts its own.
+Between CPU processes XLA sends through gloo. There, a late process sends its data at once, and the
+announcement of its receive buffer queues behind the data. So two processes that send to each other
+take turns, which takes twice the time of the link. In an all-reduce gloo announces the buffers
+first, and both directions are busy. Two devices that send to each other in a round therefore do an
+all-reduce of the pair, of words modulo 2^32, from which each subtracts its own.
 
 On GPUs, between the devices of one process, and for short messages these are XLA's own operations.
 
@@ -25,9 +25,9 @@ from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm.kernels import _device
 
-# Shorter messages are a matter of latency: to one device, and of a device to all of them. Of many
-# devices that send at once, even short ones do not fit into the queue of a link that they share.
-# What is lost there waits for timeouts: 32 hosts in two clusters took 46 s in place of 1.4.
+# Below these sizes latency dominates: bytes to one device, and bytes from one device to all. Where
+# many devices send at once, even short messages overflow the queue of a link that they share. What
+# is lost there waits for timeouts: 32 hosts in two clusters took 46 s in place of 1.4.
 LEAST_BYTES, LEAST_TOGETHER = 8192, 65536
 LEAST_SWAPPED = 32768  # an all-reduce is two messages, one after the other
 _FIRST_ONLY: contextvars.ContextVar[bool] = contextvars.ContextVar("first_only", default=False)
@@ -37,7 +37,7 @@ _FIRST_ONLY: contextvars.ContextVar[bool] = contextvars.ContextVar("first_only",
 def first_only() -> Iterator[None]:
     """What is traced meanwhile sends the first number of each message.
 
-    In place of the others every device finds those that it would have sent.
+    The rest of what a device receives is the rest of what it would have sent.
     """
     token = _FIRST_ONLY.set(True)
     try:

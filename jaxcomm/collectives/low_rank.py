@@ -115,8 +115,8 @@ def orthonormal(bases: Sequence[jax.Array]) -> Arrays:
     """Orthonormal columns that span what those of each basis do, float32[b, r, n] each.
 
     Gram-Schmidt with every projection done twice, which is as orthogonal as a QR decomposition (L.
-    Giraud et al., 2005), and needs no library. A column that the ones before it span is zero: so
-    is one of zeros. One loop serves all bases, padded with zeros to one length.
+    Giraud et al., 2005), and needs no library. A column in the span of earlier ones becomes zero,
+    and a zero column stays zero. One loop serves all bases, padded with zeros to one length.
     """
     n = max(p.shape[-1] for p in bases)
     padded = [jnp.pad(p, ((0, 0), (0, 0), (0, n - p.shape[-1]))) for p in bases]

@@ -28,22 +28,21 @@ class Costs:
     Attributes:
       source: where the numbers come from.
       latency: of a message.
-      per_byte: that a device needs at least for a byte that it sends.
+      per_byte: the least time that a device needs for a byte that it sends.
       efficiency: the share of a link's rate that messages reach.
       half_duplex: whether both directions between two devices share the rate of one.
-      swap: for a byte that two CPU processes send to each other at once, beyond what it is on its
-        way: this is an all-reduce of the pair, for which they copy, add and subtract.
+      swap: for a byte that two CPU processes send to each other at once, in addition to its
+        transmission: a swap is an all-reduce of the pair, which copies, adds and subtracts.
       stripes: whether XLA's own collectives are spread over all cables between two nodes, as NCCL
         does, and its all-reduce goes by a tree where that takes less latency. Any other message
         goes over one cable.
       overlap: whether the backward pass goes on while messages travel.
       call: of an exchange, whatever it sends.
       local: of each family of methods, for a value: encoding, merging, decoding and what error
-        feedback or selecting takes, all devices of a machine at once, and what they wait for each
-        other meanwhile. Two numbers: of a value among SIZES[0] and among SIZES[1], where the
-        operations' own cost is spread over more of them. A name that ends in MERGING is for
-        algorithms that decode and encode on the way; without it they are taken to need as much as
-        the others.
+        feedback or selecting takes with all devices of a machine busy, their waiting for each other
+        included. Two numbers: of a value among SIZES[0] and among SIZES[1], where the operations'
+        own cost is spread over more of them. A name that ends in MERGING is for algorithms that
+        decode and encode on the way; without it they are taken to need as much as the others.
     """
 
     source: str

@@ -17,7 +17,7 @@ from jaxcomm.transforms.sparse_mean import SparseMeanState
 
 
 class Repeated:
-    """An exchange, time and again: each has the state of the one before.
+    """Runs an exchange repeatedly, each time with the state of the time before.
 
     Attributes:
       program: compiled, from gradients and a state to the next state and updates; it gets the
@@ -39,10 +39,9 @@ class Repeated:
     def prepare(self) -> None:
         """Makes the gradients of the next exchange, which is no part of it.
 
-        They stay as they are, unless the method re-uses a threshold. In training that is off in
-        few steps. Here the residuals of gradients that are ever the same would grow by as much in
-        every step, so that a new one would have to be found every time. So here gradients and
-        residuals have the sums that they had in the first step.
+        Gradients stay the same, unless the method re-uses a threshold. With constant gradients the
+        residuals would grow by as much in every step, and every threshold would be off, where in
+        training few are. So the sums of gradients and residuals are kept as in the first step.
         """
         if self._sums is None:
             return
@@ -82,7 +81,7 @@ class Exchange:
     first_only: bool = False
 
     def gradients(self) -> list[jax.Array]:
-        """Other ones in each process."""
+        """Random gradients, different in each process."""
         rng = np.random.default_rng(jax.process_index())
         sharding = NamedSharding(self.mesh, PartitionSpec(self.axes))
         count = len(self.mesh.local_devices)
@@ -94,7 +93,7 @@ class Exchange:
         ]
 
     def state(self) -> Any:
-        """Of the beginning."""
+        """The initial state."""
         with jax.set_mesh(self.mesh):
             zeros = [jnp.zeros(shape, jnp.float32) for shape in self.shapes]
             return self.tx.init(mesh_.replicate(zeros))

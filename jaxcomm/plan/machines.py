@@ -105,7 +105,7 @@ class Cluster:
 
     @property
     def native_latency(self) -> float:
-        """Of a step of XLA's own all-reduce, as that of a ring.
+        """The latency of a step of XLA's own all-reduce, if that were a ring.
 
         NCCL goes up and down a tree of machines where the latency of a ring would be longer.
         """

@@ -32,7 +32,7 @@ def _length(step: Step, n: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Whatever it is, each message has its share of so many bytes.
+    """Messages of any content, each as large as its share of `vector_bytes`.
 
     Attributes:
       vector_bytes: of a whole vector.
@@ -117,7 +117,7 @@ class PerBlock:
 class Lists:
     """Every message of the reduce-scatter is a whole list, and then all devices have the result.
 
-    Only a device that gave its whole vector away before, as N is no power of two, is sent a result.
+    Only a device that handed over its whole vector, because N is not a power of two, is sent one.
 
     Attributes:
       list_bytes: of each list.

@@ -23,9 +23,8 @@ from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.messages import Lists
 from jaxcomm.plan.simulate import Exchange
 
-# How far four of five measurements were from their predictions at most, as shares of these, by
-# algorithm: `python -m benchmarks.planner --report`. Below a million values it is up to 1.7 times
-# as much.
+# The relative error that four of five predictions stayed within, by algorithm: `python -m
+# benchmarks.planner --report`. Below a million values it is up to 1.7 times as much.
 ERRORS = {
     "native": 0.05,
     "ring": 0.1,
@@ -221,7 +220,7 @@ def _latency(cluster: Cluster, part: Sent) -> float:
 def _step(
     cluster: Cluster, load: Workload, seconds: float, local: float, method: Method
 ) -> tuple[float, float]:
-    """What of the exchange does not hide, and the step.
+    """The seconds of an exchange that hide behind nothing, and those of the whole step.
 
     Messages of a bucket hide behind what is computed when its last gradient is there. What devices
     do for it themselves hides behind nothing.

@@ -34,9 +34,9 @@ ENOUGH = 25e-3  # seconds; a message that takes so long need not be larger
 CHAINED = 4  # messages in a row, in one program
 REPEATS, OFTEN = 7, 35  # what is small varies most
 ROUNDS = 3  # of repeats, of codes
-WARM = 4  # of an exchange, runs that do not count: until the heap has what it needs, pages are new
+WARM = 4  # first runs of an exchange, not counted: the heap grows, and its pages are new
 _UNLIKELY = (0.2, 1.5)  # shares of a declared rate that messages hardly reach
-_TWICE = 1.5  # both directions at once take so much longer than one where they share a rate
+_TWICE = 1.5  # if both directions take this much longer than one, they share a rate
 
 # Which methods are timed, and for whom they stand.
 TIMED: dict[str, tuple[str, ...]] = {
@@ -67,8 +67,8 @@ def probe(
     and one way. Codes are timed in exchanges of two matrices of 1024 x 128 and of 1024 x 1024, of
     whose messages only the first number is sent; in all processes at once, so that those that share
     cores slow each other down, and wait for each other, as they will in training. Where an
-    operation has several implementations, they are timed too; `implementation="measure"` finds the
-    choice again.
+    operation has several implementations, they are timed too, and `implementation="measure"` then
+    uses that choice.
 
     Args:
       mesh: of one axis; None is all devices.

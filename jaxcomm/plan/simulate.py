@@ -1,8 +1,8 @@
 """How long an exchange takes on a network, step by step.
 
 A step begins when the one before has ended everywhere. Its messages have one size and begin at
-once, and streams share links max-min fairly. Then no differential is to be followed: the share of a
-stream on its busiest link only grows while others end, so it needs at most
+once, and streams share links max-min fairly. Rates need not be followed over time: the share of a
+stream on its busiest link only grows as others end, so it needs at most
 
     latency + bytes * max over its links of (streams on the link / rate of the link)
 

@@ -29,12 +29,12 @@ def timed(found: Plan, devices: Sequence[Any] | None = None) -> Plan:
     """The plan, with its leading methods timed in place of predicted.
 
     The first are the choice and those predicted to take at most 1.3 of the fastest step, three in
-    all, XLA's own float32 mean, and the fastest of each quality. What is not timed keeps its
-    proportion to others of its family that are, or to all. If it is then the fastest, it is timed
-    too, up to eight in all. Those within 1.3 of the fastest exchange random gradients of the
-    workload's shapes again, in turn, and their medians decide as predictions do: the best quality
-    within 2 % of the fastest step. Every process calls this. It takes seconds a method to compile,
-    and a few exchanges of each.
+    all, XLA's own float32 mean, and the fastest of each quality. Predictions of the others are
+    scaled as the timed ones of their family turned out, or as all did. If one of them is then the
+    fastest, it is timed too, up to eight in all. Those within 1.3 of the fastest exchange random
+    gradients of the workload's shapes again, in turn, and their medians decide as predictions do:
+    the best quality within 2 % of the fastest step. Every process calls this. It takes seconds a
+    method to compile, and a few exchanges of each.
 
     Args:
       found: of `plan`.

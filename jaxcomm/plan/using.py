@@ -20,8 +20,8 @@ def use(cluster: Cluster | None) -> None:
     It holds in this process for all votes and means in codes that are traced from now on, over as
     many devices as the cluster has: call it first, in every process. The devices of the mesh are in
     the order of the cluster's. Another algorithm is taken where it is 5 % faster; gradients of
-    `jaxcomm.sharded` parameters, which are only scattered, keep the default. Around a ring
-    each partial sum is rounded, and not the sum alone: that is why codes go directly by default.
+    `jaxcomm.sharded` parameters, which are only scattered, keep the default. A ring rounds every
+    partial sum in place of the final one alone: that is why coarse codes go directly by default.
 
     Args:
       cluster: `load_cluster("cluster.yaml")`; None goes back to the defaults.

@@ -32,7 +32,7 @@ class Squares(NamedTuple):
 
 
 def no_squares(shape: tuple[int, ...]) -> Squares:
-    """Those of a parameter before its first gradient."""
+    """Zero squares, for a parameter that has had no gradient yet."""
     if len(shape) < 2:
         return Squares(jnp.zeros(shape, jnp.float32), ())
     return Squares(
@@ -129,9 +129,10 @@ def _own_part(whole: jax.Array, names: Names, local: tuple[int, ...]) -> jax.Arr
 
 
 def _in_place(part: jax.Array, whole: jax.Array, names: Names, size: int) -> jax.Array:
-    """The array of which this device has a part, over the number of devices that have this part.
+    """A zero array of the full size with this device's part in its place.
 
-    Divided before it is added up: a sum of large squares could overflow.
+    The part is divided by the number of devices that hold it, before these are added up: a sum of
+    large squares could overflow.
     """
     shards = math.prod(_axes.axis_size(axes) for axes in names if axes)
     part = part * (shards / size)

@@ -1,4 +1,4 @@
-"""Whether a state is one that the transformation has made which is given it."""
+"""Checks that a state was made by the transformation that it is passed to."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,8 @@ def require_state(
       state: what `update` was given.
       kind: the class of the transformation's states.
       exempt: its option.
-      kept: of fields of the state, whether they hold an array for each compressed leaf, or none.
+      kept: for each field of the state, whether it holds one array per compressed leaf; otherwise
+        it is empty.
       rule: what else the transformation exempts.
       kept_of_all: the same as `kept`, for each leaf that has values.
     """

@@ -51,8 +51,8 @@ def control_variates(
     its gradients. These corrections add up to zero over devices, so the mean of the gradients does
     not change, but each device votes on something nearer to it.
 
-    The rounding errors of `inner` are the same on all devices, so they shift the mean that is voted
-    on; error feedback in `inner` corrects that later.
+    The rounding errors of `inner` are the same on all devices, so they bias the gradients that the
+    devices vote on; error feedback in `inner` corrects that later.
 
     Values that are not finite are left out of the averages and passed on to the exchange behind,
     which makes the update NaN.

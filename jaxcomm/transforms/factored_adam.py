@@ -9,9 +9,9 @@ How a step works, for a matrix with gradients G_i on devices i:
 3. `exchange` takes the mean of the x_i, in as few bits as it may. Its result is the next m, and
    the update is -rate m.
 
-What comes before the exchange is linear in the gradient but for P, which all devices share and
-which changes slowly, so error feedback works here, as it does for SGD. Divided by P, the values of
-a block are about equally large, which is what signs and scales need.
+Everything before the exchange is linear in the gradient, except for P. All devices share P, and it
+changes slowly, so error feedback works here as it does for SGD. Divided by P, the values of a block
+are about equally large, which is what signs and scales need.
 """
 
 import functools
@@ -79,8 +79,8 @@ def factored_adam(
     numbers before they send anything, and need no dense steps to learn these numbers. A convolution
     has such factors at each place of its kernel, and stacked layers have them in each layer.
 
-    Quotients are cut at 1/sqrt(1-b2), as Adam's are by themselves. The exchange waits for the rows
-    and columns of all gradients, so it does not overlap with the backward pass.
+    Quotients are clipped at 1/sqrt(1-b2), a bound that Adam's never exceed. The exchange waits for
+    the rows and columns of all gradients, so it does not overlap with the backward pass.
 
     If any gradient on any device is not finite, or its square, every update on every device is NaN
     and the state stays as it was.

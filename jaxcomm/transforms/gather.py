@@ -1,6 +1,6 @@
 """Whole parameters from shards, and on the way back shards of the exchanged gradient.
 
-`gather` is the identity to autodiff but for what travels. For one bucket of leaves on N devices:
+To autodiff `gather` is the identity; it also communicates. For one bucket of leaves on N devices:
 
     forward   shards -> one vector of the codec -> all-gather -> all N rows, decoded -> whole leaves
     backward  gradients of whole leaves + residuals -> N rows -> reduce-scatter -> shards of the

@@ -62,9 +62,10 @@ def local_steps(
     exchanges their updates are zero. Gradients are taken at the devices' own parameters, which the
     state holds and `jaxcomm.local_params` returns.
 
-    Fewest bytes for Adam: signs with feedback in every 4th step, `few_bytes` of the example. The
-    residual of the signs is about as large as a device's movement since the last exchange. So the
-    devices take small steps, and the momentum of the outer optimizer carries on what they share.
+    Fewest bytes with Adam: signs with feedback in every 4th step, as `few_bytes` in the example.
+    The residual of the signs is about as large as a device's movement since the last exchange. So
+    the devices take small steps, and the momentum of the outer optimizer carries on what they
+    share.
 
     A device whose update is not finite does not take that step; the others do. If the outer update
     is not finite, it is NaN on every device, and all parameters and states stay as they were.

@@ -65,7 +65,7 @@ def require_own(own: PerDevice, layout: Layout) -> None:
 
 
 def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDevice:
-    """A float32 zero on every device for every element of some parameters, none of them empty."""
+    """Float32 zeros shaped like some parameters, none of them empty; one copy per device."""
     specs = tuple(PartitionSpec(layout.axis_name, *layout.leaves[i].spec) for i in which)
     if _axes.is_manual(layout.axis_name):
         checked = _axes.checks_on(layout.axis_name)

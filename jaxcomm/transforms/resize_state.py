@@ -29,8 +29,8 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
       tx: the transformation of the new run, made as that of the old one.
       state: the state of the old run, as numpy arrays, or as arrays that this process holds all
         of; also as the lists and dictionaries that orbax restores without a target.
-      params: the parameters, placed on the mesh that is set; its further axes, such as groups
-        that split parameters, are as long as those of the old run.
+      params: the parameters, placed on the mesh that is set. Every other axis of it, such as one
+        that splits parameters, is as long as in the old run.
 
     Returns:
       A state as `tx.init(params)` returns, with the numbers of the old one.

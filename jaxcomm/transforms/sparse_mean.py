@@ -135,7 +135,7 @@ def sparse_mean(
       measure_xi: whether the report has the distance to the true top-k. It is meant for studies: it
         takes float32 means of everything.
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
-      bucket_mib: MiB of float32 gradients that a bucket holds at most; k is of a bucket. The
+      bucket_mib: MiB of float32 gradients that a bucket holds at most; k is counted per bucket. The
         default is larger than that of `jaxcomm.mean`, because messages are small and every bucket
         takes seconds to compile.
       bucket_order: paths of leaves in the order in which their gradients appear, as

@@ -19,7 +19,7 @@ def with_param_specs(
     `tx.init` has to know how parameters are sharded, as residuals and momenta are sharded alike.
     Outside of `jax.jit` it looks at the parameters; inside, types do not tell. The state of a large
     model is made inside: `jax.jit(tx.init, out_shardings=...)` and `jax.eval_shape(tx.init, ...)`
-    need this around `tx`. Where all axes are Explicit, or there is but one, nothing is needed.
+    need this around `tx`. If all axes are Explicit, or there is only one, they do not.
 
     Args:
       tx: a transformation, usually the whole chain.

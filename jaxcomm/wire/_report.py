@@ -68,7 +68,7 @@ class WireReport:
         devices: of the program; device i is the i-th of the mesh's `devices.flat`.
         conditionals: name and number of branches of each conditional that holds collectives.
         named: the branches of these that jaxcomm has given names. The names are metadata, which
-            jax's persistent compilation cache ignores: a program of before may have others.
+            jax's persistent compilation cache ignores: a cached program may have older ones.
     """
 
     collectives: tuple[Collective, ...]
@@ -158,12 +158,12 @@ class WireReport:
         return reports
 
     def per_step(self, shares: Mapping[str | tuple[str, int], float] | None = None) -> float:
-        """Returns the bytes that the device that sends most sends in a step, on average over a run.
+        """Returns the bytes per step of the busiest device, averaged over a run.
 
         Args:
             shares: for branches, by name or (conditional, number), the share of times that they
                 are taken when their conditional is reached, such as {"from step 0": 0.05} or
-                {"one_bit_adam: dense": 1000 / 20000}. What is periodic says its share in the
+                {"one_bit_adam: dense": 1000 / 20000}. Periodic branches carry their share in the
                 program. One branch of a conditional may be left out, and has the rest.
 
         Raises:

@@ -50,14 +50,14 @@ class Default(Algorithm):
     - Values of 16 bits and int8 go around a ring between CPU processes. On one switch it is as fast
       as going directly, and across a slow link in the middle 1.6 times as fast. Each partial sum is
       rounded.
-    - Values in cnat go around a ring from both sides on 3 to 8 CPU processes. That takes 1 to 2 %
-      more than one way, around which their error is 1.6 to 2 times that of going directly on 8
-      devices. From both sides it is the same on 4, and 1.3 to 1.4 times as large on 8.
+    - Values in cnat go around a ring both ways on 3 to 8 CPU processes. That takes 1 to 2 % more
+      than one way, around which their error is 1.6 to 2 times that of going directly on 8 devices.
+      Around both ways it is equal to that on 4, and 1.3 to 1.4 times as large on 8.
     - Short vectors take few rounds between CPU processes, where a round costs more than its bytes:
       of 16 bits and int8 those of the circulant graph, and of votes those of halving and doubling,
       if N is a power of two: else it would send some of them twice, and they take the circulant
       graph too. So do votes that are not quite as short, if N is a power of two.
-    - All else goes directly, which rounds every value once and the sum once.
+    - Everything else goes directly: each value is rounded once, and each sum once.
 
     Attributes:
       sent: "votes", "16 bits", "8 bits" (int8), "cnat", or "codes", which are coarser.

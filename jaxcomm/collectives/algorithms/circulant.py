@@ -19,10 +19,10 @@ class Circulant(Scheduled):
     ceil(N/2), ceil(N/4), ..., take the fewest rounds. `best_skips` spends at most one round more: a
     vote then takes fewer bits, since sums of 1, 3 or 7 votes fill their bit planes.
 
-    Falling skips send half of the vector to the farthest device. Messages of means are as wide in
-    any order, and so are results: these go over `near_skips`, most of them to the next device, and
-    least to the farthest. Across a link in the middle of two halves of N devices go at most
-    log2(N)/2 vectors then, as many back, and about N/4 with falling skips.
+    Falling skips send half of the vector to the farthest device. Messages of means, and results,
+    are as wide in any order, so they use `near_skips`: most goes to the next device, and least to
+    the farthest. Then at most log2(N)/2 vectors cross a link between two halves in each direction,
+    where falling skips send about N/4.
 
     Wire: 2(N-1)/N of the vector in at most 2 ceil(log2 N) + 2 rounds, for every N.
 

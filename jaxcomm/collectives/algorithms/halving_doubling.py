@@ -76,7 +76,7 @@ class HalvingDoubling(Scheduled):
         return tuple(rounds)
 
     def positions(self, world: int) -> Order:
-        """A position names hops, from its top bit on; the block there is where they lead.
+        """The bits of a position, from the top, name hops, which lead to the block stored there.
 
         What is left after a round is the lower half of the positions. Over the shortcuts, the hops
         are those of the devices which will own the blocks, at their place in the switch.

@@ -113,8 +113,8 @@ class SparseAllReduce:
         """About k of the largest values, and the threshold that they reach.
 
         They are those above the last threshold; or exactly k, if a new one is due, or if the last
-        is off or lets pass more than the capacity. Chosen by place, what lies at the end of x would
-        wait for ever where there is always too much.
+        is off or lets pass more than the capacity. If they were chosen by place, values at the end
+        of x would never be sent where there are always too many.
         """
         k = self.k(x.size)
         if self.recompute_every == 1:

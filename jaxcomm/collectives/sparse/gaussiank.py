@@ -30,8 +30,8 @@ class Gaussiank(SparseAllReduce):
       arXiv:1911.08772, algorithm 1.
 
     Differs from the paper: if more are above the threshold than the message has room for, or fewer
-    than 2k/3, it has the k largest. A static message cannot grow, and of values of a few sizes the
-    last threshold could be above all, in every step.
+    than 2k/3, it has the k largest. A static message cannot grow, and where values have only a few
+    sizes, the threshold of a normal distribution could be above all of them in every step.
     """
 
     name = "gaussiank"

@@ -42,9 +42,9 @@ class Gtopk(SparseAllReduce):
       S. Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for
       Low Bandwidth Networks", ICDCS 2019, arXiv:1901.04359.
 
-    Differs from the paper: a butterfly in place of a tree and a broadcast: log2 N rounds, not twice
-    as many. Among equal magnitudes the lower place is kept. The published program sends
-    entries of 16 bytes.
+    Differs from the paper: a butterfly replaces the tree and the broadcast, which halves the rounds
+    to log2 N. Among equal magnitudes the lower place is kept. The published program sends entries
+    of 16 bytes.
     """
 
     name = "gtopk"

@@ -35,10 +35,10 @@ class OkTopk(SparseAllReduce):
 
     Every N places in a row have N owners, and who has which changes from step to step. So an owner
     gets about k/N of each device's values, give or take their square root, wherever they lie: from
-    k = 16 N on, more than 0.95 of what is selected has room in every step. For smaller k the room
-    is a few slots and more may have to wait, in the mean 0.1 of it at k = N; it has another owner
-    in the next step. For the same reason the owners' largest sums are the largest of all, but for
-    those close to the k-th.
+    k = 16 N on, more than 0.95 of what is selected has room in every step. For smaller k a message
+    has few slots and more values wait, a tenth of them at k = N; they have another owner in the
+    next step. For the same reason the owners' largest sums are the largest of all, except near the
+    k-th.
 
     Wire, in entries of 6 bytes (4 in bfloat16): (N-1) ceil(slack k / N) to the owners and
     (N-1) ceil(k / N) back, in 2 collective operations: with the defaults 0.6 of the paper's

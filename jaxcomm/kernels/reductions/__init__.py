@@ -1,13 +1,13 @@
 """The largest magnitude along the last axis, the sum, running sums, and whether all is finite.
 
 The first two have two formulations each, one per platform. XLA on CPU reduces the last axis one
-element after the other, and sums by calls into a library, in front of which it writes the whole
-operand down. On CPU the axis is folded instead, in loops of vector instructions that XLA fuses with
-what makes the operand: 8 rows of 32 neighbours become one row, the row becomes one number, and this
-repeats until few numbers are left. On other platforms both are plain reductions.
+element after the other, and sums by library calls, for which it first materializes the operand. On
+CPU the axis is folded instead, in loops of vector instructions that XLA fuses with what makes the
+operand: 8 rows of 32 neighbours become one row, the row becomes one number, and this repeats until
+few numbers are left. On other platforms both are plain reductions.
 
-Of a running sum XLA on CPU makes six to ten loops, one for each power of 16, and each has to be
-compiled. There it is one loop here, which doubles the length of the sums each time.
+XLA on CPU compiles a running sum to six to ten loops, one for each power of 16. Here it is a single
+loop there, which doubles the length of the sums each time.
 """
 
 import functools
@@ -56,8 +56,9 @@ def largest(x: jax.Array) -> jax.Array:
 def total(x: jax.Array) -> jax.Array:
     """The sums; the order of summation differs between platforms.
 
-    It does not depend on how many rows are summed together, as the bits of a block's scale must
-    not: so few values are folded too, where `largest`, which does not round, reduces them plainly.
+    The sum of a row does not depend on how many rows are summed at once, because all devices must
+    have the same bits of a block's scale. So short rows are folded too, which `largest`, as it does
+    not round, reduces plainly.
 
     Args:
       x: float32 array `(..., n)`.
