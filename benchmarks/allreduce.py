@@ -124,7 +124,7 @@ def has_torch(python: str) -> bool:
 def our_rows(
     lab: Lab, methods: list[str], levels: tuple[int, int] | None, args: argparse.Namespace
 ) -> list[Any]:
-    """Of exchanges; with `--peers`, of steps too, but for hierarchical ones."""
+    """Of exchanges; with `--peers`, of steps too, except hierarchical ones."""
     command = [sys.executable, "-m", "benchmarks.allreduce", "--worker"]
     command += [f"--methods={','.join(methods)}", f"--params={args.params}"]
     command += [f"--repeats={args.repeats}", *(["--peers"] if args.peers else [])]

@@ -6,8 +6,8 @@ How it works, for a stack of L layers that `jax.lax.scan` goes through:
    leaf of the stack becomes an `Attached`, whose arrays all have a leading axis of L. What slices
    the parameters, as a scan does, slices the state alike.
 2. `exchanged`, in the body of the loop, takes the parameters of one layer out again. It is the
-   identity, but for its backward pass: that exchanges the gradient of the layer, and returns the
-   finished update as the gradient of the parameters and the next state as that of the state. A
+   identity, except for its backward pass, which exchanges the gradient of the layer, and returns
+   the finished update as the gradient of the parameters and the next state as that of the state. A
    loop stacks both, as it stacks every gradient.
 3. Gradients have the dtypes of what they are of, and integers have none. So integers of the state
    are carried as float32 numbers of 16 bits each, which are exact.

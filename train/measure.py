@@ -90,8 +90,8 @@ def measure_steps(
       period: of what only one in so many steps exchanges: a block has whole periods.
 
     Returns:
-      Means over the steps, but for the fastest and the slowest blocks; and the traffic while only
-      steps with the exchange ran.
+      Means over the steps, except for the fastest and the slowest blocks; and the traffic while
+      only steps with the exchange ran.
     """
     state, first = _block(step, state, batch, 2)
     plain_state, _ = _block(plain_step, plain_state, batch, 1)

@@ -17,7 +17,7 @@ class Integer(Codec):
 
     The range is symmetric: its lowest code is not used. Rounding to nearest, ties away from zero,
     has an error of at most half a level. Random rounding has one of less than a level, and is
-    unbiased but for float32's own rounding. The layout of the payload, and the blocks that are not
+    unbiased up to float32's own rounding. The layout of the payload, and the blocks that are not
     finite, tiny or huge, are as in `BlockScaled`.
 
     Attributes:

@@ -15,8 +15,8 @@ class Qsgd(BlockScaled):
     """ceil(log2(2s + 1)) bits a value and a scale a block: -s to s, in s-ths of the norm.
 
     For block v, value i decodes to ||v|| sgn(v_i) xi_i / s, where s |v_i| / ||v|| is rounded at
-    random to the integer xi_i below or above it. This is unbiased but for float32's own rounding,
-    and E|Q(v) - v|^2 <= min(d / s^2, sqrt(d) / s) |v|^2 for blocks of d values.
+    random to the integer xi_i below or above it. This is unbiased up to float32's own rounding, and
+    E|Q(v) - v|^2 <= min(d / s^2, sqrt(d) / s) |v|^2 for blocks of d values.
 
     Attributes:
       block_size: the values that share a norm, d (the paper's bucket size).

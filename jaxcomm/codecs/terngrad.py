@@ -16,7 +16,7 @@ class TernGrad(BlockScaled):
     """2 bits a value and a scale a block: two's complement of -1, 0 and 1, times the scale.
 
     The scale is the largest magnitude of the block. A value becomes plus or minus the scale with
-    probability |value| / scale, and else zero. Without clipping this is unbiased but for float32's
+    probability |value| / scale, and else zero. Without clipping this is unbiased up to float32's
     own rounding.
 
     Attributes:

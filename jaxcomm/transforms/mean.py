@@ -91,8 +91,8 @@ def mean(
     With error feedback, each device keeps the rounding errors of its own messages, on every hop,
     and adds them to its next gradients. The owner of a block also keeps N times the rounding error
     of the encoded mean. Over all steps, the updates and the mean of the residuals add up to the
-    mean of the gradients, but for what 16-bit updates round off. Error feedback suits SGD, with or
-    without momentum behind it. In front of Adam a codec of few bits loses accuracy all the same,
+    mean of the gradients, except for what 16-bit updates round off. Error feedback suits SGD, with
+    or without momentum behind it. In front of Adam a codec of few bits loses accuracy all the same,
     because Adam is not linear in the gradient (H. Tang et al., 2021): take int4 or more bits there,
     or put the mean into `jaxcomm.factored_adam`, which takes one bit. `init` warns of fewer than 4
     bits with feedback in front of an optimizer that keeps a variance, if both are in the same

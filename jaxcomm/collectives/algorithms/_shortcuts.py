@@ -44,8 +44,8 @@ def shifted(per_switch: int, grid: tuple[int, ...]) -> list[list[Hop]]:
 def spread(per_switch: int, grid: tuple[int, ...]) -> list[list[Hop]]:
     """The hops of each device of a switch, in order; see above.
 
-    Inside the switch devices go around a ring too: but for the last of these rounds, which has the
-    shortest messages, no two devices send to each other.
+    Inside the switch devices go around a ring too: except for the last of these rounds, which has
+    the shortest messages, no two devices send to each other.
     """
     low = per_switch.bit_length() - 1
     ways = [1 if 2 << k == size else 2 for size in grid for k in range(size.bit_length() - 1)]

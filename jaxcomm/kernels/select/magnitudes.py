@@ -2,7 +2,7 @@
 
 Magnitudes are compared as bit patterns of float32 without the sign. As unsigned integers, these
 have the order of the magnitudes. That holds for denormals, which XLA's CPU backend takes for zero
-in arithmetic, and the pattern of infinity is the largest but for those of NaN. A band holds the
+in arithmetic, and the pattern of infinity is the largest except for those of NaN. A band holds the
 patterns that are at least `low` and below `past`.
 """
 
