@@ -19,7 +19,7 @@ import argparse
 import json
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -40,7 +40,6 @@ SHAPES = transformer.shapes(layers=12, width=768, heads=12, vocabulary=256, cont
 MODELS = ("scanned", "exchanged_after")
 LAYERS = ["blocks/*"]
 
-Order = Sequence[str]
 P = PartitionSpec
 METHODS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "float32": lambda **kw: jaxcomm.mean("data", **kw),

@@ -28,7 +28,6 @@ PAGES = [
 ]
 Lines = list[str]
 PLANNER = str(RESULTS / "planner.json")
-VALUES = 2e6  # of the vectors on four hosts
 RATES = ("50", "200", "1000", "unlimited")
 NAMES = {
     "psum": "a bare `psum`",

@@ -25,6 +25,7 @@ import numpy as np
 from train.text import VOCABULARY, Batch, Text
 
 MASK = VOCABULARY  # The token behind the 256 bytes.
+_MASKED, _DRAWN = 0.8, 0.1  # Shares of the hidden tokens that become [MASK], or a random byte.
 
 
 class MaskedText(Text):
@@ -84,13 +85,7 @@ def hidden_of(sizes: np.ndarray, share: float) -> np.ndarray:
     return np.maximum(np.rint(share * sizes), 1).astype(int)
 
 
-def mask(
-    batch: Batch,
-    rng: np.random.Generator,
-    share: float,
-    masks: float = 0.8,
-    others: float = 0.1,
-) -> None:
+def mask(batch: Batch, rng: np.random.Generator, share: float) -> None:
     """Hides tokens of rows, in place.
 
     Args:
@@ -98,8 +93,6 @@ def mask(
         becomes 1 where one is hidden, and 0 elsewhere.
       rng: draws which tokens, and what stands in their places.
       share: of the tokens of a row that may be hidden.
-      masks: share of the hidden ones that become [MASK].
-      others: share of the hidden ones that become a byte drawn at random; the rest stays.
     """
     tokens, weight = batch["image"], batch["weight"]
     order = np.where(weight > 0, rng.random(tokens.shape), 2.0).argsort(axis=1)
@@ -109,7 +102,7 @@ def mask(
     places = order[rows, ranks]
     kind = rng.random(len(rows))
     drawn = rng.integers(0, VOCABULARY, len(rows))
-    seen = np.where(kind < masks + others, drawn, tokens[rows, places])
-    tokens[rows, places] = np.where(kind < masks, MASK, seen)
+    seen = np.where(kind < _MASKED + _DRAWN, drawn, tokens[rows, places])
+    tokens[rows, places] = np.where(kind < _MASKED, MASK, seen)
     weight[:] = 0
     weight[rows, places] = 1

@@ -110,8 +110,8 @@ def resnet20_init(key: jax.Array, *, classes: int = 10, width: int = 16) -> Para
         for _ in range(3):
             outputs = width * 2**stage
             block = {"first": conv(3, inputs, outputs), "second": conv(3, outputs, outputs)}
-            block |= {f"{part}{i}": jnp.ones(outputs) for part in ("scale",) for i in (1, 2)}
-            block |= {f"{part}{i}": jnp.zeros(outputs) for part in ("shift",) for i in (1, 2)}
+            block |= {"scale1": jnp.ones(outputs), "scale2": jnp.ones(outputs)}
+            block |= {"shift1": jnp.zeros(outputs), "shift2": jnp.zeros(outputs)}
             if inputs != outputs:
                 block["shortcut"] = conv(1, inputs, outputs)
             blocks.append(block)

@@ -23,6 +23,7 @@ from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.messages import Lists
 from jaxcomm.plan.simulate import Exchange
 
+_MARGIN = 0.02  # how much slower a step may be for better quality
 # The relative error that four of five predictions stayed within, by algorithm: `python -m
 # benchmarks.planner --report`. Below a million values it is up to 1.7 times as much.
 ERRORS = {
@@ -292,9 +293,8 @@ def choose(
     load: Workload,
     devices: int,
     between_cpus: bool,
-    margin: float = 0.02,
 ) -> list[Prediction]:
-    """The predictions with the choice first: the best quality within `margin` of the fastest.
+    """The predictions with the choice first: the best quality within 2 % of the fastest step.
 
     Of that quality it is the one whose algorithm is the default, if there is one so near, or the
     fastest.
@@ -304,7 +304,6 @@ def choose(
       load: what is exchanged.
       devices: how many there are.
       between_cpus: whether they are CPUs of several processes.
-      margin: how much slower a step may be for better quality, of the fastest.
     """
 
     def preferred(prediction: Prediction) -> tuple[int, bool, float]:
@@ -314,6 +313,6 @@ def choose(
         return QUALITIES.index(method.about.quality), not is_usual, prediction.step
 
     fastest = min(prediction.step for prediction in found)
-    near = [p for p in found if p.step <= fastest * (1 + margin)]
+    near = [p for p in found if p.step <= fastest * (1 + _MARGIN)]
     best = min(near, key=preferred)
     return [best, *(p for p in sorted(found, key=lambda p: p.step) if p is not best)]

@@ -26,12 +26,13 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_probe() -> Iterator[None]:
+probed = functools.cache(plan.probe)
+
+
+@pytest.fixture(autouse=True)
+def one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """What messages take here is measured once for all runs of this process that ask for it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "probe", functools.cache(plan.probe))
-        yield
+    monkeypatch.setattr(plan, "probe", probed)
 
 
 @pytest.fixture(scope="session")
