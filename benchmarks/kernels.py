@@ -30,7 +30,6 @@ from benchmarks.arguments import count, positive, several
 from jaxcomm.kernels import bitplanes, select
 from jaxcomm.kernels.block_quantization import integers
 from jaxcomm.kernels.powers_of_two import nine_bits
-from jaxcomm.kernels.sign_feedback import sign_feedback
 
 CACHE = 2**28  # bytes; more than the last cache of any GPU of today holds
 CALLS = 8  # in one program
@@ -64,17 +63,6 @@ def packed(bits: np.ndarray) -> np.ndarray:
 
 def normal(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
     return (rng.standard_normal(n, np.float32),)
-
-
-def owed(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
-    """Small integers, whose sums are exact, and a scale."""
-    x, residual = rng.integers(-99, 99, (2, n)).astype(np.float32)
-    return x, residual, np.float32(2)
-
-
-def kept(x: np.ndarray, residual: np.ndarray, scale: np.ndarray) -> tuple[np.ndarray, ...]:
-    total = x + residual
-    return packed(total > 0), total - np.where(total > 0, scale, -scale)
 
 
 def votes(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
@@ -187,12 +175,6 @@ CASES = (
     # Of a plain copy XLA may make nothing; a changed sign has to be written.
     Case("copy", {"xla": lambda x: (-x,)}, normal, lambda x: (-x,)),
     Case("pack", {"xla": lambda x: (bitplanes.pack(x),)}, normal, lambda x: (packed(x > 0),)),
-    Case(
-        "sign_feedback",
-        {name: functools.partial(sign_feedback, implementation=name) for name in ("xla", "mosaic")},
-        owed,
-        kept,
-    ),
     Case(
         "int8 encode",
         on_both(functools.partial(integers.encode, levels=127, size=256)),

@@ -136,7 +136,6 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "exempt",
             "bucket_mib",
             "bucket_order",
-            "implementation",
         ),
     ),
     "sparse_mean": (

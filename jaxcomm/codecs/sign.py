@@ -1,58 +1,74 @@
-"""One bit a value and one scale: the wire format of 1-bit Adam.
+"""One bit a value, and a scale for every 1024: the wire format of 1-bit Adam.
 
-These are functions rather than a `Codec`. A message may end in padding, which the scale must not
+These are functions rather than a `Codec`. A block may end in padding, which its scale must not
 count, and nobody should average in this format without error feedback.
 """
 
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.kernels import _implementations, bitplanes, reductions
-from jaxcomm.kernels.sign_feedback import sign_feedback
+from jaxcomm.kernels import bitplanes, reductions
 
-OPERATIONS = ("sign_feedback",)
+BLOCK = 1024  # values that share a scale
 
 
 def encode_with_feedback(
-    x: jax.Array,
-    residual: jax.Array,
-    counts: jax.Array,
-    *,
-    implementation: _implementations.Option = None,
+    x: jax.Array, residual: jax.Array, counts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The signs of `x + residual`, behind the scale that keeps its L2 norm; and the error.
+    """The signs of `x + residual`, behind scales that keep the L2 norm of a block; and the error.
+
+    Zero has the sign -1.
 
     Args:
-      x: float32 `(..., n)`; leading axes are independent messages, each ends in zeros of padding.
+      x: float32 `(..., b * BLOCK)`; leading axes are independent messages of b blocks, and each
+        block ends in zeros of padding.
       residual: float32 of the same shape, with zeros in the padding.
-      counts: int32 `(...)`, the number of values of each message without the padding.
-      implementation: which implementation of OPERATIONS runs; None is "xla".
+      counts: int32 `(..., b)`, the number of values of each block without the padding.
 
     Returns:
-      The payload, uint32 `(..., 1 + ceil(n / 32))`: the bits of the scale, which is the L2 norm
-      over sqrt(count), then one bit a value, 1 if it is positive. And the next residual, float32
-      `(..., n)`: `x + residual` minus the decoded payload, and zero in the padding.
+      The payload, uint32 `(..., b * (1 + BLOCK / 32))`: the bits of the scales, each of them the L2
+      norm of its block over sqrt(count), then one bit a value, 1 if it is positive. And the next
+      residual, float32 of the shape of x: `x + residual` minus the decoded payload, and zero in the
+      padding.
     """
-    scale = _scale(x + residual, counts)
-    words, residual = sign_feedback(x, residual, scale, implementation=implementation)
-    place = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    corrected = x + residual
+    scale = _scale(corrected.reshape(*x.shape[:-1], -1, BLOCK), counts)
+    # The residual uses the bits before they are packed: packed words must be complete first, which
+    # would take a second kernel.
+    positive, each = bitplanes.votes(corrected), _of_each_value(scale)
+    left = corrected - jnp.where(positive, each, -each)
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
-    payload = jnp.concatenate([bits[..., None], words], axis=-1)
-    return payload, jnp.where(place < counts[..., None], residual, jnp.float32(0))
+    left = without_padding(left, counts)
+    # XLA would pack into the payload, in a kernel that has no room for what is left.
+    words, left = jax.lax.optimization_barrier((bitplanes.pack(positive), left))
+    return jnp.concatenate([bits, words], axis=-1), left
 
 
-def decode(payload: jax.Array, n: int) -> jax.Array:
-    """Plus or minus the scale, as float32 `(..., n)`, in the padding too."""
-    scale = jax.lax.bitcast_convert_type(payload[..., :1], jnp.float32)
-    return bitplanes.signs(payload[..., 1:], n) * scale
+def decode(payload: jax.Array) -> jax.Array:
+    """Plus or minus the scales, as float32 `(..., b * BLOCK)`, in the padding too."""
+    blocks = payload.shape[-1] // (1 + bitplanes.words_for(BLOCK))
+    scale = jax.lax.bitcast_convert_type(payload[..., :blocks], jnp.float32)
+    return bitplanes.signs(payload[..., blocks:], blocks * BLOCK) * _of_each_value(scale)
 
 
-def _scale(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """The root mean square of each message, float32 `(...)`."""
+def without_padding(x: jax.Array, counts: jax.Array) -> jax.Array:
+    """Float32 `(..., b * BLOCK)` with zeros behind the `counts` first values of each block."""
+    place = jax.lax.broadcasted_iota(jnp.int32, (*counts.shape, BLOCK), counts.ndim)
+    is_value = place < counts[..., None]
+    return jnp.where(is_value.reshape(x.shape), x, jnp.float32(0))
+
+
+def _of_each_value(scale: jax.Array) -> jax.Array:
+    """The scale of a block for each of its values."""
+    return jnp.broadcast_to(scale[..., None], (*scale.shape, BLOCK)).reshape(*scale.shape[:-1], -1)
+
+
+def _scale(blocks: jax.Array, counts: jax.Array) -> jax.Array:
+    """The root mean square of each block, float32 `(..., b)`."""
     # Values are divided by the largest magnitude first, because squares of large float32 values are
     # infinite. The divisor is at most 2^126: XLA multiplies with its reciprocal, and the reciprocal
     # of a larger number is zero on CPU.
-    largest = jax.lax.bitcast_convert_type(reductions.largest(x), jnp.float32)
+    largest = jax.lax.bitcast_convert_type(reductions.largest(blocks), jnp.float32)
     unit = jnp.where(largest > 0, jnp.minimum(largest, jnp.float32(2.0**126)), jnp.float32(1))
-    squares = reductions.total(jnp.square(x / unit[..., None]))
+    squares = reductions.total(jnp.square(blocks / unit[..., None]))
     return unit * jnp.sqrt(squares / jnp.maximum(counts, 1).astype(jnp.float32))

@@ -53,8 +53,8 @@ class TernGrad(BlockScaled):
 
     @property
     def variance(self) -> float:
-        """sqrt(d) - 1 for blocks of d values; clipping makes the codec biased, so 0 then."""
-        return self.block_size**0.5 - 1 if self.clip is None else 0.0
+        """(sqrt(d) - 1) / 2 for blocks of d values; clipping makes it biased, so 0 then."""
+        return (self.block_size**0.5 - 1) / 2 if self.clip is None else 0.0
 
     def clipped(self, blocks: jax.Array) -> jax.Array:
         """Values within `clip` standard deviations; all NaN if one is not finite."""
@@ -93,7 +93,7 @@ def terngrad(block_size: int = 512, clip: float | None = None) -> TernGrad:
 
     Returns:
       The codec. A message of n values is uint8 `(n / 4 + 4 n / block_size,)`, rounded up. For
-      blocks of d values, `E|Q(v) - v|^2 <= (sqrt(d) - 1) |v|^2` without clipping.
+      blocks of d values, `E|Q(v) - v|^2 <= (sqrt(d) - 1) / 2 |v|^2` without clipping.
 
     Raises:
       TypeError, ValueError: for anything else.

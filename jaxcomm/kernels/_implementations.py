@@ -31,7 +31,6 @@ OPERATIONS: dict[str, tuple[str, ...]] = {
     "nine_bits.encode": ("xla", "mosaic"),
     "select.compact": ("xla", "triton"),
     "select.count_at_least": ("xla", "mosaic"),
-    "sign_feedback": ("xla", "mosaic"),
 }
 PLAIN, MEASURE = "xla", "measure"  # every operation has these two
 MOST_ELEMENTS = 2**31 - 1  # kernels index in int32

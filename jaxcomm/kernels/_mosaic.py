@@ -6,7 +6,7 @@ serves every GPU from compute capability 8.0 on.
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,26 +59,6 @@ def launch(
     )(*inputs)
 
 
-class Columns(NamedTuple):
-    """The columns that a program works on.
-
-    Attributes:
-      batch: the number of the batch.
-      start: the first column.
-      lanes: how many there are.
-      width: the elements from the beginning of a row to that of the next.
-    """
-
-    batch: jax.Array
-    start: jax.Array
-    lanes: int
-    width: int
-
-    def __call__(self, row: int, stride: int = 0) -> Any:
-        """Their slice of a row in a flat array, in which so many elements are of a batch."""
-        return pl.ds(self.batch * stride + row * self.width + self.start, self.lanes)
-
-
 def over_columns(
     body: Callable[..., None],
     inputs: Sequence[jax.Array],
@@ -86,37 +66,31 @@ def over_columns(
     width: int,
     columns: int,
     *,
-    batches: int = 1,
-    stride: int = 0,
     interpret: Any = None,
 ) -> list[jax.Array]:
     """Runs a kernel on slices of columns.
 
     Args:
-      body: takes the `Columns` of a program, then references to all inputs and outputs in global
-        memory.
+      body: takes a function from a row to the slice of that row in a flat array, then references to
+        all inputs and outputs in global memory.
       inputs: flat arrays of 4 bytes an element, whose rows begin at multiples of the width.
       outputs: length and dtype of each output, which is flat too.
       width: the elements from the beginning of a row to that of the next.
       columns: the number of columns that are visited, at least THREADS.
-      batches: how often there are such rows, one behind the other in each array.
-      stride: the elements of a batch in the inputs.
       interpret: as in `launch`.
 
     Returns:
       The outputs. The last columns may be computed twice, so a body must not update in place.
     """
-    even = width % VECTOR == columns % VECTOR == stride % VECTOR == 0
-    lanes = VECTOR * THREADS if even and columns >= VECTOR * THREADS else THREADS
-    slices = -(-columns // lanes)
+    wide = width % VECTOR == columns % VECTOR == 0 and columns >= VECTOR * THREADS
+    lanes = VECTOR * THREADS if wide else THREADS
 
     def on_slice(program: jax.Array, *refs: Any) -> None:
-        batch = program // slices if batches > 1 else jnp.zeros_like(program)
-        start = jnp.minimum((program - batch * slices) * lanes, columns - lanes)
-        body(Columns(batch, start, lanes, width), *refs)
+        start = jnp.minimum(program * lanes, columns - lanes)
+        body(lambda row: pl.ds(row * width + start, lanes), *refs)
 
     shapes = [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in outputs]
-    return launch(on_slice, inputs, shapes, batches * slices, interpret=interpret)
+    return launch(on_slice, inputs, shapes, -(-columns // lanes), interpret=interpret)
 
 
 def widened(x: jax.Array, rows: int, width: int) -> jax.Array:

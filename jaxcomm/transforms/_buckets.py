@@ -144,7 +144,7 @@ def _written(vectors: list[jax.Array], size: int) -> jax.Array:
     return vector
 
 
-def split(vector: jax.Array, parts: Mapping[Any, jax.Array]) -> dict[Any, jax.Array]:
+def split(vector: jax.Array, parts: Mapping[Any, Any]) -> dict[Any, jax.Array]:
     """The reverse of `joined`, in the shapes of `parts`."""
     stops = itertools.accumulate(part.size for part in parts.values())
     return {

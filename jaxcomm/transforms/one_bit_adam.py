@@ -2,23 +2,29 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxcomm import _axes, _branches, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._notes import Message, noted
-from jaxcomm.codecs import sign
-from jaxcomm.collectives.one_bit import chunk_length, one_bit_mean
-from jaxcomm.kernels import _implementations
+from jaxcomm.collectives.one_bit import BLOCK, chunk_length, one_bit_mean
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
-from jaxcomm.transforms._buckets import Bucket, buckets_of, bytes_of, joined, split_off_exempt
+from jaxcomm.transforms._buckets import (
+    Bucket,
+    buckets_of,
+    bytes_of,
+    joined,
+    split,
+    split_off_exempt,
+)
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
@@ -34,7 +40,7 @@ from jaxcomm.transforms._layout import Exempt, Layout, layout_of
 from jaxcomm.transforms._optimizer import check_number, is_count, replicated, zeros_like_params
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_optimizer_behind, refuse_wrappers
-from jaxcomm.transforms.per_device import PerDevice, next_of, zeros_per_bucket
+from jaxcomm.transforms.per_device import PerDevice, next_of, values_of, zeros_per_group
 
 _DENSE_SHARE = 0.15  # of the run; H. Tang et al.: 23,000 of 152,000 steps of BERT-Large
 
@@ -89,7 +95,6 @@ def one_bit_adam(
     exempt: Exempt = (),
     bucket_mib: float = 8.0,
     bucket_order: Sequence[str] | None = None,
-    implementation: _implementations.Option = None,
 ) -> optax.GradientTransformation:
     """Adam on the mean of local gradients; after some dense steps its momentum travels in one bit.
 
@@ -133,7 +138,6 @@ def one_bit_adam(
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order. A run that
         goes on needs that of the run before: errors lie in buckets.
-      implementation: which version of a kernel runs where there are several, as in `jaxcomm.mean`.
 
     Returns:
       A transformation whose `update` takes local gradients (from `jaxcomm.value_and_grad`) in
@@ -144,12 +148,13 @@ def one_bit_adam(
         its own follows in the same `optax.chain`; by `update` if weight decay lacks the parameters,
         or the mask does not fit them; else as `jaxcomm.mean`.
 
-    Wire: for each bucket of n values, 2(N-1) messages of 1 + ceil(ceil(n/N) / 32) uint32 words,
-    which is 2(N-1)/N bits a value and a scale in each message. Once a step, one float32 all-reduce
-    of all exempt values and one flag; on a mesh of several axes, one int32 over the other axes, and
-    with `variance_stability` one float32. A dense step sends 8(N-1)/N bytes a parameter more, in a
-    branch of a conditional. The bits travel in dense steps too and are discarded: on GPUs XLA does
-    not overlap a collective that is inside a conditional.
+    Wire: for each bucket of b blocks, 2(N-1) messages of 33 uint32 words for each of ceil(b/N)
+    blocks, which is 2(N-1)/N of 1.03 bits a value; a leaf is padded to whole blocks of 1024 values.
+    Once a step, one float32 all-reduce of all exempt values and one flag; on a mesh of several
+    axes, one int32 over the other axes, and with `variance_stability` one float32. A dense step
+    sends 8(N-1)/N bytes a parameter more, in a branch of a conditional. The bits travel in dense
+    steps too and are discarded: on GPUs XLA does not overlap a collective that is inside a
+    conditional.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -165,14 +170,16 @@ def one_bit_adam(
       H. Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
       Convergence Speed", ICML 2021, arXiv:2102.02888.
 
-    Differs from the paper: the scale is the paper's, L2 norm / sqrt(n), but each chunk that a
-    worker sends has one, not the whole momentum. Leaves of at most one dimension are not
-    compressed. Both moments are corrected for their start at 0; v keeps the correction of the step
-    at which it was frozen. The test of stability compares corrected norms and rejects growth too;
-    the paper tests v_t / v_{t-D} >= 0.96 only. Coordinates with v = 0 do not move. DeepSpeed has
-    the paper's scale, corrects no moment, decodes 0 as +1 (here -1), counts padding in scales and
-    errors, asks the user for masks where v = 0, and does not save the errors in a checkpoint.
-    GRACE's `onebit` is another method: it sends two means for each tensor and a byte for each sign.
+    Differs from the paper: the scale is the paper's, L2 norm / sqrt(n), but each block of 1024
+    values of a leaf has one, not the whole momentum. With a common scale, leaves whose gradients
+    are small beside others' would get steps that are far too large: Adam divides each by its own
+    variance. Leaves of at most one dimension are not compressed. Both moments are corrected for
+    their start at 0; v keeps the correction of the step at which it was frozen. The test of
+    stability compares corrected norms and rejects growth too; the paper tests v_t / v_{t-D} >= 0.96
+    only. Coordinates with v = 0 do not move. DeepSpeed has the paper's scale, corrects no moment,
+    decodes 0 as +1 (here -1), counts padding in scales and errors, asks the user for masks where v
+    = 0, and does not save the errors in a checkpoint. GRACE's `onebit` is another method: it sends
+    two means for each tensor and a byte for each sign.
     """
     _axes.names_of(axis_name)
     if total_steps is not None:
@@ -185,7 +192,6 @@ def one_bit_adam(
     end = dense_steps, variance_stability
     adam = FrozenAdam(learning_rate, b1, b2, eps, weight_decay, mask, *end)
     limit = bytes_of(bucket_mib)
-    option = _implementations.check(implementation, sign.OPERATIONS, "one_bit_adam")
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -197,8 +203,9 @@ def one_bit_adam(
         kept = adam.norms_kept
         norms = replicated(lambda: jnp.zeros(kept, jnp.float32), axis_name) if kept else ()
         buckets = buckets_of(layout, large, bucket_order, limit)
-        worker = zeros_per_bucket(layout, params, buckets, lambda n: n)
-        server = zeros_per_bucket(layout, params, buckets, lambda n: chunk_length(n, layout.world))
+        lengths = [BLOCK * sum(_blocks_of(layout, bucket)) for bucket in buckets]
+        chunks = [chunk_length(n, layout.world) for n in lengths]
+        worker, server = (zeros_per_group(layout, params, buckets, n) for n in (lengths, chunks))
         server = dataclasses.replace(server, are_shares=True)
         kept = (count, m, v, worker, server, frozen_at, norms)
         return OneBitAdamState(layout, _Buckets(buckets), *kept)
@@ -216,7 +223,7 @@ def one_bit_adam(
 
         grads32 = [g.astype(jnp.float32) for g in grads]
         sent = [jnp.where(in_one_bit[i], adam.m(old_m[i], grads32[i]), grads32[i]) for i in leaves]
-        means, finite, *errors = _exchange(sent, frozen, state, buckets, option)
+        means, finite, *errors = _exchange(sent, frozen, state, buckets)
         m = [jnp.where(in_one_bit[i], means[i], adam.m(old_m[i], means[i])) for i in leaves]
         v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], means[i])) for i in leaves]
         steps = adam.steps(m, v, state, params)
@@ -252,30 +259,30 @@ def _exchange(
     compressed: jax.Array,
     state: OneBitAdamState,
     buckets: tuple[Bucket, ...],
-    implementation: _implementations.Option,
 ) -> tuple[Arrays, jax.Array, PerDevice, PerDevice]:
     """The means of what was sent, whether all of it is finite, and the next errors."""
     layout = state.layout
     axis_name, (_, exempt) = layout.axis_name, split_off_exempt(layout)
     reduction, native = collectives.mean_of("float32", "native")
 
-    def in_float32(vectors: dict[int, jax.Array]) -> Arrays:
+    def in_float32(vectors: dict[int, jax.Array], sent: Arrays) -> Arrays:
         means = []
         for number, x in vectors.items():
+            parts = _out_of_blocks(x, {i: sent[i] for i in buckets[number]})
             with noted(Message("dense", buckets[number])):
-                means.append(collectives.all_reduce(x, axis_name, reduction, native))
+                mean = collectives.all_reduce(joined(parts), axis_name, reduction, native)
+            means.append(_in_blocks(split(mean, parts)))
         return means
 
     def on_device(sent: Arrays, own: Own, compressed: jax.Array) -> tuple[Arrays, Own]:
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, Any]:
             # The 1-bit exchange runs during the dense steps too and its result is discarded: XLA
             # does not overlap collectives inside a conditional.
-            vector = joined(parts)
+            vector = _in_blocks(parts)
+            counts = _counts([part.size for part in parts.values()])
             errors = own[0][number], own[1][number]
             with noted("1 bit, direct"):
-                mean, *errors = one_bit_mean(
-                    vector, *errors, axis_name, implementation=implementation
-                )
+                mean, *errors = one_bit_mean(vector, *errors, counts, axis_name)
             return mean, (vector, *errors)
 
         done = exchange_buckets(
@@ -289,11 +296,18 @@ def _exchange(
         vectors, one_bit = in_turn(dict(enumerate(kept[0] for kept in done.kept)), done.buckets)
         with _branches.named(["one_bit_adam: dense", ""]):
             dense = jax.lax.cond(
-                compressed, lambda v: [jnp.zeros_like(x) for x in v.values()], in_float32, vectors
+                compressed,
+                lambda v: [jnp.zeros_like(x) for x in v.values()],
+                lambda v: in_float32(v, sent),
+                vectors,
             )
         means = [jnp.where(compressed, *pair) for pair in zip(one_bit, dense, strict=True)]
         finite = on_further_axes(done.finite & all_finite(means), axis_name)
-        means = done.exact | by_leaf(means, buckets, sent)
+        parts = [
+            _out_of_blocks(mean, {i: sent[i] for i in bucket})
+            for mean, bucket in zip(means, buckets, strict=True)
+        ]
+        means = done.exact | by_leaf(parts, buckets, sent)
         new = [[kept[hop] for kept in done.kept] for hop in (1, 2)]
         return [means[i] for i in range(len(sent))] + [finite], tuple(new)
 
@@ -302,6 +316,34 @@ def _exchange(
         on_device, sent, layout, own, compressed, further_results=1
     )
     return means, finite, worker, server
+
+
+def _blocks(n: int) -> int:
+    """The blocks of a leaf of n values; none holds values of two leaves."""
+    return -(-n // BLOCK)
+
+
+def _blocks_of(layout: Layout, bucket: Bucket) -> list[int]:
+    """Those of the part of each leaf that one device has."""
+    return [_blocks(values_of(layout, (i,))) for i in bucket]
+
+
+def _counts(sizes: Sequence[int]) -> np.ndarray:
+    """The values of each block of leaves of these sizes."""
+    return np.concatenate([np.clip(n - BLOCK * np.arange(_blocks(n)), 0, BLOCK) for n in sizes])
+
+
+def _in_blocks(parts: Mapping[int, jax.Array]) -> jax.Array:
+    """The arrays as one vector, each padded with zeros to whole blocks."""
+    flat = {i: part.reshape(-1) for i, part in parts.items()}
+    return joined({i: jnp.pad(x, (0, BLOCK * _blocks(x.size) - x.size)) for i, x in flat.items()})
+
+
+def _out_of_blocks(vector: jax.Array, parts: Mapping[int, jax.Array]) -> dict[int, jax.Array]:
+    """The reverse, in the shapes of `parts`."""
+    whole = {i: jax.ShapeDtypeStruct((BLOCK * _blocks(x.size),), x.dtype) for i, x in parts.items()}
+    padded = split(vector, whole)
+    return {i: padded[i][: x.size].reshape(x.shape) for i, x in parts.items()}
 
 
 def _chosen(taken: jax.Array, new: PerDevice, old: PerDevice) -> PerDevice:

@@ -17,8 +17,8 @@ from benchmarks.aot.program import read_program
 from benchmarks.aot.targets import mesh_of
 from gpu_aot.traffic import kernels, moved
 from jaxcomm import codecs
+from jaxcomm.codecs import sign
 from jaxcomm.kernels import bitplanes, select
-from jaxcomm.kernels.sign_feedback import sign_feedback
 
 WORLD = 8
 
@@ -61,13 +61,15 @@ def decode_and_sum(codec: codecs.Codec, n: int, payload: jax.Array) -> jax.Array
 def operations(n: int) -> dict[str, Operation]:
     x, scalar = ((n,), jnp.float32), ((), jnp.float32)
     words = ((bitplanes.words_for(n),), jnp.uint32)
+    blocks = n // sign.BLOCK
+    whole, counts = ((blocks * sign.BLOCK,), jnp.float32), ((blocks,), jnp.int32)
     key = jax.random.key(0)
     table = {
         "pack": Operation(bitplanes.pack, (x,)),
         "pack bf16": Operation(bitplanes.pack, (((n,), jnp.bfloat16),)),
         "control": Operation(spread_over_tiles, (x,)),
         "unpack": Operation(functools.partial(bitplanes.unpack, n=n), (words,)),
-        "pack with error feedback": Operation(sign_feedback, (x, x, scalar)),
+        "signs with feedback": Operation(sign.encode_with_feedback, (whole, whole, counts), 2),
         "unpack and apply": Operation(update, (words, x, scalar)),
         "add 3 planes": Operation(add, planes(6, n)),
         "add and majority": Operation(majority, planes(6, n)),

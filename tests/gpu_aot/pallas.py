@@ -20,7 +20,6 @@ from gpu_aot.traffic import kernels, moved
 from jaxcomm.kernels import bitplanes, select
 from jaxcomm.kernels.block_quantization import integers
 from jaxcomm.kernels.powers_of_two import nine_bits
-from jaxcomm.kernels.sign_feedback import sign_feedback
 
 SPLIT, EVERYWHERE = P("data"), P()
 
@@ -35,10 +34,6 @@ def kernel(name: str, n: int) -> tuple[Callable[..., Any], list[Any], tuple[P, .
 
     def messages(f: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, **which: f(x.reshape(8, -1), **which)
-
-    def feedback(x: jax.Array, residual: jax.Array, scale: jax.Array, **which: Any) -> Any:
-        scales = scale * jnp.arange(1, 9, dtype=jnp.float32)
-        return sign_feedback(x.reshape(8, -1), residual.reshape(8, -1), scales, **which)
 
     def summed(n: int, payloads: jax.Array, **which: Any) -> jax.Array:
         return nine_bits.decode_and_sum(payloads.reshape(8, -1), n, **which)
@@ -59,8 +54,6 @@ def kernel(name: str, n: int) -> tuple[Callable[..., Any], list[Any], tuple[P, .
     payloads = jax.ShapeDtypeStruct((64 * nine_bits.message_bytes(n),), jnp.uint8)
     random_cnat = functools.partial(nine_bits.encode, key=jax.random.key(0))
     return {
-        "sign_feedback": (sign_feedback, [x, x, scalar], (SPLIT, SPLIT, EVERYWHERE)),
-        "sign_feedback messages": (feedback, [x, x, scalar], (SPLIT, SPLIT, EVERYWHERE)),
         "add": (added, [words] * 6, (SPLIT,) * 6),
         "count": (counted, [x, scalar], (SPLIT, EVERYWHERE)),
         "int8": (encoded(127, 256, None), [x], (SPLIT,)),

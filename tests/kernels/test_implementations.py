@@ -36,7 +36,7 @@ def test_a_mapping_holds_for_the_operations_in_it(hopper: None) -> None:
     for same in (option, tuple(option.items())):
         assert choose("select.compact", same, 1) == "triton"
         assert choose("integers.encode", same, 1) == "xla"
-        assert choose("sign_feedback", same, 1) == "xla"
+        assert choose("bitplanes.add", same, 1) == "xla"
 
 
 @pytest.mark.parametrize("name", ["triton", "cuda"])
@@ -52,9 +52,9 @@ def test_a_name_that_the_device_lacks_is_refused() -> None:
 
 
 def test_indices_of_32_bits_reach_all_elements() -> None:
-    with pytest.raises(ValueError, match=r"sign_feedback: .* at most 2\^31 - 1 elements, got 2147"):
-        choose("sign_feedback", "mosaic", 2**31)
-    assert choose("sign_feedback", "xla", 2**31) == "xla"
+    with pytest.raises(ValueError, match=r"bitplanes.add: .* at most 2\^31 - 1 elements, got 2147"):
+        choose("bitplanes.add", "mosaic", 2**31)
+    assert choose("bitplanes.add", "xla", 2**31) == "xla"
 
 
 def test_check_returns_what_can_be_hashed() -> None:
@@ -72,7 +72,7 @@ def test_check_returns_what_can_be_hashed() -> None:
         ("cuda", ValueError, 'unknown implementation \'cuda\'; choose one of "xla", "mosaic"'),
         ({"select.compact": "cuda"}, ValueError, "unknown implementation 'cuda'"),
         ({"select.compress": "xla"}, ValueError, "unknown operation 'select.compress'; the known"),
-        ({"sign_feedback": "xla"}, ValueError, '"sign_feedback", which oktopk does not use; its'),
+        ({"bitplanes.add": "xla"}, ValueError, '"bitplanes.add", which oktopk does not use; its'),
         (
             "mosaic",
             ValueError,
@@ -93,7 +93,7 @@ def test_what_every_method_has_is_always_right(option: Any) -> None:
     assert check(option, (), "bfloat16") == option
 
 
-@pytest.mark.parametrize("option", ["mosaic", {"sign_feedback": "xla"}])
+@pytest.mark.parametrize("option", ["mosaic", {"bitplanes.add": "xla"}])
 def test_a_method_without_kernels_takes_no_other_option(option: Any) -> None:
     with pytest.raises(ValueError, match="bfloat16 has only the plain version; leave out"):
         check(option, (), "bfloat16")
@@ -115,5 +115,5 @@ def test_the_table_and_the_kernels_agree(operation: str) -> None:
 
 
 def test_nothing_runs_as_the_plain_version() -> None:
-    ran = _implementations.call("sign_feedback", "measure", lambda name: name, (), elements=0)
+    ran = _implementations.call("bitplanes.add", "measure", lambda name: name, (), elements=0)
     assert ran == "xla"

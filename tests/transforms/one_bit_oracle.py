@@ -1,7 +1,7 @@
 """1-bit Adam as published, in numpy: functions see the vectors of all devices at once.
 
 H. Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence
-Speed", ICML 2021, arXiv:2102.02888, algorithm 1, with a scale for each chunk.
+Speed", ICML 2021, arXiv:2102.02888, algorithm 1, with a scale for each block of a leaf.
 """
 
 import numpy as np
@@ -15,35 +15,39 @@ def compress(x: np.ndarray) -> np.ndarray:
     return (np.where(x > 0, 1, -1) * scale).astype(F)
 
 
-def chunks(n: int, world: int) -> list[slice]:
-    """What each device owns of a vector of n: as much as the first, as long as there is."""
-    width = (n + world - 1) // world
-    return [slice(min(r * width, n), min((r + 1) * width, n)) for r in range(world)]
+def blocks(sizes: list[int]) -> list[slice]:
+    """The blocks of leaves that lie one behind the other: 1024 values, fewer at a leaf's end."""
+    starts = np.cumsum([0, *sizes])
+    return [
+        slice(at, min(at + 1024, end))
+        for start, end in zip(starts, starts[1:], strict=False)
+        for at in range(start, end, 1024)
+    ]
 
 
 def exchange(
-    x: np.ndarray, worker: np.ndarray, server: np.ndarray
+    x: np.ndarray, worker: np.ndarray, server: np.ndarray, sizes: list[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One exchange of x[N, n]: the mean [n] and the next errors [N, n] and [n].
+    """One exchange of x[N, n], leaves of these sizes: the mean [n], the next errors [N, n] and [n].
 
     The server error of every owner stands at the coordinates that it owns.
     """
     world, n = x.shape
     mean, worker_next, server_next = np.zeros(n, F), np.zeros_like(worker), np.zeros_like(server)
-    for chunk in chunks(n, world):
+    for block in blocks(sizes):
         arrived = []
         for device in range(world):
-            corrected = x[device, chunk] + worker[device, chunk]
+            corrected = x[device, block] + worker[device, block]
             arrived.append(compress(corrected))
-            worker_next[device, chunk] = corrected - arrived[-1]
-        corrected = sum(arrived, np.zeros_like(arrived[0])) / F(world) + server[chunk]
-        mean[chunk] = compress(corrected)
-        server_next[chunk] = corrected - mean[chunk]
+            worker_next[device, block] = corrected - arrived[-1]
+        corrected = sum(arrived, np.zeros_like(arrived[0])) / F(world) + server[block]
+        mean[block] = compress(corrected)
+        server_next[block] = corrected - mean[block]
     return mean, worker_next, server_next
 
 
 class OneBitAdam:
-    """Training of one flat vector that forms a bucket of its own, or that is exempt."""
+    """Training of one leaf, which may be exempt."""
 
     def __init__(self, world: int, n: int, warmup: int, exempt: bool = False, **options: float):
         self.b1, self.b2, self.eps = F(options["b1"]), F(options["b2"]), F(options["eps"])
@@ -60,7 +64,9 @@ class OneBitAdam:
             self.m = self.b1 * self.m + (1 - self.b1) * grads.mean(0)
         else:
             local = self.b1 * self.m + (1 - self.b1) * grads
-            self.m, self.worker, self.server = exchange(local, self.worker, self.server)
+            self.m, self.worker, self.server = exchange(
+                local, self.worker, self.server, [self.m.size]
+            )
         m = self.m / (1 - self.b1**self.t)
         v = self.v / (1 - self.b2 ** min(self.t, self.warmup))
         return -m / (np.sqrt(v) + self.eps)

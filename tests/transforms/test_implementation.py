@@ -36,10 +36,6 @@ METHODS: dict[str, tuple[Method, set[str]]] = {
         {"integers.encode", "integers.decode_and_sum"},
     ),
     "vote": (lambda **option: jaxcomm.majority_vote("data", **option), {"bitplanes.add"}),
-    "1-bit Adam": (
-        lambda **option: jaxcomm.one_bit_adam("data", 0.1, dense_steps=1, **option),
-        {"sign_feedback"},
-    ),
     "gaussiank": (
         lambda **option: jaxcomm.sparse_mean("data", algorithm="gaussiank", **option),
         {"select.compact", "select.count_at_least"},

@@ -13,8 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxcomm
-from jaxcomm.codecs import sign
-from jaxcomm.collectives.one_bit import chunk_length, one_bit_mean
+from jaxcomm.collectives.one_bit import BLOCK, chunk_length, one_bit_mean
 from jaxcomm.transforms.one_bit_adam import one_bit_adam
 from transforms import one_bit_oracle
 from transforms.both_views import (
@@ -51,19 +50,28 @@ def skewed(world: int, seed: int) -> dict[str, np.ndarray]:
 # The exchange
 
 
+def in_blocks(sizes: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """How many values each block of leaves of these sizes has, and where the values lie."""
+    counts = [min(n - at, BLOCK) for n in sizes for at in range(0, n, BLOCK)]
+    places = [i * BLOCK + np.arange(count) for i, count in enumerate(counts)]
+    return np.asarray(counts), np.concatenate(places)
+
+
 @functools.cache
-def exchanged(world: int, n: int, steps: int = 50) -> tuple[np.ndarray, ...]:
+def exchanged(world: int, sizes: tuple[int, ...], steps: int = 50) -> tuple[np.ndarray, ...]:
     """Inputs [T, N, n], and what every device has after each step: mean and both errors."""
-    rng = np.random.default_rng(n)
+    n, (counts, places) = sum(sizes), in_blocks(sizes)
+    length, rng = counts.size * BLOCK, np.random.default_rng(n)
     inputs = rng.standard_normal((steps, world, n)) + 2 * rng.standard_normal((world, n))
     inputs = (inputs * np.logspace(-3, 3, n)).astype(np.float32)
 
     def run(x: jax.Array) -> Any:
         def step(errors: Any, x: jax.Array) -> Any:
-            mean, *errors = one_bit_mean(x, *errors, "data")
-            return errors, (mean, *errors)
+            whole = jnp.zeros(length).at[places].set(x)
+            mean, *errors = one_bit_mean(whole, *errors, counts, "data")
+            return errors, (mean[places], *errors)
 
-        none = [jnp.zeros(n), jnp.zeros(chunk_length(n, world))]
+        none = [jnp.zeros(length), jnp.zeros(chunk_length(length, world))]
         return [y[:, None] for y in jax.lax.scan(step, none, x[:, 0])[1]]
 
     spec = PartitionSpec(None, "data")
@@ -72,30 +80,37 @@ def exchanged(world: int, n: int, steps: int = 50) -> tuple[np.ndarray, ...]:
     return inputs, *map(np.asarray, run(inputs))
 
 
-each_size = pytest.mark.parametrize(("world", "n"), [(1, 40), (3, 77), (4, 130), (5, 77), (4, 5)])
+each_size = pytest.mark.parametrize(
+    ("world", "sizes"),
+    [(1, (40,)), (3, (5, 77, 1024)), (4, (130, 4500)), (5, (3000, 3000)), (4, (5,))],
+)
 
 
 @each_size
-def test_the_exchange_is_the_published_one(world: int, n: int) -> None:
-    inputs, means, workers, servers = exchanged(world, n)
+def test_the_exchange_is_the_published_one(world: int, sizes: tuple[int, ...]) -> None:
+    inputs, means, workers, servers = exchanged(world, sizes)
+    n, (counts, places) = sum(sizes), in_blocks(sizes)
+    padding = np.setdiff1d(np.arange(servers[0].size), places)
     worker, server = np.zeros((world, n), np.float32), np.zeros(n, np.float32)
     for t, x in enumerate(inputs):
-        mean, worker, server = one_bit_oracle.exchange(x, worker, server)
+        mean, worker, server = one_bit_oracle.exchange(x, worker, server, list(sizes))
         np.testing.assert_array_equal(means[t, 0] > 0, mean > 0)
         np.testing.assert_allclose(means[t, 0], mean, rtol=1e-5)
         # A sign that differed would be off by two scales.
         size = np.abs(x).max()
-        np.testing.assert_allclose(workers[t], worker, atol=1e-5 * size)
+        np.testing.assert_allclose(workers[t][:, places], worker, atol=1e-5 * size)
         flat = servers[t].reshape(-1)
-        np.testing.assert_allclose(flat[:n], server, atol=1e-5 * size)
-        np.testing.assert_array_equal(flat[n:], 0)
+        np.testing.assert_allclose(flat[places], server, atol=1e-5 * size)
+        np.testing.assert_array_equal(flat[padding], 0)
+        np.testing.assert_array_equal(workers[t][:, padding[padding < counts.size * BLOCK]], 0)
 
 
 @each_size
-def test_what_is_not_sent_yet_is_owed(world: int, n: int) -> None:
-    inputs, means, workers, servers = exchanged(world, n)
+def test_what_is_not_sent_yet_is_owed(world: int, sizes: tuple[int, ...]) -> None:
+    inputs, means, workers, servers = exchanged(world, sizes)
+    _, places = in_blocks(sizes)
     assert (means.view(np.uint32) == means[:, :1].view(np.uint32)).all()
-    owed = workers[-1].mean(0) + servers[-1].reshape(-1)[:n]
+    owed = workers[-1].mean(0)[places] + servers[-1].reshape(-1)[places]
     np.testing.assert_allclose(
         means[:, 0].sum(0, np.float64) + owed,
         inputs.mean(1, np.float64).sum(0),
@@ -103,40 +118,13 @@ def test_what_is_not_sent_yet_is_owed(world: int, n: int) -> None:
     )
 
 
-@jax.jit
-def encoded_and_decoded(x: jax.Array, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
-    payload, _ = sign.encode_with_feedback(x, jnp.zeros_like(x), sizes)
-    return payload, sign.decode(payload, x.shape[1])
-
-
-@pytest.mark.parametrize("n", [1, 100])
-def test_decoded_and_error_are_the_input_whatever_the_padding(n: int) -> None:
-    x = np.random.default_rng(n).standard_normal((3, n)).astype(np.float32)
-    x *= np.float32([[1e-25], [1], [1e30]])  # whose squares are 0 and infinite
-    payload, decoded = map(np.asarray, encoded_and_decoded(x, np.full(3, n)))
-    assert payload.dtype == np.uint32 and payload.shape == (3, 1 + -(-n // 32))
-    scale = np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=1, keepdims=True))
-    np.testing.assert_allclose(
-        decoded, np.where(x > 0, scale, -scale).astype(np.float32), rtol=1e-6
-    )
-    assert (np.abs(decoded + (x - decoded) - x) <= 1e-6 * np.abs(decoded)).all()
-    _, longer = encoded_and_decoded(np.pad(x, ((0, 0), (0, 9))), np.full(3, n))
-    np.testing.assert_allclose(longer[:, :n], decoded, rtol=1e-6)
-
-
-def test_zeros_decode_to_zeros() -> None:
-    _, decoded = encoded_and_decoded(np.zeros((2, 40), np.float32), np.array([40, 0]))
-    np.testing.assert_array_equal(decoded, np.zeros((2, 40)))
-
-
 # The transformation
 
 
 def oracles_of(world: int, view: View, warmup: int) -> dict[str, one_bit_oracle.OneBitAdam]:
-    """One for each bucket as a device sees it."""
-    sizes = {"bias": 6, "scale": 1, "kernel head": 61}
-    if view.model > 1:
-        sizes = {"bias": 6, "scale": 1, "kernel": 21, "head 0": 20, "head 1": 20}
+    """One for each leaf as a device sees it."""
+    sizes = {"bias": 6, "scale": 1, "kernel": 21}
+    sizes |= {"head 0": 20, "head 1": 20} if view.model > 1 else {"head": 40}
     return {
         name: one_bit_oracle.OneBitAdam(
             world, n, warmup, exempt=name in ("bias", "scale"), **OPTIONS
@@ -147,15 +135,11 @@ def oracles_of(world: int, view: View, warmup: int) -> dict[str, one_bit_oracle.
 
 def expected_step(oracles: Any, grads: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     flat = {name: g.reshape(len(g), -1) for name, g in grads.items()}
-    expected = {name: oracles[name].step(flat[name]) for name in ("bias", "scale")}
-    if "kernel" in oracles:
+    expected = {name: oracles[name].step(g) for name, g in flat.items() if name in oracles}
+    if "head" not in oracles:
         halves = np.split(grads["head"], 2, axis=2)
         steps = [oracles[f"head {i}"].step(h.reshape(len(h), -1)) for i, h in enumerate(halves)]
-        head = np.concatenate([step.reshape(4, 5) for step in steps], axis=1)
-        expected |= {"kernel": oracles["kernel"].step(flat["kernel"]), "head": head}
-    else:
-        both = oracles["kernel head"].step(np.concatenate([flat["kernel"], flat["head"]], axis=1))
-        expected |= {"kernel": both[:21], "head": both[21:]}
+        expected["head"] = np.concatenate([step.reshape(4, 5) for step in steps], axis=1)
     return {name: expected.get(name, np.zeros(0)).reshape(s) for name, s in SHAPES.items()}
 
 
@@ -214,8 +198,8 @@ def test_bytes_of_each_stage_are_those_of_the_formula(world: int) -> None:
     report = program(GLOBAL, world).report()
     always = Fraction(2 * (world - 1), world) * 4 * (6 + 1 + 1)  # exempt values and the flag
     warmup = Fraction(2 * (world - 1), world) * 4 * 61
-    words = 1 + math.ceil(math.ceil(61 / world) / 32)
-    always += 2 * (world - 1) * 4 * words
+    blocks = math.ceil(2 / world)  # of each owner: kernel and head have a block each
+    always += 2 * (world - 1) * 4 * 33 * blocks
     sent = {branch: r.bytes_max for (_, branch), r in report.by_branch().items()}
     assert (sent or {0: always, 1: always}) == {0: always + warmup, 1: always}
 
@@ -224,8 +208,8 @@ def test_each_bucket_has_its_payloads_and_its_errors() -> None:
     tx = one_bit_adam("data", 0.1, dense_steps=1, bucket_mib=1e-4, bucket_order=("head",))
     buckets = Program(GLOBAL, tx, gradients(4))
     report = buckets.report()
-    assert [x.shape for x in buckets.start.worker_error.values] == [(4, 40), (4, 21)]
-    assert [x.shape for x in buckets.start.server_error.values] == [(4, 10), (4, 6)]
+    assert [x.shape for x in buckets.start.worker_error.values] == [(4, 1024), (4, 1024)]
+    assert [x.shape for x in buckets.start.server_error.values] == [(4, 1024), (4, 1024)]
     for op in ("all-to-all", "all-gather"):
         found = report.only(op).collectives
         assert [set(c.dtypes) for c in found] == [{"u32"}] * 2
@@ -308,6 +292,19 @@ def test_moments_of_16_bit_gradients_are_float32() -> None:
         np.testing.assert_allclose(np.asarray(updates[name], np.float32), -0.11, rtol=1e-2)
 
 
+def test_small_gradients_beside_large_ones_take_steps_of_the_same_size() -> None:
+    """A scale that they shared would be that of the large ones, and their variance is small."""
+    tx, largest = one_bit_adam("data", 0.1, dense_steps=2), {}
+    batches = [
+        {name: 1e-4 * g if name == "kernel" else g for name, g in gradients(4, t).items()}
+        for t in range(12)
+    ]
+    for updates, _ in run(GLOBAL, tx, batches):
+        largest = {name: np.abs(updates[name]).max() for name in ("kernel", "head")}
+        assert largest["kernel"] < 3 * largest["head"]
+    assert largest["kernel"] > 0
+
+
 @pytest.mark.standard_promotion  # of the schedule
 def test_devices_that_disagree_find_the_common_optimum() -> None:
     world, steps = 4, 300
@@ -329,8 +326,8 @@ def test_devices_that_disagree_find_the_common_optimum() -> None:
                 w, state = step(w, state)
         return max(np.abs(shard.data - best).max() for shard in w.addressable_shards)
 
-    rate = optax.cosine_decay_schedule(0.2, steps)
-    assert distance(one_bit_adam("data", rate, dense_steps=30)) < 0.05
+    rate = optax.cosine_decay_schedule(0.1, steps)
+    assert distance(one_bit_adam("data", rate, dense_steps=30)) < 0.15
     assert distance(optax.chain(jaxcomm.no_exchange("data"), optax.adam(rate))) > 1
 
 

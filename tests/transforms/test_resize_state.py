@@ -22,23 +22,23 @@ METHODS: dict[str, optax.GradientTransformation] = {
     ),
     "control_variates": jaxcomm.control_variates(jaxcomm.mean("data")),
 }
-SIZES = {"w": (30, 7), "b": (7,)}
+SIZES = {"w": (30, 70), "b": (7,)}
+BLOCKS = 3  # of 1024 values, that the second errors of `w` are
 
 
 def is_own(x: object) -> bool:
     return isinstance(x, PerDevice)
 
 
-def owed(own: np.ndarray, length: int) -> np.ndarray:
+def owed(own: np.ndarray) -> np.ndarray:
     """Of parts of one bucket all of it; else the mean over devices."""
-    is_part = own.shape == (len(own), -(-length // len(own)))
-    return own.reshape(-1)[:length] if is_part else own.astype(np.float64).mean(0)
+    is_part = own.shape == (len(own), -(-BLOCKS // len(own)) * 1024)
+    return own.reshape(-1)[: BLOCKS * 1024] if is_part else own.astype(np.float64).mean(0)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_is_owed_stays(name: str) -> None:
     tx, rng, state, wanted = METHODS[name], np.random.default_rng(0), None, None
-    length = 30 * 7
     for world in (4, 2, 3, 4):
         with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:world])):
             params = jaxcomm.replicate({key: jnp.zeros(shape) for key, shape in SIZES.items()})
@@ -48,14 +48,14 @@ def test_what_is_owed_stays(name: str) -> None:
                 )
                 for leaf in jax.tree.leaves(state, is_leaf=is_own):
                     for own in leaf.values if is_own(leaf) else ():
-                        if own.shape == (4, 53):  # Behind the end of the bucket is nothing.
-                            own[3, 51:] = 0
+                        if own.shape == (4, 1024):  # Behind the end of the bucket is nothing.
+                            own[3] = 0
             else:
                 state = jaxcomm.resize_state(tx, jax.tree.map(np.asarray, state), params)
                 sharding = [leaf.sharding for leaf in jax.tree.leaves(tx.init(params))]
                 assert [leaf.sharding for leaf in jax.tree.leaves(state)] == sharding
             found = [
-                [owed(np.asarray(own), length) for own in leaf.values]
+                [owed(np.asarray(own)) for own in leaf.values]
                 if is_own(leaf)
                 else [np.asarray(leaf)]
                 for leaf in jax.tree.leaves(state, is_leaf=is_own)
@@ -71,31 +71,30 @@ def test_it_is_the_second_errors_that_are_dealt_out_anew() -> None:
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
         params = jaxcomm.replicate({key: jnp.zeros(shape) for key, shape in SIZES.items()})
         saved = jax.tree.map(np.array, tx.init(params))
-    parts = np.zeros(4 * 53, np.float32)
-    parts[:210] = np.arange(210)
-    saved.server_error.values[0][...] = parts.reshape(4, 53)
-    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:3])):
+    saved.server_error.values[0][:BLOCKS] = np.arange(BLOCKS * 1024).reshape(BLOCKS, 1024)
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
         params = jaxcomm.replicate(params)
         found = jaxcomm.resize_state(tx, saved, params).server_error.values[0]
-    np.testing.assert_array_equal(found, np.arange(210).reshape(3, 70))
+    expected = [np.arange(2048), np.pad(np.arange(2048, 3072), (0, 1024))]
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_shares_are_dealt_out_anew_where_their_lengths_stay() -> None:
-    """9 values are 3 for each of 4 devices and for each of 3: no mean is taken."""
+    """3 blocks are one for each of 4 devices and for each of 3: no mean is taken."""
     tx = METHODS["one_bit_adam"]
     old, new = (jaxcomm.data_mesh(devices=jax.devices()[:n]) for n in (4, 3))
     with jax.set_mesh(old):
-        saved = jax.tree.map(np.array, tx.init(jaxcomm.replicate(jnp.zeros((3, 3)))))
-    shape = saved.server_error.values[0].shape
-    assert shape == (4, 3)
-    saved.server_error.values[0][:3] = np.arange(9).reshape(3, 3)
+        saved = jax.tree.map(np.array, tx.init(jaxcomm.replicate(jnp.zeros((3, 1024)))))
+    shape, values = saved.server_error.values[0].shape, np.arange(3 * 1024).reshape(3, 1024)
+    assert shape == (4, 1024)
+    saved.server_error.values[0][:3] = values
     with jax.set_mesh(new):
-        found = jaxcomm.resize_state(tx, saved, jaxcomm.replicate(jnp.zeros((3, 3))))
-    np.testing.assert_array_equal(found.server_error.values[0], np.arange(9).reshape(3, 3))
+        found = jaxcomm.resize_state(tx, saved, jaxcomm.replicate(jnp.zeros((3, 1024))))
+    np.testing.assert_array_equal(found.server_error.values[0], values)
 
 
 def test_each_shard_of_a_further_axis_has_shares_of_its_own() -> None:
-    """Two shards of 8 values: 2 for each of 4 devices, and then 4 for each of 2."""
+    """Two shards of 4 blocks: one for each of 4 devices, and then two for each of 2."""
     tx, split = METHODS["one_bit_adam"], jax.sharding.PartitionSpec("fsdp")
     meshes = [
         jax.sharding.Mesh(np.reshape(jax.devices()[: 2 * n], (n, 2)), ("data", "fsdp"))
@@ -103,19 +102,19 @@ def test_each_shard_of_a_further_axis_has_shares_of_its_own() -> None:
     ]
 
     def start(mesh: jax.sharding.Mesh) -> tuple[optax.GradientTransformation, Any]:
-        params = {"w": jax.device_put(jnp.zeros((4, 4)), jax.NamedSharding(mesh, split))}
+        params = {"w": jax.device_put(jnp.zeros((8, 1024)), jax.NamedSharding(mesh, split))}
         return jaxcomm.with_param_specs(tx, {"w": split}), params
 
     with jax.set_mesh(meshes[0]):
         own, params = start(meshes[0])
         saved = jax.tree.map(np.array, own.init(params))
     (error,) = saved.server_error.values
-    assert error.shape == (4, 4)
-    error[...] = np.arange(16).reshape(2, 4, 2).swapaxes(0, 1).reshape(4, 4)  # by shard, in order
+    assert error.shape == (4, 2048)
+    error[...] = np.repeat(np.arange(8).reshape(2, 4).T, 1024, axis=1)  # by shard, in order
     with jax.set_mesh(meshes[1]):
         own, params = start(meshes[1])
         (found,) = jaxcomm.resize_state(own, saved, params).server_error.values
-    np.testing.assert_array_equal(found, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]])
+    np.testing.assert_array_equal(found, np.repeat([[0, 1, 4, 5], [2, 3, 6, 7]], 1024, axis=1))
 
 
 def test_a_state_of_other_parameters_is_refused() -> None:
@@ -164,7 +163,7 @@ def test_a_state_from_a_file_without_a_target() -> None:
         expected = jaxcomm.resize_state(tx, jax.tree.map(np.asarray, saved), params)
         found = jaxcomm.resize_state(tx, in_lists_and_dictionaries(saved), params)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert found[0].residual.values[0].shape == (2, 30, 7)
+    assert found[0].residual.values[0].shape == (2, 30, 70)
 
 
 @pytest.mark.parametrize("around", [lambda tx: tx, lambda tx: jaxcomm.local("data", tx)])

@@ -51,7 +51,7 @@ class Default(Algorithm):
       as going directly, and across a slow link in the middle 1.6 times as fast. Each partial sum is
       rounded.
     - Values in cnat go around a ring both ways on 3 to 8 CPU processes. That takes 1 to 2 % more
-      than one way, around which their error is 1.6 to 2 times that of going directly on 8 devices.
+      than one way, around which their error is 1.5 to 2 times that of going directly on 8 devices.
       Around both ways it is equal to that on 4, and 1.3 to 1.4 times as large on 8.
     - Short vectors take few rounds between CPU processes, where a round costs more than its bytes:
       of 16 bits and int8 those of the circulant graph, and of votes those of halving and doubling,

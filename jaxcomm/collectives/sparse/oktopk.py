@@ -28,21 +28,21 @@ class OkTopk(SparseAllReduce):
        add what arrives.
     2. All-gather: each owner sends the k/N largest of its sums to everyone.
 
-    The threshold aims at k values. It is exact every `recompute_every` steps and re-used in
-    between: scaled a little if the count of values is off, and computed anew if it is far off. A
-    value that is not in the mean, because it is too small or has no room, stays in its device's
-    residual.
+    The threshold aims at k values. It is exact every `recompute_every` steps, at least, and re-used
+    in between, unless the count of values is off by more than `tolerance`: then it is computed
+    anew. With a `tolerance` above 3/2, or None, it is scaled a little before that. A value that is
+    not in the mean, because it is too small or has no room, stays in its device's residual.
 
     Every N places in a row have N owners, and who has which changes from step to step. So an owner
     gets about k/N of each device's values, give or take their square root, wherever they lie: from
-    k = 16 N on, more than 0.95 of what is selected has room in every step. For smaller k a message
-    has few slots and more values wait, a tenth of them at k = N; they have another owner in the
-    next step. For the same reason the owners' largest sums are the largest of all, except near the
-    k-th.
+    k = 16 N on, more than 0.96 of what is selected has room on average, and 0.8 of a device's in
+    its worst steps. For smaller k a message has few slots and more values wait, a tenth of them at
+    k = N; they have another owner in the next step. For the same reason the owners' largest sums
+    are the largest of all, except near the k-th.
 
-    Wire, in entries of 6 bytes (4 in bfloat16): (N-1) ceil(slack k / N) to the owners and
-    (N-1) ceil(k / N) back, in 2 collective operations: with the defaults 0.6 of the paper's
-    6 k (N-1)/N words of 4 bytes. Where n > 2^16 N, 4 bytes more a message for every 2^16 N values.
+    Wire, in entries of 6 bytes (4 in bfloat16): (N-1) ceil(slack k / N) to the owners and (N-1)
+    ceil(k / N) back, in 2 collective operations: with the defaults 0.6 of the paper's bound, 6 k
+    (N-1)/N words of 4 bytes. Where n > 2^16 N, 4 bytes more a message for every 2^16 N values.
 
     References:
       S. Li and T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
@@ -109,7 +109,7 @@ def oktopk(
       values: "float32" or "bfloat16", on the wire.
       slack: how many times an equal share of k entries a message to an owner has room for.
       recompute_every: steps between exact thresholds, tau' in the paper.
-      scaling: as of `topk_allgather`.
+      scaling: as of `topk_allgather`; with a `tolerance` of at most 3/2 no threshold is scaled.
       tolerance: likewise.
 
     Raises:
