@@ -78,8 +78,22 @@ def mark_local(grads: Any) -> Any:
 
 
 def mark(tree: Any, kind: str) -> Any:
-    """`mark_local` for one of the kinds of what is local."""
-    return jax.tree.map(functools.partial(_mark, kind=kind), tree)
+    """`mark_local` for one of the kinds of what is local.
+
+    Bits have no derivative. Without a rule of its own, that of a gradient would be zero silently.
+    """
+    marked = jax.custom_jvp(functools.partial(jax.tree.map, functools.partial(_mark, kind=kind)))
+    marked.defjvp(_refuse_derivatives)
+    return marked(tree)
+
+
+def _refuse_derivatives(*_: Any) -> Any:
+    raise TypeError(
+        "local gradients have no derivative of their own: take a second one of the loss, such as "
+        "jax.jvp(jax.grad(loss_fn), ...), inside of loss_fn or of a jax.shard_map, and mark the "
+        "result with jaxcomm.mark_local. For the first derivative of the loss alone, differentiate "
+        "loss_fn itself."
+    )
 
 
 def unmark_local(grads: Any) -> Any:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
 _NUMBERS = (bool, int, float, complex)
@@ -16,6 +17,19 @@ def path_name(path: Any) -> str:
     if path and isinstance(path[-1], GetAttrKey) and path[-1].name == "value":
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def require_float(name: str, dtype: Any) -> None:
+    """Raises a TypeError for the dtype of a parameter whose gradient cannot be exchanged."""
+    if dtype not in FLOATS:
+        raise TypeError(
+            f"parameter {name or 'tree'} is {dtype}; gradients are exchanged for float32, "
+            "bfloat16 and float16. Keep other leaves out of the tree that is differentiated, "
+            "or cast them."
+        )
 
 
 def require_arrays(tree: Any, what: str) -> None:

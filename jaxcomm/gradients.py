@@ -47,6 +47,8 @@ class ValueAndGrad:
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
         own, params = OWN_PARAMETER in kinds, unmark_local(params)
         _paths.require_arrays(params, "parameter")
+        for path, leaf in jax.tree_util.tree_leaves_with_path(values_of(params)):
+            _paths.require_float(_paths.path_name(path), jnp.result_type(leaf))
         refuse_statistics(params)
         self._check_attached(params)
         kind = OWN_GRADIENT if own else GRADIENT
@@ -186,18 +188,19 @@ def value_and_grad(
       `f(params, batch, *args, **kwargs)`, which returns `(loss, grads)` or `((loss, aux), grads)`.
       `params` are shared, or each device's own from `jaxcomm.local_params`. Loss and aux are means
       over the devices, equal on all of them. Integer aux becomes float32, in which counts above
-      2^24 are rounded. The leaves of `batch` have a common leading axis of examples;
-      further arguments go to every device as they are, also those that are no arrays, such as
-      `train=True`. So a dropout key among them is the same on all devices,
-      and so would be the masks: begin `loss_fn` with
-      `key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
+      2^24 are rounded; what is float64 has the precision of float32. The leaves of `batch` have a
+      common leading axis of examples; further arguments go to every device as they are, also those
+      that are no arrays, such as `train=True`. So a dropout key among them is the same on all
+      devices, and so would be the masks: begin `loss_fn` with `key = jax.random.fold_in(key,
+      jax.lax.axis_index(axis_name))`.
 
     Raises:
       ValueError: when called, if no mesh is set, the batch does not divide over the devices or is
         one process's own, or the loss was already averaged over the axis or does not depend on
         the batch.
-      TypeError: when called, if aux is not made of real numbers, or `loss_fn` does not return what
-        `has_aux` says.
+      TypeError: when called, if aux is not made of real numbers, `loss_fn` does not return what
+        `has_aux` says, or a parameter is neither float32, bfloat16 nor float16; and where the
+        gradients are differentiated again.
 
     Wire: one float32 all-reduce of the loss and all of aux.
 

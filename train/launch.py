@@ -20,7 +20,7 @@ import runpy
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,20 +119,20 @@ def parse(argv: Sequence[str]) -> Launch:
     if values.max_restarts and not any(a.lstrip("-").startswith("workdir") for a in arguments):
         raise UserError("--max_restarts needs --workdir=DIR after `--`: a restart continues there")
     shown = cluster.get("env", {})
-    settings = {**shown, **memory_settings()}
+    settings = {**memory_settings(shown), **shown}
     # On a machine with GPUs, one for each process; on others without effect.
     if processes > 1 and not any("{process_id}" in shown.get(name, "") for name in VISIBLE):
         settings = {"JAX_LOCAL_DEVICE_IDS": "{process_id}", **settings}
     return Launch(processes, values.port, values.max_restarts, shown, settings, arguments)
 
 
-def memory_settings() -> dict[str, str]:
+def memory_settings(shown: Mapping[str, str]) -> dict[str, str]:
     """How processes without a GPU keep the memory of a step for the next one.
 
     XLA's temporaries are larger than what glibc keeps by default, so in every step the kernel maps
-    them afresh, page by page. What the user has set stays.
+    them afresh, page by page. What the user has set stays, in a cluster file (`shown`) too.
     """
-    if has_gpus() or any(name.startswith("MALLOC_") for name in os.environ):
+    if has_gpus() or any(name.startswith("MALLOC_") for name in (*os.environ, *shown)):
         return {}
     return {
         "MALLOC_ARENA_MAX": "1",

@@ -230,12 +230,14 @@ def pmean(
             )
 
     def mean(number: int, leaf: jax.Array) -> jax.Array:
-        own = reduction
-        if key is not None:
-            own = dataclasses.replace(reduction, key=jax.random.fold_in(key, number))
-        coded = jax.custom_jvp(lambda x: all_reduce(x, axis_name, own, chosen))
-        coded.defjvp(lambda x, dx: (coded(x[0]), jax.lax.pmean(dx[0], axis_name)))
-        return coded(leaf)
+        # The key is an argument: in a loop it is the loop's, and a function may not close over it.
+        def coded_mean(x: jax.Array, *keys: jax.Array) -> jax.Array:
+            own = dataclasses.replace(reduction, key=keys[0]) if keys else reduction
+            return all_reduce(x, axis_name, own, chosen)
+
+        coded = jax.custom_jvp(coded_mean)
+        coded.defjvp(lambda x, dx: (coded(*x), jax.lax.pmean(dx[0], axis_name)))
+        return coded(leaf, *([] if key is None else [jax.random.fold_in(key, number)]))
 
     leaves, treedef = jax.tree.flatten(x)
     means = [mean(number, jnp.asarray(leaf)) for number, leaf in enumerate(leaves)]

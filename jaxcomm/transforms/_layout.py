@@ -28,7 +28,6 @@ PATHS: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("paths",
 # for a scan over layers, or shaped (heads, head width), it has several dimensions all the same.
 VECTORS = ("bias", "scale", "offset", "beta", "gamma")
 NORMS = ("*norm*/weight", "ln*/weight", "*/ln*/weight")
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +110,7 @@ def layout_of(
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = _paths.path_name(path)
         dtype = jnp.result_type(leaf)
-        if dtype not in FLOATS:
-            raise TypeError(
-                f"parameter {name or 'tree'} is {dtype}; gradients are exchanged for float32, "
-                "bfloat16 and float16. Keep other leaves out of the tree that is differentiated, "
-                "or cast them."
-            )
+        _paths.require_float(name, dtype)
         spec = (spec_of or _spec_of)(leaf, name, axis_name)
         shape, stacked = tuple(jnp.shape(leaf)), fits(name, STACKED.get(()))
         exempted = is_exempt(name, shape, stacked, exempt)

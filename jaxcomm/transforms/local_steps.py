@@ -323,7 +323,7 @@ def _float32(params: Any) -> Any:
 
     def wide(p: Any) -> Any:
         is_shape = isinstance(p, jax.ShapeDtypeStruct)
-        return p.update(dtype=jnp.float32) if is_shape else p.astype(jnp.float32)
+        return p.update(dtype=jnp.float32) if is_shape else jnp.asarray(p).astype(jnp.float32)
 
     return jax.tree.map(wide, params)
 

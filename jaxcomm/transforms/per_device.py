@@ -73,7 +73,8 @@ def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDe
         leaves = jax.tree.leaves(params)
         values = [
             _axes.as_varying(
-                jnp.zeros((1, *leaves[i].shape), jnp.float32), axes | _axes.varying_axes(leaves[i])
+                jnp.zeros((1, *jnp.shape(leaves[i])), jnp.float32),
+                axes | _axes.varying_axes(leaves[i]),
             )
             for i in which
         ]

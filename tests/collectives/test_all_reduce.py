@@ -173,6 +173,24 @@ def test_it_is_differentiated_as_the_mean(make_mesh: MakeMesh, codec: str, check
     np.testing.assert_array_equal(ours, expected)
 
 
+def test_it_is_differentiated_in_a_loop_whose_steps_have_keys(make_mesh: MakeMesh) -> None:
+    def loss(x: jax.Array, step: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(0), step)
+        return jaxcomm.pmean(x, "data", "cnat", key=key).sum()
+
+    def summed(x: jax.Array) -> jax.Array:
+        def add(total: jax.Array, step: jax.Array) -> tuple[jax.Array, None]:
+            return total + jax.checkpoint(loss)(x, step), None
+
+        return jax.lax.scan(add, jnp.float32(0), jnp.arange(3))[0]
+
+    spec = PartitionSpec("data")
+    f = jax.shard_map(
+        jax.grad(summed), mesh=make_mesh(2), in_specs=spec, out_specs=spec, check_vma=False
+    )
+    np.testing.assert_array_equal(jax.jit(f)(jnp.ones((2, 40))), 3)
+
+
 def test_names() -> None:
     with pytest.raises(ValueError, match="unknown algorithm 'tree'; choose one of native, direct"):
         algorithms.from_name("tree")
