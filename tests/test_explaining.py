@@ -63,6 +63,7 @@ CHAINS = {
         ),
         same,
     ),
+    "dense first": (jaxcomm.dense_first(jaxcomm.mean("data", "int8"), 3), same),
     "in the backward pass": (optax.chain(stacked, optax.sgd(0.1)), stacked.attach),
     "sharded": (
         jaxcomm.sharded(jaxcomm.mean("data", "int4", error_feedback=True), "bfloat16"),
@@ -109,6 +110,14 @@ def test_leaves_buckets_and_state() -> None:
     assert found.shared_bytes == momentum + 4  # and a counter
     assert found.needs[0][0] == "mean" and "factored_adam" in found.needs[0][1]
     assert max(map(len, str(found).splitlines())) <= 120
+
+
+@pytest.mark.standard_promotion  # optax promotes
+def test_a_moment_of_16_bits_takes_two_bytes_a_value() -> None:
+    tx = optax.chain(jaxcomm.mean("data"), optax.adam(0.1, mu_dtype=jnp.bfloat16))
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        found = jaxcomm.explain(tx, jax.ShapeDtypeStruct((64, 32), "float32"))
+    assert found.shared_bytes == (2 + 4) * 64 * 32 + 2 * 4  # and two counters
 
 
 def test_every_method_is_explained_from_shapes() -> None:

@@ -130,8 +130,11 @@ def test_axes_in_another_order_than_the_mesh_has(mesh4x2: Mesh, algorithm: str) 
     np.testing.assert_array_equal(jax.jit(f)(x), np.broadcast_to(x.mean(0), x.shape))
 
 
-def test_float16_neither_overflows_nor_vanishes(mesh8: Mesh) -> None:
-    program = mean_program(mesh8, 3, codec="float16", algorithm="ring")
+@pytest.mark.parametrize(("codec", "second_hop"), [("float16", None), ("float32", "float16")])
+def test_float16_neither_overflows_nor_vanishes(
+    mesh8: Mesh, codec: str, second_hop: str | None
+) -> None:
+    program = mean_program(mesh8, 3, codec=codec, second_hop=second_hop, algorithm="ring")
     for size in (1e30, 1e-30, 60000.0):
         x = np.float32(size) * np.arange(1, 9, dtype=np.float32)[:, None] * np.ones(3, np.float32)
         np.testing.assert_allclose(mean_on_all(program, x), x.mean(0), rtol=2e-3)

@@ -90,6 +90,16 @@ def test_devices_round_independently(make_mesh: MakeMesh) -> None:
     assert set(y) == {1, 1.25, 1.5, 1.75, 2}
 
 
+def test_leaves_round_independently(make_mesh: MakeMesh) -> None:
+    def means(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jaxcomm.pmean((x, x), "data", "cnat", key=jax.random.key(0))
+
+    spec = jax.sharding.PartitionSpec
+    f = jax.shard_map(means, mesh=make_mesh(2), in_specs=spec("data"), out_specs=spec())
+    one, other = jax.jit(f)(np.full(2048, 1.5, np.float32))
+    assert 0.2 < np.mean(one != other) < 0.8
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "halving_doubling", "circulant"])
 def test_rounds_round_independently(make_mesh: MakeMesh, algorithm: str) -> None:
     """Only device 0 has values to round; it sends its blocks in different rounds."""

@@ -68,6 +68,13 @@ def test_votes_of_rows(make_mesh: MakeMesh, name: str, world: int) -> None:
     np.testing.assert_array_equal(rows, np.sign(np.sign(x).sum(0)))
 
 
+def test_votes_of_rows_over_two_levels(mesh4x2: Mesh) -> None:
+    x, direct = np.round(normal(8)), algorithms.direct()
+    reduction = Majority("zero", "abstain", jax.random.key(0))
+    rows, _ = scattered(x, mesh4x2, reduction, algorithms.hierarchical(near=direct, far=direct))
+    np.testing.assert_array_equal(rows, np.sign(np.sign(x).sum(0)))
+
+
 @pytest.mark.parametrize("near_codec", [None, "float32", "bfloat16"])
 def test_two_levels_keep_all_that_is_missing(mesh4x2: Mesh, near_codec: str | None) -> None:
     algorithm = algorithms.hierarchical(

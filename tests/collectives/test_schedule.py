@@ -9,13 +9,15 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 import oracles
 from algorithm_table import CASES, SCHEDULED, vote_bits
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives._sending import swaps_of
-from jaxcomm.collectives.algorithms import circulant, direct, halving_doubling, ring
+from jaxcomm.collectives.algorithms import _scheduled, circulant, direct, halving_doubling, ring
 from jaxcomm.collectives.algorithms.schedule import Round, Schedule
 
 WORLDS = [*range(1, 18), 24, 31, 32, 33, 64]
@@ -315,3 +317,13 @@ def test_counts_give_the_published_bits_of_a_majority_vote():
 def test_an_unknown_order_is_refused_at_once():
     with pytest.raises(ValueError, match="choose one of near_first, far_first"):
         halving_doubling("nearest")
+
+
+@pytest.mark.parametrize("algorithm", [circulant((33, 17, 9, 5, 3, 2, 1)), circulant().for_means])
+def test_blocks_of_many_devices_come_back_to_their_places(algorithm: Any) -> None:
+    """They are gathered, in place of an operation for each."""
+    order, x = algorithm.schedule(65).order, np.arange(65.0, dtype=np.float32)[:, None]
+    for me in map(jax.numpy.int32, (0, 3, 64)):
+        mine = _scheduled._reorder(x, order, me)
+        np.testing.assert_array_equal(mine[:, 0], order[int(me)])
+        np.testing.assert_array_equal(_scheduled._by_block(mine, order, me), x)

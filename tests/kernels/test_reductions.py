@@ -1,5 +1,6 @@
 """Reductions of the last axis, folded and plain, and running sums, against numpy."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -73,3 +74,11 @@ def test_what_is_finite(dtype: jnp.dtype, shape: tuple[int, ...]) -> None:
     assert reductions.all_finite([most, -most, jnp.zeros((0,), dtype)])
     for value in (jnp.inf, -jnp.inf, jnp.nan):
         assert not reductions.all_finite([most, most.at[-1].set(value)])
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 130])
+def test_rows_are_added_in_their_order(rows: int) -> None:
+    """Many of them in a loop, as those of many devices are."""
+    x = np.random.default_rng(rows).standard_normal((rows, 100)).astype(np.float32)
+    found = jax.jit(reductions.sum_in_order)(x)
+    np.testing.assert_array_equal(found, functools.reduce(np.add, x))

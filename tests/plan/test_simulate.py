@@ -134,6 +134,14 @@ def test_both_directions_between_two_devices_may_share_a_rate() -> None:
         assert Simulation(middle, model).cost(across).seconds(1e6) == pytest.approx(2)
 
 
+def test_devices_that_are_slower_than_their_links_share_a_rate_too() -> None:
+    fast = Simulation(load("star", hosts=2, rate=8e6), Model(half_duplex=True, per_byte=1e-6))
+    swap = Pairs(np.arange(2), np.asarray([1, 0]))
+    assert fast.cost(swap).seconds(3e4) == pytest.approx(2 * 0.03)
+    one_way = Pairs(np.arange(1), np.asarray([1]))
+    assert fast.cost(one_way).seconds(3e4) == pytest.approx(0.03)
+
+
 def test_in_the_spread_order_few_devices_send_to_each_other() -> None:
     """Only over half of a ring: the last round in a switch of 16, some of each round between 4."""
     half = Simulation(_loop(64, (4,), 16), Model(half_duplex=True))

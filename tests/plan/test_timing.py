@@ -113,6 +113,13 @@ def test_not_to_compress_may_be_what_is_found(taking: Any) -> None:
     assert result.choice.speedup == 1.0 and result.rows[1].speedup == pytest.approx(1.6 / 1.62)
 
 
+def test_of_algorithms_that_are_as_fast_the_default_between_cpus_is_taken(taking: Any) -> None:
+    usual, other = Method("cnat", "two_way_ring"), Method("cnat", "direct")
+    found = planned({other: 0.5, usual: 0.52, FLOAT32: 1.5})
+    result, _ = taking(found, {other: 0.5, usual: 0.505, FLOAT32: 1.5})
+    assert result.choice.method == usual
+
+
 def test_exchanges_are_real() -> None:
     """Of dense, sparse, low-rank and two-level methods, with a state and an exempt leaf."""
     room = plan.cluster(plan.fabrics.clusters("rooms", hosts=4, rate="100Mbit"))

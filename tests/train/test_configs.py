@@ -1,5 +1,6 @@
 """Configs: what their fields may hold, and that every method can be chosen on every config."""
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from absl import flags
 from ml_collections import config_dict
 from running import ROOT, read_config
 
+import jaxcomm
 from train import check, main, mistakes, state, sync
 from train.errors import UserError
 
@@ -124,6 +126,13 @@ def test_sizes(size: int, microbatches: int, message: str) -> None:
     config.microbatches = microbatches
     with pytest.raises(UserError, match=message):
         check.fit(config, 4)
+
+
+def test_every_option_of_a_method_is_one_of_its_fields() -> None:
+    own = {"axis_name", "exchange", "learning_rate", "mask", "dense_steps"}  # not of config.sync
+    for name, (_, fields) in sync.METHODS.items():
+        method = getattr(jaxcomm, "no_exchange" if name == "none" else name)
+        assert set(inspect.signature(method).parameters) - own <= set(fields), name
 
 
 def test_no_step_is_behind_the_last_exchange() -> None:

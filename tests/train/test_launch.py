@@ -168,6 +168,22 @@ def test_a_restart_for_what_may_be_gone(
     assert launch.main(arguments) == 1 and not statuses
 
 
+def test_who_was_asked_to_end_does_not_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = []
+
+    def interrupted(commands: object, environments: object, logs: Path, asked: object) -> int:
+        starts.append(commands)
+        os.kill(os.getpid(), signal.SIGINT)
+        return 128 + signal.SIGINT
+
+    monkeypatch.setattr(launch, "supervise", interrupted)
+    arguments = ["--processes=1", "--max_restarts=2", "--", f"--workdir={tmp_path}"]
+    assert launch.main(["launch", *arguments]) == 128 + signal.SIGINT
+    assert len(starts) == 1
+
+
 def cluster_file(tmp_path: Path) -> str:
     path = tmp_path / "cluster.py"
     path.write_text(
@@ -201,6 +217,17 @@ def test_a_cluster_file_sets_variables_which_are_printed(
         "launch: B=card{process_id}",
     ]
     assert shown.err.splitlines()[-1] == "x card2 2"
+
+
+def test_what_a_cluster_file_says_of_devices_and_memory_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    said = {"JAX_LOCAL_DEVICE_IDS": "{process_id},4", "MALLOC_ARENA_MAX": "4"}
+    path = tmp_path / "cluster.py"
+    path.write_text(f"def get_config():\n    return {{'processes': 2, 'env': {said}}}\n")
+    settings = launch.parse(["launch", f"--cluster={path}", "--"]).settings
+    assert {name: settings[name] for name in said} == said
 
 
 def test_several_processes_are_told_of_each_other() -> None:

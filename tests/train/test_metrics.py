@@ -87,6 +87,19 @@ def test_the_bar_shows_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "3/3" in last and "loss=0.3333" in last and "accuracy=0.5" in last and "step_ms" in last
 
 
+def test_a_pause_is_no_part_of_the_step_behind_it(tmp_path: Path) -> None:
+    with metrics.Recorder(tmp_path, 0, 2) as recorder:
+        recorder.train(1, {"loss": jnp.float32(1)})
+        with recorder.pause("test"):
+            time.sleep(0.3)
+        recorder.train(2, {"loss": jnp.float32(1)})
+        recorder.flush()
+        recorder.split(2)
+    assert read_lines(tmp_path, "train")[1]["step_ms"] < 300
+    (split,) = read_lines(tmp_path, "split")
+    assert split["test_ms"] > 150 > split["step_ms"]
+
+
 def test_the_request_to_stop_is_seen_and_not_written(tmp_path: Path) -> None:
     with metrics.Recorder(tmp_path, 0, 9) as recorder:
         for step, stop in ((1, 0.0), (2, 0.25), (3, 0.25)):

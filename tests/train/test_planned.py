@@ -78,6 +78,22 @@ def test_measuring_is_announced(config, tmp_path, capsys, monkeypatch):
     )
 
 
+def test_the_planner_keeps_the_order_of_the_devices_and_knows_of_local_steps(
+    config, tmp_path, monkeypatch
+):
+    config.sync.method, config.sync.every = "auto", 4
+    rooms = "fabric: clusters\nhosts: 4\nrate: 1Gbit\nmiddle: 100Mbit\norder: [0, 2, 1, 3]"
+    (tmp_path / "cluster.yaml").write_text(rooms)
+    config.network.costs = str(tmp_path / "costs.yaml")
+    plan.defaults("cpu").save(config.network.costs)
+    timed = []
+    monkeypatch.setattr(plan, "timed", lambda found, devices: timed.append(found) or found)
+    monkeypatch.setattr(planned, "_step_seconds", lambda *_: 0.1)
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+        planned.resolved(config, tmp_path, None, {"w": jax.numpy.zeros((64, 64))}, None, None)
+    assert timed[0].cluster.order == (0, 2, 1, 3) and timed[0].load.accumulate == 4
+
+
 def test_nothing_is_left_of_another_method(config):
     """What is trained is what was timed, whatever the config was written for."""
     config.sync.update(codec="scaled_sign", error_feedback=True, second_hop="int8", exempt=("b",))

@@ -119,3 +119,13 @@ def test_what_cannot_be_split() -> None:
         sync.place({"w": jnp.zeros((3, 5))}, settings(gather="int8"))
     votes = sync.build(settings(gather="int8", method="majority_vote"), (), 10)
     assert votes.init(sync.place({"w": jnp.zeros((8, 5))}, settings(gather="int8"))).scheme.signs
+
+
+def test_parameters_that_are_split_have_no_order_and_keep_what_is_exempt_whole() -> None:
+    config = settings(gather="int8", exempt=("head/*",))
+    jax.set_mesh(sync.make_mesh(config, jax.devices()[:WORLD]))
+    params = {"head": {"kernel": jnp.zeros((8, 5))}, "stem": {"kernel": jnp.zeros((8, 5))}}
+    placed = sync.place(params, config)
+    assert placed["head"]["kernel"].is_fully_replicated
+    assert not placed["stem"]["kernel"].is_fully_replicated
+    sync.build(config, ("head/kernel", "stem/kernel"), 10).init(placed)

@@ -106,6 +106,19 @@ def test_dense_steps_are_steps_also_where_devices_exchange_rarely() -> None:
     assert min(sizes[2], sizes[5]) > 100 > 10 > sizes[8]
 
 
+def test_the_outer_momentum_of_local_steps_is_nesterovs() -> None:
+    config = config_dict.create(
+        method="mean", codec="float32", every=2, fragments=1, outer_rate=1.0, outer_momentum=0.5
+    )
+    with jax.set_mesh(jaxcomm.data_mesh(sync.AXIS, jax.devices()[:2])):
+        tx = sync.joined(config, sync.build(config, (), 10), optax.sgd(1.0))
+        w = jaxcomm.replicate(jnp.zeros((1, 1)))
+        at, ones = tx.init(w), jnp.ones((2, 1, 1))
+        for _ in range(2):
+            updates, at = tx.update(ones, at, w)
+    np.testing.assert_allclose(updates, -(2 + 0.5 * 2))  # both devices went 2
+
+
 def test_a_profile_names_the_parts_of_a_step() -> None:
     config = config_dict.create(method="mean", codec="int8", algorithm="ring", bucket_mib=0.001)
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
@@ -159,6 +172,33 @@ def test_biases_and_scales_of_stacks_and_heads_do_not_decay(name: str) -> None:
         assert decays == (path[-1].key not in ("bias", "scale")), path
     pairs = zip(jax.tree.leaves(params), jax.tree.leaves(found), strict=True)
     assert max(x.ndim for x, decays in pairs if not decays) > 1
+
+
+def test_the_mean_that_corrects_votes_has_their_exempt_leaves_and_buckets() -> None:
+    config = config_dict.create(
+        method="majority_vote", correct_every=4, exempt=("head/*",), bucket_mib=1e-9
+    )
+    params = {"head": {"kernel": jnp.ones((2, 3))}, "stem": {"kernel": jnp.ones((2, 3))}}
+    with jax.set_mesh(jaxcomm.data_mesh(sync.AXIS, jax.devices()[:2])):
+        tx = sync.build(config, ("head/kernel", "stem/kernel"), steps=10)
+        corrects, votes = tx.init(jaxcomm.replicate(params))
+    assert corrects.inner.layout == votes.layout
+
+
+@pytest.mark.parametrize("method", ["factored_adam", "one_bit_adam"])
+def test_methods_that_are_optimizers_decay_weights_only(method: str) -> None:
+    config = config_dict.create(method=method, weight_decay=0.1)
+    with jax.set_mesh(jaxcomm.data_mesh(sync.AXIS, jax.devices()[:2])):
+        params = {"kernel": jnp.ones((2, 3)), "bias": jnp.ones((2, 3)), "scale": jnp.ones(3)}
+        params = jaxcomm.replicate(params)
+        tx = sync.build(config, (), steps=10)
+        grads = jax.tree.map(lambda x: jnp.zeros((2, *x.shape)), params)
+        updates, _ = tx.update(jaxcomm.mark_local(grads), tx.init(params), params)
+    assert {name: float(u.max()) for name, u in updates.items()} == {
+        "kernel": pytest.approx(-0.1),
+        "bias": 0,
+        "scale": 0,
+    }
 
 
 def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:

@@ -13,7 +13,16 @@ import optax
 import pytest
 
 import jaxcomm
-from transforms.both_views import SHAPES, VIEWS, View, gradients, jit_update, place
+from transforms.both_views import (
+    SHAPES,
+    VIEWS,
+    Program,
+    View,
+    gradients,
+    jit_update,
+    nan_everywhere,
+    place,
+)
 
 METHODS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "mean": lambda: jaxcomm.mean("data"),
@@ -183,6 +192,13 @@ def test_without_feedback_an_update_that_float16_cannot_hold_costs_one_step() ->
     found, _ = float16_steps(tx, [np.full((8, 8), value) for value in (3.0, 6e4, 3.0)])
     assert [np.isfinite(u).all() for u in found] == [True, False, True]
     assert np.isnan(found[1]).all()
+
+
+def test_an_update_that_float16_cannot_hold_in_one_shard_costs_the_step_of_all() -> None:
+    grads = {name: g.astype(np.float16) for name, g in gradients(WORLD).items()}
+    grads["head"][:, 1, 3] = 6e4
+    ((updates, _),) = Program(MODEL, jaxcomm.mean("data", CNAT), grads).run(grads)
+    assert nan_everywhere(updates)
 
 
 def test_a_step_of_one_bit_adam_whose_update_is_not_finite_leaves_the_errors() -> None:

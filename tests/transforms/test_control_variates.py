@@ -135,3 +135,12 @@ def test_an_inner_transformation_that_takes_no_mean() -> None:
     adam = jaxcomm.factored_adam(jaxcomm.mean("data"), 0.1)
     with jax.set_mesh(GLOBAL.mesh(2)), pytest.raises(ValueError, match="and got an optimizer"):
         jaxcomm.control_variates(adam).init(jnp.zeros((2, 2)))
+
+
+def test_averages_whose_sum_overflows_correct_nothing() -> None:
+    batches = [gradients(WORLD, seed) for seed in range(4)]
+    batches[1]["head"][:, 2, 0] = 3e38  # of which each device has half
+    steps = means(GLOBAL).run(*batches)
+    assert nan_everywhere(steps[1][0])
+    for updates, _ in steps[2:]:
+        assert all(np.isfinite(u).all() for u in updates.values())

@@ -100,6 +100,14 @@ def test_sums_at_the_end_of_the_range_leave_finite_residuals(codec: str) -> None
             assert all(np.isfinite(r).all() for r in state.residual.values)
 
 
+def test_a_mean_rounded_up_beyond_the_range_leaves_a_finite_residual() -> None:
+    """Updates are finite, so nothing else would keep an infinite residual out."""
+    tx = jaxcomm.mean("data", "float32", second_hop="cnat", algorithm="direct", error_feedback=True)
+    grads = {"w": np.full((WORLD, 4, 16), np.finfo(np.float32).max / WORLD)}
+    ((updates, state),) = Program(GLOBAL, tx, grads).run(grads)
+    assert np.isfinite(updates["w"]).all() and np.isfinite(state.residual.values[0]).all()
+
+
 @pytest.mark.parametrize("model", [1, 2])
 def test_the_views_agree_bit_for_bit_where_rounding_is_random(model: int) -> None:
     first, *others = (steps_of("cnat", view)[1] for view in VIEWS if view.model == model)

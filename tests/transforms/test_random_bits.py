@@ -74,3 +74,19 @@ def test_a_label_without_leaves() -> None:
         grads = {"w": np.ones((4, *SHAPE), np.float32)}
         (found, _) = steps(tx, GLOBAL.mesh(4), grads, {})
         np.testing.assert_array_equal(found["w"], np.ones(SHAPE))
+
+
+def test_devices_round_what_is_gathered_of_them_by_themselves() -> None:
+    tx = jaxcomm.sharded(jaxcomm.mean("data"), gather="cnat")
+    shard = np.linspace(0.1, 1.0, 16, dtype=np.float32)  # all four are equal
+
+    def loss(w: Any, batch: Any) -> Any:
+        whole = jaxcomm.gather(w)
+        return jnp.sum(whole * batch[0]), whole
+
+    with jax.set_mesh(GLOBAL.mesh(4)):
+        w = jaxcomm.shard(jnp.broadcast_to(np.tile(shard, 4), SHAPE), "data")
+        at, batch = jaxcomm.sharded_params(w, tx.init(w)), jaxcomm.global_batch(np.ones(4), "data")
+        (_, whole), _ = jax.jit(jaxcomm.value_and_grad(loss, "data", has_aux=True))(at, batch)
+    first, second, *_ = np.split(np.asarray(whole), 4, axis=1)
+    assert np.mean(first != second) > 0.1
