@@ -83,11 +83,11 @@ class SparseAllReduce:
             raise ValueError(f"density must be in (0, 1], such as 0.01, got {self.density!r}.")
         for name, least in (("slack", self.slack), ("scaling", self.scaling)):
             if not (is_real(least) and 1 <= least < math.inf):
-                raise ValueError(f"{name} must be a number of at least 1, got {least!r}.")
+                raise ValueError(f"{name} must be at least 1, got {least!r}.")
         check_interval("recompute_every", self.recompute_every)
         most = self.tolerance
         if most is not None and not (is_real(most) and 1 < most < math.inf):
-            raise ValueError(f"tolerance must be a number of more than 1, or None, got {most!r}.")
+            raise ValueError(f"tolerance must be more than 1, or None, got {most!r}.")
 
     def k(self, n: int) -> int:
         """The number of values to select of n: at least one."""
