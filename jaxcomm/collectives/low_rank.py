@@ -116,8 +116,20 @@ def orthonormal(bases: Sequence[jax.Array]) -> Arrays:
 
     Gram-Schmidt with every projection done twice, which is as orthogonal as a QR decomposition (L.
     Giraud et al., 2005), and needs no library. A column in the span of earlier ones becomes zero,
-    and a zero column stays zero. One loop serves all bases, padded with zeros to one length.
+    and a zero column stays zero. One loop serves all bases of about one length, padded with zeros:
+    padded to the longest of all, many short ones beside a long one would take its memory each.
     """
+    groups: dict[int, list[int]] = {}
+    for i, p in enumerate(bases):
+        groups.setdefault(p.shape[-1].bit_length(), []).append(i)
+    found = {}
+    for group in groups.values():
+        found |= dict(zip(group, _orthonormal_alike([bases[i] for i in group]), strict=True))
+    return [found[i] for i in range(len(bases))]
+
+
+def _orthonormal_alike(bases: Sequence[jax.Array]) -> Arrays:
+    """The same, of bases whose lengths differ by less than a factor of two."""
     n = max(p.shape[-1] for p in bases)
     padded = [jnp.pad(p, ((0, 0), (0, 0), (0, n - p.shape[-1]))) for p in bases]
     # Squares of very small or very large columns would leave float32's range.

@@ -27,13 +27,15 @@ LAYER = contextvars.ContextVar("layer", default=None)
 def split_off_exempt(layout: Layout) -> tuple[Bucket, Bucket]:
     """The leaves to compress and those that are exempt; empty ones always are."""
     exempt = tuple(i for i, leaf in enumerate(layout.leaves) if leaf.exempt or 0 in leaf.shape)
-    return tuple(i for i in range(len(layout.leaves)) if i not in set(exempt)), exempt
+    left_out = set(exempt)
+    return tuple(i for i in range(len(layout.leaves)) if i not in left_out), exempt
 
 
 def split_off_empty(layout: Layout) -> tuple[Bucket, Bucket]:
     """The leaves that have values and those that have none."""
     empty = tuple(i for i, leaf in enumerate(layout.leaves) if 0 in leaf.shape)
-    return tuple(i for i in range(len(layout.leaves)) if i not in set(empty)), empty
+    left_out = set(empty)
+    return tuple(i for i in range(len(layout.leaves)) if i not in left_out), empty
 
 
 def by_appearance(layout: Layout, chosen: Bucket, order: Sequence[str] | None) -> Bucket:

@@ -181,6 +181,22 @@ def test_columns_are_orthonormal_also_where_they_are_nearly_the_same() -> None:
     assert (np.asarray(second[0][1:]) == 0).all()
 
 
+def test_a_long_basis_does_not_lengthen_the_others() -> None:
+    """Temporaries of many short ones beside it are those of the short ones, and of it."""
+
+    def temporaries(lengths: list[int]) -> int:
+        bases = [jax.ShapeDtypeStruct((1, 4, n), jnp.float32) for n in lengths]
+        compiled = jax.jit(low_rank.orthonormal).lower(bases).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    apart = temporaries([64] * 50) + temporaries([20_000])
+    assert temporaries([*[64] * 25, 20_000, *[64] * 25]) < 2 * apart
+    rng = np.random.default_rng(0)
+    bases = [jnp.asarray(rng.standard_normal((1, 3, n)), jnp.float32) for n in (9, 200, 12)]
+    for p in low_rank.orthonormal(bases):
+        np.testing.assert_allclose(p[0] @ p[0].T, np.eye(3), atol=1e-5)
+
+
 @pytest.mark.parametrize("codec", ["float32", "bfloat16"])
 def test_two_messages_a_bucket(codec: str) -> None:
     tx = jaxcomm.low_rank_mean("data", RANK, codec, bucket_mib=1e-5)  # a leaf a bucket
