@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxcomm import mesh as mesh_
 from jaxcomm.collectives import _sending
 from jaxcomm.transforms._buckets import split_off_exempt
 from jaxcomm.transforms.sparse_mean import SparseMeanState
@@ -94,9 +92,11 @@ class Exchange:
 
     def state(self) -> Any:
         """The initial state."""
+        # `jaxcomm.replicate` would compare processes, and not all of them come here in one order.
+        whole, make = NamedSharding(self.mesh, PartitionSpec()), jax.make_array_from_callback
         with jax.set_mesh(self.mesh):
-            zeros = [jnp.zeros(shape, jnp.float32) for shape in self.shapes]
-            return self.tx.init(mesh_.replicate(zeros))
+            zeros = [np.zeros(shape, np.float32) for shape in self.shapes]
+            return self.tx.init([make(x.shape, whole, x.__getitem__) for x in zeros])
 
     def lower(self) -> jax.stages.Lowered:
         """Its program, traced."""
