@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _NUMBERS = (bool, int, float, complex)
 
 
@@ -17,9 +18,6 @@ def path_name(path: Any) -> str:
     if path and isinstance(path[-1], GetAttrKey) and path[-1].name == "value":
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def require_float(name: str, dtype: Any) -> None:

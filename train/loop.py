@@ -82,8 +82,8 @@ def train(
     with checkpoints, recorder:
         recorder.write("start", start, measure.sizes(sent))
         signals.ask_to_stop()
-        if 0 < start < config.steps and start % config.eval_every == 0:
-            write_test(recorder, start, test, now)  # A run that is asked to end has no time for it.
+        if tests_at(start, config):
+            write_test(recorder, start, test, now)
         for number in range(start + 1, config.steps + 1):
             profile.before(number, now)
             with recorder.waiting():
@@ -156,7 +156,16 @@ def recorder_of(
             "learning_rate": float(rates[number - 1]),
             "bytes_per_param": sent.in_step(number, frozen_at),
         },
+        tests_at(int(now.step), config),
     )
+
+
+def tests_at(start: int, config: Any) -> bool:
+    """Whether a run that goes on at a step begins with the test of that step.
+
+    The run before may have been asked to end, and had no time for it.
+    """
+    return 0 < start < config.steps and start % config.eval_every == 0
 
 
 def write_test(

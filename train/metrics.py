@@ -6,7 +6,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -36,6 +36,7 @@ class Recorder:
         raised.
       batch: how much a global batch has, by the name of what is counted.
       known: what the host knows of a step, by its number and the `frozen_at` of the step before.
+      tests_at_start: whether the run begins with a test: then one of an earlier run is dropped.
 
     Attributes:
       frozen_at: the same as of the last step written.
@@ -54,6 +55,7 @@ class Recorder:
         bad_steps: int = 20,
         batch: Mapping[str, int] = MappingProxyType({}),
         known: Callable[[int, int], dict[str, float]] = lambda step, frozen_at: {},
+        tests_at_start: bool = False,
     ):
         self.frozen_at = frozen_at
         self.stop = False
@@ -73,7 +75,8 @@ class Recorder:
         if not self._primary:
             return
         path = workdir / "metrics.jsonl"
-        before = _keep_lines_until(path, start)
+        again = ("start", "test") if tests_at_start else ("start",)
+        before = _keep_lines_until(path, start, again)
         self._sent += [line[SENT] for line in before if line["kind"] == "train" and SENT in line]
         self._file = path.open("a", buffering=1)  # A line at a time: a killed run leaves them all.
         self._events = Events(workdir, start)
@@ -259,8 +262,13 @@ def finite(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _keep_lines_until(path: Path, step: int) -> list[dict[str, Any]]:
+def _keep_lines_until(path: Path, step: int, again: Sequence[str]) -> list[dict[str, Any]]:
     """Drops what an earlier run wrote after a step, and a line that it did not finish.
+
+    Args:
+      path: of the file.
+      step: the last that is kept.
+      again: kinds of lines that will be written anew for this step.
 
     Returns:
       What the others say.
@@ -269,8 +277,7 @@ def _keep_lines_until(path: Path, step: int) -> list[dict[str, Any]]:
     for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
         try:
             found = json.loads(line)
-            # A run that starts here says anew that it does, and tests anew.
-            if found["step"] < step + (found["kind"] not in ("start", "test")):
+            if found["step"] < step + (found["kind"] not in again):
                 kept.append(line)
                 said.append(found)
         except json.JSONDecodeError:

@@ -133,6 +133,14 @@ except ValueError as error:
     assert str(error).startswith("process 2 has other values of b than process 0"), error
 else:
     raise AssertionError("unequal values were taken for equal ones")
+typed = jax.random.normal(jax.random.key(jax.process_index() // 3), (4,))  # where a mesh is set
+assert not typed.is_fully_addressable
+try:
+    jaxcomm.replicate({"w": np.ones(3), "typed": typed})
+except ValueError as error:
+    assert str(error).startswith("process 3 has other values of typed than process 0"), error
+else:
+    raise AssertionError("unequal values were taken for equal ones, by their type")
 try:
     jaxcomm.replicate({"w": np.zeros((2, 3) if jax.process_index() == 1 else (3, 2))})
 except ValueError as error:

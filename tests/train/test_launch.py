@@ -228,6 +228,7 @@ def test_what_a_cluster_file_says_of_devices_and_memory_stays(
     path.write_text(f"def get_config():\n    return {{'processes': 2, 'env': {said}}}\n")
     settings = launch.parse(["launch", f"--cluster={path}", "--"]).settings
     assert {name: settings[name] for name in said} == said
+    assert "MALLOC_TOP_PAD_" not in settings  # who sets one of them sets all
 
 
 def test_several_processes_are_told_of_each_other() -> None:

@@ -173,3 +173,9 @@ def test_what_is_no_stage_is_refused(stage: Any) -> None:
 def test_bad_plans_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_every_state_says_what_its_updates_are() -> None:
+    """Else a refusal takes a method of jaxcomm for an optimizer."""
+    states = [name for name in jaxcomm.__all__ if name.endswith("State")]
+    assert len(states) > 10 and all(hasattr(getattr(jaxcomm, name), "roles") for name in states)
