@@ -1,265 +1,322 @@
 """How near the kernels come to the memory's own speed: every implementation beside a copy.
 
-    python -m benchmarks.kernels [--mib=1,16,256] [--repeats=20] [--implementations=...]
+    python -m benchmarks.kernels [--mib=1,16,256] [--repeats=20] [--only=copy,pack] [--out=JSON]
 
-`--mib` lists sizes of the float32 vector that each operation is about; the implementations are xla,
-mosaic and triton. Before anything is timed, every one is compared with numpy, on random data that
-is new in every run. GB/s are of the bytes that must move: everything read once and written once.
-`of copy` is this over what copying a vector of the same size reaches in the same run.
+`--mib` lists sizes of the float32 vector that each operation is about. GB/s are of the bytes that
+must move: everything read once and written once. `of copy` is this over what copying a vector of
+the same size reaches in the same run.
 
-On a GPU, each call is given other buffers than the calls before it, more in all than the cache
-holds. A program makes several calls, one behind the other, so that what Python takes to start it
-counts little. On CPU the numbers say how fast XLA's code for CPU is, and nothing about a GPU; the
-table says so.
+On a GPU, the time is that of the kernels alone, as jax's profiler records it, and each call is
+given other buffers than the calls before it, more in all than the cache holds. What the plain
+version gives on the CPU is compared first, bit by bit, and the share of bytes that differ is
+printed; above 16 MiB, kernels are compared with the plain version of the GPU. On a CPU, the numbers
+say how fast XLA's code for CPU is, and nothing about a GPU; the table says so.
 """
 
 import argparse
 import functools
-import importlib.metadata
+import json
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.arguments import count, positive, several
+from benchmarks.arguments import count, new_file, positive, several
+from benchmarks.device_time import Kernel, launch_alone, machine, per_call, recorded
+from jaxcomm import codecs
 from jaxcomm.kernels import bitplanes, select
 from jaxcomm.kernels.block_quantization import integers
 from jaxcomm.kernels.powers_of_two import nine_bits
+from jaxcomm.kernels.random_bits import random_bits
 
-CACHE = 2**28  # bytes; more than the last cache of any GPU of today holds
-CALLS = 8  # in one program
-MEMORY = 2**33  # bytes that the arguments and results of a program take, unless one call takes more
+CACHE = 2**27  # bytes; more than the last cache of any GPU of today holds
+MOST_SETS = 64
+ON_CPU = 16  # MiB; larger results are compared on the GPU alone
+DIFFERING = 1e-4  # of the bytes, at most: GPUs divide and multiply to within a last bit
+MESSAGES = 8
+KEY = 7
 
 
 class Case(NamedTuple):
-    """An operation: its name, who can do it, its arguments from numpy's random numbers, a check."""
+    """An operation.
+
+    Attributes:
+      name: of it; that of `_implementations.OPERATIONS` where it has several.
+      f: called with the arguments, and with `implementation=` where it has several.
+      arguments: of a normally distributed vector.
+      kernel: the implementation beside "xla", if there is one.
+    """
 
     name: str
-    implementations: dict[str, Callable[..., Any]]
-    arguments: Callable[[np.random.Generator, int], tuple[np.ndarray, ...]]
-    expected: Callable[..., tuple[np.ndarray, ...]]
-    agree: Callable[[Any, np.ndarray, str], None] = np.testing.assert_array_equal
+    f: Callable[..., Any]
+    arguments: Callable[[jax.Array], tuple[jax.Array, ...]]
+    kernel: str | None = None
+
+    @property
+    def implementations(self) -> tuple[str, ...]:
+        return ("xla",) if self.kernel is None else ("xla", self.kernel)
+
+    def made(self, implementation: str) -> Callable[..., Any]:
+        if self.kernel is None:
+            return self.f
+        return functools.partial(self.f, implementation=implementation)
 
 
-def nearly(found: Any, wanted: np.ndarray, name: str) -> None:
-    """Few codes may be one level off: GPUs divide by a unit to within a last bit."""
-    off = np.abs(np.asarray(found).view(np.int8).astype(int) - wanted.view(np.int8))
-    assert off.max() <= 1 and np.mean(off > 0) < 1e-4, name
+def itself(x: jax.Array) -> tuple[jax.Array]:
+    return (x,)
 
 
-def packed(bits: np.ndarray) -> np.ndarray:
-    width = -(-len(bits) // 32)
-    streams = np.pad(bits, (0, 32 * width - len(bits))).reshape(32, width)
-    words = np.zeros(width, np.uint32)
-    for b, stream in enumerate(streams):
-        words |= stream.astype(np.uint32) << np.uint32(b)
-    return words
+def only_length(x: jax.Array) -> tuple[jax.Array]:
+    """An array of no bytes with as many rows as the vector has values."""
+    return (jnp.zeros((x.size, 0)),)
 
 
-def normal(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
-    return (rng.standard_normal(n, np.float32),)
+def votes(x: jax.Array) -> tuple[jax.Array, ...]:
+    """Six planes of random bits."""
+    words = bitplanes.words_for(x.size)
+    return tuple(jax.random.bits(jax.random.key(i), (words,)) for i in range(6))
 
 
-def votes(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
-    return tuple(rng.integers(0, 2**32, (6, bitplanes.words_for(n)), np.uint32))
-
-
-def added(*planes: jax.Array, implementation: str) -> tuple[jax.Array, ...]:
+def added(*planes: jax.Array, implementation: str) -> Any:
     return bitplanes.add(planes[:3], planes[3:], 4, implementation=implementation)
 
 
-def sums_of(*planes: np.ndarray) -> tuple[np.ndarray, ...]:
-    bits = np.stack([np.unpackbits(p.view(np.uint8)).astype(np.int8) for p in planes])
-    sums = (bits * np.int8([1, 2, 4, 1, 2, 4])[:, None]).sum(0)
-    return tuple(np.packbits(sums >> p & 1).view(np.uint32) for p in range(4))
+def keyed(encode: Callable[..., Any]) -> Callable[..., Any]:
+    """An encoding that rounds at random, each value with its own bits."""
+    return lambda x, **options: encode(x, key=jax.random.key(KEY), **options)
 
 
-def int8_payload(x: np.ndarray) -> tuple[np.ndarray]:
-    blocks = x.reshape(-1, 256)
-    scale = np.abs(blocks).max(axis=1) * np.float32(1 / 127)
-    unit = ((scale.view(np.uint32) + 253) >> 8 << 8).view(np.float32)
-    numbers = np.minimum(np.abs(blocks * (1 / unit)[:, None]), 127).astype(np.float64)
-    levels = np.copysign(np.floor(numbers + 0.5), blocks).astype(np.int8)
-    return (np.concatenate([levels.reshape(-1).view(np.uint8), unit.view(np.uint8)]),)
+def payloads(encode: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array]]:
+    """Messages, as many values together as the vector has."""
+    return lambda x: (encode(x.reshape(MESSAGES, -1)),)
 
 
-def cnat_payload(x: np.ndarray) -> tuple[np.ndarray]:
-    pattern = np.abs(x).view(np.uint32)
-    exponent = (pattern + 2**22) >> 23
-    signs = packed((x < 0) & (exponent > 0))
-    return (np.concatenate([exponent.astype(np.uint8), signs.view(np.uint8)]),)
+def int8_encoded(x: jax.Array, **options: Any) -> jax.Array:
+    return integers.encode(x, levels=127, size=256, **options)
 
 
-MESSAGES = 8
+def int8_sum(payloads: jax.Array, **options: Any) -> jax.Array:
+    return integers.decode_and_sum(payloads, payloads.shape[1] * 64 // 65, 127, 256, **options)
 
 
-def payloads(encode: Callable[..., tuple[np.ndarray]]) -> Callable[..., tuple[np.ndarray]]:
-    """Messages of small integers, as many values together as the vector has."""
-
-    def arguments(rng: np.random.Generator, n: int) -> tuple[np.ndarray]:
-        x = rng.integers(-8, 9, (MESSAGES, n // MESSAGES)).astype(np.float32)
-        x[:, ::256] = 127
-        return (np.stack([encode(row)[0] for row in x]),)
-
-    return arguments
+def nine_bits_sum(payloads: jax.Array, **options: Any) -> jax.Array:
+    return nine_bits.decode_and_sum(payloads, payloads.shape[1] * 8 // 9, **options)
 
 
-def int8_total(payloads: np.ndarray) -> tuple[np.ndarray]:
-    n = payloads.shape[1] * 64 // 65
-    units = np.ascontiguousarray(payloads[:, n:]).view(np.float32)
-    values = payloads[:, :n].view(np.int8) * np.repeat(units, 256, axis=1)
-    return (np.sum(values, axis=0, dtype=np.float32),)
+SHARE = 100  # one of so many is selected
 
 
-def int8_sum(payloads: jax.Array, implementation: str) -> jax.Array:
-    n = payloads.shape[1] * 64 // 65
-    sums = functools.partial(integers.decode_and_sum, implementation=implementation)
-    return sums(payloads, n, 127, 256)
+def selectable(x: jax.Array) -> tuple[jax.Array, ...]:
+    """With the threshold that about one of SHARE normal values reaches."""
+    return x, jnp.float32(statistics.NormalDist().inv_cdf(1 - 1 / SHARE / 2))
 
 
-def cnat_total(payloads: np.ndarray) -> tuple[np.ndarray]:
-    n = payloads.shape[1] * 8 // 9
-    exponents, words = payloads[:, :n], np.ascontiguousarray(payloads[:, n:]).view(np.uint32)
-    signs = np.concatenate([words >> b & 1 for b in range(32)], axis=1)
-    values = np.where(exponents > 0, 2.0 ** (exponents.astype(np.int32) - 127), 0)
-    return (np.sum(np.where(signs, -values, values), axis=0).astype(np.float32),)
+def compacted(x: jax.Array, threshold: jax.Array, implementation: str) -> Any:
+    capacity = int(1.1 * x.size / SHARE)
+    return select.compact(x, threshold, capacity, implementation=implementation)
 
 
-def cnat_sum(payloads: jax.Array, implementation: str) -> jax.Array:
-    n = payloads.shape[1] * 8 // 9
-    return nine_bits.decode_and_sum(payloads, n, implementation=implementation)
-
-
-def counted(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
-    return *normal(rng, n), np.float32(2)
-
-
-def count_of(x: np.ndarray, threshold: np.float32) -> tuple[np.ndarray]:
-    return (np.count_nonzero(np.abs(x) >= threshold),)
-
-
-SHARE = 100  # one of so many is selected, as near as it goes
-
-
-def compacted(x: jax.Array, threshold: jax.Array, implementation: str) -> tuple[jax.Array, ...]:
-    capacity = x.size // SHARE
-    return tuple(select.compact(x, threshold, capacity, implementation=implementation))
-
-
-def selectable(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
-    x = rng.standard_normal(n, np.float32)
-    return x, np.partition(np.abs(x), n - n // SHARE)[n - n // SHARE]
-
-
-def compaction_of(x: np.ndarray, threshold: np.float32) -> tuple[np.ndarray, ...]:
-    i = np.flatnonzero(np.abs(x) >= threshold)
-    i = i[np.lexsort((i, i % 8, i // select.CHUNK))][: len(x) // SHARE].astype(np.int32)
-    return x[i], i, np.int32(np.count_nonzero(np.abs(x) >= threshold))
-
-
-def on_both(f: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """An operation with one result, by the names of its implementations."""
-
-    def called(name: str) -> Callable[..., Any]:
-        return lambda *args: (f(*args, implementation=name),)
-
-    return {name: called(name) for name in ("xla", "mosaic")}
-
-
-CASES = (
+OPERATIONS = (
     # Of a plain copy XLA may make nothing; a changed sign has to be written.
-    Case("copy", {"xla": lambda x: (-x,)}, normal, lambda x: (-x,)),
-    Case("pack", {"xla": lambda x: (bitplanes.pack(x),)}, normal, lambda x: (packed(x > 0),)),
+    Case("copy", lambda x: -x, itself),
+    Case("bitplanes.add", added, votes, "mosaic"),
+    Case("integers.encode", int8_encoded, itself, "mosaic"),
+    Case("integers.encode, random", keyed(int8_encoded), itself, "mosaic"),
+    Case("integers.decode_and_sum", int8_sum, payloads(int8_encoded), "mosaic"),
+    Case("nine_bits.encode", nine_bits.encode, itself, "mosaic"),
+    Case("nine_bits.encode, random", keyed(nine_bits.encode), itself, "mosaic"),
+    Case("nine_bits.decode_and_sum", nine_bits_sum, payloads(nine_bits.encode), "mosaic"),
+    Case("select.count_at_least", select.count_at_least, selectable, "mosaic"),
+    Case("select.compact", compacted, selectable, "triton"),
+    Case("select.threshold_for", lambda x: select.threshold_for(x, x.size // SHARE), itself),
+    Case("random_bits", lambda x: random_bits(jax.random.key(KEY), x.shape[:1]), only_length),
+    Case("bitplanes.pack", bitplanes.pack, itself),
+    Case("bitplanes.pack_both", bitplanes.pack_both, itself),
     Case(
-        "int8 encode",
-        on_both(functools.partial(integers.encode, levels=127, size=256)),
-        normal,
-        int8_payload,
-        nearly,
-    ),
-    Case("int8 sum", on_both(int8_sum), payloads(int8_payload), int8_total),
-    Case("cnat all encode", on_both(nine_bits.encode), normal, cnat_payload),
-    Case("cnat all sum", on_both(cnat_sum), payloads(cnat_payload), cnat_total),
-    Case(
-        "add 3 planes",
-        {name: functools.partial(added, implementation=name) for name in ("xla", "mosaic")},
-        votes,
-        sums_of,
-    ),
-    Case("count", on_both(select.count_at_least), counted, count_of),
-    Case(
-        "compact 1 %",
-        {name: functools.partial(compacted, implementation=name) for name in ("xla", "triton")},
-        selectable,
-        compaction_of,
+        "bitplanes.signs",
+        lambda words: bitplanes.signs(words, 32 * words.size),
+        lambda x: (bitplanes.pack(x),),
     ),
 )
 
 
+def of_codec(name: str) -> tuple[Case, Case]:
+    """Encoding a vector, and adding the values of some messages."""
+    codec = codecs.BY_NAME[name]()
+
+    def encode(x: jax.Array) -> jax.Array:
+        return codec.encode(x, jax.random.key(KEY) if codec.is_random else None)
+
+    def messages(x: jax.Array) -> tuple[jax.Array, ...]:
+        return encode(x.reshape(MESSAGES, -1)), *only_length(x)
+
+    def summed(payloads: jax.Array, length: jax.Array) -> jax.Array:
+        return codec.decode_and_sum(payloads, length.shape[0] // MESSAGES)
+
+    return Case(f"{name} encode", encode, itself), Case(f"{name} sum", summed, messages)
+
+
+CODECS = ("bfloat16", "float16", "fp8_e4m3", "int4", "cnat", "scaled_sign")
+CASES = (*OPERATIONS, *(case for name in CODECS for case in of_codec(name)))
+
+
 class Timed:
-    """One implementation at one size, checked and then timed."""
+    """One implementation at one size, compiled."""
 
-    def __init__(self, case: Case, f: Callable[..., Any], args: Any, sets: list[Any]):
-        results = jax.jit(f)(*sets[0])  # raises where it cannot run
-        for found, wanted in zip(results, case.expected(*args), strict=True):
-            case.agree(found, wanted, case.name)
-        self.bytes = sum(a.nbytes for a in [*args, *results])
-        self.sets, self.turn, self.seconds = sets, 0, []
-        self.calls = max(1, min(CALLS, len(sets), MEMORY // self.bytes))
-        self.program = jax.jit(functools.partial(in_line, f))
-        jax.block_until_ready(self.program(self.sets[: self.calls]))  # compiled
+    def __init__(self, case: Case, implementation: str, n: int):
+        self.case, self.implementation = case, implementation
+        shapes = jax.eval_shape(case.arguments, jax.ShapeDtypeStruct((n,), jnp.float32))
+        f = case.made(implementation)
+        self.name = re.sub(r"\W+", "_", f"{case.name}_{implementation}")
+        named = _named(lambda *args: f(*args), self.name)
+        self.program = jax.jit(named).lower(*shapes).compile()
+        self.sets: list[Any] = []
+        self.differing = self.bytes = self.seconds = 0.0
 
-    def run(self) -> None:
-        first = self.turn % (len(self.sets) - self.calls + 1)
-        self.turn += self.calls
+    def check(self, args: Any, wanted: Any) -> Any:
+        """Runs once, and compares; returns the results."""
+        found = jax.block_until_ready(self.program(*args))
+        self.bytes = sum(a.nbytes for a in jax.tree.leaves([args, found]))
+        if wanted is not None:
+            self.differing = differing(found, wanted)
+            assert self.differing <= DIFFERING, f"{self.differing:.2e} of the bytes differ"
+        return found
+
+    def run(self, repeats: int) -> None:
+        """Runs, and takes the time of the host, which counts on a CPU."""
         start = time.perf_counter()
-        jax.block_until_ready(self.program(self.sets[first : first + self.calls]))
-        self.seconds.append((time.perf_counter() - start) / self.calls)
+        for i in range(repeats):
+            jax.block_until_ready(self.program(*self.sets[i % len(self.sets)]))
+        self.seconds = (time.perf_counter() - start) / repeats
 
-    @property
-    def speed(self) -> float:
-        return self.bytes / statistics.median(self.seconds)
+    def take(self, kernels: list[Kernel], repeats: int) -> None:
+        """The time of its own kernels among all."""
+        own = [kernel for kernel in kernels if kernel.module == f"jit_{self.name}"]
+        try:
+            self.seconds = statistics.median(per_call(own, repeats))
+        except ValueError:  # not every call runs the same branches
+            self.seconds = sum(kernel.seconds for kernel in own) / repeats
+
+    def row(self, mib: float, copy: float) -> dict[str, Any]:
+        return {
+            "operation": self.case.name,
+            "implementation": self.implementation,
+            "mib": mib,
+            "bytes": int(self.bytes),
+            "us": round(1e6 * self.seconds, 2),
+            "gb_per_s": round(self.bytes / self.seconds / 1e9, 1),
+            "of_copy": round(self.bytes / self.seconds / copy, 3),
+            "differing": self.differing,
+        }
 
 
-def in_line(f: Callable[..., Any], sets: list[Any]) -> list[Any]:
-    """Calls in one program, each behind the one before."""
-    results: list[Any] = []
-    for args in sets:
-        if results:
-            args, results[-1] = jax.lax.optimization_barrier((args, results[-1]))
-        results.append(f(*args))
-    return results
+def _named(f: Callable[..., Any], name: str) -> Callable[..., Any]:
+    f.__name__ = f.__qualname__ = name
+    return f
 
 
-def measured(
-    mib: float, repeats: int, chosen: list[str], rng: np.random.Generator
-) -> dict[tuple[str, str], Timed | None]:
-    """All that run at one size; None stands for an implementation that this device lacks."""
-    timed: dict[tuple[str, str], Timed | None] = {}
-    for case in CASES:
-        args = case.arguments(rng, int(mib * 2**18))
-        size = sum(a.nbytes for a in args)
-        turns = max(CALLS, -(-CACHE // size)) if jax.default_backend() != "cpu" else 1
-        sets = [tuple(jnp.array(a) for a in args) for _ in range(turns)]
-        own: list[Timed] = []
-        for name, f in case.implementations.items():
-            if name in chosen:
-                try:
-                    own.append(Timed(case, f, args, sets))
-                    timed[case.name, name] = own[-1]
-                except NotImplementedError:
-                    timed[case.name, name] = None
-        for _ in range(repeats):  # all in turn, so that other load meets all of them
-            for t in own:
-                t.run()
-        for t in own:  # of the next operation there may be no room beside them
-            t.sets = []
-    return timed
+def differing(found: Any, wanted: Any) -> float:
+    """The share of bytes that differ, over all arrays; on the device where both are."""
+    off = size = 0
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), (a.shape, b.shape)
+        if isinstance(b, np.ndarray):
+            off += int(np.count_nonzero(_bytes(np.asarray(a)) != _bytes(b)))
+        else:
+            off += int(_unequal(a, b)) * a.dtype.itemsize
+        size += a.nbytes
+    return off / size
+
+
+def _bytes(x: np.ndarray) -> np.ndarray:
+    return np.frombuffer(x.tobytes(), np.uint8)
+
+
+@jax.jit
+def _unequal(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.sum(a != b)
+
+
+def on_cpu(case: Case, args: Any) -> Any:
+    """What the plain version gives on the CPU, as numpy arrays."""
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        results = jax.jit(case.made("xla"))(*jax.device_put(args, cpu))
+    return jax.tree.map(np.asarray, results)
+
+
+def sets_of(case: Case, vectors: list[jax.Array]) -> list[Any]:
+    """Arguments from as many of the vectors as the cache does not hold together."""
+    if case.arguments is itself:
+        return [(x,) for x in vectors]
+    make = jax.jit(case.arguments)
+    first = make(vectors[0])
+    wanted = -(-CACHE // max(sum(a.nbytes for a in first), 1))
+    return [first, *(make(x) for x in vectors[1 : max(2, wanted)])]
+
+
+def compiled(n: int, cases: list[Case]) -> dict[str, list[Timed]]:
+    """The programs for vectors of n values; compiling is most of the work, and takes all cores."""
+
+    def attempt(case: Case, name: str) -> Timed | None:
+        try:
+            return Timed(case, name, n)
+        except NotImplementedError as error:
+            print(f"{case.name}: {error}")
+        except Exception as error:  # the others are worth their time all the same
+            print(f"{case.name}, {name}, {n} values: FAILED, {str(error)[:1000]}")
+        return None
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = {
+            case.name: [pool.submit(attempt, case, name) for name in case.implementations]
+            for case in cases
+        }
+    return {name: [t for f in own if (t := f.result())] for name, own in made.items()}
+
+
+def measured(mib: float, repeats: int, cases: list[Case]) -> list[dict[str, Any]]:
+    """All that run at one size, beside the copy, which comes first."""
+    n = int(mib * 2**18)
+    programs = compiled(n, cases)
+    number = max(2, min(MOST_SETS, -(-CACHE // (4 * n)))) if jax.default_backend() != "cpu" else 1
+    normal = jax.jit(lambda i: jax.random.normal(jax.random.key(i), (n,)))
+    vectors = [normal(i) for i in range(number)]
+    timed: list[Timed] = []
+    for case in cases:
+        sets = sets_of(case, vectors)
+        wanted = on_cpu(case, sets[0]) if mib <= ON_CPU else None
+        for t in programs[case.name]:
+            try:
+                found = t.check(sets[0], wanted)
+            except Exception as error:  # likewise
+                print(f"{case.name}, {t.implementation}, {mib} MiB: FAILED, {str(error)[:1000]}")
+                continue
+            wanted = found if wanted is None else wanted
+            t.sets = sets
+            timed.append(t)
+    with recorded() as kernels:
+        for t in timed:
+            t.run(repeats)
+    if jax.default_backend() != "cpu":
+        for t in timed:
+            t.take(kernels, repeats)
+    rows = [t.row(mib, timed[0].bytes / timed[0].seconds) for t in timed]
+    print("\n".join(map(shown, rows)), flush=True)
+    return rows
+
+
+def shown(row: dict[str, Any]) -> str:
+    name = f"{row['operation']:26}{row['implementation']:8}{row['mib']:7g}"
+    speed = f"{row['us']:11.1f}{row['gb_per_s']:9.1f}{row['of_copy']:8.2f}"
+    return f"{name}{speed}{row['differing']:11.1e}"
 
 
 def main() -> None:
@@ -267,26 +324,22 @@ def main() -> None:
     parser.add_argument(
         "--mib", type=several(positive), default="1,16,256", help="sizes of the float32 vector"
     )
-    parser.add_argument("--repeats", type=count, default=20, help="rounds; medians are shown")
-    parser.add_argument("--implementations", default="xla,mosaic,triton")
+    parser.add_argument("--repeats", type=count, default=20, help="calls; medians are shown")
+    parser.add_argument("--only", help="operations, with commas between them; the copy comes too")
+    parser.add_argument("--out", type=new_file, help="a file for the rows, as JSON")
     args = parser.parse_args()
-    device, rng = jax.devices()[0], np.random.default_rng()
-    print(f"jax {importlib.metadata.version('jax')}, {device.device_kind}, {args.repeats} rounds")
-    if device.platform == "cpu":
+    cases = [c for c in CASES if not args.only or c.name in ("copy", *args.only.split(","))]
+    launch_alone()
+    facts = machine()
+    print(json.dumps(facts))
+    if jax.default_backend() == "cpu":
         print(f"CPU, {len(os.sched_getaffinity(0))} cores: NOT a measurement of GPU kernels")
-    print(f"{'':20}{'':8}{'MiB':>8}{'us':>12}{'GB/s':>9}{'of copy':>9}")
+    print(f"{'':34}{'MiB':>7}{'us':>11}{'GB/s':>9}{'of copy':>8}{'differing':>11}")
+    rows = []
     for mib in args.mib:
-        timed = measured(mib, args.repeats, ["xla", *args.implementations.split(",")], rng)
-        copy = timed["copy", "xla"]
-        for (name, implementation), t in timed.items():
-            label = f"{name:20}{implementation:8}{mib:8.0f}"
-            if t is None or copy is None:
-                print(f"{label}  not on this device")
-            else:
-                seconds = t.bytes / t.speed
-                print(
-                    f"{label}{1e6 * seconds:12.1f}{t.speed / 1e9:9.2f}{t.speed / copy.speed:9.2f}"
-                )
+        rows += measured(mib, args.repeats, cases)
+        if args.out:
+            args.out.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

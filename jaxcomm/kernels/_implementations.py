@@ -3,14 +3,14 @@
 An option says which implementation runs. It is None, the name of an implementation, "measure", or a
 mapping from operations to these:
 
-    None                                             "xla"
+    None                                             the fastest where it was timed, or "xla"
     "mosaic"                                         this one, for every operation
     "measure"                                        the fastest on this device, see `_measure`
     {"integers.encode": "mosaic",
-     "select.compact": "triton"}                     one for each; "xla" for those not in it
+     "select.compact": "triton"}                     one for each; None for those not in it
 
-None will choose by a table of measurements. No GPU has been measured yet: the kernels are compiled
-for GPUs and interpreted on CPU, so None is "xla" on every device.
+None is the implementation that was the fastest on GPUs of the device's compute capability, see
+`_fastest`, where one was timed and the device can run it, and "xla" everywhere else.
 
 A named implementation never falls back to another one. An operation that lacks it, or whose device
 lacks it, raises a NotImplementedError. `check` finds the first case before anything is traced.
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxcomm.kernels import _device, _measure
+from jaxcomm.kernels import _device, _fastest, _measure
 
 OPERATIONS: dict[str, tuple[str, ...]] = {
     "bitplanes.add": ("xla", "mosaic"),
@@ -109,6 +109,11 @@ def call(
       NotImplementedError: for an implementation that does not exist, or not for this device.
     """
     name = choose(operation, option, elements)
+    if name not in (PLAIN, MEASURE) and _named(operation, option) is None:
+        try:
+            return run(name, *args)
+        except NotImplementedError:  # arguments that it does not take, such as too many messages
+            name = PLAIN
     if elements == 0:
         name = PLAIN  # kernels have no program for nothing
     if name == MEASURE:
@@ -123,10 +128,10 @@ def choose(operation: str, option: Option, elements: int) -> str:
     Raises:
       ValueError, NotImplementedError: as `call`.
     """
-    option = _pairs(option)
-    name = option if option is None or isinstance(option, str) else dict(option).get(operation)
+    name = _named(operation, option)
     if name is None:
-        return PLAIN
+        name = _fastest.fastest(operation, elements)
+        return name if name and _is_available(operation, name, elements) else PLAIN
     if name not in (MEASURE, *OPERATIONS[operation]):
         known = _listed((*OPERATIONS[operation], MEASURE))
         raise NotImplementedError(
@@ -141,6 +146,12 @@ def choose(operation: str, option: Option, elements: int) -> str:
         if name in _REQUIREMENTS:
             _REQUIREMENTS[name](operation)
     return name
+
+
+def _named(operation: str, option: Option) -> str | None:
+    """What an option says about an operation."""
+    option = _pairs(option)
+    return option if option is None or isinstance(option, str) else dict(option).get(operation)
 
 
 def _is_available(operation: str, name: str, elements: int) -> bool:

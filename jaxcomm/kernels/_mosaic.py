@@ -19,8 +19,9 @@ THREADS = 128
 VECTOR = 4  # elements that a thread loads at once, where every row begins at a multiple of 4
 WARPS, LANES = 4, 32
 
-# In newer jax the index is part of the reference, and there is a function for stores.
-_EVERYTHING = {"idx": ...} if "idx" in inspect.signature(plgpu.load).parameters else {}
+# In newer jax the index may be part of the reference, and there is a function for stores.
+_IDX = inspect.signature(plgpu.load).parameters.get("idx")
+_EVERYTHING = {"idx": ...} if _IDX and _IDX.default is inspect.Parameter.empty else {}
 
 
 def launch(

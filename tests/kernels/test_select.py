@@ -24,6 +24,22 @@ LARGE = 2**19 + 17  # enough for a sample to be taken
 CHUNK = select.CHUNK
 
 threshold_for = jax.jit(select.threshold_for, static_argnums=1)
+
+
+@partial(jax.jit, static_argnums=1)
+def sorting(x: np.ndarray, k: int) -> jax.Array:
+    """What GPUs do in place of counting, with fewer entries sorted at once than there."""
+    before, search._SORTED = search._SORTED, LARGE - 1
+    try:
+        pattern = search._by_sorting(jnp.asarray(x), k, None)
+    finally:
+        search._SORTED = before
+    return jax.lax.bitcast_convert_type(jnp.maximum(pattern, 1), jnp.float32)
+
+
+each_search = pytest.mark.parametrize(
+    "threshold_for", [threshold_for, sorting], ids=["own", "sort"]
+)
 count_at_least = jax.jit(select.count_at_least)
 compact = jax.jit(select.compact, static_argnums=2)
 
@@ -140,7 +156,8 @@ def test_any_patterns(data: st.DataObject) -> None:
     ("n", "k"),
     [(1, 1), (7, 4), (255, 255), (256, 2), (257, 1), (513, 257), (2000, 2000), (30_001, 300)],
 )
-def test_threshold_for(n: int, k: int) -> None:
+@each_search
+def test_threshold_for(threshold_for: Callable, n: int, k: int) -> None:
     for x in samples(n, n):
         t = threshold_for(x, k)
         assert t.dtype == jnp.float32 and t.shape == ()
@@ -155,14 +172,16 @@ def test_the_sample_sees_all_columns_of_a_matrix() -> None:
     x = x.astype(np.float32).reshape(-1)
     sample, share = x[:: search._stride(x.size)], 0.01
     spread = 4 * math.sqrt(len(sample) * share * (1 - share)) + 2
-    low, high = search._between(search.patterns_of(sample), share * len(sample), spread)
+    patterns, rank = search.patterns_of(sample), share * len(sample)
+    low, high = search._between(search._digits, patterns, rank, spread)
     assert low <= bits_of(kth(x, x.size // 100)) <= high
 
 
 @pytest.mark.parametrize(
     "k", [1, LARGE // 100, LARGE]
 )  # a sample bounds it from below, both, above
-def test_threshold_for_large(k: int) -> None:
+@each_search
+def test_threshold_for_large(threshold_for: Callable, k: int) -> None:
     # The sample, every third entry, sees nothing of what is large, and nothing of what is small.
     rng = np.random.default_rng(0)
     low, high = rng.standard_normal((2, LARGE)).astype(np.float32)

@@ -155,7 +155,8 @@ class SparseAllReduce:
 
     def threshold_for(self, x: jax.Array, k: int) -> jax.Array:
         """The k-th largest magnitude, but never one that XLA may treat as zero."""
-        return jnp.maximum(select.threshold_for(x, k), SMALLEST)
+        exact = select.threshold_for(x, k, implementation=self.implementation)
+        return jnp.maximum(exact, SMALLEST)
 
     def is_off(self, count: jax.Array, k: int) -> jax.Array:
         """Whether a threshold with `count` values above it is beyond the tolerance."""
