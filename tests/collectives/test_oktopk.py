@@ -2,7 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -142,3 +144,18 @@ def test_a_threshold_far_off_is_found_anew(make_mesh: MakeMesh, factor: float) -
     tight = dataclasses.replace(waiting, slack=1.4)
     outcome, _ = exchanged(factor * x, mesh, tight, 1, first)
     assert ((outcome.selected == K) == (factor > 1)).all()
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.98, 1.0, 1.5])
+@pytest.mark.parametrize("step", [0, 5])
+def test_gpus_find_what_cpus_find(step: int, factor: float) -> None:
+    """They decide by one branch, in place of a loop, whether a threshold is of use."""
+    x = np.random.default_rng(1).standard_normal(5000).astype(np.float32)
+    ties = x.copy()
+    ties[::7] = 2.5  # more than there is room for
+    method, exact = sparse.oktopk(), np.sort(np.abs(x))[-50]
+    due = jnp.bool_(step % method.recompute_every == 0)
+    ways = [jax.jit(partial(way, 50, 70)) for way in (method._in_a_loop, method._in_a_branch)]
+    for values in (x, ties):
+        loop, branch = (way(values, jnp.float32(factor * exact), due) for way in ways)
+        jax.tree.map(np.testing.assert_array_equal, loop, branch)

@@ -348,3 +348,15 @@ def test_a_named_implementation_never_falls_back() -> None:
         mosaic(jnp.zeros(4), jnp.float32(1))
     with pytest.raises(ValueError, match=r"1 to 2\^31 - 256 elements"):
         jax.eval_shape(mosaic, jax.ShapeDtypeStruct((2**31,), jnp.float32), jnp.float32(1))
+
+
+def test_what_is_taken_from_a_list_is_what_is_taken_from_the_vector() -> None:
+    """As where the largest sums are searched for: in zeros, in ties, and with room to spare."""
+    for x in samples(2000, 2000):
+        listed = compact(x, np.float32(np.finfo(np.float32).tiny), 2000)
+        for k in (1, 300, 2000):
+            threshold = np.maximum(kth(np.asarray(listed.values), k), np.finfo(np.float32).tiny)
+            found = jax.jit(select.narrow, static_argnums=(2, 3))(listed, threshold, k, x.size)
+            wanted = compact(x, threshold, k, k)
+            for a, b in zip(found, wanted, strict=True):
+                np.testing.assert_array_equal(a, b)

@@ -11,6 +11,7 @@ and is added to its next gradient.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, ClassVar, NamedTuple
 
@@ -119,6 +120,27 @@ class SparseAllReduce:
         k = self.k(x.size)
         if self.recompute_every == 1:
             return self.largest(x, k, capacity)
+        is_due = step % self.recompute_every == 0
+        ways = {"cpu": self._in_a_loop, "default": self._in_a_branch}
+        search = {name: functools.partial(way, k, capacity) for name, way in ways.items()}
+        return jax.lax.platform_dependent(x, last, is_due, **search)
+
+    def _in_a_branch(
+        self, k: int, capacity: int, x: jax.Array, last: jax.Array, is_due: jax.Array
+    ) -> tuple[select.Selected, jax.Array]:
+        """`about_k` on GPUs.
+
+        For every decision of a loop or a branch the host waits for the device, longer than a pass
+        over x takes. So there is one, and a first round that may be in vain.
+        """
+        found = self.compact(x, last, capacity)
+        is_bad = is_due | self._is_bad(found, k)
+        return jax.lax.cond(is_bad, lambda: self.largest(x, k, capacity), lambda: (found, last))
+
+    def _in_a_loop(
+        self, k: int, capacity: int, x: jax.Array, last: jax.Array, is_due: jax.Array
+    ) -> tuple[select.Selected, jax.Array]:
+        """`about_k` on CPUs: a second round is rare, and as a loop both are compiled once."""
 
         class Try(NamedTuple):
             is_exact: jax.Array
@@ -126,7 +148,6 @@ class SparseAllReduce:
             found: select.Selected
             is_good: jax.Array
 
-        # A second round is rare. As a loop, both rounds are compiled once.
         def attempt(before: Try) -> Try:
             # XLA would compute the magnitudes ahead of the loop, and store all of them.
             mine, last = jax.lax.optimization_barrier((x, before.threshold))
@@ -135,18 +156,21 @@ class SparseAllReduce:
             )
             most = jnp.where(before.is_exact, k, x.size)
             found = self.compact(mine, threshold, capacity, most)
-            is_off = self.is_off(found.count, k) | (found.count > capacity)
-            return Try(jnp.bool_(True), threshold, found, before.is_exact | ~is_off)
+            is_good = before.is_exact | ~self._is_bad(found, k)
+            return Try(jnp.bool_(True), threshold, found, is_good)
 
         nothing = jax.tree.map(
             lambda s: jnp.zeros(s.shape, s.dtype),
             jax.eval_shape(lambda: self.compact(x, last, capacity)),
         )
-        is_due = step % self.recompute_every == 0
         done = jax.lax.while_loop(
             lambda tried: ~tried.is_good, attempt, Try(is_due, last, nothing, jnp.bool_(False))
         )
         return done.found, done.threshold
+
+    def _is_bad(self, found: select.Selected, k: int) -> jax.Array:
+        """Whether a re-used threshold is off, or lets pass more than there is room for."""
+        return self.is_off(found.count, k) | (found.count > found.values.size)
 
     def largest(self, x: jax.Array, k: int, capacity: int) -> tuple[select.Selected, jax.Array]:
         """The k largest values, of equal ones the first, and the threshold that they reach."""

@@ -89,11 +89,10 @@ class OkTopk(SparseAllReduce):
 
     def _largest_sums(self, sums: jax.Array, filled: int, share: int) -> select.Selected:
         """The largest of an owner's sums, of which at most `filled` are not zero."""
-        # Searching in a list of those that are not zero saves most passes over all sums. They are
-        # taken from the sums themselves: what is taken from a list is in another order of places.
+        # Searching in a list of those that are not zero saves most passes over all sums.
         listed = self.compact(sums, jnp.float32(SMALLEST), filled)
         share = min(filled, share)
-        return self.compact(sums, self.threshold_for(listed.values, share), share, share)
+        return select.narrow(listed, self.threshold_for(listed.values, share), share, sums.size)
 
 
 def oktopk(

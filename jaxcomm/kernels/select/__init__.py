@@ -7,7 +7,7 @@ never zeros or NaN.
 kernels in Mosaic for counting and in Triton for compaction. `selection` chooses.
 """
 
-from jaxcomm.kernels.select.compaction import Selected
+from jaxcomm.kernels.select.compaction import Selected, narrow
 from jaxcomm.kernels.select.magnitudes import CHUNK
 from jaxcomm.kernels.select.selection import MOST, compact, count_at_least
 from jaxcomm.kernels.select.threshold import threshold_for
@@ -18,5 +18,6 @@ __all__ = [
     "Selected",
     "compact",
     "count_at_least",
+    "narrow",
     "threshold_for",
 ]

@@ -17,6 +17,7 @@ from jaxcomm.kernels.select.magnitudes import (
     PAST_INFINITY,
     bit_with_rank,
     lowest_for,
+    patterns_of,
     words_in,
 )
 
@@ -55,6 +56,30 @@ def compact_band(x: jax.Array, low: jax.Array, past: jax.Array, capacity: int) -
     """Compacts the entries whose bit patterns are at least `low` and below `past`."""
     words = _words_in(x, low, past)
     return _compact_words(x, words, _count_before(words), capacity)
+
+
+def narrow(found: Selected, threshold: jax.Array, most: int, n: int) -> Selected:
+    """Of all entries of a vector, the ones that `compact` would take from it.
+
+    Args:
+      found: every entry of the vector that is not zero, as `compact` has found them.
+      threshold: float32 scalar, positive.
+      most: how many entries are selected at most, not fewer than are above the threshold; of those
+        that tie at it, the last are then not selected.
+      n: the length of the vector.
+
+    Returns:
+      `Selected` with arrays of `(most,)`, in the order of `found`.
+    """
+    low, patterns = lowest_for(threshold), patterns_of(found.values)
+    above, ties = patterns > low, patterns == low
+    room = most - jnp.sum(above, dtype=jnp.int32)
+    kept = above | (ties & (reductions.running_sum(ties.astype(jnp.int32)) <= room))
+    last = reductions.running_sum(kept.astype(jnp.int32))
+    slot = jnp.where(kept, last - 1, most)
+    values = jnp.zeros(most, jnp.float32).at[slot].set(found.values, mode="drop")
+    indices = jnp.full(most, n, jnp.int32).at[slot].set(found.indices, mode="drop")
+    return Selected(values, indices, last[-1])
 
 
 def _words_in(x: jax.Array, low: jax.Array, past: jax.Array) -> jax.Array:
