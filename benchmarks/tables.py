@@ -2,8 +2,9 @@
 
     python -m benchmarks.tables [--check]
 
-A table stands between `<!-- table NAME -->` and `<!-- end -->`, and is replaced. `--check` writes
-nothing, and fails if a table is not what the results say.
+A table stands between `<!-- table NAME -->` and `<!-- end -->`, and is replaced. So is the file
+that says which implementation was the fastest. `--check` writes nothing, and fails if a table or
+this file is not what the results say.
 """
 
 import argparse
@@ -16,15 +17,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import digits, planner, plots, take
+from benchmarks import digits, on_gpu, planner, plots, take
 from benchmarks.arguments import existing_file
 from benchmarks.pareto import results as front
+from jaxcomm.kernels._fastest import FILE as FASTEST
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [
     ROOT / "README.md",
-    *(ROOT / "docs" / name for name in ("choose.md", "measurements.md", "networks.md")),
+    *(
+        ROOT / "docs" / name
+        for name in ("choose.md", "kernels.md", "measurements.md", "networks.md")
+    ),
 ]
 Lines = list[str]
 PLANNER = str(RESULTS / "planner.json")
@@ -317,6 +322,8 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "take": what_to_take,
     "digits": lambda: table(*digits.alike()),
     "digits_by_label": lambda: table_or(*digits.by_label(), "None of these runs is kept yet."),
+    "gpu_kernels": lambda: table(*on_gpu.kernels()),
+    "gpu_steps": lambda: table(*on_gpu.steps()),
     "overlap_cpu": overlap_cpu,
     "simulated": simulated,
     "planner": lambda: table(*planner.errors_table(planned())),
@@ -370,6 +377,12 @@ def main() -> int:
         for name, draw in PLOTS.items():
             if name in new and not args.check:
                 draw(RESULTS / name)
+    fastest = on_gpu.fastest()
+    if args.check and FASTEST.read_text() != fastest:
+        wrong += 1
+        print(f"{FASTEST.name} is not what the results say: run python -m benchmarks.tables")
+    if not args.check:
+        FASTEST.write_text(fastest)
     return int(wrong > 0) if args.check else 0
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcomm.codecs._block_scaled import BlockScaled, in_units_of_largest
 from jaxcomm.kernels import reductions
@@ -56,7 +57,9 @@ class Int2(BlockScaled):
         is_far = magnitudes >= middle[..., None]
         fitted = reductions.total(jnp.where(is_far, 3 * magnitudes, magnitudes))
         far = reductions.total(is_far.astype(jnp.float32))
-        scale = 3 * largest * (fitted / (size + 8 * far))
+        # A little less, so that rounding errors of the sums do not carry a unit of 16 bits, as that
+        # of a decoded block, up to the next: units are rounded up.
+        scale = 3 * largest * (fitted / (size + 8 * far)) * np.float32(1 - 2.0**-20)
         unit, _ = layout.unit_and_factor(reductions.largest(blocks), scale, self.most)
         # 0, 1, 2, 3 for -3, -1, 1, 3.
         codes = jnp.where(parts >= 0, 2 + is_far.astype(jnp.uint8), 1 - is_far.astype(jnp.uint8))

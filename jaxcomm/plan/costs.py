@@ -171,16 +171,15 @@ def defaults(device: str) -> Costs:
     return DEFAULTS[device]
 
 
-def _passes(**bytes_of: float) -> dict[str, tuple[float, float]]:
-    """Seconds of a value, for the bytes of memory that its methods read and write."""
-    return {family: (count / _MEMORY, count / _MEMORY) for family, count in bytes_of.items()}
+def _picoseconds(**of: float) -> dict[str, tuple[float, float]]:
+    return {family: (1e-12 * each, 1e-12 * each) for family, each in of.items()}
 
 
 # CPU, on two cores of a current x86 server: codes by `python -m jaxcomm.probe --simulate=2`,
-# medians of three runs; messages as between the four processes of `benchmarks.planner`. GPU:
-# counted, not measured: bytes that the methods read and write of a memory of 2 TB/s, tens of
-# microseconds for a message over TCP, and 400 GB/s within a machine, or less if the file says so.
-_MEMORY = 2e12
+# medians of three runs; messages as between the four processes of `benchmarks.planner`. GPU: codes
+# as an H100 took them in steps on a mesh of one (`python -m benchmarks.gpu_steps`), fp8 as int8 and
+# int2 as int4; messages counted, not measured: tens of microseconds for one over TCP, and 400 GB/s
+# within a machine, or less if the file says so.
 DEFAULTS = {
     "cpu": Costs(
         source="defaults for a CPU, not measured here",
@@ -222,19 +221,20 @@ DEFAULTS = {
         stripes=True,
         overlap=True,
         call=5e-5,
-        local=_passes(
-            float32=8,
-            bfloat16=16,
-            float16=16,
-            int8=24,
-            fp8_e4m3=24,
-            cnat=20,
-            int4=40,
-            int2=40,
-            scaled_sign=40,
-            vote=14,
-            **dict.fromkeys(("oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussiank"), 80),
-            **dict.fromkeys(("powersgd1", "powersgd2", "powersgd4"), 28),
+        local=_picoseconds(
+            float32=1.7,
+            bfloat16=4.4,
+            float16=4.4,
+            int8=5.1,
+            fp8_e4m3=5.1,
+            cnat=11,
+            int4=14,
+            int2=14,
+            scaled_sign=15,
+            vote=4.4,
+            oktopk=280,
+            **dict.fromkeys(("topk_allgather", "topk_dsa", "gtopk", "gaussiank"), 170),
+            **dict.fromkeys(("powersgd1", "powersgd2", "powersgd4"), 42),
         ),
     ),
 }

@@ -84,7 +84,7 @@ def test_machines_of_gpus(tmp_path: Path) -> None:
         found = plan.plan(made, load)
         row = found.float32
         assert row.exchange - row.latency - row.local == pytest.approx(seconds / 0.93, rel=0.05)
-        assert found.headline.startswith("Do not compress: float32; 98")
+        assert found.headline.startswith("Do not compress: float32; 99")
         assert row.error is None and row.as_json()["interval_ms"] is None
         assert all(" ? " in line for line in found.lines()[4:])
     assert "links of 400,000 to 3,600,000 Mbit/s" in found.lines()[2]

@@ -1,0 +1,93 @@
+"""What was measured on a GPU, as tables, and as the choice of implementations that follows from it.
+
+`python -m benchmarks.tables` uses it. The results are of `python -m benchmarks.kernels` and of
+`python -m benchmarks.gpu_steps`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from jaxcomm.kernels._implementations import OPERATIONS, PLAIN
+
+RESULTS = Path(__file__).parent / "results"
+MEASURED = {"9.0": RESULTS / "kernels_h100.json"}
+SIZES = (1, 16, 256, 1024)
+# Of the plain version's time: XLA fuses that one with what is around it.
+MARGIN = 0.95
+STEPS = {
+    "none": "no exchange",
+    "float32": "float32 mean",
+    "bfloat16": "bfloat16 mean",
+    "int8": "int8 mean",
+    "vote": "vote",
+    "cnat": "natural compression",
+    "int4": "int4 with feedback",
+    "scaled_sign": "scaled signs with feedback",
+    "low_rank": "low rank, 4",
+    "one_bit_adam": "1-bit Adam",
+    "gaussiank": "Gaussiank, 1 %",
+    "topk_allgather": "TopkA, 1 %",
+    "oktopk": "Ok-Topk, 1 %",
+}
+
+Times = dict[tuple[str, str], dict[float, dict[str, Any]]]
+
+
+def read(path: Path) -> Times:
+    """(operation, implementation) -> MiB -> row."""
+    found: Times = {}
+    for row in json.loads(path.read_text())["rows"]:
+        found.setdefault((row["operation"], row["implementation"]), {})[row["mib"]] = row
+    return found
+
+
+def fastest() -> str:
+    """The text of `jaxcomm/kernels/fastest.json`."""
+    chosen: dict[str, dict[str, list[tuple[int, str]]]] = {}
+    for capability, path in MEASURED.items():
+        times, of_device = read(path), chosen.setdefault(capability, {})
+        for operation, names in sorted(OPERATIONS.items()):
+            plain = times[operation, PLAIN]
+            rows = [(int(mib * 2**18), _best(times, operation, names, mib)) for mib in plain]
+            of_device[operation] = sorted(rows)
+    return json.dumps(chosen, indent=1) + "\n"
+
+
+def _best(times: Times, operation: str, names: tuple[str, ...], mib: float) -> str:
+    us = {name: times[operation, name][mib]["us"] for name in names}
+    best = min(us, key=lambda name: us[name])
+    return best if us[best] <= MARGIN * us[PLAIN] else PLAIN
+
+
+def kernels() -> tuple[list[str], list[list[str]]]:
+    """Of each operation and implementation: GB/s at the largest sizes, and the shares of a copy."""
+    rows = []
+    for (operation, name), at in read(MEASURED["9.0"]).items():
+        if operation in OPERATIONS or name == PLAIN:
+            of_copy = [f"{at[mib]['of_copy']:.2f}" if mib in at else "" for mib in SIZES]
+            gb = f"{at[256]['gb_per_s']:.0f}" if 256 in at else ""
+            rows.append([f"`{operation}`", name, *of_copy, gb])
+    return ["", "", *(f"{mib} MiB" for mib in SIZES), "GB/s at 256 MiB"], rows
+
+
+def steps() -> tuple[list[str], list[list[str]]]:
+    """What a method adds to a step, in per cent of it: its time, and that of its kernels."""
+    found = json.loads((RESULTS / "gpu_steps_h100.json").read_text())
+    rows = []
+    for method, name in STEPS.items():
+        cells = []
+        for model in ("resnet50", "transformer"):
+            row = next((row for row in found[model] if row["method"] == method), None)
+            cells += _shares(row)
+        rows.append([name, *cells])
+    heads = ["ResNet-50", "its kernels", "transformer", "its kernels"]
+    return ["", *heads], rows
+
+
+def _shares(row: dict[str, Any] | None) -> list[str]:
+    if row is None:
+        return ["", ""]
+    if row["method"] == "none":
+        return [f"{row['ms']:.1f} ms", f"{row['kernels_ms']:.1f} ms"]
+    return [f"{100 * row['over_none']:+.1f} %", f"{100 * row['exchange_share']:+.1f} %"]
