@@ -84,8 +84,8 @@ def votes(x: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(jax.random.bits(jax.random.key(i), (words,)) for i in range(6))
 
 
-def added(*planes: jax.Array, implementation: str) -> Any:
-    return bitplanes.add(planes[:3], planes[3:], 4, implementation=implementation)
+def added(*planes: jax.Array) -> Any:
+    return bitplanes.add(planes[:3], planes[3:], 4)
 
 
 def keyed(encode: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,8 +102,8 @@ def int8_encoded(x: jax.Array, **options: Any) -> jax.Array:
     return integers.encode(x, levels=127, size=256, **options)
 
 
-def int8_sum(payloads: jax.Array, **options: Any) -> jax.Array:
-    return integers.decode_and_sum(payloads, payloads.shape[1] * 64 // 65, 127, 256, **options)
+def int8_sum(payloads: jax.Array) -> jax.Array:
+    return integers.decode_and_sum(payloads, payloads.shape[1] * 64 // 65, 127, 256)
 
 
 def nine_bits_sum(payloads: jax.Array, **options: Any) -> jax.Array:
@@ -126,14 +126,14 @@ def compacted(x: jax.Array, threshold: jax.Array, implementation: str) -> Any:
 OPERATIONS = (
     # Of a plain copy XLA may make nothing; a changed sign has to be written.
     Case("copy", lambda x: -x, itself),
-    Case("bitplanes.add", added, votes, "mosaic"),
+    Case("bitplanes.add", added, votes),
     Case("integers.encode", int8_encoded, itself, "mosaic"),
     Case("integers.encode, random", keyed(int8_encoded), itself, "mosaic"),
-    Case("integers.decode_and_sum", int8_sum, payloads(int8_encoded), "mosaic"),
+    Case("integers.decode_and_sum", int8_sum, payloads(int8_encoded)),
     Case("nine_bits.encode", nine_bits.encode, itself, "mosaic"),
     Case("nine_bits.encode, random", keyed(nine_bits.encode), itself, "mosaic"),
     Case("nine_bits.decode_and_sum", nine_bits_sum, payloads(nine_bits.encode), "mosaic"),
-    Case("select.count_at_least", select.count_at_least, selectable, "mosaic"),
+    Case("select.count_at_least", select.count_at_least, selectable),
     Case("select.compact", compacted, selectable, "triton"),
     Case("select.threshold_for", lambda x: select.threshold_for(x, x.size // SHARE), itself),
     Case("random_bits", lambda x: random_bits(jax.random.key(KEY), x.shape[:1]), only_length),

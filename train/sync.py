@@ -109,7 +109,6 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
             "bucket_mib",
             "bucket_order",
             "seed",
-            "implementation",
         ),
     ),
     "factored_adam": (

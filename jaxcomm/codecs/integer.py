@@ -50,8 +50,8 @@ class Integer(Codec):
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """Those of messages of integers."""
-        return ("integers.encode", "integers.decode_and_sum")
+        """The encoding of messages of integers."""
+        return ("integers.encode",)
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to uint8 `(..., m)`, codes before units."""
@@ -64,10 +64,7 @@ class Integer(Codec):
 
     def decode_and_sum(self, payloads: jax.Array, n: int) -> jax.Array:
         """uint8 `(N, m)` to float32 `(n,)`."""
-        option = self.implementation
-        return integers.decode_and_sum(
-            payloads, n, self.levels, self.block_size, implementation=option
-        )
+        return integers.decode_and_sum(payloads, n, self.levels, self.block_size)
 
     def message_bytes(self, n: int) -> int:
         """The bytes of 8 or 4 bits a value, and 4 ceil(n / block_size) of units."""

@@ -24,13 +24,10 @@ import numpy as np
 from jaxcomm.kernels import _device, _fastest, _measure
 
 OPERATIONS: dict[str, tuple[str, ...]] = {
-    "bitplanes.add": ("xla", "mosaic"),
-    "integers.decode_and_sum": ("xla", "mosaic"),
     "integers.encode": ("xla", "mosaic"),
     "nine_bits.decode_and_sum": ("xla", "mosaic"),
     "nine_bits.encode": ("xla", "mosaic"),
     "select.compact": ("xla", "triton"),
-    "select.count_at_least": ("xla", "mosaic"),
 }
 PLAIN, MEASURE = "xla", "measure"  # every operation has these two
 MOST_ELEMENTS = 2**31 - 1  # kernels index in int32

@@ -60,40 +60,6 @@ def launch(
     )(*inputs)
 
 
-def over_columns(
-    body: Callable[..., None],
-    inputs: Sequence[jax.Array],
-    outputs: Sequence[tuple[int, Any]],
-    width: int,
-    columns: int,
-    *,
-    interpret: Any = None,
-) -> list[jax.Array]:
-    """Runs a kernel on slices of columns.
-
-    Args:
-      body: takes a function from a row to the slice of that row in a flat array, then references to
-        all inputs and outputs in global memory.
-      inputs: flat arrays of 4 bytes an element, whose rows begin at multiples of the width.
-      outputs: length and dtype of each output, which is flat too.
-      width: the elements from the beginning of a row to that of the next.
-      columns: the number of columns that are visited, at least THREADS.
-      interpret: as in `launch`.
-
-    Returns:
-      The outputs. The last columns may be computed twice, so a body must not update in place.
-    """
-    wide = width % VECTOR == columns % VECTOR == 0 and columns >= VECTOR * THREADS
-    lanes = VECTOR * THREADS if wide else THREADS
-
-    def on_slice(program: jax.Array, *refs: Any) -> None:
-        start = jnp.minimum(program * lanes, columns - lanes)
-        body(lambda row: pl.ds(row * width + start, lanes), *refs)
-
-    shapes = [jax.ShapeDtypeStruct((length,), dtype) for length, dtype in outputs]
-    return launch(on_slice, inputs, shapes, -(-columns // lanes), interpret=interpret)
-
-
 def widened(x: jax.Array, rows: int, width: int) -> jax.Array:
     """Pads each row of a flat array, whose last row may be short, to at least THREADS columns."""
     whole = jnp.pad(x, (0, rows * width - x.size)).reshape(rows, width)
@@ -129,18 +95,18 @@ def rows_layout(lanes: int, vector: int) -> tuple[int, Any]:
     return rows, layout
 
 
-def line(vector: int = 1) -> Any:
-    """The layout of `(columns,)`: neighbouring threads hold neighbouring vectors.
+def line() -> Any:
+    """The layout of `(columns,)`: neighbouring threads hold neighbouring elements.
 
-    The columns are a multiple of `THREADS * vector`.
+    The columns are a multiple of THREADS.
     """
-    tiles = ((THREADS * vector,), (LANES * vector,), (vector,))
+    tiles = ((THREADS,), (LANES,), (1,))
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
 
 
-def load(ref: Any, start: Any, size: int, layout: Any = None) -> jax.Array:
-    """Loads `(size,)` from a flat array, beginning at `start`; the default layout is `line()`."""
-    return _load(ref.at[pl.ds(start, size)], layout or line())
+def load(ref: Any, start: Any, size: int) -> jax.Array:
+    """Loads `(size,)` from a flat array, beginning at `start`; its layout is `line()`."""
+    return _load(ref.at[pl.ds(start, size)], line())
 
 
 def store(ref: Any, start: Any, value: jax.Array) -> None:
@@ -173,16 +139,14 @@ class Rows:
         return [_load(rows.at[:, i], layout) for i in range(self.shape[1])]
 
     def store(self, *parts: jax.Array) -> None:
-        """Stores all columns: neighbouring parts `(rows, columns)` or single columns `(rows,)`."""
+        """Stores all columns, at once as `(rows, columns)` or one by one as `(rows,)` each."""
         if self.interpreted:
             parts = tuple(part.reshape(self.shape[0], -1) for part in parts)
             self.flat[...] = jnp.concatenate(parts, axis=1).reshape(-1)
             return
-        rows, start = self.flat.reshape(*self.shape), 0
-        for part in parts:
-            size = 1 if part.ndim == 1 else part.shape[1]
-            _store(rows.at[:, start if part.ndim == 1 else pl.ds(start, size)], part)
-            start += size
+        rows = self.flat.reshape(*self.shape)
+        for i, part in enumerate(parts):
+            _store(rows if part.ndim == 2 else rows.at[:, i], part)
 
 
 def _load(ref: Any, layout: Any) -> jax.Array:

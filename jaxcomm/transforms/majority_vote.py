@@ -15,7 +15,7 @@ from jaxcomm._numbers import check_seed
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import Default
 from jaxcomm.collectives.reductions import Majority, check_majority
-from jaxcomm.kernels import _implementations, bitplanes
+from jaxcomm.kernels import bitplanes
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
     Bucket,
@@ -69,7 +69,6 @@ def majority_vote(
     exempt: Exempt = (),
     bucket_mib: float = 16.0,
     bucket_order: Sequence[str] | None = None,
-    implementation: _implementations.Option = None,
 ) -> optax.GradientTransformation:
     """Replaces local gradients by the signs on which most devices agree.
 
@@ -112,7 +111,6 @@ def majority_vote(
         so the default is larger than that of `jaxcomm.mean`.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
-      implementation: which version of a kernel runs where there are several, as in `jaxcomm.mean`.
 
     Returns:
       A transformation used as `jaxcomm.mean` is. Its updates are +1, -1 or 0, or with error
@@ -148,7 +146,6 @@ def majority_vote(
     _check(ties, zeros, seed, error_feedback)
     chosen = Default("votes") if algorithm is None else _known(algorithm)
     limit = bytes_of(bucket_mib)
-    option = _implementations.check(implementation, Majority.operations, "majority_vote")
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -173,7 +170,7 @@ def majority_vote(
             scales = {("scale", i): _mean_magnitude(x) for i, x in ballots.items()}
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, None]:
-            reduction = Majority(ties, zeros, key_of(tie_key, layout, buckets[number]), option)
+            reduction = Majority(ties, zeros, key_of(tie_key, layout, buckets[number]))
             return collectives.all_reduce(joined(parts), axis_name, reduction, chosen), None
 
         done = exchange_buckets(
@@ -208,7 +205,7 @@ def majority_vote(
         )
         return treedef.unflatten(votes), MajorityVoteState(state.layout, state.step + 1, residual)
 
-    reduction = None if error_feedback else Majority(ties, zeros, None, option)
+    reduction = None if error_feedback else Majority(ties, zeros, None)
     scheme = Scheme(axis_name, reduction, chosen, seed, limit, tuple(bucket_order or ()), True)
     return exchange(init_fn, update_fn, scheme, exempt)
 

@@ -331,9 +331,13 @@ def test_the_option_reaches_the_kernels_of_a_codec(case: Case) -> None:
     assert codec == case.codec and codec.implementation == "mosaic"
     x = jnp.zeros(8)
     payloads = jax.eval_shape(case.codec.encode, x[None], KEY)
-    for call in (lambda: codec.encode(x, KEY), lambda: codec.decode_and_sum(payloads, 8)):
+    calls = {
+        "encode": lambda: codec.encode(x, KEY),
+        "decode_and_sum": lambda: codec.decode_and_sum(payloads, 8),
+    }
+    for operation in codec.operations:
         with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
-            call()
+            calls[operation.partition(".")[2]]()
     one = dataclasses.replace(codec, implementation=((codec.operations[0], "xla"),))
     assert hash(one) == hash(case.codec)
     jax.eval_shape(one.encode, x, KEY)

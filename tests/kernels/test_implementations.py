@@ -10,7 +10,7 @@ import pytest
 from jaxcomm.kernels import _implementations
 from jaxcomm.kernels._implementations import OPERATIONS, check, choose
 
-SELECTION = ("select.count_at_least", "select.compact")
+BOTH = ("integers.encode", "select.compact")  # in Mosaic, and in Triton
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_a_mapping_holds_for_the_operations_in_it(hopper: None) -> None:
     for same in (option, tuple(option.items())):
         assert choose("select.compact", same, 1) == "triton"
         assert choose("integers.encode", same, 1) == "xla"
-        assert choose("bitplanes.add", same, 1) == "xla"
+        assert choose("nine_bits.encode", same, 1) == choose("nine_bits.encode", None, 1)
 
 
 @pytest.mark.parametrize("name", ["triton", "cuda"])
@@ -52,17 +52,18 @@ def test_a_name_that_the_device_lacks_is_refused() -> None:
 
 
 def test_indices_of_32_bits_reach_all_elements() -> None:
-    with pytest.raises(ValueError, match=r"bitplanes.add: .* at most 2\^31 - 1 elements, got 2147"):
-        choose("bitplanes.add", "mosaic", 2**31)
-    assert choose("bitplanes.add", "xla", 2**31) == "xla"
+    message = r"nine_bits.encode: .* at most 2\^31 - 1 elements, got 2147"
+    with pytest.raises(ValueError, match=message):
+        choose("nine_bits.encode", "mosaic", 2**31)
+    assert choose("nine_bits.encode", "xla", 2**31) == "xla"
 
 
 def test_check_returns_what_can_be_hashed() -> None:
     assert check(None, (), "bfloat16") is None
     assert check("mosaic", ("integers.encode",), "int8") == "mosaic"
-    option = check({"select.count_at_least": "mosaic", "select.compact": None}, SELECTION, "oktopk")
-    assert option == (("select.compact", None), ("select.count_at_least", "mosaic"))
-    assert hash(option) and check(option, SELECTION, "oktopk") == option
+    option = check({"select.compact": None, "integers.encode": "mosaic"}, BOTH, "a method")
+    assert option == (("integers.encode", "mosaic"), ("select.compact", None))
+    assert hash(option) and check(option, BOTH, "a method") == option
 
 
 @pytest.mark.parametrize(
@@ -72,20 +73,24 @@ def test_check_returns_what_can_be_hashed() -> None:
         ("cuda", ValueError, 'unknown implementation \'cuda\'; choose one of "xla", "mosaic"'),
         ({"select.compact": "cuda"}, ValueError, "unknown implementation 'cuda'"),
         ({"select.compress": "xla"}, ValueError, "unknown operation 'select.compress'; the known"),
-        ({"bitplanes.add": "xla"}, ValueError, '"bitplanes.add", which oktopk does not use; its'),
+        (
+            {"nine_bits.encode": "xla"},
+            ValueError,
+            '"nine_bits.encode", which a method does not use; its',
+        ),
         (
             "mosaic",
             ValueError,
-            r"oktopk: select.compact has no implementation 'mosaic'. .*"
+            r"a method: select.compact has no implementation 'mosaic'. .*"
             r'select.compact has "xla", "triton". Name one for each: implementation='
-            r'\{"select.count_at_least": "mosaic", "select.compact": "xla"\}',
+            r'\{"integers.encode": "mosaic", "select.compact": "xla"\}',
         ),
         ({"select.compact": "mosaic"}, ValueError, "select.compact has no implementation 'mosaic'"),
     ],
 )
 def test_check_says_what_is_wrong(option: Any, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
-        check(option, SELECTION, "oktopk")
+        check(option, BOTH, "a method")
 
 
 @pytest.mark.parametrize("option", [None, "xla", "measure"])
@@ -93,7 +98,7 @@ def test_what_every_method_has_is_always_right(option: Any) -> None:
     assert check(option, (), "bfloat16") == option
 
 
-@pytest.mark.parametrize("option", ["mosaic", {"bitplanes.add": "xla"}])
+@pytest.mark.parametrize("option", ["mosaic", {"nine_bits.encode": "xla"}])
 def test_a_method_without_kernels_takes_no_other_option(option: Any) -> None:
     with pytest.raises(ValueError, match="bfloat16 has only the plain version; leave out"):
         check(option, (), "bfloat16")
@@ -115,5 +120,5 @@ def test_the_table_and_the_kernels_agree(operation: str) -> None:
 
 
 def test_nothing_runs_as_the_plain_version() -> None:
-    ran = _implementations.call("bitplanes.add", "measure", lambda name: name, (), elements=0)
+    ran = _implementations.call("nine_bits.encode", "measure", lambda name: name, (), elements=0)
     assert ran == "xla"

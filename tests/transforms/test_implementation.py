@@ -17,15 +17,15 @@ Method = Callable[..., optax.GradientTransformation]
 METHODS: dict[str, tuple[Method, set[str]]] = {
     "int8": (
         lambda **option: jaxcomm.mean("data", "int8", **option),
-        {"integers.encode", "integers.decode_and_sum"},
+        {"integers.encode"},
     ),
     "int8, then float32": (
         lambda **option: jaxcomm.mean("data", "int8", second_hop="float32", **option),
-        {"integers.encode", "integers.decode_and_sum"},
+        {"integers.encode"},
     ),
     "random_k of int4": (
         lambda **o: jaxcomm.mean("data", codecs.random_k(0.5, codecs.int4()), **o),
-        {"integers.encode", "integers.decode_and_sum"},
+        {"integers.encode"},
     ),
     "cnat in 9 bits": (
         lambda **option: jaxcomm.mean("data", codecs.cnat("all"), **option),
@@ -33,12 +33,11 @@ METHODS: dict[str, tuple[Method, set[str]]] = {
     ),
     "low rank in int8": (
         lambda **option: jaxcomm.low_rank_mean("data", 1, "int8", **option),
-        {"integers.encode", "integers.decode_and_sum"},
+        {"integers.encode"},
     ),
-    "vote": (lambda **option: jaxcomm.majority_vote("data", **option), {"bitplanes.add"}),
     "gaussiank": (
         lambda **option: jaxcomm.sparse_mean("data", algorithm="gaussiank", **option),
-        {"select.compact", "select.count_at_least"},
+        {"select.compact"},
     ),
     "Ok-Topk": (
         lambda **option: jaxcomm.sparse_mean("data", **option),
@@ -73,8 +72,8 @@ def test_the_option_reaches_the_kernels(name: str, make_mesh: Any, monkeypatch: 
 
 
 def test_one_for_each_operation(make_mesh: Any, monkeypatch: Any) -> None:
-    chosen = {"select.compact": "triton", "select.count_at_least": "mosaic"}
-    tx = jaxcomm.sparse_mean("data", algorithm="gaussiank", implementation=chosen)
+    chosen = {"nine_bits.encode": "mosaic", "nine_bits.decode_and_sum": "xla"}
+    tx = jaxcomm.mean("data", codecs.cnat("all"), implementation=chosen)
     pairs = tuple(sorted(chosen.items()))
     assert reached(tx, make_mesh(4), monkeypatch) == dict.fromkeys(chosen, pairs)
 
@@ -89,15 +88,15 @@ def test_every_operation_is_reached_by_some_method() -> None:
     ("make", "message"),
     [
         (lambda: jaxcomm.mean("data", implementation="mosaic"), "float32 has only the plain"),
-        (lambda: jaxcomm.majority_vote("data", implementation="cuda"), "unknown implementation"),
-        (lambda: jaxcomm.majority_vote("data", implementation="triton"), 'has "xla", "mosaic"'),
+        (lambda: jaxcomm.sparse_mean("data", implementation="cuda"), "unknown implementation"),
+        (lambda: jaxcomm.mean("data", "int8", implementation="triton"), 'has "xla", "mosaic"'),
         (
             lambda: jaxcomm.sparse_mean("data", 0.01, "gaussiank", implementation="mosaic"),
             r'Name one for each: implementation=\{"select.compact": "xla"',
         ),
         (
-            lambda: jaxcomm.mean("data", "int4", implementation={"bitplanes.add": "mosaic"}),
-            'names "bitplanes.add", which a mean in int4 does not use',
+            lambda: jaxcomm.mean("data", "int4", implementation={"nine_bits.encode": "mosaic"}),
+            'names "nine_bits.encode", which a mean in int4 does not use',
         ),
     ],
 )
@@ -107,7 +106,7 @@ def test_what_a_method_does_not_have_is_refused_at_once(make: Any, message: str)
 
 
 def test_a_device_that_cannot_is_an_error_and_no_fallback(make_mesh: Any) -> None:
-    tx = jaxcomm.majority_vote("data", implementation="mosaic")
+    tx = jaxcomm.mean("data", "int8", implementation="mosaic")
     with jax.set_mesh(make_mesh(4)):
         state = tx.init(jnp.zeros((8, 8)))
         with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):

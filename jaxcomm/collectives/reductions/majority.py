@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives.reductions._reduction import Prepared, Reduction
-from jaxcomm.kernels import _implementations, bitplanes
+from jaxcomm.kernels import bitplanes
 
 TIES = ("random", "zero", "positive", "negative")
 ZEROS = ("random", "abstain")
@@ -34,14 +34,11 @@ class Majority(Reduction):
         "zero", "positive" or "negative".
       zeros: what a value of zero votes: "random" (a fair coin of each device) or "abstain".
       key: for the coins; equal on all devices.
-      implementation: how planes are added, see `kernels._implementations`.
     """
 
     ties: str
     zeros: str
     key: jax.Array | None
-    implementation: _implementations.Option = dataclasses.field(default=None, compare=False)
-    operations: ClassVar[tuple[str, ...]] = ("bitplanes.add",)
     packed: ClassVar[int] = 32
 
     def __post_init__(self) -> None:
@@ -68,10 +65,7 @@ class Majority(Reduction):
 
     def merge(self, a: tuple[Planes, ...], b: tuple[Planes, ...]) -> tuple[Planes, ...]:
         """The sums of the counts."""
-        return tuple(
-            bitplanes.add(x, y, len(x), implementation=self.implementation)
-            for x, y in zip(a, b, strict=True)
-        )
+        return tuple(bitplanes.add(x, y, len(x)) for x, y in zip(a, b, strict=True))
 
     def encode(
         self, partial: tuple[Planes, ...], counts: tuple[int, ...], message_id: int

@@ -35,7 +35,6 @@ class Gaussiank(SparseAllReduce):
     """
 
     name = "gaussiank"
-    operations = ("select.compact", "select.count_at_least")
 
     def exchange(
         self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis_name: AxisName
@@ -63,7 +62,7 @@ class Gaussiank(SparseAllReduce):
 
         def adjust(before: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
             number, _, threshold = before
-            count = select.count_at_least(x, threshold, implementation=self.implementation)
+            count = select.count_at_least(x, threshold)
             few, many = count < math.ceil(2 * k / 3), count > 4 * k // 3
             factor = jnp.where(few, 0.5, jnp.where(many, 1.5, 1.0)).astype(jnp.float32)
             return number + 1, ~(few | many), jnp.maximum(threshold * factor, SMALLEST)

@@ -8,13 +8,11 @@ A count per coordinate is a tuple of planes, least significant first: plane p ho
 count in one uint32 array. P planes count up to 2^P - 1, and logic on words treats 32 counts at a
 time. The planes stay a tuple because XLA reads a stack of planes again for each result.
 
-The plain versions are the specification. XLA on GPU fuses each of them with its neighbours. XLA on
-CPU gives every plane of a sum a loop of its own, which reads again what the lower planes read.
-`add` is also a Mosaic kernel.
+There are only plain versions. XLA on GPU fuses each of them with its neighbours. XLA on CPU gives
+every plane of a sum a loop of its own, which reads again what the lower planes read.
 """
 
-from jaxcomm.kernels.bitplanes.addition import add
-from jaxcomm.kernels.bitplanes.counting import Planes, equals, exceeds, greater, planes_for
+from jaxcomm.kernels.bitplanes.counting import Planes, add, equals, exceeds, greater, planes_for
 from jaxcomm.kernels.bitplanes.packing import (
     BITS,
     negatives,

@@ -21,8 +21,28 @@ def planes_for(k: int) -> int:
     return k.bit_length()
 
 
-def ripple_carry(a: Planes, b: Planes, width: int) -> Planes:
-    """Adds checked planes; see `add`."""
+def add(a: Planes, b: Planes, width: int) -> Planes:
+    """The sums of two counts per coordinate.
+
+    Args:
+      a: planes, least significant first.
+      b: planes of the same shape; there may be more or fewer of them.
+      width: the number of planes of the result. Higher bits of a sum are lost: a sum of two counts
+        up to i and k needs `planes_for(i + k)` planes.
+
+    Returns:
+      `width` planes.
+
+    Raises:
+      TypeError: if a or b is not a tuple of uint32 arrays.
+      ValueError: if width is less than the planes of a or b, or the shapes differ.
+    """
+    require_planes(a, b)
+    if width < max(len(a), len(b)):
+        raise ValueError(
+            f"a sum of {len(a)} and {len(b)} planes cannot have {width}; "
+            f"pass a width of at least {max(len(a), len(b))}."
+        )
     carry = zero = jnp.zeros_like(a[0])
     sums = []
     for x, y in zip(_extend(a, width, zero), _extend(b, width, zero), strict=True):

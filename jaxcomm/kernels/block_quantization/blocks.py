@@ -4,7 +4,7 @@ A payload is uint8. First come the codes of every block in order; the codes of a
 byte. Then come the units, float32 and thus 4 bytes a block. The last block is short where the
 block size does not divide n.
 
-There are only plain versions; the Mosaic kernels for whole messages write the same layout.
+There are only plain versions; the Mosaic kernel for whole messages writes the same layout.
 """
 
 from collections.abc import Callable

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcomm.kernels import _implementations
 from jaxcomm.kernels.block_quantization import plain
@@ -83,14 +82,7 @@ def decode(payload: jax.Array, n: int, levels: int, size: int) -> jax.Array:
     return plain.decode(payload, n, levels, size)
 
 
-def decode_and_sum(
-    payloads: jax.Array,
-    n: int,
-    levels: int,
-    size: int,
-    *,
-    implementation: _implementations.Option = None,
-) -> jax.Array:
+def decode_and_sum(payloads: jax.Array, n: int, levels: int, size: int) -> jax.Array:
     """The sum of the values of several messages, added in their order.
 
     Args:
@@ -98,40 +90,17 @@ def decode_and_sum(
       n: the number of values.
       levels: as for `encode`.
       size: the values of a block.
-      implementation: as for `encode`.
 
     Returns:
       float32 array `(n,)`.
 
     Raises:
-      As `decode`; ValueError also for another shape, or for more elements than the implementation
-        can index; NotImplementedError as `encode`.
+      As `decode`; ValueError also for another shape.
     """
     _check_payload(payloads, n, levels, size)
     if payloads.ndim != 2 or payloads.shape[0] == 0:
         raise ValueError(f"decode_and_sum takes messages (N, m), got shape {payloads.shape}.")
-
-    def run(name: str, payloads: jax.Array) -> jax.Array:
-        if name == "mosaic":
-            from jaxcomm.kernels.block_quantization import mosaic
-
-            return mosaic.decode_and_sum(payloads, n, levels, size)
-        return plain.decode_and_sum(payloads, n, levels, size)
-
-    def sample(rng: np.random.Generator) -> tuple[jax.Array]:
-        # Of random bytes the sums would be rounded: units must have mantissas of 16 bits.
-        x = jnp.asarray(rng.standard_normal((len(payloads), n), np.float32))
-        return (plain.encode(x, levels, size, None),)
-
-    return _implementations.call(
-        "integers.decode_and_sum",
-        implementation,
-        run,
-        (payloads,),
-        elements=max(payloads.size, n),
-        static=(levels, size),
-        sample=sample,
-    )
+    return plain.decode_and_sum(payloads, n, levels, size)
 
 
 def _check(levels: int, size: int) -> None:

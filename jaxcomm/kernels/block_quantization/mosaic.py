@@ -1,4 +1,4 @@
-"""Messages of integers in Mosaic: one kernel each way reads its input once and writes once."""
+"""Messages of integers in Mosaic: one kernel reads the values once and writes the payload once."""
 
 import math
 from typing import Any, NamedTuple
@@ -71,7 +71,7 @@ def _plan(messages: int, n: int, levels: int, size: int) -> Plan:
     width = width_for(levels)
     if width not in (4, 8) or size * width % 8:
         raise NotImplementedError(
-            'integers: "mosaic" packs 4 or 8 bits a value and whole bytes a block, '
+            'integers.encode: "mosaic" packs 4 or 8 bits a value and whole bytes a block, '
             f'got {width} bits and blocks of {size}; use "xla" or None.'
         )
     columns = size * width // 8
@@ -81,7 +81,7 @@ def _plan(messages: int, n: int, levels: int, size: int) -> Plan:
     lanes = math.gcd(columns // vector, LANES)
     if size > _MOST * lanes:
         raise NotImplementedError(
-            f'integers: "mosaic" has no room for blocks of {size} in its registers; '
+            f'integers.encode: "mosaic" has no room for blocks of {size} in its registers; '
             'take a power of two up to 2048, or use "xla" or None.'
         )
     at_once, layout = rows_layout(lanes, vector)
@@ -145,61 +145,6 @@ def _encode_whole(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: An
     inputs = [x.reshape(-1)] + ([] if key is None else [key_words(key)])
     (payload,) = launch(body, inputs, [out], messages * programs, interpret=interpret)
     return payload.reshape(*lead, plan.payload)
-
-
-def decode_and_sum(
-    payloads: jax.Array, n: int, levels: int, size: int, *, interpret: Any = None
-) -> jax.Array:
-    """The same sum as `plain.decode_and_sum`; `interpret` and a short last block as in `encode`."""
-    messages, whole = len(payloads), n // size
-    plan = _plan(messages, n, levels, size)
-    start, byte, end = whole * size, whole * plan.columns, plan.units + 4 * whole
-    if whole < plan.rows:
-        room = _padded(plan)
-        padding = ((0, 0), (0, room.units - byte)), ((0, 0), (0, 4 * (plan.rows - whole)))
-        codes = jnp.pad(payloads[:, :byte], padding[0])
-        units = jnp.pad(payloads[:, plan.units : end], padding[1])
-        total = _sum_whole(jnp.concatenate([codes, units], axis=1), room, interpret)
-        total = jnp.zeros(n, jnp.float32).at[:start].set(total[:start])
-    else:
-        total = _sum_whole(payloads, plan, interpret)
-    if start == n:
-        return total
-    short = jnp.concatenate([payloads[:, byte : plan.units], payloads[:, end:]], axis=1)
-    return total.at[start:].set(plain.decode_and_sum(short, n - start, levels, size))
-
-
-def _sum_whole(payloads: jax.Array, plan: Plan, interpret: Any) -> jax.Array:
-    """Adds all complete blocks; the values of a short last block are not written."""
-    n, size, columns, rows, layout = plan.n, plan.size, plan.columns, plan.rows, plan.layout
-    whole, width, streams = n // size, 8 * columns // size, size // columns
-
-    def body(program: jax.Array, ref: Any, out: Any) -> None:
-        first = jnp.minimum(program * rows, whole - rows)
-
-        def add(message: jax.Array, totals: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            start = message * plan.payload
-            code = Rows(ref, start + first * columns, (rows, columns), interpret).load(
-                0, columns, layout
-            )
-            parts = Rows(ref, start + plan.units + 4 * first, (rows, 4), interpret).load_columns(
-                layout.reduce(1)
-            )
-            pattern = sum(part.astype(jnp.uint32) << (8 * i) for i, part in enumerate(parts))
-            unit = jax.lax.bitcast_convert_type(pattern, jnp.float32)
-            unit = jax.lax.broadcast_in_dim(unit, (rows, columns), (0,))
-            unit = plgpu.layout_cast(unit, layout)
-            high = [code.astype(jnp.int32) << (32 - width * (s + 1)) for s in range(streams)]
-            numbers = [(part >> (32 - width)).astype(jnp.float32) for part in high]
-            return tuple(t + unit * x for t, x in zip(totals, numbers, strict=True))
-
-        zeros = plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), layout)
-        totals = jax.lax.fori_loop(0, len(payloads), add, (zeros,) * streams)
-        Rows(out, first * size, (rows, size), interpret).store(*totals)
-
-    out = jax.ShapeDtypeStruct((n,), jnp.float32)
-    programs = -(-whole // rows)
-    return launch(body, [payloads.reshape(-1)], [out], programs, interpret=interpret)[0]
 
 
 def _units(parts: list[jax.Array], levels: int) -> tuple[jax.Array, jax.Array]:

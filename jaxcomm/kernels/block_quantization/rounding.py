@@ -1,7 +1,7 @@
 """Integers from -levels to levels: rounding numbers to them, and packing them.
 
 There are only plain versions: XLA fuses them with the operation that makes the numbers, and the
-Mosaic kernels call them on values in registers.
+Mosaic kernel rounds values in its registers with `round_to_levels`.
 """
 
 import jax

@@ -4,7 +4,7 @@ A threshold divides the entries: those with `|x| >= threshold` are selected, inf
 never zeros or NaN.
 
 `compaction` is the specification; on CPU, counting has a formulation of its own. There are GPU
-kernels in Mosaic for counting and in Triton for compaction. `selection` chooses.
+kernels in Triton for compaction. `selection` chooses.
 """
 
 from jaxcomm.kernels.select.compaction import Selected, narrow

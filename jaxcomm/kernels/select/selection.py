@@ -19,25 +19,12 @@ from jaxcomm.kernels.select.magnitudes import (
 MOST = 2**31 - CHUNK  # entries of a vector, which int32 can count
 
 
-def count_at_least(
-    x: jax.Array, threshold: jax.Array, *, implementation: _implementations.Option = None
-) -> jax.Array:
+def count_at_least(x: jax.Array, threshold: jax.Array) -> jax.Array:
     """The number of entries with `|x| >= threshold`, without zeros and NaN; int32 scalar.
 
-    Takes the arguments of `compact` and raises its errors. The implementation is "xla", "mosaic"
-    (on NVIDIA GPUs), or another option of `_implementations`; None is "xla".
+    Takes the arguments of `compact` and raises its errors.
     """
     x, threshold = _arguments("count_at_least", x, threshold)
-    return _implementations.call(
-        "select.count_at_least", implementation, _count, (x, threshold), elements=x.size
-    )
-
-
-def _count(name: str, x: jax.Array, threshold: jax.Array) -> jax.Array:
-    if name == "mosaic":
-        from jaxcomm.kernels.select import mosaic  # Pallas takes long to import
-
-        return mosaic.count_at_least(x, threshold)
     return count_from(patterns_of(x), lowest_for(threshold)[None])[0]
 
 
@@ -81,7 +68,7 @@ def compact(
 
     def run(name: str, x: jax.Array, threshold: jax.Array, *limit: jax.Array) -> Selected:
         if name == "triton":
-            from jaxcomm.kernels.select import triton
+            from jaxcomm.kernels.select import triton  # Pallas takes long to import
 
             return triton.compact(x, threshold, capacity, *limit)
         return compaction.compact(x, threshold, capacity, *limit)
