@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.arguments import count, new_file, positive, several
+from benchmarks.arguments import count, new_file, one_of, positive, several
 from benchmarks.device_time import Kernel, launch_alone, machine, per_call, recorded
 from jaxcomm import codecs
 from jaxcomm.kernels import bitplanes, select
@@ -128,10 +128,10 @@ OPERATIONS = (
     Case("copy", lambda x: -x, itself),
     Case("bitplanes.add", added, votes),
     Case("integers.encode", int8_encoded, itself, "mosaic"),
-    Case("integers.encode, random", keyed(int8_encoded), itself, "mosaic"),
+    Case("integers.encode (random)", keyed(int8_encoded), itself, "mosaic"),
     Case("integers.decode_and_sum", int8_sum, payloads(int8_encoded)),
     Case("nine_bits.encode", nine_bits.encode, itself, "mosaic"),
-    Case("nine_bits.encode, random", keyed(nine_bits.encode), itself, "mosaic"),
+    Case("nine_bits.encode (random)", keyed(nine_bits.encode), itself, "mosaic"),
     Case("nine_bits.decode_and_sum", nine_bits_sum, payloads(nine_bits.encode), "mosaic"),
     Case("select.count_at_least", select.count_at_least, selectable),
     Case("select.compact", compacted, selectable, "triton"),
@@ -325,10 +325,15 @@ def main() -> None:
         "--mib", type=several(positive), default="1,16,256", help="sizes of the float32 vector"
     )
     parser.add_argument("--repeats", type=count, default=20, help="calls; medians are shown")
-    parser.add_argument("--only", help="operations, with commas between them; the copy comes too")
+    parser.add_argument(
+        "--only",
+        type=several(one_of(case.name for case in CASES)),
+        default=[case.name for case in CASES],
+        help="operations, with commas between them; the copy comes too",
+    )
     parser.add_argument("--out", type=new_file, help="a file for the rows, as JSON")
     args = parser.parse_args()
-    cases = [c for c in CASES if not args.only or c.name in ("copy", *args.only.split(","))]
+    cases = [case for case in CASES if case.name in ("copy", *args.only)]
     launch_alone()
     facts = machine()
     print(json.dumps(facts))

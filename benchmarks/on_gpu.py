@@ -5,6 +5,7 @@
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def fastest() -> str:
             plain = times[operation, PLAIN]
             rows = [(int(mib * 2**18), _best(times, operation, names, mib)) for mib in plain]
             of_device[operation] = sorted(rows)
-    return json.dumps(chosen, indent=1) + "\n"
+    text = json.dumps(chosen, indent=1) + "\n"
+    return re.sub(r"\[\s+(\d+),\s+(\S+)\s+\]", r"[\1, \2]", text)  # a line for each size
 
 
 def _best(times: Times, operation: str, names: tuple[str, ...], mib: float) -> str:
@@ -64,7 +66,7 @@ def kernels() -> tuple[list[str], list[list[str]]]:
     """Of each operation and implementation: GB/s at the largest sizes, and the shares of a copy."""
     rows = []
     for (operation, name), at in read(MEASURED["9.0"]).items():
-        if operation in OPERATIONS or name == PLAIN:
+        if name in (PLAIN, *OPERATIONS.get(operation.partition(" (")[0], ())):
             of_copy = [f"{at[mib]['of_copy']:.2f}" if mib in at else "" for mib in SIZES]
             gb = f"{at[256]['gb_per_s']:.0f}" if 256 in at else ""
             rows.append([f"`{operation}`", name, *of_copy, gb])

@@ -49,6 +49,8 @@ def test_paths(tmp_path: Path) -> None:
         ("compile_time --params=-5", "--params: expected a number of at least 1, such as 8e6"),
         ("allreduce --params=-1 --rate=50", "--params: expected a number of at least 1"),
         ("allreduce --repeats=0", "--repeats: expected a whole number of at least 1, got '0'"),
+        ("kernels --only=pack", "--only: unknown 'pack'; there are copy, bitplanes.add,"),
+        ("gpu_steps --methods=bf16", "--methods: unknown 'bf16'; there are float32, bfloat16,"),
         ("exchange --mib=0", "--mib: expected a whole number of at least 1, got '0'"),
         ("exchange --processes=0", "--processes: expected a whole number of at least 1"),
         ("tables --page=nope.md", "--page: expected a file that exists, got 'nope.md'"),
@@ -86,3 +88,18 @@ def test_a_choice_that_was_the_best_has_no_worst_method() -> None:
     row |= {"worst": 1.0, "chosen": "vote/ring", "best": "vote/ring"}
     _, (best, worse) = planner.choices_table({"choices": [row, {**row, "best": "int8/ring"}]})
     assert (best[-1], worse[-1]) == ("", "`vote/ring`, not `int8/ring`")
+
+
+def test_what_is_for_gpus_runs_on_cpus(tmp_path: Path) -> None:
+    """There it says that it is no measurement, and has no kernel that the profiler records."""
+    for command, last in (
+        ("kernels --mib=0.125 --repeats=1 --only=bitplanes.pack", "bitplanes.pack"),
+        ("gpu_steps --scale=tiny --model=transformer --methods=vote --repeats=1", "vote"),
+    ):
+        out = tmp_path / f"{last}.json"
+        line = [sys.executable, "-m", *f"benchmarks.{command} --out={out}".split()]
+        run = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200)
+        assert run.returncode == 0, run.stderr
+        row = json.loads(out.read_text())["rows"][-1]
+        assert last in (row.get("operation"), row.get("method"))
+        assert "NOT a measurement" in run.stdout or row["kernels_ms"] == 0
