@@ -13,7 +13,7 @@ from jaxcomm import _axes, _paths, _shards
 from jaxcomm._attached import attached_in, map_leaves, specs_of, values_of, with_attached
 from jaxcomm._axes import AxisName
 from jaxcomm._batches import check_rows, refuse_unplaced, shares_of
-from jaxcomm._losses import loss_and_aux, refuse_statistics
+from jaxcomm._losses import loss_and_aux, refuse_statistics, warn_of_rows
 from jaxcomm._marks import (
     FINISHED,
     GRADIENT,
@@ -38,6 +38,8 @@ class ValueAndGrad:
 
     def __call__(self, params: Any, batch: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """The mean loss over devices, and local gradients."""
+        if not _axes.is_manual(self.axis_name):
+            warn_of_rows(batch, args, kwargs, _axes.axis_size(self.axis_name))
         loss_fn, arrays = _bound(self.loss_fn, args, kwargs)
         return dataclasses.replace(self, loss_fn=loss_fn)._of(params, batch, *arrays)
 
@@ -47,9 +49,9 @@ class ValueAndGrad:
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
         own, params = OWN_PARAMETER in kinds, unmark_local(params)
         _paths.require_arrays(params, "parameter")
+        refuse_statistics(params)  # it knows more of a counter than its dtype
         for path, leaf in jax.tree_util.tree_leaves_with_path(values_of(params)):
             _paths.require_float(_paths.path_name(path), jnp.result_type(leaf))
-        refuse_statistics(params)
         self._check_attached(params)
         kind = OWN_GRADIENT if own else GRADIENT
         if _axes.is_manual(self.axis_name):

@@ -334,12 +334,12 @@ def test_aux_that_is_no_number(mesh8: Any) -> None:
     params, batch = problem()
 
     def loss(params: Params, batch: Any) -> tuple[jax.Array, Any]:
-        return loss_fn(params, batch), {"key": jax.random.key(0)}
+        return loss_fn(params, batch), {"wave": jnp.complex64(1j)}
 
     f = jaxcomm.value_and_grad(loss, "data", has_aux=True)
     with (
         jax.set_mesh(mesh8),
-        pytest.raises(TypeError, match=r"aux\['key'\] is key<fry>, .*leave it"),
+        pytest.raises(TypeError, match=r"aux\['wave'\] is complex64, .*leave it"),
     ):
         jax.jit(f)(params, batch)
 

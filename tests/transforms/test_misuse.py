@@ -81,6 +81,38 @@ def test_statistics_of_a_module_are_not_lost(mesh8: Any) -> None:
         gradient(model, jnp.ones((8, 8)))
 
 
+def test_keys_of_a_module_are_drawn_anew(mesh8: Any) -> None:
+    class Net(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def loss(params: Any, x: jax.Array, rest: Any) -> Any:
+        model = nnx.merge(graph, rest, copy=True)
+        return model.dropout(x).mean(), nnx.state(model)
+
+    graph, rest = nnx.split(Net(nnx.Rngs(0)), ...)
+    with jax.set_mesh(mesh8):
+        gradient = jaxcomm.value_and_grad(lambda model, x: model.dropout(x).mean(), "data")
+        with pytest.raises(ValueError, match="hold a Rng.*a key of the step too: layer"):
+            gradient(Net(nnx.Rngs(0)), jnp.ones((8, 8)))
+        with pytest.raises(TypeError, match="is a random key.*another key in every step"):
+            jaxcomm.value_and_grad(loss, "data", has_aux=True)(jnp.ones(1), jnp.ones((8, 8)), rest)
+
+
+def test_rows_beside_the_batch_are_not_split(mesh8: Any) -> None:
+    def loss(w: jax.Array, x: jax.Array, y: Any) -> jax.Array:
+        return jnp.mean(x) * jnp.sum(w) + jnp.mean(jnp.asarray(jax.tree.leaves(y)[0]))
+
+    gradient = jaxcomm.value_and_grad(loss, "data")
+    w, x = jnp.ones(3), jnp.ones((16, 3))
+    with jax.set_mesh(mesh8):
+        for args, kwargs, name in (((np.ones(16),), {}, "argument 3"), ((), {"y": x}, "y")):
+            with pytest.warns(UserWarning, match=f"^{name} of the loss has as many rows .*, 16,"):
+                gradient(w, x, *args, **kwargs)
+        for unsplit in (np.ones(3), {"state": np.ones(16)}, 2.0):
+            gradient(w, x, unsplit)
+
+
 def test_labels_are_a_tree(mesh8: Any) -> None:
     """Optax calls a function of labels on gradients too, whose shapes have a device axis."""
     parts = {"trained": jaxcomm.mean("data"), "frozen": jaxcomm.set_to_zero("data")}
