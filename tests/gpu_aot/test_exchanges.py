@@ -8,6 +8,7 @@ from benchmarks.aot.targets import TARGETS
 from gpu_aot.exchanges import DENSITY
 from gpu_aot.targets import compiled_in_a_process, needs_gpu_aot
 from jaxcomm import codecs
+from jaxcomm.codecs import sign
 
 n, WORLD = 2**16, 8
 OTHERS = WORLD - 1
@@ -30,12 +31,13 @@ def expected() -> dict[str, tuple[dict[str, float], set[str]]]:
         "bfloat16 native": ({"all-reduce": 2 * OTHERS / WORLD * 2 * n}, {"bf16"}),
         "cnat": (two_hops(codecs.cnat().message_bytes(each)), {"u8"}),
         "int8": (two_hops(codecs.int8().message_bytes(each)), {"u8"}),
-        "scaled_sign": (two_hops(codecs.scaled_sign().message_bytes(each)) | flag, {"u8", "f32"}),
+        "scaled_sign": (two_hops(codecs.scaled_sign().message_bytes(each)), {"u8"}),
         "vote": (two_hops(each // 8) | flag, {"u32", "f32"}),
         "vote direct": (two_hops(each // 8) | flag, {"u32", "f32"}),
         # It also holds the warm-up's float32, in the other branch.
         "one_bit_adam": (
-            two_hops(4 + each // 8) | {"all-reduce": 2 * OTHERS / WORLD * 4 * n + FLAG},
+            two_hops(4 * each // sign.BLOCK + each // 8)
+            | {"all-reduce": 2 * OTHERS / WORLD * 4 * n + FLAG},
             {"u32", "f32"},
         ),
         "topk_allgather": (
