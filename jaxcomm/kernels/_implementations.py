@@ -16,9 +16,11 @@ A named implementation never falls back to another one. An operation that lacks 
 lacks it, raises a NotImplementedError. `check` finds the first case before anything is traced.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxcomm.kernels import _device, _fastest, _measure
@@ -107,8 +109,10 @@ def call(
     """
     name = choose(operation, option, elements)
     if name not in (PLAIN, MEASURE) and _named(operation, option) is None:
+        # The default device may be a GPU, and the program for a CPU beside it.
+        ways = {"cuda": functools.partial(run, name), "default": functools.partial(run, PLAIN)}
         try:
-            return run(name, *args)
+            return jax.lax.platform_dependent(*args, **ways)
         except NotImplementedError:  # arguments that it does not take, such as too many messages
             name = PLAIN
     if elements == 0:

@@ -1,5 +1,6 @@
 """What None stands for: the implementation that was the fastest where it was timed."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,3 +69,12 @@ def test_what_the_fastest_does_not_take_is_left_to_the_plain_version(h100: None)
     assert called(None).tolist() == [1, 1, 1]
     with pytest.raises(NotImplementedError, match="too many messages"):
         called("mosaic")
+
+
+def test_a_program_for_a_cpu_beside_a_gpu_has_the_plain_version(h100: None) -> None:
+    """As on a mesh of CPUs, where the default device is the GPU."""
+    run = lambda name, x: x + (1 if name == "mosaic" else 2)  # noqa: E731
+    call = partial(_implementations.call, "integers.encode", None, run, elements=8)
+    assert jax.jit(lambda x: call((x,)))(jnp.zeros(2)).tolist() == [2, 2]
+    on_gpu = jax.jit(lambda x: call((x,))).trace(jnp.zeros(2)).lower(lowering_platforms=("cuda",))
+    assert "dense<1.0" in on_gpu.as_text() and "dense<2.0" not in on_gpu.as_text()
