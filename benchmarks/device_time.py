@@ -1,13 +1,15 @@
 """What a GPU does and for how long, as jax's profiler records it."""
 
+import argparse
 import contextlib
 import importlib.metadata
+import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -82,6 +84,38 @@ def per_call(kernels: list[Kernel], calls: int) -> list[float]:
     if rest or not each:
         raise ValueError(f"{len(kernels)} kernels are not those of {calls} equal calls.")
     return [sum(k.seconds for k in kernels[i * each :][:each]) for i in range(calls)]
+
+
+def keep(
+    path: Path | None,
+    facts: dict[str, str],
+    part: str,
+    rows: list[dict[str, Any]],
+    key: tuple[str, ...],
+) -> None:
+    """Writes rows into a part of a JSON file, if there is one, in place of those of the same key.
+
+    Rows that were not measured now stay.
+
+    Raises:
+      ValueError: if the file is of another machine.
+    """
+    if path is None:
+        return
+    kept = json.loads(path.read_text()) if path.exists() else {"machine": facts}
+    if kept["machine"] != facts:
+        raise ValueError(f"{path} has results of {kept['machine']}, and this is {facts}")
+    both = {tuple(row[name] for name in key): row for row in [*kept.get(part, []), *rows]}
+    kept[part] = list(both.values())
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def refused(parser: argparse.ArgumentParser, save: Callable[..., None]) -> None:
+    """Ends the command before anything is measured that `save` could not add to its file."""
+    try:
+        save([])
+    except ValueError as error:
+        parser.error(f"--out: {error}")
 
 
 def machine() -> dict[str, str]:

@@ -9,9 +9,10 @@ width 768, 8 rows of 1024 tokens, Adam), in bfloat16 products.
 
 All steps are compiled first. Then rounds of each are timed in turn, and medians are shown: the time
 of a step and its share above `none`'s. Beside it stands the time of all kernels of a step, as jax's
-profiler records them. With --scopes kernels are launched alone, so that the profiler knows what
-they belong to, and the JSON has the largest outside of the gradient. With --memory, two steps of
-one method run, and the allocator's peak stands beside what the compiled program says.
+profiler records them. --out adds to a file. With --scopes kernels are launched alone, so that the
+profiler knows what they belong to, and the JSON has the largest outside of the gradient. With
+--memory, two steps of one method run, and the allocator's peak stands beside what the compiled
+program says.
 """
 
 import argparse
@@ -28,28 +29,26 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
 import jaxcomm
-from benchmarks.aot import transformer
+from benchmarks.aot import resnet, transformer
 from benchmarks.arguments import count, new_file, one_of, several
-from benchmarks.device_time import launch_alone, machine, recorded
-from train.models.resnet import ResNet
+from benchmarks.device_time import keep, launch_alone, machine, recorded, refused
 from train.step import make_forward, make_loss
 
 STEPS = 5  # in a round
-SCALES = {
-    "tiny": {"rows": 2, "image": 32, "stages": (1, 1), "layers": 2, "width": 64, "context": 32},
-    "full": {
-        "rows": 64,
-        "image": 224,
-        "stages": (3, 4, 6, 3),
-        "layers": 12,
-        "width": 768,
-        "context": 1024,
+PROFILED = 2  # steps
+SCALES: dict[str, dict[str, dict[str, Any]]] = {
+    "resnet50": {
+        "tiny": {"rows": 2, "image": 32, "stages": (1, 1)},
+        "full": {"rows": 64, "image": 224, "stages": (3, 4, 6, 3)},
+    },
+    "transformer": {
+        "tiny": {"rows": 1, "layers": 2, "width": 64, "context": 32},
+        "full": {"rows": 8, "layers": 12, "width": 768, "context": 1024},
     },
 }
 
@@ -85,19 +84,8 @@ class Model(NamedTuple):
     optimizer: optax.GradientTransformation
 
 
-def resnet50(rows: int, image: int, stages: tuple[int, ...], **_: Any) -> Model:
-    model = ResNet(
-        image_shape=(image, image, 3),
-        classes=1000,
-        stages=stages,
-        width=64,
-        groups=32,
-        bottleneck=True,
-        large_stem=True,
-        dtype=jnp.dtype("bfloat16"),
-        rngs=nnx.Rngs(0),
-    )
-    graph, params = nnx.split(model)
+def resnet50(rows: int, image: int, stages: tuple[int, ...]) -> Model:
+    graph, params = nnx.split(resnet.resnet50(image, stages))
     loss = make_loss(make_forward(graph, 127.0, 64.0), 0.1)
     rng = np.random.default_rng(0)
     batch = {
@@ -108,7 +96,7 @@ def resnet50(rows: int, image: int, stages: tuple[int, ...], **_: Any) -> Model:
     return Model(loss, params, batch, optax.sgd(0.01, momentum=0.9))
 
 
-def scanned(rows: int, layers: int, width: int, context: int, **_: Any) -> Model:
+def scanned(rows: int, layers: int, width: int, context: int) -> Model:
     shapes = transformer.shapes(layers, width, heads=width // 64, vocabulary=256, context=context)
     rng = np.random.default_rng(0)
 
@@ -118,7 +106,7 @@ def scanned(rows: int, layers: int, width: int, context: int, **_: Any) -> Model
         return 0.02 * rng.standard_normal(shape.shape, np.float32)
 
     params = jax.tree_util.tree_map_with_path(drawn, shapes)
-    tokens = rng.integers(0, 256, (max(rows // 8, 1), context + 1), np.int32)
+    tokens = rng.integers(0, 256, (rows, context + 1), np.int32)
     loss = lambda params, tokens: (transformer.loss_fn(params, tokens), {})  # noqa: E731
     return Model(loss, params, tokens, optax.adam(1e-4))
 
@@ -154,11 +142,9 @@ class Step:
         self.jitted = jax.jit(
             step, donate_argnums=(0, 1), compiler_options=jaxcomm.compiler_options()
         )
-        self.model, self.milliseconds = model, []
-        mesh = jax.sharding.get_mesh()
-        put = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, jax.P()))
-        self.batch = jax.device_put(model.batch, jax.NamedSharding(mesh, jax.P("data")))
-        self.params = jax.tree.map(lambda x: put(jnp.array(x)), model.params)
+        self.milliseconds: list[float] = []
+        self.batch = jaxcomm.global_batch(model.batch, "data")
+        self.params = jaxcomm.replicate(model.params)
         self.state = jaxcomm.replicate(self.tx.init(self.params))
         self.lowered = self.jitted.lower(self.params, self.state, self.batch)
 
@@ -181,28 +167,28 @@ class Step:
         self.milliseconds.append(1e3 * (time.perf_counter() - start) / STEPS)
 
     def profile(self) -> dict[str, Any]:
-        """Milliseconds of kernels in a step: all, those of the exchange, the largest of these."""
+        """Milliseconds of kernels in a step: all, those outside of the gradient, the largest."""
         with recorded() as kernels:
-            self.run(2)
-        total = exchange = unknown = 0.0
+            self.run(PROFILED)
+        total = outside = unknown = 0.0
         by_kernel: Counter[str] = Counter()
         for kernel in kernels:
-            ms = 1e3 * kernel.seconds / 2
+            ms = 1e3 * kernel.seconds / PROFILED
             total += ms
             scope = self.scopes.get(kernel.op)
             if scope is None:
                 unknown += ms
             elif not ("transpose(" in scope or "jvp(" in scope):
-                exchange += ms
+                outside += ms
                 short = re.sub(r"note\[\d+\]/|jit\(\w+\)/", "", scope)
                 by_kernel[f"{kernel.op} {kernel.name[:40]} [{short[-90:]}]"] += ms
         largest = {name: round(ms, 3) for name, ms in by_kernel.most_common(12)}
         return {
             "kernels_ms": round(total, 3),
-            "outside_gradient_ms": round(exchange, 3),
+            "outside_gradient_ms": round(outside, 3),
             "unknown_ms": round(unknown, 3),
             "largest": largest,
-            "kernels": len(kernels) // 2,
+            "kernels": len(kernels) // PROFILED,
         }
 
 
@@ -249,7 +235,7 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def memory(model: Model, method: str) -> dict[str, Any]:
-    """One step's peak memory as the allocator saw it, beside what the program says."""
+    """The peak memory of two steps as the allocator saw it, beside what the program says."""
     step = Step(model, method)
     step.compile()
     step.run(2)
@@ -264,24 +250,25 @@ def main() -> None:
     parser.add_argument("--model", default="resnet50", choices=sorted(MODELS))
     methods = (*EXCHANGES, "one_bit_adam")
     parser.add_argument("--methods", type=several(one_of(methods)), default=list(methods))
-    parser.add_argument("--scale", default="full", choices=sorted(SCALES))
+    parser.add_argument("--scale", default="full", choices=("tiny", "full"))
     parser.add_argument("--repeats", type=count, default=5)
     parser.add_argument("--memory", action="store_true", help="of one method")
     parser.add_argument("--scopes", action="store_true", help="tell the kernels' scopes")
     parser.add_argument("--out", type=new_file)
     args = parser.parse_args()
+    if args.memory and len(args.methods) > 1:
+        parser.error("--memory: the allocator keeps one peak; name one method, --methods=int8")
     warnings.filterwarnings("ignore", message=".*in front of an optimizer that keeps a variance")
     if args.scopes:
         launch_alone()
     jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1]))
-    model = MODELS[args.model](**SCALES[args.scale])
+    model = MODELS[args.model](**SCALES[args.model][args.scale])
     if args.memory:
         print(json.dumps(memory(model, args.methods[0])))
         return
-    rows = measured(model, ["none", *args.methods], args.repeats)
-    if args.out:
-        kept = {"machine": machine(), "model": args.model, "rows": rows}
-        args.out.write_text(json.dumps(kept, indent=1) + "\n")
+    save = functools.partial(keep, args.out, machine(), args.model, key=("method",))
+    refused(parser, save)
+    save(measured(model, ["none", *args.methods], args.repeats))
 
 
 if __name__ == "__main__":

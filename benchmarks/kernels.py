@@ -1,6 +1,6 @@
 """How near the kernels come to the memory's own speed: every implementation beside a copy.
 
-    python -m benchmarks.kernels [--mib=1,16,256] [--repeats=20] [--only=copy,pack] [--out=JSON]
+    python -m benchmarks.kernels [--mib=1,16] [--repeats=20] [--only=bitplanes.pack] [--out=JSON]
 
 `--mib` lists sizes of the float32 vector that each operation is about. GB/s are of the bytes that
 must move: everything read once and written once. `of copy` is this over what copying a vector of
@@ -29,15 +29,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.arguments import count, new_file, one_of, positive, several
-from benchmarks.device_time import Kernel, launch_alone, machine, per_call, recorded
+from benchmarks.device_time import (
+    Kernel,
+    keep,
+    launch_alone,
+    machine,
+    per_call,
+    recorded,
+    refused,
+)
 from jaxcomm import codecs
 from jaxcomm.kernels import bitplanes, select
 from jaxcomm.kernels.block_quantization import integers
 from jaxcomm.kernels.powers_of_two import nine_bits
 from jaxcomm.kernels.random_bits import random_bits
 
-CACHE = 2**27  # bytes; more than the last cache of any GPU of today holds
-MOST_SETS = 64
+CACHE = 2**28  # bytes; more than the last cache of any GPU of today holds
 ON_CPU = 16  # MiB; larger results are compared on the GPU alone
 DIFFERING = 1e-4  # of the bytes, at most: GPUs divide and multiply to within a last bit
 MESSAGES = 8
@@ -253,13 +260,14 @@ def on_cpu(case: Case, args: Any) -> Any:
 
 
 def sets_of(case: Case, vectors: list[jax.Array]) -> list[Any]:
-    """Arguments from as many of the vectors as the cache does not hold together."""
+    """Arguments in as many buffers as the cache does not hold together."""
     if case.arguments is itself:
         return [(x,) for x in vectors]
     make = jax.jit(case.arguments)
     first = make(vectors[0])
-    wanted = -(-CACHE // max(sum(a.nbytes for a in first), 1))
-    return [first, *(make(x) for x in vectors[1 : max(2, wanted)])]
+    size = sum(a.nbytes for a in first)
+    wanted = max(2, -(-CACHE // size)) if size and len(vectors) > 1 else 1
+    return [first, *(make(vectors[i % len(vectors)]) for i in range(1, wanted))]
 
 
 def compiled(n: int, cases: list[Case]) -> dict[str, list[Timed]]:
@@ -286,7 +294,7 @@ def measured(mib: float, repeats: int, cases: list[Case]) -> list[dict[str, Any]
     """All that run at one size, beside the copy, which comes first."""
     n = int(mib * 2**18)
     programs = compiled(n, cases)
-    number = max(2, min(MOST_SETS, -(-CACHE // (4 * n)))) if jax.default_backend() != "cpu" else 1
+    number = max(2, -(-CACHE // (4 * n))) if jax.default_backend() != "cpu" else 1
     normal = jax.jit(lambda i: jax.random.normal(jax.random.key(i), (n,)))
     vectors = [normal(i) for i in range(number)]
     timed: list[Timed] = []
@@ -331,20 +339,21 @@ def main() -> None:
         default=[case.name for case in CASES],
         help="operations, with commas between them; the copy comes too",
     )
-    parser.add_argument("--out", type=new_file, help="a file for the rows, as JSON")
+    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are added to")
     args = parser.parse_args()
     cases = [case for case in CASES if case.name in ("copy", *args.only)]
     launch_alone()
     facts = machine()
+    save = functools.partial(
+        keep, args.out, facts, "rows", key=("operation", "implementation", "mib")
+    )
+    refused(parser, save)
     print(json.dumps(facts))
     if jax.default_backend() == "cpu":
         print(f"CPU, {len(os.sched_getaffinity(0))} cores: NOT a measurement of GPU kernels")
     print(f"{'':34}{'MiB':>7}{'us':>11}{'GB/s':>9}{'of copy':>8}{'differing':>11}")
-    rows = []
     for mib in args.mib:
-        rows += measured(mib, args.repeats, cases)
-        if args.out:
-            args.out.write_text(json.dumps({"machine": facts, "rows": rows}, indent=1) + "\n")
+        save(measured(mib, args.repeats, cases))
 
 
 if __name__ == "__main__":

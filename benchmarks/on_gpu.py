@@ -63,7 +63,7 @@ def _best(times: Times, operation: str, names: tuple[str, ...], mib: float) -> s
 
 
 def kernels() -> tuple[list[str], list[list[str]]]:
-    """Of each operation and implementation: GB/s at the largest sizes, and the shares of a copy."""
+    """Of each operation and implementation: shares of a copy's speed, and GB/s."""
     rows = []
     for (operation, name), at in read(MEASURED["9.0"]).items():
         if name in (PLAIN, *OPERATIONS.get(operation.partition(" (")[0], ())):

@@ -1,6 +1,7 @@
 """Arguments of the benchmarks: what cannot be is one clear line, before anything runs."""
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import arguments, planner
+from benchmarks import arguments, device_time, planner
 
 ROOT = Path(__file__).parent.parent
 
@@ -100,6 +101,27 @@ def test_what_is_for_gpus_runs_on_cpus(tmp_path: Path) -> None:
         line = [sys.executable, "-m", *f"benchmarks.{command} --out={out}".split()]
         run = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=200)
         assert run.returncode == 0, run.stderr
-        row = json.loads(out.read_text())["rows"][-1]
+        kept = json.loads(out.read_text())
+        row = kept.get("rows", kept.get("transformer"))[-1]
         assert last in (row.get("operation"), row.get("method"))
         assert "NOT a measurement" in run.stdout or row["kernels_ms"] == 0
+
+
+def test_kernels_are_those_of_equal_calls() -> None:
+    kernels = [device_time.Kernel("k", "jit_f", "op", i, 10.0 + i) for i in range(6)]
+    assert device_time.per_call(kernels, 3) == [21, 25, 29]
+    for wrong in (kernels[:5], []):
+        with pytest.raises(ValueError, match="are not those of 3 equal calls"):
+            device_time.per_call(wrong, 3)
+
+
+def test_results_are_added_to_those_of_the_same_machine(tmp_path: Path) -> None:
+    path, here = tmp_path / "r.json", {"device": "H100"}
+    save = functools.partial(device_time.keep, path, here, "rows", key=("name",))
+    save([{"name": "a", "us": 1}, {"name": "b", "us": 2}])
+    save([{"name": "a", "us": 3}])
+    assert json.loads(path.read_text())["rows"] == [{"name": "a", "us": 3}, {"name": "b", "us": 2}]
+    elsewhere = functools.partial(device_time.keep, path, {"device": "A10"}, "rows", key=("name",))
+    with pytest.raises(SystemExit):
+        device_time.refused(argparse.ArgumentParser(), elsewhere)
+    assert json.loads(path.read_text())["machine"] == here

@@ -178,8 +178,9 @@ def _picoseconds(**of: float) -> dict[str, tuple[float, float]]:
 # CPU, on two cores of a current x86 server: codes by `python -m jaxcomm.probe --simulate=2`,
 # medians of three runs; messages as between the four processes of `benchmarks.planner`. GPU: codes
 # as an H100 took them in steps on a mesh of one (`python -m benchmarks.gpu_steps`), fp8 as int8 and
-# int2 as int4; messages counted, not measured: tens of microseconds for one over TCP, and 400 GB/s
-# within a machine, or less if the file says so.
+# int2 as int4, sparse means before their thresholds were sorted for and their loops taken out.
+# Messages are counted, not measured: tens of microseconds for one over TCP, and 400 GB/s within a
+# machine, or less if the file says so.
 DEFAULTS = {
     "cpu": Costs(
         source="defaults for a CPU, not measured here",

@@ -152,6 +152,17 @@ def test_gaussiank_selects_k_where_no_threshold_that_it_tries_does(make_mesh: Ma
     assert (outcome.selected == round(N * DENSITY)).all()
 
 
+def test_gaussiank_tries_the_same_thresholds_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take all rounds, and those behind a good threshold change nothing."""
+    ones = np.zeros(N, np.float32)
+    ones[:400] = 1
+    vectors = [normal(1)[0] ** power for power in (1, 3, 9)] + [ones]
+    wanted = [sparse.gaussiank().gaussian_threshold(x) for x in vectors]
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
+    found = [sparse.gaussiank().gaussian_threshold(x) for x in vectors]
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_every_name_has_a_row() -> None:
     for name, make in sparse.BY_NAME.items():
         assert name in CASES, f"{name} has no row in tests/sparse_table.py"

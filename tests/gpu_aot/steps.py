@@ -15,9 +15,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
+from benchmarks.aot import resnet
 from benchmarks.aot.overlap import overlap
 from benchmarks.aot.targets import mesh_of
-from train.models.resnet import ResNet
 from train.state import TrainState
 from train.step import compile_step, make_forward, make_gradient, make_train_step
 
@@ -64,20 +64,7 @@ def shaped(tree: Any, mesh: Any, specs: Any) -> Any:
 def resnet50(mesh: Any) -> tuple[Any, Any]:
     """The model without its parameters, and these."""
 
-    def make() -> ResNet:
-        return ResNet(
-            image_shape=(224, 224, 3),
-            classes=1000,
-            stages=(3, 4, 6, 3),
-            width=64,
-            groups=32,
-            bottleneck=True,
-            large_stem=True,
-            dtype=jnp.dtype("bfloat16"),
-            rngs=nnx.Rngs(0),
-        )
-
-    graph, params = nnx.split(nnx.eval_shape(make))
+    graph, params = nnx.split(nnx.eval_shape(resnet.resnet50))
     return graph, shaped(nnx.to_pure_dict(params), mesh, PartitionSpec())
 
 

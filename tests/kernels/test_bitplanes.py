@@ -341,3 +341,10 @@ def test_a_sum_is_not_narrower_than_what_is_added(P: int, Q: int, width: int) ->
 def test_numbers_to_compare_with_are_integers(f: Callable) -> None:
     with pytest.raises(TypeError, match="integer"):
         f((jnp.zeros(2, jnp.uint32),), 1.5)
+
+
+@pytest.mark.parametrize("shape", [(32,), (3, 64), (2, 3, 320)])
+def test_gpus_pack_by_halves(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
+    bits = np.random.default_rng(5).random(shape) < 0.5
+    np.testing.assert_array_equal(bitplanes.pack(jnp.asarray(bits)), packed(bits))
