@@ -5,17 +5,19 @@ import functools
 import itertools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxcomm._numbers import is_real
+from jaxcomm.kernels.reductions import computed_once
 from jaxcomm.transforms._layout import Layout, names_in
 
 Bucket = tuple[int, ...]
 
+_SHORT = 2**14  # values
 _EVEN = 64  # XLA on CPU concatenates sums of multiples of so many values well, without padding
 
 # Set where a layer is exchanged by itself, inside of the backward pass: the layer's number, from
@@ -148,11 +150,39 @@ def _written(vectors: list[jax.Array], size: int) -> jax.Array:
 
 def split(vector: jax.Array, parts: Mapping[Any, Any]) -> dict[Any, jax.Array]:
     """The reverse of `joined`, in the shapes of `parts`."""
-    stops = itertools.accumulate(part.size for part in parts.values())
-    return {
-        key: vector[stop - part.size : stop].reshape(part.shape)
-        for (key, part), stop in zip(parts.items(), stops, strict=True)
-    }
+    shapes = [part.shape for part in parts.values()]
+    cut = functools.partial(_cut, shapes=shapes)
+    if any(map(_is_short, shapes)):
+        pieces = jax.lax.platform_dependent(
+            vector, cpu=functools.partial(cut, each=computed_once), default=cut
+        )
+    else:
+        pieces = cut(vector)
+    return dict(zip(parts, pieces, strict=True))
+
+
+def _is_short(shape: tuple[int, ...]) -> bool:
+    return 0 < math.prod(shape) < _SHORT
+
+
+def _cut(
+    vector: jax.Array,
+    shapes: list[tuple[int, ...]],
+    each: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> list[jax.Array]:
+    """The pieces; `each` is done to short ones.
+
+    XLA on CPU would cut them anew in every loop that uses them. It compiles loops with equal bodies
+    once, but each piece begins elsewhere: hundreds of short leaves would take many seconds.
+    """
+    stops = itertools.accumulate(map(math.prod, shapes))
+    pieces = [
+        vector[stop - math.prod(shape) : stop] for stop, shape in zip(stops, shapes, strict=True)
+    ]
+    return [
+        (each(piece) if _is_short(shape) else piece).reshape(shape)
+        for piece, shape in zip(pieces, shapes, strict=True)
+    ]
 
 
 def bytes_of(bucket_mib: Any) -> int:

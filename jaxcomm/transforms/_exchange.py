@@ -42,7 +42,7 @@ from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms._buckets import LAYER, Bucket, joined, split
-from jaxcomm.transforms._layout import Layout, check_gradients, restrict
+from jaxcomm.transforms._layout import Layout, check_gradients, names_in, restrict
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, require_own
 
@@ -224,7 +224,7 @@ def exchange_buckets(
     small = {key: behind.arrays[key] for key in small}
     if must_be_finite is not None:
         local = [*must_be_finite, *jax.tree.leaves([state_of(k) for k in kept])]
-        small[FLAG] = 1 - all_finite(_flat(local)).astype(jnp.float32)
+        small[FLAG] = 1 - all_finite(as_vectors(local)).astype(jnp.float32)
     if equal_key is not None:
         # Integers and their squares: a variance is zero only if all are equal. They have 10 bits,
         # or fewer on many devices, so that all sums of squares are exact. Where one device of very
@@ -250,11 +250,11 @@ def exchange_buckets(
         finite &= jnp.all(variances < 0.25)  # the same on every device
     if not results_are_finite:
         computed += jax.tree.leaves(results)
-    finite = on_further_axes(finite & all_finite(_flat(computed)), axis_name)
+    finite = on_further_axes(finite & all_finite(as_vectors(computed)), axis_name)
     return Exchanged(results, kept, exact, finite)
 
 
-def _flat(arrays: Sequence[jax.Array]) -> Arrays:
+def as_vectors(arrays: Sequence[jax.Array]) -> Arrays:
     """Vectors, which XLA on CPU reduces several times as fast as matrices.
 
     Short ones of a dtype are joined: on CPU an operation takes as long to start as they do. In a
@@ -267,6 +267,19 @@ def _flat(arrays: Sequence[jax.Array]) -> Arrays:
         if x.size < _SHORT:
             short.setdefault(x.dtype, []).append(x)
     return [*map(jnp.concatenate, short.values()), *(x for x in vectors if x.size >= _SHORT)]
+
+
+def vectors_in_view(arrays: Arrays, layout: Layout) -> Arrays:
+    """The same of arrays in the shapes of the parameters, in the current view.
+
+    Those that are sharded over a further axis stay as they are.
+    """
+    is_whole = [not names_in(leaf.spec) for leaf in layout.leaves]
+    typed = list(zip(_axes.varying_alike(arrays), is_whole, strict=True))
+    return [
+        *as_vectors([x for x, whole in typed if whole]),
+        *(x for x, whole in typed if not whole),
+    ]
 
 
 def on_further_axes(finite: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -313,7 +326,7 @@ def updates_of(
     """
     updates = [results[i].astype(g.dtype) for i, g in enumerate(grads)]
     if narrow := [u for u in updates if u.dtype.itemsize < 4]:
-        finite = on_further_axes(finite & all_finite(_flat(narrow)), axis_name)
+        finite = on_further_axes(finite & all_finite(as_vectors(narrow)), axis_name)
     return [jnp.where(finite, u, jnp.nan) for u in updates], finite
 
 

@@ -4,6 +4,7 @@ The squares of a matrix are kept as the means R of its rows and C of its columns
 R C^T / mean(R). A parameter of more dimensions has such a pair at each place of the leading ones.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from jaxcomm.transforms._layout import Layout, Leaf, axes_in
 Names = list[tuple[str, ...]]
 
 
-class Squares(NamedTuple):
+class _Squares(NamedTuple):
     """The mean of a parameter's squared gradients, by its last two dimensions.
 
     Attributes:
@@ -27,22 +28,31 @@ class Squares(NamedTuple):
       columns: float32, the mean over the last but one; of a vector or a scalar nothing, ().
     """
 
-    rows: jax.Array
+    rows: Any
     columns: Any
 
 
-def no_squares(shape: tuple[int, ...]) -> Squares:
-    """Zero squares, for a parameter that has had no gradient yet."""
+def no_squares(layout: Layout) -> jax.Array:
+    """Zero squares, before any gradient."""
+    arrays = jax.tree.leaves([_shapes(leaf.shape) for _, leaf in _filled(layout)])
+    return jnp.zeros(sum(x.size for x in arrays), jnp.float32)
+
+
+def _filled(layout: Layout) -> list[tuple[int, Leaf]]:
+    """The parameters that are not empty, and their numbers."""
+    return [(i, leaf) for i, leaf in enumerate(layout.leaves) if 0 not in leaf.shape]
+
+
+def _shapes(shape: tuple[int, ...]) -> _Squares:
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     if len(shape) < 2:
-        return Squares(jnp.zeros(shape, jnp.float32), ())
-    return Squares(
-        jnp.zeros(shape[:-1], jnp.float32), jnp.zeros((*shape[:-2], shape[-1]), jnp.float32)
-    )
+        return _Squares(array(shape), ())
+    return _Squares(array(shape[:-1]), array((*shape[:-2], shape[-1])))
 
 
 def next_squares_and_roots(
-    grads: Arrays, layout: Layout, old: list[Squares], decay: float, seen: jax.Array
-) -> tuple[list[Squares], Arrays]:
+    grads: Arrays, layout: Layout, old: jax.Array, decay: float, seen: jax.Array
+) -> tuple[jax.Array, Arrays]:
     """The decaying mean squares with this step's gradients in them, and their roots.
 
     Rows and columns are whole on every device, also those of leaves that are sharded over further
@@ -51,55 +61,45 @@ def next_squares_and_roots(
     Args:
       grads: local gradients, as they are in the current view.
       layout: of the parameters.
-      old: for each leaf that is not empty.
+      old: float32 vector, the rows and columns of one parameter behind those of the other.
       decay: of the mean.
       seen: float32, the number of gradients in the result, for its start at zero.
 
     Returns:
-      Squares like `old`, equal on all devices; and for each leaf float32 roots, corrected for the
+      A vector like `old`, equal on all devices; and for each leaf float32 roots, corrected for the
       start at zero, in the shape of the parameter in the current view.
     """
-    mesh = _axes.current_mesh()
+    mesh, filled = _axes.current_mesh(), _filled(layout)
     size, every_axis = math.prod(mesh.shape.values()), tuple(sorted(mesh.axis_names))
-    arrays, treedef = jax.tree.flatten(old)
+    shapes = {i: _shapes(leaf.shape) for i, leaf in filled}
 
     def on_device(grads: Arrays, own: Own, shared: Any) -> tuple[Arrays, Own]:
         old, seen = shared
-        filled = [
-            (g, leaf) for g, leaf in zip(grads, layout.leaves, strict=True) if 0 not in leaf.shape
-        ]
         parts = {}
-        for number, ((g, leaf), whole) in enumerate(zip(filled, old, strict=True)):
-            square, (rows, columns) = jnp.square(g.astype(jnp.float32)), _names(leaf)
-            if g.ndim < 2:
-                parts[number, 0] = _in_place(square, whole.rows, rows, size)
+        for i, leaf in filled:
+            square, (rows, columns) = jnp.square(grads[i].astype(jnp.float32)), _names(leaf)
+            if square.ndim < 2:
+                parts[i, 0] = _in_place(square, shapes[i].rows, rows, size)
             else:
-                parts[number, 0] = _in_place(square.mean(-1), whole.rows, rows, size)
-                parts[number, 1] = _in_place(square.mean(-2), whole.columns, columns, size)
-        filled_ = tuple(i for i, leaf in enumerate(layout.leaves) if 0 not in leaf.shape)
-        with noted(Message("squares", filled_)), noted("float32, native"):
-            means = split(jax.lax.psum(joined(parts), every_axis), parts)
-        new = [
-            decay * x + (1 - decay) * y
-            for x, y in zip(jax.tree.leaves(old), means.values(), strict=True)
-        ]
-        known = iter(treedef.unflatten([x / (1 - decay**seen) for x in new]))
-        roots = [
-            jnp.zeros(g.shape, jnp.float32)
-            if 0 in leaf.shape
-            else _root(next(known), leaf, g.shape)
-            for g, leaf in zip(grads, layout.leaves, strict=True)
-        ]
-        return [*roots, *new], own
+                parts[i, 0] = _in_place(square.mean(-1), shapes[i].rows, rows, size)
+                parts[i, 1] = _in_place(square.mean(-2), shapes[i].columns, columns, size)
+        with noted(Message("squares", tuple(shapes))), noted("float32, native"):
+            means = jax.lax.psum(joined(parts), every_axis)
+        new = decay * old + (1 - decay) * means
+        known = split(new / (1 - decay**seen), parts)
+        roots = [jnp.zeros(g.shape, jnp.float32) for g in grads]
+        for i, leaf in filled:
+            squares = _Squares(known[i, 0], known.get((i, 1), ()))
+            roots[i] = _root(squares, leaf, grads[i].shape)
+        return [*roots, new], own
 
-    results, _ = on_every_device(
-        on_device, grads, layout, shared=(old, seen), further_results=len(arrays)
+    (*roots, new), _ = on_every_device(
+        on_device, grads, layout, shared=(old, seen), further_results=1
     )
-    roots, new = results[: len(grads)], results[len(grads) :]
-    return treedef.unflatten(new), roots
+    return new, roots
 
 
-def _root(squares: Squares, leaf: Leaf, shape: tuple[int, ...]) -> jax.Array:
+def _root(squares: _Squares, leaf: Leaf, shape: tuple[int, ...]) -> jax.Array:
     """The root mean squares of this device's shard of a leaf."""
     rows, columns = _names(leaf)
     if len(shape) < 2:
@@ -128,7 +128,7 @@ def _own_part(whole: jax.Array, names: Names, local: tuple[int, ...]) -> jax.Arr
     return jax.lax.dynamic_slice(whole, _starts(names, local), local) if any(names) else whole
 
 
-def _in_place(part: jax.Array, whole: jax.Array, names: Names, size: int) -> jax.Array:
+def _in_place(part: jax.Array, whole: Any, names: Names, size: int) -> jax.Array:
     """A zero array of the full size with this device's part in its place.
 
     The part is divided by the number of devices that hold it, before these are added up: a sum of
@@ -138,4 +138,6 @@ def _in_place(part: jax.Array, whole: jax.Array, names: Names, size: int) -> jax
     part = part * (shards / size)
     if not any(names):
         return part
-    return jax.lax.dynamic_update_slice(jnp.zeros_like(whole), part, _starts(names, part.shape))
+    return jax.lax.dynamic_update_slice(
+        jnp.zeros(whole.shape, whole.dtype), part, _starts(names, part.shape)
+    )

@@ -65,11 +65,14 @@ class FrozenAdam:
         """The next variance."""
         return self.b2 * v + (1 - self.b2) * jnp.square(g)
 
+    def rate(self, count: jax.Array) -> jax.Array:
+        """The learning rate of the step behind `count` steps."""
+        rate = self.learning_rate
+        return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
+
     def steps(self, m: Arrays, v: Arrays, state: Any, params: Any) -> Arrays:
         """What to add to the parameters; `state` is that of `one_bit_adam` before the step."""
-        rate = self.learning_rate
-        rate = jnp.asarray(rate(state.count) if callable(rate) else rate, jnp.float32)
-        count = state.count + 1
+        rate, count = self.rate(state.count), state.count + 1
         seen = jnp.where(state.frozen_at > 0, state.frozen_at, count)  # gradients that v has seen
         share_m = 1 - self.b1 ** count.astype(jnp.float32)
         share_v = 1 - self.b2 ** seen.astype(jnp.float32)

@@ -26,8 +26,8 @@ from jaxcomm import _axes
 from jaxcomm._marks import mark_local
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
-from jaxcomm.transforms._exchange import Arrays, local_leaves
-from jaxcomm.transforms._factors import Squares, next_squares_and_roots, no_squares
+from jaxcomm.transforms._exchange import Arrays, local_leaves, vectors_in_view
+from jaxcomm.transforms._factors import next_squares_and_roots, no_squares
 from jaxcomm.transforms._layout import Layout, axis_of, layout_of
 from jaxcomm.transforms._optimizer import (
     check_number,
@@ -47,14 +47,15 @@ class FactoredAdamState(NamedTuple):
       count: int32, the steps taken; steps that were not finite do not count.
       momentum: float32, shaped and sharded as the parameters, equal on all devices, in units of the
         root mean square of the gradients.
-      squares: of each parameter that is not empty, equal on all devices.
+      squares: float32 vector, the mean squares of the rows and columns of all parameters, equal on
+        all devices.
       inner: the state of the exchange.
     """
 
     layout: Layout
     count: jax.Array
     momentum: Any
-    squares: list[Squares]
+    squares: jax.Array
     inner: Any
     roles = frozenset({_roles.FINISHED})
 
@@ -154,8 +155,7 @@ def factored_adam(
         inner = exchange.init(params)
         layout = layout_of(params, axis_of(inner, "factored_adam"))
         _roles.require_means(inner, "factored_adam")
-        shapes = [leaf.shape for leaf in layout.leaves if 0 not in leaf.shape]
-        squares = replicated(lambda: [no_squares(shape) for shape in shapes], layout.axis_name)
+        squares = replicated(lambda: no_squares(layout), layout.axis_name)
         momentum = zeros_like_params(params, layout)
         return FactoredAdamState(layout, jnp.zeros((), jnp.int32), momentum, squares, inner)
 
@@ -185,7 +185,7 @@ def factored_adam(
         local = mark_local(treedef.unflatten(local))
         means, inner = exchange.update(local, state.inner, params, **extra_args)
         momentum = [m.astype(jnp.float32) for m in jax.tree.leaves(means)]
-        finite = _all_finite_everywhere(momentum)
+        finite = _all_finite_everywhere(momentum, state.layout)
 
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         rate = jnp.asarray(rate, jnp.float32)
@@ -208,8 +208,8 @@ def factored_adam(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _all_finite_everywhere(arrays: Arrays) -> jax.Array:
+def _all_finite_everywhere(arrays: Arrays, layout: Layout) -> jax.Array:
     """Whether all elements are finite, typed as equal on all devices, which it is."""
-    finite = all_finite(_axes.varying_alike(arrays))
+    finite = all_finite(vectors_in_view(arrays, layout))
     axes = tuple(sorted(_axes.varying_axes(finite)))
     return jax.lax.pmin(finite.astype(jnp.int32), axes) == 1 if axes else finite

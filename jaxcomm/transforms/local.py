@@ -12,7 +12,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm._marks import mark_local
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
-from jaxcomm.transforms._exchange import local_leaves
+from jaxcomm.transforms._exchange import local_leaves, vectors_in_view
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._state_of_each import Structure, on_each_device
 from jaxcomm.transforms._wrappers import with_extra_args
@@ -91,7 +91,7 @@ def local(
         def one(updates: Any, leaves: list[jax.Array]) -> tuple[Any, list[jax.Array], jax.Array]:
             inner_state = state.structure.state_of(leaves)
             updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
-            finite = all_finite(jax.tree.leaves(updates))
+            finite = all_finite(vectors_in_view(jax.tree.leaves(updates), state.layout))
             return updates, state.structure.arrays_of(inner_state), finite
 
         if _axes.is_manual(axis_name):

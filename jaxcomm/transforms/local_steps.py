@@ -31,6 +31,7 @@ from jaxcomm._marks import GRADIENT, kind_of, mark_local, unmark_local
 from jaxcomm._numbers import is_integer
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
+from jaxcomm.transforms._exchange import vectors_in_view
 from jaxcomm.transforms._fragments import dealt
 from jaxcomm.transforms._layout import Layout, axis_of, check_gradients, filled_leaves, layout_of
 from jaxcomm.transforms._state_of_each import on_each_device
@@ -244,7 +245,8 @@ def _inner_steps(
     def one(grads: Any, params: Any, leaves: Arrays) -> tuple[Arrays, Arrays]:
         old = state.structure.state_of(leaves)
         updates, new = inner.update(grads, old, params, **extra_args)
-        finite = _on_further_axes(all_finite(jax.tree.leaves(updates)), state.layout)
+        looked_at = vectors_in_view(jax.tree.leaves(updates), state.layout)
+        finite = _on_further_axes(all_finite(looked_at), state.layout)
         moved = state.tree.arrays_of(optax.apply_updates(params, updates))
         before = state.tree.arrays_of(params), leaves
         after = moved, state.structure.arrays_of(new)

@@ -28,12 +28,14 @@ from jaxcomm.transforms._buckets import (
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
+    as_vectors,
     by_leaf,
     exchange_buckets,
     in_turn,
     local_leaves,
     on_every_device,
     on_further_axes,
+    vectors_in_view,
 )
 from jaxcomm.transforms._frozen_adam import FrozenAdam
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of
@@ -150,7 +152,7 @@ def one_bit_adam(
 
     Wire: for each bucket of b blocks, 2(N-1) messages of 33 uint32 words for each of ceil(b/N)
     blocks, which is 2(N-1)/N of 1.03 bits a value; a leaf is padded to whole blocks of 1024 values.
-    Once a step, one float32 all-reduce of all exempt values and one flag; on a mesh of several
+    Once a step, one float32 all-reduce of all exempt values; on a mesh of several
     axes, one int32 over the other axes, and with `variance_stability` one float32. A dense step
     sends 8(N-1)/N bytes a parameter more, in a branch of a conditional. The bits travel in dense
     steps too and are discarded: on GPUs XLA does not overlap a collective that is inside a
@@ -228,9 +230,10 @@ def one_bit_adam(
         v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], means[i])) for i in leaves]
         steps = adam.steps(m, v, state, params)
         steps = [step.astype(g.dtype) for step, g in zip(steps, grads, strict=True)]
-        # The square of a finite gradient may overflow, and so may an update of 16 bits.
-        finite &= all_finite(_axes.varying_alike([*v, *steps]))
-        finite = on_further_axes(finite, axis_name)
+        finite &= jnp.isfinite(adam.rate(state.count))
+        if any(step.dtype.itemsize < 4 for step in steps):
+            finite &= all_finite(vectors_in_view(steps, state.layout))
+            finite = on_further_axes(finite, axis_name)
         kept = (state.worker_error, state.server_error)
         worker, server = map(partial(_chosen, finite & frozen), errors, kept)
         updates = [jnp.where(finite, step, jnp.nan) for step in steps]
@@ -290,8 +293,9 @@ def _exchange(
             buckets,
             on_bucket,
             small={i: sent[i] for i in exempt},
-            must_be_finite=sent,
+            must_be_finite=None,  # scales and means carry what is not
             axis_name=axis_name,
+            results_are_finite=True,  # they, or those of a dense step, are looked at below
         )
         vectors, one_bit = in_turn(dict(enumerate(kept[0] for kept in done.kept)), done.buckets)
         with _branches.named(["one_bit_adam: dense", ""]):
@@ -302,7 +306,9 @@ def _exchange(
                 vectors,
             )
         means = [jnp.where(compressed, *pair) for pair in zip(one_bit, dense, strict=True)]
-        finite = on_further_axes(done.finite & all_finite(means), axis_name)
+        # The square of a finite gradient may overflow, and v with it.
+        squares = [jnp.square(x) for x in (*means, *done.exact.values())]
+        finite = on_further_axes(done.finite & all_finite(as_vectors(squares)), axis_name)
         parts = [
             _out_of_blocks(mean, {i: sent[i] for i in bucket})
             for mean, bucket in zip(means, buckets, strict=True)

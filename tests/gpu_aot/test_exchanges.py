@@ -37,7 +37,7 @@ def expected() -> dict[str, tuple[dict[str, float], set[str]]]:
         # It also holds the warm-up's float32, in the other branch.
         "one_bit_adam": (
             two_hops(4 * each // sign.BLOCK + each // 8)
-            | {"all-reduce": 2 * OTHERS / WORLD * 4 * n + FLAG},
+            | {"all-reduce": 2 * OTHERS / WORLD * 4 * n},
             {"u32", "f32"},
         ),
         "topk_allgather": (

@@ -196,7 +196,7 @@ def test_the_warm_up_is_adamw_on_the_mean() -> None:
 @pytest.mark.parametrize("world", [1, 3, 4])
 def test_bytes_of_each_stage_are_those_of_the_formula(world: int) -> None:
     report = program(GLOBAL, world).report()
-    always = Fraction(2 * (world - 1), world) * 4 * (6 + 1 + 1)  # exempt values and the flag
+    always = Fraction(2 * (world - 1), world) * 4 * (6 + 1)  # exempt values
     warmup = Fraction(2 * (world - 1), world) * 4 * 61
     blocks = math.ceil(2 / world)  # of each owner: kernel and head have a block each
     always += 2 * (world - 1) * 4 * 33 * blocks
@@ -218,17 +218,20 @@ def test_each_bucket_has_its_payloads_and_its_errors() -> None:
 
 @pytest.mark.parametrize("view", [*APART, VIEWS[5]], ids=by_name)
 def test_a_bad_gradient_makes_every_update_nan_and_leaves_the_state(view: View) -> None:
-    good, *bad = (gradients(4) for _ in range(3))
-    for where, grads in zip(["head", "bias"], bad, strict=True):
-        grads[where][2].flat[3] = np.inf
-    steps = program(view).run(*[bad[0], good, bad[1], good] * 2)  # both, in both stages
+    good, steps = gradients(4), []
+    dense, frozen = [("head", np.nan), ("bias", np.inf)], [("head", np.inf), ("bias", np.nan)]
+    for where, value in [*dense, *frozen, ("head", np.nan)]:
+        bad = gradients(4)
+        bad[where][2].flat[3] = value
+        steps += [bad, good]
+    steps = program(view).run(*steps)
     before = program(view).start
     for (spoiled, kept), (updates, state) in zip(steps[::2], steps[1::2], strict=True):
         assert nan_everywhere(spoiled)
         jax.tree.map(np.testing.assert_array_equal, kept, before)
         assert all(np.isfinite(u).all() for u in updates.values())
         before = state
-    assert (before.count, before.frozen_at) == (4, WARMUP)
+    assert (before.count, before.frozen_at) == (5, WARMUP)
 
 
 @pytest.mark.parametrize("view", [GLOBAL, VIEWS[5]], ids=by_name)

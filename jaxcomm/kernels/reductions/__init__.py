@@ -19,6 +19,7 @@ import jax.numpy as jnp
 _ROWS, _LANES = 8, 32
 _FEW_LANES = 8  # for an axis that is shorter than that
 _MANY_ROWS = 64
+_ROW = 1024  # values that GPUs reduce at once
 _FEW = 2**14  # values that are reduced plainly: a fold takes longer to compile
 _MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
 _INFINITIES = {jnp.dtype(jnp.bfloat16): 0x7F80, jnp.dtype(jnp.float16): 0x7C00}
@@ -108,11 +109,29 @@ def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
 
 def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
     """Whether all elements of all arrays are finite; float32 vectors are looked at fastest."""
-    checks = [_is_finite(x) for x in arrays if x.size]
-    if not checks:
+    arrays = [x for x in arrays if x.size]
+    if not arrays:
         return jnp.bool_(True)
+    return jax.lax.platform_dependent(*arrays, cpu=_one_by_one, default=_at_once)
+
+
+def _one_by_one(*arrays: jax.Array) -> jax.Array:
+    checks = jnp.stack([_is_finite(x) for x in arrays])
     # Else every loop that uses the flag would hold the checks of all arrays, and so be compiled.
-    return computed_once(jnp.sum(jnp.stack(checks), dtype=jnp.float32)) == len(checks)
+    return computed_once(jnp.sum(checks, dtype=jnp.float32)) == len(checks)
+
+
+def _at_once(*arrays: jax.Array) -> jax.Array:
+    """The same, in about one kernel an array, where XLA takes two and a comparison for each."""
+    parts = [_rows_are_finite(x) if x.ndim == 1 else _is_finite(x)[None] for x in arrays]
+    # Without the barrier XLA would reduce each array to one element, and then join them.
+    return jnp.all(jax.lax.optimization_barrier(jnp.concatenate(parts)))
+
+
+def _rows_are_finite(x: jax.Array) -> jax.Array:
+    """Whether pieces of a vector are finite, bool `(ceil(n / 1024),)`."""
+    rows = jnp.pad(x, (0, -x.size % _ROW)).reshape(-1, _ROW)
+    return jnp.all(_finite(rows), axis=1)
 
 
 def computed_once(x: jax.Array) -> jax.Array:
@@ -129,11 +148,15 @@ def computed_once(x: jax.Array) -> jax.Array:
 def _is_finite(x: jax.Array) -> jax.Array:
     if x.ndim == 1 and x.dtype == jnp.float32:
         return largest(x) < INFINITY  # on CPU several times as fast
-    if x.dtype in _INFINITIES:
-        # By bits: XLA on GPUs may look at what was rounded instead, which can be finite.
-        magnitude = jax.lax.bitcast_convert_type(x, jnp.uint16) & 0x7FFF
-        return jnp.all(magnitude < _INFINITIES[x.dtype])
-    return jnp.all(jnp.isfinite(x))
+    return jnp.all(_finite(x))
+
+
+def _finite(x: jax.Array) -> jax.Array:
+    """Of each element; of 16 bits by bits, as XLA on GPUs may look at what was rounded instead."""
+    if x.dtype not in _INFINITIES:
+        return jnp.isfinite(x)
+    magnitude = jax.lax.bitcast_convert_type(x, jnp.uint16) & 0x7FFF
+    return magnitude < _INFINITIES[x.dtype]
 
 
 def _doubled(sums: jax.Array, axis: int) -> jax.Array:
