@@ -1,7 +1,10 @@
 """What a loss function may take, and what it may return."""
 
+import functools
+import inspect
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,6 +46,45 @@ def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
     return loss, aux
 
 
+def refuse_rows(aux: Any, aux_of: Callable[[Any], Any], batch: Any, axis_name: Any) -> None:
+    """Raises if aux has a row for each example, as a mean over devices would mix them.
+
+    A number of features can be the number of rows by chance, so the loss is traced with twice as
+    many rows, where any leaf has as many.
+
+    Args:
+      aux: what the loss returned.
+      aux_of: from another batch to its aux.
+      batch: one device's, or one microbatch.
+      axis_name: the mesh axis, for the message.
+    """
+    rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    found = {
+        path: leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(aux)
+        if jnp.ndim(leaf) and jnp.shape(leaf)[:1] in rows
+    }
+    if not found:
+        return
+    twice = lambda: aux_of(jax.tree.map(lambda x: jnp.concatenate([x, x]), batch))  # noqa: E731
+    try:
+        other = dict(jax.tree_util.tree_leaves_with_path(jax.eval_shape(twice)))
+    except Exception:  # a loss of one number of rows, or one that looks at values
+        other = None
+    for path, leaf in found.items():
+        n = leaf.shape[0]
+        text = (
+            f"aux{jax.tree_util.keystr(path)} has a row for each example, {n} on each device, and "
+            "aux is a mean over devices, which would mix different examples. Return what you want "
+            "to know of them, such as their mean, or the rows of all devices: "
+            f"jax.lax.all_gather(x, {axis_name!r}, tiled=True)."
+        )
+        if other is None:
+            warnings.warn(f"if {text}", stacklevel=3)
+        elif other[path].shape[:1] == (2 * n,):
+            raise ValueError(text)
+
+
 def refuse_statistics(params: Any) -> None:
     """Raises if Flax NNX variables are among the parameters that a loss changes, not a gradient."""
     if (nnx := sys.modules.get("flax.nnx")) is None:
@@ -61,7 +103,13 @@ def refuse_statistics(params: Any) -> None:
             )
 
 
-def warn_of_rows(batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any], world: int) -> None:
+def warn_of_rows(
+    loss_fn: Callable[..., Any],
+    batch: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    world: int,
+) -> None:
     """Warns of an array beside the batch that has as many rows: it is not split over devices.
 
     Trees are left alone: statistics and other states have any number of rows.
@@ -69,13 +117,34 @@ def warn_of_rows(batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any], worl
     if world == 1:
         return
     rows = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
-    given = {f"argument {place}": arg for place, arg in enumerate(args, start=3)} | kwargs
+    given = {f"argument {place} of the loss": arg for place, arg in enumerate(args, start=3)}
+    given |= {f"{name} of the loss": arg for name, arg in kwargs.items()}
+    given |= {
+        f"{name}, which the loss closes over,": x for name, x in _closed_over(loss_fn).items()
+    }
     for name, arg in given.items():
         is_array = isinstance(arg, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
         if is_array and arg.shape and arg.shape[0] in rows:
             warnings.warn(
-                f"{name} of the loss has as many rows as the batch, {arg.shape[0]}, and goes whole "
+                f"{name} has as many rows as the batch, {arg.shape[0]}, and goes whole "
                 f"to each of the {world} devices: only the batch, argument 2, is split. Give what "
                 "belongs to its rows in it, such as loss(params, (x, y)).",
                 stacklevel=3,
             )
+
+
+def _closed_over(f: Callable[..., Any]) -> dict[str, Any]:
+    """What a function was given where it was made, by name."""
+    if isinstance(f, functools.partial):
+        return f.keywords | _closed_over(f.func)
+    if not inspect.isfunction(f) or f.__closure__ is None:
+        return {}
+    cells = zip(f.__code__.co_freevars, f.__closure__, strict=True)
+    return {name: _contents(cell) for name, cell in cells}
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None  # a name that is not bound yet

@@ -23,9 +23,9 @@ FINISHED = "finished gradient"
 _TAGS = {
     GRADIENT: "local gradient in {}, not exchanged: jaxcomm.mean or another exchange comes first "
     "in a chain, what it leaves out is frozen by jaxcomm.set_to_zero, jaxcomm.local computes on "
-    "each device",
+    "each device, jaxcomm.accumulate adds up microbatches",
     OWN_GRADIENT: "local gradient in {}, at each device's own parameters: only jaxcomm.local_steps "
-    "takes it",
+    "takes it, and clipping and the like go into its inner optimizer",
     FINISHED: "gradient in {}, exchanged in the backward pass, with the state of its exchange: the "
     "jaxcomm.in_backward that attached it comes first in a chain",
     OWN_PARAMETER: "each device's own parameters in {}, which no device may take for the model's: "
@@ -57,6 +57,8 @@ def mark_local(grads: Any) -> Any:
     """Says that gradients are each device's own, so that nothing uses them before an exchange.
 
     `jaxcomm.value_and_grad` does that by itself; this is for gradients that were made otherwise.
+    Inside of a `jax.shard_map` that checks types, `jax.grad` of parameters that are equal on all
+    devices returns the sum over devices: make them vary with `jax.lax.pcast` before.
 
     Args:
       grads: a pytree of float32, bfloat16 or float16 arrays: local gradients inside of

@@ -25,8 +25,8 @@ def require_float(name: str, dtype: Any) -> None:
     if dtype not in FLOATS:
         raise TypeError(
             f"parameter {name or 'tree'} is {dtype}; gradients are exchanged for float32, "
-            "bfloat16 and float16. Keep other leaves out of the tree that is differentiated, "
-            "or cast them."
+            "bfloat16 and float16. Keep other leaves out of the tree that is differentiated, as "
+            "eqx.partition(model, eqx.is_inexact_array) does, or cast them."
         )
 
 
@@ -41,6 +41,6 @@ def require_arrays(tree: Any, what: str) -> None:
         if not isinstance(leaf, _NUMBERS) and not hasattr(leaf, "dtype"):
             raise TypeError(
                 f"{what} {path_name(path)} is {leaf!r}, which is no array. Keep the arrays in a "
-                "tree of their own, as eqx.partition(model, eqx.is_array) or nnx.split do, and put "
-                "both together inside of the loss."
+                "tree of their own, as nnx.split or eqx.partition(model, eqx.is_inexact_array) do, "
+                "and put both together inside of the loss."
             )

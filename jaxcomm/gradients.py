@@ -1,6 +1,7 @@
 """Local gradients: of one batch, of its microbatches, and the order in which they appear."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxcomm import _axes, _paths, _shards
 from jaxcomm._attached import attached_in, map_leaves, specs_of, values_of, with_attached
 from jaxcomm._axes import AxisName
 from jaxcomm._batches import check_rows, refuse_unplaced, shares_of
-from jaxcomm._losses import loss_and_aux, refuse_statistics, warn_of_rows
+from jaxcomm._losses import loss_and_aux, refuse_rows, refuse_statistics, warn_of_rows
 from jaxcomm._marks import (
     FINISHED,
     GRADIENT,
@@ -26,6 +27,8 @@ from jaxcomm._marks import (
 from jaxcomm._microbatches import accumulated, mean_dtype
 from jaxcomm._numbers import is_integer
 
+_NONE: Any = object()  # no batch was given
+
 
 @dataclasses.dataclass(frozen=True)
 class ValueAndGrad:
@@ -36,10 +39,19 @@ class ValueAndGrad:
     has_aux: bool
     microbatches: int = 1
 
-    def __call__(self, params: Any, batch: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def __call__(
+        self, params: Any, batch: Any = _NONE, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
         """The mean loss over devices, and local gradients."""
+        if batch is _NONE:
+            raise TypeError(
+                "the batch is missing: call jaxcomm.value_and_grad(loss_fn, axis)(params, batch), "
+                "with loss_fn(params, batch). Each device is given its rows of the batch; what "
+                "loss_fn closes over goes whole to all of them."
+            )
         if not _axes.is_manual(self.axis_name):
-            warn_of_rows(batch, args, kwargs, _axes.axis_size(self.axis_name))
+            world = _axes.axis_size(self.axis_name)
+            warn_of_rows(self.loss_fn, batch, args, kwargs, world)
         loss_fn, arrays = _bound(self.loss_fn, args, kwargs)
         return dataclasses.replace(self, loss_fn=loss_fn)._of(params, batch, *arrays)
 
@@ -113,10 +125,16 @@ class ValueAndGrad:
     def _checked_loss(self, params: Any, batch: Any, *args: Any) -> tuple[jax.Array, Any]:
         out = self.loss_fn(params, batch, *args)
         loss, aux = loss_and_aux(out, self.has_aux)
+        if _axes.axis_size(self.axis_name) > 1:
+            aux_of = functools.partial(self._aux, params, args=args)
+            refuse_rows(aux, aux_of, batch, self.axis_name)
         on = _axes.checks_on(self.axis_name)
         if on and not _axes.varies(loss, self.axis_name):
             raise ValueError(_averaged(self.axis_name))
         return loss, aux
+
+    def _aux(self, params: Any, batch: Any, args: tuple[Any, ...]) -> Any:
+        return loss_and_aux(self.loss_fn(params, batch, *args), self.has_aux)[1]
 
     def _check_loss(self, params: Any, batch: Any, args: Any) -> None:
         """Raises if the loss is the same on all devices by construction.
@@ -126,24 +144,26 @@ class ValueAndGrad:
         the checks of shard_map are on, types tell of reductions. A loss as it should be cannot be
         traced here; its other errors come back in the real trace.
         """
+        # Nothing is closed over: jax would take what a failed trace holds for a leak.
+        inputs = params, args
 
-        def loss(params: Any, batch: Any) -> Any:
-            out = self.loss_fn(params, batch, *args)
+        def loss(inputs: tuple[Any, Any], batch: Any) -> Any:
+            out = self.loss_fn(inputs[0], batch, *inputs[1])
             return out[0] if self.has_aux else out
 
-        def of_two(params: Any, batch: Any) -> Any:
+        def of_two(inputs: tuple[Any, Any], batch: Any) -> Any:
             two = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
-            return jax.vmap(loss, in_axes=(None, 0), out_axes=None)(params, two)
+            return jax.vmap(loss, in_axes=(None, 0), out_axes=None)(inputs, two)
 
         if not (_axes.is_manual(self.axis_name) and _axes.checks_on(self.axis_name)):
             stacked = _stacked(batch, self.axis_name)
             names = _axes.names_of(self.axis_name)
             mapped = [_over_devices(loss, self.axis_name, unmapped=name) for name in names]
-            if not any(_traces(f, params, stacked) for f in mapped):
+            if not any(_traces(f, inputs, stacked) for f in mapped):
                 return
-            if not _traces(of_two, params, batch):
+            if not _traces(of_two, inputs, batch):
                 raise ValueError(_averaged(self.axis_name))
-        if _traces(of_two, params, batch):
+        if _traces(of_two, inputs, batch):
             raise ValueError(
                 "the loss does not depend on the batch, so that all devices have the same gradient "
                 "and nothing is to be exchanged. loss_fn(params, batch) must use what it is given."
@@ -198,8 +218,8 @@ def value_and_grad(
 
     Raises:
       ValueError: when called, if no mesh is set, the batch does not divide over the devices or is
-        one process's own, or the loss was already averaged over the axis or does not depend on
-        the batch.
+        one process's own, the loss was already averaged over the axis or does not depend on the
+        batch, or aux has a row for each example.
       TypeError: when called, if aux is not made of real numbers, `loss_fn` does not return what
         `has_aux` says, or a parameter is neither float32, bfloat16 nor float16; and where the
         gradients are differentiated again.
@@ -387,5 +407,6 @@ def _averaged(axis_name: AxisName) -> str:
     return (
         f"the loss is already reduced over {axis_name!r}, so its gradient is not this device's "
         "own. Return the mean over the examples that loss_fn is given; jaxcomm.value_and_grad "
-        "averages the loss over devices itself."
+        "averages the loss over devices itself. A loss that compares rows of all devices returns "
+        "the terms of this device's own: docs/recipes.md, A loss over the global batch."
     )

@@ -83,7 +83,8 @@ def explain(tx: Any, params: Any) -> Explanation:
     Nothing is compiled.
 
     Bytes are those of the program as it is traced, for one step with every branch listed.
-    `jaxcomm.wire_report` reads what the compiler made of it, and is the number to trust.
+    `jaxcomm.wire_report` reads what the compiler made of a whole step, and is the number to trust:
+    it has what the optimizer behind `jaxcomm.sharded` sends, and what each microbatch does.
 
     Args:
       tx: a transformation of jaxcomm, alone or in a chain, as `tx.update` is called in a step.

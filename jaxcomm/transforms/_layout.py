@@ -4,6 +4,7 @@ import contextvars
 import dataclasses
 import fnmatch
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -95,6 +96,12 @@ def layout_of(
     """
     world = _axes.axis_size(axis_name)
     nodes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
+    if isinstance(params, optax.LookaheadParams):
+        raise ValueError(
+            "optax.lookahead keeps two copies of the parameters, and behind an exchange in a chain "
+            "this would take both for the model's. Put the chain into it: "
+            "optax.lookahead(optax.chain(jaxcomm.mean(...), optimizer), ...)."
+        )
     if type(params).__name__ == "_ParamsPlaceholder":  # of optax; it is not public
         raise ValueError(
             "optax.tree.map_params(tx, f, state) makes a state without parameters, and that of an "
@@ -106,9 +113,14 @@ def layout_of(
             f"there are no parameters in {params!r}, so there is nothing to exchange; pass the "
             "pytree of parameters that is differentiated."
         )
+    named = [(_paths.path_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
+    if twice := [name for name, n in Counter(name for name, _ in named).items() if n > 1]:
+        raise ValueError(
+            f"two parameters are called {twice[0]}, as a name with a slash is spelled like a path; "
+            "rename one, so that each can be found again."
+        )
     leaves = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = _paths.path_name(path)
+    for name, leaf in named:
         dtype = jnp.result_type(leaf)
         _paths.require_float(name, dtype)
         spec = (spec_of or _spec_of)(leaf, name, axis_name)
@@ -136,7 +148,7 @@ def is_exempt(path: str, shape: tuple[int, ...], stacked: bool, exempt: Exempt) 
 
 def fits(path: str, patterns: Sequence[str]) -> bool:
     """Whether a path fits one of the patterns."""
-    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+    return any(path == pattern or fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
 def require_strings(given: Any, name: str, what: str) -> None:
@@ -151,7 +163,7 @@ def check_patterns(patterns: Sequence[str], paths: Sequence[str], what: str = "e
     """Raises for a string in place of a list, and for a pattern that matches no path."""
     require_strings(patterns, what, "patterns")
     for pattern in patterns:
-        if not fnmatch.filter(paths, pattern):
+        if not any(fits(path, [pattern]) for path in paths):
             raise ValueError(
                 f"{what} names {pattern!r}, which fits no parameter; the paths are "
                 f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''}."

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
@@ -17,7 +18,8 @@ from jaxcomm.transforms.per_device import made_sharded
 
 def check_rate(rate: optax.ScalarOrSchedule) -> None:
     """Raises a TypeError unless a learning rate is a number or a schedule."""
-    if not (callable(rate) or is_real(rate) or isinstance(rate, jax.Array)):
+    is_array = isinstance(rate, jax.Array) or (isinstance(rate, np.ndarray) and rate.ndim == 0)
+    if not (callable(rate) or is_real(rate) or is_array):
         raise TypeError(f"learning_rate must be a number or a schedule, got {rate!r}.")
 
 

@@ -68,7 +68,8 @@ def local_params(state: Any) -> Any:
             f"local_params needs the state of one jaxcomm.local_steps, found {len(found)}; pass "
             "what tx.init or tx.update returned."
         )
-    own = own_tree(found[0], found[0].params.values)
+    # Leaves, as nnx.Optimizer keeps each array of a state in a variable.
+    own = own_tree(found[0], jax.tree.leaves(found[0].params.values))
     if any(isinstance(x, optax.MaskedNode) for x in jax.tree.leaves(own, is_leaf=_is_masked)):
         raise ValueError(
             "this jaxcomm.local_steps has a part of the parameters only, and a model needs all. "

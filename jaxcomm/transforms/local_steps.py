@@ -253,6 +253,7 @@ def _inner_steps(
         return jax.tree.map(lambda a, b: jnp.where(finite, a, b), after, before)
 
     params = own_tree(state, state.params.values)
+    grads = state.tree.treedef.unflatten(jax.tree.leaves(grads))  # nnx.Optimizer strips variables
     if _axes.is_manual(state.layout.axis_name):
         moved, leaves = one(grads, params, [x[0] for x in state.inner.values])
         moved, leaves = [x[None] for x in moved], [x[None] for x in leaves]
@@ -288,6 +289,7 @@ def _exchange_fragment(
     """The shared parameters' updates, each device's own parameters, and the next states."""
     fragments, is_manual = state.fragments, _axes.is_manual(state.layout.axis_name)
     taken = own_tree(state, state.taken.values or state.params.values)
+    taken = jax.tree.structure(params).unflatten(jax.tree.leaves(taken))
     lack = jax.tree.map(
         lambda s, q: (s if is_manual else s[None]).astype(jnp.float32) - q.astype(jnp.float32),
         params,

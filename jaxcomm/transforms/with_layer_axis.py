@@ -1,6 +1,5 @@
 """Layers that `jax.lax.scan` goes through: leaves whose leading axis counts layers."""
 
-import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import optax
 
 from jaxcomm import _paths
-from jaxcomm.transforms._layout import STACKED, require_strings
+from jaxcomm.transforms._layout import STACKED, fits, require_strings
 from jaxcomm.transforms._wrappers import with_extra_args
 
 
@@ -49,7 +48,7 @@ def with_layer_axis(
         leaves = jax.tree_util.tree_leaves_with_path(params)
         shapes = {_paths.path_name(path): jax.numpy.shape(leaf) for path, leaf in leaves}
         for pattern in layers:
-            found = fnmatch.filter(shapes, pattern)
+            found = [path for path in shapes if fits(path, [pattern])]
             if not found:
                 raise ValueError(
                     f"with_layer_axis names {pattern!r}, which fits no parameter; the paths are "

@@ -171,6 +171,28 @@ def test_nnx_model_with_its_optimizer(mesh8: Any) -> None:
     assert_close(nnx.state(model, nnx.Param), expected, 1e-4)
 
 
+def test_local_steps_in_an_nnx_optimizer(mesh8: Any) -> None:
+    """It keeps each array of a state in a variable of its own."""
+    tx = jaxcomm.local_steps(optax.sgd(0.1), 1, optax.sgd(1.0), jaxcomm.mean("data"))
+    single = Net(nnx.Rngs(0))
+    graph, params = nnx.split(single, nnx.Param)
+    loss = lambda p, b: nnx_loss(nnx.merge(graph, p), b)  # noqa: E731
+    expected = on_one_device(params, loss, optax.sgd(0.1), batches()[:5])
+    with jax.set_mesh(mesh8):
+        model = Net(nnx.Rngs(0))
+        nnx.update(model, jaxcomm.replicate(nnx.state(model)))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model: Net, optimizer: Any, batch: Any) -> None:
+            own = jaxcomm.local_params(optimizer.opt_state)
+            optimizer.update(model, jaxcomm.value_and_grad(loss, "data")(own, batch)[1])
+
+        for batch in batches()[:5]:
+            step(model, optimizer, jaxcomm.global_batch(batch, "data"))
+    assert_close(nnx.state(model, nnx.Param), expected, 1e-4)
+
+
 @pytest.mark.parametrize("mesh_name", ["mesh8", "mesh4x2"])
 def test_linen_style_train_state(request: Any, mesh_name: str) -> None:
     data = batches()

@@ -1,5 +1,6 @@
 """Programs that would go wrong in silence, or with a message that says nothing."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,60 @@ def test_rows_beside_the_batch_are_not_split(mesh8: Any) -> None:
             gradient(w, x, unsplit)
 
 
+def test_rows_that_a_loss_closes_over_are_not_split(mesh8: Any) -> None:
+    def of(weights: Any) -> Any:
+        return lambda w, x: jnp.mean(x) * jnp.sum(w) * jnp.mean(jnp.asarray(weights["of"]))
+
+    def closed(weights: Any) -> Any:
+        return lambda w, x: jnp.mean(x) * jnp.sum(w) * jnp.mean(weights)
+
+    def keyword(w: jax.Array, x: jax.Array, weights: Any) -> jax.Array:
+        return jnp.mean(x) * jnp.sum(w) * jnp.mean(weights)
+
+    w, x, rows = jnp.ones(3), jnp.ones((16, 3)), np.ones(16)
+    with jax.set_mesh(mesh8):
+        for loss in (closed(rows), functools.partial(keyword, weights=rows)):
+            with pytest.warns(UserWarning, match="^weights, which the loss closes over, has as"):
+                jaxcomm.value_and_grad(loss, "data")(w, x)
+        for loss in (closed(np.ones(3)), of({"of": rows}), functools.partial(closed(2.0))):
+            jaxcomm.value_and_grad(loss, "data")(w, x)
+
+
+def test_a_loss_that_closes_over_its_batch_hears_of_it(mesh8: Any) -> None:
+    x = jnp.ones((16, 3))
+    with jax.set_mesh(mesh8), pytest.raises(TypeError, match=r"\(params, batch\), with loss_fn\("):
+        jaxcomm.value_and_grad(lambda w: jnp.mean(x @ w), "data")(jnp.ones(3))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("view", ["global", "manual", "manual without checks"])
+def test_rows_are_no_aux(mesh8: Any, view: str, microbatches: int) -> None:
+    def gradient(aux: Any) -> Any:
+        loss = lambda w, x: (jnp.mean(x @ w), {"found": aux(x, w)})  # noqa: E731
+        f = jaxcomm.value_and_grad(loss, "data", has_aux=True)
+        f = jaxcomm.accumulate(f, microbatches)
+        local = lambda *args: f(*args)[0]  # noqa: E731
+        if view != "global":
+            checks = view == "manual"
+            specs = jax.P(), jax.P("data")
+            local = jax.shard_map(local, in_specs=specs, out_specs=jax.P(), check_vma=checks)
+        return jax.jit(local)(w, x)
+
+    # Each device has 4 rows, and each microbatch 4 or 2; there are as many features.
+    w, x = jnp.ones((4 // microbatches, 3)), jnp.ones((32, 4 // microbatches))
+    with jax.set_mesh(mesh8):
+        for rows in (lambda x, w: x @ w, lambda x, w: (x @ w).argmax(1)):
+            with pytest.raises(ValueError, match=r"aux\['found'\] has a row for each example, \d"):
+                gradient(rows)
+        for sound in (lambda x, w: w + x.mean(), lambda x, w: (x @ w).mean()):
+            gradient(sound)
+        with pytest.warns(UserWarning, match="if aux.* has a row for each example"):
+            gradient(lambda x, w: x @ w + jnp.ones((4 // microbatches, 1)))  # as a state would be
+        if microbatches == 1 and view == "global":
+            every = lambda x, w: jax.lax.all_gather(x @ w, "data", tiled=True)  # noqa: E731
+            assert gradient(every)[1]["found"].shape == (32, 3)
+
+
 def test_labels_are_a_tree(mesh8: Any) -> None:
     """Optax calls a function of labels on gradients too, whose shapes have a device axis."""
     parts = {"trained": jaxcomm.mean("data"), "frozen": jaxcomm.set_to_zero("data")}
@@ -212,3 +267,34 @@ def test_unclear_uses_have_a_line(mesh8: Any) -> None:
         tx = optax.chain(jaxcomm.mean("data"), optax.adam(0.1))
         with pytest.raises(ValueError, match=r"optax.tree.map_params\(optimizer, f, state\[1\]\)"):
             optax.tree.map_params(tx, lambda x: x, tx.init(params))
+
+
+def test_names_that_are_spelled_like_paths(mesh8: Any) -> None:
+    alike = {"a/b": jnp.ones((4, 4)), "a": {"b": jnp.ones((4, 2))}}
+    brackets = {"a[0]": jnp.ones((4, 4)), "b*": jnp.ones((3, 4, 4)), "c": jnp.ones((4, 4))}
+    specs = {"a/b": jax.P(), "a": {"b": jax.P(None)}}
+    with jax.set_mesh(mesh8):
+        for tx in (jaxcomm.mean("data"), jaxcomm.with_param_specs(jaxcomm.mean("data"), specs)):
+            with pytest.raises(ValueError, match="two parameters are called a/b"):
+                tx.init(alike)
+        tx = jaxcomm.with_layer_axis(jaxcomm.mean("data", "int8", exempt=["a[0]"]), ["b*"])
+        layout = tx.init(jaxcomm.replicate(brackets)).layout
+    assert [leaf.exempt for leaf in layout.leaves] == [True, False, False]
+
+
+def test_lookahead_goes_around_the_chain(mesh8: Any) -> None:
+    inside = optax.chain(jaxcomm.mean("data"), optax.sgd(0.1))
+    with jax.set_mesh(mesh8):
+        params = optax.LookaheadParams.init_synced(jaxcomm.replicate(PARAMS))
+        optax.lookahead(inside, 3, 0.5).init(params)
+        behind = optax.chain(jaxcomm.mean("data"), optax.lookahead(optax.sgd(0.1), 3, 0.5))
+        with pytest.raises(ValueError, match=r"optax.lookahead\(optax.chain\(jaxcomm.mean"):
+            behind.init(params)
+
+
+def test_a_further_argument_is_no_leak(mesh8: Any) -> None:
+    """The loss is traced in ways that fail, and jax counts what such a trace has closed over."""
+    loss = lambda w, x, scale: jnp.mean(x @ w) * scale  # noqa: E731
+    with jax.set_mesh(mesh8), jax.checking_leaks():
+        step = jax.jit(lambda w, x, s: jaxcomm.value_and_grad(loss, "data")(w, x, 2 * s)[0])
+        assert step(jnp.ones(3), jnp.ones((16, 3)), jnp.float32(1)) == 6
