@@ -1,6 +1,7 @@
 """What users are told to take: the table of the README, from the results of other benchmarks.
 
-Losses are those of `python -m benchmarks.pareto`, on the GPT with Adam and on the LSTM with SGD;
+Losses are those of `python -m benchmarks.pareto`, on the larger GPT with Adam and on the LSTM with
+SGD;
 steps are those of `python -m benchmarks.allreduce --peers` and `python -m benchmarks.adam_steps`.
 """
 
@@ -50,13 +51,13 @@ TAKE = (
     ),
     Take(
         "Adam",
-        "`jaxcomm.factored_adam` of scaled signs",
+        "`jaxcomm.factored_adam` of `scaled_sign(128)`",
         adam="factored Adam, scaled_sign(128)",
         step="factored_adam",
     ),
     Take(
         "Adam",
-        "`jaxcomm.local_steps`: scaled signs in every 4th step",
+        "`jaxcomm.local_steps`: scaled signs in every 4th step, outer momentum",
         adam="4 local steps, scaled_sign, outer momentum",
         step="local_steps",
     ),
@@ -90,9 +91,9 @@ def rows(timed: Timed, rates: Sequence[str]) -> tuple[list[str], list[list[str]]
       rates: of the links, in Mbit/s.
     """
     body = []
-    losses = {task: chosen_losses(task) for task in ("gpt_small", "lstm")}
+    losses = {task: chosen_losses(task) for task in ("gpt", "lstm")}
     for row in TAKE:
-        adam, sgd = losses["gpt_small"].get(row.adam, []), losses["lstm"].get(row.sgd, [])
+        adam, sgd = losses["gpt"].get(row.adam, []), losses["lstm"].get(row.sgd, [])
         sent = statistics.mean(one["bytes_per_step"] for one in adam or sgd)
         faster = [speed(timed, row, rate) for rate in rates]
         body.append([row.optimizer, row.code, f"{sent:.2f}", worse(adam), worse(sgd), *faster])

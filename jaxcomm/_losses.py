@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomm import _axes
+from jaxcomm._axes import AxisName
+
 _AVERAGED = (jnp.integer, jnp.floating, jnp.bool_)
 
 
@@ -148,3 +151,88 @@ def _contents(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:
         return None  # a name that is not bound yet
+
+
+def check_loss(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    args: Any,
+    has_aux: bool,
+    axis_name: AxisName,
+) -> None:
+    """Raises if the loss is the same on all devices by construction.
+
+    Under a `vmap` that wants an unmapped result, only a loss can be traced that does not use its
+    batch or, where the `vmap` binds the axis name, that was reduced over the axis. Where the checks
+    of shard_map are on, types tell of reductions. A loss as it should be cannot be traced here; its
+    other errors come back in the real trace.
+    """
+    # Nothing is closed over: jax would take what a failed trace holds for a leak.
+    inputs = params, args
+
+    def loss(inputs: tuple[Any, Any], batch: Any) -> Any:
+        out = loss_fn(inputs[0], batch, *inputs[1])
+        return out[0] if has_aux else out
+
+    def of_two(inputs: tuple[Any, Any], batch: Any) -> Any:
+        two = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
+        return jax.vmap(loss, in_axes=(None, 0), out_axes=None)(inputs, two)
+
+    if not (_axes.is_manual(axis_name) and _axes.checks_on(axis_name)):
+        shares = stacked(batch, axis_name)
+        names = _axes.names_of(axis_name)
+        mapped = [over_devices(loss, axis_name, unmapped=name) for name in names]
+        if not any(_traces(f, inputs, shares) for f in mapped):
+            return
+        if not _traces(of_two, inputs, batch):
+            raise ValueError(averaged(axis_name))
+    if _traces(of_two, inputs, batch):
+        raise ValueError(
+            "the loss does not depend on the batch, so that all devices have the same gradient "
+            "and nothing is to be exchanged. loss_fn(params, batch) must use what it is given."
+        )
+
+
+def over_devices(
+    f: Callable[[Any, Any], Any], axis_name: AxisName, unmapped: str | None = None
+) -> Callable[[Any, Any], Any]:
+    """`f(params, batch)` for every device's share, with the axis names bound.
+
+    Args:
+      f: what one device does.
+      axis_name: the axes.
+      unmapped: the axis along which all results must be equal by construction, if any.
+
+    Returns:
+      `f` of a batch with a leading axis for each mesh axis.
+    """
+    for name in reversed(_axes.names_of(axis_name)):
+        out_axes = None if name == unmapped else 0
+        f = jax.vmap(f, in_axes=(None, 0), out_axes=out_axes, axis_name=name)
+    return f
+
+
+def stacked(batch: Any, axis_name: AxisName) -> Any:
+    """The shapes of the shares of all devices, with a leading axis for each mesh axis."""
+    sizes = [_axes.axis_size(name) for name in _axes.names_of(axis_name)]
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*sizes, *x.shape), x.dtype), batch)
+
+
+def _traces(f: Callable[..., Any], *args: Any) -> bool:
+    """Whether a function can be traced."""
+    try:
+        jax.eval_shape(f, *args)
+    except Exception:
+        return False
+    return True
+
+
+def averaged(axis_name: AxisName) -> str:
+    """What to say of a loss that was reduced over the axis."""
+    return (
+        f"the loss is already reduced over {axis_name!r}, so its gradient is not this device's "
+        "own. Return the mean over the examples that loss_fn is given; jaxcomm.value_and_grad "
+        "averages the loss over devices itself. A loss that compares rows of all devices returns "
+        "the terms of this device's own: docs/recipes.md, A loss over the global batch."
+    )

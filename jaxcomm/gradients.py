@@ -14,7 +14,16 @@ from jaxcomm import _axes, _paths, _shards
 from jaxcomm._attached import attached_in, map_leaves, specs_of, values_of, with_attached
 from jaxcomm._axes import AxisName
 from jaxcomm._batches import check_rows, refuse_unplaced, shares_of
-from jaxcomm._losses import loss_and_aux, refuse_rows, refuse_statistics, warn_of_rows
+from jaxcomm._losses import (
+    averaged,
+    check_loss,
+    loss_and_aux,
+    over_devices,
+    refuse_rows,
+    refuse_statistics,
+    stacked,
+    warn_of_rows,
+)
 from jaxcomm._marks import (
     FINISHED,
     GRADIENT,
@@ -67,7 +76,7 @@ class ValueAndGrad:
         self._check_attached(params)
         kind = OWN_GRADIENT if own else GRADIENT
         if _axes.is_manual(self.axis_name):
-            self._check_loss(values_of(params), batch, args)
+            check_loss(self.loss_fn, values_of(params), batch, args, self.has_aux, self.axis_name)
             value, grads = self._on_one_device(params, batch, *args)
             return value, _marked(grads, kind)
         shares = shares_of(batch, world, self.axis_name)
@@ -76,7 +85,8 @@ class ValueAndGrad:
         of_one = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), params
         )
-        self._check_loss(of_one if own else _shards.whole(values_of(params)), shares, args)
+        whole = of_one if own else _shards.whole(values_of(params))
+        check_loss(self.loss_fn, whole, shares, args, self.has_aux, self.axis_name)
         replicated, split = PartitionSpec(), PartitionSpec(self.axis_name)
         attached_specs = map_leaves(lambda x: x, specs_of, params)
         if _axes.explicit_axes().issuperset(_axes.names_of(self.axis_name)):
@@ -130,44 +140,11 @@ class ValueAndGrad:
             refuse_rows(aux, aux_of, batch, self.axis_name)
         on = _axes.checks_on(self.axis_name)
         if on and not _axes.varies(loss, self.axis_name):
-            raise ValueError(_averaged(self.axis_name))
+            raise ValueError(averaged(self.axis_name))
         return loss, aux
 
     def _aux(self, params: Any, batch: Any, args: tuple[Any, ...]) -> Any:
         return loss_and_aux(self.loss_fn(params, batch, *args), self.has_aux)[1]
-
-    def _check_loss(self, params: Any, batch: Any, args: Any) -> None:
-        """Raises if the loss is the same on all devices by construction.
-
-        Under a `vmap` that wants an unmapped result, only a loss can be traced that does not use
-        its batch or, where the `vmap` binds the axis name, that was reduced over the axis. Where
-        the checks of shard_map are on, types tell of reductions. A loss as it should be cannot be
-        traced here; its other errors come back in the real trace.
-        """
-        # Nothing is closed over: jax would take what a failed trace holds for a leak.
-        inputs = params, args
-
-        def loss(inputs: tuple[Any, Any], batch: Any) -> Any:
-            out = self.loss_fn(inputs[0], batch, *inputs[1])
-            return out[0] if self.has_aux else out
-
-        def of_two(inputs: tuple[Any, Any], batch: Any) -> Any:
-            two = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
-            return jax.vmap(loss, in_axes=(None, 0), out_axes=None)(inputs, two)
-
-        if not (_axes.is_manual(self.axis_name) and _axes.checks_on(self.axis_name)):
-            stacked = _stacked(batch, self.axis_name)
-            names = _axes.names_of(self.axis_name)
-            mapped = [_over_devices(loss, self.axis_name, unmapped=name) for name in names]
-            if not any(_traces(f, inputs, stacked) for f in mapped):
-                return
-            if not _traces(of_two, inputs, batch):
-                raise ValueError(_averaged(self.axis_name))
-        if _traces(of_two, inputs, batch):
-            raise ValueError(
-                "the loss does not depend on the batch, so that all devices have the same gradient "
-                "and nothing is to be exchanged. loss_fn(params, batch) must use what it is given."
-            )
 
 
 def _bound(
@@ -307,8 +284,8 @@ def backward_order(
         grads = jax.grad(loss_fn, has_aux=f.has_aux)(params, batch, *arrays)
         return grads[0] if f.has_aux else grads
 
-    mapped = _over_devices(grad, f.axis_name)
-    jaxpr = jax.make_jaxpr(mapped)((params, arrays), _stacked(shares, f.axis_name)).jaxpr
+    mapped = over_devices(grad, f.axis_name)
+    jaxpr = jax.make_jaxpr(mapped)((params, arrays), stacked(shares, f.axis_name)).jaxpr
     made = [_position(jaxpr, var) for var in jaxpr.outvars]
     return tuple(paths[i] for i in sorted(range(len(paths)), key=lambda i: made[i]))
 
@@ -326,31 +303,6 @@ def _position(jaxpr: Any, var: Any) -> tuple[int, ...]:
             break
         var = eqn.invars[0]
     return (at,)
-
-
-def _over_devices(
-    f: Callable[[Any, Any], Any], axis_name: AxisName, unmapped: str | None = None
-) -> Callable[[Any, Any], Any]:
-    """`f(params, batch)` for every device's share, with the axis names bound.
-
-    Args:
-      f: what one device does.
-      axis_name: the axes.
-      unmapped: the axis along which all results must be equal by construction, if any.
-
-    Returns:
-      `f` of a batch with a leading axis for each mesh axis.
-    """
-    for name in reversed(_axes.names_of(axis_name)):
-        out_axes = None if name == unmapped else 0
-        f = jax.vmap(f, in_axes=(None, 0), out_axes=out_axes, axis_name=name)
-    return f
-
-
-def _stacked(batch: Any, axis_name: AxisName) -> Any:
-    """The shapes of the shares of all devices, with a leading axis for each mesh axis."""
-    sizes = [_axes.axis_size(name) for name in _axes.names_of(axis_name)]
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*sizes, *x.shape), x.dtype), batch)
 
 
 def _with_device_axis(out: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -392,21 +344,3 @@ def _spread(x: Any, axis_name: AxisName) -> Any:
     if set(names).issuperset(_axes.names_of(axis_name)):
         return x
     return jax.reshard(x, PartitionSpec(axis_name, *rest))
-
-
-def _traces(f: Callable[..., Any], *args: Any) -> bool:
-    """Whether a function can be traced."""
-    try:
-        jax.eval_shape(f, *args)
-    except Exception:
-        return False
-    return True
-
-
-def _averaged(axis_name: AxisName) -> str:
-    return (
-        f"the loss is already reduced over {axis_name!r}, so its gradient is not this device's "
-        "own. Return the mean over the examples that loss_fn is given; jaxcomm.value_and_grad "
-        "averages the loss over devices itself. A loss that compares rows of all devices returns "
-        "the terms of this device's own: docs/recipes.md, A loss over the global batch."
-    )
