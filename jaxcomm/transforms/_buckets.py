@@ -122,11 +122,10 @@ def joined_sums(
     """The sums of arrays with the same keys, as `joined` makes one vector of them."""
     sums = [_flat(part) + _flat(b[key]) for key, part in a.items()]
     total = sum(part.size for part in sums)
-    if size in (None, total) and all(part.size % _EVEN == 0 for part in sums):
-        return _concatenated(sums, size)
-    write = functools.partial(_written, size=size or total)
-    concatenate = functools.partial(_concatenated, size=size)
-    return jax.lax.platform_dependent(sums, cpu=write, default=concatenate)
+    is_even = size in (None, total) and all(part.size % _EVEN == 0 for part in sums)
+    write = functools.partial(_concatenated if is_even else _written, size=size or total)
+    once = functools.partial(_concatenated_once, size=size)
+    return jax.lax.platform_dependent(sums, cpu=write, default=once)
 
 
 def _flat(part: jax.Array) -> jax.Array:
@@ -136,6 +135,15 @@ def _flat(part: jax.Array) -> jax.Array:
 def _concatenated(vectors: list[jax.Array], size: int | None) -> jax.Array:
     whole = jnp.concatenate(vectors)
     return whole if size is None else jnp.pad(whole, (0, size - whole.size))
+
+
+def _concatenated_once(vectors: list[jax.Array], size: int | None) -> jax.Array:
+    """The same for GPUs, where every kernel of a codec would read all terms of all sums again.
+
+    The last one, of the next residual of a leaf, would also read those of the other leaves, and so
+    could not write in their place.
+    """
+    return jax.lax.optimization_barrier(_concatenated(vectors, size))
 
 
 def _written(vectors: list[jax.Array], size: int) -> jax.Array:
