@@ -100,6 +100,7 @@ FIELDS = {
     "sync.correct_every": whole(0),
     "guard.bad_steps": whole(1),
     "guard.replicas_every": whole(1),
+    "guard.step_seconds": NOT_NEGATIVE,
     "inspect.every": whole(0),
     "checkpoint.every": whole(1),
     "checkpoint.keep": whole(1),

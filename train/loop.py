@@ -24,6 +24,7 @@ from train import (
     report,
     signals,
     step,
+    watchdog,
     watched,
 )
 from train.errors import RunError
@@ -109,14 +110,13 @@ def train(
                     with recorder.pause("checkpoint"):
                         checkpoints.save(number, now, run.rows.train)
             if stop and not recorder.lost:
-                checkpoints.close()
+                complete(checkpoints, recorder)
                 report.stopped(number, workdir)
                 return None
         with recorder.pause("test"):
             profile.close(now)
         tested = write_test(recorder, config.steps, test, now)
-        with recorder.pause("checkpoint"):
-            checkpoints.close()
+        complete(checkpoints, recorder)
         recorder.split(config.steps)
         require_finite(recorder, tested)
         signals.all_is_saved()
@@ -157,6 +157,7 @@ def recorder_of(
             "bytes_per_param": sent.in_step(number, frozen_at),
         },
         tests_at(int(now.step), config),
+        watchdog.Watchdog(config.guard.step_seconds, alone=jax.process_count() == 1),
     )
 
 
@@ -179,6 +180,12 @@ def write_test(
         tested = test(now.params)
         recorder.write("test", number, tested)
     return tested
+
+
+def complete(checkpoints: checkpoint.Checkpoints, recorder: metrics.Recorder) -> None:
+    """Waits until the last checkpoint is on disk."""
+    with recorder.pause("checkpoint"):
+        checkpoints.close()
 
 
 def require_finite(recorder: metrics.Recorder, tested: dict[str, float]) -> None:

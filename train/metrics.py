@@ -18,6 +18,7 @@ from train.errors import RunError
 from train.events import Events
 from train.split import Split
 from train.step import FINITE, STOP
+from train.watchdog import Watchdog
 from train.watched import FIELD
 
 SENT = "bytes_per_param"  # of a step, as `known` says it
@@ -37,6 +38,7 @@ class Recorder:
       batch: how much a global batch has, by the name of what is counted.
       known: what the host knows of a step, by its number and the `frozen_at` of the step before.
       tests_at_start: whether the run begins with a test: then one of an earlier run is dropped.
+      watchdog: learns of every step that has ended, and of all that is no step.
 
     Attributes:
       frozen_at: the same as of the last step written.
@@ -56,11 +58,13 @@ class Recorder:
         batch: Mapping[str, int] = MappingProxyType({}),
         known: Callable[[int, int], dict[str, float]] = lambda step, frozen_at: {},
         tests_at_start: bool = False,
+        watchdog: Watchdog | None = None,
     ):
         self.frozen_at = frozen_at
         self.stop = False
         self.bad, self.lost = 0, False
         self._bad_steps = bad_steps
+        self._watchdog = watchdog or Watchdog()
         self._batch, self._known = batch, known
         self._step_ms: list[float] = []
         self._input_ms: list[float] = []
@@ -80,6 +84,7 @@ class Recorder:
         self._sent += [line[SENT] for line in before if line["kind"] == "train" and SENT in line]
         self._file = path.open("a", buffering=1)  # A line at a time: a killed run leaves them all.
         self._events = Events(workdir, start)
+        self._watchdog.below_bar = True
         interactive = sys.stderr.isatty()
         self._bar = tqdm(
             total=steps,
@@ -90,6 +95,7 @@ class Recorder:
         )
 
     def __enter__(self) -> "Recorder":
+        self._watchdog.start()
         self._time = time.perf_counter()  # What was compiled before is no part of the first step.
         return self
 
@@ -100,6 +106,7 @@ class Recorder:
         trace: TracebackType | None,
     ) -> None:
         del kind, trace
+        self._watchdog.close()
         if not self._primary:
             return
         self._bar.close()
@@ -123,7 +130,8 @@ class Recorder:
         If they have ended it by then, they may have waited all the time; else they have not waited.
         """
         started = time.perf_counter()
-        yield
+        with self._watchdog.at("its data", ahead=0 if self._late is None else 1):
+            yield
         if self._late is None or all(value.is_ready() for value in self._late[1].values()):
             self._waited += time.perf_counter() - started
 
@@ -138,6 +146,7 @@ class Recorder:
             return
         step, metrics = self._late
         values = {name: float(value) for name, value in metrics.items()}
+        self._watchdog.ended(step)
         now = time.perf_counter()
         self.stop = values.pop(STOP, 0.0) > 0
         finite = values.get(FINITE, 1.0) == 1
@@ -153,13 +162,16 @@ class Recorder:
         if self._primary:
             of_host = self._of_host(step)
             self._sent += [of_host[SENT]] if SENT in of_host else []
-            self.write("train", step, values | of_host)
+            with self._watchdog.at("its files"):
+                self.write("train", step, values | of_host)
             self._bar.set_postfix(
                 {name: f"{value:.4g}" for name, value in values.items()}, refresh=False
             )
             self._bar.update()
             if step == self._steps:
                 self._bar.close()
+        if step == self._steps:
+            self._watchdog.close()  # what is measured at the end takes as long as it likes
         self.frozen_at = frozen_at
         if self._primary and ended:
             self._warmup_ended(step)
@@ -206,7 +218,7 @@ class Recorder:
           name: of the part of the run's time that this work is, see `train.split`.
         """
         self.flush()
-        with self._split.part(name):
+        with self._watchdog.paused(), self._split.part(name):
             yield
         self._time = time.perf_counter()
 

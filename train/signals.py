@@ -46,28 +46,33 @@ def all_is_saved() -> None:
     _status = 0
     _saves.clear()
     if stop.is_set():
-        _end(_status, "ended by SIGTERM")
+        end(_status, "ended by SIGTERM")
 
 
 def _watch_signals(reading: int) -> None:
     while True:
         number = os.read(reading, 1)[0]
         if number == signal.SIGINT:
-            _end(ENDED + signal.SIGINT, "interrupted")
+            end(ENDED + signal.SIGINT, "interrupted")
         if number == signal.SIGTERM:
             stop.set()
             if not _saves.is_set():
-                _end(_status, "ended by SIGTERM")
+                end(_status, "ended by SIGTERM")
 
 
 def _watch_launcher(pipe: int) -> None:
     os.read(pipe, 1)  # Nothing is ever written: this returns at the end of the launcher.
-    _end(1, "the launcher has ended; this process ends too")
+    end(1, "the launcher has ended; this process ends too")
 
 
-def _end(status: int, message: str) -> None:
+def say(line: str) -> None:
+    """Writes a line from whatever thread, without a lock that another one may hold."""
+    with contextlib.suppress(OSError):  # Nobody may be reading any more.
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{line}\n".encode())
+
+
+def end(status: int, line: str = "") -> None:
     """Ends the process at once: no handler of another library runs, and none can hang."""
-    if message:
-        with contextlib.suppress(OSError):  # Nobody may be reading any more.
-            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{message}\n".encode())
+    if line:
+        say(line)
     os._exit(status)

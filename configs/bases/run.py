@@ -59,6 +59,7 @@ def get_config() -> config_dict.ConfigDict:
     config.guard = config_dict.ConfigDict()
     config.guard.bad_steps = 20  # In a row, with a loss or gradient not finite: then the run ends.
     config.guard.replicas_every = 100  # Steps between comparisons of the devices' parameters.
+    config.guard.step_seconds = 300.0  # That a step may take; then the process ends. 0: for ever.
 
     config.inspect = config_dict.ConfigDict()
     # Steps between looks at gradients, residuals, error and time of the exchange; 0: none. A
