@@ -2,10 +2,12 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from train.signals import ENDED, LAUNCHER
@@ -14,6 +16,9 @@ LAST_LINES = 15
 POLL_SECONDS = 0.01
 # Between SIGTERM, which makes processes save, and their end: Kubernetes and SLURM wait for 30 s.
 GRACE_SECONDS = 25.0
+# What a process writes before it aborts, as jax has not heard of another one, whose number follows.
+SILENT = re.compile(r"stopped sending heartbeats\):\s*((?:\S*\d\s+)+)The tasks")
+LOG_SECONDS = 2.0  # Within which all that abort have written it.
 ASKED = {
     signal.SIGINT: "interrupted; all processes end",
     signal.SIGTERM: "SIGTERM: all processes save and end",
@@ -85,7 +90,8 @@ def wait(running: list[subprocess.Popen], logs: Path, asked: Asked) -> int:
         statuses = [process.poll() for process in running]
         for rank, status in enumerate(statuses):
             if status:
-                report(rank, status, logs)
+                lost = silent(running, logs) if status == -signal.SIGABRT else []
+                report(rank, status, logs, lost)
                 # What a signal has ended has a negative status, for which shells say 128 + signal.
                 return status if status > 0 else ENDED - status
         if None not in statuses:
@@ -103,17 +109,51 @@ def terminated(running: list[subprocess.Popen]) -> bool:
     deadline = time.monotonic() + GRACE_SECONDS
     while any(process.poll() is None for process in running) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
+    late = [str(rank) for rank, process in enumerate(running) if process.poll() is None]
+    if late:
+        which = f"process {', '.join(late)} has not saved within {GRACE_SECONDS:g} s"
+        print(f"launch: {which}; all that still run are killed", file=sys.stderr)
     return all(process.poll() == 0 for process in running)
 
 
-def report(rank: int, status: int, logs: Path) -> None:
-    """Names the process that failed; the output of process 0 has been seen already."""
+def silent(running: list[subprocess.Popen], logs: Path) -> list[int]:
+    """The processes that have stopped answering: others have written it, or they are stopped."""
+    deadline = time.monotonic() + LOG_SECONDS
+    while time.monotonic() < deadline:
+        for log in logs.glob("*.log"):
+            if found := SILENT.search(log.read_text(errors="replace")):
+                return [int(task) for task in re.findall(r"(\d+)\s", found[1])]
+        time.sleep(POLL_SECONDS)
+    return [rank for rank, process in enumerate(running) if is_stopped(process.pid)]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process, on Linux: no log but that of process 0 may say so."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
+    return False
+
+
+def report(rank: int, status: int, logs: Path, lost: Sequence[int] = ()) -> None:
+    """Names the process that failed; the output of process 0 has been seen already.
+
+    Args:
+      rank: of the first process that has ended with another status than 0.
+      status: that status.
+      logs: where the output of the others is.
+      lost: the processes that have stopped answering, for which it has ended.
+    """
     how = f"status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
+    if lost:
+        which = f"process {', '.join(map(str, lost))} has stopped answering"
+        why = f"so process {rank} ended with {how}"
+        print(f"launch: {which}, {why}; all are ended", file=sys.stderr)
+        return
     print(f"launch: process {rank} failed with {how}; the others are ended", file=sys.stderr)
     if status == -signal.SIGKILL:
         cure = "raise --config.microbatches, or lower --config.batch_size"
         print(f"launch: if nobody did, the system was short of memory: {cure}", file=sys.stderr)
     log = logs / f"{rank}.log"
-    if log.exists():
-        lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
+    if lines:
         print("\n".join([f"launch: last lines of process {rank}:", *lines]), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The launcher: who failed, that nothing is left behind, and what it sets."""
+"""The launcher: that nothing is left behind, and what it sets."""
 
 import os
 import signal
@@ -30,93 +30,12 @@ def python(*sources: str) -> list[list[str]]:
     return [[sys.executable, "-c", source] for source in sources]
 
 
-def supervise(tmp_path: Path, *sources: str) -> int:
-    commands, asked = python(*sources), supervision.Asked()
-    return supervision.supervise(commands, [{} for _ in sources], tmp_path, asked)
-
-
 def wait_for(pids: list[int]) -> None:
     """Returns when none of the processes runs; fails after ten seconds."""
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, f"of {pids} some still run"
         time.sleep(0.05)
-
-
-def test_all_end_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert supervise(tmp_path, "print('zero')", "print('one')") == 0
-    assert capfd.readouterr() == ("zero\n", "")  # The others write to files.
-
-
-def test_the_first_failure_ends_the_others_and_is_named(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    started = time.monotonic()
-    lines = "; ".join(f"print('line', {i})" for i in range(20))
-    status = supervise(
-        tmp_path,
-        "import time; time.sleep(60)",
-        f"import sys; {lines}; sys.exit(7)",
-        "import time; time.sleep(60)",
-    )
-    assert status == 7 and time.monotonic() - started < 10
-    assert capfd.readouterr().err.splitlines() == [
-        "launch: process 1 failed with status 7; the others are ended",
-        "launch: last lines of process 1:",
-        *[f"line {i}" for i in range(5, 20)],
-    ]
-
-
-def test_a_killed_process_is_named_with_its_signal(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    status = supervise(
-        tmp_path, "import time; time.sleep(60)", "import os; os.kill(os.getpid(), 9)"
-    )
-    assert status == 128 + 9
-    said = capfd.readouterr().err
-    assert "process 1 failed with signal SIGKILL; the others are" in said
-    assert "the system was short of memory: raise --config.microbatches" in said
-
-
-def test_a_process_that_does_not_want_to_end_is_ended(tmp_path: Path) -> None:
-    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
-    started = time.monotonic()
-    assert supervise(tmp_path, "import time, sys; time.sleep(0.5); sys.exit(1)", deaf) == 1
-    assert time.monotonic() - started < 10
-
-
-def terminated(process: subprocess.Popen, ready: Path) -> bool:
-    """Ends a process by SIGTERM once a file is there."""
-    while not ready.exists():
-        time.sleep(0.01)
-    return supervision.terminated([process])
-
-
-@pytest.mark.parametrize("own", [0, 1])
-def test_sigterm_succeeds_if_all_end_well(tmp_path: Path, own: int) -> None:
-    ready = tmp_path / "ready"
-    source = (
-        f"import os, pathlib, signal, time; signal.signal(15, lambda *_: os._exit({own}));"
-        f"pathlib.Path({str(ready)!r}).touch(); time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", source])
-    assert terminated(process, ready) == (own == 0)
-
-
-def test_after_the_grace_processes_are_left_to_be_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervision, "GRACE_SECONDS", 0.3)
-    ready = tmp_path / "ready"
-    source = (
-        "import pathlib, signal, time; signal.signal(15, signal.SIG_IGN);"
-        f"pathlib.Path({str(ready)!r}).touch(); time.sleep(60)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", source])
-    assert not terminated(process, ready) and process.poll() is None
-    process.kill()
-    process.wait()
 
 
 @pytest.mark.multiprocess

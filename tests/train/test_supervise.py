@@ -1,0 +1,143 @@
+"""Processes that belong together: who failed is named, and none is left behind."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from train import supervise as supervision
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """The launcher takes over signals, which this process wants back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def python(*sources: str) -> list[list[str]]:
+    return [[sys.executable, "-c", source] for source in sources]
+
+
+def supervise(tmp_path: Path, *sources: str) -> int:
+    commands, asked = python(*sources), supervision.Asked()
+    return supervision.supervise(commands, [{} for _ in sources], tmp_path, asked)
+
+
+def test_all_end_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert supervise(tmp_path, "print('zero')", "print('one')") == 0
+    assert capfd.readouterr() == ("zero\n", "")  # The others write to files.
+
+
+def test_the_first_failure_ends_the_others_and_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    started = time.monotonic()
+    lines = "; ".join(f"print('line', {i})" for i in range(20))
+    status = supervise(
+        tmp_path,
+        "import time; time.sleep(60)",
+        f"import sys; {lines}; sys.exit(7)",
+        "import time; time.sleep(60)",
+    )
+    assert status == 7 and time.monotonic() - started < 10
+    assert capfd.readouterr().err.splitlines() == [
+        "launch: process 1 failed with status 7; the others are ended",
+        "launch: last lines of process 1:",
+        *[f"line {i}" for i in range(5, 20)],
+    ]
+
+
+def test_a_killed_process_is_named_with_its_signal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status = supervise(
+        tmp_path, "import time; time.sleep(60)", "import os; os.kill(os.getpid(), 9)"
+    )
+    assert status == 128 + 9
+    said = capfd.readouterr().err
+    assert "process 1 failed with signal SIGKILL; the others are" in said
+    assert "the system was short of memory: raise --config.microbatches" in said
+    assert "last lines" not in said  # it has written none
+
+
+# What jax writes of process 2.
+HEARTBEATS = """\
+F1126 11:44:02 client.h:80] Terminating process because the JAX distributed service detected fatal
+errors. absl::Status: UNAVAILABLE: The following tasks are unhealthy (stopped sending heartbeats):
+2
+The tasks have crashed. Check the task logs for an earlier error.
+*** Check failure stack trace: ***
+"""
+
+
+@pytest.mark.parametrize("written", [HEARTBEATS, ""])
+def test_a_process_that_does_not_answer_is_named(
+    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Process 0 aborts first; the log of process 1 says why, or nothing does, as with two."""
+    monkeypatch.setattr(supervision, "LOG_SECONDS", 1.0)
+    stop = "import os, time; os.kill(os.getpid(), 19); time.sleep(60)"
+    abort = "import os, time; time.sleep(0.5); os.abort()"
+    one = f"import sys, time; sys.stderr.write({written!r}); time.sleep(60)"
+    assert supervise(tmp_path, abort, one, stop) == 128 + 6
+    assert capfd.readouterr().err == (
+        "launch: process 2 has stopped answering, so process 0 ended with signal SIGABRT; all are "
+        "ended\n"
+    )
+
+
+def test_an_abort_for_another_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervision, "LOG_SECONDS", 0.1)
+    supervise(tmp_path, "import time; time.sleep(60)", "import os; os.abort()")
+    assert "process 1 failed with signal SIGABRT; the others are" in capfd.readouterr().err
+
+
+def test_a_process_that_does_not_want_to_end_is_ended(tmp_path: Path) -> None:
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    started = time.monotonic()
+    assert supervise(tmp_path, "import time, sys; time.sleep(0.5); sys.exit(1)", deaf) == 1
+    assert time.monotonic() - started < 10
+
+
+def terminated(process: subprocess.Popen, ready: Path) -> bool:
+    """Ends a process by SIGTERM once a file is there."""
+    while not ready.exists():
+        time.sleep(0.01)
+    return supervision.terminated([process])
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_sigterm_succeeds_if_all_end_well(tmp_path: Path, own: int) -> None:
+    ready = tmp_path / "ready"
+    source = (
+        f"import os, pathlib, signal, time; signal.signal(15, lambda *_: os._exit({own}));"
+        f"pathlib.Path({str(ready)!r}).touch(); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", source])
+    assert terminated(process, ready) == (own == 0)
+
+
+def test_after_the_grace_processes_are_named_and_left_to_be_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervision, "GRACE_SECONDS", 0.3)
+    ready = tmp_path / "ready"
+    source = (
+        "import pathlib, signal, time; signal.signal(15, signal.SIG_IGN);"
+        f"pathlib.Path({str(ready)!r}).touch(); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", source])
+    assert not terminated(process, ready) and process.poll() is None
+    line = "launch: process 0 has not saved within 0.3 s; all that still run are killed\n"
+    assert capfd.readouterr().err == line
+    process.kill()
+    process.wait()
