@@ -6,9 +6,11 @@ an end, and on CPUs their parameters drift apart.
 
 import hashlib
 import importlib.metadata
+import inspect
 import platform
 import secrets
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,14 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+import jaxcomm
 from train.check import flat
 from train.errors import UserError
 
 PATIENCE = 20.0  # seconds; network file systems remember that a file was not there
 OWN = ("data.data_dir",)  # what may differ between machines
+PACKAGES = ("jax", "jaxlib", "jaxcomm", "optax", "flax")
+SOURCES = (Path(inspect.getfile(jaxcomm)).parent, Path(__file__).parent)
 
 
 def check(config: Any, workdir: Path) -> None:
@@ -34,8 +39,11 @@ def check_same(config: Any) -> None:
     if jax.process_count() == 1:
         return
     own = {name: repr(value) for name, value in flat(config.to_dict()) if name not in OWN}
-    own |= {name: _version(name) for name in ("jax", "jaxcomm", "optax")}
-    own |= {"Python": ".".join(platform.python_version_tuple()[:2])}
+    own |= {f"version of {name}": _version(name) for name in PACKAGES}
+    # The texts of `python_topics` are those of this very Python.
+    parts = 3 if own.get("data.name") == repr("python_topics") else 2
+    own |= {"version of Python": ".".join(platform.python_version_tuple()[:parts])}
+    own |= {"source of jaxcomm or train": source_digest(SOURCES)}
     names = sorted(own)
     # The names first: where there are others, there are perhaps not as many values.
     if odd := _others(_words(["".join(names)])):
@@ -46,6 +54,34 @@ def check_same(config: Any) -> None:
             f"all processes need the same config and versions, and process {process} has another "
             f"{', '.join(names[i] for i in fields)} than process 0"
         )
+
+
+def check_data(identity: Mapping[str, str]) -> None:
+    """Raises a UserError in every process if the data are not those of process 0.
+
+    Args:
+      identity: of `train.data.Data`.
+    """
+    if jax.process_count() == 1:
+        return
+    if odd := _others(_words(list(identity.values()))):
+        process, differ = odd[0]
+        names = list(identity)
+        raise UserError(
+            f"all processes need the same data, and process {process} has another "
+            f"{', '.join(names[i] for i in differ)} than process 0; look at "
+            "--config.data.data_dir or TFDS_DATA_DIR on that machine"
+        )
+
+
+def source_digest(folders: Iterable[Path]) -> str:
+    """A digest of all Python files below some folders, and of their names there."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            source = path.read_bytes()
+            digest.update(f"{path.relative_to(folder)} {len(source)}\n".encode() + source)
+    return digest.hexdigest()
 
 
 def check_shared(workdir: Path) -> None:

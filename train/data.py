@@ -44,6 +44,7 @@ class Data(NamedTuple):
       classes: number of classes, or of tokens that there are.
       unit: what a test counts: "images" or "tokens".
       test_size: how many of them the whole test split has.
+      identity: of the whole splits, by what it is of; other data have another one.
     """
 
     train: grain.DatasetIterator
@@ -53,6 +54,7 @@ class Data(NamedTuple):
     classes: int
     unit: str
     test_size: int
+    identity: dict[str, str]
 
 
 def shuffled(labels: Labels, world: int, seed: int) -> list[np.ndarray]:
@@ -146,7 +148,19 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
         train = stream(kept, [len(rows) for rows in own], share, devices, seed, change)
         batches, shape = test_batches(source, config.test_split, *test), read["image"].shape[1:]
     size = source.test_size(config.test_split)
-    return Data(train, batches, names, shape, source.classes, source.unit, size)
+    identity = identity_of(source, config)
+    return Data(train, batches, names, shape, source.classes, source.unit, size, identity)
+
+
+def identity_of(source: Images | Text, config: Any) -> dict[str, str]:
+    """What tells the splits of a run from others: their sizes, and CRC-32 of their ends."""
+    found = {}
+    for field, rows in (("train_split", source.train_rows), ("test_split", source.test_rows)):
+        split = config[field]
+        first, last = source.ends(split)
+        parts = {"number of rows": rows(split), "beginning": first, "end": last}
+        found |= {f"{part} of {field} {split!r}": str(value) for part, value in parts.items()}
+    return found
 
 
 def open_source(builder: Any, config: Any) -> Images | Text:

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import jaxcomm
-from train import check, data, models, planned, state, step, sync, watched
+from train import agreement, check, data, models, planned, state, step, sync, watched
 from train.errors import memory_for
 
 # What may need more memory than there is, and what to do then.
@@ -92,6 +92,7 @@ def assemble(config: Any, workdir: Path, goes_on: bool = False) -> Run:
     own = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
     with memory_for(*DATA):
         rows = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
+    agreement.check_data(rows.identity)
     first = next(iter(rows.test))
     asked = functools.cache(functools.partial(_asked_rows, len(first["label"])))
     like = sync.global_batch({name: first[name] for name in rows.names})

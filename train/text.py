@@ -11,6 +11,7 @@ and padded with labels of weight 0 in a test.
 """
 
 import functools
+import zlib
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from train.errors import UserError
 
 Batch = dict[str, np.ndarray]
 VOCABULARY = 256
+COMPARED = 2**20  # tokens at each end of a split
 
 
 class Text:
@@ -107,3 +109,8 @@ class Text:
     def read_test(self, split: str, rows: np.ndarray) -> Batch:
         """The same; what is masked is another one for a test."""
         return self.read(split, rows)
+
+    def ends(self, split: str) -> list[int]:
+        """CRC-32 of the beginning of a split and of its end."""
+        tokens = self._tokens(split)
+        return [zlib.crc32(part.tobytes()) for part in (tokens[:COMPARED], tokens[-COMPARED:])]

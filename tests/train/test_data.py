@@ -96,6 +96,25 @@ def test_how_devices_are_spread_over_processes_changes_nothing(
             assert (value == np.concatenate([part[name] for part in parts])).all()
 
 
+def test_other_data_have_another_identity(
+    settings: config_dict.ConfigDict, imagenet_dir: str
+) -> None:
+    """Sizes, and both ends of the whole splits: the same for all processes."""
+    found = [data.load(settings, 32, [i], WORLD, i).identity for i in (0, 1)]
+    assert found[0] == found[1] and found[0]["number of rows of train_split 'train'"] == "1437"
+    expected = {"train[:-1]": ["number", "end"], "train[1:]": ["number", "beginning"]}
+    for split, parts in expected.items():
+        settings.train_split = split
+        other = data.load(settings, 32, [0], WORLD, 0).identity
+        pairs = zip(found[0].items(), other.values(), strict=True)
+        differ = [name.split(" of ")[0] for (name, a), b in pairs if a != b]
+        assert differ == parts
+    settings.name, settings.data_dir, settings.image_size = "imagenet2012", imagenet_dir, 32
+    settings.train_split, settings.test_split = "train", "validation"
+    large = data.load(settings, 16, [0], WORLD, 0).identity
+    assert len(set(large.values())) == 6  # two sizes, and images of which none is another
+
+
 def test_an_epoch_holds_every_row_once_and_the_next_in_another_order(
     settings: config_dict.ConfigDict,
 ) -> None:

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from processes import run_processes
-from train import distributed
+from train import agreement, distributed
 from train.distributed import ON_THIS_MACHINE, POD, STARTERS, await_port, join, own_devices
 from train.errors import UserError
 
@@ -54,6 +54,9 @@ def test_a_name_that_others_do_not_find(
 
 
 AGREEMENT = """
+import platform
+from pathlib import Path
+
 import ml_collections
 from train import agreement
 from train.errors import UserError
@@ -67,16 +70,54 @@ for change in ({"rate": 0.1 * (1 + (jax.process_index() == 2))}, {str(jax.proces
         agreement.check_same(config)
     except UserError as error:
         print(error)
+
+config = ml_collections.ConfigDict({"data": {"name": "digits"}})
+patch = str(int(jax.process_index() == 1))
+platform.python_version_tuple = lambda: ("3", "11", patch)
+agreement.check_same(config)
+config.data.name = "python_topics"
+own = {"rows of train": "7", "end of train": patch}
+agreement.SOURCES = ()
+for check in (lambda: agreement.check_same(config), lambda: agreement.check_data(own)):
+    try:
+        check()
+    except UserError as error:
+        print(error)
+platform.python_version_tuple = lambda: ("3", "11", "4")
+agreement.SOURCES = (Path("{folder}") / patch,)
+agreement.SOURCES[0].mkdir(exist_ok=True)
+(agreement.SOURCES[0] / "a.py").write_text(f"x = {patch}")
+try:
+    agreement.check_same(config)
+except UserError as error:
+    print(error)
 """
 
 
 @pytest.mark.multiprocess
-def test_processes_with_another_config_are_named_in_all_of_them() -> None:
-    """But for where their data are."""
-    for finished in run_processes(3, AGREEMENT):
-        rate, fields = finished.stdout.splitlines()
+def test_processes_with_another_config_are_named_in_all_of_them(tmp_path: Path) -> None:
+    """But for where their data are; or with another Python, other data, or another checkout."""
+    for finished in run_processes(3, AGREEMENT.replace("{folder}", str(tmp_path))):
+        rate, fields, python, data, source = finished.stdout.splitlines()
         assert rate.endswith("and process 2 has another rate than process 0")
         assert fields == "process 1 has other fields of the config than process 0"
+        assert python.endswith("process 1 has another version of Python than process 0")
+        assert "process 1 has another end of train than process 0; look at --config.data" in data
+        assert source.endswith("process 1 has another source of jaxcomm or train than process 0")
+
+
+def test_the_digest_of_a_checkout(tmp_path: Path) -> None:
+    """Every file counts, and its name."""
+    digests = {agreement.source_digest(agreement.SOURCES)}
+    (tmp_path / "below").mkdir()
+    for name, text in (("a.py", "x"), ("a.py", "y"), ("below/b.py", ""), ("c.py", "x")):
+        (tmp_path / name).write_text(text)
+        digests.add(agreement.source_digest([tmp_path]))
+    (tmp_path / "a.py").rename(tmp_path / "d.py")
+    digests.add(agreement.source_digest([tmp_path]))
+    assert len(digests) == 6
+    (tmp_path / "notes.txt").write_text("")
+    assert agreement.source_digest([tmp_path]) in digests
 
 
 DIRECTORIES = """

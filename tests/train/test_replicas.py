@@ -51,6 +51,7 @@ def test_one_bit_on_some_devices() -> None:
                 check(placed({5: {"b": flipped(good["b"], index, bit)}}), 7)
             assert "after step 7, the parameters of device 5 (process 0)" in str(caught.value)
             assert "b is the first of 1" in str(caught.value) and caught.value.status == 1
+            assert str(caught.value).endswith("and check that machine and its checkout")
         both = {"a": flipped(good["a"], 3, 1), "b": flipped(good["b"], 3, 1)}
         message = re.escape("device 2 (process 0), 6 (process 0) are not")
         with pytest.raises(RunError, match=f"{message}.*: a is the first of 2 that differ"):

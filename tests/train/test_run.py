@@ -16,7 +16,7 @@ from running import Program, checkpoint_bits, children, read_config, read_lines
 
 from jaxcomm import plan
 from jaxcomm.plan import timing
-from train import loop, models, predicting, signals, sync
+from train import agreement, loop, models, predicting, signals, sync
 from train.errors import RunError, UserError
 from train.run import assemble
 
@@ -120,6 +120,14 @@ def test_the_seed_is_that_of_the_exchange(
     config.seed, config.sync.method = 7, method
     assemble(config, tmp_path)
     assert seeds == [7]
+
+
+def test_the_data_are_compared_between_processes(
+    config: config_dict.ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = []
+    monkeypatch.setattr(agreement, "check_data", compared.append)
+    assert assemble(config, tmp_path).rows.identity == compared[0]
 
 
 def test_a_run_that_diverges_fails(config: config_dict.ConfigDict, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from texts import InMemory
 
 from train import data, python_topics
 from train.errors import UserError
-from train.text import Text
+from train.text import COMPARED, Text
 
 LENGTH = 8
 
@@ -55,6 +55,20 @@ def test_a_test_is_seen_once_on_any_number_of_processes(
     assert sorted(np.concatenate(seen)) == list(range(1, 101))
     first = loaded[0]
     assert (first.shape, first.classes, first.unit, first.test_size) == ((8,), 256, "tokens", 100)
+
+
+def test_other_texts_have_another_identity(settings: config_dict.ConfigDict) -> None:
+    def ends(text: bytes) -> list[int]:
+        source = InMemory()
+        source.texts["test"] = text
+        return Text(source, settings).ends("test")
+
+    size = 2 * COMPARED + 2
+    same, first, last = (
+        ends(a + bytes(size - 2) + b) for a, b in ((b"0", b"0"), (b"1", b"0"), (b"0", b"1"))
+    )
+    assert (first[0] != same[0], first[1] != same[1]) == (True, False)
+    assert (last[0] != same[0], last[1] != same[1]) == (False, True)
 
 
 def test_rows_are_dealt_and_the_position_is_kept(
