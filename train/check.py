@@ -9,6 +9,9 @@ from train.errors import UserError
 
 # Methods of `train.sync` behind which `scale` has to be, and nothing else may be.
 OPTIMIZERS = ("factored_adam", "one_bit_adam")
+# What `scale` leaves out of `config.optimizer`: the value of a config that says nothing, and where
+# those methods have the same thing in `config.sync`.
+LEFT_OUT = {"weight_decay": (0.0, "weight_decay"), "momentum": (0.9, "b1")}
 MASKED_MODEL = "bert"  # Sees what is behind a token too.
 
 
@@ -179,18 +182,8 @@ def fit(config: Any, world: int) -> None:
     Raises:
       UserError: says what to type instead.
     """
-    method, optimizer = config.sync.method, config.optimizer.name
-    if method in OPTIMIZERS and optimizer != "scale":
-        raise UserError(
-            f"config.sync.method={method} is an optimizer itself, and {optimizer} would stand "
-            "behind it; set --config.optimizer.name=scale, and --config.optimizer.learning_rate"
-        )
-    if method not in OPTIMIZERS and optimizer == "scale":
-        raise UserError(
-            f"config.optimizer.name=scale only scales what {' or '.join(OPTIMIZERS)} made, and "
-            f"behind config.sync.method={method} it would climb the loss; set "
-            "--config.optimizer.name=sgd, or adamw"
-        )
+    _fit_optimizer(config)
+    method = config.sync.method
     if method in (*OPTIMIZERS, "majority_vote", "none") and config.sync.every > 1:
         raise UserError(
             f"config.sync.method={method} takes no mean of what devices did in "
@@ -261,6 +254,29 @@ def steps_left(steps: int, saved: int | None) -> None:
             f"config.steps={steps} is less than the {saved} steps of the checkpoint; set "
             f"--config.steps={saved} or more, or choose another --workdir"
         )
+
+
+def _fit_optimizer(config: Any) -> None:
+    """Raises if the optimizer does not fit the exchange, or a field of it would have no effect."""
+    method, optimizer = config.sync.method, config.optimizer.name
+    if method in OPTIMIZERS and optimizer != "scale":
+        raise UserError(
+            f"config.sync.method={method} is an optimizer itself, and {optimizer} would stand "
+            "behind it; set --config.optimizer.name=scale, and --config.optimizer.learning_rate"
+        )
+    if method not in OPTIMIZERS and optimizer == "scale":
+        raise UserError(
+            f"config.optimizer.name=scale only scales what {' or '.join(OPTIMIZERS)} made, and "
+            f"behind config.sync.method={method} it would climb the loss; set "
+            "--config.optimizer.name=sgd, or adamw"
+        )
+    for field, (unsaid, own) in LEFT_OUT.items() if optimizer == "scale" else ():
+        value = config.optimizer[field]
+        if value != unsaid and config.sync.get(own) is None:
+            raise UserError(
+                f"config.optimizer.{field}={value} has no effect behind {method}; set "
+                f"--config.sync.{own}={value}, or --config.optimizer.{field}={unsaid}"
+            )
 
 
 def _fit_groups(sync: Any, world: int) -> None:

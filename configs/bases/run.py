@@ -6,7 +6,7 @@ methods have no effect, so that every method can be chosen by flags on every con
 
     --config.sync.method=majority_vote --config.optimizer.learning_rate=6e-3
     --config.sync.method=low_rank_mean --config.sync.rank=4
-    --config.sync.method=one_bit_adam --config.optimizer.name=scale
+    --config.sync.method=one_bit_adam --config.optimizer.name=scale --config.sync.weight_decay=0.1
 """
 
 from ml_collections import config_dict

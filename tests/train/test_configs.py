@@ -148,7 +148,29 @@ def test_an_optimizer_behind_an_optimizer() -> None:
     config = changed("sync.method", "one_bit_adam")
     with pytest.raises(UserError, match="one_bit_adam is an optimizer itself, and sgd would stand"):
         check.fit(config, 4)
-    config.optimizer.name = "scale"
+    config.optimizer.name, config.optimizer.weight_decay = "scale", 0.0
+    check.fit(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "own", "unsaid"),
+    [("weight_decay", 1.0, "weight_decay", 0.0), ("momentum", 0.5, "b1", 0.9)],
+)
+@pytest.mark.parametrize("method", check.OPTIMIZERS)
+def test_nothing_is_dropped_behind_an_optimizer(
+    method: str, field: str, value: float, own: str, unsaid: float
+) -> None:
+    """A field of `config.optimizer` that only scales; either cure that the message names helps."""
+    config = changed("sync.method", method)
+    config.optimizer.update({"name": "scale", "weight_decay": 0.0, field: value})
+    message = f"optimizer.{field}={value} has no effect behind {method}; set --config.sync.{own}="
+    with pytest.raises(
+        UserError, match=f"{message}{value}, or --config.optimizer.{field}={unsaid}"
+    ):
+        check.fit(config, 4)
+    config.sync[own] = value
+    check.fit(config, 4)
+    config.sync[own], config.optimizer[field] = None, unsaid
     check.fit(config, 4)
 
 
