@@ -18,6 +18,7 @@ from configs import digits_resnet
 def get_config() -> config_dict.ConfigDict:
     config = digits_resnet.get_config()
     config.optimizer.name = "scale"  # The optimizer is in the exchange.
+    config.optimizer.weight_decay = 0.0  # It would take config.sync.weight_decay.
     config.optimizer.learning_rate = 0.003
     config.sync.method = "one_bit_adam"
     config.sync.b1 = 0.9

@@ -33,6 +33,11 @@ def test_every_method_on_every_config(name: str) -> None:
             typed |= {field: int(v) if v.isdigit() else v for field, v in flags}
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_config_as_it_is(name: str) -> None:
+    assert refusal(read_config(name), {}) is None
+
+
 def refusal(config: config_dict.ConfigDict, typed: dict[str, Any]) -> str | None:
     """What is said of a config with these flags before anything is compiled."""
     config.update_from_flattened_dict(typed)
@@ -140,7 +145,7 @@ def test_no_step_is_behind_the_last_exchange() -> None:
     config.sync.every = 4
     with pytest.raises(UserError, match=r"10 is not divisible by config.sync.every=4.*steps=12$"):
         check.fit(config, 4)
-    config.steps = 12
+    config.steps, config.optimizer.warmup_steps = 12, 12
     check.fit(config, 4)
 
 
