@@ -12,7 +12,7 @@ import optax
 
 import jaxcomm
 from train import agreement, check, data, models, planned, state, step, sync, watched
-from train.errors import memory_for
+from train.errors import UserError, memory_for
 
 # What may need more memory than there is, and what to do then.
 DATA = ("the data", "take a part of it, such as --config.data.train_split='train[:10%]'")
@@ -59,9 +59,16 @@ class Run:
         return sync.place(params, self.sync)
 
     def begin(self) -> state.TrainState:
-        """The state before the first step."""
-        with memory_for(*MODEL):
-            return state.init(self.params, self.tx, self.place)
+        """The state before the first step.
+
+        Raises:
+          train.errors.UserError: if the exchange refuses these parameters.
+        """
+        try:
+            with memory_for(*MODEL):
+                return state.init(self.params, self.tx, self.place)
+        except ValueError as error:
+            raise UserError(f"config.sync: {' '.join(str(error).split())}") from error
 
     def compile(self, now: state.TrainState) -> Any:
         """The training step, compiled; it takes the memory of its state."""
