@@ -27,10 +27,10 @@ from train import (
     watchdog,
     watched,
 )
-from train.errors import RunError
+from train.errors import RunError, UserError
 from train.run import Run, assemble
 from train.state import TrainState, learning_rates
-from train.workdir import keep_config
+from train.workdir import changes, keep_config
 
 CHECKPOINTS = "checkpoints"  # In the directory of a run.
 
@@ -67,7 +67,7 @@ def train(
     now = run.begin()
     checkpoints = checkpoint.Checkpoints(workdir / CHECKPOINTS, config.checkpoint.keep)
     if saved is not None:
-        now = checkpoints.restore(saved, now, run.rows.train, run.tx)
+        now = restored(checkpoints, saved, now, run, config, workdir)
     start = int(now.step)
     keep_config(workdir, config, resumed=saved is not None)
 
@@ -138,6 +138,24 @@ def saved_step(config: Any, workdir: Path, restarted: bool) -> int | None:
     saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
     check.steps_left(config.steps, saved)
     return saved
+
+
+def restored(
+    checkpoints: checkpoint.Checkpoints,
+    saved: int,
+    now: TrainState,
+    run: Run,
+    config: Any,
+    workdir: Path,
+) -> TrainState:
+    """The state of a checkpoint; where it does not fit, what the config has changed is named."""
+    try:
+        return checkpoints.restore(saved, now, run.rows.train, run.tx)
+    except UserError as error:
+        if not (changed := changes(workdir, config)):
+            raise
+        fields = ", ".join(f"config.{change}" for change in changed)
+        raise UserError(f"{error}; changed since then: {fields}") from error
 
 
 def recorder_of(

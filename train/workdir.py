@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from train.check import flat
 from train.errors import UserError
 
+CONFIG = "config.json"
 # Fields that may change when a run goes on: what is trained does not depend on them.
 FREE = ("checkpoint.", "data.data_dir", "eval_every", "guard.", "inspect.", "measure_steps")
 FREE += ("network.", "profile.")
@@ -86,25 +87,27 @@ def keep_config(workdir: Path, config: Any, resumed: bool) -> None:
     """
     if jax.process_index() != 0:
         return
-    path, text = workdir / "config.json", config.to_json_best_effort(indent=2) + "\n"
-    changes = _changes(path, json.loads(text)) if resumed else []
-    if changes:
-        print(f"the run goes on with another config: {', '.join(changes)}", file=sys.stderr)
+    path, text = workdir / CONFIG, config.to_json_best_effort(indent=2) + "\n"
+    if resumed and (changed := changes(workdir, config)):
+        print(f"the run goes on with another config: {', '.join(changed)}", file=sys.stderr)
     try:
         write_whole(path, text)
     except IsADirectoryError as error:
         raise UserError(f"{path} is a directory; choose another --workdir") from error
 
 
-def _changes(path: Path, config: dict[str, Any]) -> list[str]:
-    """The fields that are not as they were; none if what they were cannot be read."""
+def changes(workdir: Path, config: Any) -> list[str]:
+    """The fields that are not as in `config.json`; none if that cannot be read.
+
+    Those on which what is trained does not depend are left out.
+    """
     try:
-        before = dict(flat(json.loads(path.read_text())))
+        before = dict(flat(json.loads((workdir / CONFIG).read_text())))
     except (AttributeError, OSError, ValueError):
         return []
     return [
         f"{name}={value!r} (was {before.get(name)!r})"
-        for name, value in flat(config)
+        for name, value in flat(json.loads(config.to_json_best_effort()))
         if before.get(name) != value and not name.startswith(FREE)
     ]
 
