@@ -215,6 +215,12 @@ def fit(config: Any, world: int) -> None:
             f"batch_size {size} is not divisible by {world} devices x {config.microbatches} "
             f"microbatches; use {f'{lower} or ' if lower else ''}{upper}"
         )
+    if config.optimizer.warmup_steps > config.steps:
+        raise UserError(
+            f"config.optimizer.warmup_steps={config.optimizer.warmup_steps} is more than "
+            f"config.steps={config.steps}: the learning rate would not come to its peak; set "
+            f"--config.optimizer.warmup_steps={config.steps // 10}, or more steps"
+        )
 
 
 def pixels(data: Any, channels: int) -> tuple[Any, Any]:

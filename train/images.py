@@ -1,5 +1,6 @@
 """Images of a prepared TensorFlow data set, decoded to uint8."""
 
+import difflib
 import zlib
 from typing import Any
 
@@ -60,8 +61,15 @@ class Images:
         except ValueError:
             size = 0
         if not size:
-            name = self._builder.info.name
-            raise UserError(f"config.data.{field}: {name} has no images in {split!r}")
+            splits = list(self._builder.info.splits)
+            near = difflib.get_close_matches(split.strip("'\"").split("[")[0], splits, 1)
+            hint = f"did you mean {near[0]!r}? " if near and near[0] not in split else ""
+            if split[:1] in ("'", '"'):
+                hint = "leave out the quotes around it. "
+            raise UserError(
+                f"config.data.{field}: {self._builder.info.name} has no images in {split!r}; "
+                f"{hint}its splits are {', '.join(splits)}"
+            )
         return size
 
     def read(self, split: str, rows: np.ndarray) -> Batch:

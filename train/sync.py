@@ -5,7 +5,7 @@ A new method needs a row in METHODS, and its options in `config.sync`.
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -197,7 +197,8 @@ def build(
     options["dense_exchanges"] = dense_exchanges(config)
     options = {name: value for name, value in options.items() if value not in (None, "None")}
     for field in CALLS.keys() & options.keys():
-        options[field] = read_call(options[field], CALLS[field], f"config.sync.{field}")
+        known = algorithms(config.method) if field == "algorithm" else CALLS[field]
+        options[field] = read_call(options[field], known, f"config.sync.{field}")
     _check_exempt(options.get("exempt", ()), bucket_order)
     try:
         tx = factory(AXIS, **{name: options[name] for name in names if name in options})
@@ -206,6 +207,17 @@ def build(
         return _sharded(tx, config)
     except (TypeError, ValueError) as error:
         raise UserError(f"config.sync: {error}") from error
+
+
+def algorithms(method: str) -> Mapping[str, Callable[..., Any]]:
+    """The algorithms that a method takes, by name; all of them where it takes none."""
+    _, names = METHODS.get(method, METHODS["none"])
+    if method == "sparse_mean":
+        return jaxcomm.sparse.BY_NAME
+    if method == "majority_vote":
+        dense = jaxcomm.algorithms.BY_NAME
+        return {name: dense[name] for name in dense if name != "native"}  # XLA takes no votes
+    return jaxcomm.algorithms.BY_NAME if "algorithm" in names else CALLS["algorithm"]
 
 
 def joined(

@@ -48,7 +48,7 @@ def config(data_dir: str) -> config_dict.ConfigDict:
     """The digits' ResNet, a few steps long, which measures as little as it can."""
     config = read_config("digits_resnet")
     config.data.data_dir = data_dir
-    config.steps = 4
+    config.steps, config.optimizer.warmup_steps = 4, 3
     config.eval_every = 2
     config.checkpoint.every = 2
     config.measure_steps = 4

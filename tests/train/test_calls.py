@@ -30,6 +30,11 @@ def test_calls_and_calls_within() -> None:
     ("text", "message"),
     [
         ("qsdg", "f: there is no 'qsdg'; did you mean 'qsgd'?"),
+        (
+            "'qsgd(levels=0)'",
+            "f: 'qsgd(levels=0)' has quotes of its own; leave them out: --f='qsgd(l",
+        ),
+        ('"cnat"', "f: \"cnat\" has quotes of its own; leave them out: --f='cnat'"),
         ("qsdg(levels=7)", "f: there is no 'qsdg'; did you mean 'qsgd'?"),
         ("qsgd(7)", "f: 'qsgd(7)': expected a name with named arguments"),
         ("qsgd(levels=7", "f: 'qsgd(levels=7': '(' was never closed"),

@@ -217,6 +217,17 @@ def change(name: str, value: object) -> Callable[[config_dict.ConfigDict], None]
     return change_it
 
 
+def votes_by(algorithm: str) -> Callable[[config_dict.ConfigDict], None]:
+    def change_both(config: config_dict.ConfigDict) -> None:
+        config.sync.method, config.sync.algorithm = "majority_vote", algorithm
+
+    return change_both
+
+
+def of_rank_1000(config: config_dict.ConfigDict) -> None:
+    config.sync.method, config.sync.rank = "low_rank_mean", 1000
+
+
 def without_mean(config: config_dict.ConfigDict) -> None:
     with config.unlocked():
         del config.data.mean
@@ -238,6 +249,15 @@ def without_mean(config: config_dict.ConfigDict) -> None:
         ),
         (change("sync.codec", "cnatt"), "config.sync.codec: .* 'cnatt'; did you mean 'cnat'"),
         (change("sync.algorithm", "rung"), "config.sync.algorithm: .*; did you mean 'ring'"),
+        (change("sync.algorithm", "oktopk"), "'oktopk'; it is one of native, .*, circulant$"),
+        (votes_by("nativ"), "'nativ'; it is one of direct, ring, two_way_ring, .*, circulant$"),
+        (
+            change("optimizer.warmup_steps", 5),
+            "warmup_steps=5 is more than config.steps=4: .*=0, or",
+        ),
+        (change("data.train_split", "trian[:9]"), "did you mean 'train'. its splits are .*test"),
+        (change("data.test_split", "'test'"), "leave out the quotes around it. its splits are"),
+        (of_rank_1000, "config.sync: rank 1000 compresses no parameter: .* Choose a lower rank."),
         (change("optimizer.name", "adam"), "config.optimizer.name: .*did you mean 'adamw'"),
         (change("checkpoint.resume", True), "checkpoint.resume: there is no whole checkpoint in"),
         (change("checkpoint.every", 0), "checkpoint.every is 0; it must be a whole number"),

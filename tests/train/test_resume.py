@@ -19,6 +19,7 @@ def flags(workdir: Path, resume: bool) -> list[str]:
         "--config=configs/digits_resnet.py",
         f"--workdir={workdir}",
         f"--config.steps={STEPS}",
+        "--config.optimizer.warmup_steps=20",
         "--config.eval_every=7",
         f"--config.checkpoint.every={EVERY}",
         f"--config.checkpoint.resume={resume}",

@@ -99,6 +99,11 @@ def test_one_process_with_eight_devices(
     assert again["loop_step_ms"] is None
     assert checkpoint_bits(tmp_path, 4) == before
     assert "another config" not in capsys.readouterr().err
+    other = config.copy_and_resolve_references()
+    other.optimizer.name, other.steps = "adamw", 5
+    changed = r"changed since then: .*config.optimizer.name='adamw' \(was 'sgd'\)"
+    with pytest.raises(UserError, match=f"checkpoint 4 in .* does not fit this model.*; {changed}"):
+        loop.train(other, tmp_path, 0.0)
     config.steps = 3
     with pytest.raises(UserError, match="config.steps=3 is less than the 4 steps of the checkpoi"):
         loop.train(config, tmp_path, 0.0)
@@ -200,6 +205,7 @@ def test_every_config_runs(
     other = read_config(name)
     for field in ("steps", "eval_every", "measure_steps", "checkpoint", "network"):
         other[field] = config[field]
+    other.optimizer.warmup_steps = config.optimizer.warmup_steps
     other.data.data_dir = config.data.data_dir
     if other.data.name == "fashion_mnist":
         if fashion is None:
@@ -234,6 +240,7 @@ def test_simulated_devices_evaluate_all_images(program: Program, tmp_path: Path)
         "--config=configs/cifar_resnet20.py",
         f"--workdir={tmp_path}",
         "--config.steps=2",
+        "--config.optimizer.warmup_steps=1",
         "--config.measure_steps=1",
         "--config.data.train_split=train[:1024]",
         devices=8,
@@ -279,6 +286,7 @@ def test_three_processes(program: Program, tmp_path: Path) -> None:
         "--config.batch_size=48",
         "--config.model.depth=1",
         "--config.steps=8",
+        "--config.optimizer.warmup_steps=4",
         "--config.measure_steps=20",
         "--config.checkpoint.every=4",
     )
@@ -314,6 +322,7 @@ def test_processes_that_a_scheduler_starts(program: Program, tmp_path: Path) -> 
             "--config=configs/digits_resnet.py",
             f"--workdir={tmp_path}",
             "--config.steps=2",
+            "--config.optimizer.warmup_steps=1",
             "--config.measure_steps=4",
             "--config.network.gigabits=1",
             SLURM_JOB_ID=str(os.getpid()),  # The port follows from it.

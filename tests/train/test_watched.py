@@ -91,6 +91,7 @@ def test_a_run(
     other = read_config("digits_one_bit_adam")
     for field in ("eval_every", "measure_steps", "checkpoint", "network", "data"):
         other[field] = config[field]
+    other.optimizer.warmup_steps = config.optimizer.warmup_steps
     other.steps, other.sync.dense_steps, other.model.stages = 6, 3, (1,)
     summary = loop.train(other, tmp_path, 0.0)
     shown = capsys.readouterr()
