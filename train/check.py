@@ -11,7 +11,11 @@ from train.errors import UserError
 OPTIMIZERS = ("factored_adam", "one_bit_adam")
 # What `scale` leaves out of `config.optimizer`: the value of a config that says nothing, and where
 # those methods have the same thing in `config.sync`.
-LEFT_OUT = {"weight_decay": (0.0, "weight_decay"), "momentum": (0.9, "b1")}
+LEFT_OUT = {
+    "weight_decay": (0.0, "weight_decay"),
+    "momentum": (0.9, "b1"),
+    "b2": (0.999, "b2"),
+}
 MASKED_MODEL = "bert"  # Sees what is behind a token too.
 
 
@@ -86,7 +90,9 @@ FIELDS = {
     "optimizer.learning_rate": NOT_NEGATIVE,
     "optimizer.warmup_steps": whole(0),
     "optimizer.momentum": SHARE,
+    "optimizer.b2": SHARE,
     "optimizer.weight_decay": NOT_NEGATIVE,
+    "optimizer.clip_norm": or_none(POSITIVE),
     "sync.method": NAME,
     "sync.exempt": Rule(
         "a tuple of patterns",
@@ -275,6 +281,18 @@ def _fit_optimizer(config: Any) -> None:
             f"config.optimizer.name=scale only scales what {' or '.join(OPTIMIZERS)} made, and "
             f"behind config.sync.method={method} it would climb the loss; set "
             "--config.optimizer.name=sgd, or adamw"
+        )
+    if config.optimizer.clip_norm is not None and method in (*OPTIMIZERS, "majority_vote"):
+        why = (
+            "makes signs, whose norm is always the same"
+            if method == "majority_vote"
+            else "hands on an update instead"
+        )
+        raise UserError(
+            f"config.optimizer.clip_norm={config.optimizer.clip_norm} clips the mean gradient, and "
+            f"{method} {why}; set --config.optimizer.clip_norm=None. A program of your own can "
+            "clip each device's gradient in front of it: jaxcomm.local(axis_name, "
+            "optax.clip_by_global_norm(...))"
         )
     for field, (unsaid, own) in LEFT_OUT.items() if optimizer == "scale" else ():
         value = config.optimizer[field]

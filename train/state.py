@@ -37,7 +37,9 @@ def sgd(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
 
 def adamw(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
     """Adam with decoupled weight decay, as transformers are trained."""
-    return optax.adamw(rate, b1=config.momentum, weight_decay=config.weight_decay, mask=decayed)
+    return optax.adamw(
+        rate, config.momentum, config.b2, weight_decay=config.weight_decay, mask=decayed
+    )
 
 
 def scale(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
@@ -64,6 +66,7 @@ def decayed(params: Any) -> Any:
 def make_optimizer(config: Any, steps: int) -> optax.GradientTransformation:
     """The optimizer that a config names, its learning rate warming up and then falling as a cosine.
 
+    With `clip_norm` it first makes the gradient shorter where the norm of all its values is above.
     It skips updates that are not finite, without limit: the recorder counts them and ends the run.
 
     Args:
@@ -72,7 +75,10 @@ def make_optimizer(config: Any, steps: int) -> optax.GradientTransformation:
       steps: length of the run, where the cosine reaches zero.
     """
     rule = choose(OPTIMIZERS, config.name, "config.optimizer.name")
-    return optax.apply_if_finite(rule(config, schedule(config, steps)), np.iinfo(np.int32).max)
+    tx = rule(config, schedule(config, steps))
+    if config.clip_norm is not None:
+        tx = optax.chain(optax.clip_by_global_norm(config.clip_norm), tx)
+    return optax.apply_if_finite(tx, np.iinfo(np.int32).max)
 
 
 def schedule(config: Any, steps: int) -> optax.Schedule:

@@ -52,7 +52,11 @@ def get_config() -> config_dict.ConfigDict:
     config.optimizer.learning_rate = 0.1  # The peak: it rises in warmup_steps, then falls to 0.
     config.optimizer.warmup_steps = 50
     config.optimizer.momentum = 0.9  # Of sgd, Nesterov's; of adamw, its b1.
+    config.optimizer.b2 = 0.999  # Of adamw.
     config.optimizer.weight_decay = 0.0  # Of sgd and adamw.
+    # The mean gradient is made shorter where its norm is above: of all parameters together, behind
+    # the exchange. With sync.every, the gradient of each device in its own steps. None: never.
+    config.optimizer.clip_norm = config_dict.placeholder(float)
 
     config.sync = sync()
 

@@ -78,6 +78,7 @@ def changed(name: str, value: object) -> config_dict.ConfigDict:
         ("model.dtype", "bfloat17", "model.dtype is 'bfloat17'; .*; did you mean bfloat16?"),
         ("optimizer.learning_rate", -1.0, "optimizer.learning_rate is -1.0; it must be a number"),
         ("optimizer.momentum", 1.0, "optimizer.momentum is 1.0; it must be a number from 0 to"),
+        ("optimizer.clip_norm", 0.0, "clip_norm is 0.0; it must be a number above 0, or None"),
         ("sync.exempt", "head", "sync.exempt is 'head'; it must be a tuple of patterns"),
         ("sync.bucket_mib", 0.0, "sync.bucket_mib is 0.0; it must be a number above 0, or None"),
         ("sync.dense_steps", -1, "sync.dense_steps is -1; it must be a whole number of at least 0"),
@@ -159,7 +160,11 @@ def test_an_optimizer_behind_an_optimizer() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value", "own", "unsaid"),
-    [("weight_decay", 1.0, "weight_decay", 0.0), ("momentum", 0.5, "b1", 0.9)],
+    [
+        ("weight_decay", 1.0, "weight_decay", 0.0),
+        ("momentum", 0.5, "b1", 0.9),
+        ("b2", 0.99, "b2", 0.999),
+    ],
 )
 @pytest.mark.parametrize("method", check.OPTIMIZERS)
 def test_nothing_is_dropped_behind_an_optimizer(
@@ -176,6 +181,19 @@ def test_nothing_is_dropped_behind_an_optimizer(
     config.sync[own] = value
     check.fit(config, 4)
     config.sync[own], config.optimizer[field] = None, unsaid
+    check.fit(config, 4)
+
+
+@pytest.mark.parametrize("method", [*check.OPTIMIZERS, "majority_vote"])
+def test_only_a_mean_is_clipped(method: str) -> None:
+    config = changed("sync.method", method)
+    config.optimizer.clip_norm = 1.0
+    if method in check.OPTIMIZERS:
+        config.optimizer.update({"name": "scale", "weight_decay": 0.0})
+    message = f"clip_norm=1.0 clips the mean gradient, and {method} .*=None. .* jaxcomm.local"
+    with pytest.raises(UserError, match=message):
+        check.fit(config, 4)
+    config.optimizer.clip_norm = None
     check.fit(config, 4)
 
 

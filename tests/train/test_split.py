@@ -38,13 +38,15 @@ def batches(steps: int) -> list[dict[str, np.ndarray]]:
     return [{"image": row[:, :-1], "label": row[:, 1:]} for row in rows]
 
 
-def trained(steps: int = 3, **options: Any) -> tuple[list[float], Any, jaxcomm.WireReport]:
+def trained(
+    steps: int = 3, optimizer: optax.GradientTransformation | None = None, **options: Any
+) -> tuple[list[float], Any, jaxcomm.WireReport]:
     """Losses, the last state and what a step sends, on four devices."""
     config = settings(**options)
     jax.set_mesh(sync.make_mesh(config, jax.devices()[:WORLD]))
     graph, params = models.build(GPT, (LENGTH,), VOCABULARY, 0)
     gradient = step.make_gradient(step.make_forward(graph), 0.0, 1)
-    tx = optax.chain(sync.build(config, (), steps), optax.adam(1e-2))
+    tx = optax.chain(sync.build(config, (), steps), optimizer or optax.adam(1e-2))
     now = state.init(params, tx, lambda p: sync.place(p, config))
     data = [sync.global_batch(batch) for batch in batches(steps)]
     run = step.compile_step(step.make_train_step(gradient, tx), now, data[0])
@@ -101,6 +103,17 @@ def test_losses_are_those_of_replicated_training() -> None:
     less, _, small = trained(gather="int8", codec="int4", error_feedback=True)
     np.testing.assert_allclose(less, expected, rtol=1e-2)
     assert small.bytes_max < 0.35 * report.bytes_max
+
+
+def test_the_norm_of_split_gradients_is_that_of_the_whole() -> None:
+    """So that they are clipped like others, in all three forms."""
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
+    expected, _, _ = trained(optimizer=clipped)
+    unclipped, _, _ = trained(optimizer=optax.sgd(1.0))
+    assert abs(unclipped[-1] - expected[-1]) > 1e-3
+    for options in ({"fsdp": 2}, {"gather": "float32"}):
+        found, _, _ = trained(optimizer=clipped, **options)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_what_cannot_be_split() -> None:

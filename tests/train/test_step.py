@@ -150,13 +150,18 @@ def test_evaluation_leaves_padding_out() -> None:
     assert found["test_loss"] == pytest.approx(-log_probabilities[:51].mean(), rel=1e-5)
 
 
+def optimizer(**fields: Any) -> config_dict.ConfigDict:
+    """That of the digits' ResNet, SGD with a rate of 0.1, and with other fields."""
+    config = read_config("digits_resnet").optimizer
+    config.update(fields)
+    return config
+
+
 def test_only_weights_decay() -> None:
     params = parameters()
     zeros = jax.tree.map(jnp.zeros_like, params)
     for name in ("sgd", "adamw"):
-        config = config_dict.create(
-            name=name, learning_rate=0.1, warmup_steps=0, weight_decay=0.1, momentum=0.9
-        )
+        config = optimizer(name=name, warmup_steps=0, weight_decay=0.1)
         tx = state.make_optimizer(config, 10)
         updates, _ = tx.update(zeros, tx.init(params), params)
         assert float(jnp.abs(updates["w1"]).max()) > 0
@@ -202,9 +207,7 @@ def test_methods_that_are_optimizers_decay_weights_only(method: str) -> None:
 
 
 def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
-    config = config_dict.create(
-        name="sgd", learning_rate=0.5, warmup_steps=4, momentum=0.0, weight_decay=0.0
-    )
+    config = optimizer(learning_rate=0.5, warmup_steps=4, momentum=0.0, weight_decay=0.0)
     tx = state.make_optimizer(config, 12)
     params = {"w": jnp.ones(())}
     now, rates = tx.init(params), []
@@ -215,12 +218,55 @@ def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
     assert rates[12] == pytest.approx(0, abs=1e-7) and sorted(rates[4:]) == rates[:3:-1]
 
 
+@pytest.mark.parametrize("limit", [None, 1e-3, 1e3])
+def test_the_mean_gradient_is_clipped_as_plain_optax_does(limit: float | None) -> None:
+    """On eight devices behind their exchange, and on the whole batch without any of ours."""
+    config = optimizer(warmup_steps=0, weight_decay=0.0, clip_norm=limit)
+    clip = optax.identity() if limit is None else optax.clip_by_global_norm(limit)
+    plain = optax.chain(clip, state.sgd(config, state.schedule(config, 4)))
+
+    def loss(params: Any, batch: dict[str, np.ndarray]) -> jax.Array:
+        logits, labels = forward(params, batch["image"]), jnp.asarray(batch["label"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    expected = parameters()
+    own = plain.init(expected)
+    for batch in batches(3, 32):
+        updates, own = plain.update(jax.grad(loss)(expected, batch), own, expected)
+        expected = optax.apply_updates(expected, updates)
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        tx = optax.chain(jaxcomm.mean(sync.AXIS), state.make_optimizer(config, 4))
+        now = state.init(parameters(), tx)
+        run = jax.jit(step.make_train_step(step.make_gradient(forward, 0.0, 1), tx))
+        for batch in batches(3, 32):
+            now, _ = run(now, jaxcomm.global_batch(batch, sync.AXIS))
+    moved = [
+        float(np.sqrt(sum(np.square(p[name] - x).sum() for name, x in parameters().items())))
+        for p in (jax.tree.map(np.asarray, now.params), expected)
+    ]
+    np.testing.assert_allclose(*moved, rtol=1e-4)
+    assert (moved[0] < 2e-3) == (limit == 1e-3)
+    for ours, theirs in zip(jax.tree.leaves(now.params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_adam_takes_its_b2_from_the_config() -> None:
+    params = {"w": jnp.ones((2, 2))}
+    for b2 in (0.999, 0.9):
+        tx = state.make_optimizer(optimizer(name="adamw", b2=b2), 100)
+        _, now = tx.update(params, tx.init(params), params)
+        (nu,) = [
+            x
+            for p, x in jax.tree_util.tree_leaves_with_path(now)
+            if ".nu" in jax.tree_util.keystr(p)
+        ]
+        np.testing.assert_allclose(nu, 1 - b2, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["sgd", "adamw", "scale"])
 def test_a_step_that_is_not_finite_is_skipped(name: str) -> None:
     """Parameters are those of the other steps; the optimizer by itself would be NaN for ever."""
-    config = config_dict.create(
-        name=name, learning_rate=1e-2, warmup_steps=0, weight_decay=0.01, momentum=0.9
-    )
+    config = optimizer(name=name, learning_rate=1e-2, warmup_steps=0, weight_decay=0.01)
     if name == "scale":
         exchange = jaxcomm.one_bit_adam("data", 1.0, dense_steps=2)
     else:
