@@ -15,6 +15,7 @@ from train import loop
 def train(config: config_dict.ConfigDict, workdir: Path, method: str, steps: int) -> dict[str, Any]:
     """Eight devices; device i holds the digits congruent to i, one or two of the ten."""
     config.steps = config.eval_every = config.checkpoint.every = steps
+    config.optimizer.warmup_steps = 50
     config.data.shards = "by_label"
     config.sync.method = method
     return loop.train(config, workdir, 0.0)
