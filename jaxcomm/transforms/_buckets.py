@@ -156,11 +156,13 @@ def _written(vectors: list[jax.Array], size: int) -> jax.Array:
     return vector
 
 
-def split(vector: jax.Array, parts: Mapping[Any, Any]) -> dict[Any, jax.Array]:
-    """The reverse of `joined`, in the shapes of `parts`."""
+def split(
+    vector: jax.Array, parts: Mapping[Any, Any], used_once: bool = False
+) -> dict[Any, jax.Array]:
+    """The reverse of `joined`, in the shapes of `parts`; whether one loop alone uses each piece."""
     shapes = [part.shape for part in parts.values()]
     cut = functools.partial(_cut, shapes=shapes)
-    if any(map(_is_short, shapes)):
+    if any(map(_is_short, shapes)) and not used_once:
         pieces = jax.lax.platform_dependent(
             vector, cpu=functools.partial(cut, each=computed_once), default=cut
         )

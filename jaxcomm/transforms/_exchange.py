@@ -306,13 +306,13 @@ def in_turn(
 
 
 def by_leaf(
-    vectors: Sequence[Result], buckets: Sequence[Bucket], grads: Arrays
+    vectors: Sequence[Result], buckets: Sequence[Bucket], grads: Arrays, are_state: bool = False
 ) -> dict[int, jax.Array]:
-    """Buckets as arrays by leaf, in the shapes of the gradients."""
+    """Buckets as arrays by leaf, in the shapes of the gradients; or the next state of leaves."""
     pieces = {}
     for vector, bucket in zip(vectors, buckets, strict=True):
-        is_split = isinstance(vector, dict)
-        pieces |= vector if is_split else split(vector, {i: grads[i] for i in bucket})
+        parts = {i: grads[i] for i in bucket}
+        pieces |= vector if isinstance(vector, dict) else split(vector, parts, used_once=are_state)
     return pieces
 
 

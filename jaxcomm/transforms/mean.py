@@ -213,7 +213,7 @@ def mean(
         vectors = done.buckets
         if _bits(arriving) < 16:  # Adam uses an update twice, and each use would decode it
             vectors = [computed_once(vector) for vector in vectors]
-        left = by_leaf(done.kept, buckets, grads) if error_feedback else {}
+        left = by_leaf(done.kept, buckets, grads, are_state=True) if error_feedback else {}
         means, left = within_range(done.exact | by_leaf(vectors, buckets, grads), left, grads)
         updates, finite = updates_of(means, done.finite, grads, axis_name)
         return updates, (kept_if(finite, [left[i] for i in residual], old),)
