@@ -8,6 +8,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm.codecs import sign
 from jaxcomm.collectives._sending import all_gather, all_to_all
 from jaxcomm.collectives.algorithms._algorithm import cut, join
+from jaxcomm.kernels.reductions import sum_in_order
 
 BLOCK = sign.BLOCK
 
@@ -67,7 +68,7 @@ def one_bit_mean(
 
     arrived = all_to_all(message, axis_name)
     own = of_chunks[jax.lax.axis_index(axis_name)]
-    average = sign.without_padding(jnp.sum(sign.decode(arrived), axis=0) / world, own)
+    average = sign.without_padding(sum_in_order(sign.decode(arrived)) / world, own)
     with jax.named_scope("encode"):
         answer, server_error = sign.encode_with_feedback(average, server_error, own)
 
