@@ -15,7 +15,7 @@ from jaxcomm import _axes, _branches, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._notes import Message, noted
 from jaxcomm.collectives.one_bit import BLOCK, chunk_length, one_bit_mean
-from jaxcomm.kernels.reductions import all_finite, computed_once
+from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
     Bucket,
@@ -228,23 +228,23 @@ def one_bit_adam(
         means, finite, *errors = _exchange(sent, frozen, state, buckets)
         m = [jnp.where(in_one_bit[i], means[i], adam.m(old_m[i], means[i])) for i in leaves]
         v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], means[i])) for i in leaves]
-        finite &= jnp.isfinite(adam.rate(state.count))
-        m, v = _written(finite, m, old_m), _written(finite, v, old_v)
         steps = adam.steps(m, v, state, params)
         steps = [step.astype(g.dtype) for step, g in zip(steps, grads, strict=True)]
+        finite &= jnp.isfinite(adam.rate(state.count))
         if any(step.dtype.itemsize < 4 for step in steps):
-            narrow = all_finite(vectors_in_view(steps, state.layout))
-            finite = on_further_axes(finite & narrow, axis_name)
-            m, v = _written(finite, m, old_m), _written(finite, v, old_v)
+            finite &= all_finite(vectors_in_view(steps, state.layout))
+            finite = on_further_axes(finite, axis_name)
         kept = (state.worker_error, state.server_error)
         worker, server = map(partial(_chosen, finite & frozen), errors, kept)
+        updates = [jnp.where(finite, step, jnp.nan) for step in steps]
 
         end = adam.end_of_warmup(v, count, state)
-        old = (state.count, state.frozen_at, state.norms)
-        count, *end = jax.tree.map(partial(jnp.where, finite), (count, *end), old)
-        kept = (count, treedef.unflatten(m), treedef.unflatten(v), worker, server, *end)
+        new = (count, treedef.unflatten(m), treedef.unflatten(v), *end)
+        old = (state.count, state.m, state.v, state.frozen_at, state.norms)
+        count, m, v, frozen_at, norms = jax.tree.map(partial(jnp.where, finite), new, old)
+        kept = (count, m, v, worker, server, frozen_at, norms)
         state = OneBitAdamState(state.layout, state.buckets, *kept)
-        return treedef.unflatten(jnp.where(finite, step, jnp.nan) for step in steps), state
+        return treedef.unflatten(updates), state
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -322,16 +322,6 @@ def _exchange(
         on_device, sent, layout, own, compressed, further_results=1
     )
     return means, finite, worker, server
-
-
-def _written(finite: jax.Array, new: Arrays, old: Arrays) -> Arrays:
-    """The next moments, or those before.
-
-    They are computed once, so that XLA on CPU writes them in the places of the old ones: a loop
-    that computed them anew, for the step, would need these too, and so copies of them.
-    """
-    pairs = zip(new, old, strict=True)
-    return [computed_once(jnp.where(finite, *pair)) for pair in pairs]
 
 
 def _blocks(n: int) -> int:
