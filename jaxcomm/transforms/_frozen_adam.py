@@ -74,10 +74,11 @@ class FrozenAdam:
         """What to add to the parameters; `state` is that of `one_bit_adam` before the step."""
         rate, count = self.rate(state.count), state.count + 1
         seen = jnp.where(state.frozen_at > 0, state.frozen_at, count)  # gradients that v has seen
-        share_m = 1 - self.b1 ** count.astype(jnp.float32)
-        share_v = 1 - self.b2 ** seen.astype(jnp.float32)
+        # Products, as XLA would join two divisions, and so that of `computed_once` with the next.
+        more_m = 1 / (1 - self.b1 ** count.astype(jnp.float32))
+        more_v = 1 / (1 - self.b2 ** seen.astype(jnp.float32))
         steps = [
-            jnp.where(v > 0, (m / share_m) / (jnp.sqrt(v / share_v) + self.eps), 0.0)
+            jnp.where(v > 0, m * more_m / (jnp.sqrt(v * more_v) + self.eps), 0.0)
             for m, v in zip(m, v, strict=True)
         ]
         if self.weight_decay:

@@ -15,7 +15,7 @@ from jaxcomm import _axes, _branches, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._notes import Message, noted
 from jaxcomm.collectives.one_bit import BLOCK, chunk_length, one_bit_mean
-from jaxcomm.kernels.reductions import all_finite
+from jaxcomm.kernels.reductions import all_finite, computed_once
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
     Bucket,
@@ -44,6 +44,7 @@ from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_optimizer_behind, refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, next_of, values_of, zeros_per_group
 
+_NEVER = 0x7FC0D05E  # the bits of a NaN that no arithmetic makes
 _DENSE_SHARE = 0.15  # of the run; H. Tang et al.: 23,000 of 152,000 steps of BERT-Large
 
 
@@ -228,23 +229,23 @@ def one_bit_adam(
         means, finite, *errors = _exchange(sent, frozen, state, buckets)
         m = [jnp.where(in_one_bit[i], means[i], adam.m(old_m[i], means[i])) for i in leaves]
         v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], means[i])) for i in leaves]
+        finite &= jnp.isfinite(adam.rate(state.count))
+        m, v = _written(finite, m, old_m), _written(finite, v, old_v)
         steps = adam.steps(m, v, state, params)
         steps = [step.astype(g.dtype) for step, g in zip(steps, grads, strict=True)]
-        finite &= jnp.isfinite(adam.rate(state.count))
         if any(step.dtype.itemsize < 4 for step in steps):
-            finite &= all_finite(vectors_in_view(steps, state.layout))
-            finite = on_further_axes(finite, axis_name)
+            narrow = all_finite(vectors_in_view(steps, state.layout))
+            finite = on_further_axes(finite & narrow, axis_name)
+            m, v = _written(finite, m, old_m), _written(finite, v, old_v)
         kept = (state.worker_error, state.server_error)
         worker, server = map(partial(_chosen, finite & frozen), errors, kept)
-        updates = [jnp.where(finite, step, jnp.nan) for step in steps]
 
         end = adam.end_of_warmup(v, count, state)
-        new = (count, treedef.unflatten(m), treedef.unflatten(v), *end)
-        old = (state.count, state.m, state.v, state.frozen_at, state.norms)
-        count, m, v, frozen_at, norms = jax.tree.map(partial(jnp.where, finite), new, old)
-        kept = (count, m, v, worker, server, frozen_at, norms)
+        old = (state.count, state.frozen_at, state.norms)
+        count, *end = jax.tree.map(partial(jnp.where, finite), (count, *end), old)
+        kept = (count, treedef.unflatten(m), treedef.unflatten(v), worker, server, *end)
         state = OneBitAdamState(state.layout, state.buckets, *kept)
-        return treedef.unflatten(updates), state
+        return treedef.unflatten(jnp.where(finite, step, jnp.nan) for step in steps), state
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -300,7 +301,7 @@ def _exchange(
         vectors, one_bit = in_turn(dict(enumerate(kept[0] for kept in done.kept)), done.buckets)
         with _branches.named(["one_bit_adam: dense", ""]):
             dense = jax.lax.cond(
-                compressed,
+                _behind(compressed, one_bit),
                 lambda v: [jnp.zeros_like(x) for x in v.values()],
                 lambda v: in_float32(v, sent),
                 vectors,
@@ -322,6 +323,32 @@ def _exchange(
         on_device, sent, layout, own, compressed, further_results=1
     )
     return means, finite, worker, server
+
+
+def _written(finite: jax.Array, new: Arrays, old: Arrays) -> Arrays:
+    """The next moments, or those before.
+
+    They are computed once, so that XLA on CPU writes them in the places of the old ones: a loop
+    that computed them anew, for the step, would need these too, and so copies of them.
+    """
+    pairs = zip(new, old, strict=True)
+    return [computed_once(jnp.where(finite, *pair)) for pair in pairs]
+
+
+def _behind(flag: jax.Array, results: Arrays) -> jax.Array:
+    """The flag, which is not known before the last result is there, on CPU.
+
+    XLA there orders the collectives of a program, but not those inside of a conditional: with
+    nothing to wait for, they meet others on their way between two processes.
+    """
+    if not results:
+        return flag
+
+    def known(flag: jax.Array, last: jax.Array) -> jax.Array:
+        return flag ^ (jax.lax.bitcast_convert_type(last, jnp.uint32) == _NEVER)
+
+    last = results[-1].reshape(-1)[0]
+    return jax.lax.platform_dependent(flag, last, cpu=known, default=lambda flag, _: flag)
 
 
 def _blocks(n: int) -> int:
