@@ -84,7 +84,7 @@ def refuse_rows(aux: Any, aux_of: Callable[[Any], Any], batch: Any, axis_name: A
         )
         if other is None:
             warnings.warn(f"if {text}", stacklevel=3)
-        elif other[path].shape[:1] == (2 * n,):
+        elif path in other and other[path].shape[:1] == (2 * n,):
             raise ValueError(text)
 
 
@@ -186,7 +186,7 @@ def check_loss(
         if not any(_traces(f, inputs, shares) for f in mapped):
             return
         if not _traces(of_two, inputs, batch):
-            raise ValueError(averaged(axis_name))
+            raise ValueError(already_reduced(axis_name))
     if _traces(of_two, inputs, batch):
         raise ValueError(
             "the loss does not depend on the batch, so that all devices have the same gradient "
@@ -228,7 +228,7 @@ def _traces(f: Callable[..., Any], *args: Any) -> bool:
     return True
 
 
-def averaged(axis_name: AxisName) -> str:
+def already_reduced(axis_name: AxisName) -> str:
     """What to say of a loss that was reduced over the axis."""
     return (
         f"the loss is already reduced over {axis_name!r}, so its gradient is not this device's "

@@ -15,7 +15,7 @@ from jaxcomm._attached import attached_in, map_leaves, specs_of, values_of, with
 from jaxcomm._axes import AxisName
 from jaxcomm._batches import check_rows, refuse_unplaced, shares_of
 from jaxcomm._losses import (
-    averaged,
+    already_reduced,
     check_loss,
     loss_and_aux,
     over_devices,
@@ -140,7 +140,7 @@ class ValueAndGrad:
             refuse_rows(aux, aux_of, batch, self.axis_name)
         on = _axes.checks_on(self.axis_name)
         if on and not _axes.varies(loss, self.axis_name):
-            raise ValueError(averaged(self.axis_name))
+            raise ValueError(already_reduced(self.axis_name))
         return loss, aux
 
     def _aux(self, params: Any, batch: Any, args: tuple[Any, ...]) -> Any:

@@ -153,11 +153,10 @@ def one_bit_adam(
 
     Wire: for each bucket of b blocks, 2(N-1) messages of 33 uint32 words for each of ceil(b/N)
     blocks, which is 2(N-1)/N of 1.03 bits a value; a leaf is padded to whole blocks of 1024 values.
-    Once a step, one float32 all-reduce of all exempt values; on a mesh of several
-    axes, one int32 over the other axes, and with `variance_stability` one float32. A dense step
-    sends 8(N-1)/N bytes a parameter more, in a branch of a conditional. The bits travel in dense
-    steps too and are discarded: on GPUs XLA does not overlap a collective that is inside a
-    conditional.
+    Once a step, one float32 all-reduce of all exempt values; on a mesh of several axes, one int32
+    over the other axes, and with `variance_stability` one float32. A dense step sends 8(N-1)/N
+    bytes a parameter more, in a branch of a conditional. The bits travel in dense steps too and are
+    discarded: on GPUs XLA does not overlap a collective that is inside a conditional.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm

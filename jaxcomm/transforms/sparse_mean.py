@@ -293,10 +293,14 @@ class _Exchange:
         means = done.exact | by_leaf(done.buckets, buckets, grads)
         residual, velocity = {}, {}
         if self.error_feedback:
-            residual = by_leaf([kept.residual for kept in done.kept], buckets, grads, True)
+            residual = by_leaf(
+                [kept.residual for kept in done.kept], buckets, grads, are_state=True
+            )
             means, residual = within_range(means, residual, grads)
         if self.momentum is not None:
-            velocity = small | by_leaf([kept.velocity for kept in done.kept], buckets, grads, True)
+            velocity = small | by_leaf(
+                [kept.velocity for kept in done.kept], buckets, grads, are_state=True
+            )
         new = (
             [residual[i] for i in large if residual],
             [velocity[i] for i in full if velocity],

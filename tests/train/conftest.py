@@ -1,6 +1,7 @@
 """The digits prepared once, a tiny config, and the training program to start."""
 
 import functools
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,15 @@ probed = functools.cache(plan.probe)
 def one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """What messages take here is measured once for all runs of this process that ask for it."""
     monkeypatch.setattr(plan, "probe", probed)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The launcher takes over signals, which this process wants back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

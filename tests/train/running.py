@@ -22,6 +22,11 @@ def read_config(name: str, *arguments: str) -> config_dict.ConfigDict:
     return runpy.run_path(str(ROOT / "configs" / f"{name}.py"))["get_config"](*arguments)
 
 
+def python(*sources: str) -> list[list[str]]:
+    """A command for each of some programs."""
+    return [[sys.executable, "-c", source] for source in sources]
+
+
 @dataclasses.dataclass
 class Program:
     """Starts `python -m train` and `python -m train.launch`, and ends what it has started."""

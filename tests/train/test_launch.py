@@ -6,28 +6,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from running import ROOT, Program, children
+from running import ROOT, Program, children, python
 
 from train import launch, main
 from train import supervise as supervision
 
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """The launcher takes over signals, which this process wants back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def python(*sources: str) -> list[list[str]]:
-    return [[sys.executable, "-c", source] for source in sources]
+pytestmark = pytest.mark.usefixtures("handlers")
 
 
 def wait_for(pids: list[int]) -> None:

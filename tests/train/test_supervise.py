@@ -1,28 +1,16 @@
 """Processes that belong together: who failed is named, and none is left behind."""
 
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from running import python
 
 from train import supervise as supervision
 
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    """The launcher takes over signals, which this process wants back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def python(*sources: str) -> list[list[str]]:
-    return [[sys.executable, "-c", source] for source in sources]
+pytestmark = pytest.mark.usefixtures("handlers")
 
 
 def supervise(tmp_path: Path, *sources: str) -> int:
