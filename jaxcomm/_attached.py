@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
+from jaxcomm._cached_programs import refuse_cached_programs
 
 Arrays = list[jax.Array]
 # What a device does in the backward pass: from the local gradients of a layer, its carried arrays
@@ -216,6 +217,7 @@ def exchanged(layer: Any) -> Any:
     nodes = list(filter(is_attached, leaves))
     if not nodes:
         return layer
+    refuse_cached_programs("jaxcomm.exchanged exchanges in loops")
     stack = _stack_of(nodes)
     for node in nodes:
         node.used = True

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import jax
 
+from jaxcomm._cached_programs import refuse_cached_programs
+
 
 class NamedBranch(NamedTuple):
     """A branch of a conditional.
@@ -26,12 +28,17 @@ class NamedBranch(NamedTuple):
 
 @contextlib.contextmanager
 def named(names: Sequence[str], every: Sequence[int] = ()) -> Iterator[None]:
-    """Around a `jax.lax.cond` or `jax.lax.switch`: names for its branches, "" for none.
+    """Around a `jax.lax.cond` or `jax.lax.switch` that exchanges: names for its branches, or "".
 
     Args:
       names: of the branches, the false one first.
       every: for each branch, it is taken once in so many times; 0 where that is not known.
+
+    Raises:
+      ValueError: where the exchange could meet others, see `refuse_cached_programs`.
     """
+    exchange = next(filter(None, names))
+    refuse_cached_programs(f"the optimizer exchanges in a conditional ({exchange!r})")
     pairs = zip(names, every or [0] * len(names), strict=True)
     text = "|".join(f"{name}={k}" if k else name for name, k in pairs)
     with jax.named_scope(f"branches[{text}]"):

@@ -21,8 +21,18 @@ FOLDERS = ("jaxcomm", "train", "configs", "tests", "benchmarks")
 
 # Each layer of jaxcomm imports only itself and those to its left; `jaxcomm` itself is __init__.
 # Any layer may import these.
-ANYWHERE = ("_attached", "_axes", "_batches", "_branches", "_compat", "_marks", "_numbers")
-ANYWHERE += ("_losses", "_microbatches", "_names", "_notes", "_paths", "_placing", "_shards")
+ANYWHERE = ("_attached", "_axes", "_batches", "_branches", "_cached_programs", "_marks")
+ANYWHERE += (
+    "_compat",
+    "_losses",
+    "_microbatches",
+    "_numbers",
+    "_names",
+    "_notes",
+    "_paths",
+    "_placing",
+    "_shards",
+)
 STACK = ("kernels", "codecs", "collectives", "transforms")
 BESIDE = ("compiling", "gradients", "mesh", "simulation", "wire", *ANYWHERE)  # nothing of it
 # These stand on top: they import anything, but networks read only who talks to whom.

@@ -89,10 +89,13 @@ def compiled(lowered: Any) -> Any:
     """Compiles a program once on this machine, where the processes share a folder.
 
     The first process compiles; the others load what it has made, as all run the same program, and
-    so do later runs of the same cases in the same order.
+    so do later runs of the same cases in the same order. Programs that would lose their order are
+    compiled by all: for them the file is empty.
     """
     import jax
     from jax.experimental import serialize_executable
+
+    from jaxcomm.plan.compiling import keeps_order
 
     folder = os.environ.get(COMPILED)
     if folder is None:
@@ -101,13 +104,16 @@ def compiled(lowered: Any) -> Any:
     if jax.process_index() == 0 and not file.exists():
         program = lowered.compile()
         scratch = file.with_suffix(".part")
-        scratch.write_bytes(pickle.dumps(serialize_executable.serialize(program)))
+        parts = serialize_executable.serialize(program) if keeps_order(program) else None
+        scratch.write_bytes(pickle.dumps(parts) if parts else b"")
         scratch.rename(file)
         return program
     while not file.exists():
         time.sleep(0.01)
     devices = list(jax.sharding.get_mesh().devices.flat)
-    parts = pickle.loads(file.read_bytes())
+    if not (packed := file.read_bytes()):
+        return lowered.compile()
+    parts = pickle.loads(packed)
     return serialize_executable.deserialize_and_load(*parts, execution_devices=devices)
 
 

@@ -9,6 +9,7 @@ Every process compiles all programs
    (`jaxcomm.kernels`);
  - where jax keeps programs in a folder: one that was loaded from there cannot be sent;
  - where processors differ.
+And those that exchange in a conditional or a loop, as loading loses the order of such exchanges.
 """
 
 import os
@@ -24,6 +25,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils, serialize_executable
 from jax.sharding import Mesh
+
+from jaxcomm.wire import wire_report
 
 Lower = Callable[[], jax.stages.Lowered]
 
@@ -47,14 +50,21 @@ def compiled(mesh: Mesh, programs: Sequence[Lower]) -> list[Any]:
         return _compile(programs)
     mine = range(own, len(programs), count)
     made = dict(zip(mine, _compile([programs[i] for i in mine]), strict=True))
-    packed = pickle.dumps({i: serialize_executable.serialize(each) for i, each in made.items()})
-    for shared in _of_all(packed):
+    sent = {i: serialize_executable.serialize(x) for i, x in made.items() if keeps_order(x)}
+    for shared in _of_all(pickle.dumps(sent)):
         for i, parts in pickle.loads(shared).items():
             if i not in made:
                 made[i] = serialize_executable.deserialize_and_load(
                     *parts, execution_devices=devices
                 )
+    rest = [i for i in range(len(programs)) if i not in made]
+    made |= zip(rest, _compile([programs[i] for i in rest]), strict=True)
     return [made[i] for i in range(len(programs))]
+
+
+def keeps_order(program: Any) -> bool:
+    """Whether a compiled program has its collectives in order also where it is loaded on CPUs."""
+    return all(not c.branch and c.times == 1 for c in wire_report(program).collectives)
 
 
 def _compile(programs: Sequence[Lower]) -> list[Any]:

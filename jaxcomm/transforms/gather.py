@@ -21,6 +21,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxcomm import _axes, _paths, codecs, collectives
 from jaxcomm._axes import AxisName
+from jaxcomm._cached_programs import refuse_cached_programs
 from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
 from jaxcomm.kernels.reductions import all_finite
@@ -89,6 +90,8 @@ def gather(params: Any, *, within: AxisName | None = None) -> Any:
         return treedef.unflatten(
             [jax.reshard(x, PartitionSpec()) if explicit else x for x in whole]
         )
+    if any(map(is_sharded, leaves)):
+        refuse_cached_programs("jaxcomm.gather exchanges in loops")
     for bucket, numbers in _buckets_of(leaves):
         with jax.named_scope("jaxcomm.gather"):
             shards = [leaves[i] for i in numbers]

@@ -44,7 +44,6 @@ from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_optimizer_behind, refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, next_of, values_of, zeros_per_group
 
-_NEVER = 0x7FC0D05E  # the bits of a NaN that no arithmetic makes
 _DENSE_SHARE = 0.15  # of the run; H. Tang et al.: 23,000 of 152,000 steps of BERT-Large
 
 
@@ -300,7 +299,7 @@ def _exchange(
         vectors, one_bit = in_turn(dict(enumerate(kept[0] for kept in done.kept)), done.buckets)
         with _branches.named(["one_bit_adam: dense", ""]):
             dense = jax.lax.cond(
-                _behind(compressed, one_bit),
+                compressed,
                 lambda v: [jnp.zeros_like(x) for x in v.values()],
                 lambda v: in_float32(v, sent),
                 vectors,
@@ -332,22 +331,6 @@ def _written(finite: jax.Array, new: Arrays, old: Arrays) -> Arrays:
     """
     pairs = zip(new, old, strict=True)
     return [computed_once(jnp.where(finite, *pair)) for pair in pairs]
-
-
-def _behind(flag: jax.Array, results: Arrays) -> jax.Array:
-    """The flag, which is not known before the last result is there, on CPU.
-
-    XLA there orders the collectives of a program, but not those inside of a conditional: with
-    nothing to wait for, they meet others on their way between two processes.
-    """
-    if not results:
-        return flag
-
-    def known(flag: jax.Array, last: jax.Array) -> jax.Array:
-        return flag ^ (jax.lax.bitcast_convert_type(last, jnp.uint32) == _NEVER)
-
-    last = results[-1].reshape(-1)[0]
-    return jax.lax.platform_dependent(flag, last, cpu=known, default=lambda flag, _: flag)
 
 
 def _blocks(n: int) -> int:
