@@ -28,7 +28,7 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
     Args:
       tx: the transformation of the new run, made as that of the old one.
       state: the state of the old run, as numpy arrays, or as arrays that this process holds all
-        of; also as the lists and dictionaries that orbax restores without a target.
+        of; also as the lists and dictionaries that orbax restores.
       params: the parameters, placed on the mesh that is set. Every other axis of it, such as one
         that splits parameters, is as long as in the old run.
 
@@ -36,8 +36,8 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
       A state as `tx.init(params)` returns, with the numbers of the old one.
 
     Raises:
-      ValueError: if the state is that of another transformation, or of parameters that further
-        axes split over another number of devices.
+      ValueError: if the state is that of another transformation, of parameters that further axes
+        split over another number of devices, or of arrays of which this process holds a part.
 
     Wire: nothing.
 
@@ -116,6 +116,12 @@ def _resized(new: Any, old: Any) -> Any:
 
 def _on_numbers(f: Callable[[Any, np.ndarray], jax.Array], new: Any, old: Any) -> Any:
     """`f` of a new array and an old one; for random keys, of the numbers that they are made of."""
+    if isinstance(old, jax.Array) and not (old.is_fully_addressable or old.is_fully_replicated):
+        raise ValueError(
+            f"the state has an array of shape {old.shape} of which this process holds a part. "
+            "Bring it together: jax.experimental.multihost_utils.process_allgather(state, "
+            "tiled=True), or let orbax restore whole arrays, on every device of the mesh."
+        )
     old = np.asarray(jax.random.key_data(old) if are_keys(old) else old)
     if not are_keys(new):
         return f(new, old)

@@ -172,6 +172,13 @@ def test_the_default_of_coarse_codes_is_direct_but_for_cnat_on_few_devices() -> 
     assert _default.usual("cnat", 8, False).name == "direct"
 
 
+@pytest.mark.parametrize("sent_as", ["16 bits", "8 bits", "cnat", "codes"])
+def test_the_default_of_means_on_many_devices_has_few_rounds(sent_as: str) -> None:
+    assert _default.usual(sent_as, 32, True).name in ("ring", "direct")
+    assert _default.usual(sent_as, 33, True).name == "circulant"
+    assert _default.usual(sent_as, 33, False).name == "direct", "not between CPU processes"
+
+
 @pytest.mark.parametrize(
     ("sent_as", "values", "algorithm"),
     [
@@ -232,7 +239,7 @@ def test_buckets_are_those_of_the_program(make_mesh: Any) -> None:
 
 
 @pytest.mark.parametrize("between_cpus", [False, True])
-@pytest.mark.parametrize("devices", [4, 6, 32])
+@pytest.mark.parametrize("devices", [4, 6, 32, 64])
 @pytest.mark.parametrize("values", [10_000, 10_000_000])
 def test_the_usual_algorithm_is_the_default(
     devices: int, values: int, between_cpus: bool, monkeypatch: pytest.MonkeyPatch

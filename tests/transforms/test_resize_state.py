@@ -10,6 +10,7 @@ import pytest
 
 import jaxcomm
 from jaxcomm.transforms.per_device import PerDevice
+from processes import run_processes
 
 METHODS: dict[str, optax.GradientTransformation] = {
     "mean": jaxcomm.mean("data", "int8", error_feedback=True),
@@ -202,3 +203,53 @@ def test_a_state_of_another_method_is_named_as_such() -> None:
         for name in ("mean", "sparse_mean"):
             with pytest.raises(ValueError, match="not one of this transformation"):
                 jaxcomm.resize_state(METHODS[name], saved, params)
+
+
+SAVE_OR_GO_ON = """
+    import os, jax.numpy as jnp, numpy as np, optax, orbax.checkpoint as ocp
+    import jaxcomm
+
+    jax.set_mesh(jaxcomm.data_mesh())
+    tx = optax.chain(jaxcomm.mean("data", "int8", error_feedback=True), optax.adam(0.1))
+    params = jaxcomm.replicate({"w": jnp.zeros((30, 70))})
+    state = tx.init(params)
+    handler = ocp.StandardCheckpointHandler()
+    manager = ocp.CheckpointManager(os.environ["FOLDER"], item_handlers=handler)
+
+    def owed(state):
+        state = jax.experimental.multihost_utils.process_allgather(state, tiled=True)
+        return np.mean(state[0].residual.values[0], 0).sum()
+
+    if manager.latest_step() is None:
+        grad = jaxcomm.value_and_grad(lambda p, x: jnp.mean((x @ p["w"] - 1) ** 2), "data")
+        rows = np.random.default_rng(jax.process_index()).standard_normal((2, 30), np.float32)
+        step = jax.jit(lambda p, s, x: tx.update(grad(p, x)[1], s, p))
+        updates, state = step(params, state, jaxcomm.global_batch(rows, "data"))
+        manager.save(1, args=ocp.args.StandardSave({"params": updates, "state": state}))
+        manager.wait_until_finished()
+        try:
+            jaxcomm.resize_state(tx, state, params)
+        except ValueError as error:
+            print("refused" if "holds a part. Bring it" in str(error) else error)
+    else:
+        whole = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole),
+            manager.item_metadata(1),
+        )
+        saved = manager.restore(1, args=ocp.args.StandardRestore(like))
+        state = jaxcomm.resize_state(tx, saved["state"], params)
+        print("went on")
+    print(f"{owed(state):.7f}")
+"""
+
+
+@pytest.mark.multiprocess
+def test_processes_go_on_as_fewer(tmp_path: Any) -> None:
+    """As the recipe says; arrays that lie on several processes are refused."""
+    env = {"FOLDER": str(tmp_path)}
+    done = [run for n in (3, 2) for run in run_processes(n, SAVE_OR_GO_ON, env=env)]
+    runs = [run.stdout.splitlines()[-2:] for run in done]
+    assert [run[0] for run in runs] == ["refused"] * 3 + ["went on"] * 2
+    assert len({run[1] for run in runs}) == 1
+    assert float(runs[0][1]) != 0

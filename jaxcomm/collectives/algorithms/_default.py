@@ -19,6 +19,7 @@ from jaxcomm.collectives.reductions import Prepared, Reduction
 from jaxcomm.kernels import _device
 
 FEW = 16  # devices, for votes
+MANY = 32  # devices, for means
 FEW_OF_CNAT = 8
 # Bytes, as they travel, with one bit for a vote. The exchange of a short vector is a matter of
 # rounds, and the more devices there are, the more rounds are saved. For others bytes matter too, of
@@ -53,6 +54,9 @@ class Default(Algorithm):
     - Values in cnat go around a ring both ways on 3 to 8 CPU processes. That takes 1 to 2 % more
       than one way, around which their error is 1.5 to 2 times that of going directly on 8 devices.
       Around both ways it is equal to that on 4, and 1.3 to 1.4 times as large on 8.
+    - On more than 32 CPU processes all means take the circulant graph. The 2(N-1) rounds of the
+      others take longer than the bytes that they save, each is a part of the program to compile,
+      and around a ring the error grows with the square root of N.
     - Short vectors take few rounds between CPU processes, where a round costs more than its bytes:
       of 16 bits and int8 those of the circulant graph, and of votes those of halving and doubling,
       if N is a power of two: else it would send some of them twice, and they take the circulant
@@ -102,7 +106,7 @@ def usual(sent: str, world: int, between_cpus: bool, values: int | None = None) 
     size = math.inf if values is None else values * _BITS.get(sent, 0) / 8
     is_power = world & (world - 1) == 0
     short = SHORT_VOTES if sent == "votes" else SHORT_PER_DEVICE * world
-    if sent in _FINE and size <= short and between_cpus:
+    if sent != "votes" and between_cpus and (world > MANY or sent in _FINE and size <= short):
         return circulant().for_means
     if sent == "votes" and size <= short and between_cpus:
         return halving_doubling() if is_power else circulant()
