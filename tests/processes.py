@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 
+# For exchanges in conditionals and loops: a program that is read back has lost their order.
+COMPILED_ANEW = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 _JOIN = """\
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")

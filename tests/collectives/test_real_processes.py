@@ -7,7 +7,7 @@ import pytest
 
 import oracles
 from algorithm_table import NAMED
-from processes import as_a_machine, run_processes
+from processes import COMPILED_ANEW, as_a_machine, run_processes
 
 SCRIPT = """
 import functools, json, os, sys
@@ -217,7 +217,8 @@ print(json.dumps({"w": bits, "loss": float(loss), "cache": step._cache_size()}))
 @pytest.mark.newest
 def test_the_front_page_on_two_processes() -> None:
     reports = [
-        json.loads(p.stdout.splitlines()[-1]) for p in run_processes(2, FRONT_PAGE, timeout=240)
+        json.loads(p.stdout.splitlines()[-1])
+        for p in run_processes(2, FRONT_PAGE, env=COMPILED_ANEW, timeout=240)
     ]
     assert reports[0] == reports[1]
     assert reports[0]["cache"] == 1

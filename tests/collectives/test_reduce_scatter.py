@@ -10,9 +10,10 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from algorithm_table import CASES
-from jaxcomm import codecs, collectives
+from jaxcomm import codecs, collectives, wire_report
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.reductions import Majority, Reduction
+from jaxcomm.kernels import _device
 
 P = PartitionSpec
 N = 37  # values of a row: codes, blocks and words are padded
@@ -122,3 +123,24 @@ def test_formats_that_cannot_be_near() -> None:
             votes,
             algorithms.hierarchical(near=direct, far=direct, near_codec="bfloat16"),
         )
+
+
+def test_native_is_direct_between_cpu_processes(
+    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gloo's own reduce-scatter does not wait for a process that is late."""
+    reduction, native = collectives.mean_of("float32", "native")
+    f = jax.shard_map(
+        lambda x: collectives.reduce_scatter_with_residual(x[0], "data", reduction, native)[0],
+        mesh=make_mesh(4),
+        in_specs=P("data"),
+        out_specs=P("data"),
+    )
+
+    def ops() -> set[str]:
+        compiled = jax.jit(lambda x: f(x)).lower(normal(4)).compile()
+        return {c.op for c in wire_report(compiled).collectives}
+
+    assert ops() == {"reduce-scatter"}
+    monkeypatch.setattr(_device, "is_between_cpu_processes", lambda: True)
+    assert ops() == {"all-to-all"}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import run_processes
+from processes import COMPILED_ANEW, run_processes
 
 PROGRAMS = """
     import jax.numpy as jnp, numpy as np
@@ -35,7 +35,7 @@ PROGRAMS = """
 @pytest.mark.multiprocess
 def test_every_process_compiles_a_share() -> None:
     """And the programs of others do what its own would."""
-    runs = run_processes(2, PROGRAMS, env={"JAX_ENABLE_COMPILATION_CACHE": "false"})
+    runs = run_processes(2, PROGRAMS, env=COMPILED_ANEW)
     lines = [run.stdout.splitlines()[-5:] for run in runs]
     assert [own[0] for own in lines] == ["[0, 2, 3]", "[1, 3]"], "all compile the last"
     first, second = ([float(number) for number in own[1:]] for own in lines)

@@ -17,7 +17,7 @@ import jaxcomm
 import oracles
 from codec_oracles import HALF, blockwise, cnat_window, fp8, scaled_sign
 from jaxcomm import algorithms, codecs
-from processes import run_processes
+from processes import COMPILED_ANEW, run_processes
 
 P = PartitionSpec
 Tree = dict[str, Any]
@@ -388,7 +388,7 @@ def digests(mesh):
 def test_processes_have_the_bits_of_simulated_devices() -> None:
     """Over TCP, where large messages travel in rounds of their own."""
     script = IN_PROCESSES + "\nprint(json.dumps(digests(jaxcomm.data_mesh())))"
-    finished = run_processes(3, script, timeout=240)
+    finished = run_processes(3, script, env=COMPILED_ANEW, timeout=240)
     reports = [json.loads(process.stdout.splitlines()[-1]) for process in finished]
     names: dict[str, Any] = {}
     exec(IN_PROCESSES, names)

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives.algorithms._algorithm import Algorithm
+from jaxcomm.collectives.algorithms.direct import Direct
 from jaxcomm.collectives.reductions import Prepared, Reduction
+from jaxcomm.kernels import _device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +34,13 @@ class Native(Algorithm):
     def reduce_scatter(
         self, partial: Any, axis_name: AxisName, reduction: Reduction, devices_per_partial: int
     ) -> tuple[Any, Any]:
-        """See `Algorithm.reduce_scatter`: one `psum_scatter`."""
-        del devices_per_partial
+        """See `Algorithm.reduce_scatter`: one `psum_scatter`; between CPU processes as `direct`.
+
+        Gloo's reduce-scatter gives up if a process is 30 s late, whatever timeouts are set, and
+        wrong sums were reported of it: https://github.com/jax-ml/jax/issues/40830 and 40831.
+        """
+        if _device.is_between_cpu_processes():
+            return Direct().reduce_scatter(partial, axis_name, reduction, devices_per_partial)
         errors = jnp.zeros_like(partial) if reduction.keeps_errors else None
         return reduction.native_reduce_scatter(partial, axis_name), errors
 
