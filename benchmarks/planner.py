@@ -310,8 +310,8 @@ def choices_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         "good choices",
         "leaders timed",
         "all timed",
-        "worst",
-        "which took",
+        "worst choice, over the best",
+        "it took, not the fastest",
     ]
     return head, body
 

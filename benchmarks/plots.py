@@ -13,7 +13,7 @@ Rows = dict[str, dict[str, Any]]  # method -> rate -> row
 Names = Mapping[str, str]
 # Lines of the plot of steps.
 STEPS = ("torch/float32", "float32", "bfloat16", "int4", "torch/bfloat16", "scaled_sign")
-STEPS += ("torch/powersgd1", "vote")
+STEPS += ("torch/powersgd1", "powersgd1", "vote")
 
 
 def plot_exchanges(path: Path, rows: Rows, rates: Sequence[str], names: Names) -> None:

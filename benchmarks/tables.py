@@ -34,6 +34,7 @@ PAGES = [
 Lines = list[str]
 PLANNER = str(RESULTS / "planner.json")
 RATES = ("50", "200", "1000", "unlimited")
+TRIED = "rate (of how many)"
 NAMES = {
     "psum": "a bare `psum`",
     "float32": "float32 mean",
@@ -224,7 +225,7 @@ def dln() -> Lines:
         times = [row[name] for name in ("ms", "predicted_ms", "predicted_half_duplex_ms")]
         cells = [f"{ms:.0f}" for ms in times]
         rows.append([row["name"], *cells, f"{row['ms'] / plain:.3f}"])
-    return table(["", "ms", "predicted", "predicted, pairs take turns", "of near first"], rows)
+    return table(["", "ms", "predicted", "predicted, pairs take turns", "over near first"], rows)
 
 
 def compile_time() -> Lines:
@@ -257,10 +258,10 @@ def pareto(task: str) -> Lines:
                 f"{line['bytes_per_step']:.2f}",
                 f"{line['loss']:.3f}",
                 ", ".join("?" if nats is None else f"{nats:+.3f}" for nats in worse),
-                f"{line['rate']:g} of {line['rates']}",
+                f"{line['rate']:g} ({line['rates']})",
             ]
         )
-    return table(["method", "optimizer", "bytes", "loss", "minus float32", "rate"], body)
+    return table(["method", "optimizer", "bytes", "loss", "minus float32", TRIED], body)
 
 
 @functools.cache
@@ -292,9 +293,9 @@ def powersgd() -> Lines:
     for (rank, side), at in runs.items():
         best = min(at, key=lambda rate, at=at: sum(row["test_loss"] for row in at[rate]))
         name = {0: "float32", -1: "no exchange"}.get(rank, f"rank {rank}")
-        cells = [name, side, f"{at[best][0]['bytes_per_step']:.2f}", f"{best:g} of {len(at)}"]
+        cells = [name, side, f"{at[best][0]['bytes_per_step']:.2f}", f"{best:g} ({len(at)})"]
         body.append(cells + [losses(at[best], of) for of in ("training_loss", "test_loss")])
-    return table(["", "", "bytes", "rate", "training loss", "test loss"], body)
+    return table(["", "", "bytes", TRIED, "training loss", "test loss"], body)
 
 
 def simulated() -> Lines:
@@ -309,7 +310,7 @@ def simulated() -> Lines:
         over = f"{row['over_bound']:.2f}" if "over_bound" in row else ""
         body.append([row["network"], row["algorithm"], *cells, over])
     head = [f"{size >> 20} MiB" for size in sizes]
-    return table(["network", "algorithm", *head, "of near first", "over bound"], body)
+    return table(["network", "algorithm", *head, "64 MiB, over near first", "over bound"], body)
 
 
 def overlap_cpu() -> Lines:

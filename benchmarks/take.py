@@ -1,8 +1,8 @@
 """What users are told to take: the table of the README, from the results of other benchmarks.
 
 Losses are those of `python -m benchmarks.pareto`, on the larger GPT with Adam and on the LSTM with
-SGD;
-steps are those of `python -m benchmarks.allreduce --peers` and `python -m benchmarks.adam_steps`.
+SGD. Steps are those of `python -m benchmarks.allreduce --peers` and
+`python -m benchmarks.adam_steps`.
 """
 
 import collections
@@ -61,14 +61,27 @@ TAKE = (
         adam="4 local steps, scaled_sign, outer momentum",
         step="local_steps",
     ),
-    Take("SGD", '`jaxcomm.low_rank_mean("data", 4)`', "powersgd4", sgd="PowerSGD, rank 4"),
+    Take(
+        "SGD",
+        '`jaxcomm.low_rank_mean("data", 4)`',
+        "powersgd4",
+        adam="PowerSGD, rank 4",
+        sgd="PowerSGD, rank 4",
+    ),
     Take(
         "SGD",
         '`jaxcomm.mean("data", "scaled_sign", error_feedback=True)`',
         "scaled_sign",
+        adam="scaled_sign, feedback",
         sgd="scaled_sign, feedback",
     ),
-    Take("SGD", '`jaxcomm.sparse_mean("data", 0.01)`', "oktopk", sgd="Ok-Topk, 1 %"),
+    Take(
+        "SGD",
+        '`jaxcomm.sparse_mean("data", 0.01)`',
+        "oktopk",
+        adam="Ok-Topk, 1 %",
+        sgd="Ok-Topk, 1 %",
+    ),
     Take(
         "SGD",
         '`jaxcomm.majority_vote("data")` on the signs of momenta',
@@ -79,7 +92,7 @@ TAKE = (
 
 MARKS = (
     ("*", "- \\*: at one learning rate alone; the loss at the best one may be lower."),
-    ("", "- An empty cell is not measured."),
+    ("", "- An empty cell: the row is not for this optimizer."),
 )
 
 
