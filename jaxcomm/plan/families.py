@@ -73,7 +73,8 @@ def _sparse(name: str) -> Family:
 
 def _low_rank(rank: int) -> Family:
     options = {"method": "low_rank_mean", "rank": rank}
-    return Family("any", "matrices; dense_steps at the start", options, 32.0, ("native",))
+    needs = "SGD; matrices; dense_steps at the start"
+    return Family("any", needs, options, 32.0, ("native",))
 
 
 FAMILIES: dict[str, Family] = {
@@ -87,7 +88,11 @@ FAMILIES: dict[str, Family] = {
     "int2": _mean("int2", "any", f"{FEEDBACK}; SGD, or factored_adam"),
     "scaled_sign": _mean("scaled_sign", "any", f"{FEEDBACK}; SGD, or factored_adam"),
     "vote": Family(
-        "any", "local momentum; a rate of its own", {"method": "majority_vote"}, 16.0, BOTH_LEVELS
+        "any",
+        "SGD; local momentum; a rate of its own; devices' data alike",
+        {"method": "majority_vote"},
+        16.0,
+        BOTH_LEVELS,
     ),
     **{name: _sparse(name) for name in sparse.BY_NAME},
     **{f"powersgd{rank}": _low_rank(rank) for rank in (1, 2, 4)},

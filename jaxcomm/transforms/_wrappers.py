@@ -144,7 +144,7 @@ def refuse_optimizer_behind(params: Any, name: str) -> None:
 
 
 def warn_of_a_variance_behind(params: Any, exchange: str) -> None:
-    """Warns, in `init`, of error feedback in few bits in front of an optimizer like Adam."""
+    """Warns, in `init`, of few bytes with error feedback in front of an optimizer like Adam."""
     if moments_behind(params) & _VARIANCES:
         warnings.warn(
             f"{exchange} with error feedback is in front of an optimizer that keeps a variance, "

@@ -36,7 +36,7 @@ from jaxcomm.transforms._exchange import (
 )
 from jaxcomm.transforms._layout import Exempt, Layout, Leaf, layout_of, local_shape
 from jaxcomm.transforms._states import require_state
-from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
 from jaxcomm.transforms.per_device import PerDevice, zeros_per_device, zeros_per_group
 from jaxcomm.transforms.stages import dense_first
 
@@ -78,7 +78,9 @@ def low_rank_mean(
     is Q P^T. The next step starts from this Q, so that P turns towards the directions in which the
     mean gradient is largest. What the update lacks of a device's gradients stays in its residual,
     which is added to the next ones. Over all steps, the updates and the mean of the residuals add
-    up to the mean of the gradients, with any codec.
+    up to the mean of the gradients, with any codec. This suits SGD, with or without momentum behind
+    it. In front of Adam it loses accuracy: `init` warns of an optimizer that keeps a variance, if
+    both are in the same `optax.chain` or `optax.named_chain`.
 
     A leaf is compressed if (m + n) rank < m n. All others, and those of at most one dimension,
     travel together in float32. The axes of a leaf are split into inputs and outputs where m + n is
@@ -163,6 +165,7 @@ def low_rank_mean(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
+        warn_of_a_variance_behind(params, "low_rank_mean")
         layout = _low_rank_layout(layout_of(params, axis_name, exempt, bucket_order), rank)
         large, _ = split_off_exempt(layout)
         sizes = [rank * math.prod(_matrices(layout.leaves[i])[:2]) for i in large]

@@ -127,8 +127,8 @@ INT8, SGD = jaxcomm.mean("data", "int8"), optax.sgd(0.1)
         # Its moments would begin anew.
         (
             lambda: jaxcomm.stages(
-                (0, optax.chain(jaxcomm.mean("data"), optax.adam(0.1))),
-                (2, optax.chain(jaxcomm.low_rank_mean("data", 1), optax.adam(0.1))),
+                (0, optax.chain(jaxcomm.mean("data"), optax.trace(0.9))),
+                (2, optax.chain(jaxcomm.low_rank_mean("data", 1), optax.trace(0.9))),
             ),
             "Put the optimizer behind the stages",
         ),
