@@ -19,6 +19,9 @@ from jaxcomm._placing import place
 def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of one axis over all devices of all processes.
 
+    Where there are several processes, call `jax.distributed.initialize` first: without it each
+    process sees only its own devices.
+
     Args:
       axis_name: the name of the axis.
       devices: the devices, in order; None is all of them.
