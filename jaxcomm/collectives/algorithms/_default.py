@@ -52,8 +52,9 @@ class Default(Algorithm):
       as going directly, and across a slow link in the middle 1.6 times as fast. Each partial sum is
       rounded.
     - Values in cnat go around a ring both ways on 3 to 8 CPU processes. That takes 1 to 2 % more
-      than one way, around which their error is 1.5 to 2 times that of going directly on 8 devices.
-      Around both ways it is equal to that on 4, and 1.3 to 1.4 times as large on 8.
+      than one way, around which their error is 1.5 times that of going directly on 8 devices.
+      Around both ways it is equal to that on 4, and 1.3 times as large on 8
+      (tests/collectives/test_quantized.py).
     - On more than 32 CPU processes all means take the circulant graph. The 2(N-1) rounds of the
       others take longer than the bytes that they save, each is a part of the program to compile,
       and around a ring the error grows with the square root of N.

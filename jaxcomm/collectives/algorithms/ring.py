@@ -81,8 +81,9 @@ def two_way_ring() -> TwoWayRing:
     """The ring with partial results from both sides: no message is of more than N/2 devices.
 
     It sends as many messages of as many values as `ring`. Votes take fewer bits, and the errors of
-    means are smaller: in cnat, of noise on 8 devices, 1.3 times those of "direct" in place of 1.55.
-    Messages turn round once, as results go on in the second direction.
+    means are smaller: in cnat, of noise on 8 devices, 1.3 times those of "direct" in place of 1.5
+    (tests/collectives/test_quantized.py). Messages turn round once, as results go on in the second
+    direction.
 
     Returns:
       The algorithm. A partial result is decoded, added to and encoded again at most N/2 times.
