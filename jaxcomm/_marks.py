@@ -69,6 +69,11 @@ def mark_local(grads: Any) -> Any:
       jaxcomm. Inside of one `jax.jit` this costs nothing; as an argument or a result of one, 16-bit
       gradients take 32 bits. Leaves of other dtypes, and those that are marked, are as they were.
 
+    Raises:
+      TypeError: where it is differentiated.
+
+    Wire: nothing.
+
     Example:
       >>> import jax.numpy as jnp, jaxcomm
       >>> jaxcomm.mark_local(jnp.ones(3)) + 1  # doctest: +ELLIPSIS
@@ -107,6 +112,8 @@ def unmark_local(grads: Any) -> Any:
     Returns:
       The pytree of float arrays; leaves that are not marked are as they were. After computing with
       them, mark them again with `jaxcomm.mark_local`.
+
+    Wire: nothing.
 
     Example:
       >>> import jax.numpy as jnp, jaxcomm

@@ -21,6 +21,13 @@ def compiler_options() -> dict[str, bool | int]:
     Returns:
       A dict for the platform of the current mesh, or without one of the default device; empty
       where nothing has to be said.
+
+    Example:
+      >>> import jax, jaxcomm
+      >>> options = jaxcomm.compiler_options()
+      >>> options  # of CPU devices
+      {}
+      >>> step = jax.jit(lambda params: params, compiler_options=options)
     """
     mesh = jax.sharding.get_mesh()
     device: Any = jax.devices()[0] if mesh.empty else mesh.devices.flat[0]

@@ -239,6 +239,15 @@ def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Call
       TypeError: when called, if the function returns something else.
 
     Wire: that of `value_and_grad_fn`, once for all microbatches of `jaxcomm.value_and_grad`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> f = jaxcomm.value_and_grad(lambda w, x: jnp.mean(x * w), "data")
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     batch = jaxcomm.global_batch(jnp.arange(4.0), "data")
+      ...     loss, grads = jax.jit(jaxcomm.accumulate(f, 2))(jnp.float32(1), batch)
+      >>> float(loss), jaxcomm.unmark_local(grads).tolist()
+      (1.5, [0.5, 2.5])
     """
     if not is_integer(microbatches) or microbatches < 1:
         raise ValueError(
@@ -271,6 +280,16 @@ def backward_order(
 
     Raises:
       TypeError: for another function.
+
+    Wire: nothing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> f = jaxcomm.value_and_grad(lambda p, x: jnp.mean(jnp.tanh(x @ p["a"]) @ p["b"]), "data")
+      >>> params = {"a": jnp.ones((2, 3)), "b": jnp.ones((3, 1))}
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     jaxcomm.backward_order(f, params, jnp.ones((2, 2)))
+      ('b', 'a')
     """
     if not isinstance(f, ValueAndGrad):
         raise TypeError(f"backward_order takes what jaxcomm.value_and_grad returned, got {f!r}.")

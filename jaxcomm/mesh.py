@@ -31,6 +31,12 @@ def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> 
 
     Raises:
       ValueError: for no devices.
+
+    Example:
+      >>> import jax, jaxcomm
+      >>> mesh = jaxcomm.data_mesh(devices=jax.devices()[:2])
+      >>> dict(mesh.shape)
+      {'data': 2}
     """
     devices = jax.devices() if devices is None else devices
     if not len(devices):
@@ -55,6 +61,13 @@ def replicate(tree: Any) -> Any:
         them have devices of the mesh, values are not compared.
 
     Wire: between processes a checksum of each array.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     params = jaxcomm.replicate({"w": jnp.ones(3)})
+      >>> [shard.data.shape for shard in params["w"].addressable_shards]
+      [(3,), (3,)]
     """
     _axes.current_mesh()
     _paths.require_arrays(tree, "leaf")
@@ -90,6 +103,15 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
       ValueError: if no mesh is set, it has no such axis, the local leading axis is not a multiple
         of the number of local devices along it or not that of all leaves, or the batch is global
         already.
+
+    Wire: nothing.
+
+    Example:
+      >>> import jax, jaxcomm, numpy as np
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     batch = jaxcomm.global_batch(np.arange(4), "data")
+      >>> [shard.data.tolist() for shard in batch.addressable_shards]
+      [[0, 1], [2, 3]]
     """
     _axes.names_of(axis_name)  # before it is hashed
     mesh = jax.sharding.get_mesh()

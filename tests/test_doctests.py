@@ -15,9 +15,11 @@ import jaxcomm
 MODULES = ["jaxcomm"] + [m.name for m in pkgutil.walk_packages(jaxcomm.__path__, "jaxcomm.")]
 WITH_EXAMPLES = [
     "jaxcomm.collectives.all_reduce",
+    "jaxcomm.compiling",
     "jaxcomm.explaining",
     "jaxcomm.gradients",
     "jaxcomm._marks",
+    "jaxcomm.mesh",
     "jaxcomm.plan.choosing",
     "jaxcomm.plan.simulate",
     "jaxcomm.plan.using",

@@ -60,8 +60,6 @@ class CnatWindow(Cnat):
     which are 0 for zero and else stand for 2^(t - 127 + c - 127). A value below the window, less
     than 2^-126 of the largest, is rounded to the lowest power or to zero, unbiased to within 2^-32
     of that power.
-
-    Differs from the paper: its 8-bit codes have a fixed window, see `CnatFixed`.
     """
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
@@ -172,6 +170,8 @@ def cnat(exponents: str = "window", rounding: str = "random") -> Cnat:
     References:
       S. Horvath et al., "Natural Compression for Distributed Deep Learning", 2019,
       arXiv:1905.10988.
+
+    Differs from the paper: its 8-bit codes have the fixed window of "fixed".
     """
     require_choice("exponents", exponents, EXPONENTS)
     return EXPONENTS[exponents](rounding)

@@ -22,8 +22,6 @@ class Fp8(BlockScaled):
 
     References:
       P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433.
-
-    Differs from the paper: scales are of blocks, and not only powers of two.
     """
 
     dtype: ClassVar[Any]
@@ -87,6 +85,8 @@ def fp8_e4m3(block_size: int = 256) -> Fp8E4M3:
 
     References:
       P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433.
+
+    Differs from the paper: scales are of blocks, and not only powers of two.
     """
     return Fp8E4M3(block_size)
 
@@ -106,5 +106,7 @@ def fp8_e5m2(block_size: int = 256) -> Fp8E5M2:
 
     References:
       P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433.
+
+    Differs from the paper: scales are of blocks, and not only powers of two.
     """
     return Fp8E5M2(block_size)

@@ -25,9 +25,6 @@ class Qsgd(BlockScaled):
     References:
       D. Alistarh, D. Grubic, J. Li, R. Tomioka and M. Vojnovic, "QSGD: Communication-Efficient SGD
       via Gradient Quantization and Encoding", NeurIPS 2017, arXiv:1610.02132.
-
-    Differs from the paper: all codes have the same width. The paper uses Elias codes, which are
-    shorter for runs of zeros.
     """
 
     levels: int
@@ -89,5 +86,8 @@ def qsgd(levels: int = 7, block_size: int = 512) -> Qsgd:
     References:
       D. Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and
       Encoding", NeurIPS 2017, arXiv:1610.02132.
+
+    Differs from the paper: all codes have the same width. The paper uses Elias codes, which are
+    shorter for runs of zeros.
     """
     return Qsgd(block_size, levels)

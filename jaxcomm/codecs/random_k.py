@@ -29,10 +29,6 @@ class RandomK(Codec):
       2016, arXiv:1610.05492 (random masks that a seed names).
       S. U. Stich, J.-B. Cordonnier and M. Jaggi, "Sparsified SGD with Memory", NeurIPS 2018,
       arXiv:1809.07599 (random-k with error feedback).
-
-    Differs from the paper: the places are stratified, one for every `stride` neighbours, where the
-    papers draw k of n without replacement. Every value is drawn with the same probability, and no
-    sort is needed.
     """
 
     stride: int
@@ -119,6 +115,10 @@ def random_k(density: float = 0.1, values: Codec | None = None) -> RandomK:
       2016, arXiv:1610.05492.
       S. U. Stich, J.-B. Cordonnier and M. Jaggi, "Sparsified SGD with Memory", NeurIPS 2018,
       arXiv:1809.07599.
+
+    Differs from the paper: the places are stratified, one for every 1/density neighbours, where the
+    papers draw k of n without replacement. Every value is drawn with the same probability, and no
+    sort is needed.
     """
     if not is_real(density):
         raise TypeError(f"density must be a Python number, got {density!r}.")

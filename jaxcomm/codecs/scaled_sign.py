@@ -25,8 +25,6 @@ class ScaledSign(BlockScaled):
     References:
       S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
       Schemes", ICML 2019, arXiv:1901.09847.
-
-    Differs from the paper: scales are of blocks instead of layers.
     """
 
     name = "scaled_sign"
@@ -73,5 +71,7 @@ def scaled_sign(block_size: int = 1024) -> ScaledSign:
     References:
       S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
       Schemes", ICML 2019, arXiv:1901.09847.
+
+    Differs from the paper: scales are of blocks instead of layers.
     """
     return ScaledSign(block_size)

@@ -27,10 +27,6 @@ class TernGrad(BlockScaled):
     References:
       W. Wen, C. Xu, F. Yan, C. Wu, Y. Wang, Y. Chen and H. Li, "TernGrad: Ternary Gradients to
       Reduce Communication in Distributed Deep Learning", NeurIPS 2017, arXiv:1705.07878.
-
-    Differs from the paper: scales are of blocks instead of layers. The standard deviation is the
-    root mean square of the nonzero values, because messages are padded with zeros. Each device has
-    its own scales; the paper's scale sharing, a maximum over the devices, is left out.
     """
 
     clip: float | None
@@ -101,5 +97,9 @@ def terngrad(block_size: int = 512, clip: float | None = None) -> TernGrad:
     References:
       W. Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
       Learning", NeurIPS 2017, arXiv:1705.07878.
+
+    Differs from the paper: scales are of blocks instead of layers. The standard deviation is the
+    root mean square of the nonzero values, because messages are padded with zeros. Each device has
+    its own scales; the paper's scale sharing, a maximum over the devices, is left out.
     """
     return TernGrad(block_size, clip)

@@ -205,6 +205,9 @@ def plan(
       reorder: whether devices may get other ranks, where a ring is faster that way. The order of
         halving-doubling's dimensions is chosen in any case.
 
+    Returns:
+      The plan: the choice, all other methods behind it, and what to do in a sentence.
+
     Raises:
       TypeError: for something else than a cluster and a workload, such as the name of a file.
       ValueError: for an unknown quality, or a chosen method that needs two levels.

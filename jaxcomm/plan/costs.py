@@ -27,22 +27,23 @@ class Costs:
 
     Attributes:
       source: where the numbers come from.
-      latency: of a message.
-      per_byte: the least time that a device needs for a byte that it sends.
-      efficiency: the share of a link's rate that messages reach.
+      latency: of a message, in seconds.
+      per_byte: the least time that a device needs for a byte that it sends, in seconds a byte.
+      efficiency: the share of a link's rate that messages reach, in (0, 1].
       half_duplex: whether both directions between two devices share the rate of one.
-      swap: for a byte that two CPU processes send to each other at once, in addition to its
+      swap: seconds for a byte that two CPU processes send to each other at once, in addition to its
         transmission: a swap is an all-reduce of the pair, which copies, adds and subtracts.
       stripes: whether XLA's own collectives are spread over all cables between two nodes, as NCCL
         does, and its all-reduce goes by a tree where that takes less latency. Any other message
         goes over one cable.
       overlap: whether the backward pass goes on while messages travel.
-      call: of an exchange, whatever it sends.
-      local: of each family of methods, for a value: encoding, merging, decoding and what error
-        feedback or selecting takes with all devices of a machine busy, their waiting for each other
-        included. Two numbers: of a value among SIZES[0] and among SIZES[1], where the operations'
-        own cost is spread over more of them. A name that ends in MERGING is for algorithms that
-        decode and encode on the way; without it they are taken to need as much as the others.
+      call: of an exchange, whatever it sends, in seconds.
+      local: of each family of methods, in seconds a value: encoding, merging, decoding and what
+        error feedback or selecting takes with all devices of a machine busy, their waiting for each
+        other included. Two numbers: of a value among SIZES[0] and among SIZES[1], where the
+        operations' own cost is spread over more of them. A name that ends in MERGING is for
+        algorithms that decode and encode on the way; without it they are taken to need as much as
+        the others.
     """
 
     source: str
@@ -99,6 +100,12 @@ class Costs:
 
 def read(path: str | Path) -> Costs:
     """Reads costs that `Costs.save` wrote.
+
+    Args:
+      path: of the file, such as "costs.yaml", which `python -m jaxcomm.probe` writes.
+
+    Returns:
+      The costs.
 
     Raises:
       ValueError: for what cannot be, in one line with the file and the number of its line.
@@ -162,6 +169,9 @@ def defaults(device: str) -> Costs:
 
     Args:
       device: "cpu" or "gpu".
+
+    Returns:
+      The costs, whose `source` says so.
 
     Raises:
       ValueError: for another device.

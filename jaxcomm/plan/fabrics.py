@@ -36,6 +36,9 @@ def star(name: str, hosts: int, rate: Any, links_per_host: int = 1) -> Topology:
       rate: of each link, in each direction: a number of Mbit/s, "50Mbit", "1Gbit" or "unlimited".
       links_per_host: network cards of a host.
 
+    Returns:
+      The topology.
+
     Raises:
       ValueError: for another rate, or fewer than one host.
     """
@@ -61,6 +64,12 @@ def chain(
         `rate` for all of them.
       closed: whether the last switch is joined to the first.
       links_per_host: as of `star`.
+
+    Returns:
+      The topology.
+
+    Raises:
+      ValueError: as of `star`.
     """
     names, switches = _hosts(hosts), _switches(hosts)
     links = _uplinks(names, switches, rate, links_per_host)
@@ -73,7 +82,20 @@ def chain(
 
 
 def ring(name: str, hosts: int, rate: Any, links_per_host: int = 1) -> Topology:
-    """A switch for each host, in a circle: `chain`, closed."""
+    """A switch for each host, in a circle: `chain`, closed.
+
+    Args:
+      name: as of `star`.
+      hosts: likewise.
+      rate: likewise.
+      links_per_host: likewise.
+
+    Returns:
+      The topology.
+
+    Raises:
+      ValueError: as of `star`.
+    """
     return chain(name, hosts, rate, None, True, links_per_host)
 
 
@@ -94,6 +116,9 @@ def clusters(
       groups: the number of stars.
       middle: the rate between switches; None is `rate`.
       links_per_host: as of `star`.
+
+    Returns:
+      The topology.
 
     Raises:
       ValueError: if the hosts do not divide into the groups.
@@ -126,6 +151,12 @@ def fat_tree(
       links_per_host: as of `star`.
       routing: which of several equal ways a message takes: "d_mod_k", by the number of its target,
         or "hashed".
+
+    Returns:
+      The topology.
+
+    Raises:
+      ValueError: as of `star`.
     """
     names = _hosts(hosts)
     leaves = _switches(-(-hosts // _count("hosts_per_switch", hosts_per_switch)))
@@ -163,6 +194,9 @@ def dln(
       shortcut: the rate of a cable between switches; None is `rate`.
       links_per_host: as of `star`.
 
+    Returns:
+      The topology.
+
     Raises:
       ValueError: if the number of switches is no power of two.
 
@@ -199,6 +233,9 @@ def dln_2d(
       shortcut: likewise.
       links_per_host: as of `star`.
 
+    Returns:
+      The topology.
+
     Raises:
       ValueError: if a number of switches is no power of two.
     """
@@ -220,6 +257,9 @@ def explicit(name: str, hosts: int, links: list[Any], switches: Any = (), rate: 
       links: each [end, end] or [end, end, rate].
       switches: their names.
       rate: of links that name none.
+
+    Returns:
+      The topology.
 
     Raises:
       ValueError: for a link of another form.

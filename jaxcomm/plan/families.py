@@ -189,6 +189,9 @@ def methods(
       two_levels: whether the network has two levels.
       dimensions: the arguments of halving-doubling.
 
+    Returns:
+      The methods, for the `chosen` of `jaxcomm.plan.plan`.
+
     Raises:
       ValueError: for another quality.
     """

@@ -37,6 +37,9 @@ def load(name: str, **overrides: Any) -> Topology:
       name: the name of a file in `TOPOLOGIES`, or a path.
       **overrides: settings instead of the file's; None does not override.
 
+    Returns:
+      The topology.
+
     Raises:
       ValueError: for what cannot be, in one line with the file and the number of its line.
       ImportError: without PyYAML.

@@ -83,6 +83,9 @@ def workload(params: Any, step_ms: float, accumulate: int = 1, exempt: Exempt = 
       accumulate: microbatches between two exchanges.
       exempt: which leaves travel in float32 by every method, as in `jaxcomm.mean`.
 
+    Returns:
+      The workload, for `jaxcomm.plan.plan`.
+
     Raises:
       ValueError: for no parameters, times that are not positive, or patterns that fit no leaf.
     """

@@ -145,6 +145,9 @@ def load_cluster(
       overrides: what is to be different, by name, as `--set` takes it.
       costs: instead of the file's.
 
+    Returns:
+      The cluster, for `jaxcomm.plan.plan`.
+
     Raises:
       ValueError: for what cannot be, in one line with the file and the number of its line.
     """

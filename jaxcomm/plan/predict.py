@@ -63,8 +63,9 @@ class Prediction:
       speedup: over the same step with XLA's own float32 mean.
       bytes_busiest_link: what the busiest link carries.
       busiest_link: the nodes that it leads from and to; None where no link is limited.
-      error: of the exchange; it takes between (1 - error) and (1 + error) times as long. 0 for an
-        exchange that was timed (`jaxcomm.plan.timed`), None on GPUs, where none was compared.
+      error: of the exchange, a share; it takes between (1 - error) and (1 + error) times as long.
+        0 for an exchange that was timed (`jaxcomm.plan.timed`), None on GPUs, where none was
+        compared.
     """
 
     method: Method

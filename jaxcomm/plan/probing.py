@@ -81,6 +81,9 @@ def probe(
 
     Raises:
       ValueError: for a mesh of several axes, one device, or another number than the cluster has.
+
+    Wire: what it times: messages of one value and of up to 2 MiB, swaps, all-reduces of one value,
+    and of each message of an exchange the first number.
     """
     mesh = mesh_.data_mesh() if mesh is None else mesh
     if len(mesh.axis_names) != 1 or mesh.size == 1:

@@ -32,6 +32,9 @@ def seconds_of(report: WireReport, costs: Costs | Cluster) -> float:
       costs: of messages, as `probe()` measures them; or a cluster, whose slowest link is then that
         of all devices. Costs that were probed with a cluster say nothing of its links.
 
+    Returns:
+      The time, in seconds.
+
     Raises:
       ValueError: for a loop whose number of trips is not in the program.
     """

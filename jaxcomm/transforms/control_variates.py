@@ -27,8 +27,10 @@ class ControlVariatesState(NamedTuple):
     Attributes:
       layout: what `init` saw of the parameters.
       step: int32, steps since the last exchange.
-      average: the sum of each device's gradients in these steps, over `every`.
-      correction: what each device adds to its gradients.
+      average: the sum of each device's gradients in these steps, over `every`, for each leaf.
+        float32, with a leading device axis, sharded over the axis; inside `jax.shard_map` this
+        device's.
+      correction: what each device adds to its gradients; likewise.
       inner: the state of the mean.
     """
 

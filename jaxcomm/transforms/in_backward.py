@@ -71,7 +71,12 @@ class InBackwardState(NamedTuple):
 
 
 class InBackward(optax.GradientTransformationExtraArgs):
-    """What `in_backward` returns: an optax transformation, with `attach` beside."""
+    """What `in_backward` returns: an optax transformation, with `attach` beside.
+
+    It stands in a chain where an exchange stands. In each step, `attach` gives the state to the
+    backward pass, which exchanges the layers. Then `update` takes their means from it, exchanges
+    all other gradients, and puts both together, or makes all NaN if one gradient is not finite.
+    """
 
     _made: "_InBackward"
 

@@ -25,7 +25,8 @@ class LocalState(NamedTuple):
     Attributes:
       layout: what `init` saw of the parameters.
       structure: of the inner transformation's state.
-      inner: the arrays of that state, those of every device.
+      inner: the arrays of that state, those of every device: with a leading device axis, sharded
+        over the axis; inside `jax.shard_map` this device's.
     """
 
     layout: Layout
@@ -60,6 +61,9 @@ def local(
     Returns:
       A transformation for the place before `jaxcomm.mean` or `jaxcomm.majority_vote`. Every device
       has a state of its own.
+
+    Raises:
+      TypeError, ValueError: at once if `inner` is no transformation; else as `jaxcomm.mean`.
 
     Wire: one flag, an int32; where leaves are sharded over a further axis, in the global
     view also one for each leaf over that axis.

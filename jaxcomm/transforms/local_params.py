@@ -24,9 +24,10 @@ class LocalStepsState(NamedTuple):
       fragments: which leaf is exchanged when.
       tree: the structure of the parameters.
       step: int32, the steps taken.
-      params: each device's own parameters.
+      params: each device's own parameters, with a leading device axis, sharded over the axis;
+        inside `jax.shard_map` this device's.
       structure: of the inner state.
-      inner: the arrays of the inner state, those of every device.
+      inner: the arrays of the inner state, those of every device; likewise.
       taken: with a delay, each device's own parameters when its pseudo-gradient was taken; else
         nothing.
       exchange: the state of the exchange of each fragment.

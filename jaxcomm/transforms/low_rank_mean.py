@@ -47,8 +47,11 @@ class LowRankMeanState(NamedTuple):
     Attributes:
       layout: what `init` saw of the parameters.
       step: int32, from which new columns are drawn.
-      residual: what of each device's gradients is in no update yet.
-      factors: for each compressed leaf the last Q, b r m values in a row; equal on all devices.
+      residual: what of each device's gradients is in no update yet, for each compressed leaf.
+        float32, with a leading device axis, sharded over the axis; inside `jax.shard_map` this
+        device's.
+      factors: for each compressed leaf the last Q, b r m values in a row; float32 with a device
+        axis too, although equal on all devices.
     """
 
     layout: Layout

@@ -48,8 +48,9 @@ class MajorityVoteState(NamedTuple):
     Attributes:
       layout: what `init` saw of the parameters.
       step: int32, from which the coins are drawn.
-      residual: with error feedback, what of each device's gradients its votes have not expressed;
-        else nothing.
+      residual: with error feedback, what of each device's gradients its votes have not expressed,
+        for each compressed leaf; else nothing. float32, with a leading device axis, sharded over
+        the axis; inside `jax.shard_map` this device's.
     """
 
     layout: Layout

@@ -55,8 +55,10 @@ class MeanState(NamedTuple):
     Attributes:
       layout: what `init` saw of the parameters.
       step: int32, from which the keys are made.
-      residual: with error feedback, what of each device's gradients is in no update yet; else
-        nothing. The mean of the residuals over devices is what the updates still lack.
+      residual: with error feedback, what of each device's gradients is in no update yet, for each
+        compressed leaf; else nothing. The mean of the residuals over devices is what the updates
+        still lack. float32, with a leading device axis, sharded over the axis; inside
+        `jax.shard_map` this device's.
     """
 
     layout: Layout

@@ -34,6 +34,9 @@ def no_exchange(axis_name: AxisName) -> optax.GradientTransformation:
     Returns:
       A transformation used as `jaxcomm.mean` is.
 
+    Raises:
+      TypeError, ValueError: as `jaxcomm.mean`.
+
     Wire: nothing.
     """
     _axes.names_of(axis_name)

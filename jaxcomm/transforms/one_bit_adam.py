@@ -64,8 +64,10 @@ class OneBitAdamState(NamedTuple):
       count: int32, the steps taken; steps that were not finite do not count.
       m: float32 momentum, shaped and sharded as the parameters, equal on all devices.
       v: float32 variance, likewise.
-      worker_error: for each bucket, each device's first-hop error.
-      server_error: for each bucket, each device's second-hop error, of the chunk that it owns.
+      worker_error: for each bucket, each device's first-hop error: float32 (devices, the bucket's
+        padded length), sharded over the axis; inside `jax.shard_map` this device's.
+      server_error: for each bucket, each device's second-hop error, of the chunk that it owns:
+        float32 (devices, that length over N), likewise.
       frozen_at: int32, the value of `count` at which the dense steps ended; 0 before.
       norms: float32, the last 1/(1-b2) norms of v in a ring, with `variance_stability`; else ().
     """

@@ -170,6 +170,11 @@ def state_spec(
       momentum (its path ends in the parameter's path, and the shapes are equal), is sharded as the
       parameter. The rest is replicated.
 
+    Raises:
+      TypeError, ValueError: those of `tx.init`, such as for a mesh without its axis.
+
+    Wire: nothing.
+
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm, optax
       >>> tx = optax.chain(jaxcomm.mean("data"), optax.sgd(0.1, momentum=0.9))

@@ -34,6 +34,9 @@ def set_to_zero(axis_name: AxisName) -> optax.GradientTransformation:
     Returns:
       A transformation used as `jaxcomm.mean` is.
 
+    Raises:
+      TypeError, ValueError: as `jaxcomm.mean`.
+
     Wire: nothing.
 
     Example:

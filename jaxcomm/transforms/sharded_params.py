@@ -28,7 +28,8 @@ class ShardedState(NamedTuple):
       scheme: how they are gathered, and their gradients exchanged.
       step: int32, from which the keys are made.
       residual: with error feedback, what of each device's gradients is in no update yet, as long
-        as the whole parameters on every device; else nothing.
+        as the whole parameters on every device; else nothing. float32, with a leading device axis,
+        sharded over the axis; inside `jax.shard_map` this device's.
     """
 
     layout: Layout

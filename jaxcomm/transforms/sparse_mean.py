@@ -75,9 +75,12 @@ class SparseMeanState(NamedTuple):
     Attributes:
       layout: what `init` saw of the parameters.
       step: int32, the number of sparse steps.
-      residual: what of each device's gradients is in no update yet.
-      velocity: with momentum correction, each device's momentum, of exempt leaves too.
-      thresholds: for each bucket, float32[1], the threshold for the next step.
+      residual: what of each device's gradients is in no update yet, for each compressed leaf.
+        float32, with a leading device axis, sharded over the axis; inside `jax.shard_map` this
+        device's.
+      velocity: with momentum correction, each device's momentum, of exempt leaves too; likewise.
+      thresholds: for each bucket, float32[devices, 1], sharded over the axis; each device's
+        threshold for the next step.
       report: of the last step.
     """
 
@@ -162,6 +165,10 @@ def sparse_mean(
       Distributed Training", ICLR 2018, arXiv:1712.01887 (momentum correction, factor masking).
       S. Li and T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
       2022, arXiv:2201.07598.
+
+    Differs from the paper: bytes and owners as `jaxcomm.sparse.oktopk` says. Momentum correction
+    and factor masking are those of Lin et al.; their clipping and their rising density are not
+    here.
     """
     _axes.names_of(axis_name)
     chosen = sparse.from_name(algorithm)

@@ -25,6 +25,10 @@ from jaxcomm.collectives.reductions import Prepared, Reduction
 class Algorithm:
     """Who talks to whom in an all-reduce; what a message means is the reduction's.
 
+    The factories of `jaxcomm.algorithms` make them. Each is a frozen dataclass: equal arguments
+    make equal algorithms. An algorithm of your own overrides `reduce_scatter` and `all_gather`,
+    from which `all_reduce` is made; CONTRIBUTING.md says how to add one.
+
     Attributes:
       name: the short form that factories accept as a string.
     """

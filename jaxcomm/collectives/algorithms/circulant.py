@@ -154,6 +154,9 @@ def circulant(skips: tuple[int, ...] | None = None) -> Circulant:
         devices; None chooses: for votes those of the fewest bits, for means 1, 2, 4, ..., which
         send least to the farthest device. Results always go over these.
 
+    Returns:
+      The algorithm, for `algorithm=`.
+
     Raises:
       ValueError: for skips that do not fall to 1; in the first step, for those that do not fit the
         number of devices.

@@ -125,6 +125,9 @@ def direct(aggregator: int | str = "sharded") -> Direct | Aggregator:
       aggregator: "sharded" makes every device the aggregator of its shard; a number makes one
         device the aggregator of everything.
 
+    Returns:
+      The algorithm, for `algorithm=`.
+
     Raises:
       ValueError: for anything else.
 

@@ -123,6 +123,9 @@ def halving_doubling(
       devices_per_switch: for the last two: how many neighbouring devices are on a switch.
       grid: for these: the switches along each dimension, such as (4, 4); None is one ring.
 
+    Returns:
+      The algorithm, for `algorithm=`.
+
     Raises:
       ValueError: for an unknown order, or one that the other arguments do not fit; when used,
         for an axis that they do not fit.

@@ -149,6 +149,9 @@ def hierarchical(
         one of the mean, which then is for the far links alone. The near all-gather passes on what
         came over the far links, as it is.
 
+    Returns:
+      The algorithm, for `algorithm=`.
+
     Raises:
       TypeError: if these are not algorithms with a reduce-scatter of their own.
       ValueError: for a codec that all devices would have to scale for, or that needs feedback.

@@ -28,10 +28,6 @@ class Gaussiank(SparseAllReduce):
     References:
       S. Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning", 2019,
       arXiv:1911.08772, algorithm 1.
-
-    Differs from the paper: if more are above the threshold than the message has room for, or fewer
-    than 2k/3, it has the k largest. A static message cannot grow, and where values have only a few
-    sizes, the threshold of a normal distribution could be above all of them in every step.
     """
 
     name = "gaussiank"
@@ -85,6 +81,9 @@ def gaussiank(values: str = "float32", slack: float = 1.5) -> Gaussiank:
       values: "float32" or "bfloat16", on the wire.
       slack: how many times k entries a message has room for, at least 1.
 
+    Returns:
+      The sparse all-reduce, for `jaxcomm.sparse_mean`.
+
     Raises:
       ValueError: for anything else.
 
@@ -94,6 +93,10 @@ def gaussiank(values: str = "float32", slack: float = 1.5) -> Gaussiank:
     References:
       S. Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning", 2019,
       arXiv:1911.08772, algorithm 1.
+
+    Differs from the paper: if more are above the threshold than the message has room for, or fewer
+    than 2k/3, it has the k largest. A static message cannot grow, and where values have only a few
+    sizes, the threshold of a normal distribution could be above all of them in every step.
     """
     # No threshold is re-used, so the rules for re-used ones do not matter.
     return Gaussiank(values=values, slack=slack, recompute_every=1, scaling=1.0, tolerance=None)

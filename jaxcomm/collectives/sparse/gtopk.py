@@ -41,10 +41,6 @@ class Gtopk(SparseAllReduce):
     References:
       S. Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for
       Low Bandwidth Networks", ICDCS 2019, arXiv:1901.04359.
-
-    Differs from the paper: a butterfly replaces the tree and the broadcast, which halves the rounds
-    to log2 N. Among equal magnitudes the lower place is kept. The published program sends entries
-    of 16 bytes.
     """
 
     name = "gtopk"
@@ -167,6 +163,9 @@ def gtopk(recompute_every: int = 1, scaling: float = 1.012, tolerance: float | N
       scaling: likewise.
       tolerance: likewise.
 
+    Returns:
+      The sparse all-reduce, for `jaxcomm.sparse_mean`.
+
     Raises:
       ValueError: for anything else.
 
@@ -176,6 +175,10 @@ def gtopk(recompute_every: int = 1, scaling: float = 1.012, tolerance: float | N
     References:
       S. Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for
       Low Bandwidth Networks", ICDCS 2019, arXiv:1901.04359.
+
+    Differs from the paper: a butterfly replaces the tree and the broadcast, which halves the rounds
+    to log2 N. Among equal magnitudes the lower place is kept. The published program sends entries
+    of 16 bytes.
     """
     return Gtopk(
         values="float32",

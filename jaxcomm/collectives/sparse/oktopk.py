@@ -47,14 +47,6 @@ class OkTopk(SparseAllReduce):
     References:
       S. Li and T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
       2022, arXiv:2201.07598, algorithm 1.
-      Z. Wang et al., "ZEN: Empowering Distributed Training with Sparsity-driven Data
-      Synchronization", OSDI 2025, arXiv:2309.13254 (owners chosen by a hash).
-
-    Differs from the paper: messages have static sizes. Places are dealt to owners by a hash, where
-    the paper has contiguous regions, moves their boundaries every 64 steps, and hands sums over
-    before the all-gather where they are unbalanced. Each owner sends its own k/N largest sums, not
-    those above a threshold that all have in common. A threshold that is far off, or lets pass more
-    than messages have room for, is computed anew at once (with `tolerance=None` only the latter).
     """
 
     name = "oktopk"
@@ -111,6 +103,9 @@ def oktopk(
       scaling: as of `topk_allgather`; with a `tolerance` of at most 3/2 no threshold is scaled.
       tolerance: likewise.
 
+    Returns:
+      The sparse all-reduce, for `jaxcomm.sparse_mean`.
+
     Raises:
       ValueError: for anything else.
 
@@ -120,6 +115,14 @@ def oktopk(
     References:
       S. Li and T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
       2022, arXiv:2201.07598, algorithm 1.
+      Z. Wang et al., "ZEN: Empowering Distributed Training with Sparsity-driven Data
+      Synchronization", OSDI 2025, arXiv:2309.13254 (owners chosen by a hash).
+
+    Differs from the paper: messages have static sizes. Places are dealt to owners by a hash, where
+    the paper has contiguous regions, moves their boundaries every 64 steps, and hands sums over
+    before the all-gather where they are unbalanced. Each owner sends its own k/N largest sums, not
+    those above a threshold that all have in common. A threshold that is far off, or lets pass more
+    than messages have room for, is computed anew at once (with `tolerance=None` only the latter).
     """
     return OkTopk(
         values=values,

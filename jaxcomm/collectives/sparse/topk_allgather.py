@@ -79,6 +79,9 @@ def topk_allgather(
         `tolerance` times k, or less than k over `tolerance`; with None, only if there are more
         than messages have room for.
 
+    Returns:
+      The sparse all-reduce, for `jaxcomm.sparse_mean`.
+
     Raises:
       ValueError: for anything else.
 

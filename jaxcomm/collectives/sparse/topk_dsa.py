@@ -32,9 +32,6 @@ class TopkDsa(SparseAllReduce):
     References:
       C. Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning",
       SC 2019, arXiv:1802.08021 (dynamic sparse all-reduce: split, then sparse or dense).
-
-    Differs from the paper: sparse or dense is decided for a shape, not for the data. Owners have
-    places in turn, not regions, so that their messages are about equally long.
     """
 
     name = "topk_dsa"
@@ -98,6 +95,9 @@ def topk_dsa(
       scaling: likewise.
       tolerance: likewise.
 
+    Returns:
+      The sparse all-reduce, for `jaxcomm.sparse_mean`.
+
     Raises:
       ValueError: for anything else.
 
@@ -108,6 +108,9 @@ def topk_dsa(
     References:
       C. Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning",
       SC 2019, arXiv:1802.08021.
+
+    Differs from the paper: sparse or dense is decided for a shape, not for the data. Owners have
+    places in turn, not regions, so that their messages are about equally long.
     """
     return TopkDsa(
         values=values,
