@@ -23,6 +23,7 @@ from train import digests
 from train.errors import RunError, UserError
 from train.state import TrainState
 
+CHECKPOINTS = "checkpoints"  # In the directory of a run.
 UNFINISHED = ".orbax-checkpoint-tmp"  # What orbax appends to the name while it writes.
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's own, JSON; it gets its last line after the digests.
 
@@ -49,7 +50,7 @@ def where_to_continue(directory: Path, resume: bool, restarted: bool) -> int | N
     if jax.process_index() == 0:
         steps = _steps(directory)
         if resume or restarted:
-            whole = _newest_whole(directory, steps)
+            whole = _last_whole(directory, steps, move=True)
     newest = steps[-1] if steps else None
     found = [-1 if step is None else step for step in (newest, whole)]
     newest, whole = multihost_utils.broadcast_one_to_all(np.array(found, np.int32)).tolist()
@@ -72,21 +73,47 @@ def _steps(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def _newest_whole(directory: Path, steps: list[int]) -> int | None:
+def where_to_evaluate(directory: Path) -> int:
+    """The step of the newest checkpoint without damage; no file is changed.
+
+    Process 0 looks, and all processes follow.
+
+    Raises:
+      UserError: if there is none.
+    """
+    whole = None
+    if jax.process_index() == 0:
+        whole = _last_whole(directory, _steps(directory), move=False)
+    step = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if whole is None else whole)))
+    if step < 0:
+        raise UserError(
+            f"--evaluate: there is no whole checkpoint in {directory}; set --workdir to the folder "
+            "of a run"
+        )
+    return step
+
+
+def _last_whole(directory: Path, steps: list[int], move: bool) -> int | None:
+    """The last of these checkpoints without damage; names damaged ones, and may move them away."""
     for step in reversed(steps):
         reason = _damage(directory / str(step))
         if reason is None:
             return step
-        aside = directory.parent / f"damaged-checkpoint-{step}"
-        while aside.exists():
-            aside = aside.with_name(f"{aside.name}-again")
-        (directory / str(step)).rename(aside)
+        moved = f"it is moved to {_move(directory / str(step))}, and " if move else ""
         print(
-            f"checkpoint {step} is damaged ({reason}): it is moved to {aside}, and the one before "
-            "it is taken, if there is one",
+            f"checkpoint {step} is damaged ({reason}): {moved}the one before it is taken, if there "
+            "is one",
             file=sys.stderr,
         )
     return None
+
+
+def _move(folder: Path) -> Path:
+    """Moves a damaged checkpoint out of the directory of checkpoints."""
+    aside = folder.parent.parent / f"damaged-checkpoint-{folder.name}"
+    while aside.exists():
+        aside = aside.with_name(f"{aside.name}-again")
+    return folder.rename(aside)
 
 
 def _damage(folder: Path) -> str | None:
@@ -172,7 +199,8 @@ class Checkpoints:
           UserError: if it is one of another model, optimizer or exchange.
         """
         found = _leaves(self._manager.item_metadata(step)["state"].tree)
-        self._check(step, found, _leaves(state), _own(state))
+        where = f"checkpoint {step} in {self._directory} does not fit this model and optimizer"
+        _check(where, found, _leaves(state), _own(state))
         wanted = jax.tree_util.tree_map_with_path(
             lambda path, x: _like(found[_name(path)], x), state
         )
@@ -203,15 +231,35 @@ class Checkpoints:
         (folder,) = self._directory.glob(f"*{UNFINISHED}*")  # One is written at a time.
         digests.seal(folder)
 
-    def _check(
-        self, step: int, found: dict[str, Any], wanted: dict[str, Any], own: set[str]
-    ) -> None:
-        where = f"checkpoint {step} in {self._directory} does not fit this model and optimizer"
-        # Parameters first: they say more than what the optimizer keeps for each of them.
-        for name in sorted(found.keys() | wanted.keys(), key=lambda n: (n.startswith("opt"), n)):
-            there, here = found.get(name), wanted.get(name)
-            if there is None or here is None or not _fits(there, here, name in own):
-                raise UserError(f"{where}: {name} is {_shown(there)} there and {_shown(here)} here")
+
+def read_params(directory: Path, step: int, like: Any) -> Any:
+    """Reads the parameters of a checkpoint, and nothing else of it.
+
+    Args:
+      directory: of the checkpoints.
+      step: which one.
+      like: parameters on their devices, which give shapes, dtypes and shardings.
+
+    Raises:
+      UserError: if it is one of another model.
+    """
+    wanted = {"params": jax.tree.map(lambda x: _like(x, x), like)}
+    how = ocp.checkpoint_utils.construct_restore_args(wanted)
+    read = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
+    folder = directory.absolute() / str(step) / "state"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        found = {"params": checkpointer.metadata(folder).item_metadata.tree["params"]}
+        where = f"checkpoint {step} in {directory} does not fit this model"
+        _check(where, _leaves(found), _leaves(wanted), set())
+        return checkpointer.restore(folder, args=read)["params"]
+
+
+def _check(where: str, found: dict[str, Any], wanted: dict[str, Any], own: set[str]) -> None:
+    # Parameters first: they say more than what the optimizer keeps for each of them.
+    for name in sorted(found.keys() | wanted.keys(), key=lambda n: (n.startswith("opt"), n)):
+        there, here = found.get(name), wanted.get(name)
+        if there is None or here is None or not _fits(there, here, name in own):
+            raise UserError(f"{where}: {name} is {_shown(there)} there and {_shown(here)} here")
 
 
 def _leaves(tree: Any) -> dict[str, Any]:

@@ -27,12 +27,10 @@ from train import (
     watchdog,
     watched,
 )
-from train.errors import RunError, UserError
+from train.errors import RunError
 from train.run import Run, assemble
 from train.state import TrainState, learning_rates
-from train.workdir import changes, keep_config
-
-CHECKPOINTS = "checkpoints"  # In the directory of a run.
+from train.workdir import keep_config, naming_changes
 
 
 def train(
@@ -65,9 +63,10 @@ def train(
 
     # Where the run stands: at its beginning, or at its last checkpoint.
     now = run.begin()
-    checkpoints = checkpoint.Checkpoints(workdir / CHECKPOINTS, config.checkpoint.keep)
+    checkpoints = checkpoint.Checkpoints(workdir / checkpoint.CHECKPOINTS, config.checkpoint.keep)
     if saved is not None:
-        now = restored(checkpoints, saved, now, run, config, workdir)
+        with naming_changes(workdir, config):
+            now = checkpoints.restore(saved, now, run.rows.train, run.tx)
     start = int(now.step)
     keep_config(workdir, config, resumed=saved is not None)
 
@@ -134,28 +133,10 @@ def train(
 
 def saved_step(config: Any, workdir: Path, restarted: bool) -> int | None:
     """The step of the checkpoint at which the run goes on; None if it begins anew."""
-    folder = workdir / CHECKPOINTS
+    folder = workdir / checkpoint.CHECKPOINTS
     saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
     check.steps_left(config.steps, saved)
     return saved
-
-
-def restored(
-    checkpoints: checkpoint.Checkpoints,
-    saved: int,
-    now: TrainState,
-    run: Run,
-    config: Any,
-    workdir: Path,
-) -> TrainState:
-    """The state of a checkpoint; where it does not fit, what the config has changed is named."""
-    try:
-        return checkpoints.restore(saved, now, run.rows.train, run.tx)
-    except UserError as error:
-        if not (changed := changes(workdir, config)):
-            raise
-        fields = ", ".join(f"config.{change}" for change in changed)
-        raise UserError(f"{error}; changed since then: {fields}") from error
 
 
 def recorder_of(

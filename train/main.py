@@ -18,6 +18,9 @@ from train.mistakes import mistake_in, mistake_in_traceback
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Output; by default a new folder in workdir/.")
+_EVALUATE = flags.DEFINE_boolean(
+    "evaluate", False, "Test the newest checkpoint of --workdir; train and write nothing."
+)
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
@@ -25,14 +28,18 @@ _RESTART = flags.DEFINE_integer("restart", 0, "Set by train.launch: the number o
 
 
 def main(argv: list[str]) -> None:
-    """Parses, joins, trains."""
+    """Parses, joins, trains or evaluates."""
     started = time.perf_counter()
     path = parse(argv)
     give_simulated_devices_threads()
     join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-    from train import loop, workdir  # Seconds of imports, which a mistyped flag need not wait for.
+    # Seconds of imports, which a mistyped flag need not wait for.
+    from train import evaluating, loop, workdir
 
     folder = Path(_WORKDIR.value) if _WORKDIR.value else workdir.new(path.stem)
+    if _EVALUATE.value:
+        evaluating.evaluate(_CONFIG.value, folder)
+        return
     with workdir.claimed(folder):
         loop.train(_CONFIG.value, folder, started, restarted=_RESTART.value > 0)
 
@@ -49,8 +56,10 @@ def parse(argv: list[str]) -> Path:
             raise UserError("--config=FILE is missing")
         config: Any = _CONFIG.value  # It is here that a file that was not found raises.
         check.fields(config)
-        if config.checkpoint.resume and not _WORKDIR.value:
-            raise UserError("--config.checkpoint.resume=True needs --workdir=DIR, the run's folder")
+        asked = {"config.checkpoint.resume=True": config.checkpoint.resume}
+        for flag, is_set in {**asked, "evaluate": _EVALUATE.value}.items():
+            if is_set and not _WORKDIR.value:
+                raise UserError(f"--{flag} needs --workdir=DIR, the run's folder")
     except flags.Error as error:
         text = str(error).strip()
         raise UserError(mistake_in_traceback(text) if "Traceback" in text else text) from error

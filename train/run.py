@@ -80,6 +80,35 @@ class Run:
         return {**sync.global_batch(next(self.rows.train)), step.STOP: self.asked(stop)}
 
 
+def data_and_model(config: Any) -> tuple[data.Data, step.Forward, Any]:
+    """What a test of a model needs, on a mesh that becomes the current one.
+
+    Args:
+      config: a config of `configs/`, as `train.check` lets it pass.
+
+    Returns:
+      The batches of this process; `step.make_forward` of the model; the parameters at the
+      beginning, before they are placed.
+
+    Raises:
+      train.errors.UserError: if data and model do not fit each other, or are not there.
+    """
+    # All devices of all processes, along one axis, or in groups that hold the parameters together.
+    mesh = sync.make_mesh(config.sync)
+    jax.set_mesh(mesh)
+
+    # The data: this process reads the shards of its own devices.
+    own = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
+    with memory_for(*DATA):
+        rows = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
+    agreement.check_data(rows.identity)
+
+    pixels = check.pixels(config.data, rows.shape[-1]) if rows.unit == "images" else ()
+    with memory_for(*MODEL):
+        graph, params = models.build(config.model, rows.shape, rows.classes, config.seed)
+    return rows, step.make_forward(graph, *pixels), params
+
+
 def assemble(config: Any, workdir: Path, goes_on: bool = False) -> Run:
     """Makes the mesh, which becomes the current one, and on it everything that a run consists of.
 
@@ -91,25 +120,13 @@ def assemble(config: Any, workdir: Path, goes_on: bool = False) -> Run:
     Raises:
       train.errors.UserError: if the parts of the config do not fit each other, or the data.
     """
-    # All devices of all processes, along one axis, or in groups that hold the parameters together.
-    mesh = sync.make_mesh(config.sync)
-    jax.set_mesh(mesh)
-
-    # The data: this process reads the shards of its own devices.
-    own = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
-    with memory_for(*DATA):
-        rows = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
-    agreement.check_data(rows.identity)
+    rows, forward, params = data_and_model(config)
     first = next(iter(rows.test))
     asked = functools.cache(functools.partial(_asked_rows, len(first["label"])))
     like = sync.global_batch({name: first[name] for name in rows.names})
     example = {**like, step.STOP: asked(False)}
 
-    # The model, its gradient, the exchange of gradients and behind it the optimizer.
-    pixels = check.pixels(config.data, rows.shape[-1]) if rows.unit == "images" else ()
-    with memory_for(*MODEL):
-        graph, params = models.build(config.model, rows.shape, rows.classes, config.seed)
-    forward = step.make_forward(graph, *pixels)
+    # The model's gradient, the exchange of gradients and behind it the optimizer.
     gradient = step.make_gradient(forward, config.label_smoothing, config.microbatches)
     order = jaxcomm.backward_order(gradient, params, example)
     optimizer = state.make_optimizer(config.optimizer, config.steps)

@@ -112,6 +112,22 @@ def changes(workdir: Path, config: Any) -> list[str]:
     ]
 
 
+@contextlib.contextmanager
+def naming_changes(workdir: Path, config: Any) -> Iterator[None]:
+    """Surrounds the reading of a checkpoint: where it does not fit, says what the config changed.
+
+    Raises:
+      UserError: the same that was raised, with the fields.
+    """
+    try:
+        yield
+    except UserError as error:
+        if not (changed := changes(workdir, config)):
+            raise
+        fields = ", ".join(f"config.{change}" for change in changed)
+        raise UserError(f"{error}; changed since then: {fields}") from error
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file such that it is never seen half written."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -51,6 +51,7 @@ CONFIG = "--config=configs/digits_resnet.py"
         ([CONFIG, "--wrkdir=x"], "Unknown command line flag 'wrkdir'. Did you mean: workdir .*"),
         ([CONFIG, "x"], "not a flag: x"),
         ([CONFIG, "--config.checkpoint.resume=True"], "--config.checkpoint.resume=True needs .*"),
+        ([CONFIG, "--evaluate"], "--evaluate needs --workdir=DIR, the run.s folder"),
         ([CONFIG, "--process_id=1"], "--coordinator, --num_processes and --process_id belong to.*"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

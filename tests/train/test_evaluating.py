@@ -1,0 +1,108 @@
+"""Checkpoints are tested without training, and read by programs of other people."""
+
+import runpy
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import config_dict
+from running import ROOT, Program, checkpoint_bits
+
+import jaxcomm
+from train import data, digests, evaluating, loop
+from train.errors import UserError
+
+
+def files(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """All files with their times and bytes."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(p.relative_to(folder)): (p.stat().st_mtime_ns, p.read_bytes()) for p in paths}
+
+
+@pytest.fixture
+def trained(config: config_dict.ConfigDict, tmp_path: Path) -> tuple[Path, dict[str, float]]:
+    """A short run, and its summary."""
+    summary = loop.train(config, tmp_path / "run", 0.0)
+    assert summary is not None
+    return tmp_path / "run", summary
+
+
+def test_a_checkpoint_is_tested_and_used_elsewhere(
+    trained: tuple[Path, dict[str, float]],
+    config: config_dict.ConfigDict,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the optimizer, exchange and layout of another run; and nothing is written."""
+    workdir, summary = trained
+    capsys.readouterr()
+    before, other = files(workdir), config.copy_and_resolve_references()
+    other.optimizer.name, other.sync.gather, other.sync.codec = "adamw", "bfloat16", "int8"
+    for asked in (config, other):
+        found = evaluating.evaluate(asked, workdir)
+        assert found["step"] == 4 and found["test_images"] == 360
+        assert found["test_accuracy"] == summary["test_accuracy"]
+        assert found["test_loss"] == pytest.approx(summary["test_loss"], rel=1e-6)
+        shown = capsys.readouterr()
+        assert shown.out.startswith('{"step": 4, "test_loss": ') and shown.err == ""
+    assert files(workdir) == before
+
+    monkeypatch.setattr(sys, "argv", ["load_parameters.py", str(workdir)])
+    jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1]))
+    made = runpy.run_path(str(ROOT / "docs" / "load_parameters.py"))
+    assert capsys.readouterr().out == "step 4: 10 classes\n"
+    leaves = jax.tree.leaves(made["saved"]["params"])
+    saved = {n: x for n, x in checkpoint_bits(workdir, 4).items() if n.startswith("['params']")}
+    assert [np.asarray(leaf).tobytes() for leaf in leaves] == list(saved.values())
+    assert all(leaf.devices() == {jax.devices()[0]} for leaf in leaves)
+    rows = data.load(config.data, 64, range(8), 8, 0).test
+    right = sum(
+        ((made["logits"](b["image"]).argmax(-1) == b["label"]) * b["weight"]).sum() for b in rows
+    )
+    assert float(right) / 360 == pytest.approx(summary["test_accuracy"])
+
+
+def test_what_does_not_fit_is_named(
+    trained: tuple[Path, dict[str, float]],
+    config: config_dict.ConfigDict,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    workdir, _ = trained
+    config.data.std = 3.0
+    evaluating.evaluate(config, workdir)
+    assert capsys.readouterr().err == "the run had another config: data.std=3.0 (was 6.0)\n"
+    config.model.width = 8
+    there = r"does not fit this model: params.blocks.* there and .* here; changed since then"
+    with pytest.raises(UserError, match=f"checkpoint 4 in .* {there}: .*config.model.width=8"):
+        evaluating.evaluate(config, workdir)
+
+
+def test_damaged_checkpoints_are_passed_over_and_stay(
+    trained: tuple[Path, dict[str, float]],
+    config: config_dict.ConfigDict,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    workdir, _ = trained
+    (workdir / "checkpoints" / "4" / digests.FILE).unlink()
+    assert evaluating.evaluate(config, workdir)["step"] == 2
+    said = "checkpoint 4 is damaged (digests.json is missing): the one before it is taken, if there"
+    assert capsys.readouterr().err.startswith(said)
+    assert (workdir / "checkpoints" / "4").is_dir()
+    shutil.rmtree(workdir / "checkpoints" / "2")
+    with pytest.raises(UserError, match="--evaluate: there is no whole checkpoint in .*; set --w"):
+        evaluating.evaluate(config, workdir)
+
+
+@pytest.mark.multiprocess
+def test_two_processes_test_what_one_has_trained(
+    trained: tuple[Path, dict[str, float]], program: Program
+) -> None:
+    workdir, summary = trained
+    arguments = ["--config=configs/digits_resnet.py", f"--workdir={workdir}", "--evaluate"]
+    done = program.run("train.launch", "--processes=2", "--", *arguments)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    (line,) = done.stdout.splitlines()
+    assert f'"test_accuracy": {summary["test_accuracy"]}' in line

@@ -1,0 +1,50 @@
+"""Tests a checkpoint of a run, without training: `python -m train --evaluate`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from train import agreement, check, checkpoint, step, sync
+from train.errors import memory_for
+from train.metrics import finite
+from train.run import MODEL, data_and_model
+from train.workdir import changes, naming_changes
+
+TESTED = ("data.", "model.")  # Fields on which a test depends.
+
+
+def evaluate(config: Any, workdir: Path) -> dict[str, Any]:
+    """Tests the parameters of the newest checkpoint; process 0 prints one line of JSON.
+
+    Nothing is written, so that a run which still trains may be tested. The number of devices, the
+    exchange and the optimizer need not be those of the run.
+
+    Args:
+      config: a config of `configs/`.
+      workdir: of the run.
+
+    Returns:
+      `step` of the checkpoint, `test_loss`, `test_accuracy`, and how much was tested.
+
+    Raises:
+      train.errors.UserError: if config, data and checkpoint do not fit each other.
+    """
+    check.fields(config)
+    agreement.check_same(config)
+    check.fit(config, jax.device_count())
+    directory = workdir / checkpoint.CHECKPOINTS
+    saved = checkpoint.where_to_evaluate(directory)
+    rows, forward, params = data_and_model(config)
+    with naming_changes(workdir, config), memory_for(*MODEL):
+        params = checkpoint.read_params(directory, saved, sync.place(params, config.sync))
+    changed = [change for change in changes(workdir, config) if change.startswith(TESTED)]
+    tested = step.evaluate(step.make_eval_step(forward), params, step.placed(rows.test))
+    found = {"step": saved, **tested, f"test_{rows.unit}": rows.test_size}
+    if jax.process_index() == 0:
+        if changed:
+            print(f"the run had another config: {', '.join(changed)}", file=sys.stderr)
+        print(json.dumps(finite(found), allow_nan=False), flush=True)
+    return found
