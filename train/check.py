@@ -65,6 +65,7 @@ NAME = Rule("a name", lambda v: isinstance(v, str) and v != "")
 TEXT = Rule("a text", lambda v: isinstance(v, str))
 YES_OR_NO = Rule("True or False", lambda v: isinstance(v, bool))
 QUALITIES = ("exact", "16bit", "unbiased", "any")
+SCORES = ("test_loss", "test_accuracy")  # By which one checkpoint is better than another.
 DTYPES = ("float32", "bfloat16")  # float16 would need a scaled loss
 
 # Every config has these fields. The methods of `config.sync` check their own options.
@@ -113,6 +114,7 @@ FIELDS = {
     "inspect.every": whole(0),
     "checkpoint.every": whole(1),
     "checkpoint.keep": whole(1),
+    "checkpoint.best": Rule(f"{' or '.join(SCORES)}, or empty", lambda v: v in ("", *SCORES)),
     "checkpoint.resume": YES_OR_NO,
     "profile.steps": whole(0),
     "network.gigabits": or_none(POSITIVE),

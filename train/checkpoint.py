@@ -5,8 +5,11 @@ is complete. So a checkpoint that a killed run left half written is never read, 
 damaged later is known. All processes must see the same directory.
 """
 
+import functools
 import json
+import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +20,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from orbax.checkpoint import checkpoint_managers as managers
 
 import jaxcomm
 from train import digests
@@ -73,22 +77,32 @@ def _steps(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def where_to_evaluate(directory: Path) -> int:
-    """The step of the newest checkpoint without damage; no file is changed.
+def where_to_evaluate(directory: Path, best: str) -> int:
+    """The step of the newest or the best checkpoint without damage; no file is changed.
 
     Process 0 looks, and all processes follow.
+
+    Args:
+      directory: of the checkpoints.
+      best: by what one is better than another, of `train.check.SCORES`; empty for the newest.
 
     Raises:
       UserError: if there is none.
     """
     whole = None
     if jax.process_index() == 0:
-        whole = _last_whole(directory, _steps(directory), move=False)
+        steps = _steps(directory)
+        if best:
+            found = {step: _tested(directory / str(step)) for step in steps}
+            scores = {step: _score(best, tested) for step, tested in found.items() if tested}
+            steps = sorted(scores, key=scores.__getitem__)
+        whole = _last_whole(directory, steps, move=False)
     step = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if whole is None else whole)))
     if step < 0:
+        kind = f" of a run with --config.checkpoint.best={best}" if best else ""
         raise UserError(
-            f"--evaluate: there is no whole checkpoint in {directory}; set --workdir to the folder "
-            "of a run"
+            f"--evaluate: there is no whole checkpoint{kind} in {directory}; set --workdir to the "
+            "folder of a run" + (", or leave out best for the newest" if best else "")
         )
     return step
 
@@ -127,10 +141,23 @@ def _damage(folder: Path) -> str | None:
 
 
 class Checkpoints:
-    """The checkpoints of a run: `directory/<step>`, the newest `keep` of them."""
+    """The checkpoints of a run: `directory/<step>`, the newest `keep` of them, and the best.
 
-    def __init__(self, directory: Path, keep: int):
+    Args:
+      directory: of the checkpoints.
+      keep: how many of the newest stay.
+      best: by what one is better than another, of `train.check.SCORES`; of those equally good the
+        newest is the best. Empty for the newest ones alone.
+    """
+
+    def __init__(self, directory: Path, keep: int, best: str = ""):
         self._directory = directory.absolute()
+        score = functools.partial(_score, best) if best else None
+        kept: list[Any] = [managers.LatestN(keep)]
+        if score is not None:
+            kept.append(
+                managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
+            )
         # Any: grain's handler fits orbax's interface without saying so.
         handlers: Any = {
             "state": ocp.PyTreeCheckpointHandler(
@@ -144,7 +171,8 @@ class Checkpoints:
             self._directory,
             item_handlers=handlers,
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
+                preservation_policy=managers.AnyPreservationPolicy(kept),
+                best_fn=score,  # With it, orbax writes what a checkpoint was tested with.
                 cleanup_tmp_directories=True,
                 # On process 0, when all have written and before the folder gets its name.
                 async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
@@ -165,12 +193,25 @@ class Checkpoints:
         if isinstance(error, RunError):
             self.close()
 
-    def save(self, step: int, state: TrainState, position: grain.DatasetIterator) -> None:
-        """Writes a checkpoint; the copy out of the devices is made before this returns."""
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        position: grain.DatasetIterator,
+        tested: dict[str, float] | None = None,
+    ) -> None:
+        """Writes a checkpoint; the copy out of the devices is made before this returns.
+
+        Args:
+          step: steps taken.
+          state: after them.
+          position: the input.
+          tested: what a test of the parameters has found; without it this is not the best.
+        """
         arguments = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state), input=grain.checkpoint.CheckpointSave(position)
         )
-        self._manager.save(step, args=arguments)
+        self._manager.save(step, args=arguments, metrics=tested)
 
     def check(self) -> None:
         """Raises what has kept an earlier checkpoint from being written; costs microseconds."""
@@ -260,6 +301,20 @@ def _check(where: str, found: dict[str, Any], wanted: dict[str, Any], own: set[s
         there, here = found.get(name), wanted.get(name)
         if there is None or here is None or not _fits(there, here, name in own):
             raise UserError(f"{where}: {name} is {_shown(there)} there and {_shown(here)} here")
+
+
+def _score(best: str, tested: Mapping[str, float]) -> float:
+    """How good a checkpoint is: more is better, and what is not finite is worst."""
+    value = tested[best] if best != "test_loss" else -tested[best]
+    return value if math.isfinite(value) else -math.inf
+
+
+def _tested(folder: Path) -> dict[str, float] | None:
+    """What orbax has kept of the test of a checkpoint."""
+    try:
+        return json.loads((folder / "metrics" / "metrics").read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _leaves(tree: Any) -> dict[str, Any]:

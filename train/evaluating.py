@@ -17,10 +17,11 @@ TESTED = ("data.", "model.")  # Fields on which a test depends.
 
 
 def evaluate(config: Any, workdir: Path) -> dict[str, Any]:
-    """Tests the parameters of the newest checkpoint; process 0 prints one line of JSON.
+    """Tests the parameters of a checkpoint; process 0 prints one line of JSON.
 
-    Nothing is written, so that a run which still trains may be tested. The number of devices, the
-    exchange and the optimizer need not be those of the run.
+    It is the best by `config.checkpoint.best`, or where that says nothing the newest. Nothing is
+    written, so that a run which still trains may be tested. The number of devices, the exchange and
+    the optimizer need not be those of the run.
 
     Args:
       config: a config of `configs/`.
@@ -36,12 +37,12 @@ def evaluate(config: Any, workdir: Path) -> dict[str, Any]:
     agreement.check_same(config)
     check.fit(config, jax.device_count())
     directory = workdir / checkpoint.CHECKPOINTS
-    saved = checkpoint.where_to_evaluate(directory)
+    saved = checkpoint.where_to_evaluate(directory, config.checkpoint.best)
     rows, forward, params = data_and_model(config)
     with naming_changes(workdir, config), memory_for(*MODEL):
         params = checkpoint.read_params(directory, saved, sync.place(params, config.sync))
     changed = [change for change in changes(workdir, config) if change.startswith(TESTED)]
-    tested = step.evaluate(step.make_eval_step(forward), params, step.placed(rows.test))
+    tested = step.make_test(forward, rows.test)(params)
     found = {"step": saved, **tested, f"test_{rows.unit}": rows.test_size}
     if jax.process_index() == 0:
         if changed:

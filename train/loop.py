@@ -1,6 +1,5 @@
 """One run, from the config to its report: read this page first."""
 
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -57,13 +56,12 @@ def train(
     check.fit(config, jax.device_count())
     saved = saved_step(config, workdir, restarted)
     run = assemble(config, workdir, goes_on=saved is not None)
-    test = functools.partial(
-        step.evaluate, step.make_eval_step(run.forward), batches=step.placed(run.rows.test)
-    )
+    test = step.make_test(run.forward, run.rows.test)
 
     # Where the run stands: at its beginning, or at its last checkpoint.
     now = run.begin()
-    checkpoints = checkpoint.Checkpoints(workdir / checkpoint.CHECKPOINTS, config.checkpoint.keep)
+    folder, kept = workdir / checkpoint.CHECKPOINTS, config.checkpoint
+    checkpoints = checkpoint.Checkpoints(folder, kept.keep, kept.best)
     if saved is not None:
         with naming_changes(workdir, config):
             now = checkpoints.restore(saved, now, run.rows.train, run.tx)
@@ -82,8 +80,7 @@ def train(
     with checkpoints, recorder:
         recorder.write("start", start, measure.sizes(sent))
         signals.ask_to_stop()
-        if tests_at(start, config):
-            write_test(recorder, start, test, now)
+        tested = write_test(recorder, start, test, now) if tests_at(start, config) else None
         for number in range(start + 1, config.steps + 1):
             profile.before(number, now)
             with recorder.waiting():
@@ -98,23 +95,25 @@ def train(
                     recorder.split(number, without.milliseconds(now.params, batch))
             stop = recorder.stop  # Read once: what a pause below learns is for the next step.
             last = number == config.steps or stop
-            if number % config.eval_every == 0 and not last:
-                write_test(recorder, number, test, now)
-                recorder.split(number)
-            save = number % config.checkpoint.every == 0 or last
+            tested = None
+            if tests_before_saving(number, stop, config):
+                tested = write_test(recorder, number, test, now)
+                if not last:
+                    recorder.split(number)
+            save = number % kept.every == 0 or last or (tested and kept.best)
             if save or number % config.guard.replicas_every == 0:
                 with recorder.pause("replicas"):
                     check_replicas(now.params, number)
                 if save and not (recorder.lost if last else recorder.bad):
                     with recorder.pause("checkpoint"):
-                        checkpoints.save(number, now, run.rows.train)
+                        checkpoints.save(number, now, run.rows.train, tested)
             if stop and not recorder.lost:
                 complete(checkpoints, recorder)
                 report.stopped(number, workdir)
                 return None
         with recorder.pause("test"):
             profile.close(now)
-        tested = write_test(recorder, config.steps, test, now)
+        tested = tested or write_test(recorder, config.steps, test, now)
         complete(checkpoints, recorder)
         recorder.split(config.steps)
         require_finite(recorder, tested)
@@ -166,6 +165,17 @@ def tests_at(start: int, config: Any) -> bool:
     The run before may have been asked to end, and had no time for it.
     """
     return 0 < start < config.steps and start % config.eval_every == 0
+
+
+def tests_before_saving(number: int, stop: bool, config: Any) -> bool:
+    """Whether a step is tested in the loop.
+
+    The parameters of the last step are saved first, and tested when the loop has ended. But where
+    the best checkpoint is kept, it has to be known before how good they are.
+    """
+    if number == config.steps:
+        return config.checkpoint.best != "" and not stop
+    return number % config.eval_every == 0 and not stop
 
 
 def write_test(

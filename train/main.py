@@ -19,7 +19,7 @@ from train.mistakes import mistake_in, mistake_in_traceback
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Output; by default a new folder in workdir/.")
 _EVALUATE = flags.DEFINE_boolean(
-    "evaluate", False, "Test the newest checkpoint of --workdir; train and write nothing."
+    "evaluate", False, "Test the newest or best checkpoint of --workdir; train and write nothing."
 )
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.")

@@ -1,5 +1,6 @@
 """The two compiled programs: one training step, one step of evaluation."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +166,11 @@ def placed(batches: Any) -> Any:
     if isinstance(batches, list):
         return [global_batch(batch) for batch in batches]
     return batches.map(global_batch)
+
+
+def make_test(forward: Forward, batches: Any) -> Callable[[Any], dict[str, float]]:
+    """From parameters to what `evaluate` returns, on these batches of `data.load`."""
+    return functools.partial(evaluate, make_eval_step(forward), batches=placed(batches))
 
 
 def evaluate(

@@ -73,6 +73,9 @@ def get_config() -> config_dict.ConfigDict:
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 100  # Steps between checkpoints; the last step has one too.
     config.checkpoint.keep = 2  # The newest ones; older ones are deleted.
+    # "test_loss" or "test_accuracy" keeps the best by it beside the newest; then every test is
+    # followed by a checkpoint. --evaluate tests that one.
+    config.checkpoint.best = ""
     config.checkpoint.resume = False  # Go on from the newest checkpoint of --workdir.
 
     config.profile = config_dict.ConfigDict()

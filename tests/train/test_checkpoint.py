@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
 from train import digests
-from train.checkpoint import Checkpoints, where_to_continue
+from train.checkpoint import Checkpoints, where_to_continue, where_to_evaluate
 from train.errors import UserError
 from train.state import TrainState
 
@@ -90,6 +90,35 @@ def test_the_newest_are_kept_and_the_newest_is_read(tmp_path: Path) -> None:
     checkpoints.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
     assert int(restored(tmp_path, state_of(5, 0)).step) == 3
+
+
+def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
+    """A restart goes on from the newest; what was not tested, or is not finite, is never best."""
+    losses = {1: 3.0, 2: 1.0, 3: np.nan, 4: None, 5: 2.0}
+    tested = {
+        step: loss and {"test_loss": loss, "test_accuracy": 1 / step}
+        for step, loss in losses.items()
+    }
+    for best, kept in (("test_loss", 2), ("test_accuracy", 1)):
+        folder = tmp_path / best
+        checkpoints = Checkpoints(folder, 2, best)
+        for step in losses:
+            checkpoints.save(step, state_of(5, step), position(), tested[step])
+        checkpoints.close()
+        assert sorted(path.name for path in folder.iterdir()) == [str(kept), "4", "5"]
+        assert where_to_continue(folder, True, False) == where_to_evaluate(folder, "") == 5
+        assert where_to_evaluate(folder, best) == kept
+        again = Checkpoints(folder, 2, best)  # It knows how good the others were.
+        again.save(6, state_of(5, 6), position(), {"test_loss": 1.0, "test_accuracy": 0.5})
+        again.close()
+        left = ["5", "6"] if best == "test_loss" else ["1", "5", "6"]
+        assert sorted(path.name for path in folder.iterdir()) == left
+    plain = tmp_path / "plain"
+    save(plain, 1)
+    with pytest.raises(
+        UserError, match="no whole checkpoint of a run with --config.checkpoint.best"
+    ):
+        where_to_evaluate(plain, "test_loss")
 
 
 def test_a_half_written_checkpoint_is_not_seen(tmp_path: Path) -> None:

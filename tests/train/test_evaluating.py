@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from ml_collections import config_dict
-from running import ROOT, Program, checkpoint_bits
+from running import ROOT, Program, checkpoint_bits, read_lines
 
 import jaxcomm
 from train import data, digests, evaluating, loop
@@ -63,6 +63,27 @@ def test_a_checkpoint_is_tested_and_used_elsewhere(
         ((made["logits"](b["image"]).argmax(-1) == b["label"]) * b["weight"]).sum() for b in rows
     )
     assert float(right) / 360 == pytest.approx(summary["test_accuracy"])
+
+
+def test_the_best_of_all_tests_is_tested(
+    config: config_dict.ConfigDict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tests are followed by a checkpoint, the last one too, and a run goes on from the newest."""
+    config.checkpoint.best, config.checkpoint.every, config.checkpoint.keep = "test_loss", 100, 1
+    config.eval_every = 1
+    loop.train(config, tmp_path, 0.0)
+    lines = read_lines(tmp_path, "test")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    best = min(reversed(lines), key=lambda line: line["test_loss"])
+    found = evaluating.evaluate(config, tmp_path)
+    assert {name: found[name] for name in ("step", "test_loss")} == pytest.approx(
+        {name: best[name] for name in ("step", "test_loss")}
+    )
+    kept = {int(path.name) for path in (tmp_path / "checkpoints").iterdir()}
+    assert kept == {4, found["step"]}
+    config.checkpoint.resume, config.steps = True, 5
+    assert loop.train(config, tmp_path, 0.0) is not None
+    assert [line["step"] for line in read_lines(tmp_path, "test")] == [1, 2, 3, 4, 5]
 
 
 def test_what_does_not_fit_is_named(

@@ -262,6 +262,7 @@ def without_mean(config: config_dict.ConfigDict) -> None:
         (change("optimizer.name", "adam"), "config.optimizer.name: .*did you mean 'adamw'"),
         (change("checkpoint.resume", True), "checkpoint.resume: there is no whole checkpoint in"),
         (change("checkpoint.every", 0), "checkpoint.every is 0; it must be a whole number"),
+        (change("checkpoint.best", "loss"), "checkpoint.best is 'loss'; it must be test_loss or t"),
         (change("sync.exempt", (3,)), r"sync.exempt is \(3,\); it must be a tuple of patterns"),
         (change("data.mean", (1.0, 2.0, 3.0)), "data.mean has 3 values, and images of digits have"),
         (without_mean, "the config has no field data.mean, which images need: of the pixels"),
