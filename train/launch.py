@@ -1,10 +1,14 @@
 """Starts the processes of one machine: `python -m train.launch --processes=4 -- --config=...`.
 
 Flags: --processes=N on this machine; --cluster=FILE, one of configs/cluster; --port=P of process 0,
-by default a free one; --max_restarts=R, by default 0. The flags of `python -m train` follow `--`.
+by default a free one; --max_restarts=R, by default 0; --log_dir=DIR. The flags of `python -m train`
+follow `--`.
 
 Process 0 writes to this terminal, the others to files whose last lines are shown if they fail. The
-first failure ends the others. With --max_restarts, all of them then start again from the last
+files are DIR/1.log and so on, those of a restart DIR/restart1/1.log; without --log_dir they are
+deleted at the end.
+
+The first failure ends the others. With --max_restarts, all of them then start again from the last
 checkpoint, up to R times; a mistake in the config or a full disk would only recur, so it ends the
 run. SIGTERM makes the processes save and end, and the status is 0. Ctrl-C ends them at once. They
 never outlive this program.
@@ -15,12 +19,13 @@ this program also tells them how to find each other. If it has one, the flags af
 scheduler do.
 """
 
+import contextlib
 import os
 import runpy
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,6 +45,7 @@ class Launch(NamedTuple):
       processes: on this machine.
       port: of process 0; 0 for a free one at every start.
       max_restarts: how often all processes may be started again.
+      log_dir: where the output of all processes but the first stays; None if it does not.
       shown: variables of the cluster file.
       settings: all variables; `{process_id}` in a value becomes the number of the process.
       arguments: flags of `python -m train`.
@@ -48,6 +54,7 @@ class Launch(NamedTuple):
     processes: int
     port: int
     max_restarts: int
+    log_dir: Path | None
     shown: dict[str, str]
     settings: dict[str, str]
     arguments: Sequence[str]
@@ -74,8 +81,12 @@ def main(argv: Sequence[str]) -> int:
     for restart in range(launch.max_restarts + 1):
         port = launch.port or free_port()
         commands = commands_of(launch.processes, port, launch.arguments, restart)
-        with tempfile.TemporaryDirectory(prefix="jaxcomm-") as logs:
-            status = supervise(commands, environments, Path(logs), asked)
+        try:
+            with log_folder(launch.log_dir, restart) as logs:
+                status = supervise(commands, environments, logs, asked)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
         if asked.signal or status in FINAL or restart == launch.max_restarts:
             return status
         print(
@@ -100,6 +111,9 @@ def parse(argv: Sequence[str]) -> Launch:
     flags.DEFINE_integer(
         "max_restarts", 0, "Starts after a failure.", lower_bound=0, flag_values=values
     )
+    flags.DEFINE_string(
+        "log_dir", None, "Keeps the output of all processes but the first.", flag_values=values
+    )
     split = argv.index("--") if "--" in argv else len(argv)
     try:
         rest = values(list(argv[:split]))[1:]
@@ -123,7 +137,27 @@ def parse(argv: Sequence[str]) -> Launch:
     # On a machine with GPUs, one for each process; on others without effect.
     if processes > 1 and not any("{process_id}" in shown.get(name, "") for name in VISIBLE):
         settings = {"JAX_LOCAL_DEVICE_IDS": "{process_id}", **settings}
-    return Launch(processes, values.port, values.max_restarts, shown, settings, arguments)
+    logs = Path(values.log_dir) if values.log_dir else None
+    return Launch(processes, values.port, values.max_restarts, logs, shown, settings, arguments)
+
+
+@contextlib.contextmanager
+def log_folder(log_dir: Path | None, restart: int) -> Iterator[Path]:
+    """The folder of the processes' output; without `log_dir` it ends with them.
+
+    Raises:
+      UserError: if it cannot be made.
+    """
+    if log_dir is None:
+        with tempfile.TemporaryDirectory(prefix="jaxcomm-") as logs:
+            yield Path(logs)
+        return
+    folder = log_dir / f"restart{restart}" if restart else log_dir
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to --log_dir={log_dir}: {error}") from error
+    yield folder
 
 
 def memory_settings(shown: Mapping[str, str]) -> dict[str, str]:

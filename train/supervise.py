@@ -120,7 +120,8 @@ def silent(running: list[subprocess.Popen], logs: Path) -> list[int]:
     """The processes that have stopped answering: others have written it, or they are stopped."""
     deadline = time.monotonic() + LOG_SECONDS
     while time.monotonic() < deadline:
-        for log in logs.glob("*.log"):
+        written = [logs / f"{rank}.log" for rank in range(1, len(running))]  # others may be older
+        for log in written:
             if found := SILENT.search(log.read_text(errors="replace")):
                 return [int(task) for task in re.findall(r"(\d+)\s", found[1])]
         time.sleep(POLL_SECONDS)

@@ -75,6 +75,31 @@ def test_a_restart_for_what_may_be_gone(
     assert launch.main(arguments) == 1 and not statuses
 
 
+def test_the_output_of_each_process_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a start that failed too; process 0 writes to the terminal as it does without."""
+    logs = tmp_path / "new" / "logs"
+
+    def commands_of(
+        processes: int, port: int, arguments: list[str], restart: int
+    ) -> list[list[str]]:
+        fails = f"import time, sys; print('fails', flush=True); sys.exit({1 - restart})"
+        return python("print('zero')", f"print('one of start {restart}')", fails)
+
+    monkeypatch.setattr(launch, "commands_of", commands_of)
+    asked = ["launch", "--processes=3", "--max_restarts=1", f"--log_dir={logs}"]
+    assert launch.main([*asked, "--", f"--workdir={tmp_path}"]) == 0
+    assert capfd.readouterr().out.endswith("zero\n")
+    kept = {str(path.relative_to(logs)): path.read_text() for path in logs.rglob("*.log")}
+    assert kept.keys() == {f"{folder}{i}.log" for folder in ("", "restart1/") for i in (1, 2)}
+    assert kept["2.log"] == "fails\n" and kept["restart1/1.log"] == "one of start 1\n"
+    (tmp_path / "file").touch()
+    where = f"--log_dir={tmp_path}/file/below"
+    assert launch.main(["launch", "--processes=2", where, "--"]) == 2
+    assert capfd.readouterr().err.startswith(f"error: cannot write to {where}: [Errno 20] Not a d")
+
+
 def test_who_was_asked_to_end_does_not_start_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
