@@ -34,9 +34,9 @@ def loss_fn(params: dict, batch: jax.Array) -> jax.Array:
     return jnp.mean(x @ params["head"]["kernel"] + params["head"]["bias"])
 
 
-def compiled_bytes(
+def compiled_report(
     tx: optax.GradientTransformation, params: dict, at: Any, batch: jax.Array | None = None
-) -> object:
+) -> jaxcomm.WireReport:
     """What the compiled program of a step sends; `at` makes parameters those of the loss."""
 
     @jax.jit
@@ -46,7 +46,7 @@ def compiled_bytes(
 
     batch = jnp.ones((8, 100)) if batch is None else batch
     lowered = step.lower(params, tx.init(params), batch)
-    return jaxcomm.wire_report(lowered.compile()).bytes_max
+    return jaxcomm.wire_report(lowered.compile())
 
 
 def same(params: dict, state: object) -> dict:
@@ -85,7 +85,23 @@ def test_bytes_are_those_of_the_compiled_program(name: str) -> None:
             mean = jaxcomm.mean("data", "int4", error_feedback=True, exempt=exempt)
             tx = jaxcomm.with_layer_axis(jaxcomm.sharded(mean, "bfloat16"), ["blocks/*"])
         found = jaxcomm.explain(tx, params)
-        assert found.bytes_max == compiled_bytes(tx, params, at), str(found)
+        compiled = compiled_report(tx, params, at)
+        assert found.bytes_max == compiled.bytes_max, str(found)
+        shares = {"from step 0": 0.25} if name == "dense first" else {}
+        assert found.wire.per_step(shares) == pytest.approx(compiled.per_step(shares))
+
+
+def test_the_average_is_shown_where_the_program_says_how_often() -> None:
+    dense = jaxcomm.dense_first(jaxcomm.mean("data", "int8"), 3)
+    for tx, share in ((jaxcomm.multi_steps(vote, 4), 1 / 4), (vote, 1), (dense, None)):
+        with jax.set_mesh(jaxcomm.data_mesh()):
+            found = jaxcomm.explain(tx, shapes())
+        (always,) = [m.sent for m in found.messages if m.name == "flags, loss" and not m.when]
+        shown = "On average" in str(found)
+        assert shown == (share == 1 / 4)
+        if shown:
+            mean = float(always + (found.bytes_max - always) * share)
+            assert f"On average {mean:,.1f}".removesuffix(".0") in str(found)
 
 
 def test_leaves_buckets_and_state() -> None:
@@ -162,7 +178,7 @@ def test_on_six_devices_not_all_send_as_much(
     params = jax.tree.map(lambda x: jnp.zeros(x.shape), shapes())
     with jax.set_mesh(make_mesh(6)):
         found = jaxcomm.explain(tx, params)
-        sent = compiled_bytes(tx, params, same, jnp.ones((12, 100)))
+        sent = compiled_report(tx, params, same, jnp.ones((12, 100))).bytes_max
     assert found.bytes_max == sent, str(found)
     buckets = [message for message in found.messages if message.name.startswith("bucket")]
     assert buckets and {message.form for message in buckets} == {form}

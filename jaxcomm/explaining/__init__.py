@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxcomm import _axes, _notes, _paths
 from jaxcomm._notes import Message
 from jaxcomm.explaining._explanation import Explanation, Leaf, Sent
-from jaxcomm.explaining._program import Collective, collectives_in, nodes_of, trace
+from jaxcomm.explaining._program import Collective, collectives_in, nodes_of, trace, wire_of
 from jaxcomm.transforms import (
     ControlVariatesState,
     FactoredAdamState,
@@ -93,7 +93,7 @@ def explain(tx: Any, params: Any) -> Explanation:
 
     Returns:
       An `Explanation`: print it, or read its `leaves`, `messages`, `bytes_max`, `own_bytes` and
-      `needs`.
+      `needs`. `wire.per_step` has the average over a run.
 
     Raises:
       TypeError: if `tx` is no transformation.
@@ -140,11 +140,12 @@ def explain(tx: Any, params: Any) -> Explanation:
         program = trace(tx, params, state, layouts[0].axis_name)
     finally:
         _notes.NOTES.reset(token)
-    messages = _messages(program, notes, dict(mesh.shape))
+    collectives = list(collectives_in(program, dict(mesh.shape)))
+    messages, wire = _messages(collectives, notes, mesh), wire_of(collectives, mesh.size)
     leaves = _leaves(params, messages)
     dense = _dense_bytes(layouts, {leaf.path for leaf in leaves if leaf.messages})
     own, shared = _memory(state, specs, mesh)
-    return Explanation(mesh.size, leaves, messages, dense, own, shared, _needs(state))
+    return Explanation(mesh.size, leaves, messages, wire, dense, own, shared, _needs(state))
 
 
 def _checked(tx: Any, params: Any) -> jax.sharding.Mesh:
@@ -169,10 +170,10 @@ def _checked(tx: Any, params: Any) -> jax.sharding.Mesh:
     return jax.sharding.get_mesh()
 
 
-def _messages(program: Any, notes: list[Any], mesh: dict[str, int]) -> tuple[Sent, ...]:
+def _messages(collectives: list[Collective], notes: list[Any], mesh: Any) -> tuple[Sent, ...]:
     """The messages of a program: its collectives, by their notes."""
     found: dict[tuple[Any, ...], list[Collective]] = {}
-    for collective in collectives_in(program, mesh):
+    for collective in collectives:
         on = _notes.read(collective.scope, notes)
         layout = next((x for x in reversed(on) if isinstance(x, Layout)), None)
         message = next((x for x in reversed(on) if isinstance(x, Message)), Message("small", ()))
@@ -180,17 +181,17 @@ def _messages(program: Any, notes: list[Any], mesh: dict[str, int]) -> tuple[Sen
         name = message.name if message.leaves else "small"
         paths = tuple(_path(layout, leaf) for leaf in message.leaves)
         inside = collective.branch, collective.when
-        key = (name, paths, _form(form, mesh, layout), *inside, id(layout))
+        key = (name, paths, _form(form, mesh.size, layout), *inside, id(layout))
         if name == "small":
             key = (name, (), "", *inside, 0)
         found.setdefault(key, []).append(collective)
     counts: dict[str, int] = {}
     messages = []
-    for (name, paths, form, branch, when, _), collectives in found.items():
+    for (name, paths, form, branch, when, _), own in found.items():
         counts[name] = counts.get(name, 0) + 1
         numbered = {"small": "flags, loss", "exempt": "exempt"}.get(name, f"{name} {counts[name]}")
-        form = form or "+".join(dict.fromkeys(c.dtype for c in collectives))
-        hops, by_device = _hops(collectives), _by_device(collectives)
+        form = form or "+".join(dict.fromkeys(c.dtype for c in own))
+        hops, by_device = _hops(own), _by_device(own)
         messages.append(Sent(numbered, form, paths, hops, by_device, branch, when))
     return tuple(messages)
 
@@ -199,7 +200,7 @@ def _path(layout: Layout | None, leaf: Any) -> str:
     return layout.leaves[leaf].path if layout is not None and isinstance(leaf, int) else str(leaf)
 
 
-def _form(noted: Any, mesh: dict[str, int], layout: Layout | None) -> str:
+def _form(noted: Any, devices: int, layout: Layout | None) -> str:
     """A format and an algorithm, as people write them; "" where no note names them."""
     if noted is None or isinstance(noted, str):
         return noted or ""
@@ -209,7 +210,7 @@ def _form(noted: Any, mesh: dict[str, int], layout: Layout | None) -> str:
     if hasattr(what, "selection"):
         name = f"{what.selection.name} of {name}"
     back = getattr(what, "second_hop", codec)
-    world = layout.world if layout is not None else math.prod(mesh.values())
+    world = layout.world if layout is not None else devices
     chosen = algorithm.of(world) if hasattr(algorithm, "of") else algorithm
     return f"{name}{'' if back == codec else f', {back.name} back'}, {chosen.name}"
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxcomm.wire._report import Branch, Bytes, exact, worst
+from jaxcomm.wire._report import Branch, Bytes, WireReport
 
 
 class Leaf(NamedTuple):
@@ -61,6 +61,7 @@ class Explanation:
       devices: of the mesh.
       leaves: the parameters.
       messages: what one step sends.
+      wire: the same as a `WireReport`, whose `per_step` is the average over a run.
       dense_bytes: what a device would send in a float32 mean of the leaves that are sent.
       own_bytes: state that differs from device to device, on each device.
       shared_bytes: state that is equal on all devices or split, on each device.
@@ -70,6 +71,7 @@ class Explanation:
     devices: int
     leaves: tuple[Leaf, ...]
     messages: tuple[Sent, ...]
+    wire: WireReport
     dense_bytes: Bytes
     own_bytes: int
     shared_bytes: int
@@ -78,10 +80,7 @@ class Explanation:
     @property
     def bytes_max(self) -> Bytes:
         """Bytes of the device that sends most, in the step in which it does."""
-        columns = set(zip(*(message.by_device for message in self.messages), strict=True))
-        branches = [message.branch for message in self.messages]
-        totals = (worst(list(zip(branches, column, strict=True))) for column in columns)
-        return exact(max(totals, default=0))
+        return self.wire.bytes_max
 
     def __str__(self) -> str:
         values = sum(math.prod(leaf.shape) for leaf in self.leaves)
@@ -98,6 +97,7 @@ class Explanation:
             f"{float(self.bytes_max) / each:.2f} a value; a float32 mean "
             f"{float(self.dense_bytes) / each:.2f}.",
             *self._sometimes(values),
+            *self._on_average(values),
             f"State on a device: {self.own_bytes:,} bytes that differ from device to device, "
             f"{self.shared_bytes:,} others.",
             "",
@@ -116,6 +116,16 @@ class Explanation:
                 f"{_number(most)} bytes, {float(most) / max(values, 1):.2f} a value ({when})"
             )
         return textwrap.wrap(f"Not in every step: {', '.join(parts)}.", 90) if parts else []
+
+    def _on_average(self, values: int) -> list[str]:
+        """What a step sends on average, where the program says how often it takes each branch."""
+        try:
+            mean = self.wire.per_step()
+        except ValueError:  # a share is that of a run, such as of its dense steps
+            return []
+        if mean == self.bytes_max:
+            return []
+        return [f"On average {_number(mean)} bytes a step, {mean / max(values, 1):.2f} a value."]
 
 
 def _counted(number: int, what: str) -> str:
@@ -163,5 +173,5 @@ def _table(head: list[str], rows: Any) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
 
 
-def _number(count: Bytes) -> str:
+def _number(count: Bytes | float) -> str:
     return f"{float(count):,.1f}".removesuffix(".0")

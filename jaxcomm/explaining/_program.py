@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxcomm import _axes, _branches, _notes, _paths
 from jaxcomm._attached import exchanged
+from jaxcomm._branches import NamedBranch
 from jaxcomm.gradients import value_and_grad
 from jaxcomm.transforms import (
     LocalStepsState,
@@ -19,7 +20,8 @@ from jaxcomm.transforms import (
     local_params,
     sharded_params,
 )
-from jaxcomm.wire._report import SHARE, Branch, Bytes, exact
+from jaxcomm.wire import _report as wire
+from jaxcomm.wire._report import SHARE, Branch, Bytes, WireReport, exact
 
 _OPERATIONS = {
     "psum": "all-reduce",
@@ -35,15 +37,34 @@ _OPERATIONS = {
 
 
 class Collective(NamedTuple):
-    """A collective of the jaxpr: where it is, what it sends, and how often."""
+    """A collective of the jaxpr: where it is, what it sends, and how often.
+
+    `conditions` has for each conditional of `branch` its number of branches, and those with names.
+    """
 
     scope: str
     branch: Branch
+    conditions: tuple[tuple[int, tuple[NamedBranch, ...]], ...]
     when: str
     operation: str
     dtype: str
     times: int
     sent: tuple[Bytes, ...]  # by each device of the mesh, in one execution
+
+
+def wire_of(collectives: Sequence[Collective], devices: int) -> WireReport:
+    """The report of these collectives: adds them up as those of compiled programs."""
+    conditionals: dict[str, int] = {}
+    named: dict[NamedBranch, None] = {}
+    for c in collectives:
+        for (name, _), (count, names) in zip(c.branch, c.conditions, strict=True):
+            conditionals[name] = count
+            named |= dict.fromkeys(names)
+    sent = (
+        wire.Collective(c.scope, c.operation, (c.dtype,), (), (), 0, c.sent, c.times, c.branch)
+        for c in collectives
+    )
+    return WireReport(tuple(sent), devices, tuple(conditionals.items()), tuple(named))
 
 
 def nodes_of(tree: Any, kinds: Any) -> list[Any]:
@@ -106,6 +127,7 @@ def collectives_in(
     mesh: dict[str, int],
     scope: str = "",
     branch: Branch = (),
+    conditions: tuple[tuple[int, tuple[NamedBranch, ...]], ...] = (),
     when: str = "",
     times: int = 1,
 ) -> Iterator[Collective]:
@@ -116,15 +138,17 @@ def collectives_in(
             sent = _sent(eqn, mesh)
             dtype = "+".join(dict.fromkeys(var.aval.dtype.name for var in eqn.invars))
             if any(sent):
-                yield Collective(here, branch, when, _OPERATIONS[name], dtype, times, sent)
+                operation = _OPERATIONS[name]
+                yield Collective(here, branch, conditions, when, operation, dtype, times, sent)
         again = times * eqn.params.get("length", 1) if name == "scan" else times
-        named = {x.number: x for x in _branches.read("", f"{here}/cond")} if name == "cond" else {}
-        for i, inner in enumerate(_inner(eqn)):
-            inside, called = branch, when
+        names = tuple(_branches.read(str(id(eqn)), f"{here}/cond")) if name == "cond" else ()
+        named, parts = {x.number: x for x in names}, list(_inner(eqn))
+        for i, inner in enumerate(parts):
+            inside, of, called = branch, conditions, when
             if name == "cond":
-                inside = (*branch, (str(id(eqn)), i))
+                inside, of = (*branch, (str(id(eqn)), i)), (*conditions, (len(parts), names))
                 called = ", ".join(filter(None, (when, _branch_name(named.get(i), i))))
-            yield from collectives_in(inner, mesh, here, inside, called, again)
+            yield from collectives_in(inner, mesh, here, inside, of, called, again)
 
 
 def _sent(eqn: Any, mesh: dict[str, int]) -> tuple[Bytes, ...]:
