@@ -24,7 +24,7 @@ def get_config() -> config_dict.ConfigDict:
 
     config.optimizer.name = "sgd"
     config.optimizer.learning_rate = 0.1
-    config.optimizer.warmup_steps = 50
+    config.optimizer.warmup_steps = config.get_ref("steps") // 10  # Of shorter runs too.
     config.optimizer.momentum = 0.9
     config.optimizer.weight_decay = 1e-3
 

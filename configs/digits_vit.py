@@ -25,7 +25,7 @@ def get_config() -> config_dict.ConfigDict:
 
     config.optimizer.name = "adamw"
     config.optimizer.learning_rate = 3e-3
-    config.optimizer.warmup_steps = 50
+    config.optimizer.warmup_steps = config.get_ref("steps") // 12  # Of shorter runs too.
     config.optimizer.weight_decay = 1.0
 
     config.sync.method = "mean"

@@ -155,11 +155,11 @@ def fields(config: Any) -> None:
     rules |= {name: _model_rule(found[name]) for name in found if name.startswith("model.")} | {
         name: FIELDS[name] for name in FIELDS if name.startswith("model.")
     }
-    for name, value in found.items():
-        if name in rules and not rules[name].holds(value):
+    for name, rule in rules.items():  # In their order: others may follow from `steps`.
+        if name in found and not rule.holds(value := found[name]):
             near = difflib.get_close_matches(str(value), DTYPES, 1) if "dtype" in name else []
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise UserError(f"{name} is {value!r}; it must be {rules[name].says}{hint}")
+            raise UserError(f"{name} is {value!r}; it must be {rule.says}{hint}")
 
 
 def _model_rule(value: Any) -> Rule:

@@ -141,6 +141,16 @@ def test_every_option_of_a_method_is_one_of_its_fields() -> None:
         assert set(inspect.signature(method).parameters) - own <= set(fields), name
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("digits")])
+def test_a_short_run_of_the_digits_needs_one_flag(name: str) -> None:
+    """Its warm-up is a share of it; the whole run has 50 steps of it."""
+    config = read_config(name)
+    assert config.optimizer.warmup_steps == 50
+    assert refusal(config, {"steps": 24}) is None and config.optimizer.warmup_steps == 2
+    assert refusal(config, {"optimizer.warmup_steps": 5, "steps": 240}) is None
+    assert config.optimizer.warmup_steps == 5
+
+
 def test_no_step_is_behind_the_last_exchange() -> None:
     config = changed("steps", 10)
     config.sync.every = 4
