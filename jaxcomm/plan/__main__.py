@@ -6,8 +6,9 @@
 
 CLUSTER.yaml is a file as `jaxcomm.plan.machines` describes, or the name of a topology. `--set`
 changes it: nodes.nics=2, rate=10Gbit, link[s0,s1].bandwidth=1Gbit, device=gpu; the choice without
-`--set` is shown too. With several numbers, `--accumulate` shows the choice for each, and the table
-for the first. `--costs` names what `python -m jaxcomm.probe` measured.
+`--set` is shown too. `--quality` is 16bit where nothing is said, and then the choice among all
+methods is shown too, where it is another one. With several numbers, `--accumulate` shows the choice
+for each, and the table for the first. `--costs` names what `python -m jaxcomm.probe` measured.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import signal
 import sys
 
 from jaxcomm import plan
-from jaxcomm.plan.families import QUALITIES
+from jaxcomm.plan.families import QUALITIES, QUALITY
 from jaxcomm.plan.machines import path_of
 
 
@@ -38,9 +39,11 @@ def _run(args: argparse.Namespace) -> None:
     if args.json and len(loads) > 1:
         raise ValueError(f"--json takes one number of --accumulate, got {len(loads)}.")
 
-    def planned(changed: dict[str, str], load: plan.Workload) -> plan.Plan:
+    def planned(
+        changed: dict[str, str], load: plan.Workload, quality: str | None = args.quality
+    ) -> plan.Plan:
         made = plan.load_cluster(args.cluster, changed, costs)
-        return plan.plan(made, load, args.quality, reorder=not args.keep_order)
+        return plan.plan(made, load, quality, reorder=not args.keep_order)
 
     found = planned(changes, loads[0])
     if args.json:
@@ -48,6 +51,10 @@ def _run(args: argparse.Namespace) -> None:
         return
     answer, *more = found.lines(args.rows)
     print(answer)
+    if args.quality is None:
+        every = planned(changes, loads[0], "any")
+        if every.choice.method != found.choice.method:
+            print(f"with --quality=any: {every.headline}")
     for load in loads[1:]:
         print(f"with --accumulate={load.accumulate}: {planned(changes, load).headline}")
     if changes:
@@ -69,7 +76,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("cluster", help="a file, or the name of a topology")
     parser.add_argument("--params", type=float, required=True, help="the number of parameters")
     parser.add_argument("--step-ms", type=float, required=True, help="of a step without exchange")
-    parser.add_argument("--quality", choices=QUALITIES, default="any")
+    parser.add_argument("--quality", choices=QUALITIES, help=f"by default {QUALITY}")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument(
         "--accumulate", type=_numbers, default=[1], help="microbatches an exchange, such as 1,2,4,8"

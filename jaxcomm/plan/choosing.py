@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxcomm.plan.families import QUALITIES, Method, methods
+from jaxcomm.plan.families import QUALITIES, QUALITY, Method, methods
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.order import best_dimensions, best_order
@@ -188,7 +188,7 @@ def _line(row: Prediction) -> str:
 def plan(
     cluster: Cluster,
     load: Workload,
-    quality: str = "any",
+    quality: str | None = None,
     chosen: Sequence[Method] | None = None,
     reorder: bool = True,
 ) -> Plan:
@@ -200,7 +200,8 @@ def plan(
     Args:
       cluster: `load_cluster("cluster.yaml")`, or `cluster(topology)`.
       load: `workload(params, step_ms)`.
-      quality: "exact", "16bit", "unbiased" or "any"; each allows what those before it do.
+      quality: "exact", "16bit", "unbiased" or "any"; each allows what those before it do. None is
+        "16bit", which trains as float32 does; with `chosen` it is "any".
       chosen: the methods to compare; None is all of that quality.
       reorder: whether devices may get other ranks, where a ring is faster that way. The order of
         halving-doubling's dimensions is chosen in any case.
@@ -215,7 +216,7 @@ def plan(
     Example:
       >>> from jaxcomm import plan
       >>> room = plan.cluster(plan.fabrics.star("room", hosts=4, rate="1Gbit"))
-      >>> found = plan(room, plan.workload(25.6e6, step_ms=234), quality="16bit")
+      >>> found = plan(room, plan.workload(25.6e6, step_ms=234))
       >>> found.choice.method.name
       'bfloat16/ring'
       >>> tx = found.transformation("data")
@@ -228,6 +229,8 @@ def plan(
         raise TypeError(
             f"plan takes a workload, such as plan.workload(25.6e6, step_ms=234), got {load!r}."
         )
+    if quality is None:
+        quality = QUALITY if chosen is None else "any"
     if quality not in QUALITIES:
         raise ValueError(f"quality is one of {', '.join(QUALITIES)}, got {quality!r}.")
     allowed = QUALITIES[: QUALITIES.index(quality) + 1]

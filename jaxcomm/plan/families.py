@@ -18,6 +18,7 @@ from jaxcomm.plan.messages import Coded, Lists, PerBlock, Reduction, Votes
 
 # Each contains those before it.
 QUALITIES = ("exact", "16bit", "unbiased", "any")
+QUALITY = "16bit"  # Where nothing is said: no measurement tells these from float32.
 DENSITY = 0.01
 _MIB = 2**20
 # Arguments of `jaxcomm.algorithms.halving_doubling`, by name.

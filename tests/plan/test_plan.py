@@ -166,7 +166,7 @@ class TestChoice:
         assert plan.plan(room(rate="50Mbit"), TestNumbers.load, "16bit").headline.startswith(
             "Send 16 bits, bfloat16/"
         )
-        best = plan.plan(room(rate="50Mbit"), TestNumbers.load)
+        best = plan.plan(room(rate="50Mbit"), TestNumbers.load, "any")
         assert best.headline.startswith("Compress, ") and best.choice.speedup > 10
         assert best.rows[1].step <= best.rows[2].step <= best.rows[-1].step
 
@@ -354,14 +354,19 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert rows[0]["step_ms"] <= rows[-1]["step_ms"]
     assert {"method", "exchange_ms", "interval_ms", "busiest_link", "config"} <= set(rows[0])
+    assert {row["quality"] for row in rows} == {"exact", "16bit"}
     assert run(monkeypatch, *asked, "--accumulate=1,4") == 0
     shown = capsys.readouterr().out
-    answer, four, plain, limits = shown.splitlines()[:4]
-    assert answer.startswith("Compress, ") and four.startswith("with --accumulate=4: Compress")
-    assert plain.startswith("without --set: Compress") and plain.partition(": ")[2] != answer
+    answer, every, four, plain, limits = shown.splitlines()[:5]
+    assert answer.startswith("Send 16 bits, ") and every.startswith("with --quality=any: Compress")
+    assert four.startswith("with --accumulate=4: Send 16 bits")
+    assert plain.startswith("without --set: Send 16") and plain.partition(": ")[2] != answer
     assert limits.startswith("what limits you: h0-s0")
     assert run(monkeypatch, *asked, "--quality=exact") == 0
-    assert capsys.readouterr().out.startswith("Do not compress: float32; ")
+    exact = capsys.readouterr().out
+    assert exact.startswith("Do not compress: float32; ") and "--quality=any" not in exact
+    assert run(monkeypatch, *asked, "--quality=any") == 0
+    assert capsys.readouterr().out.startswith(every.partition(": ")[2])
     assert run(monkeypatch, *asked[:3], "--set", "link[s0,s9].rate=1") == 2
     said = capsys.readouterr().err
     assert said.startswith("plan: link[s0,s9]: there is no such link; there are h0-s0")

@@ -7,7 +7,7 @@ from running import read_config
 import jaxcomm
 from jaxcomm import plan
 from jaxcomm.collectives.algorithms import _default
-from jaxcomm.plan.families import Method
+from jaxcomm.plan.families import QUALITY, Method
 from train import planned
 from train.errors import UserError
 
@@ -110,6 +110,10 @@ def test_nothing_is_left_of_another_method(config):
         assert "second_hop" not in made
         assert ("codec" in made) == (method.about.options["method"] == "mean")
         assert ("error_feedback" in made) == (method.family == "int4")
+
+
+def test_the_quality_is_that_of_the_command_line(config):
+    assert config.network.quality == QUALITY
 
 
 def test_only_methods_that_fit_the_rest_of_the_config_are_compared(config):
