@@ -55,6 +55,7 @@ def where_to_continue(directory: Path, resume: bool, restarted: bool) -> int | N
         steps = _steps(directory)
         if resume or restarted:
             whole = _last_whole(directory, steps, move=True)
+            _move_unreadable(directory)
     newest = steps[-1] if steps else None
     found = [-1 if step is None else step for step in (newest, whole)]
     newest, whole = multihost_utils.broadcast_one_to_all(np.array(found, np.int32)).tolist()
@@ -120,6 +121,18 @@ def _last_whole(directory: Path, steps: list[int], move: bool) -> int | None:
             file=sys.stderr,
         )
     return None
+
+
+def _move_unreadable(directory: Path) -> None:
+    """Orbax reads what every checkpoint was tested with, and would end where that is cut."""
+    for step in _steps(directory):
+        folder = directory / str(step)
+        if (folder / "metrics").exists() and _tested(folder) is None:
+            print(
+                f"checkpoint {step} is damaged (its metrics cannot be read): it is moved to "
+                f"{_move(folder)}",
+                file=sys.stderr,
+            )
 
 
 def _move(folder: Path) -> Path:

@@ -121,6 +121,23 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
         where_to_evaluate(plain, "test_loss")
 
 
+def test_a_damaged_test_of_an_old_checkpoint_stops_no_restart(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(folder, 1, "test_loss")
+    for step in (1, 2):
+        checkpoints.save(step, state_of(5, step), position(), {"test_loss": float(step)})
+    checkpoints.close()
+    cut(folder / "1" / "metrics" / "metrics")
+    assert int(restored(folder, state_of(5, 0)).step) == 2
+    aside = tmp_path / "damaged-checkpoint-1"
+    said = f"checkpoint 1 is damaged (its metrics cannot be read): it is moved to {aside}\n"
+    assert capfd.readouterr().err == said and aside.is_dir()
+    with pytest.raises(UserError, match="continue it with"):
+        where_to_continue(folder, False, False)
+
+
 def test_a_half_written_checkpoint_is_not_seen(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(1, state_of(5, 1), position())
