@@ -52,9 +52,7 @@ def accuracy(program: Program, workdir: Path, name: str, *options: str) -> float
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_sign_methods_stay_near_the_float32_mean(
-    program: Program, tmp_path: Path
-) -> None:
+def test_sign_methods_stay_near_the_float32_mean(program: Program, tmp_path: Path) -> None:
     """At equal epochs; the vote is biased where devices hold different classes."""
     exact = accuracy(program, tmp_path, "digits_resnet", "--config.sync.codec=float32")
     assert exact >= 0.97
