@@ -165,6 +165,17 @@ def schedule_as_batch() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def compile_here() -> None:
+    """Between CPU processes, keeps jax from reading programs out of a folder.
+
+    XLA on CPU loses the order of exchanges in conditionals and loops of programs that are read.
+    """
+    import jax
+
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        jax.config.update("jax_enable_compilation_cache", False)
+
+
 def _say_waiting(coordinator: str, num_processes: int) -> None:
     print(
         f"waiting for the {num_processes} processes of the run to come to {coordinator}",

@@ -12,7 +12,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from train import check
-from train.distributed import join
+from train.distributed import compile_here, join
 from train.errors import RunError, UserError, is_disk_full, is_out_of_memory
 from train.mistakes import mistake_in, mistake_in_traceback
 
@@ -33,6 +33,7 @@ def main(argv: list[str]) -> None:
     path = parse(argv)
     give_simulated_devices_threads()
     join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    compile_here()
     # Seconds of imports, which a mistyped flag need not wait for.
     from train import evaluating, loop, workdir
 

@@ -196,3 +196,18 @@ def test_one_of_several_processes_does_not_train_by_itself(
     size, rank = map(int, names.values())
     assert joined == [("host:1234", size, rank)]
     return None
+
+
+@pytest.mark.multiprocess
+def test_processes_read_no_programs_out_of_a_folder() -> None:
+    """XLA on CPU would lose the order of what they exchange; one process alone reads them."""
+    script = """
+        from train.distributed import compile_here
+
+        compile_here()
+        print(jax.config.jax_enable_compilation_cache)
+    """
+    for n, reads in ((1, "True"), (2, "False")):
+        env = {"JAX_ENABLE_COMPILATION_CACHE": "true"}
+        runs = run_processes(n, script, env=env)
+        assert [run.stdout.splitlines()[-1] for run in runs] == [reads] * n
