@@ -31,9 +31,8 @@ from jaxcomm.collectives.reductions import Reduction
 from jaxcomm.kernels import _device
 
 Order = tuple[tuple[int, ...], ...]
-# Devices beyond which blocks are gathered, in place of an operation for each. For fewer devices
-# single operations are faster on CPU.
-_MANY = 64
+_MANY = 8  # devices beyond which blocks are gathered, in place of an operation for each
+_LONG = 64  # devices beyond which no table has the order of each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +168,7 @@ def _in_order(blocks: Any, schedule: Schedule, me: jax.Array) -> Any:
 def _by_block(kept: Any, order: Order, me: jax.Array) -> Any:
     """Undoes `_in_order`."""
     if not isinstance(kept, list):
-        if len(order) > _MANY:
+        if len(order) > _LONG:
             positions = jnp.argsort(_order_of(me, order))
             return jax.tree.map(lambda x: jnp.take(x, positions, axis=0), kept)
         return _reorder(kept, _inverse(order), me)
@@ -203,7 +202,8 @@ def _order_of(me: jax.Array, order: Order) -> jax.Array:
     """This device's row. As that of device 0, moved on by one for each device, if that is all."""
     table = np.asarray(order, np.int32)
     devices, blocks = table.shape
-    if devices <= _MANY or (table != (table[:1] + np.arange(devices)[:, None]) % blocks).any():
+    moved_on = (table[:1] + np.arange(devices)[:, None]) % blocks
+    if devices <= _LONG or (table != moved_on).any():
         return jnp.asarray(table)[me]
     return (jnp.asarray(table[0]) + me.astype(jnp.int32)) % blocks
 
