@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
+from jaxcomm._users_line import users_line
 
 _AVERAGED = (jnp.integer, jnp.floating, jnp.bool_)
 
@@ -83,7 +84,7 @@ def refuse_rows(aux: Any, aux_of: Callable[[Any], Any], batch: Any, axis_name: A
             f"jax.lax.all_gather(x, {axis_name!r}, tiled=True)."
         )
         if other is None:
-            warnings.warn(f"if {text}", stacklevel=3)
+            warnings.warn(f"if {text}", stacklevel=users_line())
         elif path in other and other[path].shape[:1] == (2 * n,):
             raise ValueError(text)
 
@@ -132,7 +133,7 @@ def warn_of_rows(
                 f"{name} has as many rows as the batch, {arg.shape[0]}, and goes whole "
                 f"to each of the {world} devices: only the batch, argument 2, is split. Give what "
                 "belongs to its rows in it, such as loss(params, (x, y)).",
-                stacklevel=3,
+                stacklevel=users_line(),
             )
 
 

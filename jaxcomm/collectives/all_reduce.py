@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxcomm import _axes, _paths, codecs
 from jaxcomm._axes import AxisName
 from jaxcomm._notes import noted
+from jaxcomm._users_line import users_line
 from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms import Algorithm
@@ -63,7 +64,7 @@ def mean_of(
                 f"{used.name} can be off by more than the value itself (its variance is up to "
                 f"{used.variance:.1f} times the square), so errors that are fed back may grow "
                 "without end; use more levels, smaller blocks, clipping or error_feedback=False.",
-                stacklevel=3,
+                stacklevel=users_line(),
             )
     operations = tuple(dict.fromkeys((*sent.operations, *back.operations)))
     option = _implementations.check(implementation, operations, f"a mean in {codec.name}")

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import optax
 
+from jaxcomm._users_line import users_line
+
 Init = Callable[[Any], Any]
 
 _CURES = {
@@ -152,7 +154,7 @@ def warn_of_a_variance_behind(params: Any, exchange: str) -> None:
             "(arXiv:2102.02888): few bits lose accuracy here. Put the mean into the optimizer, "
             "jaxcomm.factored_adam(jaxcomm.mean(...), learning_rate), or send int4 or more bits.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=users_line(),
         )
 
 
