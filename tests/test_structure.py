@@ -32,6 +32,7 @@ ANYWHERE += (
     "_paths",
     "_placing",
     "_shards",
+    "_users_line",
 )
 STACK = ("kernels", "codecs", "collectives", "transforms")
 BESIDE = ("compiling", "gradients", "mesh", "simulation", "wire", *ANYWHERE)  # nothing of it
