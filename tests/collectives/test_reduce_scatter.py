@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from algorithm_table import CASES
 from jaxcomm import codecs, collectives, wire_report
 from jaxcomm.collectives import algorithms
+from jaxcomm.collectives.algorithms import _scheduled
 from jaxcomm.collectives.reductions import Majority, Reduction
 from jaxcomm.kernels import _device
 
@@ -59,6 +60,38 @@ def test_sent_and_kept_is_all(make_mesh: MakeMesh, name: str, world: int) -> Non
     rows, kept = scattered(x, make_mesh(world), reduction, CASES[name].of(world))
     assert kept is not None and np.abs(kept).max() > 0
     np.testing.assert_allclose(world * rows + kept.sum(0), x.sum(0), atol=1e-5)
+
+
+@pytest.mark.parametrize("limits", [{"_MANY": 1}, {"_MANY": 1, "_LONG": 1}], ids=str)
+@pytest.mark.parametrize(("name", "world"), [("circulant", 7), ("halving_doubling", 8)])
+def test_blocks_of_many_devices_are_in_the_same_order(
+    make_mesh: MakeMesh,
+    name: str,
+    world: int,
+    limits: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From nine devices on they are gathered; so they are here, for few."""
+    algorithm, x = CASES[name].of(world), np.round(normal(world) * 64) * world
+    means = collectives.mean_of(codecs.bfloat16(), "direct", error_feedback=True)[0]
+    votes = Majority("zero", "abstain", jax.random.key(0))
+
+    def all_of() -> list[np.ndarray | None]:
+        found = [scattered(x, make_mesh(world), r, algorithm) for r in (means, votes)]
+        f = jax.shard_map(
+            lambda x: collectives.all_reduce(x[0, 0], "data", means, algorithm)[None],
+            mesh=make_mesh(world),
+            in_specs=P("data"),
+            out_specs=P("data"),
+            check_vma=False,
+        )
+        return [*found[0], found[1][0], np.asarray(jax.jit(f)(x))]
+
+    expected = all_of()
+    for limit, devices in limits.items():
+        monkeypatch.setattr(_scheduled, limit, devices)
+    for one, other in zip(all_of(), expected, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize(("name", "world"), [case for case in EACH if case[0] != "native"])
