@@ -13,7 +13,7 @@ from jaxcomm.kernels._implementations import OPERATIONS, PLAIN
 
 RESULTS = Path(__file__).parent / "results"
 MEASURED = {"9.0": RESULTS / "kernels_h100.json"}
-SIZES = (1, 16, 256, 1024)
+SIZES = (1, 16, 100, 256, 1024)
 # Of the plain version's time: XLA fuses that one with what is around it.
 MARGIN = 0.95
 STEPS = {
@@ -66,7 +66,7 @@ def kernels() -> tuple[list[str], list[list[str]]]:
     """Of each operation and implementation: shares of a copy's speed, and GB/s."""
     rows = []
     for (operation, name), at in read(MEASURED["9.0"]).items():
-        if name in (PLAIN, *OPERATIONS.get(operation.partition(" (")[0], ())):
+        if name in (PLAIN, "default", *OPERATIONS.get(operation.partition(" (")[0], ())):
             of_copy = [f"{at[mib]['of_copy']:.2f}" if mib in at else "" for mib in SIZES]
             gb = f"{at[256]['gb_per_s']:.0f}" if 256 in at else ""
             rows.append([f"`{operation}`", name, *of_copy, gb])

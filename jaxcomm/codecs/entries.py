@@ -64,9 +64,9 @@ class Entries:
         parts.append(offsets.astype(jnp.uint16))
         if self.blocks:
             block = jnp.where(offsets < self.width, offsets // BLOCK, self.blocks)
-            counts = jnp.zeros((*offsets.shape[:-1], self.blocks), jnp.uint32)
-            counts = _add_in_rows(counts, block, jnp.uint32(1))
-            parts += _words(counts, 2)
+            ends = reductions.count_up_to(block, _each(self.blocks, block.shape[:-1]))
+            counts = jnp.diff(ends, axis=-1, prepend=0)
+            parts += _words(counts.astype(jnp.uint32), 2)
         return jnp.concatenate(parts, -1)
 
     def decode(self, payload: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -81,10 +81,9 @@ class Entries:
         offsets = low.astype(jnp.int32)
         if self.blocks:
             per_block = _joined(jnp.split(counts, 2, axis=-1)).astype(jnp.int32)
-            # Each block but the first raises the number of blocks at its first slot.
             starts = jnp.cumsum(per_block, axis=-1, dtype=jnp.int32)[..., :-1]
-            begun = _add_in_rows(jnp.zeros(offsets.shape, jnp.int32), starts, jnp.int32(1))
-            offsets += reductions.running_sum(begun, begun.ndim - 1) * BLOCK
+            slot = _each(slots, starts.shape[:-1])
+            offsets += reductions.count_up_to(starts, slot) * BLOCK
         return values, jnp.where(values == 0, self.width, offsets)
 
 
@@ -94,11 +93,9 @@ def check_values(values: str) -> None:
         raise ValueError(f'values must be "float32" or "bfloat16", got {values!r}.')
 
 
-def _add_in_rows(x: jax.Array, places: jax.Array, value: jax.Array) -> jax.Array:
-    """Adds a value at places of the last axis; places beyond it are dropped."""
-    rows = x.reshape(-1, x.shape[-1])
-    add = jax.vmap(lambda row, place: row.at[place].add(value, mode="drop"))
-    return add(rows, places.reshape(rows.shape[0], -1)).reshape(x.shape)
+def _each(number: int, lead: tuple[int, ...]) -> jax.Array:
+    """0, 1, ... along the last axis, int32 `(*lead, number)`."""
+    return jnp.broadcast_to(jnp.arange(number, dtype=jnp.int32), (*lead, number))
 
 
 def _words(x: jax.Array, number: int) -> list[jax.Array]:

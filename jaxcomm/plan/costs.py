@@ -187,10 +187,10 @@ def _picoseconds(**of: float) -> dict[str, tuple[float, float]]:
 
 # CPU, on two cores of a current x86 server: codes by `python -m jaxcomm.probe --simulate=2`,
 # medians of three runs; messages as between the four processes of `benchmarks.planner`. GPU: codes
-# as an H100 took them in steps on a mesh of one (`python -m benchmarks.gpu_steps`), fp8 as int8 and
-# int2 as int4, sparse means before their thresholds were sorted for and their loops taken out.
-# Messages are counted, not measured: tens of microseconds for one over TCP, and 400 GB/s within a
-# machine, or less if the file says so.
+# as an H100 took them in steps on a mesh of one (`python -m benchmarks.gpu_steps`), fp8 as int8,
+# int2 as int4, and all sparse means but Ok-Topk as TopkA; these two in ResNet-50, the others in the
+# transformer. Messages are counted, not measured: tens of microseconds for one over TCP, and
+# 400 GB/s within a machine, or less if the file says so.
 DEFAULTS = {
     "cpu": Costs(
         source="defaults for a CPU, not measured here",
@@ -243,9 +243,9 @@ DEFAULTS = {
             int2=14,
             scaled_sign=15,
             vote=4.4,
-            oktopk=280,
-            **dict.fromkeys(("topk_allgather", "topk_dsa", "gtopk", "gaussiank"), 170),
-            **dict.fromkeys(("powersgd1", "powersgd2", "powersgd4"), 42),
+            oktopk=64,
+            **dict.fromkeys(("topk_allgather", "topk_dsa", "gtopk", "gaussiank"), 95),
+            **dict.fromkeys(("powersgd1", "powersgd2", "powersgd4"), 33),
         ),
     ),
 }

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcomm import _axes
 from jaxcomm._numbers import is_real
 from jaxcomm.kernels.reductions import computed_once
 from jaxcomm.transforms._layout import Layout, names_in
@@ -209,3 +210,24 @@ def bytes_of(bucket_mib: Any) -> int:
     if not (is_real(bucket_mib) and 0 < bucket_mib < math.inf):
         raise ValueError(f"bucket_mib must be a positive number, got {bucket_mib!r}.")
     return max(int(bucket_mib * 2**20), 1)
+
+
+def in_row_major(x: jax.Array, whole: int = 0) -> jax.Array:
+    """The same, in the order in memory that states have, also where gradients have another.
+
+    On NVIDIA GPUs gradients of convolutions do. XLA would bring each state that is added to one
+    into that order, and back, and copy states that it could not write in place.
+
+    Args:
+      x: an array of which no other axis than the first `whole` is sharded over an axis that is not
+        manual: it would be gathered.
+      whole: the leading axes to keep.
+    """
+
+    def flat_and_back(x: jax.Array) -> jax.Array:
+        flat = jax.lax.optimization_barrier(x.reshape(*x.shape[:whole], -1))
+        return _axes.as_varying(flat.reshape(x.shape), _axes.varying_axes(x))
+
+    if x.ndim < whole + 2 or not x.size:
+        return x
+    return jax.lax.platform_dependent(x, cuda=flat_and_back, default=lambda x: x)

@@ -27,7 +27,7 @@ A step of a method, for L leaves of gradients on N devices:
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ from jaxcomm._marks import OWN_GRADIENT, kind_of, unmark_local
 from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
 from jaxcomm.kernels.reductions import all_finite
-from jaxcomm.transforms._buckets import LAYER, Bucket, joined, split
+from jaxcomm.transforms._buckets import LAYER, Bucket, in_row_major, joined, split
 from jaxcomm.transforms._layout import Layout, check_gradients, names_in, restrict
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, require_own
@@ -56,6 +56,9 @@ Result = jax.Array | dict[int, jax.Array]
 # How a method exchanges a bucket: from its number and its parts, by leaf, to the result, float32
 # and equal on all devices, and anything that the method keeps of it.
 OnBucket = Callable[[int, dict[int, jax.Array]], tuple[Result, Any]]
+
+# What of a bucket shows that something is not finite; see `exchange_buckets`.
+LookAt = Literal["results", "state", "parts"]
 
 _SHORT = 2**14  # values
 _TAGS = 4
@@ -79,7 +82,7 @@ class Exchanged(NamedTuple):
 
 
 def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
-    """The leaves of local gradients, checked, and their tree.
+    """The leaves of local gradients, checked and in the order of states, and their tree.
 
     Raises:
       ValueError: for gradients that are not those of the layout's parameters, or not local; and
@@ -105,7 +108,9 @@ def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
             "changes gradients before it, such as clipping, belongs into its inner optimizer."
         )
     check_gradients(grads, layout)
-    return unmark_local(grads), treedef
+    own = 0 if _axes.is_manual(layout.axis_name) else 1  # the device axis, else none
+    pairs = zip(unmark_local(grads), layout.leaves, strict=True)
+    return [g if names_in(leaf.spec) else in_row_major(g, own) for g, leaf in pairs], treedef
 
 
 def on_every_device(
@@ -183,7 +188,7 @@ def exchange_buckets(
     buckets: Sequence[Bucket],
     on_bucket: OnBucket,
     small: Mapping[Any, jax.Array],
-    must_be_finite: Arrays | None,
+    look_at: LookAt,
     axis_name: AxisName,
     equal_key: jax.Array | None = None,
     results_are_finite: bool = False,
@@ -196,18 +201,18 @@ def exchange_buckets(
       buckets: which leaves travel together, in order.
       on_bucket: how the method exchanges a bucket.
       small: what is averaged exactly, in float32; leaves in the order of their gradients.
-      must_be_finite: the arrays that the flag is about, beside the next state and `small`; None
-        for no flag, where results show what is not finite.
+      look_at: what shows that something in buckets is not finite: the results, which every device
+        sees; or the next state too, or that and the parts, for which a flag is sent.
       axis_name: the mesh axis.
       equal_key: a key that must be equal on all devices; if it is not, `finite` is False.
       results_are_finite: whether the results of buckets are finite whatever happens, as signs are.
-      state_of: the part of what `on_bucket` keeps that is state, and must be finite.
+      state_of: the part of what `on_bucket` keeps that is state.
 
     Wire: that of `on_bucket` for each bucket; one float32 all-reduce of all small arrays, the flag
     if there is one and, with a key, a tag of it; on a mesh of several axes, one int32 over the
     other axes.
     """
-    results, kept = [], []
+    results, kept, sent = [], [], []
     exempt = tuple(key for key in small if isinstance(key, int))
     behind = collectives.Behind({**parts, **small}, list(itertools.chain(*buckets)))
     for number, bucket in enumerate(buckets):
@@ -221,10 +226,12 @@ def exchange_buckets(
                 result, rest = on_bucket(number, ready)
         results.append(result)
         kept.append(rest)
+        sent += ready.values()  # as they travel, and so are in memory already
     small = {key: behind.arrays[key] for key in small}
-    if must_be_finite is not None:
-        local = [*must_be_finite, *jax.tree.leaves([state_of(k) for k in kept])]
-        small[FLAG] = 1 - all_finite(as_vectors(local)).astype(jnp.float32)
+    if look_at != "results":
+        local = jax.tree.leaves([state_of(k) for k in kept])
+        local += sent if look_at == "parts" else []
+        small[FLAG] = 1 - are_finite(local).astype(jnp.float32)
     if equal_key is not None:
         # Integers and their squares: a variance is zero only if all are equal. They have 10 bits,
         # or fewer on many devices, so that all sums of squares are exact. Where one device of very
@@ -250,23 +257,40 @@ def exchange_buckets(
         finite &= jnp.all(variances < 0.25)  # the same on every device
     if not results_are_finite:
         computed += jax.tree.leaves(results)
-    finite = on_further_axes(finite & all_finite(as_vectors(computed)), axis_name)
+    finite = on_further_axes(finite & are_finite(computed), axis_name)
     return Exchanged(results, kept, exact, finite)
 
 
-def as_vectors(arrays: Sequence[jax.Array]) -> Arrays:
+def are_finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Whether all elements are finite, in a region that is manual over all axes."""
+    if not arrays:
+        return jnp.bool_(True)
+    # On GPUs gradients of convolutions have another layout, and vectors of them would be copies.
+    return jax.lax.platform_dependent(
+        *arrays,
+        cpu=lambda *arrays: all_finite(_as_vectors(arrays)),
+        default=lambda *arrays: all_finite(_joined_if_short(arrays)),
+    )
+
+
+def _as_vectors(arrays: Sequence[jax.Array]) -> Arrays:
     """Vectors, which XLA on CPU reduces several times as fast as matrices.
 
-    Short ones of a dtype are joined: on CPU an operation takes as long to start as they do. In a
-    region that is manual over all axes this moves nothing; elsewhere it would gather leaves that
-    are sharded over an automatic axis.
+    In a region that is manual over all axes this moves nothing; elsewhere it would gather leaves
+    that are sharded over an automatic axis.
     """
-    vectors = [x.reshape(-1) for x in arrays]
-    short: dict[Any, Arrays] = {}
-    for x in vectors:
-        if x.size < _SHORT:
+    return _joined_if_short([x.reshape(-1) for x in arrays])
+
+
+def _joined_if_short(arrays: Sequence[jax.Array]) -> Arrays:
+    """Short vectors of a dtype are joined: an operation takes as long to start as they do."""
+    kept, short = [], {}
+    for x in arrays:
+        if x.ndim == 1 and x.size < _SHORT:
             short.setdefault(x.dtype, []).append(x)
-    return [*map(jnp.concatenate, short.values()), *(x for x in vectors if x.size >= _SHORT)]
+        else:
+            kept.append(x)
+    return [*map(jnp.concatenate, short.values()), *kept]
 
 
 def vectors_in_view(arrays: Arrays, layout: Layout) -> Arrays:
@@ -277,7 +301,7 @@ def vectors_in_view(arrays: Arrays, layout: Layout) -> Arrays:
     is_whole = [not names_in(leaf.spec) for leaf in layout.leaves]
     typed = list(zip(_axes.varying_alike(arrays), is_whole, strict=True))
     return [
-        *as_vectors([x for x, whole in typed if whole]),
+        *_as_vectors([x for x, whole in typed if whole]),
         *(x for x, whole in typed if not whole),
     ]
 
@@ -326,7 +350,7 @@ def updates_of(
     """
     updates = [results[i].astype(g.dtype) for i, g in enumerate(grads)]
     if narrow := [u for u in updates if u.dtype.itemsize < 4]:
-        finite = on_further_axes(finite & all_finite(as_vectors(narrow)), axis_name)
+        finite = on_further_axes(finite & are_finite(narrow), axis_name)
     return [jnp.where(finite, u, jnp.nan) for u in updates], finite
 
 

@@ -237,7 +237,7 @@ class _Exchange:
             buckets,
             on_bucket,
             small={i: grads[i] for i in exempt_},
-            must_be_finite=grads if self.factors.keeps_errors else None,
+            look_at="parts" if self.factors.keeps_errors else "results",
             axis_name=self.axis_name,
         )
         means = functools.reduce(dict.__or__, done.buckets, dict(done.exact))

@@ -179,8 +179,8 @@ def majority_vote(
             buckets,
             on_bucket,
             small={i: grads[i] for i in exempt_} | scales,
-            # A scale can overflow where no gradient does, and must not end up in a residual.
-            must_be_finite=[*grads, *scales.values()],
+            # Scales carry what is not finite, and can overflow where no gradient does.
+            look_at="results" if error_feedback else "parts",
             axis_name=axis_name,
             results_are_finite=True,
         )

@@ -208,7 +208,7 @@ def mean(
             buckets,
             on_bucket,
             small={i: grads[i] for i in exempt_},
-            must_be_finite=None if reduction.carries_nonfinite else grads,
+            look_at="results" if reduction.carries_nonfinite else "parts",
             axis_name=axis_name,
             equal_key=key if reduction.needs_equal_keys else None,
         )

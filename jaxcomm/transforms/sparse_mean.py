@@ -21,6 +21,7 @@ from jaxcomm.transforms._buckets import (
     buckets_of,
     by_appearance,
     bytes_of,
+    in_row_major,
     joined,
     joined_sums,
     split_off_empty,
@@ -276,10 +277,12 @@ class _Exchange:
         def moved(parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
             if self.momentum is None:
                 return parts
-            return {
+            sums = {
                 i: part.astype(jnp.float32) + (self.momentum * old[i] if i in old else 0.0)
                 for i, part in parts.items()
             }
+            # Else XLA on GPUs adds them again for the next momenta, and copies the last for that.
+            return {i: in_row_major(x) for i, x in sums.items()}
 
         small = moved({i: grads[i] for i in exempt_})
 
@@ -293,7 +296,8 @@ class _Exchange:
             buckets,
             on_bucket,
             small=small,
-            must_be_finite=grads,
+            # What is not finite stays in the residual, or makes it NaN, or is in a dense mean.
+            look_at="state" if self.error_feedback else "parts",
             axis_name=self.axis_name,
             state_of=lambda kept: (kept.residual, kept.velocity),
         )

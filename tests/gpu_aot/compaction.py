@@ -18,7 +18,7 @@ from gpu_aot.traffic import kernels
 from jaxcomm.kernels import select
 from jaxcomm.kernels.select import triton
 
-ENTRY = 4 + 2  # bytes of a value, and of its place in a tile
+PLACE = 2  # bytes of a place in a tile
 
 
 def moved(implementation: str, mesh: Any, n: int, density: float) -> float:
@@ -36,10 +36,10 @@ def moved(implementation: str, mesh: Any, n: int, density: float) -> float:
     found = kernels(read_program(compiled.as_text()))
     total = sum(kernel.read + kernel.written for kernel in found)
     if implementation == "triton":
-        # The second kernel has x at hand for tiles that ran out of room, and of the room of a tile
-        # only what is filled is touched: no address beyond it is written or read.
-        room = -(-n // triton.TILE) * triton.room_for(n, capacity)
-        total -= 4 * n + 2 * ENTRY * (room - capacity)
+        # The second kernel reads of x what is selected, and of the lists of tiles only what is
+        # filled is touched.
+        lists = -(-n // triton.TILE) * triton.TILE
+        total -= 4 * (n - capacity) + 2 * PLACE * (lists - capacity)
     return total / (4 * n + 8 * capacity)
 
 

@@ -76,6 +76,32 @@ def test_what_is_finite(dtype: jnp.dtype, shape: tuple[int, ...]) -> None:
         assert not reductions.all_finite([most, most.at[-1].set(value)])
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2500,), (3, 5), (3, 3, 7, 300)])
+def test_gpus_find_what_is_finite_in_every_shape(shape: tuple[int, ...]) -> None:
+    x = np.ones(shape, np.float32)
+    others = [jnp.ones(4), jnp.ones((2, 2), jnp.bfloat16)]
+    find = jax.jit(reductions._at_once)
+    assert find(jnp.asarray(x), *others)
+    for value in (np.inf, np.nan):
+        x.reshape(-1)[-1] = value
+        assert not find(jnp.asarray(x), *others)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("lead", [(), (2, 3)])
+@pytest.mark.parametrize("m", [1, 2, 7, 8, 300])
+def test_counts_up_to(monkeypatch: pytest.MonkeyPatch, m: int, lead: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(m)
+    ascending = np.sort(rng.integers(-40, 40, (*lead, m), np.int32))
+    x = rng.integers(-45, 45, (*lead, 50), np.int32)
+    wanted = (ascending[..., None, :] <= x[..., None]).sum(-1)
+    found = jax.jit(reductions.count_up_to)(ascending, x)
+    np.testing.assert_array_equal(found, wanted)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
+    on_gpu = jax.jit(lambda *args: reductions.count_up_to(*args))(ascending, x)
+    np.testing.assert_array_equal(on_gpu, wanted)
+
+
 @pytest.mark.parametrize("rows", [1, 64, 65, 130])
 def test_rows_are_added_in_their_order(rows: int) -> None:
     """Many of them in a loop, as those of many devices are."""

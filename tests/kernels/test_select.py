@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from implementations import every_implementation, interpreted
 from jaxcomm.kernels import select
+from jaxcomm.kernels.select import compaction
 from jaxcomm.kernels.select import magnitudes as bands
 from jaxcomm.kernels.select import threshold as search
 
@@ -37,8 +38,15 @@ def sorting(x: np.ndarray, k: int) -> jax.Array:
     return jax.lax.bitcast_convert_type(jnp.maximum(pattern, 1), jnp.float32)
 
 
+@partial(jax.jit, static_argnums=1)
+def counting(x: np.ndarray, k: int) -> jax.Array:
+    """What GPUs do where a sample was misleading."""
+    pattern = search._counted(search.patterns_of(jnp.asarray(x)), k)
+    return jax.lax.bitcast_convert_type(jnp.maximum(pattern, 1), jnp.float32)
+
+
 each_search = pytest.mark.parametrize(
-    "threshold_for", [threshold_for, sorting], ids=["own", "sort"]
+    "threshold_for", [threshold_for, sorting, counting], ids=["own", "sort", "count"]
 )
 count_at_least = jax.jit(select.count_at_least)
 compact = jax.jit(select.compact, static_argnums=2)
@@ -231,6 +239,45 @@ def test_both_formulations_count(n: int, count: Callable) -> None:
         np.testing.assert_array_equal(run(patterns, lows), wanted)
 
 
+def test_gpus_pack_and_place_alike() -> None:
+    """Bits are packed by halves, and each slot looks for its chunk by itself."""
+    for n, capacity in ((1, 4), (513, 600), (30_001, 600)):
+        slot = jnp.arange(capacity, dtype=jnp.int32)
+        for x in samples(n, n):
+            inside = bands.patterns_of(x) >= bands.lowest_for(jnp.float32(0.5))
+            inside = jnp.pad(inside, (0, -n % CHUNK))
+            words = bands._joined(inside)
+            np.testing.assert_array_equal(bands._joined_by_halves(inside), words)
+            before = compaction._count_before(words)
+            marks = compaction._places_by_marks(words, before, slot)
+            found = compaction._places_by_search(words, before, slot)
+            filled = np.asarray(slot) < int(before[-1])
+            np.testing.assert_array_equal(found[filled], marks[filled])
+
+
+def test_a_threshold_near_the_kth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long vector that of a sample, and the same on GPUs; never too high for equal values."""
+    n, k = 2**19, 2**19 // 20
+    rng = np.random.default_rng(0)
+    normal = rng.standard_normal(n).astype(np.float32)
+    columns = normal * np.exp(0.5 * rng.standard_normal(512).astype(np.float32)).repeat(n // 512)
+    vectors = [normal, normal**3, columns, columns.reshape(512, -1).T.reshape(-1)]
+    vectors += [np.full(n, 1.234, np.float32), np.where(normal > 2.5, normal, 0)]
+    found = [select.threshold_near(jnp.asarray(x), k) for x in vectors]
+    counts = [
+        np.sum(magnitudes(x) >= magnitudes(np.float32([t])))
+        for x, t in zip(vectors, found, strict=True)
+    ]
+    assert all(0.9 * k < count < 1.15 * k for count in counts[:4])
+    assert counts[4] == n  # all are equal
+    assert found[5] == TINY  # fewer than k are not zero
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
+    on_gpu = [select.threshold_near(jnp.asarray(x), k) for x in vectors]
+    np.testing.assert_array_equal(on_gpu, found)
+    short = jnp.asarray(normal[:9000])
+    assert bits_of(select.threshold_near(short, 90)) == bits_of(kth(np.asarray(short), 90))
+
+
 def every_function(x: jax.Array) -> tuple[jax.Array, ...]:
     t = select.threshold_for(x, x.size // 50)
     whole = select.compact(x, t, x.size // 40, x.size // 50)
@@ -306,7 +353,6 @@ def test_wrong_arguments() -> None:
 
 
 def test_tiles_that_are_full_beside_empty_ones() -> None:
-    """The buffer of a tile has room for four shares of the capacity."""
     from jaxcomm.kernels.select import triton
 
     rng = np.random.default_rng(0)
@@ -318,7 +364,6 @@ def test_tiles_that_are_full_beside_empty_ones() -> None:
     places = selected(x, 0)
     compact = jax.jit(interpreted(select.compact, "triton"), static_argnums=2)
     for capacity in (80, len(places) - 1, 2400):
-        assert (triton.room_for(len(x), capacity) < triton.TILE / 2) == (capacity == 80)
         assert_selected(compact(x, jnp.float32(0), capacity), x, places, capacity)
 
 

@@ -3,6 +3,7 @@
 After good, bad and good gradients, updates and state are those of the good gradients alone.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import optax
 import pytest
 
 import jaxcomm
+from jaxcomm import sparse
 from transforms.both_views import (
     SHAPES,
     VIEWS,
@@ -91,6 +93,33 @@ def test_a_bad_step_changes_nothing(view: View, method: str, inner: str, value: 
     assert exchange.step == exchange_expected.step + 1
     kept, wanted = exchange.residual, exchange_expected.residual
     jax.tree.map(np.testing.assert_array_equal, kept, wanted)
+
+
+SPARSE = {name: sparse.BY_NAME[name]() for name in sparse.BY_NAME} | {
+    f"{name} in 16 bits": dataclasses.replace(sparse.BY_NAME[name](), values="bfloat16")
+    for name in ("oktopk", "topk_dsa")
+}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_sparse_mean_sees_it_in_the_residual(name: str, value: float) -> None:
+    """It is selected, or not; it is in the mean, or waits: the residual is not finite."""
+    plain = jaxcomm.sparse_mean("data", 0.1, SPARSE[name])
+    moving = jaxcomm.sparse_mean("data", 0.1, SPARSE[name], momentum_correction=0.9)
+    lossy = jaxcomm.sparse_mean("data", 0.1, SPARSE[name], error_feedback=False)
+    for tx in (plain, moving, lossy):
+        (_, nothing), (before, after) = run(GLOBAL, tx, [gradients(WORLD), bad(value)])
+        assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(nothing) if leaf.size)
+        jax.tree.map(np.testing.assert_array_equal, state_of(after), state_of(before))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_votes_with_scales_see_it_in_a_scale(value: float) -> None:
+    tx = jaxcomm.majority_vote("data", error_feedback=True)
+    (_, nothing), (before, after) = run(GLOBAL, tx, [gradients(WORLD), bad(value)])
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(nothing) if leaf.size)
+    jax.tree.map(np.testing.assert_array_equal, state_of(after), state_of(before))
 
 
 def test_a_transformation_that_mends_its_gradients_goes_on() -> None:

@@ -277,7 +277,9 @@ def test_the_spec_of_the_state(model: int) -> None:
 def test_bytes_are_those_of_the_formula(
     world: int, error_feedback: bool, bucket_mib: float
 ) -> None:
-    exact = 6 + 1 + 1 + 2 * error_feedback  # bias, scale, flag; and a scale for each large leaf
+    exact = (
+        6 + 1 + (2 if error_feedback else 1)
+    )  # bias, scale; and scales of large leaves, or a flag
     exact = Fraction(2 * (world - 1), world) * 4 * exact
     words_of_buckets = [2] if bucket_mib == 32.0 else [1, 2]
     votes = sum(2 * (world - 1) * 4 * -(-words // world) for words in words_of_buckets)

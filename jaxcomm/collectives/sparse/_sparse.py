@@ -11,7 +11,6 @@ and is added to its next gradient.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, ClassVar, NamedTuple
 
@@ -56,11 +55,12 @@ class SparseAllReduce:
       density: the share k/n of values to select, in (0, 1].
       values: "float32" or "bfloat16", the format of values on the wire.
       slack: the room of a message, as a multiple of the expected number of entries.
-      recompute_every: steps between exact thresholds; in between, the last one is re-used.
+      recompute_every: steps between new thresholds; in between, the last one is re-used. With 1
+        the k largest values are selected in every step.
       scaling: what a re-used threshold is multiplied or divided by after a step in which more than
         5/4 k or fewer than 2/3 k values were above it.
-      tolerance: a re-used threshold is computed anew if the number of values above it is more than
-        `tolerance` times k, or less than k over `tolerance`; with None, only if there are more
+      tolerance: a new threshold is found if the number of values above the re-used one is more
+        than `tolerance` times k, or less than k over `tolerance`; with None, only if there are more
         than messages have room for.
       implementation: how kernels select, see `kernels._implementations`.
       operations: the kernels' operations that have more than one implementation.
@@ -113,7 +113,7 @@ class SparseAllReduce:
     ) -> tuple[select.Selected, jax.Array]:
         """About k of the largest values, and the threshold that they reach.
 
-        They are those above the last threshold; or exactly k, if a new one is due, or if the last
+        They are those above the last threshold; or above a new one, if that is due, or if the last
         is off or lets pass more than the capacity. If they were chosen by place, values at the end
         of x would never be sent where there are always too many.
         """
@@ -121,56 +121,28 @@ class SparseAllReduce:
         if self.recompute_every == 1:
             return self.largest(x, k, capacity)
         is_due = step % self.recompute_every == 0
-        ways = {"cpu": self._in_a_loop, "default": self._in_a_branch}
-        search = {name: functools.partial(way, k, capacity) for name, way in ways.items()}
-        return jax.lax.platform_dependent(x, last, is_due, **search)
+        is_bad = is_due | self._is_bad(select.count_at_least(x, last), k, capacity)
+        threshold = self.replaced_if(is_bad, x, k, last)
+        return self.compact(x, threshold, capacity), threshold
 
-    def _in_a_branch(
-        self, k: int, capacity: int, x: jax.Array, last: jax.Array, is_due: jax.Array
-    ) -> tuple[select.Selected, jax.Array]:
-        """`about_k` on GPUs.
+    def replaced_if(self, is_bad: jax.Array, x: jax.Array, k: int, last: jax.Array) -> jax.Array:
+        """A threshold, or one that about k values reach, if it is bad."""
 
-        For every decision of a loop or a branch the host waits for the device, longer than a pass
-        over x takes. So there is one, and a first round that may be in vain.
-        """
-        found = self.compact(x, last, capacity)
-        is_bad = is_due | self._is_bad(found, k)
-        return jax.lax.cond(is_bad, lambda: self.largest(x, k, capacity), lambda: (found, last))
+        def anew(x: jax.Array) -> jax.Array:
+            near = select.threshold_near(x, k, implementation=self.implementation)
+            return jnp.maximum(near, SMALLEST)
 
-    def _in_a_loop(
-        self, k: int, capacity: int, x: jax.Array, last: jax.Array, is_due: jax.Array
-    ) -> tuple[select.Selected, jax.Array]:
-        """`about_k` on CPUs: a second round is rare, and as a loop both are compiled once."""
-
-        class Try(NamedTuple):
-            is_exact: jax.Array
-            threshold: jax.Array
-            found: select.Selected
-            is_good: jax.Array
-
-        def attempt(before: Try) -> Try:
-            # XLA would compute the magnitudes ahead of the loop, and store all of them.
-            mine, last = jax.lax.optimization_barrier((x, before.threshold))
-            threshold = jax.lax.cond(
-                before.is_exact, lambda: self.threshold_for(mine, k), lambda: last
-            )
-            most = jnp.where(before.is_exact, k, x.size)
-            found = self.compact(mine, threshold, capacity, most)
-            is_good = before.is_exact | ~self._is_bad(found, k)
-            return Try(jnp.bool_(True), threshold, found, is_good)
-
-        nothing = jax.tree.map(
-            lambda s: jnp.zeros(s.shape, s.dtype),
-            jax.eval_shape(lambda: self.compact(x, last, capacity)),
+        # On GPUs a sample is searched by sorting, which no CUDA graph holds: in a branch the host
+        # would wait for the device in every step, longer than the search takes.
+        return jax.lax.platform_dependent(
+            x,
+            cpu=lambda x: jax.lax.cond(is_bad, anew, lambda _: last, x),
+            default=lambda x: jnp.where(is_bad, anew(x), last),
         )
-        done = jax.lax.while_loop(
-            lambda tried: ~tried.is_good, attempt, Try(is_due, last, nothing, jnp.bool_(False))
-        )
-        return done.found, done.threshold
 
-    def _is_bad(self, found: select.Selected, k: int) -> jax.Array:
-        """Whether a re-used threshold is off, or lets pass more than there is room for."""
-        return self.is_off(found.count, k) | (found.count > found.values.size)
+    def _is_bad(self, count: jax.Array, k: int, capacity: int) -> jax.Array:
+        """Whether a threshold is off, or lets pass more than there is room for."""
+        return self.is_off(count, k) | (count > capacity)
 
     def largest(self, x: jax.Array, k: int, capacity: int) -> tuple[select.Selected, jax.Array]:
         """The k largest values, of equal ones the first, and the threshold that they reach."""

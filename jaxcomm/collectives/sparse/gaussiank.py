@@ -21,7 +21,8 @@ class Gaussiank(SparseAllReduce):
 
     The first guess holds for normally distributed values: k of n are above the mean plus z standard
     deviations. Then the threshold is halved or raised by half, up to four times, until between 2k/3
-    and 4k/3 values are above it. Each try is one count.
+    and 4k/3 values are above it. Each try is one count. Where fewer than 2k/3 are, or more than
+    there is room for, the threshold is that of `select.threshold_near`.
 
     Wire: that of `topk_allgather`.
 
@@ -37,12 +38,11 @@ class Gaussiank(SparseAllReduce):
     ) -> tuple[SparseResult, jax.Array]:
         """See `SparseAllReduce.exchange`."""
         del threshold, step
-        threshold = self.gaussian_threshold(x)
-        k, capacity = self.k(x.size), self.room(x.size)
-        found = self.compact(x, threshold, capacity)
-        is_off = (found.count > capacity) | (found.count < math.ceil(2 * k / 3))
-        found = jax.lax.cond(is_off, lambda: self.largest(x, k, capacity)[0], lambda: found)
-        return gathered(self, x, found, axis_name), threshold
+        guess, k, capacity = self.gaussian_threshold(x), self.k(x.size), self.room(x.size)
+        count = select.count_at_least(x, guess)
+        is_off = (count > capacity) | (count < math.ceil(2 * k / 3))
+        threshold = self.replaced_if(is_off, x, k, guess)
+        return gathered(self, x, self.compact(x, threshold, capacity), axis_name), threshold
 
     def gaussian_threshold(self, x: jax.Array) -> jax.Array:
         """A magnitude that about k values of x exceed, if they are anything like normal ones."""
@@ -95,8 +95,9 @@ def gaussiank(values: str = "float32", slack: float = 1.5) -> Gaussiank:
       arXiv:1911.08772, algorithm 1.
 
     Differs from the paper: if more are above the threshold than the message has room for, or fewer
-    than 2k/3, it has the k largest. A static message cannot grow, and where values have only a few
-    sizes, the threshold of a normal distribution could be above all of them in every step.
+    than 2k/3, another one is found in a sample. A static message cannot grow, and where values have
+    only a few sizes, the threshold of a normal distribution could be above all of them in every
+    step.
     """
     # No threshold is re-used, so the rules for re-used ones do not matter.
     return Gaussiank(values=values, slack=slack, recompute_every=1, scaling=1.0, tolerance=None)

@@ -28,10 +28,11 @@ class OkTopk(SparseAllReduce):
        add what arrives.
     2. All-gather: each owner sends the k/N largest of its sums to everyone.
 
-    The threshold aims at k values. It is exact every `recompute_every` steps, at least, and re-used
-    in between, unless the count of values is off by more than `tolerance`: then it is computed
-    anew. With a `tolerance` above 3/2, or None, it is scaled a little before that. A value that is
-    not in the mean, because it is too small or has no room, stays in its device's residual.
+    The threshold aims at k values. It is found every `recompute_every` steps, at least, and re-used
+    in between, unless the count of values is off by more than `tolerance`. In a long vector it is
+    that of a sample, which a few percent more or fewer than k reach. With a `tolerance` above 3/2,
+    or None, it is scaled a little before it is found anew. A value that is not in the mean, because
+    it is too small or has no room, stays in its device's residual.
 
     Every N places in a row have N owners, and who has which changes from step to step. So an owner
     gets about k/N of each device's values, give or take their square root, wherever they lie: from
@@ -99,7 +100,7 @@ def oktopk(
     Args:
       values: "float32" or "bfloat16", on the wire.
       slack: how many times an equal share of k entries a message to an owner has room for.
-      recompute_every: steps between exact thresholds, tau' in the paper.
+      recompute_every: as of `topk_allgather`; tau' in the paper.
       scaling: as of `topk_allgather`; with a `tolerance` of at most 3/2 no threshold is scaled.
       tolerance: likewise.
 
@@ -122,7 +123,8 @@ def oktopk(
     the paper has contiguous regions, moves their boundaries every 64 steps, and hands sums over
     before the all-gather where they are unbalanced. Each owner sends its own k/N largest sums, not
     those above a threshold that all have in common. A threshold that is far off, or lets pass more
-    than messages have room for, is computed anew at once (with `tolerance=None` only the latter).
+    than messages have room for, is found anew at once (with `tolerance=None` only the latter). That
+    of a long vector is a sample's, not the exact one.
     """
     return OkTopk(
         values=values,

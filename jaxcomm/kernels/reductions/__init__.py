@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from jaxcomm import _axes
+
 _ROWS, _LANES = 8, 32
 _FEW_LANES = 8  # for an axis that is shorter than that
 _MANY_ROWS = 64
@@ -107,6 +109,38 @@ def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
     return jax.lax.platform_dependent(x, cpu=cpu, default=plain)
 
 
+def count_up_to(ascending: jax.Array, x: jax.Array) -> jax.Array:
+    """How many of the values in ascending order are at most x, for each x along the last axis.
+
+    A search by halves for each: in a loop on CPU, which compiles faster; elsewhere without one, so
+    that XLA fuses it with what uses the result.
+
+    Args:
+      ascending: int32 array `(..., m)`, not empty along the last axis.
+      x: int32 array `(..., q)`, with the same leading axes.
+
+    Returns:
+      int32 array of the shape of x, from 0 to m.
+    """
+    m = ascending.shape[-1]
+    steps = m.bit_length()
+    ascending, x = _axes.varying_alike([ascending, x])
+
+    def step(i: int | jax.Array, found: jax.Array, ascending: jax.Array, x: jax.Array) -> jax.Array:
+        more = found + (1 << (steps - 1 - i))
+        there = jnp.take_along_axis(ascending, jnp.minimum(more, m) - 1, -1, mode="clip")
+        return jnp.where((more <= m) & (there <= x), more, found)
+
+    def in_a_loop(*given: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, steps, lambda i, found: step(i, found, *given), zeros)
+
+    def at_once(*given: jax.Array) -> jax.Array:
+        return functools.reduce(lambda found, i: step(i, found, *given), range(steps), zeros)
+
+    zeros = jnp.zeros_like(x)
+    return jax.lax.platform_dependent(ascending, x, cpu=in_a_loop, default=at_once)
+
+
 def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
     """Whether all elements of all arrays are finite; float32 vectors are looked at fastest."""
     arrays = [x for x in arrays if x.size]
@@ -123,15 +157,20 @@ def _one_by_one(*arrays: jax.Array) -> jax.Array:
 
 def _at_once(*arrays: jax.Array) -> jax.Array:
     """The same, in about one kernel an array, where XLA takes two and a comparison for each."""
-    parts = [_rows_are_finite(x) if x.ndim == 1 else _is_finite(x)[None] for x in arrays]
     # Without the barrier XLA would reduce each array to one element, and then join them.
-    return jnp.all(jax.lax.optimization_barrier(jnp.concatenate(parts)))
+    parts = jnp.concatenate([_parts_are_finite(x) for x in arrays])
+    return jnp.all(jax.lax.optimization_barrier(parts))
 
 
-def _rows_are_finite(x: jax.Array) -> jax.Array:
-    """Whether pieces of a vector are finite, bool `(ceil(n / 1024),)`."""
-    rows = jnp.pad(x, (0, -x.size % _ROW)).reshape(-1, _ROW)
-    return jnp.all(_finite(rows), axis=1)
+def _parts_are_finite(x: jax.Array) -> jax.Array:
+    """Whether pieces of a vector, or columns of another array, are finite; a bool vector.
+
+    Arrays keep their shape: one that XLA holds transposed would be copied to become a vector.
+    """
+    if x.ndim == 1:
+        rows = jnp.pad(x, (0, -x.size % _ROW)).reshape(-1, _ROW)
+        return jnp.all(_finite(rows), axis=1)
+    return jnp.all(_finite(jnp.atleast_1d(x)), axis=tuple(range(x.ndim - 1)))
 
 
 def computed_once(x: jax.Array) -> jax.Array:

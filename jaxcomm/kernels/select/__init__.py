@@ -11,7 +11,7 @@ entries on GPUs.
 from jaxcomm.kernels.select.compaction import Selected, narrow
 from jaxcomm.kernels.select.magnitudes import CHUNK
 from jaxcomm.kernels.select.selection import MOST, compact, count_at_least
-from jaxcomm.kernels.select.threshold import threshold_for
+from jaxcomm.kernels.select.threshold import threshold_for, threshold_near
 
 __all__ = [
     "CHUNK",
@@ -21,4 +21,5 @@ __all__ = [
     "count_at_least",
     "narrow",
     "threshold_for",
+    "threshold_near",
 ]

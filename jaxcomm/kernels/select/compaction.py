@@ -5,6 +5,7 @@ slots as there is space for entries. A second pass finds the entries that tie at
 where some of them have to go.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -72,10 +73,11 @@ def narrow(found: Selected, threshold: jax.Array, most: int, n: int) -> Selected
       `Selected` with arrays of `(most,)`, in the order of `found`.
     """
     low, patterns = lowest_for(threshold), patterns_of(found.values)
-    above, ties = patterns > low, patterns == low
-    room = most - jnp.sum(above, dtype=jnp.int32)
-    kept = above | (ties & (reductions.running_sum(ties.astype(jnp.int32)) <= room))
-    last = reductions.running_sum(kept.astype(jnp.int32))
+    above, tie = patterns > low, patterns == low
+    up_to = reductions.running_sum(jnp.stack([above, tie]).astype(jnp.int32), axis=1)
+    room = most - up_to[0, -1]
+    last = up_to[0] + jnp.minimum(up_to[1], room)
+    kept = above | (tie & (up_to[1] <= room))
     slot = jnp.where(kept, last - 1, most)
     values = jnp.zeros(most, jnp.float32).at[slot].set(found.values, mode="drop")
     indices = jnp.full(most, n, jnp.int32).at[slot].set(found.indices, mode="drop")
@@ -91,8 +93,8 @@ def _words_in(x: jax.Array, low: jax.Array, past: jax.Array) -> jax.Array:
 def _compact_words(x: jax.Array, words: jax.Array, before: jax.Array, capacity: int) -> Selected:
     """The entries of x that have a bit in `words`, of which so many come before each chunk."""
     slot = jnp.arange(capacity, dtype=jnp.int32)
-    chunk = _chunk_of_slots(before, capacity)
-    place = _place(words, chunk, slot - before.at[chunk].get(mode="clip"))
+    places = functools.partial(jax.lax.platform_dependent, words, before, slot)
+    place = places(cpu=_places_by_marks, default=_places_by_search)
     filled = slot < before[-1]
     values = jnp.where(filled, x.at[place].get(mode="clip"), jnp.float32(0))
     return Selected(values, jnp.where(filled, place, x.size), before[-1])
@@ -124,23 +126,35 @@ def _count_before(words: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(before)
 
 
-def _chunk_of_slots(before: jax.Array, capacity: int) -> jax.Array:
-    """The chunk of the s-th entry, `(capacity,)`; arbitrary beyond the last entry.
+def _places_by_marks(words: jax.Array, before: jax.Array, slot: jax.Array) -> jax.Array:
+    """The place in x of the s-th entry, for each slot s; arbitrary beyond the last entry.
 
     Every chunk marks the slot of its first entry, and an empty chunk marks the slot of the next
     entry. So the number of marks up to and at a slot is the number of chunks that begin there or
     before, and the last of these chunks holds the entry.
     """
-    marks = jnp.zeros_like(before, shape=(capacity,)).at[before[:-1]].add(1, mode="drop")
-    return jax.lax.optimization_barrier(reductions.running_sum(marks) - 1)
-
-
-def _place(words: jax.Array, chunk: jax.Array, rank: jax.Array) -> jax.Array:
-    """The index in x of the set bit with a rank, from 0, in its chunk."""
+    marks = jnp.zeros_like(slot).at[before[:-1]].add(1, mode="drop")
+    chunk = jax.lax.optimization_barrier(reductions.running_sum(marks) - 1)
+    rank = slot - before.at[chunk].get(mode="clip")
     counts = jax.lax.population_count(words).astype(jnp.int32)
     ends = jnp.cumsum(counts, axis=1, dtype=jnp.int32).at[chunk].get(mode="clip")
     past = ends <= rank[:, None]
     lane = jnp.sum(past, axis=1, dtype=jnp.int32)
     left = rank - jnp.max(jnp.where(past, ends, 0), axis=1)
     word = words.at[chunk, lane].get(mode="clip")
+    return chunk * CHUNK + bit_with_rank(word, left) * LANES + lane
+
+
+def _places_by_search(words: jax.Array, before: jax.Array, slot: jax.Array) -> jax.Array:
+    """The same for GPUs, where each slot looks for its chunk by itself, in one kernel."""
+    chunk = reductions.count_up_to(before[:-1], slot) - 1
+    left = slot - before.at[chunk].get(mode="clip")
+    word, lane, done = jnp.zeros_like(left, jnp.uint32), jnp.zeros_like(left), left < 0
+    for j in range(LANES):
+        mine = words.at[chunk, j].get(mode="clip")
+        count = jax.lax.population_count(mine).astype(jnp.int32)
+        here = ~done & (left < count)
+        word, lane = jnp.where(here, mine, word), jnp.where(here, j, lane)
+        done |= here
+        left = jnp.where(done, left, left - count)
     return chunk * CHUNK + bit_with_rank(word, left) * LANES + lane

@@ -78,8 +78,22 @@ def bit_with_rank(word: jax.Array, rank: jax.Array) -> jax.Array:
 
 def _pack(x: jax.Array, low: jax.Array, past: jax.Array) -> jax.Array:
     inside = patterns_of(x) - low < past - low
+    return jax.lax.platform_dependent(inside, cpu=_joined, default=_joined_by_halves)
+
+
+def _joined(inside: jax.Array) -> jax.Array:
     rows = inside.reshape(-1, CHUNK // LANES, LANES).astype(jnp.uint32)
     return jax.lax.reduce_or(rows << jax.lax.broadcasted_iota(jnp.uint32, rows.shape, 1), axes=(1,))
+
+
+def _joined_by_halves(inside: jax.Array) -> jax.Array:
+    """The same for GPUs, where XLA reads 16 rows at once, at three times the speed of 32."""
+    rows = inside.reshape(-1, 2, CHUNK // LANES // 2, LANES).astype(jnp.uint32)
+    place = jax.lax.broadcasted_iota(jnp.uint32, rows.shape, 2)
+    halves = jax.lax.reduce_or(rows << place, axes=(2,))
+    # A sum of what has no bit in common: XLA would join two reductions by "or" into one.
+    half = jax.lax.broadcasted_iota(jnp.uint32, halves.shape, 1)
+    return jnp.sum(halves << 16 * half, axis=1, dtype=jnp.uint32)
 
 
 def _count_one_by_one(patterns: jax.Array, lows: jax.Array) -> jax.Array:

@@ -1,9 +1,8 @@
 """Compaction as two Triton kernels, which read x once and otherwise move only selected entries.
 
-The first kernel takes x in tiles. For each tile it counts the selected entries and stores them in a
-buffer of the tile. XLA computes the sums of the counts. The second kernel moves the entries from
-the buffers to their slots. If a tile selects more entries than its buffer holds, the second kernel
-reads the tile again.
+The first kernel takes x in tiles. For each tile it counts the selected entries, and lists their
+places in the tile. XLA computes the sums of the counts. The second kernel finds for each slot the
+tile of its entry in these sums, by halves, and takes the entry out of x.
 
 The kernels are in Triton because Mosaic GPU cannot store to a computed address for each element.
 """
@@ -33,8 +32,7 @@ from jaxcomm.kernels.select.magnitudes import (
 TILE = 1024
 _GROUP = 32  # ranks that are searched for at once
 _WARPS = 1  # of a program
-_LEAST_ROOM = 32  # entries in the buffer of a tile
-_SHARES = 4  # the buffer of a tile holds as many times its share of the capacity
+_SLOTS = 128  # that a program fills
 _MOST_SLOTS = 2**30
 
 
@@ -59,23 +57,18 @@ def compact(
             f'the implementation "triton" takes at most 2^31 - {TILE} elements and 2^30 slots, got '
             f'{x.size} and {capacity}; cut the array, or use "xla" or None.'
         )
-    room = room_for(x.size, capacity)
     low = jnp.reshape(lowest_for(threshold), 1)
-    *entries, counts = _call(
-        _select,
-        [x, low],
-        [(tiles * room, jnp.float32), (tiles * room, jnp.uint16), (tiles, jnp.int32)],
-        tiles,
-        interpret,
-    )
+    # Of the list of a tile, only what is filled is written, and read.
+    shapes = [(tiles * TILE, jnp.uint16), (tiles, jnp.int32)]
+    listed, counts = _call(_select, [x, low], shapes, tiles, interpret)
     before = jnp.concatenate(
         [jnp.zeros_like(counts, shape=(1,)), jnp.cumsum(counts, dtype=jnp.int32)]
     )
     values, places = _call(
         _arrange,
-        [x, low, *entries, before],
+        [x, listed, before],
         [(capacity, jnp.float32), (capacity, jnp.int32)],
-        max(tiles, -(-capacity // TILE)),
+        -(-capacity // _SLOTS),
         interpret,
     )
     found = Selected(values, places, before[-1])
@@ -88,90 +81,40 @@ def compact(
     )
 
 
-def room_for(n: int, slots: int) -> int:
-    """The entries that the buffer of each tile of n holds; no kernel touches its unused end."""
-    share = -(-slots // -(-n // TILE))
-    return min(TILE, max(_LEAST_ROOM, _power_of_two(_SHARES * share)))
-
-
-def _select(x_ref: Any, low_ref: Any, values_ref: Any, places_ref: Any, counts_ref: Any) -> None:
-    """Counts the selected entries of a tile, and stores the first of them in its buffer."""
-    tile, room = pl.program_id(0), values_ref.shape[0] // counts_ref.shape[0]
+def _select(x_ref: Any, low_ref: Any, listed_ref: Any, counts_ref: Any) -> None:
+    """Counts the selected entries of a tile, and lists their places in it."""
+    tile = pl.program_id(0)
     words, ends = _words(x_ref, low_ref, tile)
     count = jnp.max(ends)
     counts_ref[tile] = count
-    kept = jnp.minimum(count, room)
 
-    def put(rank: jax.Array) -> None:
-        place, mask = _place(words, ends, rank), rank < kept
-        value = plt.load(x_ref.at[tile * TILE + place], mask=mask, other=0)
-        entry = (values_ref, value), (places_ref, place.astype(jnp.uint16))
-        _scatter(tile * room + rank, mask, *entry)
+    def put(i: jax.Array, _: None) -> None:
+        rank = i * _GROUP + jax.lax.iota(jnp.int32, _GROUP)
+        place = _place(words, ends, rank).astype(jnp.uint16)
+        _scatter(tile * TILE + rank, rank < count, (listed_ref, place))
 
-    _by_groups(kept, put)
+    jax.lax.fori_loop(0, jax.lax.div(count + (_GROUP - 1), _GROUP), put, None)
 
 
 def _arrange(
-    x_ref: Any,
-    low_ref: Any,
-    values_ref: Any,
-    places_ref: Any,
-    before_ref: Any,
-    *out_refs: Any,
+    x_ref: Any, listed_ref: Any, before_ref: Any, values_ref: Any, places_ref: Any
 ) -> None:
-    """Moves the selected entries of a tile to their slots, and fills a share of the empty slots."""
-    program, tiles = pl.program_id(0), before_ref.shape[0] - 1
-    room, capacity = values_ref.shape[0] // tiles, out_refs[0].shape[0]
-    tile = jnp.minimum(program, tiles - 1)
-    first = before_ref[tile]
-    count = jnp.where(program < tiles, before_ref[tile + 1] - first, 0)
-
-    def put(value: jax.Array, place: jax.Array, rank: jax.Array, mask: jax.Array) -> None:
-        slot = first + rank
-        mask &= slot < capacity
-        _scatter(slot, mask, (out_refs[0], value), (out_refs[1], place))
-
-    def put_found(rank: jax.Array) -> None:
-        slot, mask = tile * room + rank, rank < count
-        value = plt.load(values_ref.at[slot], mask=mask, other=0)
-        place = plt.load(places_ref.at[slot], mask=mask, other=0)
-        put(value, tile * TILE + place.astype(jnp.int32), rank, mask)
-
-    @pl.when(count <= room)
-    def _() -> None:
-        _by_groups(count, put_found)
-
-    @pl.when(count > room)
-    def _() -> None:
-        words, ends = _words(x_ref, low_ref, tile)
-
-        def put_again(rank: jax.Array) -> None:
-            place, mask = tile * TILE + _place(words, ends, rank), rank < count
-            put(plt.load(x_ref.at[place], mask=mask, other=0), place, rank, mask)
-
-        _by_groups(count, put_again)
-
-    _fill(program, before_ref[tiles], x_ref.shape[0], out_refs)
-
-
-def _by_groups(count: jax.Array, put: Callable[[jax.Array], None]) -> None:
-    """Calls `put` with groups of ranks from 0 on; the last group may go beyond the count."""
-    jax.lax.fori_loop(
-        0,
-        jax.lax.div(count + (_GROUP - 1), _GROUP),
-        lambda i, _: put(i * _GROUP + jax.lax.iota(jnp.int32, _GROUP)),
-        None,
-    )
-
-
-def _fill(program: jax.Array, count: jax.Array, n: int, out_refs: Sequence[Any]) -> None:
-    """Writes zeros, and n as the index, to the empty slots in this program's share of all slots."""
-    slots = out_refs[0].shape[0]
-    share = _power_of_two(-(-slots // pl.num_programs(0)))
-    slot = program * share + jax.lax.iota(jnp.int32, share)
-    empty = (slot < slots) & (slot >= count)
-    nothing = jnp.zeros((share,), jnp.float32), jnp.full((share,), n, jnp.int32)
-    _scatter(slot, empty, *zip(out_refs, nothing, strict=True))
+    """Fills slots, those without an entry with zeros, and n as the index."""
+    slot = pl.program_id(0) * _SLOTS + jax.lax.iota(jnp.int32, _SLOTS)
+    tiles = before_ref.shape[0] - 1
+    tile = jnp.zeros_like(slot)
+    for power in reversed(range(tiles.bit_length())):
+        more = tile + (1 << power)
+        there = plt.load(before_ref.at[jnp.minimum(more, tiles)])
+        tile = jnp.where((more < tiles) & (there <= slot), more, tile)
+    filled = slot < before_ref[tiles]
+    rank = jnp.where(filled, slot - plt.load(before_ref.at[tile]), 0)
+    place = plt.load(listed_ref.at[tile * TILE + rank], mask=filled, other=0)
+    place = jnp.where(filled, tile * TILE + place.astype(jnp.int32), 0)
+    value = plt.load(x_ref.at[place], mask=filled, other=0)
+    value = jnp.where(filled, value, jnp.float32(0))
+    place = jnp.where(filled, place, x_ref.shape[0])
+    _scatter(slot, slot < values_ref.shape[0], (values_ref, value), (places_ref, place))
 
 
 def _words(x_ref: Any, low_ref: Any, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -225,7 +168,3 @@ def _call(
         interpret=interpret,
     )
     return call(*inputs)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(n - 1, 0).bit_length()
