@@ -277,9 +277,7 @@ def test_the_spec_of_the_state(model: int) -> None:
 def test_bytes_are_those_of_the_formula(
     world: int, error_feedback: bool, bucket_mib: float
 ) -> None:
-    exact = (
-        6 + 1 + (2 if error_feedback else 1)
-    )  # bias, scale; and scales of large leaves, or a flag
+    exact = 8 + error_feedback  # bias 6, scale 1; a flag, or scales of 2 large leaves
     exact = Fraction(2 * (world - 1), world) * 4 * exact
     words_of_buckets = [2] if bucket_mib == 32.0 else [1, 2]
     votes = sum(2 * (world - 1) * 4 * -(-words // world) for words in words_of_buckets)
