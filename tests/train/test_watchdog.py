@@ -125,10 +125,12 @@ def test_the_launcher_names_the_process_that_hangs(program: Program, tmp_path: P
     """Process 1 does not come to its sixth batch; process 0 waits for it."""
     (tmp_path / "config.py").write_text(HANGING)
     flags = [f"--config={tmp_path}/config.py", f"--workdir={tmp_path}/run"]
-    flags += ["--config.model.stages=(1,)", "--config.guard.step_seconds=4"]
+    flags += ["--config.model.stages=(1,)", "--config.guard.step_seconds=8"]
     done = program.run("train.launch", "--processes=2", "--", *flags)
     assert done.returncode == 1, done.stderr
     launched = done.stderr.splitlines()
-    start = launched.index("launch: process 1 failed with status 1; the others are ended")
+    first = "launch: process 1 failed with status 1; the others are ended"
+    assert first in launched, done.stderr
+    start = launched.index(first)
     assert launched[start + 1] == "launch: last lines of process 1:"
-    assert "step 6 has not ended for 4 s; this process waits for its data" in launched[-1]
+    assert "step 6 has not ended for 8 s; this process waits for its data" in launched[-1]
