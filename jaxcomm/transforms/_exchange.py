@@ -269,7 +269,7 @@ def are_finite(arrays: Sequence[jax.Array]) -> jax.Array:
     return jax.lax.platform_dependent(
         *arrays,
         cpu=lambda *arrays: all_finite(_as_vectors(arrays)),
-        default=lambda *arrays: all_finite(_joined_if_short(arrays)),
+        default=lambda *arrays: all_finite(_joined_if_short(arrays), are_whole=True),
     )
 
 

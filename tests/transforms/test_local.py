@@ -222,3 +222,22 @@ def test_bad_parameters_and_meshes_are_refused() -> None:
             tx.init({"w": jnp.zeros(3)})
         with pytest.raises(TypeError, match="parameter n is int32"):
             jaxcomm.local("data", optax.trace(DECAY)).init({"n": jnp.zeros(3, jnp.int32)})
+
+
+def test_along_explicit_axes() -> None:
+    """Beside a leaf that is sharded, and whose columns stay where they are."""
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("data", "model"), kinds, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        split = jax.device_put(jnp.ones((4, 8)), jax.P(None, "model"))
+        params = {"split": split, "whole": jax.device_put(jnp.ones((4, 3)), jax.P())}
+        tx = optax.chain(jaxcomm.local("data", optax.trace(0.5)), jaxcomm.mean("data"))
+        x = jax.device_put(jnp.arange(8.0).reshape(2, 4), jax.P("data", None))
+        loss = lambda p, x: (x @ p["split"]).sum() + (x @ p["whole"]).sum()  # noqa: E731
+        gradient = jaxcomm.value_and_grad(loss, "data")
+        step = jax.jit(lambda s: tx.update(gradient(params, x)[1], s, params))
+        _, state = step(tx.init(params))
+        updates, _ = step(state)
+    for update in updates.values():
+        wanted = np.broadcast_to(1.5 * np.float32([[2], [3], [4], [5]]), update.shape)
+        np.testing.assert_allclose(update, wanted, rtol=1e-6)

@@ -141,12 +141,18 @@ def count_up_to(ascending: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(ascending, x, cpu=in_a_loop, default=at_once)
 
 
-def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Whether all elements of all arrays are finite; float32 vectors are looked at fastest."""
+def all_finite(arrays: Sequence[jax.Array], are_whole: bool = False) -> jax.Array:
+    """Whether all elements of all arrays are finite; float32 vectors are looked at fastest.
+
+    Args:
+      arrays: of floats.
+      are_whole: whether no array is sharded, as in a region that is manual over all axes.
+    """
     arrays = [x for x in arrays if x.size]
     if not arrays:
         return jnp.bool_(True)
-    return jax.lax.platform_dependent(*arrays, cpu=_one_by_one, default=_at_once)
+    at_once = functools.partial(_at_once, are_whole=are_whole)
+    return jax.lax.platform_dependent(*arrays, cpu=_one_by_one, default=at_once)
 
 
 def _one_by_one(*arrays: jax.Array) -> jax.Array:
@@ -155,22 +161,20 @@ def _one_by_one(*arrays: jax.Array) -> jax.Array:
     return computed_once(jnp.sum(checks, dtype=jnp.float32)) == len(checks)
 
 
-def _at_once(*arrays: jax.Array) -> jax.Array:
+def _at_once(*arrays: jax.Array, are_whole: bool) -> jax.Array:
     """The same, in about one kernel an array, where XLA takes two and a comparison for each."""
     # Without the barrier XLA would reduce each array to one element, and then join them.
-    parts = jnp.concatenate([_parts_are_finite(x) for x in arrays])
+    parts = jnp.concatenate([_parts_are_finite(x, are_whole) for x in arrays])
     return jnp.all(jax.lax.optimization_barrier(parts))
 
 
-def _parts_are_finite(x: jax.Array) -> jax.Array:
-    """Whether pieces of a vector, or columns of another array, are finite; a bool vector.
-
-    Arrays keep their shape: one that XLA holds transposed would be copied to become a vector.
-    """
+def _parts_are_finite(x: jax.Array, is_whole: bool) -> jax.Array:
+    """Whether pieces of a vector, or columns of another array, are finite; a bool vector."""
     if x.ndim == 1:
         rows = jnp.pad(x, (0, -x.size % _ROW)).reshape(-1, _ROW)
         return jnp.all(_finite(rows), axis=1)
-    return jnp.all(_finite(jnp.atleast_1d(x)), axis=tuple(range(x.ndim - 1)))
+    kept = x.ndim - 1 if is_whole and x.ndim else x.ndim  # columns may be sharded
+    return jnp.atleast_1d(jnp.all(_finite(x), axis=tuple(range(kept))))
 
 
 def computed_once(x: jax.Array) -> jax.Array:
