@@ -19,6 +19,7 @@ from jaxcomm.transforms._layout import Layout, names_in
 Bucket = tuple[int, ...]
 
 _SHORT = 2**14  # values
+_CONVOLUTION = 4  # axes of a kernel, two of them in space
 _EVEN = 64  # XLA on CPU concatenates sums of multiples of so many values well, without padding
 
 # Set where a layer is exchanged by itself, inside of the backward pass: the layer's number, from
@@ -216,7 +217,9 @@ def in_row_major(x: jax.Array, whole: int = 0) -> jax.Array:
     """The same, in the order in memory that states have, also where gradients have another.
 
     On NVIDIA GPUs gradients of convolutions do. XLA would bring each state that is added to one
-    into that order, and back, and copy states that it could not write in place.
+    into that order, and back, and copy states that it could not write in place. Arrays of fewer
+    than four axes stay as they are: the barrier would keep XLA from hiding some of what is sent
+    behind the products that make them.
 
     Args:
       x: an array of which no other axis than the first `whole` is sharded over an axis that is not
@@ -228,6 +231,6 @@ def in_row_major(x: jax.Array, whole: int = 0) -> jax.Array:
         flat = jax.lax.optimization_barrier(x.reshape(*x.shape[:whole], -1))
         return _axes.as_varying(flat.reshape(x.shape), _axes.varying_axes(x))
 
-    if x.ndim < whole + 2 or not x.size:
+    if x.ndim < whole + _CONVOLUTION or not x.size:
         return x
     return jax.lax.platform_dependent(x, cuda=flat_and_back, default=lambda x: x)

@@ -212,7 +212,7 @@ def exchange_buckets(
     if there is one and, with a key, a tag of it; on a mesh of several axes, one int32 over the
     other axes.
     """
-    results, kept, sent = [], [], []
+    results, kept = [], []
     exempt = tuple(key for key in small if isinstance(key, int))
     behind = collectives.Behind({**parts, **small}, list(itertools.chain(*buckets)))
     for number, bucket in enumerate(buckets):
@@ -226,12 +226,11 @@ def exchange_buckets(
                 result, rest = on_bucket(number, ready)
         results.append(result)
         kept.append(rest)
-        sent += ready.values()  # as they travel, and so are in memory already
     small = {key: behind.arrays[key] for key in small}
     if look_at != "results":
         local = jax.tree.leaves([state_of(k) for k in kept])
-        local += sent if look_at == "parts" else []
-        small[FLAG] = 1 - are_finite(local).astype(jnp.float32)
+        local += [parts[i] for i in itertools.chain(*buckets) if look_at == "parts"]
+        small[FLAG] = 1 - all_finite(as_vectors(local)).astype(jnp.float32)
     if equal_key is not None:
         # Integers and their squares: a variance is zero only if all are equal. They have 10 bits,
         # or fewer on many devices, so that all sums of squares are exact. Where one device of very
@@ -257,40 +256,23 @@ def exchange_buckets(
         finite &= jnp.all(variances < 0.25)  # the same on every device
     if not results_are_finite:
         computed += jax.tree.leaves(results)
-    finite = on_further_axes(finite & are_finite(computed), axis_name)
+    finite = on_further_axes(finite & all_finite(as_vectors(computed)), axis_name)
     return Exchanged(results, kept, exact, finite)
 
 
-def are_finite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Whether all elements are finite, in a region that is manual over all axes."""
-    if not arrays:
-        return jnp.bool_(True)
-    # On GPUs gradients of convolutions have another layout, and vectors of them would be copies.
-    return jax.lax.platform_dependent(
-        *arrays,
-        cpu=lambda *arrays: all_finite(_as_vectors(arrays)),
-        default=lambda *arrays: all_finite(_joined_if_short(arrays), are_whole=True),
-    )
-
-
-def _as_vectors(arrays: Sequence[jax.Array]) -> Arrays:
+def as_vectors(arrays: Sequence[jax.Array]) -> Arrays:
     """Vectors, which XLA on CPU reduces several times as fast as matrices.
 
-    In a region that is manual over all axes this moves nothing; elsewhere it would gather leaves
-    that are sharded over an automatic axis.
+    Short ones of a dtype are joined: on CPU an operation takes as long to start as they do. In a
+    region that is manual over all axes this moves nothing; elsewhere it would gather leaves that
+    are sharded over an automatic axis.
     """
-    return _joined_if_short([x.reshape(-1) for x in arrays])
-
-
-def _joined_if_short(arrays: Sequence[jax.Array]) -> Arrays:
-    """Short vectors of a dtype are joined: an operation takes as long to start as they do."""
-    kept, short = [], {}
-    for x in arrays:
-        if x.ndim == 1 and x.size < _SHORT:
+    vectors = [x.reshape(-1) for x in arrays]
+    short: dict[Any, Arrays] = {}
+    for x in vectors:
+        if x.size < _SHORT:
             short.setdefault(x.dtype, []).append(x)
-        else:
-            kept.append(x)
-    return [*map(jnp.concatenate, short.values()), *kept]
+    return [*map(jnp.concatenate, short.values()), *(x for x in vectors if x.size >= _SHORT)]
 
 
 def vectors_in_view(arrays: Arrays, layout: Layout) -> Arrays:
@@ -301,7 +283,7 @@ def vectors_in_view(arrays: Arrays, layout: Layout) -> Arrays:
     is_whole = [not names_in(leaf.spec) for leaf in layout.leaves]
     typed = list(zip(_axes.varying_alike(arrays), is_whole, strict=True))
     return [
-        *_as_vectors([x for x, whole in typed if whole]),
+        *as_vectors([x for x, whole in typed if whole]),
         *(x for x, whole in typed if not whole),
     ]
 
@@ -350,7 +332,7 @@ def updates_of(
     """
     updates = [results[i].astype(g.dtype) for i, g in enumerate(grads)]
     if narrow := [u for u in updates if u.dtype.itemsize < 4]:
-        finite = on_further_axes(finite & are_finite(narrow), axis_name)
+        finite = on_further_axes(finite & all_finite(as_vectors(narrow)), axis_name)
     return [jnp.where(finite, u, jnp.nan) for u in updates], finite
 
 

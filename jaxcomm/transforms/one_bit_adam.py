@@ -28,7 +28,7 @@ from jaxcomm.transforms._buckets import (
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
-    are_finite,
+    as_vectors,
     by_leaf,
     exchange_buckets,
     in_turn,
@@ -309,7 +309,7 @@ def _exchange(
         means = [jnp.where(compressed, *pair) for pair in zip(one_bit, dense, strict=True)]
         # The square of a finite gradient may overflow, and v with it.
         squares = [jnp.square(x) for x in (*means, *done.exact.values())]
-        finite = on_further_axes(done.finite & are_finite(squares), axis_name)
+        finite = on_further_axes(done.finite & all_finite(as_vectors(squares)), axis_name)
         parts = [
             _out_of_blocks(mean, {i: sent[i] for i in bucket})
             for mean, bucket in zip(means, buckets, strict=True)

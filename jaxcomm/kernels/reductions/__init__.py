@@ -141,18 +141,12 @@ def count_up_to(ascending: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(ascending, x, cpu=in_a_loop, default=at_once)
 
 
-def all_finite(arrays: Sequence[jax.Array], are_whole: bool = False) -> jax.Array:
-    """Whether all elements of all arrays are finite; float32 vectors are looked at fastest.
-
-    Args:
-      arrays: of floats.
-      are_whole: whether no array is sharded, as in a region that is manual over all axes.
-    """
+def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Whether all elements of all arrays are finite; float32 vectors are looked at fastest."""
     arrays = [x for x in arrays if x.size]
     if not arrays:
         return jnp.bool_(True)
-    at_once = functools.partial(_at_once, are_whole=are_whole)
-    return jax.lax.platform_dependent(*arrays, cpu=_one_by_one, default=at_once)
+    return jax.lax.platform_dependent(*arrays, cpu=_one_by_one, default=_at_once)
 
 
 def _one_by_one(*arrays: jax.Array) -> jax.Array:
@@ -161,20 +155,17 @@ def _one_by_one(*arrays: jax.Array) -> jax.Array:
     return computed_once(jnp.sum(checks, dtype=jnp.float32)) == len(checks)
 
 
-def _at_once(*arrays: jax.Array, are_whole: bool) -> jax.Array:
+def _at_once(*arrays: jax.Array) -> jax.Array:
     """The same, in about one kernel an array, where XLA takes two and a comparison for each."""
+    parts = [_rows_are_finite(x) if x.ndim == 1 else _is_finite(x)[None] for x in arrays]
     # Without the barrier XLA would reduce each array to one element, and then join them.
-    parts = jnp.concatenate([_parts_are_finite(x, are_whole) for x in arrays])
-    return jnp.all(jax.lax.optimization_barrier(parts))
+    return jnp.all(jax.lax.optimization_barrier(jnp.concatenate(parts)))
 
 
-def _parts_are_finite(x: jax.Array, is_whole: bool) -> jax.Array:
-    """Whether pieces of a vector, or columns of another array, are finite; a bool vector."""
-    if x.ndim == 1:
-        rows = jnp.pad(x, (0, -x.size % _ROW)).reshape(-1, _ROW)
-        return jnp.all(_finite(rows), axis=1)
-    kept = x.ndim - 1 if is_whole and x.ndim else x.ndim  # columns may be sharded
-    return jnp.atleast_1d(jnp.all(_finite(x), axis=tuple(range(kept))))
+def _rows_are_finite(x: jax.Array) -> jax.Array:
+    """Whether pieces of a vector are finite, bool `(ceil(n / 1024),)`."""
+    rows = jnp.pad(x, (0, -x.size % _ROW)).reshape(-1, _ROW)
+    return jnp.all(_finite(rows), axis=1)
 
 
 def computed_once(x: jax.Array) -> jax.Array:
