@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 import jaxcomm
 from jaxcomm import sparse
+from jaxcomm.kernels.select.threshold import _RUN, _stride
 from sparse_table import exchanged
 
 N, DENSITY, LARGE = 4096, 0.02, 82
@@ -29,6 +30,23 @@ def test_nothing_waits_for_ever(make_mesh: Callable[[int], Mesh], name: str) -> 
         x = outcome.errors + gradient
     # As many values as are sent in a step are ten times larger than the others.
     assert np.max((outcome.errors / gradient)[:, large]) < 20
+
+
+@pytest.mark.parametrize("name", ["oktopk", "gaussiank"])
+def test_nothing_waits_that_is_not_in_a_sample(make_mesh: Callable[[int], Mesh], name: str) -> None:
+    """The large values of a long vector, five steps' worth, are all left out of four samples."""
+    n, k = 2**18, round(2**18 * DENSITY)
+    algorithm = dataclasses.replace(sparse.BY_NAME[name](), density=DENSITY)
+    stride = _stride(n, 1000 * n // k)
+    large = (np.arange(n) // _RUN % stride == 1) & (np.arange(n) > n // 2)
+    gradient = np.random.default_rng(0).uniform(0.5, 1.0, (2, n)).astype(np.float32)
+    gradient[:, large] *= 10
+    x, thresholds = gradient, None
+    for step in range(60):
+        outcome, thresholds = exchanged(x, make_mesh(2), algorithm, step, thresholds)
+        x = outcome.errors + gradient
+    assert stride == 5 and large.sum() > 4.9 * k
+    assert np.max((outcome.errors / gradient)[:, large]) < 45
 
 
 @pytest.mark.parametrize("name", ["oktopk", "topk_dsa"])

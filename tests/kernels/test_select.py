@@ -263,7 +263,7 @@ def test_a_threshold_near_the_kth(monkeypatch: pytest.MonkeyPatch) -> None:
     columns = normal * np.exp(0.5 * rng.standard_normal(512).astype(np.float32)).repeat(n // 512)
     vectors = [normal, normal**3, columns, columns.reshape(512, -1).T.reshape(-1)]
     vectors += [np.full(n, 1.234, np.float32), np.where(normal > 2.5, normal, 0)]
-    found = [select.threshold_near(jnp.asarray(x), k) for x in vectors]
+    found = [select.threshold_near(jnp.asarray(x), k, jnp.int32(7)) for x in vectors]
     counts = [
         np.sum(magnitudes(x) >= magnitudes(np.float32([t])))
         for x, t in zip(vectors, found, strict=True)
@@ -272,10 +272,11 @@ def test_a_threshold_near_the_kth(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts[4] == n  # all are equal
     assert found[5] == TINY  # fewer than k are not zero
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
-    on_gpu = [select.threshold_near(jnp.asarray(x), k) for x in vectors]
+    on_gpu = [select.threshold_near(jnp.asarray(x), k, jnp.int32(7)) for x in vectors]
     np.testing.assert_array_equal(on_gpu, found)
-    short = jnp.asarray(normal[:9000])
-    assert bits_of(select.threshold_near(short, 90)) == bits_of(kth(np.asarray(short), 90))
+    short = normal[:9000]
+    exact = select.threshold_near(jnp.asarray(short), 90, jnp.int32(7))
+    assert bits_of(exact) == bits_of(kth(short, 90))
 
 
 def every_function(x: jax.Array) -> tuple[jax.Array, ...]:

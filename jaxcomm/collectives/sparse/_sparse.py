@@ -122,14 +122,16 @@ class SparseAllReduce:
             return self.largest(x, k, capacity)
         is_due = step % self.recompute_every == 0
         is_bad = is_due | self._is_bad(select.count_at_least(x, last), k, capacity)
-        threshold = self.replaced_if(is_bad, x, k, last)
+        threshold = self.replaced_if(is_bad, x, k, last, step)
         return self.compact(x, threshold, capacity), threshold
 
-    def replaced_if(self, is_bad: jax.Array, x: jax.Array, k: int, last: jax.Array) -> jax.Array:
+    def replaced_if(
+        self, is_bad: jax.Array, x: jax.Array, k: int, last: jax.Array, step: jax.Array
+    ) -> jax.Array:
         """A threshold, or one that about k values reach, if it is bad."""
 
         def anew(x: jax.Array) -> jax.Array:
-            near = select.threshold_near(x, k, implementation=self.implementation)
+            near = select.threshold_near(x, k, step, implementation=self.implementation)
             return jnp.maximum(near, SMALLEST)
 
         # On GPUs a sample is searched by sorting, which no CUDA graph holds: in a branch the host

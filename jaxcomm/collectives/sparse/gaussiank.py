@@ -37,11 +37,11 @@ class Gaussiank(SparseAllReduce):
         self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis_name: AxisName
     ) -> tuple[SparseResult, jax.Array]:
         """See `SparseAllReduce.exchange`."""
-        del threshold, step
+        del threshold
         guess, k, capacity = self.gaussian_threshold(x), self.k(x.size), self.room(x.size)
         count = select.count_at_least(x, guess)
         is_off = (count > capacity) | (count < math.ceil(2 * k / 3))
-        threshold = self.replaced_if(is_off, x, k, guess)
+        threshold = self.replaced_if(is_off, x, k, guess, step)
         return gathered(self, x, self.compact(x, threshold, capacity), axis_name), threshold
 
     def gaussian_threshold(self, x: jax.Array) -> jax.Array:

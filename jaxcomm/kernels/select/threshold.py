@@ -17,6 +17,7 @@ _DIGIT = 4  # bits of the result that one pass over the data finds
 _ROW = 128  # patterns whose digits a byte can count
 _SLACK = 8  # as a share of k, for what the lower halves of patterns could tell apart
 _RANK, _LEAST_STRIDE = 1000, 5
+_RUN = 8  # neighbours in a sample: memory is read in sectors of so many values
 _SAMPLE = 2**17
 _SIGMAS = 4
 # Entries that a GPU sorts at once: passes over fewer would each be shorter than their launch.
@@ -60,20 +61,29 @@ def threshold_for(
 
 
 def threshold_near(
-    x: jax.Array, k: int, *, implementation: _implementations.Option = None
+    x: jax.Array, k: int, number: jax.Array, *, implementation: _implementations.Option = None
 ) -> jax.Array:
     """A threshold that about k of `|x|` reach; exactly that of `threshold_for` for a short x.
 
     Of a long one a sample is searched, in which about 1000 should reach it, by the first 16 bits of
     the patterns. Of normal values about 1 % more than k reach it, with a standard deviation of 3 %.
+    All backends find the same.
 
-    Takes the arguments of `threshold_for` and raises its errors. All backends find the same.
+    Args:
+      x: as in `threshold_for`, with its errors.
+      k: likewise.
+      number: int32 scalar, of the sample; with another in each step, no place is left out for long.
+      implementation: as in `threshold_for`.
+
+    Returns:
+      float32 scalar, positive.
     """
     x = _argument("threshold_near", x, k)
     stride = _stride(x.size, math.ceil(_RANK * x.size / k))
     if stride < _LEAST_STRIDE:
         return threshold_for(x, k, implementation=implementation)
-    sample = x[::stride]
+    runs = x[: x.size // (stride * _RUN) * stride * _RUN].reshape(-1, stride, _RUN)
+    sample = jax.lax.dynamic_slice_in_dim(runs, number % stride, 1, axis=1).reshape(-1)
     rank = max(1, round(k * sample.size / x.size))
     pattern = jax.lax.platform_dependent(
         jax.lax.optimization_barrier(sample),
