@@ -66,7 +66,7 @@ def threshold_near(
     """A threshold that about k of `|x|` reach; exactly that of `threshold_for` for a short x.
 
     Of a long one a sample is searched, in which about 1000 should reach it, by the first 16 bits of
-    the patterns. Of normal values about 1 % more than k reach it, with a standard deviation of 3 %.
+    the patterns. Of normal values 1 to 3 % more than k reach it on average, give or take 3 %.
     All backends find the same.
 
     Args:
