@@ -124,8 +124,8 @@ def majority_vote(
     two if it can be zero (ties="zero" at an even number of devices, or zeros="abstain", which also
     doubles the bits of the votes). Bits a coordinate: direct 2(N-1)/N; for N = 2^q devices
     halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, ring log2 N and two_way_ring
-    log2 N - 1 + (log2 N + 1)/N. Exempt leaves, scales and one flag travel in one float32
-    all-reduce.
+    log2 N - 1 + (log2 N + 1)/N. Exempt leaves travel in one float32 all-reduce, with one flag or,
+    with error feedback, the scales.
 
     Example:
       >>> import jaxcomm, optax

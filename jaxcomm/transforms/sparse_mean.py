@@ -281,7 +281,7 @@ class _Exchange:
                 i: part.astype(jnp.float32) + (self.momentum * old[i] if i in old else 0.0)
                 for i, part in parts.items()
             }
-            # Else XLA on GPUs adds them again for the next momenta, and copies the last for that.
+            # Else XLA on GPUs, for kernels of convolutions, adds them again for the next momenta.
             return {i: in_row_major(x) for i, x in sums.items()}
 
         small = moved({i: grads[i] for i in exempt_})

@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import jaxcomm
 from benchmarks.aot import resnet
 from benchmarks.aot.program import read_program
 from benchmarks.aot.targets import mesh_of
+from gpu_aot.steps import shaped
 from train.step import make_forward, make_loss
 
-P = PartitionSpec
 IMAGE, STAGES = 32, (2, 2)
 SGD = optax.sgd(0.1, momentum=0.9)
 METHODS = {
@@ -44,27 +44,22 @@ def counts(text: str) -> tuple[int, int]:
 
 
 def compiled(tx: Any, mesh: Any) -> str:
-    def placed(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
-
     graph, params = nnx.split(nnx.eval_shape(lambda: resnet.resnet50(IMAGE, STAGES)))
-    gradient = jaxcomm.value_and_grad(
-        make_loss(make_forward(graph, 127.0, 64.0), 0.1), "data", has_aux=True
-    )
+    loss = make_loss(make_forward(graph, 127.0, 64.0), 0.1)
+    gradient = jaxcomm.value_and_grad(loss, "data", has_aux=True)
 
     def step(params: Any, state: Any, batch: Any) -> Any:
         (loss, _), grads = gradient(params, batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    params = jax.tree.map(lambda x: placed(x, P()), nnx.to_pure_dict(params))
-    state = jax.eval_shape(tx.init, params)
-    specs = jax.tree.broadcast(jaxcomm.state_spec(tx, params, mesh), state)
-    state = jax.tree.map(placed, state, specs)
+    params = shaped(nnx.to_pure_dict(params), mesh, PartitionSpec())
+    state = shaped(jax.eval_shape(tx.init, params), mesh, jaxcomm.state_spec(tx, params, mesh))
     batch = {
-        "image": placed(jax.ShapeDtypeStruct((8, IMAGE, IMAGE, 3), jnp.uint8), P("data")),
-        "label": placed(jax.ShapeDtypeStruct((8,), jnp.int32), P("data")),
+        "image": jax.ShapeDtypeStruct((8, IMAGE, IMAGE, 3), jnp.uint8),
+        "label": jax.ShapeDtypeStruct((8,), jnp.int32),
     }
+    batch = shaped(batch, mesh, PartitionSpec("data"))
     untimed = {"xla_gpu_autotune_level": 0}
     lowered = jax.jit(step, donate_argnums=(0, 1)).trace(params, state, batch).lower()
     return lowered.compile(untimed).as_text()

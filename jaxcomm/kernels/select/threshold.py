@@ -15,11 +15,13 @@ from jaxcomm.kernels.select.selection import compact, require_vector
 
 _DIGIT = 4  # bits of the result that one pass over the data finds
 _ROW = 128  # patterns whose digits a byte can count
-_SLACK = 8  # as a share of k, for what the lower halves of patterns could tell apart
-_RANK, _LEAST_STRIDE = 1000, 5
-_RUN = 8  # neighbours in a sample: memory is read in sectors of so many values
+# For exact thresholds: the values of a sample, and how far off a rank in it may be.
 _SAMPLE = 2**17
 _SIGMAS = 4
+_SLACK = 8  # one of so many of k more, for what the lower halves of patterns could tell apart
+# For near ones: how many of a sample should reach it, and the least of x for each of the sample.
+_RANK, _LEAST_STRIDE = 1000, 5
+_RUN = 8  # neighbours in a sample: memory is read in sectors of so many values
 # Entries that a GPU sorts at once: passes over fewer would each be shorter than their launch.
 _SORTED = 2**20
 _FEW = 8  # on a GPU, all that may be among the largest are sorted if they are 1/8 of x or less
