@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, _paths
-from jaxcomm.transforms._layout import Layout
+from jaxcomm.kernels.reductions import all_finite
+from jaxcomm.transforms._exchange import Arrays, as_vectors, vectors_in_view
+from jaxcomm.transforms._layout import Layout, names_in
 from jaxcomm.transforms.per_device import PerDevice, made_sharded
 
 
@@ -55,6 +57,22 @@ def on_each_device(state: Any, layout: Layout) -> tuple[Structure, PerDevice]:
             lambda kept: [jnp.broadcast_to(x, (world, *x.shape)) for x in kept], specs, kept
         )
     return structure, PerDevice(values, tuple(specs))
+
+
+def is_sound(updates: Any, new: Arrays, old: Arrays, own: PerDevice, layout: Layout) -> jax.Array:
+    """Whether a step's updates are finite on one device, and its state where it was before.
+
+    An optimizer may hide what is not finite: Lion's update is a sign and Adam's a quotient, while
+    their averages keep it for ever. What a state starts with may be infinite, such as the best loss
+    so far.
+    """
+    whole, rest = [], []
+    for a, b, spec in zip(new, old, own.specs, strict=True):
+        if jnp.issubdtype(a.dtype, jnp.floating):
+            kept = jnp.where(jnp.isfinite(b), a, jnp.zeros_like(a))
+            (rest if names_in(PartitionSpec(*spec[1:])) else whole).append(kept)
+    seen = vectors_in_view(jax.tree.leaves(updates), layout)
+    return all_finite([*seen, *as_vectors(whole), *rest])
 
 
 def _as_array(x: Any) -> jax.Array:

@@ -10,11 +10,10 @@ from jax.sharding import PartitionSpec
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import mark_local
-from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
-from jaxcomm.transforms._exchange import local_leaves, vectors_in_view
+from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import Layout, layout_of
-from jaxcomm.transforms._state_of_each import Structure, on_each_device
+from jaxcomm.transforms._state_of_each import Structure, is_sound, on_each_device
 from jaxcomm.transforms._wrappers import with_extra_args
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
 
@@ -45,8 +44,9 @@ def local(
     transformation before the exchange takes the gradients of all devices for one gradient, in the
     global view.
 
-    If `inner` returns anything that is not finite on any device, the state of every device stays as
-    it was, so that a NaN costs one step and does not stay in a momentum.
+    If an update or the state of `inner` is no longer finite on any device, the state of every
+    device stays as it was and that device's updates are NaN, so that all skip the step: a NaN costs
+    one step and does not stay in a momentum, nor does an infinity that a sign would hide.
 
     Random numbers of `inner`, such as those of `optax.add_noise`, are the same on every device.
 
@@ -95,8 +95,10 @@ def local(
         def one(updates: Any, leaves: list[jax.Array]) -> tuple[Any, list[jax.Array], jax.Array]:
             inner_state = state.structure.state_of(leaves)
             updates, inner_state = inner.update(updates, inner_state, params, **extra_args)
-            finite = all_finite(vectors_in_view(jax.tree.leaves(updates), state.layout))
-            return updates, state.structure.arrays_of(inner_state), finite
+            new = state.structure.arrays_of(inner_state)
+            sound = is_sound(updates, new, leaves, state.inner, state.layout)
+            updates = jax.tree.map(lambda u: jnp.where(sound, u, jnp.nan).astype(u.dtype), updates)
+            return updates, new, sound
 
         if _axes.is_manual(axis_name):
             own = [x[0] for x in state.inner.values]

@@ -31,10 +31,9 @@ from jaxcomm._marks import GRADIENT, kind_of, mark_local, unmark_local
 from jaxcomm._numbers import is_integer
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
-from jaxcomm.transforms._exchange import vectors_in_view
 from jaxcomm.transforms._fragments import dealt
 from jaxcomm.transforms._layout import Layout, axis_of, check_gradients, filled_leaves, layout_of
-from jaxcomm.transforms._state_of_each import on_each_device
+from jaxcomm.transforms._state_of_each import is_sound, on_each_device
 from jaxcomm.transforms._wrappers import refuse_all_behind, refuse_wrappers, with_extra_args
 from jaxcomm.transforms.local_params import LocalStepsState, own_tree
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
@@ -68,8 +67,9 @@ def local_steps(
     the devices take small steps, and the momentum of the outer optimizer carries on what they
     share.
 
-    A device whose update is not finite does not take that step; the others do. If the outer update
-    is not finite, it is NaN on every device, and all parameters and states stay as they were.
+    A device whose update or state would not be finite does not take that step; the others do. If
+    the outer update is not finite, it is NaN on every device, and all parameters and states stay as
+    they were.
 
     Give `init` the parameters that training starts from: the devices' own begin as copies of them.
 
@@ -240,17 +240,17 @@ def _inner_steps(
     state: LocalStepsState,
     extra_args: dict[str, Any],
 ) -> LocalStepsState:
-    """Every device's own step; a device whose update is not finite stays where it is."""
+    """Every device's own step; one whose update or state would not be finite stays where it is."""
 
     def one(grads: Any, params: Any, leaves: Arrays) -> tuple[Arrays, Arrays]:
         old = state.structure.state_of(leaves)
         updates, new = inner.update(grads, old, params, **extra_args)
-        looked_at = vectors_in_view(jax.tree.leaves(updates), state.layout)
-        finite = _on_further_axes(all_finite(looked_at), state.layout)
+        kept = state.structure.arrays_of(new)
+        sound = is_sound(updates, kept, leaves, state.inner, state.layout)
+        sound = _on_further_axes(sound, state.layout)
         moved = state.tree.arrays_of(optax.apply_updates(params, updates))
-        before = state.tree.arrays_of(params), leaves
-        after = moved, state.structure.arrays_of(new)
-        return jax.tree.map(lambda a, b: jnp.where(finite, a, b), after, before)
+        before, after = (state.tree.arrays_of(params), leaves), (moved, kept)
+        return jax.tree.map(lambda a, b: jnp.where(sound, a, b), after, before)
 
     params = own_tree(state, state.params.values)
     grads = state.tree.treedef.unflatten(jax.tree.leaves(grads))  # nnx.Optimizer strips variables

@@ -39,6 +39,8 @@ LOCAL: dict[str, Callable[[], optax.GradientTransformation]] = {
     "clipping, then momentum": lambda: optax.chain(
         optax.clip_by_global_norm(1.0), optax.trace(0.9)
     ),
+    # Their updates are finite: a sign, and zero.
+    "lion": lambda: optax.scale_by_lion(),
 }
 WORLD = 4
 GLOBAL, _, CHECKED, _, MODEL, _ = VIEWS
@@ -76,6 +78,9 @@ def bad(value: float) -> dict[str, np.ndarray]:
         (CHECKED, "vote", "momentum", np.nan),
         (GLOBAL, "TopkA", "adam", np.nan),
         (MODEL, "PowerSGD", "momentum", np.inf),
+        (GLOBAL, "vote", "lion", np.inf),
+        (MODEL, "mean", "lion", -np.inf),
+        (CHECKED, "mean", "adam", 1e30),
     ],
     ids=lambda value: value.name if isinstance(value, View) else str(value),
 )

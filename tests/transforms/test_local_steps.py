@@ -188,6 +188,28 @@ def test_a_device_whose_gradient_is_not_finite_does_not_move(view: View) -> None
     assert np.abs(training.params["kernel"]).max() > 0.01
 
 
+@pytest.mark.parametrize("view", [GLOBAL, CHECKED_MODEL], ids=by_name)
+def test_a_device_whose_state_would_not_be_finite_does_not_move(view: View) -> None:
+    """Lion's update is a sign, also of what is infinite, and its momentum would stay so."""
+    batches = [gradients(WORLD, seed) for seed in range(2)]
+    batches[0]["head"][2, 0, 0] = np.inf
+    training = Training(view, jaxcomm.local_steps(optax.lion(RATE), 3, optax.sgd(1.0), MEAN))
+    ((_, state),) = training.run(batches[0])
+    moved = [np.abs(training.own()["kernel"][r]).max() > 0 for r in range(WORLD)]
+    assert moved == [True, True, False, True]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.inner.values))
+    training.run(batches[1])
+    assert np.abs(training.own()["kernel"][2]).max() > 0
+
+
+def test_a_state_may_begin_with_infinities() -> None:
+    best = optax.GradientTransformation(lambda _: jnp.float32(np.inf), lambda u, s, _: (u, s))
+    inner = optax.chain(optax.sgd(RATE), best)
+    training = Training(GLOBAL, jaxcomm.local_steps(inner, 3, optax.sgd(1.0), MEAN))
+    training.run(gradients(WORLD))
+    assert all(np.abs(training.own()["kernel"][r]).max() > 0 for r in range(WORLD))
+
+
 def test_an_outer_step_that_is_not_finite_leaves_everything_as_it_was() -> None:
     batches = [gradients(WORLD, seed) for seed in range(2)]
     batches[1]["head"][:, 1, 1] = 3e38  # each is finite, their sum is not
