@@ -15,6 +15,8 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from jaxcomm._numbers import are_keys
+
 
 def place(
     names: Sequence[str], leaves: Sequence[Any], shardings: Sequence[NamedSharding]
@@ -32,6 +34,13 @@ def place(
     Raises:
       ValueError: for leaves that are not equal in all processes, if all have devices of the mesh.
     """
+    keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if are_keys(x)}
+    if keys:  # jax places keys on the devices of one process alone
+        leaves = [jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)]
+        placed = place(names, leaves, shardings)
+        for i, impl in keys.items():
+            placed[i] = jax.random.wrap_key_data(placed[i], impl=impl)
+        return placed
     several = [i for i, s in enumerate(shardings) if not s.is_fully_addressable]
     values = {i: _as_numpy(leaves[i]) for i in several if _is_whole(leaves[i])}
     # What `jnp` makes where a mesh is set is typed as equal everywhere, which nobody has checked.

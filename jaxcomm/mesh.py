@@ -155,7 +155,7 @@ def _refuse(local_batch: Any, local: int, axis_name: AxisName) -> None:
         raise ValueError(
             f"{_paths.path_name(path) or 'the batch'} is global already: it spans devices of "
             "other processes, as all that jnp makes does while a mesh is set; pass this "
-            "process's own rows as a numpy array."
+            "process's own rows as a numpy array, or random keys that were made before that."
         )
     if not np.ndim(leaf):
         raise ValueError(

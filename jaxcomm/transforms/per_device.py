@@ -62,6 +62,14 @@ def require_own(own: PerDevice, layout: Layout) -> None:
                 "Give jax.shard_map the specs of jaxcomm.state_spec(tx, params, mesh), in in_specs "
                 "and out_specs, in place of PartitionSpec()."
             )
+        names = set(_axes.names_of(layout.axis_name))
+        spread = names_in(PartitionSpec(*jax.typeof(x).sharding.spec[:1]))
+        if not is_manual and not names & _axes.explicit_axes() <= spread:
+            raise ValueError(
+                "the state of each device lies whole on every device, but it differs from device "
+                "to device. Pass what tx.init returned as it is, without jaxcomm.replicate or "
+                "jax.device_put; jaxcomm.state_spec(tx, params, mesh) says how it lies."
+            )
 
 
 def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDevice:

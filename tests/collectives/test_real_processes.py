@@ -113,6 +113,7 @@ for mesh in (meshes[0], both):
     rows = np.full((1, 8), jax.process_index(), np.float32)
     x = jax.make_array_from_process_local_data(jax.NamedSharding(mesh, spec), rows)
     np.testing.assert_allclose(jax.jit(mean)(x).addressable_shards[0].data, 1.5, atol=0.02)
+key = jax.random.key(2)  # of this process
 jax.set_mesh(meshes[0])
 local = jax.device_put(np.arange(4.0), jax.local_devices()[0])
 values = {"w": np.full((2, 2), np.nan), "local": local, "empty": np.zeros((0, 3)), "scalar": 1.5}
@@ -125,6 +126,10 @@ placed = jaxcomm.replicate(values)
 for name, value in values.items():
     assert placed[name].sharding.is_fully_replicated and placed[name].dtype == np.float32
     np.testing.assert_array_equal(placed[name], value)
+keys = {"mine": key, "typed": jax.random.split(jax.random.key(3), 2)}  # the last spans processes
+for name, placed in jaxcomm.replicate(keys).items():
+    assert placed.dtype == keys[name].dtype and placed.sharding.is_fully_replicated
+    np.testing.assert_array_equal(*map(jax.random.key_data, (placed, keys[name])))
 rows = jaxcomm.shard({"w": np.arange(32.0).reshape(8, 4)}, "data")["w"].addressable_shards[0]
 np.testing.assert_array_equal(np.asarray(rows.data)[0], 8.0 * jax.process_index() + np.arange(4))
 try:

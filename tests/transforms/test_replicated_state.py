@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import jaxcomm
 
@@ -47,3 +49,15 @@ def test_a_wrong_spec_is_refused_with_the_right_one(
         )
         with pytest.raises(ValueError, match=r"leading axis of 4 here, expected 1.*state_spec\(tx"):
             jax.eval_shape(wrong, jnp.zeros((4, 4, 8)), state)
+
+
+@pytest.mark.parametrize("name", [x for x in METHODS if x != "local steps"])
+def test_along_explicit_axes_replicated_state_is_refused(name: str) -> None:
+    """Along automatic axes XLA spreads it over the devices, as it was."""
+    tx, kinds = METHODS[name](), (AxisType.Explicit,)
+    with jax.set_mesh(jax.make_mesh((4,), ("data",), kinds, devices=jax.devices()[:4])):
+        params = jaxcomm.replicate(jnp.zeros((4, 8)))
+        grads = jaxcomm.mark_local(jaxcomm.global_batch(np.zeros((4, 4, 8), np.float32), "data"))
+        jax.eval_shape(tx.update, grads, tx.init(params), params)
+        with pytest.raises(ValueError, match="as it is, without jaxcomm.replicate"):
+            jax.eval_shape(tx.update, grads, jaxcomm.replicate(tx.init(params)), params)
