@@ -92,6 +92,7 @@ FIELDS = {
     "optimizer.warmup_steps": whole(0),
     "optimizer.momentum": SHARE,
     "optimizer.b2": SHARE,
+    "optimizer.nesterov": YES_OR_NO,
     "optimizer.weight_decay": NOT_NEGATIVE,
     "optimizer.clip_norm": or_none(POSITIVE),
     "sync.method": NAME,
@@ -102,6 +103,7 @@ FIELDS = {
     "sync.dense_steps": or_none(whole(0)),
     "sync.bucket_mib": or_none(POSITIVE),
     "sync.local_momentum": SHARE,
+    "sync.local_optimizer": YES_OR_NO,
     "sync.every": whole(1),
     "sync.fsdp": whole(1),
     "sync.outer_rate": POSITIVE,
@@ -270,6 +272,23 @@ def steps_left(steps: int, saved: int | None) -> None:
         )
 
 
+def _fit_local_optimizer(sync: Any) -> None:
+    """Raises if a method has no place for each device's own optimizer, or has one of its own."""
+    for field, is_in_the_way, why in (
+        ("method", sync.method in OPTIMIZERS, "is an optimizer itself"),
+        ("every", sync.every > 1, "has each device's own optimizer already"),
+        ("gather", bool(sync.gather), "exchanges gradients of parameters that are split"),
+        ("correct_every", sync.correct_every > 0, "corrects gradients"),
+        ("local_momentum", sync.local_momentum > 0, "is a momentum of its own"),
+        ("momentum_correction", bool(sync.momentum_correction), "is a momentum of its own"),
+    ):
+        if is_in_the_way:
+            raise UserError(
+                f"config.sync.{field}={sync[field]} {why}; leave it out, or set "
+                "--config.sync.local_optimizer=False"
+            )
+
+
 def _fit_optimizer(config: Any) -> None:
     """Raises if the optimizer does not fit the exchange, or a field of it would have no effect."""
     method, optimizer = config.sync.method, config.optimizer.name
@@ -284,6 +303,9 @@ def _fit_optimizer(config: Any) -> None:
             f"behind config.sync.method={method} it would climb the loss; set "
             "--config.optimizer.name=sgd, or adamw"
         )
+    if config.sync.local_optimizer:
+        _fit_local_optimizer(config.sync)
+        return  # it clips each device's gradient
     if config.optimizer.clip_norm is not None and method in (*OPTIMIZERS, "majority_vote"):
         why = (
             "makes signs, whose norm is always the same"
@@ -294,7 +316,13 @@ def _fit_optimizer(config: Any) -> None:
             f"config.optimizer.clip_norm={config.optimizer.clip_norm} clips the mean gradient, and "
             f"{method} {why}; set --config.optimizer.clip_norm=None. A program of your own can "
             "clip each device's gradient in front of it: jaxcomm.local(axis_name, "
-            "optax.clip_by_global_norm(...))"
+            "optax.clip_by_global_norm(...)), as --config.sync.local_optimizer=True does in front "
+            "of a vote"
+        )
+    if optimizer == "scale" and config.optimizer.nesterov:
+        raise UserError(
+            f"config.optimizer.nesterov=True has no effect behind {method}; set "
+            "--config.optimizer.nesterov=False"
         )
     for field, (unsaid, own) in LEFT_OUT.items() if optimizer == "scale" else ():
         value = config.optimizer[field]

@@ -58,6 +58,7 @@ def make_look(
       the devices no gradient is seen.
     """
     by_itself = config.every == 1 and config.method in (*MEANS, VOTE)
+    by_itself &= not config.get("local_optimizer")
     has_size = config.method in MEANS or bool(config.error_feedback)
     voting = _undecided(config, order, steps, seed) if config.method == VOTE else None
 

@@ -23,6 +23,7 @@ from train import (
     report,
     signals,
     step,
+    sync,
     watchdog,
     watched,
 )
@@ -228,9 +229,9 @@ def costs_of(
         times = measure.measure_steps(*steps, period=period)
         return measure.costs(times, sent, measure.bandwidth(network))
     wires = sent.wire, jaxcomm.wire_report(plain_step)
-    chained: Any = now.opt_state
     messages_step = without.sending(predicting.messages(*wires), begin)
-    local_ms = predicting.codes_ms(run.exchange, chained[0], now.params)
+    at = sync.state_of_exchange(run.sync, now.opt_state)
+    local_ms = predicting.codes_ms(run.exchange, at, now.params)
     times = measure.measure_steps(*steps, messages_step, period)
     predicted = predicting.predicted(*wires, times.messages_ms, local_ms, gigabits)
     return measure.costs(times, sent, measure.bandwidth(network), predicted)

@@ -37,7 +37,9 @@ class Plain:
         return self._compiled(self._followed_by(messages), begin)
 
     def _followed_by(self, messages: optax.GradientTransformation) -> optax.GradientTransformation:
-        return optax.chain(sync.no_exchange(self._run.sync), messages, self._run.optimizer)
+        how = self._run.sync
+        sent = optax.chain(sync.no_exchange(how), messages)
+        return sync.chained(how, sent, self._run.optimizer)
 
     def _compiled(self, tx: optax.GradientTransformation, begin: state.TrainState) -> Any:
         train_step = step.make_train_step(self._run.gradient, tx)

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxcomm import plan
 from train import check, measure, state, step, sync
@@ -29,7 +28,7 @@ def resolved(
     gradient: Any,
     params: Any,
     example: Any,
-    optimizer: Any,
+    optimizer: state.Optimizer,
     goes_on: bool = False,
 ) -> Any:
     """`config.sync`, or what the planner takes for `method="auto"`.
@@ -44,7 +43,7 @@ def resolved(
       gradient: of `step.make_gradient`.
       params: parameters.
       example: a batch.
-      optimizer: what follows the exchange.
+      optimizer: of `state.make_optimizer`.
       goes_on: whether the run goes on at a checkpoint; a new one chooses anew.
 
     Raises:
@@ -163,9 +162,9 @@ def _cluster(network: Any, devices: int) -> plan.Cluster | None:
     return plan.cluster(plan.fabrics.star("these devices", devices, "unlimited"), costs)
 
 
-def _step_seconds(gradient: Any, params: Any, example: Any, optimizer: Any) -> float:
+def _step_seconds(gradient: Any, params: Any, example: Any, optimizer: state.Optimizer) -> float:
     """The median of a few steps without exchange, of the slowest process."""
-    tx = optax.chain(sync.no_exchange({}), optimizer)
+    tx = sync.chained({}, sync.no_exchange({}), optimizer)
     at = state.init(jax.tree.map(jnp.copy, params), tx)
     program = step.compile_step(step.make_train_step(gradient, tx), at, example)
     times = []

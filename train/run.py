@@ -51,7 +51,7 @@ class Run:
     order: tuple[str, ...]
     sync: Any
     exchange: optax.GradientTransformation
-    optimizer: optax.GradientTransformation
+    optimizer: state.Optimizer
     tx: optax.GradientTransformation
 
     def place(self, params: Any) -> Any:
@@ -126,7 +126,7 @@ def assemble(config: Any, workdir: Path, goes_on: bool = False) -> Run:
     like = sync.global_batch({name: first[name] for name in rows.names})
     example = {**like, step.STOP: asked(False)}
 
-    # The model's gradient, the exchange of gradients and behind it the optimizer.
+    # The model's gradient, the exchange, and the optimizer.
     gradient = step.make_gradient(forward, config.label_smoothing, config.microbatches)
     order = jaxcomm.backward_order(gradient, params, example)
     optimizer = state.make_optimizer(config.optimizer, config.steps)

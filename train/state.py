@@ -27,25 +27,38 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
 
 
-def sgd(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
+class Optimizer(NamedTuple):
+    """An optimizer in two parts.
+
+    Attributes:
+      step: what it makes of gradients; each device's own with `config.sync.local_optimizer`.
+      rest: the learning rate, and what the parameters add to the step.
+    """
+
+    step: optax.GradientTransformation
+    rest: optax.GradientTransformation
+
+
+def sgd(config: Any, rate: optax.Schedule) -> Optimizer:
     """Nesterov momentum with the weight decay inside the gradient, as ResNets are trained."""
-    return optax.chain(
-        optax.add_decayed_weights(config.weight_decay, mask=decayed),
-        optax.sgd(rate, momentum=config.momentum, nesterov=True),
-    )
+    decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
+    momentum = optax.trace(config.momentum, nesterov=True)
+    return Optimizer(optax.chain(decay, momentum), optax.scale_by_learning_rate(rate))
 
 
-def adamw(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
+def adamw(config: Any, rate: optax.Schedule) -> Optimizer:
     """Adam with decoupled weight decay, as transformers are trained."""
-    return optax.adamw(
-        rate, config.momentum, config.b2, weight_decay=config.weight_decay, mask=decayed
+    decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
+    return Optimizer(
+        optax.scale_by_adam(config.momentum, config.b2, nesterov=config.nesterov),
+        optax.chain(decay, optax.scale_by_learning_rate(rate)),
     )
 
 
-def scale(config: Any, rate: optax.Schedule) -> optax.GradientTransformation:
+def scale(config: Any, rate: optax.Schedule) -> Optimizer:
     """The learning rate alone, after a method of `train.sync` that is an optimizer itself."""
     del config
-    return optax.scale_by_schedule(rate)
+    return Optimizer(optax.identity(), optax.scale_by_schedule(rate))
 
 
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "scale": scale}
@@ -63,11 +76,10 @@ def decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(is_weight, params)
 
 
-def make_optimizer(config: Any, steps: int) -> optax.GradientTransformation:
+def make_optimizer(config: Any, steps: int) -> Optimizer:
     """The optimizer that a config names, its learning rate warming up and then falling as a cosine.
 
     With `clip_norm` it first makes the gradient shorter where the norm of all its values is above.
-    It skips updates that are not finite, without limit: the recorder counts them and ends the run.
 
     Args:
       config: `config.optimizer`: `name`, `learning_rate` (the peak), `warmup_steps` and the
@@ -75,10 +87,16 @@ def make_optimizer(config: Any, steps: int) -> optax.GradientTransformation:
       steps: length of the run, where the cosine reaches zero.
     """
     rule = choose(OPTIMIZERS, config.name, "config.optimizer.name")
-    tx = rule(config, schedule(config, steps))
+    found = rule(config, schedule(config, steps))
     if config.clip_norm is not None:
-        tx = optax.chain(optax.clip_by_global_norm(config.clip_norm), tx)
-    return optax.apply_if_finite(tx, np.iinfo(np.int32).max)
+        clip = optax.clip_by_global_norm(config.clip_norm)
+        found = found._replace(step=optax.chain(clip, found.step))
+    return found
+
+
+def skipping(*parts: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A chain that skips updates that are not finite; the recorder counts them and ends the run."""
+    return optax.apply_if_finite(optax.chain(*parts), np.iinfo(np.int32).max)
 
 
 def schedule(config: Any, steps: int) -> optax.Schedule:

@@ -16,7 +16,7 @@ import jaxcomm
 from train.calls import read_call
 from train.errors import UserError, choose
 from train.models.transformer import SPLIT, STACK
-from train.state import decayed
+from train.state import Optimizer, decayed, skipping
 
 AXIS = "data"
 
@@ -220,10 +220,29 @@ def algorithms(method: str) -> Mapping[str, Callable[..., Any]]:
     return jaxcomm.algorithms.BY_NAME if "algorithm" in names else CALLS["algorithm"]
 
 
-def joined(
-    config: Any, exchange: optax.GradientTransformation, optimizer: optax.GradientTransformation
+def chained(
+    config: Any, exchange: optax.GradientTransformation, optimizer: Optimizer
 ) -> optax.GradientTransformation:
-    """The exchange in front of the optimizer; or with `every`, local steps by the optimizer.
+    """The exchange in front of the optimizer, or with `local_optimizer` in the middle of it.
+
+    Its state is that of the exchange and that of the rest; the first is a pair, of what stands in
+    front of the exchange and of the exchange, with `local_optimizer`.
+    """
+    if config.get("local_optimizer"):
+        own = jaxcomm.local(AXIS, optimizer.step)
+        return optax.chain(optax.chain(own, exchange), skipping(optimizer.rest))
+    return optax.chain(exchange, skipping(*optimizer))
+
+
+def state_of_exchange(config: Any, opt_state: Any) -> Any:
+    """The state of the exchange in that of what `chained` returns."""
+    return opt_state[0][1] if config.get("local_optimizer") else opt_state[0]
+
+
+def joined(
+    config: Any, exchange: optax.GradientTransformation, optimizer: Optimizer
+) -> optax.GradientTransformation:
+    """The exchange and the optimizer as `chained`; or with `every`, local steps by the optimizer.
 
     Args:
       config: `config.sync`.
@@ -231,7 +250,7 @@ def joined(
       optimizer: of all devices, or with `every` above 1 of each device.
     """
     if config.every == 1:
-        return optax.chain(exchange, optimizer)
+        return chained(config, exchange, optimizer)
     if config.get("gather"):
         raise UserError(
             "config.sync: with every above 1 each device has all parameters of its own, so they "
@@ -241,7 +260,7 @@ def joined(
     outer = optax.sgd(config.outer_rate, config.outer_momentum or None, nesterov)
     try:
         return jaxcomm.local_steps(
-            optimizer, config.every, outer, exchange, fragments=config.fragments
+            skipping(*optimizer), config.every, outer, exchange, fragments=config.fragments
         )
     except ValueError as error:
         raise UserError(f"config.sync: {error}") from error

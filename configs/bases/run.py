@@ -53,6 +53,7 @@ def get_config() -> config_dict.ConfigDict:
     config.optimizer.warmup_steps = 50
     config.optimizer.momentum = 0.9  # Of sgd, Nesterov's; of adamw, its b1.
     config.optimizer.b2 = 0.999  # Of adamw.
+    config.optimizer.nesterov = False  # Of adamw: Nesterov's momentum, which sgd always has.
     config.optimizer.weight_decay = 0.0  # Of sgd and adamw.
     # The mean gradient is made shorter where its norm is above: of all parameters together, behind
     # the exchange. With sync.every, the gradient of each device in its own steps. None: never.
@@ -110,6 +111,9 @@ def sync() -> config_dict.ConfigDict:
     # Local SGD and DiLoCo: devices take `every` steps of their own, then exchange how far they
     # came. The steps of the run are a multiple of it.
     sync.every = 1
+    # Each device's own optimizer, in front of the exchange: its step travels, not the gradient. For
+    # few bits with error feedback, and for votes. For all but methods that are optimizers.
+    sync.local_optimizer = False
     sync.outer_rate = 1.0  # Of the outer SGD, which takes the exchanged difference for a gradient.
     sync.outer_momentum = 0.0  # Nesterov's.
     sync.fragments = 1  # Parts of the leaves, which are exchanged in turn.

@@ -15,6 +15,7 @@ from train import check, main, mistakes, state, sync
 from train.errors import UserError
 
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
+VALUES: dict[str, Any] = {"True": True, "False": False}
 PATHS = ("head/bias", "head/kernel", "stem/kernel")
 
 
@@ -30,7 +31,7 @@ def test_every_method_on_every_config(name: str) -> None:
                 assert "scaled_sign" in message and method in ("mean", "low_rank_mean")
                 flags = [("sync.codec", "bfloat16")]
             assert not typed.keys() & {field for field, _ in flags}, message
-            typed |= {field: int(v) if v.isdigit() else v for field, v in flags}
+            typed |= {field: VALUES.get(v, int(v) if v.isdigit() else v) for field, v in flags}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -205,6 +206,44 @@ def test_only_a_mean_is_clipped(method: str) -> None:
         check.fit(config, 4)
     config.optimizer.clip_norm = None
     check.fit(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("method", "factored_adam", "is an optimizer itself"),
+        ("every", 4, "has each device's own optimizer already"),
+        ("gather", "float32", "exchanges gradients of parameters that are split"),
+        ("correct_every", 8, "corrects gradients"),
+        ("local_momentum", 0.9, "is a momentum of its own"),
+        ("momentum_correction", 0.9, "is a momentum of its own"),
+    ],
+)
+def test_a_local_optimizer_needs_its_place(field: str, value: Any, why: str) -> None:
+    config = read_config("digits_resnet")
+    config.sync.local_optimizer = True
+    check.fit(config, 4)
+    config.sync[field] = value
+    if field == "method":
+        config.optimizer.name = "scale"
+    with pytest.raises(UserError, match=f"config.sync.{field}={value} {why}; .*local_optimizer=F"):
+        check.fit(config, 4)
+
+
+def test_a_local_optimizer_clips_in_front_of_a_vote() -> None:
+    config = read_config("digits_majority")
+    config.optimizer.clip_norm = 1.0
+    with pytest.raises(UserError, match="local_optimizer=True"):
+        check.fit(config, 4)
+    config.sync.local_optimizer = True
+    check.fit(config, 4)
+
+
+def test_scale_has_no_momentum_of_nesterov() -> None:
+    config = read_config("digits_one_bit_adam")
+    config.optimizer.nesterov = True
+    with pytest.raises(UserError, match=r"nesterov=True has no effect behind one_bit_adam"):
+        check.fit(config, 4)
 
 
 @pytest.mark.parametrize("method", ["majority_vote", "none"])

@@ -92,7 +92,7 @@ def test_dense_steps_are_steps_also_where_devices_exchange_rarely() -> None:
         data = [jaxcomm.global_batch(batch, sync.AXIS) for batch in batches(10, 8)]
         gradient = step.make_gradient(forward, 0.1, 1)
         order = jaxcomm.backward_order(gradient, parameters(), data[0])
-        tx = sync.joined(config, sync.build(config, order, 10), optax.sgd(0.1))
+        tx = sync.joined(config, sync.build(config, order, 10), alone(optax.sgd(0.1)))
         now = state.init(parameters(), tx)
         run = step.compile_step(step.make_train_step(gradient, tx), now, data[0])
         sizes = []
@@ -106,12 +106,39 @@ def test_dense_steps_are_steps_also_where_devices_exchange_rarely() -> None:
     assert min(sizes[2], sizes[5]) > 100 > 10 > sizes[8]
 
 
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_local_optimizer_stands_in_front_of_the_exchange(name: str) -> None:
+    """With one device it is the optimizer; with several, each has steps of its own."""
+    config = optimizer(name=name, warmup_steps=0, weight_decay=0.1, nesterov=name == "adamw")
+    config.clip_norm = 0.5
+    how = config_dict.create(method="mean", codec="float32", every=1, local_optimizer=True)
+    parts = state.make_optimizer(config, 10)
+
+    def trained(devices: int, local: bool) -> dict[str, np.ndarray]:
+        how.local_optimizer = local
+        with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:devices])):
+            tx = sync.joined(how, sync.build(how, (), 10), parts)
+            now = state.init(parameters(), tx)
+            run = jax.jit(step.make_train_step(step.make_gradient(forward, 0.0, 1), tx))
+            for batch in batches(4, 8):
+                now, _ = run(now, jaxcomm.global_batch(batch, sync.AXIS))
+            shapes = [x.shape[0] for x in jax.tree.leaves(now.opt_state[0]) if x.ndim > 1]
+            assert (shapes != [] and set(shapes) == {devices}) == local
+            return jax.tree.map(np.asarray, now.params)
+
+    alone, own, shared = trained(1, True), trained(2, True), trained(2, False)
+    for name, expected in trained(1, False).items():
+        np.testing.assert_allclose(alone[name], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(shared[name], expected, rtol=1e-3, atol=1e-4)
+    assert np.abs(own["w1"] - shared["w1"]).max() > 1e-3  # each clips its own gradient
+
+
 def test_the_outer_momentum_of_local_steps_is_nesterovs() -> None:
     config = config_dict.create(
         method="mean", codec="float32", every=2, fragments=1, outer_rate=1.0, outer_momentum=0.5
     )
     with jax.set_mesh(jaxcomm.data_mesh(sync.AXIS, jax.devices()[:2])):
-        tx = sync.joined(config, sync.build(config, (), 10), optax.sgd(1.0))
+        tx = sync.joined(config, sync.build(config, (), 10), alone(optax.sgd(1.0)))
         w = jaxcomm.replicate(jnp.zeros((1, 1)))
         at, ones = tx.init(w), jnp.ones((2, 1, 1))
         for _ in range(2):
@@ -150,6 +177,11 @@ def test_evaluation_leaves_padding_out() -> None:
     assert found["test_loss"] == pytest.approx(-log_probabilities[:51].mean(), rel=1e-5)
 
 
+def alone(tx: optax.GradientTransformation) -> state.Optimizer:
+    """A transformation as the whole optimizer."""
+    return state.Optimizer(tx, optax.identity())
+
+
 def optimizer(**fields: Any) -> config_dict.ConfigDict:
     """That of the digits' ResNet, SGD with a rate of 0.1, and with other fields."""
     config = read_config("digits_resnet").optimizer
@@ -162,7 +194,7 @@ def test_only_weights_decay() -> None:
     zeros = jax.tree.map(jnp.zeros_like, params)
     for name in ("sgd", "adamw"):
         config = optimizer(name=name, warmup_steps=0, weight_decay=0.1)
-        tx = state.make_optimizer(config, 10)
+        tx = state.skipping(*state.make_optimizer(config, 10))
         updates, _ = tx.update(zeros, tx.init(params), params)
         assert float(jnp.abs(updates["w1"]).max()) > 0
         assert float(jnp.abs(updates["b1"]).max()) == 0
@@ -208,7 +240,7 @@ def test_methods_that_are_optimizers_decay_weights_only(method: str) -> None:
 
 def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
     config = optimizer(learning_rate=0.5, warmup_steps=4, momentum=0.0, weight_decay=0.0)
-    tx = state.make_optimizer(config, 12)
+    tx = state.skipping(*state.make_optimizer(config, 12))
     params = {"w": jnp.ones(())}
     now, rates = tx.init(params), []
     for _ in range(13):
@@ -223,7 +255,7 @@ def test_the_mean_gradient_is_clipped_as_plain_optax_does(limit: float | None) -
     """On eight devices behind their exchange, and on the whole batch without any of ours."""
     config = optimizer(warmup_steps=0, weight_decay=0.0, clip_norm=limit)
     clip = optax.identity() if limit is None else optax.clip_by_global_norm(limit)
-    plain = optax.chain(clip, state.sgd(config, state.schedule(config, 4)))
+    plain = optax.chain(clip, *state.sgd(config, state.schedule(config, 4)))
 
     def loss(params: Any, batch: dict[str, np.ndarray]) -> jax.Array:
         logits, labels = forward(params, batch["image"]), jnp.asarray(batch["label"])
@@ -235,7 +267,7 @@ def test_the_mean_gradient_is_clipped_as_plain_optax_does(limit: float | None) -
         updates, own = plain.update(jax.grad(loss)(expected, batch), own, expected)
         expected = optax.apply_updates(expected, updates)
     with jax.set_mesh(jaxcomm.data_mesh()):
-        tx = optax.chain(jaxcomm.mean(sync.AXIS), state.make_optimizer(config, 4))
+        tx = optax.chain(jaxcomm.mean(sync.AXIS), state.skipping(*state.make_optimizer(config, 4)))
         now = state.init(parameters(), tx)
         run = jax.jit(step.make_train_step(step.make_gradient(forward, 0.0, 1), tx))
         for batch in batches(3, 32):
@@ -253,7 +285,7 @@ def test_the_mean_gradient_is_clipped_as_plain_optax_does(limit: float | None) -
 def test_adam_takes_its_b2_from_the_config() -> None:
     params = {"w": jnp.ones((2, 2))}
     for b2 in (0.999, 0.9):
-        tx = state.make_optimizer(optimizer(name="adamw", b2=b2), 100)
+        tx = state.skipping(*state.make_optimizer(optimizer(name="adamw", b2=b2), 100))
         _, now = tx.update(params, tx.init(params), params)
         (nu,) = [
             x
@@ -271,7 +303,7 @@ def test_a_step_that_is_not_finite_is_skipped(name: str) -> None:
         exchange = jaxcomm.one_bit_adam("data", 1.0, dense_steps=2)
     else:
         exchange = jaxcomm.mean("data", "int8", error_feedback=True)
-    tx = optax.chain(exchange, state.make_optimizer(config, 10))
+    tx = optax.chain(exchange, state.skipping(*state.make_optimizer(config, 10)))
     good, bad = batches(4, 32), batches(1, 32)[0]
     bad["image"][3] = 255
 

@@ -1,0 +1,21 @@
+"""One bit with AdamW: the vision transformer of digits_vit; devices send the signs of their steps.
+
+    python -m train.launch --processes=4 -- --config=configs/digits_vit_sign.py
+
+Each device has an Adam of its own, with Nesterov's momentum, and what it would do travels as signs
+with error feedback.
+"""
+
+from ml_collections import config_dict
+
+from configs import digits_vit
+
+
+def get_config() -> config_dict.ConfigDict:
+    config = digits_vit.get_config()
+    config.optimizer.nesterov = True
+    config.sync.codec = "scaled_sign"
+    config.sync.error_feedback = True
+    config.sync.local_optimizer = True
+    config.lock()
+    return config
