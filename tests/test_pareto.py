@@ -59,6 +59,19 @@ def test_validation_chooses_the_rate_and_test_is_reported(rows: results.Rows) ->
     assert len(results.table(rows).splitlines()) == 3
 
 
+def test_nesterovs_momentum_is_compared_with_float32_that_has_it(tmp_path: Path) -> None:
+    made = [
+        row("float32", 1e-3, 0, 2.0, 2.0),
+        row("Nadam, float32", 1e-3, 0, 1.9, 1.9) | {"optimizer": "nadam"},
+        row("1 bit", 1e-3, 0, 2.2, 2.2) | {"optimizer": "local nadam"},
+        row("2 bits", 1e-3, 0, 2.1, 2.1),
+    ]
+    for r in made:
+        results.write(results.path(tmp_path, r["task"], r["method"], r["rate"], r["seed"]), r)
+    found = {r["method"]: round(r["minus_float32"], 3) for r in results.read(tmp_path)}
+    assert found == {"float32": 0, "Nadam, float32": 0, "1 bit": 0.3, "2 bits": 0.1}
+
+
 def test_the_report_ends_with_the_committed_rows_and_runs_nothing() -> None:
     command = [sys.executable, "-m", "benchmarks.pareto", "--report", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)

@@ -12,8 +12,8 @@ follow one another, the middle rates of all methods first.
 `--report` runs nothing: it shows the committed runs, of `--tasks` and `--methods` alone where they
 are given. `--json` prints them as the last line: task, method, optimizer, rate, seed, loss (of the
 test text, nats), bytes_per_step (bytes that a device sends in a step for each parameter, averaged
-over the run), minus_float32 (the loss minus that of float32 at its chosen rate and the same seed),
-chosen (whether this is the chosen rate).
+over the run), minus_float32 (the loss minus that of float32 at its chosen rate and the same seed,
+with Nesterov's momentum where the row has it), chosen (whether this is the chosen rate).
 """
 
 import argparse

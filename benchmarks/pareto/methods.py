@@ -53,9 +53,19 @@ def adam(rate: optax.Schedule) -> optax.GradientTransformation:
     return optax.adam(rate, b1=0.9, b2=0.99)
 
 
+def nadam(rate: optax.Schedule) -> optax.GradientTransformation:
+    """Adam with Nesterov's momentum."""
+    return optax.adam(rate, b1=0.9, b2=0.99, nesterov=True)
+
+
 def sgd(rate: optax.Schedule) -> optax.GradientTransformation:
     """SGD with momentum."""
     return optax.sgd(rate, momentum=0.9)
+
+
+def nesterov(rate: optax.Schedule) -> optax.GradientTransformation:
+    """SGD with Nesterov's momentum."""
+    return optax.sgd(rate, momentum=0.9, nesterov=True)
 
 
 def feedback(codec: str | jaxcomm.codecs.Codec) -> optax.GradientTransformation:
@@ -71,12 +81,18 @@ def before(
     return lambda rate, steps: optax.chain(exchange(), optimizer(rate))
 
 
-def local_adam(exchange: Callable[[], optax.GradientTransformation]) -> Factory:
-    """Each device's own Adam; what it would do is exchanged."""
-    own = optax.scale_by_adam(b1=0.9, b2=0.99)
+def behind(
+    own: optax.GradientTransformation, exchange: Callable[[], optax.GradientTransformation]
+) -> Factory:
+    """Each device's own optimizer; what it would do is exchanged."""
     return lambda rate, steps: optax.chain(
         jaxcomm.local("data", own), exchange(), optax.scale_by_learning_rate(rate)
     )
+
+
+ADAM_STEP = optax.scale_by_adam(b1=0.9, b2=0.99)
+NADAM_STEP = optax.scale_by_adam(b1=0.9, b2=0.99, nesterov=True)
+NESTEROV_STEP = optax.trace(0.9, nesterov=True)
 
 
 def signum(rate: optax.Schedule, steps: int) -> optax.GradientTransformation:
@@ -96,14 +112,20 @@ def factored_adam(exchange: Callable[[], optax.GradientTransformation]) -> Facto
     return lambda rate, steps: jaxcomm.factored_adam(exchange(), rate)
 
 
-def local_steps(every: int, exchange: Callable[[], optax.GradientTransformation]) -> Method:
-    """Local SGD with Adam: so many steps of each device, then a mean of what they did."""
+def local_steps(
+    every: int,
+    exchange: Callable[[], optax.GradientTransformation],
+    name: str = "local adam",
+    inner: Callable[[optax.Schedule], optax.GradientTransformation] = adam,
+    rate: float = 6e-3,
+) -> Method:
+    """Local SGD: so many steps of each device's own optimizer, then a mean of what they did."""
 
     def make(rate: optax.Schedule, steps: int) -> optax.GradientTransformation:
         del steps
-        return jaxcomm.local_steps(adam(rate), every, optax.sgd(1.0), exchange())
+        return jaxcomm.local_steps(inner(rate), every, optax.sgd(1.0), exchange())
 
-    return Method("local adam", make, around(6e-3), lambda steps: 1 / every)
+    return Method(name, make, around(rate), lambda steps: 1 / every)
 
 
 def outer_momentum(
@@ -180,33 +202,75 @@ ADAM: dict[str, Method] = {
     "PowerSGD, rank 4": Method("adam", before(low_rank, adam), around(2e-3)),
     "cnat": Method("adam", before(cnat, adam), around(8e-3)),
     "local momentum, vote": Method("signum", signum, around(1e-3)),
-    "local Adam, scaled_sign": Method("local adam", local_adam(sign), around(2e-3)),
+    "local Adam, scaled_sign": Method("local adam", behind(ADAM_STEP, sign), around(2e-3)),
+    "local Nadam, scaled_sign": Method("local nadam", behind(NADAM_STEP, sign), around(8e-3)),
+    "local Nadam, int2": Method("local nadam", behind(NADAM_STEP, int2), around(8e-3)),
+    "4 local steps of Nadam, scaled_sign": local_steps(4, sign, "local nadam", nadam),
+    "Nadam, float32": Method("nadam", before(float32, nadam), around(4e-3)),
+    "Nadam, int4, feedback": Method("nadam", before(int4, nadam), around(4e-3)),
+    "Nadam, int2, feedback": Method("nadam", before(int2, nadam), around(4e-3)),
+    "Nadam, PowerSGD, rank 4": Method("nadam", before(low_rank, nadam), around(4e-3)),
     "factored Adam, float32": Method("its own", factored_adam(float32), around(12e-3)),
     "bfloat16": Method("adam", before(bfloat16, adam), around(8e-3)),
     "Ok-Topk, 1 %": Method("adam", before(oktopk, adam), around(1e-3)),
 }
 
 
+# What stands in front of SGD.
+EXCHANGES: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "float32": float32,
+    "scaled_sign, feedback": sign,
+    "scaled_sign(128), feedback": sign128,
+    "int2, feedback": int2,
+    "Ok-Topk, 1 %": oktopk,
+    "PowerSGD, rank 4": low_rank,
+    "int4, feedback": int4,
+    "cnat": cnat,
+    "bfloat16": bfloat16,
+}
+
+
+def in_front(
+    name: str, optimizer: Callable[[optax.Schedule], optax.GradientTransformation], rate: float
+) -> dict[str, Method]:
+    """All of these in front of an optimizer."""
+    return {
+        exchange: Method(name, before(make, optimizer), around(rate))
+        for exchange, make in EXCHANGES.items()
+    }
+
+
 def for_sgd(rate: float, of_votes: float) -> dict[str, Method]:
     """The methods for SGD, with rates around these; those that are compared most come first."""
-    exchanges = {
-        "float32": float32,
-        "scaled_sign, feedback": sign,
-        "scaled_sign(128), feedback": sign128,
-        "int2, feedback": int2,
-        "Ok-Topk, 1 %": oktopk,
-        "PowerSGD, rank 4": low_rank,
-        "int4, feedback": int4,
-        "cnat": cnat,
-        "bfloat16": bfloat16,
+    vote = {"local momentum, vote": Method("signum", signum, around(of_votes))}
+    return in_front("sgd", sgd, rate) | vote
+
+
+def for_nesterov(rate: float, of_votes: float) -> dict[str, Method]:
+    """The same with Nesterov's momentum, behind the exchange or on each device."""
+    own = {"scaled_sign": sign, "scaled_sign(128)": sign128, "int2": int2}
+    own_momentum = {
+        f"local momentum, {name}": Method(
+            "local nesterov", behind(NESTEROV_STEP, exchange), around(rate)
+        )
+        for name, exchange in own.items()
     }
-    found = {name: Method("sgd", before(e, sgd), around(rate)) for name, e in exchanges.items()}
-    return found | {"local momentum, vote": Method("signum", signum, around(of_votes))}
+    vote = behind(NESTEROV_STEP, lambda: jaxcomm.majority_vote("data"))
+    return (
+        in_front("nesterov", nesterov, rate)
+        | own_momentum
+        | {
+            "local momentum, vote": Method("signum", vote, around(of_votes)),
+            "4 local steps, scaled_sign": local_steps(4, sign, "local nesterov", nesterov, rate),
+        }
+    )
 
 
 TABLES = {
     "gpt": ADAM,
     "gpt_small": ADAM,
     "lstm": for_sgd(4.0, 16e-3),
+    "lstm_nesterov": for_nesterov(4.0, 8e-3),
     "resnet20": for_sgd(0.1, 1e-3),
+    "resnet20_nesterov": for_nesterov(0.05, 1e-3),
 }

@@ -9,11 +9,15 @@ from typing import Any
 Rows = list[dict[str, Any]]
 FOLDER = Path(__file__).resolve().parents[1] / "results" / "pareto"
 BASELINE = "float32"
+# Of optimizers with Nesterov's momentum, in tasks whose other rows have none.
+BASELINES = {name: "Nadam, float32" for name in ("nadam", "local nadam")}
 TITLES = {  # of the panels of the plot
     "gpt": "GPT of 1 M parameters, tiny Shakespeare",
     "gpt_small": "GPT of 0.24 M parameters, tiny Shakespeare",
     "lstm": "LSTM with SGD, tiny Shakespeare",
+    "lstm_nesterov": "LSTM with SGD and Nesterov's momentum, tiny Shakespeare",
     "resnet20": "ResNet-20 with SGD, CIFAR-10",
+    "resnet20_nesterov": "ResNet-20 with SGD and Nesterov's momentum, CIFAR-10",
 }
 
 
@@ -32,7 +36,10 @@ def write(file: Path, row: dict[str, Any]) -> None:
 
 
 def read(folder: Path) -> Rows:
-    """All runs, with `chosen` and `minus_float32`; by task, bytes, method, rate and seed."""
+    """All runs, with `chosen` and `minus_float32`; by task, bytes, method, rate and seed.
+
+    A row is compared with float32 at its best rate, in front of an optimizer of the same kind.
+    """
     rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*/*.json"))]
     rates = {
         key: _chosen([row for row in rows if _key(row) == key]) for key in set(map(_key, rows))
@@ -40,10 +47,11 @@ def read(folder: Path) -> Rows:
     base = {}
     for row in rows:
         row["chosen"] = row["rate"] == rates[_key(row)]
-        if row["method"] == BASELINE and row["chosen"]:
-            base[row["task"], row["seed"]] = row["loss"]
+        if row["method"] in (BASELINE, *BASELINES.values()) and row["chosen"]:
+            base[row["task"], row["method"], row["seed"]] = row["loss"]
     for row in rows:
-        pair = row["loss"], base.get((row["task"], row["seed"]))
+        baseline = BASELINES.get(row["optimizer"], BASELINE)
+        pair = row["loss"], base.get((row["task"], baseline, row["seed"]))
         row["minus_float32"] = None if None in pair else pair[0] - pair[1]
     order = ("task", "bytes_per_step", "method", "rate", "seed")
     return sorted(rows, key=lambda row: tuple(row[name] for name in order))

@@ -155,13 +155,18 @@ def gpt(name: str, width: int, depth: int, share: int) -> Task:
     return Task(name, init, text_loss(models.gpt_logits), text_batch, load_text, share, 500)
 
 
-def lstm(width: int = 128) -> Task:
+def lstm(name: str, width: int = 128) -> Task:
     """An LSTM on characters."""
 
     def init(key: jax.Array) -> Any:
         return models.lstm_init(key, tokens=65, width=width)
 
-    return Task("lstm", init, text_loss(models.lstm_logits), text_batch, load_text, 8, 500)
+    return Task(name, init, text_loss(models.lstm_logits), text_batch, load_text, 8, 500)
+
+
+def resnet20(name: str) -> Task:
+    """ResNet-20 on images."""
+    return Task(name, models.resnet20_init, image_loss, image_batch, load_images, 16, 300)
 
 
 TASKS = {
@@ -169,7 +174,9 @@ TASKS = {
     for task in (
         gpt("gpt", width=128, depth=5, share=8),  # 1.0 M parameters
         gpt("gpt_small", width=96, depth=2, share=4),  # 0.24 M
-        lstm(),
-        Task("resnet20", models.resnet20_init, image_loss, image_batch, load_images, 16, 300),
+        lstm("lstm"),
+        lstm("lstm_nesterov"),
+        resnet20("resnet20"),
+        resnet20("resnet20_nesterov"),
     )
 }
