@@ -4,13 +4,15 @@ import json
 import zlib
 from pathlib import Path
 
+from train.workdir import write_whole
+
 FILE = "digests.json"
 
 
 def seal(folder: Path) -> None:
     """Writes size and CRC-32 of every file in the subfolders of a folder into one more file."""
     table = {str(path.relative_to(folder)): _digest(path) for path in _files(folder)}
-    (folder / FILE).write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    write_whole(folder / FILE, json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 
 def damage(folder: Path) -> str | None:

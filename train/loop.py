@@ -1,5 +1,6 @@
 """One run, from the config to its report: read this page first."""
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -80,7 +81,8 @@ def train(
     with checkpoints, recorder:
         recorder.write("start", start, measure.sizes(sent))
         signals.ask_to_stop()
-        tested = write_test(recorder, start, test, now) if tests_at(start, config) else None
+        tests = functools.partial(write_test, test, recorder, checkpoints)
+        tested = tests(start, now) if tests_at(start, config) else None
         for number in range(start + 1, config.steps + 1):
             profile.before(number, now)
             with recorder.waiting():
@@ -95,11 +97,9 @@ def train(
                     recorder.split(number, without.milliseconds(now.params, batch))
             stop = recorder.stop  # Read once: what a pause below learns is for the next step.
             last = number == config.steps or stop
-            tested = None
-            if tests_before_saving(number, stop, config):
-                tested = write_test(recorder, number, test, now)
-                if not last:
-                    recorder.split(number)
+            tested = tests(number, now) if tests_before_saving(number, stop, config) else None
+            if tested and not last:
+                recorder.split(number)
             save = number % kept.every == 0 or last or (tested and kept.best)
             if save or number % config.guard.replicas_every == 0:
                 with recorder.pause("replicas"):
@@ -113,7 +113,7 @@ def train(
                 return None
         with recorder.pause("test"):
             profile.close(now)
-        tested = tested or write_test(recorder, config.steps, test, now)
+        tested = tested or tests(config.steps, now)
         complete(checkpoints, recorder)
         recorder.split(config.steps)
         require_finite(recorder, tested)
@@ -179,15 +179,20 @@ def tests_before_saving(number: int, stop: bool, config: Any) -> bool:
 
 
 def write_test(
-    recorder: metrics.Recorder,
-    number: int,
     test: Callable[[Any], dict[str, float]],
+    recorder: metrics.Recorder,
+    checkpoints: checkpoint.Checkpoints,
+    number: int,
     now: TrainState,
 ) -> dict[str, float]:
-    """Tests the parameters after a step, and writes what comes of it."""
+    """Tests the parameters after a step, and writes what comes of it.
+
+    A checkpoint that was saved without a test, for want of time, gets it now.
+    """
     with recorder.pause("test"):
         tested = test(now.params)
         recorder.write("test", number, tested)
+        checkpoints.score(number, tested)
     return tested
 
 
