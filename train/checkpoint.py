@@ -300,7 +300,11 @@ class Checkpoints:
         position.set_state(json.loads(file.read_text()))
         if jax.tree.map(np.shape, saved) == jax.tree.map(np.shape, state):
             return saved
-        return saved._replace(opt_state=jaxcomm.resize_state(tx, saved.opt_state, saved.params))
+        try:
+            resized = jaxcomm.resize_state(tx, saved.opt_state, saved.params)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
+        return saved._replace(opt_state=resized)
 
     def close(self) -> None:
         """Waits until everything is on disk."""
@@ -329,7 +333,7 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
     with ocp.PyTreeCheckpointer() as checkpointer:
         found = {"params": checkpointer.metadata(folder).item_metadata.tree["params"]}
         where = f"checkpoint {step} in {directory} does not fit this model"
-        fitting.check(where, fitting.leaves(found), fitting.leaves(wanted), set())
+        fitting.check(where, fitting.leaves(found), fitting.leaves(wanted), {})
         return checkpointer.restore(folder, args=read)["params"]
 
 

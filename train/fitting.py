@@ -1,25 +1,41 @@
 """Whether the arrays of a checkpoint fit those of a run, and where each of them goes."""
 
-from typing import Any
+import operator
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 
 from train.errors import UserError
 
 
-def check(where: str, found: dict[str, Any], wanted: dict[str, Any], own: set[str]) -> None:
+class Part(NamedTuple):
+    """How an array lies that differs from device to device.
+
+    Attributes:
+      axis: which axis counts the devices.
+      is_share: whether each device has a part of a vector, whose length follows from their number.
+    """
+
+    axis: int
+    is_share: bool
+
+
+def check(
+    where: str, found: dict[str, Any], wanted: dict[str, Any], own: Mapping[str, Part]
+) -> None:
     """Raises a UserError that names the first array which does not fit.
 
     Args:
       where: the beginning of the line.
       found: arrays of the checkpoint, by name.
       wanted: those of the run.
-      own: the names of `own`.
+      own: what `own` says of these.
     """
     # Parameters first: they say more than what the optimizer keeps for each of them.
     for name in sorted(found.keys() | wanted.keys(), key=lambda n: (n.startswith("opt"), n)):
         there, here = found.get(name), wanted.get(name)
-        if there is None or here is None or not _fits(there, here, name in own):
+        if there is None or here is None or not _fits(there, here, own.get(name)):
             raise UserError(f"{where}: {name} is {_shown(there)} there and {_shown(here)} here")
 
 
@@ -37,27 +53,26 @@ def _shown(leaf: Any) -> str:
     return "absent" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
 
 
-def own(tree: Any) -> set[str]:
-    """The names of the leaves that differ from device to device: their nodes say how they lie."""
+def own(tree: Any) -> dict[str, Part]:
+    """The leaves that differ from device to device, by name: their nodes say how they lie."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "specs"))
-    return {
-        f"{name_of(path)}.{name}"
-        for path, node in nodes
-        if hasattr(node, "specs")
-        for name in leaves(node)
-    }
+    found = {}
+    for path, node in nodes:
+        if hasattr(node, "specs"):
+            for name, spec in zip(leaves(node), node.specs, strict=True):
+                axis = next(i for i, entry in enumerate(spec) if entry is not None)
+                found[f"{name_of(path)}.{name}"] = Part(axis, node.are_shares)
+    return found
 
 
-def _fits(there: Any, here: jax.Array, is_own: bool) -> bool:
+def _fits(there: Any, here: jax.Array, part: Part | None) -> bool:
     """Whether a saved leaf can become this one: equal, or one that has a part for each device."""
     if there.dtype != here.dtype or len(there.shape) != len(here.shape):
         return False
-    if not is_own:
+    if part is None or there.shape[part.axis] == here.shape[part.axis]:
         return there.shape == here.shape
-    # A part of two dimensions in all may be a device's share of a bucket.
-    return there.shape[1:] == here.shape[1:] or (
-        len(there.shape) == 2 and there.shape[0] != here.shape[0]
-    )
+    shapes = ([n for i, n in enumerate(x.shape) if i != part.axis] for x in (there, here))
+    return part.is_share or operator.eq(*shapes)
 
 
 def like(there: Any, here: jax.Array) -> Any:

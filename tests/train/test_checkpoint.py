@@ -1,5 +1,6 @@
 """Checkpoints keep all bits, of every device, and say what does not fit."""
 
+import functools
 import itertools
 import re
 import shutil
@@ -204,6 +205,47 @@ def test_split_parameters_of_other_shapes(tmp_path: Path) -> None:
     message = r"params.w is float32\[16, 4\] there and float32\[8, 4\] here"
     with pytest.raises(UserError, match=message):
         Checkpoints(tmp_path, keep=2).restore(1, begin(8), position(), tx)
+
+
+def begin_on(world: int, tx: optax.GradientTransformation) -> TrainState:
+    """The state before the first step on some devices."""
+    with jax.set_mesh(mesh_of(world)):
+        params = jaxcomm.replicate({"v": jnp.zeros((32, 64)), "w": jnp.zeros((32, 32))})
+        return TrainState(jaxcomm.replicate(jnp.int32(1)), params, tx.init(params))
+
+
+ONE_BIT = functools.partial(jaxcomm.one_bit_adam, "data", 0.1, dense_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            jaxcomm.low_rank_mean("data", 4),
+            jaxcomm.low_rank_mean("data", 2),
+            r"factors.values.0 is float32\[4, 128\] there and float32\[2, 64\] here",
+        ),
+        (
+            ONE_BIT(),
+            ONE_BIT(exempt=["v"]),
+            r"worker_error.values.0 is float32\[4, 3072\] there and float32\[2, 1024\] here",
+        ),
+    ],
+    ids=["rank", "exempt"],
+)
+def test_another_exchange_on_another_number_of_devices(
+    before: Any, after: Any, message: str, tmp_path: Path
+) -> None:
+    """It is a mistake of the user, which no restart mends."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, begin_on(4, before), position())
+    checkpoints.close()
+    with jax.set_mesh(mesh_of(2)):
+        with pytest.raises(UserError, match=f"checkpoint 1 in .* does not fit .*{message}"):
+            Checkpoints(tmp_path, keep=2).restore(1, begin_on(2, after), position(), after)
+        # What only `resize_state` can see.
+        with pytest.raises(UserError, match="not one of this transformation"):
+            Checkpoints(tmp_path, keep=2).restore(1, begin_on(2, before), position(), TX)
 
 
 def test_another_number_of_devices_and_of_processes(tmp_path: Path) -> None:
