@@ -1,5 +1,6 @@
 """Whether the arrays of a checkpoint fit those of a run, and where each of them goes."""
 
+import math
 import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -7,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from train.errors import UserError
+from train.models.transformer import SPLIT
+from train.sync import AXIS
 
 
 class Part(NamedTuple):
@@ -15,10 +18,13 @@ class Part(NamedTuple):
     Attributes:
       axis: which axis counts the devices.
       is_share: whether each device has a part of a vector, whose length follows from their number.
+      shards: of a vector of several parameters, over how many devices of `config.sync.fsdp` these
+        are split; None of others.
     """
 
     axis: int
     is_share: bool
+    shards: int | None
 
 
 def check(
@@ -34,9 +40,29 @@ def check(
     """
     # Parameters first: they say more than what the optimizer keeps for each of them.
     for name in sorted(found.keys() | wanted.keys(), key=lambda n: (n.startswith("opt"), n)):
-        there, here = found.get(name), wanted.get(name)
-        if there is None or here is None or not _fits(there, here, own.get(name)):
+        there, here, part = found.get(name), wanted.get(name), own.get(name)
+        if there is not None and part is not None:
+            _check_shards(where, name, there.sharding, part.shards)
+        if there is None or here is None or not _fits(there, here, part):
             raise UserError(f"{where}: {name} is {_shown(there)} there and {_shown(here)} here")
+
+
+def _check_shards(where: str, name: str, sharding: Any, shards: int | None) -> None:
+    """Raises if a vector has been of parameters that `config.sync.fsdp` split otherwise.
+
+    Its values lie in the order of their shards, so that they would belong to other parameters.
+    """
+    mesh = dict(
+        zip(getattr(sharding, "axis_names", ()), getattr(sharding, "shape", ()), strict=True)
+    )
+    axes = jax.tree.leaves(list(getattr(sharding, "partition_spec", ())))
+    before = math.prod(int(mesh[axis]) for axis in axes if axis != AXIS)
+    if shards is not None and before != shards:
+        fsdp = int(mesh.get(SPLIT, 1))
+        raise UserError(
+            f"{where}: {name} depends on config.sync.fsdp, which was {fsdp}; go on with "
+            f"--config.sync.fsdp={fsdp}, or choose another --workdir"
+        )
 
 
 def leaves(tree: Any) -> dict[str, Any]:
@@ -59,9 +85,10 @@ def own(tree: Any) -> dict[str, Part]:
     found = {}
     for path, node in nodes:
         if hasattr(node, "specs"):
-            for name, spec in zip(leaves(node), node.specs, strict=True):
+            shards = node.shards or [None] * len(node.specs)
+            for name, spec, over in zip(leaves(node), node.specs, shards, strict=True):
                 axis = next(i for i, entry in enumerate(spec) if entry is not None)
-                found[f"{name_of(path)}.{name}"] = Part(axis, node.are_shares)
+                found[f"{name_of(path)}.{name}"] = Part(axis, node.are_shares, over)
     return found
 
 
