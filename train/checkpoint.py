@@ -9,7 +9,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -53,9 +53,10 @@ def where_to_continue(directory: Path, resume: bool, restarted: bool) -> int | N
     """
     steps, whole = [], None
     if jax.process_index() == 0:
-        steps = _steps(directory)
+        find = functools.partial(_steps, directory)
+        steps = find()
         if resume or restarted:
-            whole = _last_whole(directory, steps, move=True)
+            whole = _last_whole(directory, find, move=True)
             _move_unreadable(directory)
     newest = steps[-1] if steps else None
     found = [-1 if step is None else step for step in (newest, whole)]
@@ -93,12 +94,8 @@ def where_to_evaluate(directory: Path, best: str) -> int:
     """
     whole = None
     if jax.process_index() == 0:
-        steps = _steps(directory)
-        if best:
-            found = {step: _tested(directory / str(step)) for step in steps}
-            scores = {step: _score(best, tested) for step, tested in found.items() if tested}
-            steps = sorted(scores, key=scores.__getitem__)
-        whole = _last_whole(directory, steps, move=False)
+        find = functools.partial(_from_worst, directory, best) if best else None
+        whole = _last_whole(directory, find or functools.partial(_steps, directory), move=False)
     step = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if whole is None else whole)))
     if step < 0:
         kind = f" of a run with --config.checkpoint.best={best}" if best else ""
@@ -109,12 +106,28 @@ def where_to_evaluate(directory: Path, best: str) -> int:
     return step
 
 
-def _last_whole(directory: Path, steps: list[int], move: bool) -> int | None:
-    """The last of these checkpoints without damage; names damaged ones, and may move them away."""
+def _from_worst(directory: Path, best: str) -> list[int]:
+    """The steps of checkpoints that were tested, the best last."""
+    found = {step: _tested(directory / str(step)) for step in _steps(directory)}
+    scores = {step: _score(best, tested) for step, tested in found.items() if tested}
+    return sorted(scores, key=scores.__getitem__)
+
+
+def _last_whole(directory: Path, find: Callable[[], list[int]], move: bool) -> int | None:
+    """The last checkpoint without damage; names damaged ones, and may move them away.
+
+    Args:
+      directory: of the checkpoints.
+      find: the steps among which to look.
+      move: whether to move them; if not, a run may be training that deletes them meanwhile.
+    """
+    steps = find()
     for step in reversed(steps):
         reason = _damage(directory / str(step))
         if reason is None:
             return step
+        if not move and find() != steps:  # Before a run deletes a checkpoint, it saves a newer one.
+            return _last_whole(directory, find, move)
         moved = f"it is moved to {_move(directory / str(step))}, and " if move else ""
         print(
             f"checkpoint {step} is damaged ({reason}): {moved}the one before it is taken, if there "
@@ -142,6 +155,11 @@ def _move(folder: Path) -> Path:
     while aside.exists():
         aside = aside.with_name(f"{aside.name}-again")
     return folder.rename(aside)
+
+
+def is_whole(directory: Path, step: int) -> bool:
+    """Whether a checkpoint is still there, without damage."""
+    return _damage(directory / str(step)) is None
 
 
 def _damage(folder: Path) -> str | None:

@@ -24,13 +24,14 @@ def damage(folder: Path) -> str | None:
     except ValueError:
         return f"{FILE} is cut"
     for name, (size, checksum) in table.items():
-        path = folder / name
-        if not path.is_file():
+        try:
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{name} has {found} bytes instead of {size}"
+            if _digest(folder / name) != [size, checksum]:
+                return f"{name} has other bytes than were written"
+        except FileNotFoundError:
             return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        if _digest(path) != [size, checksum]:
-            return f"{name} has other bytes than were written"
     return None
 
 
