@@ -51,6 +51,7 @@ def train(
     Raises:
       train.errors.UserError: if the config, the data, the directory or a checkpoint do not fit.
       train.errors.RunError: if the run cannot go on, and could not after a restart.
+      train.signals.StoppedError: if SIGTERM came while several processes measured at the end.
     """
     check.fields(config)
     agreement.check(config, workdir)
@@ -117,7 +118,7 @@ def train(
         complete(checkpoints, recorder)
         recorder.split(config.steps)
         require_finite(recorder, tested)
-        signals.all_is_saved()
+        signals.all_is_saved(alone=jax.process_count() == 1)
         summary = {
             **tested,
             f"test_{run.rows.unit}": run.rows.test_size,

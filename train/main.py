@@ -35,14 +35,17 @@ def main(argv: list[str]) -> None:
     join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     compile_here()
     # Seconds of imports, which a mistyped flag need not wait for.
-    from train import evaluating, loop, workdir
+    from train import evaluating, loop, signals, workdir
 
     folder = Path(_WORKDIR.value) if _WORKDIR.value else workdir.new(path.stem)
     if _EVALUATE.value:
         evaluating.evaluate(_CONFIG.value, folder)
         return
     with workdir.claimed(folder):
-        loop.train(_CONFIG.value, folder, started, restarted=_RESTART.value > 0)
+        try:
+            loop.train(_CONFIG.value, folder, started, restarted=_RESTART.value > 0)
+        except signals.StoppedError:
+            signals.say("ended by SIGTERM")
 
 
 def parse(argv: list[str]) -> Path:
