@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -93,6 +94,7 @@ def give_simulated_devices_threads() -> None:
 def run() -> None:
     """Runs `main`: a failure with a known reason becomes one line, a defect a traceback."""
     keep_stdout()
+    say_once_that_the_disk_is_full()
     try:
         main(sys.argv)
         return
@@ -106,6 +108,17 @@ def run() -> None:
     sys.stderr.flush()
     # Not sys.exit: jax would wait for the other processes there, which wait for this one.
     os._exit(status)
+
+
+def say_once_that_the_disk_is_full() -> None:
+    """Keeps orbax's threads from saying it too, with tracebacks: `run` makes one line of it."""
+
+    def is_other(error: BaseException | None) -> bool:
+        return error is None or not is_disk_full(error)
+
+    log, usual = logging.get_absl_logger(), threading.excepthook
+    log.addFilter(lambda record: is_other(record.exc_info[1] if record.exc_info else None))
+    threading.excepthook = lambda args: usual(args) if is_other(args.exc_value) else None
 
 
 def keep_stdout() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from absl import logging
 from ml_collections import config_dict
 from running import Program
 
@@ -21,7 +22,11 @@ from train.distributed import (
     schedule_as_batch,
 )
 from train.errors import RunError, UserError
-from train.main import explained, give_simulated_devices_threads
+from train.main import (
+    explained,
+    give_simulated_devices_threads,
+    say_once_that_the_disk_is_full,
+)
 from train.workdir import claimed, keep_config
 
 CONFIG = "--config=configs/digits_resnet.py"
@@ -155,6 +160,35 @@ def test_what_exceptions_say(tmp_path: Path) -> None:
     orbax = RuntimeError("in a thread")
     orbax.__cause__ = ValueError("RESOURCE_EXHAUSTED: Error writing: No space left on device")
     assert explained(orbax)[0] == 3
+
+
+def test_threads_say_nothing_of_a_full_disk(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one line is the last, and not behind their tracebacks; other failures they tell of."""
+    told: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
+    monkeypatch.setattr(logging.get_absl_logger(), "filters", [])
+    say_once_that_the_disk_is_full()
+
+    def fail(cause: Exception) -> None:
+        try:
+            raise ValueError("not written") from cause
+        except ValueError:
+            logging.exception("a thread failed")
+            raise
+
+    for cause in (OSError(errno.ENOSPC, "No space left on device"), KeyError("a defect")):
+        thread = threading.Thread(target=fail, args=(cause,))
+        thread.start()
+        thread.join()
+    assert told == [ValueError]
+    (record,) = caplog.records
+    assert (
+        record.exc_info
+        and record.exc_info[1]
+        and isinstance(record.exc_info[1].__cause__, KeyError)
+    )
 
 
 def test_memory_that_is_not_there(config: config_dict.ConfigDict, tmp_path: Path) -> None:
