@@ -155,7 +155,7 @@ def recorder_of(
             "learning_rate": float(rates[number - 1]),
             "bytes_per_param": sent.in_step(number, frozen_at),
         },
-        tests_at(int(now.step), config),
+        written_again(int(now.step), config),
         watchdog.Watchdog(config.guard.step_seconds, alone=jax.process_count() == 1),
     )
 
@@ -166,6 +166,13 @@ def tests_at(start: int, config: Any) -> bool:
     The run before may have been asked to end, and had no time for it.
     """
     return 0 < start < config.steps and start % config.eval_every == 0
+
+
+def written_again(start: int, config: Any) -> tuple[str, ...]:
+    """Kinds of lines that a run writes for the step at which it goes on."""
+    if start == config.steps:
+        return "start", "test", "summary"
+    return ("start", "test") if tests_at(start, config) else ("start",)
 
 
 def tests_before_saving(number: int, stop: bool, config: Any) -> bool:

@@ -97,6 +97,8 @@ def test_one_process_with_eight_devices(
     again = loop.train(config, tmp_path, 0.0)
     assert again["test_accuracy"] == summary["test_accuracy"]
     assert again["loop_step_ms"] is None
+    assert [line["step"] for line in read_lines(tmp_path, "test")] == [2, 4]
+    assert read_lines(tmp_path, "summary") == [{"kind": "summary", "step": 4, **again}]
     assert checkpoint_bits(tmp_path, 4) == before
     assert "another config" not in capsys.readouterr().err
     other = config.copy_and_resolve_references()
