@@ -30,7 +30,7 @@ from train import (
 from train.errors import RunError
 from train.run import Run, assemble
 from train.state import TrainState, learning_rates
-from train.workdir import keep_config, naming_changes
+from train.workdir import keep_config, keep_data, naming_changes
 
 
 def train(
@@ -68,6 +68,7 @@ def train(
         with naming_changes(workdir, config):
             now = checkpoints.restore(saved, now, run.rows.train, run.tx)
     start = int(now.step)
+    keep_data(workdir, config, run.rows.identity, resumed=saved is not None)
     keep_config(workdir, config, resumed=saved is not None)
 
     # One compiled step serves the whole run; what it sends is read from it.

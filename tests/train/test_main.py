@@ -27,7 +27,7 @@ from train.main import (
     give_simulated_devices_threads,
     say_once_that_the_disk_is_full,
 )
-from train.workdir import claimed, keep_config
+from train.workdir import claimed, keep_config, keep_data
 
 CONFIG = "--config=configs/digits_resnet.py"
 
@@ -242,6 +242,24 @@ def test_a_run_that_goes_on_names_the_fields_that_changed(
     (tmp_path / "config.json").mkdir()
     with pytest.raises(UserError, match="config.json is a directory; choose another --workdir"):
         keep_config(tmp_path, config, resumed=True)
+
+
+def test_a_run_that_goes_on_names_the_data_that_changed(
+    tmp_path: Path, config: config_dict.ConfigDict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the same name; where the config says that they are others, that is enough."""
+    own = {"number of rows of train_split 'train'": "9", "end of train_split 'train'": "1"}
+    other = {**own, "end of train_split 'train'": "2"}
+    keep_config(tmp_path, config, resumed=False)
+    for identity, resumed in ((own, True), (own, True), (other, False)):
+        keep_data(tmp_path, config, identity, resumed)
+    assert capsys.readouterr().err == ""
+    keep_data(tmp_path, config, own, resumed=True)
+    said = "the run goes on with other data: another end of train_split 'train' than before; look "
+    assert capsys.readouterr().err == f"{said}at --config.data.data_dir or TFDS_DATA_DIR\n"
+    config.data.name = "mnist"
+    keep_data(tmp_path, config, other, resumed=True)
+    assert capsys.readouterr().err == ""
 
 
 def change(name: str, value: object) -> Callable[[config_dict.ConfigDict], None]:
