@@ -297,7 +297,7 @@ class Checkpoints:
         """
         found = fitting.leaves(self._manager.item_metadata(step)["state"].tree)
         where = f"checkpoint {step} in {self._directory} does not fit this model and optimizer"
-        fitting.check(where, found, fitting.leaves(state), fitting.own(state))
+        fitting.check(where, found, state)
         wanted = jax.tree_util.tree_map_with_path(
             lambda path, x: fitting.like(found[fitting.name_of(path)], x), state
         )
@@ -351,7 +351,7 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
     with ocp.PyTreeCheckpointer() as checkpointer:
         found = {"params": checkpointer.metadata(folder).item_metadata.tree["params"]}
         where = f"checkpoint {step} in {directory} does not fit this model"
-        fitting.check(where, fitting.leaves(found), fitting.leaves(wanted), {})
+        fitting.check(where, fitting.leaves(found), wanted)
         return checkpointer.restore(folder, args=read)["params"]
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+import jaxcomm
 from train.errors import UserError
 from train.models.transformer import SPLIT
 from train.sync import AXIS
@@ -27,24 +28,41 @@ class Part(NamedTuple):
     shards: int | None
 
 
-def check(
-    where: str, found: dict[str, Any], wanted: dict[str, Any], own: Mapping[str, Part]
-) -> None:
+def check(where: str, found: Mapping[str, Any], state: Any) -> None:
     """Raises a UserError that names the first array which does not fit.
 
     Args:
       where: the beginning of the line.
       found: arrays of the checkpoint, by name.
-      wanted: those of the run.
-      own: what `own` says of these.
+      state: of the run, on the current mesh.
     """
+    wanted, parts = leaves(state), own(state)
     # Parameters first: they say more than what the optimizer keeps for each of them.
     for name in sorted(found.keys() | wanted.keys(), key=lambda n: (n.startswith("opt"), n)):
-        there, here, part = found.get(name), wanted.get(name), own.get(name)
+        there, here, part = found.get(name), wanted.get(name), parts.get(name)
         if there is not None and part is not None:
             _check_shards(where, name, there.sharding, part.shards)
         if there is None or here is None or not _fits(there, here, part):
-            raise UserError(f"{where}: {name} is {_shown(there)} there and {_shown(here)} here")
+            reason = _of_one_device(found, state) if there is None or here is None else ""
+            raise UserError(
+                f"{where}: {name} is {_shown(there)} there and {_shown(here)} here{reason}"
+            )
+
+
+def _of_one_device(found: Mapping[str, Any], state: Any) -> str:
+    """Where `config.sync.gather` splits nothing, on one device, other arrays are kept."""
+    is_split = lambda node: isinstance(node, jaxcomm.ShardedState)  # noqa: E731
+    meshes = [getattr(leaf.sharding, "shape", (1,)) for leaf in found.values()]
+    before = max((math.prod(map(int, mesh)) for mesh in meshes), default=1)
+    devices = before, jax.sharding.get_mesh().size
+    if min(devices) > 1 or max(devices) == 1:
+        return ""
+    if not any(map(is_split, jax.tree.leaves(state, is_leaf=is_split))):
+        return ""
+    return (
+        "; with config.sync.gather a run cannot go from several devices to one, or back: go on "
+        f"with as many as before, {before}, or choose another --workdir"
+    )
 
 
 def _check_shards(where: str, name: str, sharding: Any, shards: int | None) -> None:
