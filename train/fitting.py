@@ -52,8 +52,7 @@ def check(where: str, found: Mapping[str, Any], state: Any) -> None:
 def _of_one_device(found: Mapping[str, Any], state: Any) -> str:
     """Where `config.sync.gather` splits nothing, on one device, other arrays are kept."""
     is_split = lambda node: isinstance(node, jaxcomm.ShardedState)  # noqa: E731
-    meshes = [getattr(leaf.sharding, "shape", (1,)) for leaf in found.values()]
-    before = max((math.prod(map(int, mesh)) for mesh in meshes), default=1)
+    before = max(math.prod(_mesh_of(leaf.sharding).values()) for leaf in found.values())
     devices = before, jax.sharding.get_mesh().size
     if min(devices) > 1 or max(devices) == 1:
         return ""
@@ -70,17 +69,22 @@ def _check_shards(where: str, name: str, sharding: Any, shards: int | None) -> N
 
     Its values lie in the order of their shards, so that they would belong to other parameters.
     """
-    mesh = dict(
-        zip(getattr(sharding, "axis_names", ()), getattr(sharding, "shape", ()), strict=True)
-    )
+    mesh = _mesh_of(sharding)
     axes = jax.tree.leaves(list(getattr(sharding, "partition_spec", ())))
-    before = math.prod(int(mesh[axis]) for axis in axes if axis != AXIS)
+    before = math.prod(mesh[axis] for axis in axes if axis != AXIS)
     if shards is not None and before != shards:
-        fsdp = int(mesh.get(SPLIT, 1))
+        fsdp = mesh.get(SPLIT, 1)
         raise UserError(
             f"{where}: {name} depends on config.sync.fsdp, which was {fsdp}; go on with "
             f"--config.sync.fsdp={fsdp}, or choose another --workdir"
         )
+
+
+def _mesh_of(sharding: Any) -> dict[str, int]:
+    """The axes of the mesh that a saved array lay on, and how many devices are along each."""
+    names: tuple[str, ...] = getattr(sharding, "axis_names", ())
+    lengths = map(int, getattr(sharding, "shape", ()))
+    return dict(zip(names, lengths, strict=True))
 
 
 def leaves(tree: Any) -> dict[str, Any]:
