@@ -41,7 +41,7 @@ def check(where: str, found: Mapping[str, Any], state: Any) -> None:
     for name in sorted(found.keys() | wanted.keys(), key=lambda n: (n.startswith("opt"), n)):
         there, here, part = found.get(name), wanted.get(name), parts.get(name)
         if there is not None and part is not None:
-            _check_shards(where, name, there.sharding, part.shards)
+            _check_shards(where, name, there, part.shards)
         if there is None or here is None or not _fits(there, here, part):
             reason = _of_one_device(found, state) if there is None or here is None else ""
             raise UserError(
@@ -52,7 +52,7 @@ def check(where: str, found: Mapping[str, Any], state: Any) -> None:
 def _of_one_device(found: Mapping[str, Any], state: Any) -> str:
     """Where `config.sync.gather` splits nothing, on one device, other arrays are kept."""
     is_split = lambda node: isinstance(node, jaxcomm.ShardedState)  # noqa: E731
-    before = max(math.prod(_mesh_of(leaf.sharding).values()) for leaf in found.values())
+    before = max(math.prod(_mesh_of(leaf).values()) for leaf in found.values())
     devices = before, jax.sharding.get_mesh().size
     if min(devices) > 1 or max(devices) == 1:
         return ""
@@ -64,13 +64,13 @@ def _of_one_device(found: Mapping[str, Any], state: Any) -> str:
     )
 
 
-def _check_shards(where: str, name: str, sharding: Any, shards: int | None) -> None:
+def _check_shards(where: str, name: str, there: Any, shards: int | None) -> None:
     """Raises if a vector has been of parameters that `config.sync.fsdp` split otherwise.
 
     Its values lie in the order of their shards, so that they would belong to other parameters.
     """
-    mesh = _mesh_of(sharding)
-    axes = jax.tree.leaves(list(getattr(sharding, "partition_spec", ())))
+    mesh = _mesh_of(there)
+    axes = jax.tree.leaves(list(getattr(there.sharding, "partition_spec", ())))
     before = math.prod(mesh[axis] for axis in axes if axis != AXIS)
     if shards is not None and before != shards:
         fsdp = mesh.get(SPLIT, 1)
@@ -80,8 +80,9 @@ def _check_shards(where: str, name: str, sharding: Any, shards: int | None) -> N
         )
 
 
-def _mesh_of(sharding: Any) -> dict[str, int]:
+def _mesh_of(there: Any) -> dict[str, int]:
     """The axes of the mesh that a saved array lay on, and how many devices are along each."""
+    sharding = getattr(there, "sharding", None)  # One device alone may have none.
     names: tuple[str, ...] = getattr(sharding, "axis_names", ())
     lengths = map(int, getattr(sharding, "shape", ()))
     return dict(zip(names, lengths, strict=True))
