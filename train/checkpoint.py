@@ -9,7 +9,7 @@ import functools
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,9 +23,10 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
 import jaxcomm
-from train import digests
+from train import digests, fitting
 from train.errors import RunError, UserError
 from train.state import TrainState
+from train.workdir import write_whole
 
 CHECKPOINTS = "checkpoints"  # In the directory of a run.
 UNFINISHED = ".orbax-checkpoint-tmp"  # What orbax appends to the name while it writes.
@@ -52,9 +53,10 @@ def where_to_continue(directory: Path, resume: bool, restarted: bool) -> int | N
     """
     steps, whole = [], None
     if jax.process_index() == 0:
-        steps = _steps(directory)
+        find = functools.partial(_steps, directory)
+        steps = find()
         if resume or restarted:
-            whole = _last_whole(directory, steps, move=True)
+            whole = _last_whole(directory, find, move=True)
             _move_unreadable(directory)
     newest = steps[-1] if steps else None
     found = [-1 if step is None else step for step in (newest, whole)]
@@ -92,12 +94,8 @@ def where_to_evaluate(directory: Path, best: str) -> int:
     """
     whole = None
     if jax.process_index() == 0:
-        steps = _steps(directory)
-        if best:
-            found = {step: _tested(directory / str(step)) for step in steps}
-            scores = {step: _score(best, tested) for step, tested in found.items() if tested}
-            steps = sorted(scores, key=scores.__getitem__)
-        whole = _last_whole(directory, steps, move=False)
+        find = functools.partial(_from_worst, directory, best) if best else None
+        whole = _last_whole(directory, find or functools.partial(_steps, directory), move=False)
     step = int(multihost_utils.broadcast_one_to_all(np.int32(-1 if whole is None else whole)))
     if step < 0:
         kind = f" of a run with --config.checkpoint.best={best}" if best else ""
@@ -108,12 +106,28 @@ def where_to_evaluate(directory: Path, best: str) -> int:
     return step
 
 
-def _last_whole(directory: Path, steps: list[int], move: bool) -> int | None:
-    """The last of these checkpoints without damage; names damaged ones, and may move them away."""
+def _from_worst(directory: Path, best: str) -> list[int]:
+    """The steps of checkpoints that were tested, the best last."""
+    found = {step: _tested(directory / str(step)) for step in _steps(directory)}
+    scores = {step: _score(best, tested) for step, tested in found.items() if tested}
+    return sorted(scores, key=scores.__getitem__)
+
+
+def _last_whole(directory: Path, find: Callable[[], list[int]], move: bool) -> int | None:
+    """The last checkpoint without damage; names damaged ones, and may move them away.
+
+    Args:
+      directory: of the checkpoints.
+      find: the steps among which to look.
+      move: whether to move them; if not, a run may be training that deletes them meanwhile.
+    """
+    steps = find()
     for step in reversed(steps):
         reason = _damage(directory / str(step))
         if reason is None:
             return step
+        if not move and find() != steps:  # Before a run deletes a checkpoint, it saves a newer one.
+            return _last_whole(directory, find, move)
         moved = f"it is moved to {_move(directory / str(step))}, and " if move else ""
         print(
             f"checkpoint {step} is damaged ({reason}): {moved}the one before it is taken, if there "
@@ -143,6 +157,11 @@ def _move(folder: Path) -> Path:
     return folder.rename(aside)
 
 
+def is_whole(directory: Path, step: int) -> bool:
+    """Whether a checkpoint is still there, without damage."""
+    return _damage(directory / str(step)) is None
+
+
 def _damage(folder: Path) -> str | None:
     try:
         json.loads((folder / METADATA).read_text())
@@ -165,6 +184,7 @@ class Checkpoints:
 
     def __init__(self, directory: Path, keep: int, best: str = ""):
         self._directory = directory.absolute()
+        self._keep, self._best = keep, best
         score = functools.partial(_score, best) if best else None
         kept: list[Any] = [managers.LatestN(keep)]
         if score is not None:
@@ -226,6 +246,29 @@ class Checkpoints:
         )
         self._manager.save(step, args=arguments, metrics=tested)
 
+    def score(self, step: int, tested: dict[str, float]) -> None:
+        """Adds a test to a checkpoint whose run was asked to end, and had no time for it.
+
+        Then the newest and the best stay, as if it had been saved with the test. Without `best`
+        nothing happens.
+
+        Args:
+          step: of the checkpoint; nothing happens if there is none, or it has been tested.
+          tested: what the test has found.
+        """
+        if not self._best or step not in self._manager.all_steps():
+            return
+        self._manager.wait_until_finished()
+        folder = self._directory / str(step)
+        if jax.process_index() == 0 and _tested(folder) is None:
+            write_whole(folder / "metrics" / "metrics", json.dumps(tested))
+            digests.seal(folder)
+        multihost_utils.sync_global_devices(f"score {step}")
+        self._manager.reload()
+        steps = self._manager.all_steps()
+        for old in sorted({*steps} - {*steps[-self._keep :], self._manager.best_step()}):
+            self._manager.delete(old)
+
     def check(self) -> None:
         """Raises what has kept an earlier checkpoint from being written; costs microseconds."""
         self._manager.check_for_errors()
@@ -252,11 +295,11 @@ class Checkpoints:
         Raises:
           UserError: if it is one of another model, optimizer or exchange.
         """
-        found = _leaves(self._manager.item_metadata(step)["state"].tree)
+        found = fitting.leaves(self._manager.item_metadata(step)["state"].tree)
         where = f"checkpoint {step} in {self._directory} does not fit this model and optimizer"
-        _check(where, found, _leaves(state), _own(state))
+        fitting.check(where, found, state)
         wanted = jax.tree_util.tree_map_with_path(
-            lambda path, x: _like(found[_name(path)], x), state
+            lambda path, x: fitting.like(found[fitting.name_of(path)], x), state
         )
         how = ocp.checkpoint_utils.construct_restore_args(wanted)
         arguments = ocp.args.Composite(state=ocp.args.PyTreeRestore(wanted, restore_args=how))
@@ -275,7 +318,11 @@ class Checkpoints:
         position.set_state(json.loads(file.read_text()))
         if jax.tree.map(np.shape, saved) == jax.tree.map(np.shape, state):
             return saved
-        return saved._replace(opt_state=jaxcomm.resize_state(tx, saved.opt_state, saved.params))
+        try:
+            resized = jaxcomm.resize_state(tx, saved.opt_state, saved.params)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
+        return saved._replace(opt_state=resized)
 
     def close(self) -> None:
         """Waits until everything is on disk."""
@@ -297,23 +344,15 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
     Raises:
       UserError: if it is one of another model.
     """
-    wanted = {"params": jax.tree.map(lambda x: _like(x, x), like)}
+    wanted = {"params": jax.tree.map(lambda x: fitting.like(x, x), like)}
     how = ocp.checkpoint_utils.construct_restore_args(wanted)
     read = ocp.args.PyTreeRestore(wanted, restore_args=how, partial_restore=True)
     folder = directory.absolute() / str(step) / "state"
     with ocp.PyTreeCheckpointer() as checkpointer:
         found = {"params": checkpointer.metadata(folder).item_metadata.tree["params"]}
         where = f"checkpoint {step} in {directory} does not fit this model"
-        _check(where, _leaves(found), _leaves(wanted), set())
+        fitting.check(where, fitting.leaves(found), wanted)
         return checkpointer.restore(folder, args=read)["params"]
-
-
-def _check(where: str, found: dict[str, Any], wanted: dict[str, Any], own: set[str]) -> None:
-    # Parameters first: they say more than what the optimizer keeps for each of them.
-    for name in sorted(found.keys() | wanted.keys(), key=lambda n: (n.startswith("opt"), n)):
-        there, here = found.get(name), wanted.get(name)
-        if there is None or here is None or not _fits(there, here, name in own):
-            raise UserError(f"{where}: {name} is {_shown(there)} there and {_shown(here)} here")
 
 
 def _score(best: str, tested: Mapping[str, float]) -> float:
@@ -328,47 +367,3 @@ def _tested(folder: Path) -> dict[str, float] | None:
         return json.loads((folder / "metrics" / "metrics").read_text())
     except (OSError, ValueError):
         return None
-
-
-def _leaves(tree: Any) -> dict[str, Any]:
-    return {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
-
-def _name(path: Any) -> str:
-    """The name of a leaf, as orbax writes it."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _shown(leaf: Any) -> str:
-    return "absent" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def _own(tree: Any) -> set[str]:
-    """The names of the leaves that differ from device to device: their nodes say how they lie."""
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "specs"))
-    return {
-        f"{_name(path)}.{name}"
-        for path, node in nodes
-        if hasattr(node, "specs")
-        for name in _leaves(node)
-    }
-
-
-def _fits(there: Any, here: jax.Array, is_own: bool) -> bool:
-    """Whether a saved leaf can become this one: equal, or one that has a part for each device."""
-    if there.dtype != here.dtype or len(there.shape) != len(here.shape):
-        return False
-    if not is_own:
-        return there.shape == here.shape
-    # A part of two dimensions in all may be a device's share of a bucket.
-    return there.shape[1:] == here.shape[1:] or (
-        len(there.shape) == 2 and there.shape[0] != here.shape[0]
-    )
-
-
-def _like(there: Any, here: jax.Array) -> Any:
-    """Where to put a saved leaf: as it is here, or whole on every device to be resized."""
-    if there.shape == here.shape:
-        return jax.ShapeDtypeStruct(here.shape, here.dtype, sharding=here.sharding)
-    everywhere = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P())
-    return jax.ShapeDtypeStruct(there.shape, there.dtype, sharding=everywhere)

@@ -4,13 +4,15 @@ import json
 import zlib
 from pathlib import Path
 
+from train.workdir import write_whole
+
 FILE = "digests.json"
 
 
 def seal(folder: Path) -> None:
     """Writes size and CRC-32 of every file in the subfolders of a folder into one more file."""
     table = {str(path.relative_to(folder)): _digest(path) for path in _files(folder)}
-    (folder / FILE).write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
+    write_whole(folder / FILE, json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 
 def damage(folder: Path) -> str | None:
@@ -22,13 +24,14 @@ def damage(folder: Path) -> str | None:
     except ValueError:
         return f"{FILE} is cut"
     for name, (size, checksum) in table.items():
-        path = folder / name
-        if not path.is_file():
+        try:
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{name} has {found} bytes instead of {size}"
+            if _digest(folder / name) != [size, checksum]:
+                return f"{name} has other bytes than were written"
+        except FileNotFoundError:
             return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        if _digest(path) != [size, checksum]:
-            return f"{name} has other bytes than were written"
     return None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from train import agreement, check, checkpoint, step, sync
-from train.errors import memory_for
+from train.errors import UserError, memory_for
 from train.metrics import finite
 from train.run import MODEL, data_and_model
 from train.workdir import changes, naming_changes
@@ -36,11 +36,10 @@ def evaluate(config: Any, workdir: Path) -> dict[str, Any]:
     check.fields(config)
     agreement.check_same(config)
     check.fit(config, jax.device_count())
-    directory = workdir / checkpoint.CHECKPOINTS
-    saved = checkpoint.where_to_evaluate(directory, config.checkpoint.best)
     rows, forward, params = data_and_model(config)
     with naming_changes(workdir, config), memory_for(*MODEL):
-        params = checkpoint.read_params(directory, saved, sync.place(params, config.sync))
+        like = sync.place(params, config.sync)
+        saved, params = read(workdir / checkpoint.CHECKPOINTS, config.checkpoint.best, like)
     changed = [change for change in changes(workdir, config) if change.startswith(TESTED)]
     tested = step.make_test(forward, rows.test)(params)
     found = {"step": saved, **tested, f"test_{rows.unit}": rows.test_size}
@@ -49,3 +48,25 @@ def evaluate(config: Any, workdir: Path) -> dict[str, Any]:
             print(f"the run had another config: {', '.join(changed)}", file=sys.stderr)
         print(json.dumps(finite(found), allow_nan=False), flush=True)
     return found
+
+
+def read(directory: Path, best: str, like: Any, again: bool = True) -> tuple[int, Any]:
+    """The step of the newest or best checkpoint, and its parameters.
+
+    A run that still trains may delete the checkpoint meanwhile. A single process then looks for
+    another one, once; of several, each may have come to another point.
+
+    Raises:
+      train.errors.UserError: if there is none, it does not fit, or it was deleted.
+    """
+    saved = checkpoint.where_to_evaluate(directory, best)
+    try:
+        return saved, checkpoint.read_params(directory, saved, like)
+    except Exception as error:
+        if checkpoint.is_whole(directory, saved):
+            raise
+        if again and jax.process_count() == 1:
+            return read(directory, best, like, again=False)
+        raise UserError(
+            f"the run deleted checkpoint {saved} while it was read; start --evaluate again"
+        ) from error

@@ -1,5 +1,6 @@
 """One run, from the config to its report: read this page first."""
 
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from train import (
 from train.errors import RunError
 from train.run import Run, assemble
 from train.state import TrainState, learning_rates
-from train.workdir import keep_config, naming_changes
+from train.workdir import keep_config, keep_data, naming_changes
 
 
 def train(
@@ -51,6 +52,7 @@ def train(
     Raises:
       train.errors.UserError: if the config, the data, the directory or a checkpoint do not fit.
       train.errors.RunError: if the run cannot go on, and could not after a restart.
+      train.signals.StoppedError: if SIGTERM came while several processes measured at the end.
     """
     check.fields(config)
     agreement.check(config, workdir)
@@ -67,6 +69,7 @@ def train(
         with naming_changes(workdir, config):
             now = checkpoints.restore(saved, now, run.rows.train, run.tx)
     start = int(now.step)
+    keep_data(workdir, config, run.rows.identity, resumed=saved is not None)
     keep_config(workdir, config, resumed=saved is not None)
 
     # One compiled step serves the whole run; what it sends is read from it.
@@ -81,7 +84,8 @@ def train(
     with checkpoints, recorder:
         recorder.write("start", start, measure.sizes(sent))
         signals.ask_to_stop()
-        tested = write_test(recorder, start, test, now) if tests_at(start, config) else None
+        tests = functools.partial(write_test, test, recorder, checkpoints)
+        tested = tests(start, now) if tests_at(start, config) else None
         for number in range(start + 1, config.steps + 1):
             profile.before(number, now)
             with recorder.waiting():
@@ -96,11 +100,9 @@ def train(
                     recorder.split(number, without.milliseconds(now.params, batch))
             stop = recorder.stop  # Read once: what a pause below learns is for the next step.
             last = number == config.steps or stop
-            tested = None
-            if tests_before_saving(number, stop, config):
-                tested = write_test(recorder, number, test, now)
-                if not last:
-                    recorder.split(number)
+            tested = tests(number, now) if tests_before_saving(number, stop, config) else None
+            if tested and not last:
+                recorder.split(number)
             save = number % kept.every == 0 or last or (tested and kept.best)
             if save or number % config.guard.replicas_every == 0:
                 with recorder.pause("replicas"):
@@ -114,11 +116,11 @@ def train(
                 return None
         with recorder.pause("test"):
             profile.close(now)
-        tested = tested or write_test(recorder, config.steps, test, now)
+        tested = tested or tests(config.steps, now)
         complete(checkpoints, recorder)
         recorder.split(config.steps)
         require_finite(recorder, tested)
-        signals.all_is_saved()
+        signals.all_is_saved(alone=jax.process_count() == 1)
         summary = {
             **tested,
             f"test_{run.rows.unit}": run.rows.test_size,
@@ -155,7 +157,7 @@ def recorder_of(
             "learning_rate": float(rates[number - 1]),
             "bytes_per_param": sent.in_step(number, frozen_at),
         },
-        tests_at(int(now.step), config),
+        written_again(int(now.step), config),
         watchdog.Watchdog(config.guard.step_seconds, alone=jax.process_count() == 1),
     )
 
@@ -166,6 +168,13 @@ def tests_at(start: int, config: Any) -> bool:
     The run before may have been asked to end, and had no time for it.
     """
     return 0 < start < config.steps and start % config.eval_every == 0
+
+
+def written_again(start: int, config: Any) -> tuple[str, ...]:
+    """Kinds of lines that a run writes for the step at which it goes on."""
+    if start == config.steps:
+        return "start", "test", "summary"
+    return ("start", "test") if tests_at(start, config) else ("start",)
 
 
 def tests_before_saving(number: int, stop: bool, config: Any) -> bool:
@@ -180,15 +189,20 @@ def tests_before_saving(number: int, stop: bool, config: Any) -> bool:
 
 
 def write_test(
-    recorder: metrics.Recorder,
-    number: int,
     test: Callable[[Any], dict[str, float]],
+    recorder: metrics.Recorder,
+    checkpoints: checkpoint.Checkpoints,
+    number: int,
     now: TrainState,
 ) -> dict[str, float]:
-    """Tests the parameters after a step, and writes what comes of it."""
+    """Tests the parameters after a step, and writes what comes of it.
+
+    A checkpoint that was saved without a test, for want of time, gets it now.
+    """
     with recorder.pause("test"):
         tested = test(now.params)
         recorder.write("test", number, tested)
+        checkpoints.score(number, tested)
     return tested
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -35,14 +36,17 @@ def main(argv: list[str]) -> None:
     join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     compile_here()
     # Seconds of imports, which a mistyped flag need not wait for.
-    from train import evaluating, loop, workdir
+    from train import evaluating, loop, signals, workdir
 
     folder = Path(_WORKDIR.value) if _WORKDIR.value else workdir.new(path.stem)
     if _EVALUATE.value:
         evaluating.evaluate(_CONFIG.value, folder)
         return
     with workdir.claimed(folder):
-        loop.train(_CONFIG.value, folder, started, restarted=_RESTART.value > 0)
+        try:
+            loop.train(_CONFIG.value, folder, started, restarted=_RESTART.value > 0)
+        except signals.StoppedError:
+            signals.say("ended by SIGTERM")
 
 
 def parse(argv: list[str]) -> Path:
@@ -90,6 +94,7 @@ def give_simulated_devices_threads() -> None:
 def run() -> None:
     """Runs `main`: a failure with a known reason becomes one line, a defect a traceback."""
     keep_stdout()
+    say_once_that_the_disk_is_full()
     try:
         main(sys.argv)
         return
@@ -103,6 +108,17 @@ def run() -> None:
     sys.stderr.flush()
     # Not sys.exit: jax would wait for the other processes there, which wait for this one.
     os._exit(status)
+
+
+def say_once_that_the_disk_is_full() -> None:
+    """Keeps orbax's threads from saying it too, with tracebacks: `run` makes one line of it."""
+
+    def is_other(error: BaseException | None) -> bool:
+        return error is None or not is_disk_full(error)
+
+    log, usual = logging.get_absl_logger(), threading.excepthook
+    log.addFilter(lambda record: is_other(record.exc_info[1] if record.exc_info else None))
+    threading.excepthook = lambda args: usual(args) if is_other(args.exc_value) else None
 
 
 def keep_stdout() -> None:

@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
-from train import sync
+from train import signals, sync
 from train.sync import AXIS
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
@@ -265,13 +265,20 @@ def sizes(sent: Sent) -> dict[str, Any]:
 
 
 def slowest(value: float) -> float:
-    """The largest value of any process."""
-    return float(np.max(multihost_utils.process_allgather(np.float32(value))))
+    """The largest value of any process.
+
+    Raises:
+      train.signals.StoppedError: in all processes, once all is saved, if one was asked to end.
+    """
+    own = np.asarray([value, signals.stop.is_set()], np.float32)
+    values, asked = multihost_utils.process_allgather(own).reshape(-1, 2).T
+    signals.leave_if(bool(asked.any()))
+    return float(values.max())
 
 
 def barrier() -> None:
-    """Returns when all processes have come here."""
-    multihost_utils.sync_global_devices("jaxcomm")
+    """Returns when all processes have come here, or raises as `slowest` does."""
+    slowest(0.0)
 
 
 def _block(step: Step, state: Any, batch: Any, count: int) -> tuple[Any, list[float]]:

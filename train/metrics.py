@@ -37,7 +37,8 @@ class Recorder:
         raised.
       batch: how much a global batch has, by the name of what is counted.
       known: what the host knows of a step, by its number and the `frozen_at` of the step before.
-      tests_at_start: whether the run begins with a test: then one of an earlier run is dropped.
+      again: kinds of lines that this run writes for the step `start`: those of an earlier run are
+        dropped.
       watchdog: learns of every step that has ended, and of all that is no step.
 
     Attributes:
@@ -57,7 +58,7 @@ class Recorder:
         bad_steps: int = 20,
         batch: Mapping[str, int] = MappingProxyType({}),
         known: Callable[[int, int], dict[str, float]] = lambda step, frozen_at: {},
-        tests_at_start: bool = False,
+        again: Sequence[str] = ("start",),
         watchdog: Watchdog | None = None,
     ):
         self.frozen_at = frozen_at
@@ -79,7 +80,6 @@ class Recorder:
         if not self._primary:
             return
         path = workdir / "metrics.jsonl"
-        again = ("start", "test") if tests_at_start else ("start",)
         before = _keep_lines_until(path, start, again)
         self._sent += [line[SENT] for line in before if line["kind"] == "train" and SENT in line]
         self._file = path.open("a", buffering=1)  # A line at a time: a killed run leaves them all.

@@ -15,10 +15,17 @@ import sys
 import threading
 
 LAUNCHER = "JAXCOMM_LAUNCHER"  # The descriptor of the launcher's pipe.
+LEAVE_SECONDS = 20.0  # The launcher kills after 25.
 ENDED = 128  # A shell's status of a process that signal n has ended is 128 + n.
+
+
+class StoppedError(Exception):
+    """SIGTERM has come when all was saved: all processes leave what they measure."""
+
 
 stop = threading.Event()  # SIGTERM has asked this process to save and to end.
 _saves = threading.Event()  # The training loop looks at `stop`.
+_with_others = False  # All is saved, and other processes wait for messages of this one.
 _status = ENDED + signal.SIGTERM  # Of a run that SIGTERM ends where nothing is to be saved.
 
 
@@ -40,13 +47,39 @@ def ask_to_stop() -> None:
     _saves.set()
 
 
-def all_is_saved() -> None:
-    """From now on SIGTERM ends the process with status 0, also one that has just come."""
-    global _status
-    _status = 0
+def all_is_saved(alone: bool) -> None:
+    """From now on SIGTERM ends the process with status 0, also one that has just come.
+
+    A process that ended at once would take the others with it, which wait for its messages. So one
+    of several goes on until all learn of it in `leave_if`; or, where that takes long, ends alone.
+
+    Args:
+      alone: whether this is the only process.
+    """
+    global _status, _with_others
+    _status, _with_others = 0, not alone
     _saves.clear()
     if stop.is_set():
+        _leave()
+
+
+def leave_if(asked: bool) -> None:
+    """Raises `StoppedError` once all is saved, if any of several processes was asked to end.
+
+    Args:
+      asked: whether one was; all processes come here with the same answer.
+    """
+    if asked and _with_others:
+        raise StoppedError
+
+
+def _leave() -> None:
+    """Ends the process; if others wait for its messages, after a time in which all end together."""
+    if not _with_others:
         end(_status, "ended by SIGTERM")
+    later = threading.Timer(LEAVE_SECONDS, end, (_status, "ended by SIGTERM"))
+    later.daemon = True
+    later.start()
 
 
 def _watch_signals(reading: int) -> None:
@@ -57,7 +90,7 @@ def _watch_signals(reading: int) -> None:
         if number == signal.SIGTERM:
             stop.set()
             if not _saves.is_set():
-                end(_status, "ended by SIGTERM")
+                _leave()
 
 
 def _watch_launcher(pipe: int) -> None:

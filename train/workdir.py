@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from train.check import flat
 from train.errors import UserError
 
-CONFIG = "config.json"
+CONFIG, DATA = "config.json", "data.json"
 # Fields that may change when a run goes on: what is trained does not depend on them.
 FREE = ("checkpoint.", "data.data_dir", "eval_every", "guard.", "inspect.", "measure_steps")
 FREE += ("network.", "profile.")
@@ -94,6 +94,34 @@ def keep_config(workdir: Path, config: Any, resumed: bool) -> None:
         write_whole(path, text)
     except IsADirectoryError as error:
         raise UserError(f"{path} is a directory; choose another --workdir") from error
+
+
+def keep_data(workdir: Path, config: Any, identity: Mapping[str, str], resumed: bool) -> None:
+    """Writes what tells the data of a run from others; process 0 does so for all.
+
+    A run that goes on with others of the same name names what differs, on one line. Where the
+    config has other fields of the data, `keep_config` names these.
+
+    Args:
+      workdir: of the run, with the config that it had before.
+      config: a config of `configs/`.
+      identity: of `train.data.Data`.
+      resumed: whether the run goes on at a checkpoint.
+    """
+    if jax.process_index() != 0:
+        return
+    try:
+        before = dict(json.loads((workdir / DATA).read_text())) if resumed else {}
+    except (OSError, TypeError, ValueError):  # A run of an earlier version has none.
+        before = {}
+    differ = [name for name, value in identity.items() if before.get(name, value) != value]
+    if differ and not any(change.startswith("data.") for change in changes(workdir, config)):
+        print(
+            f"the run goes on with other data: another {', '.join(differ)} than before; look at "
+            "--config.data.data_dir or TFDS_DATA_DIR",
+            file=sys.stderr,
+        )
+    write_whole(workdir / DATA, json.dumps(dict(identity), indent=2) + "\n")
 
 
 def changes(workdir: Path, config: Any) -> list[str]:

@@ -30,14 +30,17 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
       state: the state of the old run, as numpy arrays, or as arrays that this process holds all
         of; also as the lists and dictionaries that orbax restores.
       params: the parameters, placed on the mesh that is set. Every other axis of it, such as one
-        that splits parameters, is as long as in the old run.
+        that splits parameters, is as long as in the old run. Lists and dictionaries do not say how
+        long it was: there another length puts the vectors of buckets in wrong places, such as the
+        errors of `jaxcomm.one_bit_adam`.
 
     Returns:
       A state as `tx.init(params)` returns, with the numbers of the old one.
 
     Raises:
       ValueError: if the state is that of another transformation, of parameters that further axes
-        split over another number of devices, or of arrays of which this process holds a part.
+        split over another number of devices (if it has the types of a state), or of arrays of which
+        this process holds a part.
 
     Wire: nothing.
 

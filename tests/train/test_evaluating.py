@@ -12,7 +12,7 @@ from ml_collections import config_dict
 from running import ROOT, Program, checkpoint_bits, read_lines
 
 import jaxcomm
-from train import data, digests, evaluating, loop
+from train import checkpoint, data, digests, evaluating, loop
 from train.errors import UserError
 
 
@@ -115,6 +115,44 @@ def test_damaged_checkpoints_are_passed_over_and_stay(
     shutil.rmtree(workdir / "checkpoints" / "2")
     with pytest.raises(UserError, match="--evaluate: there is no whole checkpoint in .*; set --w"):
         evaluating.evaluate(config, workdir)
+
+
+def test_a_run_that_still_trains_deletes_what_is_tested(
+    trained: tuple[Path, dict[str, float]],
+    config: config_dict.ConfigDict,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While its bytes are compared, and while they are read: the next one is tested."""
+    folder, damage, read = trained[0] / "checkpoints", digests.damage, checkpoint.read_params
+    capsys.readouterr()
+
+    def replaced(old: int, new: int) -> None:
+        (folder / str(old)).rename(folder / str(new))
+
+    def damage_of(step: Path) -> str | None:
+        if step.name == "4":
+            replaced(4, 5)
+        return damage(step)
+
+    def read_at(directory: Path, step: int, like: object) -> object:
+        if step == 5:
+            replaced(5, 6)
+        return read(directory, step, like)
+
+    def read_gone(directory: Path, step: int, like: object) -> object:
+        shutil.rmtree(directory / str(step))
+        return read(directory, step, like)
+
+    monkeypatch.setattr(digests, "damage", damage_of)
+    monkeypatch.setattr(checkpoint, "read_params", read_at)
+    assert evaluating.evaluate(config, trained[0])["step"] == 6
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(checkpoint, "read_params", read_gone)
+    with pytest.raises(
+        UserError, match="the run deleted checkpoint 2 while it was read; start --e"
+    ):
+        evaluating.evaluate(config, trained[0])
 
 
 @pytest.mark.multiprocess

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from absl import logging
 from ml_collections import config_dict
 from running import Program
 
@@ -21,8 +22,12 @@ from train.distributed import (
     schedule_as_batch,
 )
 from train.errors import RunError, UserError
-from train.main import explained, give_simulated_devices_threads
-from train.workdir import claimed, keep_config
+from train.main import (
+    explained,
+    give_simulated_devices_threads,
+    say_once_that_the_disk_is_full,
+)
+from train.workdir import claimed, keep_config, keep_data
 
 CONFIG = "--config=configs/digits_resnet.py"
 
@@ -157,6 +162,35 @@ def test_what_exceptions_say(tmp_path: Path) -> None:
     assert explained(orbax)[0] == 3
 
 
+def test_threads_say_nothing_of_a_full_disk(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one line is the last, and not behind their tracebacks; other failures they tell of."""
+    told: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
+    monkeypatch.setattr(logging.get_absl_logger(), "filters", [])
+    say_once_that_the_disk_is_full()
+
+    def fail(cause: Exception) -> None:
+        try:
+            raise ValueError("not written") from cause
+        except ValueError:
+            logging.exception("a thread failed")
+            raise
+
+    for cause in (OSError(errno.ENOSPC, "No space left on device"), KeyError("a defect")):
+        thread = threading.Thread(target=fail, args=(cause,))
+        thread.start()
+        thread.join()
+    assert told == [ValueError]
+    (record,) = caplog.records
+    assert (
+        record.exc_info
+        and record.exc_info[1]
+        and isinstance(record.exc_info[1].__cause__, KeyError)
+    )
+
+
 def test_memory_that_is_not_there(config: config_dict.ConfigDict, tmp_path: Path) -> None:
     """More than a process can address, so that no machine gives it."""
     with pytest.raises(Exception, match="RESOURCE_EXHAUSTED: Out of memory") as step:
@@ -208,6 +242,24 @@ def test_a_run_that_goes_on_names_the_fields_that_changed(
     (tmp_path / "config.json").mkdir()
     with pytest.raises(UserError, match="config.json is a directory; choose another --workdir"):
         keep_config(tmp_path, config, resumed=True)
+
+
+def test_a_run_that_goes_on_names_the_data_that_changed(
+    tmp_path: Path, config: config_dict.ConfigDict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the same name; where the config says that they are others, that is enough."""
+    own = {"number of rows of train_split 'train'": "9", "end of train_split 'train'": "1"}
+    other = {**own, "end of train_split 'train'": "2"}
+    keep_config(tmp_path, config, resumed=False)
+    for identity, resumed in ((own, True), (own, True), (other, False)):
+        keep_data(tmp_path, config, identity, resumed)
+    assert capsys.readouterr().err == ""
+    keep_data(tmp_path, config, own, resumed=True)
+    said = "the run goes on with other data: another end of train_split 'train' than before; look "
+    assert capsys.readouterr().err == f"{said}at --config.data.data_dir or TFDS_DATA_DIR\n"
+    config.data.name = "mnist"
+    keep_data(tmp_path, config, other, resumed=True)
+    assert capsys.readouterr().err == ""
 
 
 def change(name: str, value: object) -> Callable[[config_dict.ConfigDict], None]:

@@ -106,6 +106,25 @@ def test_killed_restarted_stopped_damaged_and_resumed(program: Program, tmp_path
     check_equal(whole, hurt)
 
 
+@pytest.mark.multiprocess
+def test_one_process_is_asked_to_end_while_all_measure(program: Program, tmp_path: Path) -> None:
+    """All is saved; the others, which wait for its messages, end with it."""
+    two = ["--processes=2", f"--log_dir={tmp_path}", "--"]
+    short = ["--config.steps=2", "--config.optimizer.warmup_steps=1", "--config.eval_every=2"]
+    long = ["--config.measure_steps=100000", "--config.model.stages=(1,)"]
+    launcher = program.start("train.launch", *two, *flags(tmp_path, False), *short, *long)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "checkpoints" / "2").is_dir() or not read_lines(tmp_path, "split"):
+        assert time.monotonic() < deadline and launcher.poll() is None
+        time.sleep(0.1)
+    time.sleep(1)
+    os.kill(children(launcher.pid)[1], signal.SIGTERM)
+    _, stderr = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, stderr
+    assert "ended by SIGTERM" in stderr and "Traceback" not in stderr
+    assert read_lines(tmp_path, "summary") == []
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1500)

@@ -85,6 +85,8 @@ def test_one_process_with_eight_devices(
     assert splits[1]["compute_ms"] > 0 and splits[1]["exchange_ms"] >= 0
     assert splits[2]["look_ms"] > 0 and splits[2]["checkpoint_ms"] > 0
     assert read_lines(tmp_path, "summary") == [{"kind": "summary", "step": 4, **summary}]
+    data = json.loads((tmp_path / "data.json").read_text())
+    assert data["number of rows of train_split 'train'"] == "1437"
     assert list(tmp_path.glob("events.out.tfevents.*"))
     assert (tmp_path / "checkpoints" / "4").is_dir()
     # It has no optimizer with a warm-up.
@@ -97,8 +99,10 @@ def test_one_process_with_eight_devices(
     again = loop.train(config, tmp_path, 0.0)
     assert again["test_accuracy"] == summary["test_accuracy"]
     assert again["loop_step_ms"] is None
+    assert [line["step"] for line in read_lines(tmp_path, "test")] == [2, 4]
+    assert read_lines(tmp_path, "summary") == [{"kind": "summary", "step": 4, **again}]
     assert checkpoint_bits(tmp_path, 4) == before
-    assert "another config" not in capsys.readouterr().err
+    assert "goes on with" not in capsys.readouterr().err
     other = config.copy_and_resolve_references()
     other.optimizer.name, other.steps = "adamw", 5
     changed = r"changed since then: .*config.optimizer.name='adamw' \(was 'sgd'\)"
