@@ -63,10 +63,13 @@ def optimizers() -> dict[str, tuple[Any, int]]:
 
     signs = jaxcomm.mean("data", codecs.scaled_sign(128), error_feedback=True)
     blocks_of_1024 = jaxcomm.mean("data", "scaled_sign", error_feedback=True)
+    own = jaxcomm.local("data", optax.scale_by_adam(nesterov=True))
+    behind = optax.scale_by_learning_rate(1e-3)
     outer = optax.sgd(1.0, momentum=0.75, nesterov=True)
     local = jaxcomm.local_steps(optax.adam(1e-3, b1=0.5), EVERY, outer, blocks_of_1024)
     return {
         "float32": (optax.chain(jaxcomm.mean("data"), optax.adam(1e-3)), 1),
+        "local_adam": (optax.chain(own, blocks_of_1024, behind), 1),
         "factored_adam": (jaxcomm.factored_adam(signs, 1e-3), 1),
         "local_steps": (local, EVERY),
     }

@@ -333,6 +333,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "pareto": functools.partial(pareto, "gpt_small"),
     "pareto_gpt": functools.partial(pareto, "gpt"),
     "pareto_lstm": functools.partial(pareto, "lstm"),
+    "pareto_lstm_nesterov": functools.partial(pareto, "lstm_nesterov"),
     "pareto_resnet20": functools.partial(pareto, "resnet20"),
     "compile_time": compile_time,
     "dln": dln,

@@ -1,7 +1,7 @@
 """What users are told to take: the table of the README, from the results of other benchmarks.
 
 Losses are those of `python -m benchmarks.pareto`, on the larger GPT with Adam and on the LSTM with
-SGD. Steps are those of `python -m benchmarks.allreduce --peers` and
+SGD and Nesterov's momentum. Steps are those of `python -m benchmarks.allreduce --peers` and
 `python -m benchmarks.adam_steps`.
 """
 
@@ -26,7 +26,7 @@ class Take(NamedTuple):
       code: what to write, or its name.
       link: its name where whole steps on links were measured, or empty.
       adam: its name on the GPT, or empty.
-      sgd: its name on the LSTM, or empty.
+      sgd: its name on the LSTM with Nesterov's momentum, or empty.
       step: its name where steps with Adam were measured, or empty.
     """
 
@@ -50,6 +50,13 @@ TAKE = (
         "int4, feedback",
     ),
     Take(
+        "any",
+        "`jaxcomm.local` of it, then scaled signs with feedback",
+        adam="local Nadam, scaled_sign",
+        sgd="local momentum, scaled_sign",
+        step="local_adam",
+    ),
+    Take(
         "Adam",
         "`jaxcomm.factored_adam` of `scaled_sign(128)`",
         adam="factored Adam, scaled_sign(128)",
@@ -65,15 +72,8 @@ TAKE = (
         "SGD",
         '`jaxcomm.low_rank_mean("data", 4)`',
         "powersgd4",
-        adam="PowerSGD, rank 4",
+        adam="Nadam, PowerSGD, rank 4",
         sgd="PowerSGD, rank 4",
-    ),
-    Take(
-        "SGD",
-        '`jaxcomm.mean("data", "scaled_sign", error_feedback=True)`',
-        "scaled_sign",
-        adam="scaled_sign, feedback",
-        sgd="scaled_sign, feedback",
     ),
     Take(
         "SGD",
@@ -84,7 +84,7 @@ TAKE = (
     ),
     Take(
         "SGD",
-        '`jaxcomm.majority_vote("data")` on the signs of momenta',
+        '`jaxcomm.local` of its momentum, then `jaxcomm.majority_vote("data")`',
         "vote",
         sgd="local momentum, vote",
     ),
@@ -104,9 +104,9 @@ def rows(timed: Timed, rates: Sequence[str]) -> tuple[list[str], list[list[str]]
       rates: of the links, in Mbit/s.
     """
     body = []
-    losses = {task: chosen_losses(task) for task in ("gpt", "lstm")}
+    losses = {task: chosen_losses(task) for task in ("gpt", "lstm_nesterov")}
     for row in TAKE:
-        adam, sgd = losses["gpt"].get(row.adam, []), losses["lstm"].get(row.sgd, [])
+        adam, sgd = losses["gpt"].get(row.adam, []), losses["lstm_nesterov"].get(row.sgd, [])
         sent = statistics.mean(one["bytes_per_step"] for one in adam or sgd)
         faster = [speed(timed, row, rate) for rate in rates]
         body.append([row.optimizer, row.code, f"{sent:.2f}", worse(adam), worse(sgd), *faster])

@@ -322,7 +322,7 @@ def _fit_optimizer(config: Any) -> None:
     if optimizer == "scale" and config.optimizer.nesterov:
         raise UserError(
             f"config.optimizer.nesterov=True has no effect behind {method}; set "
-            "--config.optimizer.nesterov=False"
+            "--config.optimizer.nesterov=False, and for factored_adam --config.sync.nesterov=True"
         )
     for field, (unsaid, own) in LEFT_OUT.items() if optimizer == "scale" else ():
         value = config.optimizer[field]

@@ -19,7 +19,7 @@ from train.workdir import write_whole
 
 STEPS = 5  # of the timed ones without exchange, after one that warms up
 # Fields that mean the same for every method, or do not touch what is exchanged; `auto` keeps them.
-_OF_ALL = {"exempt", "implementation", "dense_steps", "local_momentum", *sync.ADAM}
+_OF_ALL = {"exempt", "implementation", "dense_steps", "local_momentum", "nesterov", *sync.ADAM}
 
 
 def resolved(

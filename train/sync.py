@@ -56,7 +56,7 @@ def factored_adam(
     axis_name: str, *, codec: Any = "scaled_sign", **options: Any
 ) -> optax.GradientTransformation:
     """Factored Adam on a mean whose errors are fed back; the optimizer after it only scales."""
-    own = {name: options.pop(name) for name in ADAM if name in options}
+    own = {name: options.pop(name) for name in (*ADAM, "nesterov") if name in options}
     exchange = jaxcomm.mean(axis_name, codec, error_feedback=True, **options)
     return jaxcomm.factored_adam(exchange, 1.0, mask=decayed, **own)
 
@@ -115,6 +115,7 @@ METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str,
         factored_adam,
         (
             *ADAM,
+            "nesterov",
             "codec",
             "algorithm",
             "second_hop",

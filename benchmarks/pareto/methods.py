@@ -107,9 +107,11 @@ def one_bit_adam(rate: optax.Schedule, steps: int) -> optax.GradientTransformati
     return jaxcomm.one_bit_adam("data", rate, b2=0.99, total_steps=steps)
 
 
-def factored_adam(exchange: Callable[[], optax.GradientTransformation]) -> Factory:
+def factored_adam(
+    exchange: Callable[[], optax.GradientTransformation], nesterov: bool = False
+) -> Factory:
     """A momentum that all devices share travels by this exchange."""
-    return lambda rate, steps: jaxcomm.factored_adam(exchange(), rate)
+    return lambda rate, steps: jaxcomm.factored_adam(exchange(), rate, nesterov=nesterov)
 
 
 def local_steps(
@@ -203,6 +205,9 @@ ADAM: dict[str, Method] = {
     "cnat": Method("adam", before(cnat, adam), around(8e-3)),
     "local momentum, vote": Method("signum", signum, around(1e-3)),
     "local Adam, scaled_sign": Method("local adam", behind(ADAM_STEP, sign), around(2e-3)),
+    "factored Nadam, scaled_sign(128)": Method(
+        "factored nadam", factored_adam(sign128, nesterov=True), around(12e-3)
+    ),
     "local Nadam, scaled_sign": Method("local nadam", behind(NADAM_STEP, sign), around(8e-3)),
     "local Nadam, int2": Method("local nadam", behind(NADAM_STEP, int2), around(8e-3)),
     "4 local steps of Nadam, scaled_sign": local_steps(4, sign, "local nadam", nadam),

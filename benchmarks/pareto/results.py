@@ -10,7 +10,7 @@ Rows = list[dict[str, Any]]
 FOLDER = Path(__file__).resolve().parents[1] / "results" / "pareto"
 BASELINE = "float32"
 # Of optimizers with Nesterov's momentum, in tasks whose other rows have none.
-BASELINES = {name: "Nadam, float32" for name in ("nadam", "local nadam")}
+BASELINES = {name: "Nadam, float32" for name in ("nadam", "local nadam", "factored nadam")}
 TITLES = {  # of the panels of the plot
     "gpt": "GPT of 1 M parameters, tiny Shakespeare",
     "gpt_small": "GPT of 0.24 M parameters, tiny Shakespeare",

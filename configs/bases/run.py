@@ -112,7 +112,8 @@ def sync() -> config_dict.ConfigDict:
     # came. The steps of the run are a multiple of it.
     sync.every = 1
     # Each device's own optimizer, in front of the exchange: its step travels, not the gradient. For
-    # few bits with error feedback, and for votes. For all but methods that are optimizers.
+    # few bits with error feedback, and for votes; with adamw, for shuffled data alone. For all
+    # methods that are no optimizers.
     sync.local_optimizer = False
     sync.outer_rate = 1.0  # Of the outer SGD, which takes the exchanged difference for a gradient.
     sync.outer_momentum = 0.0  # Nesterov's.
@@ -139,5 +140,6 @@ def sync() -> config_dict.ConfigDict:
     sync.b2 = config_dict.placeholder(float)  # The decay of the squares.
     sync.eps = config_dict.placeholder(float)  # Keeps divisors from zero.
     sync.weight_decay = config_dict.placeholder(float)  # Times the learning rate, as in AdamW.
+    sync.nesterov = config_dict.placeholder(bool)  # Of factored_adam: its momentum looks ahead.
     sync.variance_stability = config_dict.placeholder(float)  # Ends 1-bit Adam's warm-up instead.
     return sync

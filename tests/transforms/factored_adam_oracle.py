@@ -12,7 +12,10 @@ F = np.float32
 class FactoredAdam:
     """Training of one parameter."""
 
-    def __init__(self, shape: tuple[int, ...], b1: float, b2: float, eps: float):
+    def __init__(
+        self, shape: tuple[int, ...], b1: float, b2: float, eps: float, nesterov: bool = False
+    ):
+        self.nesterov = nesterov
         self.b1, self.b2, self.eps, self.t = F(b1), F(b2), F(eps), 0
         self.m = np.zeros(shape, F)
         self.square = np.zeros(shape, F)  # decaying mean; of a matrix only its margins are used
@@ -34,4 +37,7 @@ class FactoredAdam:
         known = root > 0
         u = np.clip(grads / np.where(known, root + self.eps, 1), -bound, bound) * known
         self.m = self.b1 * self.m + (1 - self.b1) * u.mean(0)
+        if self.nesterov:  # as optax.adam(nesterov=True)
+            ahead = self.b1 * self.m / (1 - self.b1 ** (self.t + 1))
+            return -ahead - (1 - self.b1) * u.mean(0) / (1 - self.b1**self.t)
         return -self.m / (1 - self.b1**self.t)

@@ -49,9 +49,9 @@ def uneven(seed: int) -> dict[str, np.ndarray]:
     return grads
 
 
-def assert_follows(found: Any, batches: list[dict[str, np.ndarray]]) -> None:
+def assert_follows(found: Any, batches: list[dict[str, np.ndarray]], **more: bool) -> None:
     shapes = {name: g.shape[1:] for name, g in batches[0].items()}
-    oracles = {name: FactoredAdam(s, **OPTIONS) for name, s in shapes.items() if 0 not in s}
+    oracles = {name: FactoredAdam(s, **OPTIONS, **more) for name, s in shapes.items() if 0 not in s}
     for grads, (updates, _) in zip(batches, found, strict=True):
         for name, oracle in oracles.items():
             expected = 0.5 * oracle.step(grads[name])
@@ -66,6 +66,22 @@ def test_every_view_follows_the_equations(view: View) -> None:
     updates, state = found[-1]
     assert state.count == 5
     assert all(same_on_all_devices(x) for x in jax.tree.leaves([updates, state.squares]))
+
+
+@pytest.mark.parametrize("view", APART, ids=by_name)
+def test_nesterovs_momentum_is_that_of_optax(view: View) -> None:
+    batches = [uneven(t) for t in range(5)]
+    tx = jaxcomm.factored_adam(jaxcomm.mean("data"), 0.5, **OPTIONS, nesterov=True)
+    assert_follows(run(view, tx, batches), batches, nesterov=True)
+
+
+def test_nesterovs_updates_are_what_the_exchange_returned() -> None:
+    """Without a correction of the first steps, whose momentum is none."""
+    tx = jaxcomm.factored_adam(one_bit(), 1.0, b1=0.0, nesterov=True)
+    plain = jaxcomm.factored_adam(one_bit(), 1.0, b1=0.0)
+    batches = [gradients(4, t) for t in range(3)]
+    for (a, _), (b, _) in zip(run(GLOBAL, tx, batches), run(GLOBAL, plain, batches), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def test_stacked_layers_have_factors_of_their_own() -> None:
