@@ -70,7 +70,7 @@ def optimizers() -> dict[str, tuple[Any, int]]:
     return {
         "float32": (optax.chain(jaxcomm.mean("data"), optax.adam(1e-3)), 1),
         "local_adam": (optax.chain(own, blocks_of_1024, behind), 1),
-        "factored_adam": (jaxcomm.factored_adam(signs, 1e-3), 1),
+        "factored_adam": (jaxcomm.factored_adam(signs, 1e-3, nesterov=True), 1),
         "local_steps": (local, EVERY),
     }
 

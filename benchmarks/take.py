@@ -50,17 +50,16 @@ TAKE = (
         "int4, feedback",
     ),
     Take(
-        "any",
-        "`jaxcomm.local` of it, then scaled signs with feedback",
-        adam="local Nadam, scaled_sign",
-        sgd="local momentum, scaled_sign",
-        step="local_adam",
+        "Adam",
+        "`jaxcomm.factored_adam` of `scaled_sign(128)`, `nesterov=True`",
+        adam="factored Nadam, scaled_sign(128)",
+        step="factored_adam",
     ),
     Take(
         "Adam",
-        "`jaxcomm.factored_adam` of `scaled_sign(128)`",
-        adam="factored Adam, scaled_sign(128)",
-        step="factored_adam",
+        "each device's Adam by `jaxcomm.local`, then scaled signs",
+        adam="local Nadam, scaled_sign",
+        step="local_adam",
     ),
     Take(
         "Adam",
@@ -77,6 +76,12 @@ TAKE = (
     ),
     Take(
         "SGD",
+        "each device's momentum by `jaxcomm.local`, then scaled signs",
+        "scaled_sign",
+        sgd="local momentum, scaled_sign",
+    ),
+    Take(
+        "SGD",
         '`jaxcomm.sparse_mean("data", 0.01)`',
         "oktopk",
         adam="Ok-Topk, 1 %",
@@ -84,7 +89,7 @@ TAKE = (
     ),
     Take(
         "SGD",
-        '`jaxcomm.local` of its momentum, then `jaxcomm.majority_vote("data")`',
+        "each device's momentum by `jaxcomm.local`, then `jaxcomm.majority_vote`",
         "vote",
         sgd="local momentum, vote",
     ),

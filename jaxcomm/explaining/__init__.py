@@ -40,8 +40,8 @@ from jaxcomm.transforms.per_device import PerDevice
 from jaxcomm.wire._report import SHARE, Bytes, exact
 
 _FEEDBACK = (
-    "error feedback: below int4 the optimizer in front of it, jaxcomm.local(axis, optax.trace(0.9, "
-    "nesterov=True)) or Adam's, or the mean in jaxcomm.factored_adam"
+    "error feedback: below int4 the momentum of SGD in front of it, jaxcomm.local(axis, "
+    "optax.trace(0.9, nesterov=True)), and with Adam the mean in jaxcomm.factored_adam"
 )
 
 
@@ -122,8 +122,8 @@ def explain(tx: Any, params: Any) -> Explanation:
       State on a device: 16,384 bytes that differ from device to device, 4 others.
       <BLANKLINE>
       First in the chain: the exchange, after jaxcomm.local at most. What it needs:
-      - mean: error feedback: below int4 the optimizer in front of it, jaxcomm.local(axis,
-        optax.trace(0.9, nesterov=True)) or Adam's, or the mean in jaxcomm.factored_adam
+      - mean: error feedback: below int4 the momentum of SGD in front of it, jaxcomm.local(axis,
+        optax.trace(0.9, nesterov=True)), and with Adam the mean in jaxcomm.factored_adam
     """
     mesh = _checked(tx, params)
     notes: list[Any] = []

@@ -86,8 +86,8 @@ FAMILIES: dict[str, Family] = {
     "int8": _mean("int8", "any"),
     "fp8_e4m3": _mean("fp8_e4m3", "any"),
     "int4": _mean("int4", "any", FEEDBACK),
-    "int2": _mean("int2", "any", f"{FEEDBACK}; local optimizer, or factored_adam"),
-    "scaled_sign": _mean("scaled_sign", "any", f"{FEEDBACK}; local optimizer, or factored_adam"),
+    "int2": _mean("int2", "any", f"{FEEDBACK}; local momentum, or factored_adam"),
+    "scaled_sign": _mean("scaled_sign", "any", f"{FEEDBACK}; local momentum, or factored_adam"),
     "vote": Family(
         "any",
         "SGD; local momentum; a rate of its own; devices' data alike",

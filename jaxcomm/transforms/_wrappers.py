@@ -151,10 +151,10 @@ def warn_of_a_variance_behind(params: Any, exchange: str) -> None:
         warnings.warn(
             f"{exchange} with error feedback is in front of an optimizer that keeps a variance, "
             "such as Adam. Error feedback is for optimizers that are linear in the gradient "
-            "(arXiv:2102.02888): few bits lose accuracy here. Put the optimizer in front, "
-            "jaxcomm.local(axis_name, optax.scale_by_adam(nesterov=True)), with "
-            "optax.scale_by_learning_rate(...) behind; or the mean into the optimizer, "
-            "jaxcomm.factored_adam(jaxcomm.mean(...), learning_rate); or send int4 or more bits.",
+            "(arXiv:2102.02888): few bits lose accuracy here. Put the mean into the optimizer, "
+            "jaxcomm.factored_adam(jaxcomm.mean(...), learning_rate, nesterov=True); or, where "
+            "devices' data are alike, the optimizer in front, jaxcomm.local(axis_name, "
+            "optax.scale_by_adam(nesterov=True)); or send int4 or more bits.",
             UserWarning,
             stacklevel=users_line(),
         )

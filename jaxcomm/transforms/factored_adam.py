@@ -84,7 +84,7 @@ def factored_adam(
     numbers before they send anything, and need no dense steps to learn these numbers. A convolution
     has such factors at each place of its kernel, and stacked layers have them in each layer.
 
-    With `nesterov=True` a transformer lost 0.05 nats less with one bit, and less in float32 too
+    With `nesterov=True` a transformer ended lower, with one bit as in float32
     (`python -m benchmarks.pareto`).
 
     Quotients are clipped at 1/sqrt(1-b2), a bound that Adam's never exceed. The exchange waits for
@@ -198,14 +198,7 @@ def factored_adam(
 
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         rate = jnp.asarray(rate, jnp.float32)
-        correction = 1 / (1 - b1**seen)
-        if nesterov:
-            momentum = [(b1 * m + u) / (1 + b1) for m, u in zip(shared, means, strict=True)]
-            ahead = b1 / (1 - b1 ** (seen + 1))
-            pairs = zip(momentum, means, strict=True)
-            steps = [ahead * m + correction * (u - b1 * m) for m, u in pairs]
-        else:
-            momentum, steps = means, [correction * m for m in means]
+        momentum, steps = _momentum_and_steps(shared, means, b1, seen, nesterov)
         if weight_decay:
             weights = jax.tree.leaves(params)
             shares = decays(mask, params, weight_decay)
@@ -221,6 +214,27 @@ def factored_adam(
         return treedef.unflatten(updates), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _momentum_and_steps(
+    last: Arrays, means: Arrays, b1: float, seen: jax.Array, nesterov: bool
+) -> tuple[Arrays, Arrays]:
+    """The next momentum, and the steps of the first ones corrected, as optax does.
+
+    Args:
+      last: the momentum before.
+      means: what the exchange returned.
+      b1: the decay of the momentum.
+      seen: float32, the gradients in it, this one included.
+      nesterov: whether the means are looks ahead.
+    """
+    correction = 1 / (1 - b1**seen)
+    if not nesterov:
+        return means, [correction * m for m in means]
+    momentum = [(b1 * m + u) / (1 + b1) for m, u in zip(last, means, strict=True)]
+    ahead = b1 / (1 - b1 ** (seen + 1))
+    pairs = zip(momentum, means, strict=True)
+    return momentum, [ahead * m + correction * (u - b1 * m) for m, u in pairs]
 
 
 def _all_finite_everywhere(arrays: Arrays, layout: Layout) -> jax.Array:

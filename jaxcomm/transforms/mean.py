@@ -93,14 +93,14 @@ def mean(
     With error feedback, each device keeps the rounding errors of its own messages, on every hop,
     and adds them to its next gradients. The owner of a block also keeps N times the rounding error
     of the encoded mean. Over all steps, the updates and the mean of the residuals add up to the
-    mean of the gradients, except for what 16-bit updates round off. With fewer bits than int4 put
-    the optimizer in front, `jaxcomm.local(axis_name, optax.trace(0.9, nesterov=True))`, and only
-    the learning rate behind: behind the exchange, a momentum repeats what comes late. Adam in
-    front of it is `jaxcomm.local(axis_name, optax.scale_by_adam(nesterov=True))`; behind it few
-    bits lose accuracy, as Adam is not linear in the gradient (H. Tang et al., 2021). `init` warns
-    of fewer than 4 bits with feedback in front of an optimizer that keeps a variance, if both are
-    in the same `optax.chain` or `optax.named_chain`; elsewhere nothing warns. If a codec's error
-    can exceed the value (`Codec.variance`), residuals may grow without end; a UserWarning says so.
+    mean of the gradients, except for what 16-bit updates round off. What comes late this way, a
+    momentum behind the exchange repeats, and Adam is not linear in it (H. Tang et al., 2021). So
+    with fewer bits than int4 put SGD's momentum in front, `jaxcomm.local(axis_name,
+    optax.trace(0.9, nesterov=True))`, and with Adam the mean into `jaxcomm.factored_adam`. `init`
+    warns of fewer than 4 bits with feedback in front of an optimizer that keeps a variance, if both
+    are in the same `optax.chain` or `optax.named_chain`; elsewhere nothing warns. If a codec's
+    error can exceed the value (`Codec.variance`), residuals may grow without end; a UserWarning
+    says so.
 
     If any gradient on any device is not finite, every update on every device is NaN, and the
     residuals stay as they were. `optax.apply_if_finite` around the optimizer then skips the step on
