@@ -72,7 +72,17 @@ def is_sound(updates: Any, new: Arrays, old: Arrays, own: PerDevice, layout: Lay
             kept = jnp.where(jnp.isfinite(b), a, jnp.zeros_like(a))
             (rest if names_in(PartitionSpec(*spec[1:])) else whole).append(kept)
     seen = vectors_in_view(jax.tree.leaves(updates), layout)
-    return all_finite([*seen, *as_vectors(whole), *rest])
+    return equal_on_shards(all_finite([*seen, *as_vectors(whole), *rest]), layout)
+
+
+def equal_on_shards(finite: jax.Array, layout: Layout) -> jax.Array:
+    """A device's flag, equal on all shards of its parameters, in the manual view."""
+    further = _axes.manual_axes().difference(_axes.names_of(layout.axis_name))
+    if not further or not _axes.is_manual(layout.axis_name):
+        return finite
+    checked = frozenset(axis for axis in further if _axes.checks_on(axis))
+    flag = _axes.as_varying(finite.astype(jnp.int32), checked)
+    return jax.lax.pmin(flag, tuple(sorted(further))) == 1
 
 
 def _as_array(x: Any) -> jax.Array:

@@ -65,8 +65,8 @@ def local(
     Raises:
       TypeError, ValueError: at once if `inner` is no transformation; else as `jaxcomm.mean`.
 
-    Wire: one flag, an int32; where leaves are sharded over a further axis, in the global
-    view also one for each leaf over that axis.
+    Wire: one flag, an int32; where leaves are sharded over a further axis, another one over that
+    axis, in the global view one for each leaf.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm, optax

@@ -33,7 +33,7 @@ from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._fragments import dealt
 from jaxcomm.transforms._layout import Layout, axis_of, check_gradients, filled_leaves, layout_of
-from jaxcomm.transforms._state_of_each import is_sound, on_each_device
+from jaxcomm.transforms._state_of_each import equal_on_shards, is_sound, on_each_device
 from jaxcomm.transforms._wrappers import refuse_all_behind, refuse_wrappers, with_extra_args
 from jaxcomm.transforms.local_params import LocalStepsState, own_tree
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
@@ -247,7 +247,6 @@ def _inner_steps(
         updates, new = inner.update(grads, old, params, **extra_args)
         kept = state.structure.arrays_of(new)
         sound = is_sound(updates, kept, leaves, state.inner, state.layout)
-        sound = _on_further_axes(sound, state.layout)
         moved = state.tree.arrays_of(optax.apply_updates(params, updates))
         before, after = (state.tree.arrays_of(params), leaves), (moved, kept)
         return jax.tree.map(lambda a, b: jnp.where(sound, a, b), after, before)
@@ -299,7 +298,7 @@ def _exchange_fragment(
     means, exchanged = exchange.update(part, state.exchange[number], shared, **extra_args)
     updates, outer_state = outer.update(means, state.outer[number], _float32(shared), **extra_args)
     updates = jax.tree.map(lambda u, p: u.astype(p.dtype), updates, shared)
-    finite = _on_further_axes(all_finite(jax.tree.leaves(updates)), state.layout)
+    finite = equal_on_shards(all_finite(jax.tree.leaves(updates)), state.layout)
     exchanged, outer_state = jax.tree.map(
         lambda a, b: jnp.where(finite, a, b),
         (exchanged, outer_state),
@@ -343,16 +342,6 @@ def _with(states: tuple[Any, ...], number: int, new: Any) -> tuple[Any, ...]:
 def _typed(new: Any, like: Any) -> Any:
     """Arrays, typed as varying over the axes that those in their places vary over."""
     return jax.tree.map(lambda x, o: _axes.as_varying(x, _axes.varying_axes(o)), new, like)
-
-
-def _on_further_axes(finite: jax.Array, layout: Layout) -> jax.Array:
-    """A device's flag, equal on all shards of its parameters, in the manual view."""
-    further = _axes.manual_axes().difference(_axes.names_of(layout.axis_name))
-    if not further or not _axes.is_manual(layout.axis_name):
-        return finite
-    checked = frozenset(axis for axis in further if _axes.checks_on(axis))
-    flag = _axes.as_varying(finite.astype(jnp.int32), checked)
-    return jax.lax.pmin(flag, tuple(sorted(further))) == 1
 
 
 def _require_no_exchange(state: Any) -> None:
