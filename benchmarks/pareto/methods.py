@@ -212,7 +212,6 @@ ADAM: dict[str, Method] = {
     "local Nadam, int2": Method("local nadam", behind(NADAM_STEP, int2), around(8e-3)),
     "4 local steps of Nadam, scaled_sign": local_steps(4, sign, "local nadam", nadam),
     "Nadam, float32": Method("nadam", before(float32, nadam), around(4e-3)),
-    "Nadam, int4, feedback": Method("nadam", before(int4, nadam), around(4e-3)),
     "Nadam, int2, feedback": Method("nadam", before(int2, nadam), around(4e-3)),
     "Nadam, PowerSGD, rank 4": Method("nadam", before(low_rank, nadam), around(4e-3)),
     "factored Adam, float32": Method("its own", factored_adam(float32), around(12e-3)),
@@ -277,5 +276,4 @@ TABLES = {
     "lstm": for_sgd(4.0, 16e-3),
     "lstm_nesterov": for_nesterov(4.0, 8e-3),
     "resnet20": for_sgd(0.1, 1e-3),
-    "resnet20_nesterov": for_nesterov(0.05, 1e-3),
 }

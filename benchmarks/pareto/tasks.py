@@ -164,11 +164,6 @@ def lstm(name: str, width: int = 128) -> Task:
     return Task(name, init, text_loss(models.lstm_logits), text_batch, load_text, 8, 500)
 
 
-def resnet20(name: str) -> Task:
-    """ResNet-20 on images."""
-    return Task(name, models.resnet20_init, image_loss, image_batch, load_images, 16, 300)
-
-
 TASKS = {
     task.name: task
     for task in (
@@ -176,7 +171,6 @@ TASKS = {
         gpt("gpt_small", width=96, depth=2, share=4),  # 0.24 M
         lstm("lstm"),
         lstm("lstm_nesterov"),
-        resnet20("resnet20"),
-        resnet20("resnet20_nesterov"),
+        Task("resnet20", models.resnet20_init, image_loss, image_batch, load_images, 16, 300),
     )
 }

@@ -75,15 +75,6 @@ def test_nesterovs_momentum_is_that_of_optax(view: View) -> None:
     assert_follows(run(view, tx, batches), batches, nesterov=True)
 
 
-def test_nesterovs_updates_are_what_the_exchange_returned() -> None:
-    """Without a correction of the first steps, whose momentum is none."""
-    tx = jaxcomm.factored_adam(one_bit(), 1.0, b1=0.0, nesterov=True)
-    plain = jaxcomm.factored_adam(one_bit(), 1.0, b1=0.0)
-    batches = [gradients(4, t) for t in range(3)]
-    for (a, _), (b, _) in zip(run(GLOBAL, tx, batches), run(GLOBAL, plain, batches), strict=True):
-        jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 def test_stacked_layers_have_factors_of_their_own() -> None:
     rng, tx = np.random.default_rng(0), jaxcomm.factored_adam(jaxcomm.mean("data"), 0.5, **OPTIONS)
     sizes = np.float32([1, 1000])[:, None, None]
@@ -91,18 +82,20 @@ def test_stacked_layers_have_factors_of_their_own() -> None:
     assert_follows(run(GLOBAL, tx, batches), batches)
 
 
-def test_the_momentum_is_what_the_exchange_returned_and_errors_are_kept() -> None:
-    tx = jaxcomm.factored_adam(one_bit(), 0.5, **OPTIONS)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_what_the_exchange_returned_is_taken_and_errors_are_kept(nesterov: bool) -> None:
+    tx, b1 = jaxcomm.factored_adam(one_bit(), 0.5, **OPTIONS, nesterov=nesterov), OPTIONS["b1"]
     batches = [gradients(4, t) for t in range(6)]
     found = run(GLOBAL, tx, batches)
     total, momentum, square = np.zeros((3, 7)), np.zeros((3, 7)), FactoredAdam((3, 7), **OPTIONS)
+    kept = b1**2 if nesterov else b1
     for grads, (_, state) in zip(batches, found, strict=True):
         square.step(grads["kernel"])
         root, bound = square.root(), (1 - OPTIONS["b2"]) ** -0.5
         known = np.clip(grads["kernel"] / np.where(root > 0, root + 1e-6, np.inf), -bound, bound)
-        total += OPTIONS["b1"] * momentum + (1 - OPTIONS["b1"]) * known.mean(0)
-        momentum = np.asarray(state.momentum["kernel"])
-        total -= momentum
+        total += kept * momentum + (1 - kept) * known.mean(0)
+        last, momentum = momentum, np.asarray(state.momentum["kernel"])
+        total -= (1 + b1) * momentum - b1 * last if nesterov else momentum
         owed = np.asarray(state.inner.residual.values[1]).mean(0)  # of the bucket head, kernel
         np.testing.assert_allclose(total, owed, atol=1e-4)
     assert np.abs(total).max() > 0.01
