@@ -278,7 +278,7 @@ def _fit_local_optimizer(sync: Any) -> None:
         ("method", sync.method in OPTIMIZERS, "is an optimizer itself"),
         ("every", sync.every > 1, "has each device's own optimizer already"),
         ("gather", bool(sync.gather), "exchanges gradients of parameters that are split"),
-        ("correct_every", sync.correct_every > 0, "corrects gradients"),
+        ("correct_every", bool(sync.correct_every), "corrects gradients"),
         ("local_momentum", sync.local_momentum > 0, "is a momentum of its own"),
         ("momentum_correction", bool(sync.momentum_correction), "is a momentum of its own"),
     ):

@@ -69,7 +69,9 @@ def resolved(
         load = plan.workload(params, milliseconds, accumulate=chosen.every, exempt=exempt)
     except ValueError as error:
         raise UserError(f"config.sync.exempt: {error}") from error
-    allowed = [m for m in plan.methods(config.network.quality) if _fits(config, m, mesh.size)]
+    kind = "sgd" if config.optimizer.name == "sgd" else "adam"
+    every = plan.methods(config.network.quality, optimizer=kind)
+    allowed = [m for m in every if _fits(config, m, mesh.size)]
     found = plan.plan(cluster, load, config.network.quality, allowed, reorder=False)
     found = plan.timed(found, list(mesh.devices.flat))
     fields = _fields(chosen, found.choice.method)
@@ -83,7 +85,10 @@ def resolved(
 def _fields(sync_config: Any, method: plan.Method) -> dict[str, Any]:
     """The fields of `config.sync` that make a method, whatever they were for another one."""
     others = {name for _, names in sync.METHODS.values() for name in names} - _OF_ALL
-    return {name: None for name in sorted(others) if name in sync_config} | method.config
+    fields = {name: None for name in sorted(others) if name in sync_config} | method.config
+    if sync_config.every > 1:  # each device has an optimizer of its own then
+        fields.pop("local_optimizer", None)
+    return fields
 
 
 def _fits(config: Any, method: plan.Method, devices: int) -> bool:
@@ -92,12 +97,20 @@ def _fits(config: Any, method: plan.Method, devices: int) -> bool:
         return False
     changed = config.copy_and_resolve_references()
     changed.sync.update(_fields(changed.sync, method))
+    if config.data.shards == "by_label" and _is_biased(changed):
+        return False
     try:
         check.fit(changed, devices)
         sync.build(changed.sync, (), changed.steps)
     except UserError:
         return False
     return True
+
+
+def _is_biased(config: Any) -> bool:
+    """Whether the exchange goes wrong where devices hold other classes."""
+    is_own_adam = config.sync.local_optimizer and config.optimizer.name != "sgd"
+    return is_own_adam or config.sync.method == "majority_vote"
 
 
 def _kept(file: Path) -> dict[str, Any]:

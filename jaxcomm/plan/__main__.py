@@ -1,14 +1,15 @@
 """What to take on a cluster: every method ranked, the choice first.
 
     python -m jaxcomm.plan CLUSTER.yaml --params=25.6e6 --step-ms=234
-        [--quality=exact|16bit|unbiased|any] [--set NAME=VALUE ...] [--accumulate=N,...]
-        [--costs=FILE.yaml] [--rows=N] [--keep-order] [--json]
+        [--quality=exact|16bit|unbiased|any] [--optimizer=sgd|adam] [--set NAME=VALUE ...]
+        [--accumulate=N,...] [--costs=FILE.yaml] [--rows=N] [--keep-order] [--json]
 
 CLUSTER.yaml is a file as `jaxcomm.plan.machines` describes, or the name of a topology. `--set`
 changes it: nodes.nics=2, rate=10Gbit, link[s0,s1].bandwidth=1Gbit, device=gpu; the choice without
 `--set` is shown too. `--quality` is 16bit where nothing is said, and then the choice among all
-methods is shown too, where it is another one. With several numbers, `--accumulate` shows the choice
-for each, and the table for the first. `--costs` names what `python -m jaxcomm.probe` measured.
+methods is shown too, where it is another one; `--optimizer` leaves out of them what lost accuracy
+with it. With several numbers, `--accumulate` shows the choice for each, and the table for the
+first. `--costs` names what `python -m jaxcomm.probe` measured.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import signal
 import sys
 
 from jaxcomm import plan
-from jaxcomm.plan.families import QUALITIES, QUALITY
+from jaxcomm.plan.families import OPTIMIZERS, QUALITIES, QUALITY
 from jaxcomm.plan.machines import path_of
 
 
@@ -43,7 +44,8 @@ def _run(args: argparse.Namespace) -> None:
         changed: dict[str, str], load: plan.Workload, quality: str | None = args.quality
     ) -> plan.Plan:
         made = plan.load_cluster(args.cluster, changed, costs)
-        return plan.plan(made, load, quality, reorder=not args.keep_order)
+        reorder = not args.keep_order
+        return plan.plan(made, load, quality, reorder=reorder, optimizer=args.optimizer)
 
     found = planned(changes, loads[0])
     if args.json:
@@ -77,6 +79,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--params", type=float, required=True, help="the number of parameters")
     parser.add_argument("--step-ms", type=float, required=True, help="of a step without exchange")
     parser.add_argument("--quality", choices=QUALITIES, help=f"by default {QUALITY}")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="behind the exchange")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument(
         "--accumulate", type=_numbers, default=[1], help="microbatches an exchange, such as 1,2,4,8"

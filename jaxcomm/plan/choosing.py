@@ -90,7 +90,8 @@ class Plan:
             return f"Do not compress: float32{how}; {computes}{self._gained}."
         if best.method.about.quality == "16bit":
             return f"Send 16 bits, {best.method.name}: {gain}, {share}."
-        return f"Compress, {best.method.name}: {gain}, {share}."
+        needs = best.method.about.needs.replace(";", ",")
+        return f"Compress, {best.method.name}: {gain}, {share}{needs and f'; needs {needs}'}."
 
     @property
     def _gained(self) -> str:
@@ -191,6 +192,7 @@ def plan(
     quality: str | None = None,
     chosen: Sequence[Method] | None = None,
     reorder: bool = True,
+    optimizer: str | None = None,
 ) -> Plan:
     """Predicts every method on a cluster, and chooses.
 
@@ -205,6 +207,8 @@ def plan(
       chosen: the methods to compare; None is all of that quality.
       reorder: whether devices may get other ranks, where a ring is faster that way. The order of
         halving-doubling's dimensions is chosen in any case.
+      optimizer: "sgd" or "adam", to leave out methods that lost accuracy with it; None is any. It
+        says nothing of `chosen` ones.
 
     Returns:
       The plan: the choice, all other methods behind it, and what to do in a sentence.
@@ -243,7 +247,7 @@ def plan(
         cluster = dataclasses.replace(cluster, order=order)
     if chosen is None:
         dimensions = best_dimensions(cluster.topology, model, cluster.order)
-        chosen = methods(quality, cluster.levels is not None, dimensions)
+        chosen = methods(quality, cluster.levels is not None, dimensions, optimizer)
     found = predictions(cluster, load, quality, chosen)
     rows = choose(found, load, cluster.devices, cluster.costs.is_between_cpus)
     return Plan(cluster, load, tuple(rows), given)

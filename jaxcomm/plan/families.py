@@ -19,11 +19,13 @@ from jaxcomm.plan.messages import Coded, Lists, PerBlock, Reduction, Votes
 # Each contains those before it.
 QUALITIES = ("exact", "16bit", "unbiased", "any")
 QUALITY = "16bit"  # Where nothing is said: no measurement tells these from float32.
+OPTIMIZERS = ("sgd", "adam")
 DENSITY = 0.01
 _MIB = 2**20
 # Arguments of `jaxcomm.algorithms.halving_doubling`, by name.
 Dimensions = tuple[tuple[str, Any], ...]
 FEEDBACK = "error feedback"
+FEW_BITS = f"{FEEDBACK} behind jaxcomm.local of the optimizer, or factored_adam"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Family:
       options: of `config.sync` in the training program, without the algorithm.
       bucket_mib: float32 gradients that travel together.
       algorithms: names of algorithms that can carry it out.
+      optimizers: of OPTIMIZERS, those that it was seen to train well with, given its needs.
     """
 
     quality: str
@@ -45,6 +48,7 @@ class Family:
     options: dict[str, Any]
     bucket_mib: float
     algorithms: tuple[str, ...]
+    optimizers: tuple[str, ...] = OPTIMIZERS
 
 
 SCHEDULED = ("direct", "two_way_ring", "ring", "halving_doubling", "circulant")
@@ -63,19 +67,21 @@ def _mean(codec: str, quality: str, needs: str = "") -> Family:
     options: dict[str, Any] = {"method": "mean", "codec": codec}
     if FEEDBACK in needs:
         options["error_feedback"] = True
+    if needs == FEW_BITS:
+        options["local_optimizer"] = True
     native = ("native",) if codec == "float32" else ()
     return Family(quality, needs, options, 8.0, (*native, *BOTH_LEVELS))
 
 
 def _sparse(name: str) -> Family:
     options = {"method": "sparse_mean", "density": DENSITY, "algorithm": name}
-    return Family("any", "SGD; dense_steps at the start", options, 32.0, ("own",))
+    return Family("any", "SGD; dense_steps at the start", options, 32.0, ("own",), ("sgd",))
 
 
 def _low_rank(rank: int) -> Family:
     options = {"method": "low_rank_mean", "rank": rank}
     needs = "SGD; matrices; dense_steps at the start"
-    return Family("any", needs, options, 32.0, ("native",))
+    return Family("any", needs, options, 32.0, ("native",), ("sgd",))
 
 
 FAMILIES: dict[str, Family] = {
@@ -86,14 +92,15 @@ FAMILIES: dict[str, Family] = {
     "int8": _mean("int8", "any"),
     "fp8_e4m3": _mean("fp8_e4m3", "any"),
     "int4": _mean("int4", "any", FEEDBACK),
-    "int2": _mean("int2", "any", f"{FEEDBACK}; local momentum, or factored_adam"),
-    "scaled_sign": _mean("scaled_sign", "any", f"{FEEDBACK}; local momentum, or factored_adam"),
+    "int2": _mean("int2", "any", FEW_BITS),
+    "scaled_sign": _mean("scaled_sign", "any", FEW_BITS),
     "vote": Family(
         "any",
-        "SGD; local momentum; a rate of its own; devices' data alike",
-        {"method": "majority_vote"},
+        "SGD; jaxcomm.local momentum; a rate of its own; devices' data alike",
+        {"method": "majority_vote", "local_optimizer": True},
         16.0,
         BOTH_LEVELS,
+        ("sgd",),
     ),
     **{name: _sparse(name) for name in sparse.BY_NAME},
     **{f"powersgd{rank}": _low_rank(rank) for rank in (1, 2, 4)},
@@ -162,13 +169,14 @@ class Method:
         return chosen if self.family == "vote" else chosen.for_means
 
     def transformation(self, axis_name: Any, **options: Any) -> Any:
-        """The optax transformation; two axes, (far, near), for hierarchical.
+        """The exchange alone; what it needs in front of it is the caller's.
 
         Args:
-          axis_name: the mesh axis, or axes.
+          axis_name: the mesh axis, or (far, near) for hierarchical.
           **options: of the factory, such as `exempt`.
         """
         chosen = {**self.config, **options}
+        chosen.pop("local_optimizer", None)
         factory = getattr(transforms, chosen.pop("method"))
         if self.algorithm == "hierarchical" or self.dimensions:
             chosen["algorithm"] = self.made
@@ -181,7 +189,10 @@ def hierarchical() -> Algorithm:
 
 
 def methods(
-    quality: str = "any", two_levels: bool = False, dimensions: Dimensions = ()
+    quality: str = "any",
+    two_levels: bool = False,
+    dimensions: Dimensions = (),
+    optimizer: str | None = None,
 ) -> list[Method]:
     """All methods of at least this quality.
 
@@ -189,20 +200,23 @@ def methods(
       quality: one of QUALITIES.
       two_levels: whether the network has two levels.
       dimensions: the arguments of halving-doubling.
+      optimizer: one of OPTIMIZERS, to leave out those that lost accuracy with it; None is any.
 
     Returns:
       The methods, for the `chosen` of `jaxcomm.plan.plan`.
 
     Raises:
-      ValueError: for another quality.
+      ValueError: for another quality or optimizer.
     """
     if quality not in QUALITIES:
         raise ValueError(f"unknown quality {quality!r}; write one of {', '.join(QUALITIES)}.")
+    if optimizer not in (None, *OPTIMIZERS):
+        raise ValueError(f"optimizer is {' or '.join(map(repr, OPTIMIZERS))}, got {optimizer!r}.")
     allowed = QUALITIES[: QUALITIES.index(quality) + 1]
     return [
         Method(family, algorithm, dimensions if algorithm == "halving_doubling" else ())
         for family, about in FAMILIES.items()
-        if about.quality in allowed
+        if about.quality in allowed and (optimizer is None or optimizer in about.optimizers)
         for algorithm in about.algorithms
         if two_levels or algorithm != "hierarchical"
     ]

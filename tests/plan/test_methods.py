@@ -107,8 +107,22 @@ def test_every_family_can_be_made() -> None:
         else:
             assert method.transformation("data")
             assert set(method.config) <= {
-                *("method", "codec", "algorithm", "error_feedback", "density", "rank")
+                *("method", "codec", "algorithm", "error_feedback", "density", "rank"),
+                "local_optimizer",
             }
+
+
+def test_an_optimizer_leaves_out_what_loses_accuracy_in_front_of_it() -> None:
+    names = {kind: {m.family for m in methods(optimizer=kind)} for kind in ("sgd", "adam")}
+    assert names["sgd"] == set(FAMILIES)
+    left_out = set(FAMILIES) - names["adam"]
+    assert left_out == {"vote", *jaxcomm.sparse.BY_NAME, "powersgd1", "powersgd2", "powersgd4"}
+    with pytest.raises(ValueError, match="optimizer is 'sgd' or 'adam', got 'adamw'"):
+        methods(optimizer="adamw")
+    slow = plan.cluster(plan.fabrics.star("star", 4, "50Mbit"))
+    adam = plan.plan(slow, plan.workload(4e6, 100.0), "any", optimizer="adam")
+    assert adam.choice.method.family == "scaled_sign"
+    assert "needs error feedback behind jaxcomm.local of the optimizer, or" in adam.headline
 
 
 def test_qualities_contain_each_other() -> None:

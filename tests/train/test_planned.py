@@ -100,7 +100,10 @@ def test_nothing_is_left_of_another_method(config):
     for method, expected in (
         (Method("float32", "native"), {"method": "mean", "codec": "float32"}),
         (Method("int4", "ring"), {"codec": "int4", "error_feedback": True, "algorithm": "ring"}),
-        (Method("vote", "ring"), {"method": "majority_vote", "algorithm": "ring"}),
+        (
+            Method("vote", "ring"),
+            {"method": "majority_vote", "algorithm": "ring", "local_optimizer": True},
+        ),
         (Method("powersgd4", "native"), {"method": "low_rank_mean", "rank": 4}),
     ):
         sync = config.sync.copy_and_resolve_references()
@@ -117,8 +120,9 @@ def test_the_quality_is_that_of_the_command_line(config):
 
 
 def test_only_methods_that_fit_the_rest_of_the_config_are_compared(config):
-    def fitting(**fields):
+    def fitting(optimizer="sgd", shards="shuffled", **fields):
         changed = config.copy_and_resolve_references()
+        changed.optimizer.name, changed.data.shards = optimizer, shards
         changed.sync.update(fields)
         found = {m.family for m in plan.methods("any") if planned._fits(changed, m, 4)}
         assert {"float32", "int4"} <= found and "float16" not in found
@@ -126,4 +130,17 @@ def test_only_methods_that_fit_the_rest_of_the_config_are_compared(config):
 
     assert {"vote", "oktopk", "powersgd4"} <= fitting()
     assert "vote" not in fitting(every=4) and "oktopk" in fitting(every=4)
-    assert not {"oktopk", "powersgd4"} & fitting(gather="bfloat16")
+    assert not {"oktopk", "powersgd4", "scaled_sign"} & fitting(gather="bfloat16")
+    assert "scaled_sign" in fitting("adamw") and "scaled_sign" in fitting("adamw", every=4)
+    assert "vote" in fitting(correct_every=8)
+    by_label = fitting("sgd", "by_label")
+    assert "vote" not in by_label and "scaled_sign" in by_label
+    assert not {"vote", "scaled_sign", "int2"} & fitting("adamw", "by_label")
+    assert "scaled_sign" in fitting("adamw", "by_label", every=4)
+
+
+def test_few_bits_come_behind_each_devices_own_optimizer(config):
+    signs = Method("scaled_sign", "direct")
+    assert planned._fields(config.sync, signs)["local_optimizer"]
+    config.sync.every = 4  # each device has one of its own already
+    assert "local_optimizer" not in planned._fields(config.sync, signs)
