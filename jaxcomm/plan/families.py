@@ -84,7 +84,7 @@ def _low_rank(rank: int) -> Family:
     return Family("any", needs, options, 32.0, ("native",), ("sgd",))
 
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, Family] = {  # among equals, the first ones are preferred
     "float32": _mean("float32", "exact"),
     "bfloat16": _mean("bfloat16", "16bit"),
     "float16": _mean("float16", "16bit"),
@@ -94,6 +94,7 @@ FAMILIES: dict[str, Family] = {
     "int4": _mean("int4", "any", FEEDBACK),
     "int2": _mean("int2", "any", FEW_BITS),
     "scaled_sign": _mean("scaled_sign", "any", FEW_BITS),
+    **{f"powersgd{rank}": _low_rank(rank) for rank in (4, 2, 1)},
     "vote": Family(
         "any",
         "SGD; jaxcomm.local momentum; a rate of its own; devices' data alike",
@@ -103,7 +104,6 @@ FAMILIES: dict[str, Family] = {
         ("sgd",),
     ),
     **{name: _sparse(name) for name in sparse.BY_NAME},
-    **{f"powersgd{rank}": _low_rank(rank) for rank in (1, 2, 4)},
 }
 
 

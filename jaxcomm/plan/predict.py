@@ -297,8 +297,8 @@ def choose(
 ) -> list[Prediction]:
     """The predictions with the choice first: the best quality within 2 % of the fastest step.
 
-    Of that quality it is the one whose algorithm is the default, if there is one so near, or the
-    fastest.
+    Of that quality it is the first of FAMILIES, and of this the default algorithm, if it is so
+    near, or the fastest.
 
     Args:
       found: predictions.
@@ -306,12 +306,14 @@ def choose(
       devices: how many there are.
       between_cpus: whether they are CPUs of several processes.
     """
+    order = list(FAMILIES)
 
-    def preferred(prediction: Prediction) -> tuple[int, bool, float]:
+    def preferred(prediction: Prediction) -> tuple[int, int, bool, float]:
         method = prediction.method
         values = values_of_bucket(method, load, between_cpus)
         is_usual = method.is_usual(devices, between_cpus, values)
-        return QUALITIES.index(method.about.quality), not is_usual, prediction.step
+        family = order.index(method.family)
+        return QUALITIES.index(method.about.quality), family, not is_usual, prediction.step
 
     fastest = min(prediction.step for prediction in found)
     near = [p for p in found if p.step <= fastest * (1 + _MARGIN)]

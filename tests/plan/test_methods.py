@@ -148,6 +148,17 @@ def test_the_usual_algorithm_is_that_of_a_bucket() -> None:
     assert choose(same, load, 4, True)[0].method == circulant
 
 
+def test_of_equals_more_bits_are_preferred() -> None:
+    room = plan.cluster(plan.fabrics.star("star", 4, "1Gbit"))
+    load = plan.workload(4e6, 1.0)
+    asked = ["topk_dsa", "vote", "powersgd1", "powersgd4", "scaled_sign", "int4", "int8"]
+    while asked:
+        chosen = [m for m in methods() if m.family in asked]
+        found = [dataclasses.replace(r, step=1.0) for r in predictions(room, load, chosen=chosen)]
+        choice = choose([r for r in found if r.method in chosen], load, 4, True)[0]
+        assert choice.method.family == asked.pop()
+
+
 def test_a_method_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="unknown family 'foo'; write one of float32, bfloat16"):
         Method("foo", "ring")
