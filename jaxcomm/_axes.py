@@ -41,6 +41,14 @@ def checks_on(axis_name: AxisName) -> bool:
     return varies(jax.lax.axis_index(axis_name), axis_name)
 
 
+def checked_names(axis_name: AxisName) -> frozenset[str]:
+    """The axes over which a result that differs from device to device has to be typed as varying.
+
+    None of them where the surrounding `jax.shard_map` does not check.
+    """
+    return frozenset(names_of(axis_name) if checks_on(axis_name) else ())
+
+
 def varies(x: Any, axis_name: AxisName) -> bool:
     """Whether `x` is typed as different along every axis of `axis_name`."""
     return varying_axes(x).issuperset(names_of(axis_name))

@@ -342,7 +342,7 @@ def _first(tree: Any) -> Any:
 def _mean_over(tree: Any, axis_name: AxisName) -> Any:
     """The mean of every leaf over the axis, in one all-reduce."""
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
-    axes = frozenset(_axes.names_of(axis_name) if _axes.checks_on(axis_name) else ())
+    axes = _axes.checked_names(axis_name)
     flat = [_axes.as_varying(x, axes).reshape(-1).astype(jnp.float32) for x in leaves]
     total = jax.lax.pmean(jnp.concatenate(flat), axis_name)
     pieces = jnp.split(total, np.cumsum([x.size for x in flat])[:-1])

@@ -204,6 +204,16 @@ def test_split_over_a_further_axis(mesh4x2: jax.sharding.Mesh) -> None:
     assert found.own_bytes == 4 * 64 * 16
 
 
+def test_a_mean_beside_a_factored_adam_needs_what_it_needs() -> None:
+    signs = lambda: jaxcomm.mean("data", "scaled_sign", error_feedback=True)  # noqa: E731
+    parts = {"a": jaxcomm.factored_adam(signs(), 0.1), "b": signs()}
+    tx = optax.partition(parts, {"w": "a", "x": "b"})
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        params = {"w": jnp.zeros((8, 8)), "x": jnp.zeros((8, 8))}
+        assert [name for name, _ in jaxcomm.explain(tx, params).needs] == ["factored_adam", "mean"]
+        assert len(jaxcomm.explain(parts["a"], params).needs) == 1
+
+
 def test_errors_say_what_to_write() -> None:
     with pytest.raises(ValueError, match=r"jax\.set_mesh\(jaxcomm\.data_mesh"):
         jaxcomm.explain(jaxcomm.mean("data"), shapes())

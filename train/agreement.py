@@ -34,6 +34,22 @@ def check(config: Any, workdir: Path) -> None:
     check_shared(workdir)
 
 
+def check_flags(given: Mapping[str, bool]) -> None:
+    """Raises a UserError in every process unless all were given the same flags, by name.
+
+    It comes first: with other flags processes would wait for each other in different places.
+    """
+    if jax.process_count() == 1:
+        return
+    if odd := _others(_words([repr(is_given) for is_given in given.values()])):
+        process, flags = odd[0]
+        names = " and ".join(f"--{list(given)[i]}" for i in flags)
+        raise UserError(
+            f"all processes need the same flags, and one of process 0 and process {process} was "
+            f"started without {names}"
+        )
+
+
 def check_same(config: Any) -> None:
     """Raises a UserError in every process if the config or a version is not that of process 0."""
     if jax.process_count() == 1:

@@ -36,8 +36,9 @@ def main(argv: list[str]) -> None:
     join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     compile_here()
     # Seconds of imports, which a mistyped flag need not wait for.
-    from train import evaluating, loop, signals, workdir
+    from train import agreement, evaluating, loop, signals, workdir
 
+    agreement.check_flags({"workdir": bool(_WORKDIR.value), "evaluate": _EVALUATE.value})
     folder = Path(_WORKDIR.value) if _WORKDIR.value else workdir.new(path.stem)
     if _EVALUATE.value:
         evaluating.evaluate(_CONFIG.value, folder)

@@ -97,7 +97,7 @@ def _fits(config: Any, method: plan.Method, devices: int) -> bool:
         return False
     changed = config.copy_and_resolve_references()
     changed.sync.update(_fields(changed.sync, method))
-    if config.data.shards == "by_label" and _is_biased(changed):
+    if config.data.shards != "shuffled" and _is_biased(changed, config):
         return False
     try:
         check.fit(changed, devices)
@@ -107,9 +107,10 @@ def _fits(config: Any, method: plan.Method, devices: int) -> bool:
     return True
 
 
-def _is_biased(config: Any) -> bool:
-    """Whether the exchange goes wrong where devices hold other classes."""
-    is_own_adam = config.sync.local_optimizer and config.optimizer.name != "sgd"
+def _is_biased(config: Any, asked: Any) -> bool:
+    """Whether the exchange goes wrong where devices hold other data, which `asked` does not do."""
+    is_new = config.sync.local_optimizer and not asked.sync.local_optimizer
+    is_own_adam = is_new and config.optimizer.name != "sgd"
     return is_own_adam or config.sync.method == "majority_vote"
 
 

@@ -278,12 +278,13 @@ def _memory(state: Any, specs: Any, mesh: jax.sharding.Mesh) -> tuple[int, int]:
 def _needs(state: Any) -> tuple[tuple[str, str], ...]:
     """What each method needs, the outermost first."""
     found = nodes_of(state, tuple(_NEEDS))
-    is_inside = any(isinstance(x, FactoredAdamState | LocalStepsState) for x in found)
+    outer = [x for x in found if isinstance(x, FactoredAdamState | LocalStepsState)]
+    inside = {id(node) for x in outer for node in nodes_of(tuple(x), (MeanState,))}
     needs = {}
     for node in found:
         name, text = _NEEDS[type(node)]
         if isinstance(node, MeanState) and node.residual.values:
             text = _FEEDBACK
-        if not (is_inside and isinstance(node, MeanState)):
+        if id(node) not in inside:
             needs[name, text] = None
     return tuple(needs)

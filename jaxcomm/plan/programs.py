@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
+
 from jaxcomm.plan.costs import Costs
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.wire import Collective, WireReport
@@ -39,7 +41,7 @@ def seconds_of(report: WireReport, costs: Costs | Cluster) -> float:
       ValueError: for a loop whose number of trips is not in the program.
     """
     if isinstance(costs, Cluster):
-        link = 8e-6 / (float(costs.topology.rates.min()) * costs.costs.efficiency)
+        link = 8e-6 / (float(costs.topology.rates.min(initial=np.inf)) * costs.costs.efficiency)
         costs = dataclasses.replace(costs.costs, per_byte=max(costs.costs.per_byte, link))
     return sum(_seconds(collective, costs) for collective in report.collectives)
 

@@ -17,11 +17,12 @@ _GAIN = 0.95  # an algorithm is changed for one that needs at most so much of it
 def use(cluster: Cluster | None) -> None:
     """Lets `algorithm=None` stand for what is predicted to be fastest on a cluster.
 
-    It holds in this process for all votes and means in codes that are traced from now on, over as
-    many devices as the cluster has: call it first, in every process. The devices of the mesh are in
-    the order of the cluster's. Another algorithm is taken where it is 5 % faster; gradients of
-    `jaxcomm.sharded` parameters, which are only scattered, keep the default. A ring rounds every
-    partial sum in place of the final one alone: that is why coarse codes go directly by default.
+    It holds in this process for all votes and means in codes over as many devices as the cluster
+    has; jax forgets what it has compiled before. Call it first, in every process. The devices of
+    the mesh are in the order of the cluster's. Another algorithm is taken where it is 5 % faster;
+    gradients of `jaxcomm.sharded` parameters, which are only scattered, keep the default. A ring
+    rounds every partial sum in place of the final one alone: that is why coarse codes go directly
+    by default.
 
     Args:
       cluster: `load_cluster("cluster.yaml")`; None goes back to the defaults.

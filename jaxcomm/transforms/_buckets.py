@@ -20,6 +20,7 @@ Bucket = tuple[int, ...]
 
 _SHORT = 2**14  # values
 _CONVOLUTION = 4  # axes of a kernel, two of them in space
+_MOST = 2**32  # bytes of leaves that are joined: int32 counts their values, with room to spare
 _EVEN = 64  # XLA on CPU concatenates sums of multiples of so many values well, without padding
 
 # Set where a layer is exchanged by itself, inside of the backward pass: the layer's number, from
@@ -198,7 +199,7 @@ def _cut(
 
 
 def bytes_of(bucket_mib: Any) -> int:
-    """The size of a bucket in bytes, from MiB.
+    """The size of a bucket in bytes, from MiB; 4 GiB at most.
 
     Raises:
       TypeError, ValueError: for anything but a positive Python number.
@@ -210,7 +211,7 @@ def bytes_of(bucket_mib: Any) -> int:
         )
     if not (is_real(bucket_mib) and 0 < bucket_mib < math.inf):
         raise ValueError(f"bucket_mib must be a positive number, got {bucket_mib!r}.")
-    return max(int(bucket_mib * 2**20), 1)
+    return min(max(int(bucket_mib * 2**20), 1), _MOST)
 
 
 def in_row_major(x: jax.Array, whole: int = 0) -> jax.Array:

@@ -236,7 +236,7 @@ def exchange_buckets(
         # or fewer on many devices, so that all sums of squares are exact. Where one device of very
         # many has another one, its variance is small: so there are several.
         bits = min(10, 1 + (24 - (jax.lax.axis_size(axis_name) - 1).bit_length()) // 2)
-        drawn = jax.random.bits(equal_key, (_TAGS,)) >> (32 - bits)
+        drawn = jax.random.bits(equal_key, (_TAGS,), jnp.uint32) >> (32 - bits)
         tags = drawn.astype(jnp.float32) - 2 ** (bits - 1)
         small[TAG] = jnp.stack([tags, jnp.square(tags)])
     # The flag needs the last gradient. A bucket behind it could not travel while gradients are

@@ -4,6 +4,7 @@ import contextvars
 import dataclasses
 import fnmatch
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -28,7 +29,8 @@ PATHS: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("paths",
 # How frameworks call what has one number for each feature: a bias, or the scale of a norm. Stacked
 # for a scan over layers, or shaped (heads, head width), it has several dimensions all the same.
 VECTORS = ("bias", "scale", "offset", "beta", "gamma")
-NORMS = ("*norm*/weight", "ln*/weight", "*/ln*/weight")
+# Of a norm, the last two names: "layers/0/input_layernorm/weight", "h/0/ln_1/weight".
+_NORMS = re.compile(r"(.*norm(_?\d+)?|ln([\d_].*)?)/weight", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,10 +130,10 @@ def layout_of(
         exempted = is_exempt(name, shape, stacked, exempt)
         leaves.append(Leaf(name, shape, dtype, spec, exempted, stacked))
     known = PATHS.get() or [leaf.path for leaf in leaves]
+    is_part = any(isinstance(node, optax.MaskedNode) for node in nodes) and not PATHS.get()
     if not callable(exempt):
-        check_patterns(exempt, known)
-    is_part = any(isinstance(node, optax.MaskedNode) for node in nodes)
-    _check_order(bucket_order or (), known, is_part and not PATHS.get())
+        check_patterns(exempt, known, is_part=is_part)
+    _check_order(bucket_order or (), known, is_part)
     return Layout(axis_name, world, tuple(leaves))
 
 
@@ -142,7 +144,8 @@ def is_exempt(path: str, shape: tuple[int, ...], stacked: bool, exempt: Exempt) 
         if not isinstance(decided, bool | np.bool_):
             raise TypeError(f"exempt must return True or False, got {decided!r} for {path}.")
         return bool(decided)
-    is_vector = path.rpartition("/")[2] in VECTORS or fits(path, NORMS)
+    *_, name = last_two = path.split("/")[-2:]
+    is_vector = name in VECTORS or _NORMS.fullmatch("/".join(last_two)) is not None
     return len(shape) - stacked <= 1 or is_vector or fits(path, exempt)
 
 
@@ -159,14 +162,21 @@ def require_strings(given: Any, name: str, what: str) -> None:
         raise TypeError(f"{name} must be a list of {what}, got {given!r}.")
 
 
-def check_patterns(patterns: Sequence[str], paths: Sequence[str], what: str = "exempt") -> None:
-    """Raises for a string in place of a list, and for a pattern that matches no path."""
+def check_patterns(
+    patterns: Sequence[str], paths: Sequence[str], what: str = "exempt", is_part: bool = False
+) -> None:
+    """Raises for a string in place of a list, and for a pattern that matches no path.
+
+    Also in a part of `optax.partition`: a misspelt pattern would exempt nothing, silently.
+    """
     require_strings(patterns, what, "patterns")
     for pattern in patterns:
         if not any(fits(path, [pattern]) for path in paths):
             raise ValueError(
-                f"{what} names {pattern!r}, which fits no parameter; the paths are "
+                f"{what} names {pattern!r}, which fits no parameter"
+                f"{' of this part of the tree' if is_part else ''}; the paths are "
                 f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''}."
+                f"{' Give each part the patterns of its own leaves.' if is_part else ''}"
             )
 
 

@@ -67,8 +67,7 @@ def zero_residual(layout: Layout, scheme: Scheme) -> PerDevice:
     own = PartitionSpec(layout.axis_name)
     specs = tuple(_axes.as_typed(own, layout.axis_name, rank) for rank in ranks)
     if _axes.is_manual(layout.axis_name):
-        checked = _axes.checks_on(layout.axis_name)
-        axes = frozenset(_axes.names_of(layout.axis_name) if checked else ())
+        axes = _axes.checked_names(layout.axis_name)
         zeros = [jnp.zeros((1, *layout.leaves[i].shape), jnp.float32) for i in which]
         return PerDevice([_axes.as_varying(x, axes) for x in zeros], specs)
     shapes = [(layout.world, *layout.leaves[i].shape) for i in which]

@@ -48,8 +48,7 @@ def on_each_device(state: Any, layout: Layout) -> tuple[Structure, PerDevice]:
     structure = Structure(treedef, tuple(empty))
     kept, specs = structure.arrays_of(state), structure.arrays_of(_specs_of(state, layout))
     if _axes.is_manual(layout.axis_name):
-        checked = _axes.checks_on(layout.axis_name)
-        axes = frozenset(_axes.names_of(layout.axis_name) if checked else ())
+        axes = _axes.checked_names(layout.axis_name)
         values = [_axes.as_varying(x[None], axes) for x in kept]
     else:
         world = layout.world

@@ -194,8 +194,6 @@ def factored_adam(
         local = mark_local(treedef.unflatten(local))
         means, inner = exchange.update(local, state.inner, params, **extra_args)
         means = [m.astype(jnp.float32) for m in jax.tree.leaves(means)]
-        finite = _all_finite_everywhere(means, state.layout)
-
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         rate = jnp.asarray(rate, jnp.float32)
         momentum, steps = _momentum_and_steps(shared, means, b1, seen, nesterov)
@@ -207,6 +205,8 @@ def factored_adam(
                 for step, share, w in zip(steps, shares, weights, strict=True)
             ]
         updates = [(-rate * step).astype(g.dtype) for step, g in zip(steps, grads, strict=True)]
+        finite = jnp.isfinite(rate) & _are_finite(means, updates, state.layout)
+        updates = [jnp.where(finite, u, jnp.nan) for u in updates]
         new = (state.count + 1, treedef.unflatten(momentum), squares)
         old = (state.count, state.momentum, state.squares)
         count, momentum, squares = jax.tree.map(functools.partial(jnp.where, finite), new, old)
@@ -235,6 +235,14 @@ def _momentum_and_steps(
     ahead = b1 / (1 - b1 ** (seen + 1))
     pairs = zip(momentum, means, strict=True)
     return momentum, [ahead * m + correction * (u - b1 * m) for m, u in pairs]
+
+
+def _are_finite(means: Arrays, updates: Arrays, layout: Layout) -> jax.Array:
+    """Whether what arrived is finite, and the updates, which may overflow in 16 bits."""
+    finite = _all_finite_everywhere(means, layout)
+    if any(u.dtype.itemsize < 4 for u in updates):
+        finite &= _all_finite_everywhere(updates, layout)
+    return finite
 
 
 def _all_finite_everywhere(arrays: Arrays, layout: Layout) -> jax.Array:

@@ -125,7 +125,8 @@ def in_backward(exchange: optax.GradientTransformation, layers: Sequence[str]) -
     If any gradient on any device is not finite, every update on every device is NaN and the whole
     state stays as it was, counters included. Layers that were exchanged before are not applied
     either, because `update` comes after the whole backward pass. The same happens where a layer
-    went through several calls of `jaxcomm.exchanged`, whose states do not add up.
+    went through several calls of `jaxcomm.exchanged`, whose states do not add up. Further arguments
+    of `update`, such as `value`, reach the exchange of the other parameters alone.
 
     Args:
       exchange: how gradients are exchanged: `jaxcomm.mean`, `jaxcomm.majority_vote` or another

@@ -88,7 +88,7 @@ def own_tree(state: LocalStepsState, values: Sequence[jax.Array]) -> Any:
     """Per-device arrays as the tree of the parameters, in the shapes of the current view."""
     axis_name = state.layout.axis_name
     if _axes.is_manual(axis_name):
-        axes = frozenset(_axes.names_of(axis_name) if _axes.checks_on(axis_name) else ())
+        axes = _axes.checked_names(axis_name)
         tree = state.tree.state_of([x[0] for x in values])
         return jax.tree.map(lambda x: _axes.as_varying(x, axes), tree)
     empty = [

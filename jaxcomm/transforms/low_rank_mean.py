@@ -85,12 +85,12 @@ def low_rank_mean(
     it. In front of Adam it loses accuracy: `init` warns of an optimizer that keeps a variance, if
     both are in the same `optax.chain` or `optax.named_chain`.
 
-    A leaf is compressed if (m + n) rank < m n. All others, and those of at most one dimension,
-    travel together in float32. The axes of a leaf are split into inputs and outputs where m + n is
-    smallest: a convolution's kernel (height, width, in, out) before its last axis, a projection to
-    attention heads (width, heads, head width) behind its first. A leaf that is sharded over a
-    further axis is a matrix for each shard. Layers that are stacked for `jax.lax.scan` are a matrix
-    each if `jaxcomm.with_layer_axis` says so.
+    A leaf is compressed if (m + n) rank < m n. All others, and those of at most one dimension (as
+    in `jaxcomm.mean`), travel together in float32. The axes of a leaf are split into inputs and
+    outputs where m + n is smallest: a convolution's kernel (height, width, in, out) before its last
+    axis, a projection to attention heads (width, heads, head width) behind its first. A leaf that
+    is sharded over a further axis is a matrix for each shard. Layers that are stacked for
+    `jax.lax.scan` are a matrix each if `jaxcomm.with_layer_axis` says so.
 
     If any gradient on any device is not finite, every update on every device is NaN, and residuals
     and factors stay as they were.

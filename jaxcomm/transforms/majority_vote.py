@@ -34,6 +34,7 @@ from jaxcomm.transforms._exchange import (
     local_leaves,
     on_every_device,
     updates_of,
+    within_range,
 )
 from jaxcomm.transforms._layout import Exempt, Layout, layout_of
 from jaxcomm.transforms._scheme import Scheme, exchange
@@ -77,8 +78,8 @@ def majority_vote(
     With each device's own momentum before the vote it is Signum:
     `optax.chain(jaxcomm.local("data", optax.trace(0.9)), jaxcomm.majority_vote("data"), ...)`.
 
-    Leaves of at most one dimension are averaged exactly in float32 and replaced by the signs of
-    their means, so that one learning rate fits all leaves.
+    Leaves of at most one dimension (as in `jaxcomm.mean`) are averaged exactly in float32 and
+    replaced by the signs of their means, so that one learning rate fits all leaves.
 
     One bit has no code for zero, so the vote of a zero gradient is a choice. With zeros="random" a
     parameter without gradient does a random walk; with zeros="abstain" it does not move.
@@ -189,9 +190,10 @@ def majority_vote(
             results = {i: s * done.exact["scale", i] for i, s in signs.items()} | small
         else:
             results = signs | {i: jnp.sign(x) for i, x in small.items()}
-        left = [ballots[i] - scales["scale", i] * votes[i] for i in large if error_feedback]
+        left = {i: ballots[i] - scales["scale", i] * votes[i] for i in large if error_feedback}
+        results, left = within_range(results, left, grads)
         updates, finite = updates_of(results, done.finite, grads, axis_name)
-        return updates, (kept_if(finite, left, old),)
+        return updates, (kept_if(finite, list(left.values()), old),)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params

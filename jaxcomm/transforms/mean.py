@@ -88,7 +88,8 @@ def mean(
     transformation in front of it must be wrapped in `jaxcomm.local`.
 
     Leaves of at most one dimension (norms, biases) travel together in float32, by XLA's own
-    all-reduce. All other leaves are exchanged in buckets; a bucket is one message per hop.
+    all-reduce; so do larger ones by the names bias, scale, offset, beta, gamma, and the weight of a
+    norm. All other leaves are exchanged in buckets; a bucket is one message per hop.
 
     With error feedback, each device keeps the rounding errors of its own messages, on every hop,
     and adds them to its next gradients. The owner of a block also keeps N times the rounding error
@@ -120,8 +121,8 @@ def mean(
       error_feedback: whether each device keeps the errors of its messages, in one float32 copy of
         the gradients; "first_hop" keeps no error of the second hop.
       second_hop: the codec of the mean in the all-gather; None is `codec`.
-      exempt: which leaves travel in float32. Patterns of paths such as ["head/*"] add to the leaves
-        of at most one dimension; a function of path and shape decides about all leaves.
+      exempt: which leaves travel in float32. Patterns of paths such as ["head/*"] add to those
+        above; a function of path and shape decides about all leaves.
       seed: the seed of codecs that round or draw at random.
       bucket_mib: MiB of float32 gradients that a bucket holds at most; a larger leaf has a bucket
         of its own. Smaller buckets start earlier, larger ones spend less time on latency.

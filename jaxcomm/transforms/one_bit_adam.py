@@ -176,13 +176,13 @@ def one_bit_adam(
     Differs from the paper: the scale is the paper's, L2 norm / sqrt(n), but each block of 1024
     values of a leaf has one, not the whole momentum. With a common scale, leaves whose gradients
     are small beside others' would get steps that are far too large: Adam divides each by its own
-    variance. Leaves of at most one dimension are not compressed. Both moments are corrected for
-    their start at 0; v keeps the correction of the step at which it was frozen. The test of
-    stability compares corrected norms and rejects growth too; the paper tests v_t / v_{t-D} >= 0.96
-    only. Coordinates with v = 0 do not move. DeepSpeed has the paper's scale, corrects no moment,
-    decodes 0 as +1 (here -1), counts padding in scales and errors, asks the user for masks where v
-    = 0, and does not save the errors in a checkpoint. GRACE's `onebit` is another method: it sends
-    two means for each tensor and a byte for each sign.
+    variance. Leaves of at most one dimension (as in `jaxcomm.mean`) are not compressed. Both
+    moments are corrected for their start at 0; v keeps the correction of the step at which it was
+    frozen. The test of stability compares corrected norms and rejects growth too; the paper tests
+    v_t / v_{t-D} >= 0.96 only. Coordinates with v = 0 do not move. DeepSpeed has the paper's scale,
+    corrects no moment, decodes 0 as +1 (here -1), counts padding in scales and errors, asks the
+    user for masks where v = 0, and does not save the errors in a checkpoint. GRACE's `onebit` is
+    another method: it sends two means for each tensor and a byte for each sign.
     """
     _axes.names_of(axis_name)
     if total_steps is not None:

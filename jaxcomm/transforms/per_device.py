@@ -76,8 +76,7 @@ def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDe
     """Float32 zeros shaped like some parameters, none of them empty; one copy per device."""
     specs = tuple(PartitionSpec(layout.axis_name, *layout.leaves[i].spec) for i in which)
     if _axes.is_manual(layout.axis_name):
-        checked = _axes.checks_on(layout.axis_name)
-        axes = frozenset(_axes.names_of(layout.axis_name) if checked else ())
+        axes = _axes.checked_names(layout.axis_name)
         leaves = jax.tree.leaves(params)
         values = [
             _axes.as_varying(

@@ -143,9 +143,15 @@ def _checked(scheme: Scheme, gather: str | codecs.Codec) -> Scheme:
     """The scheme of a reduce-scatter.
 
     Raises:
+      TypeError: for a seed in an array.
       ValueError: for an exchange or a codec that cannot do that.
     """
     codec = codecs.from_name(gather)
+    if isinstance(scheme.seed, jax.Array):
+        raise TypeError(
+            "the seed of an exchange of shards is part of the program and must be a Python number; "
+            'under optax.inject_hyperparams pass static_args=("seed",).'
+        )
     if codec.needs_error_feedback or isinstance(codec, RandomK):
         raise ValueError(
             f"parameters cannot be gathered in {codec.name}, which does not hold them; take "

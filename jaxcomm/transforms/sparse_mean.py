@@ -116,7 +116,7 @@ def sparse_mean(
 
     A value that is not in the update stays in its device's residual, which is added to the next
     gradients. Over all steps, the updates and the mean of the residuals add up to the mean of the
-    gradients. Leaves of at most one dimension are averaged exactly.
+    gradients. Leaves of at most one dimension (as in `jaxcomm.mean`) are averaged exactly.
 
     With momentum correction, each device adds up its momentum instead of its gradients and selects
     from that sum, so that values that wait keep their momentum. Where a value was sent, its sum and

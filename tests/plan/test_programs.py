@@ -84,3 +84,6 @@ def test_a_cluster_says_what_its_links_take(make_mesh: Any) -> None:
     (row,) = [r for r in predictions(slow, load, chosen=[method]) if r.method == method]
     assert plan.seconds_of(report, slow) == pytest.approx(row.exchange, rel=1e-3)
     assert plan.seconds_of(report, slow) > 10 * plan.seconds_of(report, COSTS)
+    alone = plan.fabrics.explicit("one", hosts=1, switches=(), links=())
+    free = plan.cluster(alone, COSTS)
+    assert plan.seconds_of(report, free) == plan.seconds_of(report, COSTS)

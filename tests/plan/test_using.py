@@ -44,6 +44,20 @@ def test_across_a_slow_middle_codes_go_around_a_ring():
     assert sent_by(mean())[0] == direct
 
 
+def test_what_was_compiled_before_is_compiled_anew():
+    """Else a program would go on with other algorithms than that of a process that began later."""
+    traced = []
+    plan.use(None)  # as it is
+    step = jax.jit(lambda x: traced.append(1) or x + 1)
+    step(1.0)
+    plan.use(None)
+    step(1.0)
+    assert len(traced) == 1
+    plan.use(slow_middle())
+    step(1.0)
+    assert len(traced) == 2
+
+
 def test_votes_stay_direct_where_nothing_is_faster():
     votes = jaxcomm.majority_vote("data")
     plan.use(plan.cluster(star("room", hosts=8, rate="10Mbit")))

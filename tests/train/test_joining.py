@@ -87,10 +87,15 @@ platform.python_version_tuple = lambda: ("3", "11", "4")
 agreement.SOURCES = (Path("{folder}") / patch,)
 agreement.SOURCES[0].mkdir(exist_ok=True)
 (agreement.SOURCES[0] / "a.py").write_text(f"x = {patch}")
-try:
-    agreement.check_same(config)
-except UserError as error:
-    print(error)
+agreement.check_flags({"workdir": True, "evaluate": False})
+for check in (
+    lambda: agreement.check_same(config),
+    lambda: agreement.check_flags({"workdir": jax.process_index() != 2, "evaluate": False}),
+):
+    try:
+        check()
+    except UserError as error:
+        print(error)
 """
 
 
@@ -98,12 +103,13 @@ except UserError as error:
 def test_processes_with_another_config_are_named_in_all_of_them(tmp_path: Path) -> None:
     """But for where their data are; or with another Python, other data, or another checkout."""
     for finished in run_processes(3, AGREEMENT.replace("{folder}", str(tmp_path))):
-        rate, fields, python, data, source = finished.stdout.splitlines()
+        rate, fields, python, data, source, flags = finished.stdout.splitlines()
         assert rate.endswith("and process 2 has another rate than process 0")
         assert fields == "process 1 has other fields of the config than process 0"
         assert python.endswith("process 1 has another version of Python than process 0")
         assert "process 1 has another end of train than process 0; look at --config.data" in data
         assert source.endswith("process 1 has another source of jaxcomm or train than process 0")
+        assert flags.endswith("one of process 0 and process 2 was started without --workdir")
 
 
 def test_the_digest_of_a_checkout(tmp_path: Path) -> None:

@@ -136,6 +136,8 @@ def test_only_methods_that_fit_the_rest_of_the_config_are_compared(config):
     by_label = fitting("sgd", "by_label")
     assert "vote" not in by_label and "scaled_sign" in by_label
     assert not {"vote", "scaled_sign", "int2"} & fitting("adamw", "by_label")
+    assert "int2" not in fitting("adamw", "by_position")
+    assert "int2" in fitting("adamw", "by_label", local_optimizer=True)  # as it was asked for
     assert "scaled_sign" in fitting("adamw", "by_label", every=4)
 
 

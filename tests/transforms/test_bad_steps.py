@@ -191,6 +191,7 @@ FLOAT16: dict[str, Callable[[], optax.GradientTransformation]] = {
     ),
     "Ok-Topk": lambda: jaxcomm.sparse_mean("data", 0.05),
     "PowerSGD": lambda: jaxcomm.low_rank_mean("data", 1),
+    "votes": lambda: jaxcomm.majority_vote("data", error_feedback=True),
 }
 
 
@@ -214,7 +215,7 @@ def test_what_float16_cannot_hold_waits(name: str) -> None:
     tilted = 6000 * (1 + np.arange(64.0).reshape(8, 8) / 64)  # no rank 1
     found, state = float16_steps(FLOAT16[name](), [10000 + tilted] * 30)
     assert np.isfinite(found).all()
-    assert np.max(np.abs(found)) == 65504.0 or name in ("cnat", "PowerSGD")
+    assert np.max(np.abs(found)) == 65504.0 or name in ("cnat", "PowerSGD", "votes")
     left = np.asarray(state.residual.values[0], np.float64).mean(0)
     wanted = 30 * (10000 + tilted).astype(np.float16).astype(np.float64)
     # Updates are rounded to float16, and that is not fed back.

@@ -137,6 +137,17 @@ def test_finite_squares_whose_sum_is_not_leave_the_state() -> None:
     jax.tree.map(np.testing.assert_array_equal, kept.squares, start.squares)
 
 
+def test_a_step_whose_rate_is_not_finite_does_not_count() -> None:
+    def rate(count: Any) -> Any:
+        return jnp.where(count == 1, jnp.inf, 0.1)
+
+    tx = jaxcomm.factored_adam(jaxcomm.mean("data"), rate, **OPTIONS)
+    (_, before), (updates, after), (again, _) = run(GLOBAL, tx, [gradients(4, i) for i in range(3)])
+    assert nan_everywhere({n: u for n, u in (updates | again).items() if u.size})
+    kept = [s._replace(inner=None) for s in (before, after)]
+    jax.tree.map(np.testing.assert_array_equal, *kept)
+
+
 def test_a_column_whose_squares_add_up_to_infinity_leaves_the_state() -> None:
     """Rows are means of other values, and stay finite."""
     large = gradients(4)

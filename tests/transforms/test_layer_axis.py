@@ -74,6 +74,27 @@ def test_other_names_need_the_axis(make_mesh: Any) -> None:
     assert exempt(jaxcomm.mean("data"), EQUINOX, make_mesh) == by_name
 
 
+def test_names_that_only_look_like_a_norms_are_compressed(make_mesh: Any) -> None:
+    norms = ["LayerNorm", "input_layernorm", "norm", "q_norm", "norm_2", "bn/norm1", "ln", "ln_f"]
+    others = ["prenorm_block/attn", "normal_head", "lnet/0", "ln_stack/mlp", "norm_head", "linear"]
+    params = {f"{name}/weight": jnp.zeros((8, 8)) for name in [*norms, *others]}
+    params = {name.replace("/", "."): x for name, x in params.items()}  # one level each
+    params = jax.tree.map(jnp.asarray, _nested(params))
+    found = exempt(jaxcomm.mean("data"), params, make_mesh)
+    assert found == {f"{name}/weight" for name in norms}
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, leaf in flat.items():
+        *above, last = name.split(".")
+        node = tree
+        for part in above:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    return tree
+
+
 def test_a_function_decides_about_all(make_mesh: Any) -> None:
     tx = jaxcomm.mean("data", exempt=lambda path, shape: path.startswith("head"))
     assert exempt(jaxcomm.with_layer_axis(tx, ["blocks/*"]), EQUINOX, make_mesh) == {"head/weight"}
@@ -91,6 +112,13 @@ def test_a_stacked_bias_arrives_exactly_and_a_kernel_rounded(make_mesh: Any) -> 
         updates, _ = jax.jit(tx.update)(grads, state)
     np.testing.assert_allclose(updates["bias"], grads["bias"].mean(0), atol=1e-7)
     assert np.abs(updates["kernel"] - grads["kernel"].mean(0)).max() > 1e-3
+
+
+def test_a_pattern_of_another_part_is_named(make_mesh: Any) -> None:
+    parts = {"a": jaxcomm.mean("data", exempt=["x"]), "b": jaxcomm.mean("data")}
+    tx = optax.partition(parts, {"w": "a", "x": "b"})
+    with jax.set_mesh(make_mesh(2)), pytest.raises(ValueError, match="of this part of the tree"):
+        tx.init({"w": jnp.zeros((8, 8)), "x": jnp.zeros((8, 8))})
 
 
 def test_a_partition_may_have_a_part_of_the_layers(make_mesh: Any) -> None:

@@ -39,7 +39,7 @@ def steps(tx: Any, mesh: Any, grads: Any, specs: Any) -> list[Any]:
     """The updates of two steps on the same gradients."""
     with jax.set_mesh(mesh):
         place = lambda x, *axes: jax.device_put(x, NamedSharding(mesh, P(*axes)))  # noqa: E731
-        params = {k: place(jnp.zeros(SHAPE), *specs.get(k, ())) for k in grads}
+        params = {k: place(jnp.zeros(SHAPE, jnp.float32), *specs.get(k, ())) for k in grads}
         grads = {k: place(g, "data", *specs.get(k, ())) for k, g in grads.items()}
         state, update, found = tx.init(params), jax.jit(tx.update), []
         for _ in range(2):
@@ -74,6 +74,21 @@ def test_a_label_without_leaves() -> None:
         grads = {"w": np.ones((4, *SHAPE), np.float32)}
         (found, _) = steps(tx, GLOBAL.mesh(4), grads, {})
         np.testing.assert_array_equal(found["w"], np.ones(SHAPE))
+
+
+def test_where_float64_is_on() -> None:
+    """Wide integers would not be squared exactly where devices compare their keys."""
+    grads = {"w": equal_gradients("random_k")}
+    (usual, _) = steps(METHODS["random_k"](), GLOBAL.mesh(4), grads, {})
+    with jax.enable_x64(True):
+        (found, _) = steps(METHODS["random_k"](), GLOBAL.mesh(4), grads, {})
+    assert np.isfinite(found["w"]).all() and np.any(found["w"])
+    assert np.count_nonzero(found["w"]) == np.count_nonzero(usual["w"])
+
+
+def test_a_seed_of_shards_is_a_number() -> None:
+    with pytest.raises(TypeError, match=r'static_args=\("seed",\)'):
+        jaxcomm.sharded(jaxcomm.mean("data", "cnat", seed=jnp.int32(3)))  # type: ignore[arg-type]
 
 
 def test_devices_round_what_is_gathered_of_them_by_themselves() -> None:

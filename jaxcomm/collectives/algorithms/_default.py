@@ -37,8 +37,14 @@ _chooser: Chooser | None = None
 
 
 def choose_by(chooser: Chooser | None) -> None:
-    """Sets who chooses in this process from now on; None is nobody but `Default`."""
+    """Sets who chooses in this process from now on; None is nobody but `Default`.
+
+    Programs that jax has traced before would go on with other algorithms than those that are
+    traced anew, and another process may have traced less: jax forgets all of them.
+    """
     global _chooser  # noqa: PLW0603
+    if chooser is not _chooser:
+        jax.clear_caches()
     _chooser = chooser
 
 
