@@ -2,6 +2,7 @@
 
 The squares of a matrix are kept as the means R of its rows and C of its columns, and stand for
 R C^T / mean(R). A parameter of more dimensions has such a pair at each place of the leading ones.
+Squares of vectors, biases and norms stay as they are, also where layers are stacked.
 """
 
 import functools
@@ -15,7 +16,7 @@ from jaxcomm import _axes
 from jaxcomm._notes import Message, noted
 from jaxcomm.transforms._buckets import joined, split
 from jaxcomm.transforms._exchange import Arrays, Own, on_every_device
-from jaxcomm.transforms._layout import Layout, Leaf, axes_in
+from jaxcomm.transforms._layout import Layout, Leaf, axes_in, is_vector
 
 Names = list[tuple[str, ...]]
 
@@ -24,8 +25,8 @@ class _Squares(NamedTuple):
     """The mean of a parameter's squared gradients, by its last two dimensions.
 
     Attributes:
-      rows: float32, the mean over the last dimension; of a vector or a scalar the squares.
-      columns: float32, the mean over the last but one; of a vector or a scalar nothing, ().
+      rows: float32, the mean over the last dimension; of what is no matrix the squares.
+      columns: float32, the mean over the last but one; of what is no matrix nothing, ().
     """
 
     rows: Any
@@ -34,7 +35,7 @@ class _Squares(NamedTuple):
 
 def no_squares(layout: Layout) -> jax.Array:
     """Zero squares, before any gradient."""
-    arrays = jax.tree.leaves([_shapes(leaf.shape) for _, leaf in _filled(layout)])
+    arrays = jax.tree.leaves([_shapes(leaf) for _, leaf in _filled(layout)])
     return jnp.zeros(sum(x.size for x in arrays), jnp.float32)
 
 
@@ -43,9 +44,13 @@ def _filled(layout: Layout) -> list[tuple[int, Leaf]]:
     return [(i, leaf) for i, leaf in enumerate(layout.leaves) if 0 not in leaf.shape]
 
 
-def _shapes(shape: tuple[int, ...]) -> _Squares:
-    array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    if len(shape) < 2:
+def _is_matrix(leaf: Leaf) -> bool:
+    return not is_vector(leaf.path, leaf.shape, leaf.stacked)
+
+
+def _shapes(leaf: Leaf) -> _Squares:
+    array, shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32), leaf.shape
+    if not _is_matrix(leaf):
         return _Squares(array(shape), ())
     return _Squares(array(shape[:-1]), array((*shape[:-2], shape[-1])))
 
@@ -71,14 +76,16 @@ def next_squares_and_roots(
     """
     mesh, filled = _axes.current_mesh(), _filled(layout)
     size, every_axis = math.prod(mesh.shape.values()), tuple(sorted(mesh.axis_names))
-    shapes = {i: _shapes(leaf.shape) for i, leaf in filled}
+    shapes = {i: _shapes(leaf) for i, leaf in filled}
+    if not filled:
+        return old, [jnp.zeros(leaf.shape, jnp.float32) for leaf in layout.leaves]
 
     def on_device(grads: Arrays, own: Own, shared: Any) -> tuple[Arrays, Own]:
         old, seen = shared
         parts = {}
         for i, leaf in filled:
             square, (rows, columns) = jnp.square(grads[i].astype(jnp.float32)), _names(leaf)
-            if square.ndim < 2:
+            if not _is_matrix(leaf):
                 parts[i, 0] = _in_place(square, shapes[i].rows, rows, size)
             else:
                 parts[i, 0] = _in_place(square.mean(-1), shapes[i].rows, rows, size)
@@ -102,7 +109,7 @@ def next_squares_and_roots(
 def _root(squares: _Squares, leaf: Leaf, shape: tuple[int, ...]) -> jax.Array:
     """The root mean squares of this device's shard of a leaf."""
     rows, columns = _names(leaf)
-    if len(shape) < 2:
+    if not _is_matrix(leaf):
         return jnp.sqrt(_own_part(squares.rows, rows, shape))
     own_rows = _own_part(squares.rows, rows, shape[:-1])[..., :, None]
     own_columns = _own_part(squares.columns, columns, (*shape[:-2], shape[-1]))[..., None, :]
@@ -114,7 +121,7 @@ def _root(squares: _Squares, leaf: Leaf, shape: tuple[int, ...]) -> jax.Array:
 def _names(leaf: Leaf) -> tuple[Names, Names]:
     """The mesh axes over which each dimension of a leaf's rows, and of its columns, is sharded."""
     names = axes_in(leaf.spec, len(leaf.shape))
-    return (names[:-1], [*names[:-2], names[-1]]) if len(names) > 1 else (names, [])
+    return (names[:-1], [*names[:-2], names[-1]]) if _is_matrix(leaf) else (names, [])
 
 
 def _starts(names: Names, local: tuple[int, ...]) -> list[Any]:

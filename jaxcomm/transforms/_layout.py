@@ -140,13 +140,18 @@ def layout_of(
 def is_exempt(path: str, shape: tuple[int, ...], stacked: bool, exempt: Exempt) -> bool:
     """Whether a leaf travels in float32; see `layout_of`."""
     if callable(exempt):
-        decided = exempt(path, shape)
+        decided = exempt(path, shape[stacked:])
         if not isinstance(decided, bool | np.bool_):
             raise TypeError(f"exempt must return True or False, got {decided!r} for {path}.")
         return bool(decided)
+    return is_vector(path, shape, stacked) or fits(path, exempt)
+
+
+def is_vector(path: str, shape: tuple[int, ...], stacked: bool) -> bool:
+    """Whether a leaf has one number for each feature: a bias, or the scale of a norm."""
     *_, name = last_two = path.split("/")[-2:]
-    is_vector = name in VECTORS or _NORMS.fullmatch("/".join(last_two)) is not None
-    return len(shape) - stacked <= 1 or is_vector or fits(path, exempt)
+    is_named_so = name in VECTORS or _NORMS.fullmatch("/".join(last_two)) is not None
+    return len(shape) - stacked <= 1 or is_named_so
 
 
 def fits(path: str, patterns: Sequence[str]) -> bool:
@@ -311,7 +316,8 @@ def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
         raise ValueError(
             f"parameter {name} is sharded over {axis_name!r}; data-parallel parameters are equal "
             "on all devices of it. Place them with jaxcomm.replicate, shard over another axis, or "
-            "put the exchange into jaxcomm.sharded (FSDP)."
+            "put the exchange into jaxcomm.sharded (FSDP), in a chain with no local, multi_steps, "
+            "control_variates or local_steps (microbatches go by jaxcomm.accumulate)."
         )
     return restrict(spec, further)
 

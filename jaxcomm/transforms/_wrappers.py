@@ -21,7 +21,8 @@ _CURES = {
     ),
     "MultiSteps": (
         "optax.MultiSteps keeps one accumulator for all devices, but gradients are local before "
-        "they are exchanged. Use jaxcomm.multi_steps(inner, every)."
+        "they are exchanged. Use jaxcomm.multi_steps(inner, every), or for microbatches, also of "
+        "sharded parameters, jaxcomm.accumulate."
     ),
     "flatten": (
         "optax.flatten joins all leaves, and what is exempt, in which bucket a leaf travels and "

@@ -82,7 +82,8 @@ def factored_adam(
     The root mean square of a matrix is the product of a factor for its rows and one for its columns
     (Adafactor), which all devices share exactly. So they all divide their gradients by the same
     numbers before they send anything, and need no dense steps to learn these numbers. A convolution
-    has such factors at each place of its kernel, and stacked layers have them in each layer.
+    has such factors at each place of its kernel, and stacked layers have them in each layer. Biases
+    and norms, as `jaxcomm.mean` tells them, have the squares of all their values.
 
     With `nesterov=True` a transformer ended lower, with one bit as in float32
     (`python -m benchmarks.pareto`).
@@ -115,8 +116,8 @@ def factored_adam(
         `update` if weight decay lacks the parameters, or the mask does not fit them.
 
     Wire: that of `exchange`, and one float32 all-reduce over all axes of the mesh of a + b values
-    for a matrix of a x b, and of all values of vectors. Where leaves are sharded over a further
-    axis, a flag over it.
+    for a matrix of a x b, and of all values of biases and norms. Where leaves are sharded over a
+    further axis, a flag over it.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm

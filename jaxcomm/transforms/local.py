@@ -91,6 +91,8 @@ def local(
     ) -> tuple[Any, Any]:
         require_own(state.inner, state.layout)
         grads, treedef = local_leaves(updates, state.layout)
+        if not grads and not state.inner.values:  # a part of `optax.partition` without leaves
+            return updates, state
 
         def one(updates: Any, leaves: list[jax.Array]) -> tuple[Any, list[jax.Array], jax.Array]:
             inner_state = state.structure.state_of(leaves)

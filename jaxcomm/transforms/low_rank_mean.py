@@ -81,9 +81,9 @@ def low_rank_mean(
     is Q P^T. The next step starts from this Q, so that P turns towards the directions in which the
     mean gradient is largest. What the update lacks of a device's gradients stays in its residual,
     which is added to the next ones. Over all steps, the updates and the mean of the residuals add
-    up to the mean of the gradients, with any codec. This suits SGD, with or without momentum behind
-    it. In front of Adam it loses accuracy: `init` warns of an optimizer that keeps a variance, if
-    both are in the same `optax.chain` or `optax.named_chain`.
+    up to the mean of the gradients, in any of its codecs. This suits SGD, with or without momentum
+    behind it. In front of Adam it loses accuracy: `init` warns of an optimizer that keeps a
+    variance, if both are in the same `optax.chain` or `optax.named_chain`.
 
     A leaf is compressed if (m + n) rank < m n. All others, and those of at most one dimension (as
     in `jaxcomm.mean`), travel together in float32. The axes of a leaf are split into inputs and
@@ -99,8 +99,9 @@ def low_rank_mean(
       axis_name: the mesh axis, or axes, over which the batch is spread.
       rank: the number of columns of P and Q. Vogels et al. take 1 to 4 for networks of
         convolutions and LSTMs; transformers need more.
-      codec: the format of P and Q, as in `jaxcomm.mean`; not random_k or scaled_sign. Rounding P
-        costs nothing but a slightly other direction, and the errors of Q join the residual.
+      codec: the format of P and Q, as in `jaxcomm.mean`; not random_k, int2 or scaled_sign.
+        Rounding P costs nothing but a slightly other direction, and the errors of Q join the
+        residual.
       algorithm: who talks to whom, as in `jaxcomm.mean`.
       dense_steps: the number of steps with the float32 mean before the first compressed step.
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
@@ -287,7 +288,7 @@ def _low_rank_layout(layout: Layout, rank: int) -> Layout:
       ValueError: if no leaf is compressed that could be.
     """
     leaves = tuple(dataclasses.replace(x, exempt=not _compressed(x, rank)) for x in layout.leaves)
-    could = [leaf for leaf in layout.leaves if not leaf.exempt and len(leaf.shape) > 1]
+    could = [x for x in layout.leaves if not (x.exempt or len(x.shape) < 2 or 0 in x.shape)]
     if could and all(leaf.exempt for leaf in leaves):
         largest = max(could, key=lambda leaf: math.prod(leaf.shape))
         raise ValueError(

@@ -182,8 +182,8 @@ def mean(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
-        if error_feedback and _bits(sent) < _ENOUGH_FOR_ADAM:
-            warn_of_a_variance_behind(params, f"a mean in {sent.name}")
+        if _bits(coarsest := _fed_back(error_feedback, sent, arriving)) < _ENOUGH_FOR_ADAM:
+            warn_of_a_variance_behind(params, f"a mean in {coarsest.name}")
         layout = layout_of(params, axis_name, exempt, bucket_order)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
@@ -237,6 +237,14 @@ def mean(
 
     scheme = Scheme(axis_name, reduction, chosen, seed, limit, tuple(bucket_order or ()))
     return exchange(init_fn, update_fn, scheme, exempt)
+
+
+def _fed_back(
+    error_feedback: bool | str, sent: codecs.Codec, arriving: codecs.Codec
+) -> codecs.Codec:
+    """The coarsest codec whose errors are fed back; float32 where none are."""
+    of_both = {False: [], "first_hop": [sent]}.get(error_feedback, [sent, arriving])
+    return min(of_both, key=_bits, default=codecs.float32())
 
 
 def _bits(codec: codecs.Codec, values: int = 2**16) -> float:

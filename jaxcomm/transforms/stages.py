@@ -88,6 +88,7 @@ def stages(
         refuse_wrappers()
         of, kept = [], []
         for state in (tx.init(params) for tx in chain):
+            _refuse_in_backward(state, "stages")
             is_new = not kept or not _look_alike(state, kept[-1])
             if kept and is_new:
                 _refuse_to_lose(kept[-1])
@@ -163,12 +164,7 @@ def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientT
                 "an exchange. Put the optimizer behind it: optax.chain(jaxcomm.dense_first("
                 "exchange, steps), optimizer); or say what the first steps do with dense=."
             )
-        if _roles.IN_BACKWARD in _roles.roles_of(state):
-            raise ValueError(
-                "dense_first exchanges local gradients, of which an exchange in the backward pass "
-                "leaves none. Put it inside: jaxcomm.in_backward(jaxcomm.dense_first(exchange, "
-                "steps), layers)."
-            )
+        _refuse_in_backward(state, "dense_first")
         if _roles.MOMENTA in _roles.roles_of(state):
             raise ValueError(
                 "inner takes means of the devices' momenta, and a float32 mean of gradients in its "
@@ -181,6 +177,16 @@ def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientT
         return mean(state.layout.axis_name).update(updates, state, params)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _refuse_in_backward(state: Any, who: str) -> None:
+    """Raises if the state is that of an exchange in the backward pass."""
+    if _roles.IN_BACKWARD in _roles.roles_of(state):
+        raise ValueError(
+            f"{who} exchanges local gradients, of which an exchange in the backward pass leaves "
+            f"none. Put it inside: jaxcomm.in_backward(jaxcomm.{who}(...), layers). Parameters of "
+            "jaxcomm.sharded are exchanged alike in all steps."
+        )
 
 
 def _is_stage(stage: Any) -> bool:

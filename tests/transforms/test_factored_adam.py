@@ -82,6 +82,20 @@ def test_stacked_layers_have_factors_of_their_own() -> None:
     assert_follows(run(GLOBAL, tx, batches), batches)
 
 
+@pytest.mark.parametrize("name", ["bias", "norm/weight", "gain"])
+def test_stacked_vectors_are_as_each_by_itself(name: str) -> None:
+    """Told by their names, or by the axis of layers."""
+    tx = jaxcomm.factored_adam(jaxcomm.mean("data"), 0.5, **OPTIONS)
+    stacked = jaxcomm.with_layer_axis(tx, ["gain"]) if name == "gain" else tx
+    sizes = np.float32([[1, 1e-3], [1e-3, 1]])
+    batches = [sizes * g["head"][:, :2, :2] for g in (gradients(4, t) for t in range(3))]
+    found = run(GLOBAL, stacked, [{name: g} for g in batches])
+    each = run(GLOBAL, tx, [{"0": g[:, 0], "1": g[:, 1]} for g in batches])
+    for (updates, _), (expected, _) in zip(found, each, strict=True):
+        both = np.stack([expected["0"], expected["1"]])
+        np.testing.assert_allclose(updates[name], both, rtol=1e-5)
+
+
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_what_the_exchange_returned_is_taken_and_errors_are_kept(nesterov: bool) -> None:
     tx, b1 = jaxcomm.factored_adam(one_bit(), 0.5, **OPTIONS, nesterov=nesterov), OPTIONS["b1"]

@@ -287,6 +287,9 @@ def test_few_bits_in_front_of_a_variance_say_what_to_take() -> None:
         optax.chain(sign, optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
         optax.chain(optax.chain(sign), optax.apply_if_finite(optax.rmsprop(0.1), 3)),
         optax.chain(jaxcomm.sparse_mean("data", 0.5), optax.adam(0.1)),
+        optax.chain(
+            jaxcomm.mean("data", "int8", second_hop="int2", error_feedback=True), optax.adam(0.1)
+        ),
         optax.chain(jaxcomm.low_rank_mean("data", 1), optax.adam(0.1)),
         optax.chain(jaxcomm.majority_vote("data", error_feedback=True), optax.adam(0.1)),
         optax.named_chain(("signs", sign), ("adam", optax.adam(0.1))),
@@ -306,6 +309,10 @@ def test_few_bits_in_front_of_a_variance_say_what_to_take() -> None:
         optax.chain(jaxcomm.low_rank_mean("data", 1), optax.sgd(0.1, momentum=0.9)),
         optax.chain(jaxcomm.mean("data", "int4", error_feedback=True), optax.adam(0.1)),
         optax.chain(jaxcomm.mean("data", "qsgd"), optax.adam(0.1)),
+        optax.chain(
+            jaxcomm.mean("data", "int8", second_hop="int4", error_feedback="first_hop"),
+            optax.adam(0.1),
+        ),
         optax.chain(jaxcomm.majority_vote("data"), optax.adam(0.1)),
         jaxcomm.factored_adam(sign, 0.1),
     ]

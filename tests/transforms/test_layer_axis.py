@@ -98,6 +98,10 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
 def test_a_function_decides_about_all(make_mesh: Any) -> None:
     tx = jaxcomm.mean("data", exempt=lambda path, shape: path.startswith("head"))
     assert exempt(jaxcomm.with_layer_axis(tx, ["blocks/*"]), EQUINOX, make_mesh) == {"head/weight"}
+    vectors = jaxcomm.mean("data", exempt=lambda path, shape: len(shape) < 2)  # of a layer
+    told = jaxcomm.with_layer_axis(vectors, ["blocks/*"])
+    named = {"blocks/norm1/weight", "blocks/ln_2/weight", "blocks/gain"}
+    assert exempt(told, EQUINOX, make_mesh) == named
 
 
 def test_a_stacked_bias_arrives_exactly_and_a_kernel_rounded(make_mesh: Any) -> None:

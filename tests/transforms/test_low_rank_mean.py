@@ -252,6 +252,14 @@ def test_stacked_layers_are_a_matrix_each() -> None:
     np.testing.assert_allclose(found[0]["w"], np.stack(list(found[1].values())), atol=1e-5)
 
 
+def test_an_empty_matrix_travels_as_nothing(make_mesh: Any) -> None:
+    with jax.set_mesh(make_mesh(2)):
+        tx = jaxcomm.low_rank_mean("data", 1)
+        state = tx.init({"e": jnp.zeros((0, 8))})
+        updates, _ = jax.jit(tx.update)({"e": jnp.zeros((2, 0, 8))}, state)
+    assert updates["e"].shape == (0, 8)
+
+
 def test_only_leaves_that_become_smaller_are_compressed(make_mesh: Any) -> None:
     params = {"even": jnp.zeros((4, 4)), "long": jnp.zeros((4, 5)), "row": jnp.zeros((1, 9))}
     with jax.set_mesh(make_mesh(2)):

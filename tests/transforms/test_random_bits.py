@@ -67,8 +67,16 @@ def test_shards_of_a_leaf_but_not_copies(name: str) -> None:
     assert np.mean(left != right) > 0.1
 
 
+@pytest.mark.standard_promotion  # of optax
 def test_a_label_without_leaves() -> None:
-    methods = [*METHODS.values(), lambda: jaxcomm.sparse_mean("data", 0.1, "topk_allgather")]
+    methods = [
+        *METHODS.values(),
+        lambda: jaxcomm.sparse_mean("data", 0.1, "topk_allgather"),
+        lambda: jaxcomm.factored_adam(jaxcomm.mean("data"), 0.1),
+        lambda: optax.chain(jaxcomm.local("data", optax.trace(0.9)), jaxcomm.mean("data")),
+        lambda: optax.chain(jaxcomm.local("data", optax.clip(1.0)), jaxcomm.mean("data")),
+        lambda: optax.chain(jaxcomm.local("data", optax.scale_by_adam()), jaxcomm.mean("data")),
+    ]
     for make in methods:
         tx = optax.partition({"a": jaxcomm.mean("data"), "b": make()}, {"w": "a"})
         grads = {"w": np.ones((4, *SHAPE), np.float32)}

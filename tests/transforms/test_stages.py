@@ -121,8 +121,12 @@ INT8, SGD = jaxcomm.mean("data", "int8"), optax.sgd(0.1)
             r"optax.chain\(jaxcomm.dense_first\(exchange, steps\), optimizer\)",
         ),
         (
+            lambda: jaxcomm.stages((0, INT8), (3, jaxcomm.in_backward(INT8, ("kernel",)))),
+            r"jaxcomm.in_backward\(jaxcomm.stages\(\.\.\.\), layers\)",
+        ),
+        (
             lambda: jaxcomm.dense_first(jaxcomm.in_backward(INT8, ("kernel",)), 3),
-            r"jaxcomm.in_backward\(jaxcomm.dense_first\(exchange, steps\), layers\)",
+            r"jaxcomm.in_backward\(jaxcomm.dense_first\(\.\.\.\), layers\)",
         ),
         # Its moments would begin anew.
         (
