@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm import _shards
+from jaxcomm import _axes, _shards
 from jaxcomm._attached import attached_in, detached, finished, last_of, map_leaves, nan_if_skipped
 from jaxcomm._marks import GRADIENT, OWN_GRADIENT, kind_of
 
@@ -50,12 +50,13 @@ def _exchanged_last(
 def _sums(
     value_and_grad_fn: Callable[..., Any], params: Any, batches: Any, *args: Any
 ) -> tuple[Any, Any, Any]:
-    """The float32 sums over microbatches, what the first one returned, and the state behind them.
+    """The float32 sums over microbatches, the types of what one returns, and the state behind them.
 
-    What an exchange of shards keeps in the backward pass goes from one microbatch to the next.
+    What an exchange of shards keeps in the backward pass goes from one microbatch to the next. All
+    go through the loop: one in front of it would be compiled once more.
     """
-    first, rest = (jax.tree.map(lambda x, i=i: x[i], batches) for i in (0, slice(1, None)))
-    start = value_and_grad_fn(params, first, *args)
+    first = jax.tree.map(lambda x: x[0], batches)
+    start = jax.eval_shape(lambda: value_and_grad_fn(params, first, *args))
     if not (isinstance(start, tuple) and len(start) == 2):
         raise TypeError(
             "accumulate takes what jaxcomm.value_and_grad(loss_fn, ...) returned, got a function "
@@ -74,10 +75,15 @@ def _sums(
         state, out = _shards.next_state(state, out[1]), _shards.without_residuals(out)
         return (jax.tree.map(lambda t, o: t + _in_float32(o), total, out), state), None
 
-    state = _shards.next_state(_shards.state_of(params), start[1])
     start = _shards.without_residuals(start)
-    (total, state), _ = jax.lax.scan(add, (jax.tree.map(_in_float32, start), state), rest)
+    zeros = jax.tree.map(_zeros_like, start)
+    (total, state), _ = jax.lax.scan(add, (zeros, _shards.state_of(params)), batches)
     return total, start, state
+
+
+def _zeros_like(x: jax.ShapeDtypeStruct) -> jax.Array:
+    """Float32 zeros, sharded and typed as a result of this type."""
+    return _axes.as_varying(jnp.zeros_like(x, jnp.float32), _axes.varying_axes(x))
 
 
 def _split(x: jax.Array, microbatches: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Programs grow with the number of leaves, and not with its square."""
+"""Programs grow with the number of leaves, not with its square, nor with microbatches."""
 
 from collections.abc import Callable
 
@@ -33,3 +33,14 @@ def test_a_leaf_adds_as_much_to_many_as_to_few(name: str) -> None:
     few, more, many = (lines_of(METHODS[name](), leaves) for leaves in (4, 20, 36))
     assert many - more < 1.3 * (more - few)
     assert many < 400 * 36  # random draws of every leaf's own would be 600 lines each
+
+
+def test_microbatches_are_one_copy_of_the_model() -> None:
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        w, x, f = jnp.zeros((4, 4)), jnp.zeros((16, 4)), jaxcomm.value_and_grad(loss, "data")
+        programs = [jax.jit(g).lower(w, x).as_text() for g in (f, jaxcomm.accumulate(f, 4))]
+    once, accumulated = (program.count("dot_general") for program in programs)
+    assert once == accumulated > 0
