@@ -86,6 +86,8 @@ def test_dense_steps_of_one_bit_adam() -> None:
     dense = float(found.bytes_max) - frozen
     assert found.per_step({"one_bit_adam: dense": 0.05}) == pytest.approx(frozen + 0.05 * dense)
     assert 0 < frozen < found.bytes_max
+    with pytest.raises(ValueError, match="needs the share of 'one_bit_adam: dense': per_step"):
+        found.per_step()
 
 
 def test_fragments_of_local_steps() -> None:
@@ -103,7 +105,7 @@ def test_fragments_of_local_steps() -> None:
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        ({}, r"the shares of all but one of the branches 'from step 0', 'from step 10'"),
+        ({}, r"needs the share of 'from step 0' or of 'from step 10': per_step"),
         ({"from step 5": 0.1}, "no branch of the program is called 'from step 5'; it has 'from st"),
         ({"from step 0": 1.5}, "a share is a number from 0 to 1, got 1.5"),
         ({"from step 0": 0.5, "from step 10": 0.4}, "'from step 10' must add up to 1"),

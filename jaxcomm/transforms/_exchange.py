@@ -97,8 +97,9 @@ def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
     if attached := attached_in(updates):
         raise ValueError(
             f"the gradient of {attached[0].path} was exchanged in the backward pass. Exchange once "
-            "in a chain: the jaxcomm.in_backward that attached it comes first; microbatches are "
-            "added up by jaxcomm.accumulate."
+            "in a chain: the jaxcomm.in_backward that attached it comes first. What changes local "
+            "gradients goes into it, as in jaxcomm.in_backward(optax.chain(jaxcomm.local(...), "
+            "exchange), layers); microbatches are added up by jaxcomm.accumulate."
         )
     grads, treedef = jax.tree.flatten(updates)
     if OWN_GRADIENT in {kind_of(g) for g in grads}:

@@ -1,5 +1,6 @@
 """Refuses optax wrappers that would break a synchronised step, and names the cure."""
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -77,11 +78,38 @@ def refuse_wrappers() -> None:
     Raises:
       ValueError: with the cure.
     """
+    _warn_unless_chains_are_seen()
     for wrapper in _CURES.keys() & _optax_callers():
         raise ValueError(_CURES[wrapper])
     for frame in _optax_frames():
         for name in _IN_FRONT.keys() & set(map(_factory, _members(frame)[0])):
             raise ValueError(_IN_FRONT[name])
+
+
+@functools.cache
+def _warn_unless_chains_are_seen() -> None:
+    """Warns, once, of an optax whose chains are made in another way than is known here."""
+    seen: list[int] = []
+    before = len(list(_optax_frames()))  # of the user's own chain
+
+    def look(params: Any) -> Any:
+        frames = list(_optax_frames())
+        seen.extend(
+            len(part) for frame in frames[: len(frames) - before] for part in _members(frame)
+        )
+        return optax.EmptyState()
+
+    probe, other = optax.GradientTransformation(look, optax.identity().update), optax.identity()
+    optax.chain(other, probe, other).init({})
+    optax.named_chain(("a", other), ("b", probe), ("c", other)).init({})
+    if sorted(filter(None, seen)) != [1] * 4:
+        warnings.warn(
+            f"optax {optax.__version__} makes chains in another way than this version of jaxcomm "
+            "knows, so nothing warns of a wrong order: put the exchange first, after jaxcomm.local "
+            "at most, and no optimizer behind one_bit_adam or factored_adam.",
+            UserWarning,
+            stacklevel=users_line(),
+        )
 
 
 def moments_behind(params: Any) -> set[str]:

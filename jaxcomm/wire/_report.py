@@ -198,13 +198,16 @@ class WireReport:
         for name, count in self.conditionals:
             open_ = [i for i in range(count) if (name, i) not in known]
             rest = 1 - sum(known.get((name, i), 0) for i in range(count))
-            called = [repr(names.get((name, i), (name, i))) for i in range(count)]
+            those = [(name, i) for i in range(count)]
+            # One that has no name has one of XLA's, which another program has not.
+            called = [repr(names.get(pair, pair)) for pair in those if {*those}.isdisjoint(names)]
+            called = called or [repr(names[pair]) for pair in those if pair in names]
             if rest < -1e-9 or (not open_ and rest > 1e-9):
                 raise ValueError(f"the shares of {', '.join(called)} must add up to 1.")
             if len(open_) > 1:
                 raise ValueError(
-                    f"per_step needs the shares of all but one of the branches {', '.join(called)}:"
-                    f" per_step({{{called[open_[0]]}: share of the steps}})."
+                    f"per_step needs the share of {' or of '.join(called)}: "
+                    f"per_step({{{called[0]}: share of the steps}})."
                 )
             known |= {(name, i): rest for i in open_}
         return known

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jaxcomm
+from jaxcomm.transforms import _wrappers
 
 PARAMS = {"w": jnp.ones((8, 8)), "v": jnp.ones((8, 8))}
 LABELS = {"w": "trained", "v": "frozen"}
@@ -298,3 +299,11 @@ def test_a_further_argument_is_no_leak(mesh8: Any) -> None:
     with jax.set_mesh(mesh8), jax.checking_leaks():
         step = jax.jit(lambda w, x, s: jaxcomm.value_and_grad(loss, "data")(w, x, 2 * s)[0])
         assert step(jnp.ones(3), jnp.ones((16, 3)), jnp.float32(1)) == 6
+
+
+def test_an_optax_that_makes_chains_otherwise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing would warn of a wrong order any more, and nobody would know."""
+    _wrappers._warn_unless_chains_are_seen.__wrapped__()  # this one is known
+    monkeypatch.setattr(_wrappers, "_CHAIN_INIT", "chain.<locals>.start")
+    with pytest.warns(UserWarning, match="optax .* makes chains in another way"):
+        _wrappers._warn_unless_chains_are_seen.__wrapped__()
