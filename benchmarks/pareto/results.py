@@ -108,59 +108,44 @@ def _nats(number: float | None, form: str) -> str:
     return "-" if number is None else format(number, form)
 
 
-def _name_points(panel: Any, lines: Rows) -> None:
-    """The method beside each point, higher where it would be written over another one."""
-    panel.set_xlim(0.03, 20)
-    low = min(line["loss"] for line in lines)
-    high = max(line["loss"] for line in lines)
-    inches = [
-        (3.0 * math.log10(line["bytes_per_step"]), 3.2 * (line["loss"] - low) / (high - low or 1))
-        for line in lines
-    ]
-    taken = [(x - 0.05, x + 0.05, y) for x, y in inches]  # left, right, height
-    for (x, point), line in sorted(zip(inches, lines, strict=True), key=lambda pair: pair[0][1]):
-        y, left, right = point, x + 0.1, x + 0.15 + 0.066 * len(line["method"])
-        while any(left < b and a < right and abs(y - c) < 0.13 for a, b, c in taken):
-            y += 0.02
-        taken.append((left, right, y))
-        arrow = {"arrowstyle": "-", "linewidth": 0.4, "color": "0.6"} if y > point else None
-        panel.annotate(
-            line["method"],
-            (line["bytes_per_step"], line["loss"]),
-            (7, 72 * (y - point)),
-            textcoords="offset points",
-            arrowprops=arrow,
-            fontsize=8,
-            va="center",
-        )
+def _is_beaten(line: dict[str, Any], lines: Rows) -> bool:
+    """Whether another row has a lower loss with no more bytes."""
+    return any(
+        other["loss"] < line["loss"] and other["bytes_per_step"] <= line["bytes_per_step"]
+        for other in lines
+    )
 
 
 def plot(rows: Rows, file: Path) -> None:
-    """Loss against bytes, a panel for each task."""
+    """Losses in the order of bytes, a panel for each task; rows that another one beats are grey."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    lines = summaries(rows)
+    lines = [line for line in summaries(rows) if line["loss"] is not None]
     tasks = list(dict.fromkeys(line["task"] for line in lines))
+    of = {task: [line for line in lines if line["task"] == task] for task in tasks}
+    heights = [1.2 + 0.24 * len(of[task]) for task in tasks]
     figure, panels = plt.subplots(
-        len(tasks), 1, figsize=(9, 4 * len(tasks)), layout="constrained", squeeze=False
+        len(tasks),
+        1,
+        figsize=(9, sum(heights)),
+        height_ratios=heights,
+        layout="constrained",
+        squeeze=False,
     )
-    for task, panel in zip(tasks, panels[:, 0], strict=True):
-        own = [line for line in lines if line["task"] == task and line["loss"] is not None]
-        base = [line["loss"] for line in own if line["method"] == BASELINE]
-        for height in base:
-            panel.axhline(height, color="0.7", linewidth=1, zorder=0)
-        for i, line in enumerate(own):
-            marker, color = "osD^v"[i // 10 % 5], f"C{i % 10}"
-            place = line["bytes_per_step"], line["loss"]
-            panel.plot(*place, marker, color=color, markersize=5)
-        ticks = [2.0**i for i in range(-5, 4)]
-        panel.set_xscale("log")
-        panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        panel.set_xticks([], minor=True)
-        panel.set(xlabel="bytes sent for each parameter, device and step", title=TITLES[task])
-        panel.set(ylabel="test loss, nats")
-        _name_points(panel, own)
+    for panel, task in zip(panels[:, 0], tasks, strict=True):
+        for place, line in enumerate(of[task]):
+            color = "0.7" if _is_beaten(line, of[task]) else "C0"
+            panel.plot(line["loss"], place, "o", color=color, markersize=6)
+        for base in (line for line in of[task] if line["method"] in (BASELINE, "Nadam, float32")):
+            panel.axvline(base["loss"], color="0.8", linewidth=1, zorder=0)
+        names = [f"{line['method']}   {line['bytes_per_step']:.2f}" for line in of[task]]
+        panel.set_yticks(range(len(names)), names, fontsize=9)
+        panel.tick_params(axis="y", length=0)
+        panel.grid(axis="y", color="0.93")
+        panel.set(ylim=(len(names) - 0.4, -0.6), xlabel="test loss, nats", title=TITLES[task])
+        panel.spines[["top", "right", "left"]].set_visible(False)
+        panel.set_axisbelow(True)
     figure.savefig(file, dpi=110)
