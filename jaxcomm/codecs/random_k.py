@@ -100,7 +100,8 @@ def random_k(density: float = 0.1, values: Codec | None = None) -> RandomK:
     """Random-k: no indices on the wire; the error averages out only over many steps.
 
     Args:
-      density: the share of values that is sent, in (0, 1]; 1/density is rounded to a whole number.
+      density: the share of values that is sent, from 2^-30 to 1; 1/density is rounded to a whole
+        number.
       values: the codec of the values; None is float32.
 
     Returns:
@@ -124,6 +125,8 @@ def random_k(density: float = 0.1, values: Codec | None = None) -> RandomK:
         raise TypeError(f"density must be a Python number, got {density!r}.")
     if not 0 < density <= 1:
         raise ValueError(f"density must be in (0, 1], such as 0.01, got {density!r}.")
+    if density < 2**-30:
+        raise ValueError(f"density must be at least 2^-30, as places are int32, got {density!r}.")
     values = Float32() if values is None else values
     if not isinstance(values, Codec) or isinstance(values, RandomK) or values.largest is not None:
         raise TypeError(

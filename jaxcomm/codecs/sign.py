@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxcomm.kernels import bitplanes, reductions
 
 BLOCK = 1024  # values that share a scale
+_TINY = jnp.finfo(jnp.float32).tiny
 
 
 def encode_with_feedback(
@@ -66,9 +67,9 @@ def _of_each_value(scale: jax.Array) -> jax.Array:
 def _scale(blocks: jax.Array, counts: jax.Array) -> jax.Array:
     """The root mean square of each block, float32 `(..., b)`."""
     # Values are divided by the largest magnitude first, because squares of large float32 values are
-    # infinite. The divisor is at most 2^126: XLA multiplies with its reciprocal, and the reciprocal
-    # of a larger number is zero on CPU.
+    # infinite. The divisor is from 2^-126 to 2^126: XLA multiplies with its reciprocal, which is
+    # infinite on GPUs for a smaller number, and zero on CPU for a larger one.
     largest = jax.lax.bitcast_convert_type(reductions.largest(blocks), jnp.float32)
-    unit = jnp.where(largest > 0, jnp.minimum(largest, jnp.float32(2.0**126)), jnp.float32(1))
+    unit = jnp.where(largest >= _TINY, jnp.minimum(largest, jnp.float32(2.0**126)), jnp.float32(1))
     squares = reductions.total(jnp.square(blocks / unit[..., None]))
     return unit * jnp.sqrt(squares / jnp.maximum(counts, 1).astype(jnp.float32))

@@ -38,6 +38,7 @@ from jaxcomm.kernels.reductions import all_finite
 Arrays = list[jax.Array]
 # What is left of a column after projection, relative to before, that is nothing but rounding.
 _ROUNDING = 1e-6
+_TINY = jnp.finfo(jnp.float32).tiny
 _EXACT = jax.lax.Precision.HIGHEST
 
 
@@ -173,9 +174,14 @@ def with_new_columns(factors: Sequence[jax.Array], key: jax.Array) -> Arrays:
 
 
 def _scaled(x: jax.Array) -> jax.Array:
-    """Columns whose largest magnitude is 1; those of zeros as they are."""
+    """Columns whose largest magnitude is from 1 to 4, or zeros where it is no normal number.
+
+    XLA multiplies with the reciprocal of the divisor, which is infinite on GPUs for a smaller one,
+    and zero on CPU for one above 2^126.
+    """
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    return x / jnp.where(largest == 0, 1.0, largest)
+    divisor = jnp.minimum(largest, jnp.float32(2.0**126))
+    return jnp.where(largest < _TINY, 0.0, x) / jnp.where(largest < _TINY, 1.0, divisor)
 
 
 def _norm(v: jax.Array) -> jax.Array:

@@ -269,7 +269,7 @@ def explicit(name: str, hosts: int, links: list[Any], switches: Any = (), rate: 
         if not isinstance(link, list) or len(link) not in (2, 3):
             raise ValueError(f"a link is [end, end] or [end, end, rate], got {link!r}.")
         made += _cables(str(link[0]), str(link[1]), link[2] if len(link) == 3 else rate)
-    return Topology(name, _hosts(hosts), tuple(switches), tuple(made))
+    return Topology(name, _hosts(hosts), tuple(map(str, switches)), tuple(made))
 
 
 def _loops(

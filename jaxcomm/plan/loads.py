@@ -87,8 +87,11 @@ def workload(params: Any, step_ms: float, accumulate: int = 1, exempt: Exempt = 
       The workload, for `jaxcomm.plan.plan`.
 
     Raises:
+      TypeError: for a time that is no number.
       ValueError: for no parameters, times that are not positive, or patterns that fit no leaf.
     """
+    if not is_real(step_ms):
+        raise TypeError(f"step_ms is a number of milliseconds, got {step_ms!r}.")
     if isinstance(params, np.generic | np.ndarray | jax.Array) and params.ndim == 0:
         params = params.item()
     if is_real(params):

@@ -149,8 +149,11 @@ def load_cluster(
       The cluster, for `jaxcomm.plan.plan`.
 
     Raises:
+      TypeError: for costs that were not read.
       ValueError: for what cannot be, in one line with the file and the number of its line.
     """
+    if costs is not None and not isinstance(costs, Costs):
+        raise TypeError(f"costs are those of plan.read_costs({costs!r}), or None, got {costs!r}.")
     file = File(find(name))
     links, others = _sorted_out(overrides or {})
     settings = {**file.settings, **{k: v for k, v in others.items() if "." not in k}}
@@ -174,8 +177,11 @@ def load_cluster(
     if "device" in others and not (costs is None and measured is None):
         wrong = "device chooses default costs, but measured ones are given; leave out one."
         raise file.error("device", wrong, others)
-    if "nics" in nodes:
+    if "nics" in nodes and settings.get("fabric") != "explicit":
         settings["links_per_host"] = nodes["nics"]
+    elif nodes.get("nics", 1) != 1:
+        wrong = "an explicit network has its cards in links: list a cable of a host once for each."
+        raise _node_error(file, "nics", wrong, others)
     given = {key: value for key, value in others.items() if key in settings}
     machines = topology_of(file, settings, given)
     for ends, rate in links.items():

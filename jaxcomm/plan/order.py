@@ -57,6 +57,8 @@ def best_dimensions(topology: Topology, model: Model, order: tuple[int, ...]) ->
 def _per_switch(topology: Topology, order: tuple[int, ...]) -> int | None:
     """How many devices of neighbouring ranks each switch has, if both numbers are powers of two."""
     joined, hosts = topology.joined, len(topology.hosts)
+    if not joined.nnz:  # a host by itself
+        return None
     switches = [int(joined.indices[joined.indptr[host]]) for host in order]
     runs = [len(list(group)) for _, group in itertools.groupby(switches)]
     fits = len(set(runs)) == 1 and len(set(switches)) == len(runs) > 2 and min(switches) >= hosts

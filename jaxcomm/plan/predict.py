@@ -95,7 +95,11 @@ class Prediction:
         return max(parts, key=lambda part: parts[part])
 
     def as_json(self) -> dict[str, Any]:
-        """Numbers in milliseconds and bytes, with names as in the table."""
+        """Numbers in milliseconds and bytes, with names as in the table.
+
+        `config` has the fields of `config.sync`; None for two levels, which the training program
+        does not have.
+        """
         ms = {name: 1e3 * getattr(self, name) for name in ("exchange", "exposed", "step")}
         parts = {f"{name}_ms": 1e3 * getattr(self, name) for name in _PARTS_OF}
         return {
@@ -114,7 +118,7 @@ class Prediction:
             "bytes_busiest_link": self.bytes_busiest_link,
             "busiest_link": self.busiest_link,
             "limit": self.limit,
-            "config": self.method.config,
+            "config": None if self.method.algorithm == "hierarchical" else self.method.config,
         }
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxcomm.plan.choosing import Plan
 from jaxcomm.plan.compiling import compiled
 from jaxcomm.plan.exchanges import Exchange, Repeated
-from jaxcomm.plan.families import Method
+from jaxcomm.plan.families import Method, values_of_bucket
 from jaxcomm.plan.predict import BASELINE, Prediction, choose, with_exchange
 from jaxcomm.plan.probing import TIMED, max_over
 
@@ -49,7 +49,9 @@ def timed(found: Plan, devices: Sequence[Any] | None = None) -> Plan:
       ValueError: for another number of devices than the cluster has.
     """
     if not isinstance(found, Plan):
-        raise TypeError(f"timed takes a plan, such as plan(cluster, workload), got {found!r}.")
+        raise TypeError(
+            f"timed takes a plan, such as plan(cluster, workload), got {type(found).__name__}."
+        )
     mesh = found.mesh("data", devices)
     if mesh.size == 1:
         return found
@@ -76,7 +78,14 @@ def settle(found: Plan, measure: Measure) -> Plan:
         those that may be chosen, when the second argument is what the longest of them took.
     """
     medians: dict[Method, float] = {}
-    leading = [row.method for row in finalists(found.rows)]
+    between_cpus, devices = found.cluster.costs.is_between_cpus, found.cluster.devices
+
+    def is_other(row: Prediction) -> bool:
+        values = values_of_bucket(row.method, found.load, between_cpus)
+        return not row.method.is_usual(devices, between_cpus, values)
+
+    # Of those predicted alike the default is timed, and taken.
+    leading = [r.method for r in finalists([found.choice, *sorted(found.rows[1:], key=is_other)])]
     while leading:
         medians |= measure(leading, None)
         rows = _corrected(found, medians)
@@ -89,9 +98,8 @@ def settle(found: Plan, measure: Measure) -> Plan:
     rows = _corrected(found, medians)
     base = next((row.step for row in rows if row.method == BASELINE), 0.0)
     rows = [dataclasses.replace(row, speedup=base / row.step) for row in rows]
-    between_cpus = found.cluster.costs.is_between_cpus
     may_be_chosen = [row for row in rows if row.method in again]
-    choice = choose(may_be_chosen, found.load, found.cluster.devices, between_cpus)[0]
+    choice = choose(may_be_chosen, found.load, devices, between_cpus)[0]
     others = sorted((row for row in rows if row is not choice), key=lambda row: row.step)
     return dataclasses.replace(found, rows=(choice, *others))
 

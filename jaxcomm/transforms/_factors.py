@@ -114,8 +114,10 @@ def _root(squares: _Squares, leaf: Leaf, shape: tuple[int, ...]) -> jax.Array:
     own_rows = _own_part(squares.rows, rows, shape[:-1])[..., :, None]
     own_columns = _own_part(squares.columns, columns, (*shape[:-2], shape[-1]))[..., None, :]
     mean = _own_part(squares.rows.mean(-1), rows[:-1], shape[:-2])[..., None, None]
-    # Two roots: the product of two mean squares could underflow.
-    return jnp.sqrt(own_rows / jnp.where(mean > 0, mean, 1.0)) * jnp.sqrt(own_columns)
+    # Two roots: the product of two mean squares could underflow. XLA multiplies with a reciprocal,
+    # which is infinite on GPUs for numbers that are not normal.
+    tiny = jnp.finfo(jnp.float32).tiny
+    return jnp.sqrt(own_rows / jnp.where(mean >= tiny, mean, 1.0)) * jnp.sqrt(own_columns)
 
 
 def _names(leaf: Leaf) -> tuple[Names, Names]:

@@ -76,3 +76,14 @@ def test_a_probe_of_several_processes_needs_their_coordinator(
     assert probe.main() == 2
     said = "probe: --processes and --process need --coordinator=HOST:PORT.\n"
     assert capsys.readouterr().err == said
+
+
+def test_a_file_that_is_whole_with_a_flag_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "c.yaml").write_text("fabric: star\nhosts: 4\n")
+    flags = ["--set", "rate=1Gbit", "--params=1e6", "--step-ms=20"]
+    monkeypatch.setattr(sys, "argv", ["plan", str(tmp_path / "c.yaml"), *flags])
+    assert main() == 0
+    said = capsys.readouterr()
+    assert "what limits you" in said.out and "without --set" not in said.out and not said.err

@@ -30,6 +30,11 @@ STAR = "fabric: star\nhosts: 4\nrate: 1\ndevice: gpu\n"
         ),
         ("fabric: star\nhosts: 4\nrate: 1\ncosts: no.yaml\n", {}, "line 4: there is no file"),
         (
+            "fabric: explicit\nhosts: 1\nlinks: []\nnodes: {nics: 2}\n",
+            {},
+            "line 4: an explicit network has its cards in links",
+        ),
+        (
             "version: 9\nfabric: star\nhosts: 4\nrate: 1\n",
             {},
             "line 1: the file is version 9; this",
@@ -128,3 +133,17 @@ def test_two_cards_halve_the_time_of_a_machine(tmp_path: Path) -> None:
         both = exchange(striped, algorithm, nics=2)
         assert both == pytest.approx(0.5 * exchange(striped, algorithm))
     assert exchange(FREE, "native", nics=2) == exchange(FREE, "native")
+
+
+def test_an_explicit_network_by_itself_or_with_numbers_for_names(tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("fabric: explicit\nhosts: 1\nlinks: []\n")
+    alone = plan.plan(plan.load_cluster(str(tmp_path / "one.yaml")), plan.workload(1e6, 20.0))
+    assert alone.headline.endswith("one device has nothing to exchange.")
+    text = "links: [[h0, 1], [h1, 2], [1, 2]]\nswitches: [1, 2]\nnodes: {nics: 1}\n"
+    (tmp_path / "two.yaml").write_text(f"fabric: explicit\nhosts: 2\nrate: 1Gbit\n{text}")
+    assert plan.load_cluster(str(tmp_path / "two.yaml")).topology.switches == ("1", "2")
+
+
+def test_costs_are_read_before() -> None:
+    with pytest.raises(TypeError, match=r"plan.read_costs\('costs.yaml'\)"):
+        plan.load_cluster("star", costs="costs.yaml")  # type: ignore[arg-type]

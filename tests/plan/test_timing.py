@@ -11,7 +11,7 @@ import pytest
 import jaxcomm
 from jaxcomm import plan
 from jaxcomm.plan import timing
-from jaxcomm.plan.families import Method
+from jaxcomm.plan.families import SCHEDULED, Method
 from processes import run_processes
 
 BF16 = Method("bfloat16", "ring")
@@ -187,3 +187,12 @@ def test_what_was_not_timed_on_gpus_has_no_error() -> None:
     rows = timing.settle(found, measure).rows
     assert {row.method for row in rows if row.error == 0} == timed_
     assert {row.error for row in rows if row.method not in timed_} == {None}
+
+
+def test_of_methods_predicted_alike_the_default_is_timed(taking: Any) -> None:
+    ways = [Method("bfloat16", name) for name in SCHEDULED]
+    usual = next(m for m in ways if m.is_usual(4, True, 64 * 64))
+    other = next(m for m in ways if m != usual)
+    found = planned({FLOAT32: 0.5, other: 0.2, usual: 0.2})
+    result, made = taking(found, {FLOAT32: 0.5, other: 0.2, usual: 0.2})
+    assert usual in made and result.choice.method == usual

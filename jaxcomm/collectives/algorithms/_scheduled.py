@@ -16,6 +16,7 @@ A device that no pair names as a target gets zeros from `ppermute`: it must not 
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -49,8 +50,7 @@ class Scheduled(Algorithm):
 
     def schedule(self, world: int) -> Schedule:
         """Who sends which blocks to whom, for that many devices."""
-        rounds = tuple(self.rounds(world))
-        return Schedule(world, self.blocks(world), self.positions(world), rounds)
+        return _schedule(self, world)
 
     @property
     def gathers_as(self) -> "Scheduled":
@@ -152,6 +152,12 @@ class _Turns:
 
 def _sends_single_blocks(schedule: Schedule) -> bool:
     return all(step.size == 1 for step in schedule.rounds)
+
+
+@functools.lru_cache(maxsize=64)  # of thousands of devices it takes seconds, and is asked for often
+def _schedule(algorithm: Scheduled, world: int) -> Schedule:
+    rounds = tuple(algorithm.rounds(world))
+    return Schedule(world, algorithm.blocks(world), algorithm.positions(world), rounds)
 
 
 def _in_order(blocks: Any, schedule: Schedule, me: jax.Array) -> Any:

@@ -139,7 +139,8 @@ def _near(world: int) -> tuple[tuple[Round, ...], tuple[int, ...]]:
     """
     offsets, rounds = [0], []
     for skip in reversed(near_skips(world)):
-        new = [o + skip for o in offsets if 0 < o + skip < world and o + skip not in offsets]
+        known = set(offsets)
+        new = [o + skip for o in offsets if 0 < o + skip < world and o + skip not in known]
         send, into = (len(offsets), len(offsets) + len(new)), offsets.index(new[0] - skip)
         rounds.append(Round(shift(world, skip), send, into))
         offsets += new

@@ -49,11 +49,11 @@ def compact(
     Where too many entries tie, which is rare, the plain version takes some out.
 
     Raises:
-      ValueError: for more elements or slots than the kernels can number.
+      NotImplementedError: for more elements or slots than the kernels can number.
     """
     tiles = -(-x.size // TILE)
     if capacity > _MOST_SLOTS or x.size > 2**31 - TILE:
-        raise ValueError(
+        raise NotImplementedError(
             f'the implementation "triton" takes at most 2^31 - {TILE} elements and 2^30 slots, got '
             f'{x.size} and {capacity}; cut the array, or use "xla" or None.'
         )
