@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxcomm.kernels import _implementations
 from jaxcomm.kernels._mosaic import LANES, VECTOR, Rows, launch, rows_layout
 from jaxcomm.kernels.block_quantization import blocks, plain
 from jaxcomm.kernels.block_quantization.rounding import round_to_levels, width_for
@@ -113,6 +114,11 @@ def _encode_whole(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: An
     """Encodes all complete blocks; the bytes of a short last block are not written."""
     n, size, columns, rows, layout = plan.n, plan.size, plan.columns, plan.rows, plan.layout
     *lead, _ = x.shape
+    if (elements := math.prod(lead) * max(n, plan.payload)) > _implementations.MOST_ELEMENTS:
+        raise NotImplementedError(  # of messages that were padded, as the others are counted before
+            f'integers.encode: "mosaic" takes at most 2^31 - 1 elements, got {elements}; use "xla" '
+            "or None."
+        )
     whole = n // size
     programs = -(-whole // rows)  # of a message
 
