@@ -9,9 +9,10 @@ Device w holds a matrix M_w of n rows and m columns, and all devices hold the sa
 
 This is one step of a power iteration on the mean matrix; with its Q as the next start the steps
 add up. P and Q are the same bits on all devices, as they are made of what an all-reduce returned.
-All that devices must agree on is made of sums and products of single values: a product of matrices
-by a library may choose another order of its sums on another device. Only each device's own two
-products, which the residual corrects, are left to the library.
+Their product is made of sums and products of single values, and lengths of columns are XLA's own
+reductions, which devices of one kind add up in one order: a product of matrices by a library may
+choose another one on another device. Only each device's own two products, which the residual
+corrects, are left to the library.
 
 What a device lacks is known before the second message, unless that message has errors of its own.
 A device where it is not finite, because its matrix is not or because it overflows, sends NaN: so
