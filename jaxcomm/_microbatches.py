@@ -55,8 +55,11 @@ def _sums(
     What an exchange of shards keeps in the backward pass goes from one microbatch to the next. All
     go through the loop: one in front of it would be compiled once more.
     """
-    first = jax.tree.map(lambda x: x[0], batches)
-    start = jax.eval_shape(lambda: value_and_grad_fn(params, first, *args))
+
+    def of_one() -> Any:
+        return value_and_grad_fn(params, jax.tree.map(lambda x: x[0], batches), *args)
+
+    start = jax.eval_shape(of_one)
     if not (isinstance(start, tuple) and len(start) == 2):
         raise TypeError(
             "accumulate takes what jaxcomm.value_and_grad(loss_fn, ...) returned, got a function "

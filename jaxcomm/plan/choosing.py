@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jaxcomm.plan.families import QUALITIES, QUALITY, Method, methods
+from jaxcomm.plan.families import QUALITIES, QUALITY, Method, check_optimizer, methods
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.order import best_dimensions, best_order
@@ -207,15 +207,15 @@ def plan(
       chosen: the methods to compare; None is all of that quality.
       reorder: whether devices may get other ranks, where a ring is faster that way. The order of
         halving-doubling's dimensions is chosen in any case.
-      optimizer: "sgd" or "adam", to leave out methods that lost accuracy with it; None is any. It
-        says nothing of `chosen` ones.
+      optimizer: "sgd" or "adam", to leave out methods that lost accuracy with it; None is any.
 
     Returns:
       The plan: the choice, all other methods behind it, and what to do in a sentence.
 
     Raises:
       TypeError: for something else than a cluster and a workload, such as the name of a file.
-      ValueError: for an unknown quality, or a chosen method that needs two levels.
+      ValueError: for an unknown quality or optimizer, or a chosen method that is not of them, or
+        needs two levels.
 
     Example:
       >>> from jaxcomm import plan
@@ -240,6 +240,9 @@ def plan(
     allowed = QUALITIES[: QUALITIES.index(quality) + 1]
     if below := [m for m in chosen or () if m.about.quality not in allowed]:
         raise ValueError(f"{below[0].name} is of less quality than {quality!r}; leave it out.")
+    check_optimizer(optimizer)
+    if unfit := [m for m in chosen or () if optimizer not in (None, *m.about.optimizers)]:
+        raise ValueError(f"{unfit[0].name} lost accuracy with {optimizer!r}; leave it out.")
     given = cluster.order
     model = cluster.network.model
     if reorder and cluster.devices > 2:

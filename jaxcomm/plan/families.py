@@ -210,8 +210,7 @@ def methods(
     """
     if quality not in QUALITIES:
         raise ValueError(f"unknown quality {quality!r}; write one of {', '.join(QUALITIES)}.")
-    if optimizer not in (None, *OPTIMIZERS):
-        raise ValueError(f"optimizer is {' or '.join(map(repr, OPTIMIZERS))}, got {optimizer!r}.")
+    check_optimizer(optimizer)
     allowed = QUALITIES[: QUALITIES.index(quality) + 1]
     return [
         Method(family, algorithm, dimensions if algorithm == "halving_doubling" else ())
@@ -220,6 +219,12 @@ def methods(
         for algorithm in about.algorithms
         if two_levels or algorithm != "hierarchical"
     ]
+
+
+def check_optimizer(optimizer: str | None) -> None:
+    """Raises for what is neither None nor one of OPTIMIZERS."""
+    if optimizer not in (None, *OPTIMIZERS):
+        raise ValueError(f"optimizer is {' or '.join(map(repr, OPTIMIZERS))}, got {optimizer!r}.")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -123,6 +123,10 @@ def test_an_optimizer_leaves_out_what_loses_accuracy_in_front_of_it() -> None:
     adam = plan.plan(slow, plan.workload(4e6, 100.0), "any", optimizer="adam")
     assert adam.choice.method.family == "scaled_sign"
     assert "needs error feedback behind jaxcomm.local of the optimizer, or" in adam.headline
+    vote = [Method("vote", "ring")]
+    for optimizer, message in (("adam", "vote/ring lost accuracy with 'adam'"), ("lion", "got 'l")):
+        with pytest.raises(ValueError, match=message):
+            plan.plan(slow, plan.workload(4e6, 100.0), chosen=vote, optimizer=optimizer)
 
 
 def test_qualities_contain_each_other() -> None:
