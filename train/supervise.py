@@ -58,11 +58,16 @@ def supervise(
             running.append(start(command, {**environment, LAUNCHER: str(reading)}, log, reading))
         return wait(running, logs, asked)
     finally:
-        for process in running:
-            process.kill()  # Does nothing to those that have ended.
-            process.wait()
+        end_all(running)
         os.close(reading)
         os.close(writing)
+
+
+def end_all(running: list[subprocess.Popen]) -> None:
+    """Ends all that still run, and waits until they have."""
+    for process in running:
+        process.kill()  # Does nothing to those that have ended.
+        process.wait()
 
 
 def start(
@@ -91,6 +96,7 @@ def wait(running: list[subprocess.Popen], logs: Path, asked: Asked) -> int:
         for rank, status in enumerate(statuses):
             if status:
                 lost = silent(running, logs) if status == -signal.SIGABRT else []
+                end_all(running)  # Else the bar of process 0 could be written behind the report.
                 report(rank, status, logs, lost)
                 # What a signal has ended has a negative status, for which shells say 128 + signal.
                 return status if status > 0 else ENDED - status

@@ -15,6 +15,7 @@ import fcntl
 import importlib.util
 import itertools
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -273,11 +274,21 @@ def _remove(prefix: str) -> None:
         done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
         for pid in done.stdout.split():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                _end(int(pid))
     for name in names:
         _remove_one(name)
     for folder in HOSTS_FILES.glob(f"{prefix}*"):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _end(pid: int, seconds: float = 5.0) -> None:
+    """Kills a process, and waits until it has ended: it takes a moment."""
+    handle = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+        select.select([handle], [], [], seconds)
+    finally:
+        os.close(handle)
 
 
 def _remove_one(name: str, seconds: float = 5.0) -> None:

@@ -42,6 +42,17 @@ def test_the_first_failure_ends_the_others_and_is_named(
     ]
 
 
+def test_nothing_is_written_behind_the_report(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Process 0 writes to the same terminal, and would go on until it is ended."""
+    bar = "import sys\nwhile True: sys.stderr.write('bar ')"
+    lines = "print('line ' * 100000)"  # which take a moment to be shown
+    supervise(tmp_path, bar, f"import sys, time; time.sleep(0.5); {lines}; sys.exit(7)")
+    said = capfd.readouterr().err
+    assert "bar" in said and "bar" not in said[said.index("launch: process 1 failed") :]
+
+
 def test_a_killed_process_is_named_with_its_signal(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
