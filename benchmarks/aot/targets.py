@@ -7,7 +7,10 @@ the architecture of the first device that it sees.
 
 from typing import Any
 
+import jax
 import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 # Left out: what the compiler does not ask for. Numbers are from the vendor's data sheets.
 _LIMITS = """
@@ -39,10 +42,6 @@ def mesh_of(target: str, devices: int = 8, within: int = 1) -> Any:
       devices: how many.
       within: so many neighbours along an axis "fsdp", behind "data"; 1 for "data" alone.
     """
-    import jax
-    from jax.experimental import topologies
-    from jax.sharding import AxisType, Mesh
-
     name, limits = TARGETS[target]
     config = (
         f"gpu_device_info {{ {limits} {_LIMITS} }} "
@@ -57,3 +56,12 @@ def mesh_of(target: str, devices: int = 8, within: int = 1) -> Any:
         mesh = Mesh(own[:, 0], ("data",), (AxisType.Auto,))
     assert jax.devices()[0].platform == "cpu"  # nothing runs on these
     return mesh
+
+
+def placed(mesh: Mesh, tree: Any, specs: Any) -> Any:
+    """Shapes on a mesh, each sharded as its spec says."""
+
+    def of(x: Any, spec: jax.P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(of, tree, jax.tree.broadcast(specs, tree))

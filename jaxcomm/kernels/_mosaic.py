@@ -10,14 +10,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxcomm import _axes
+from jaxcomm.kernels import _implementations
 
 THREADS = 128
 VECTOR = 4  # elements that a thread loads at once, where every row begins at a multiple of 4
 WARPS, LANES = 4, 32
+_MOST_PADDED = 2**22  # elements that short messages may take, however few their values are
 
 # In newer jax the index may be part of the reference, and there is a function for stores.
 _IDX = inspect.signature(plgpu.load).parameters.get("idx")
@@ -58,6 +61,27 @@ def launch(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )(*inputs)
+
+
+def divided(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+    """Quotient and rest of an int32; where `jax_enable_x64` is set, Python's ints have 64 bits."""
+    return jax.lax.div(x, np.int32(by)), jax.lax.rem(x, np.int32(by))
+
+
+def require_little_padding(operation: str, elements: int, padded: int) -> None:
+    """Raises a NotImplementedError where padding is too much for memory, or for int32 indices.
+
+    Args:
+      operation: its name, for the message.
+      elements: the values of all messages.
+      padded: the elements that the kernel indexes.
+    """
+    most = min(_implementations.MOST_ELEMENTS, max(_MOST_PADDED, 2 * elements))
+    if padded > most:
+        raise NotImplementedError(
+            f'{operation}: "mosaic" would pad {elements} values of short messages to {padded}, at '
+            f'most {most}; use "xla" or None.'
+        )
 
 
 def widened(x: jax.Array, rows: int, width: int) -> jax.Array:

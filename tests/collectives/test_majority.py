@@ -151,3 +151,21 @@ def test_bad_input() -> None:
         Majority("coin", "random", jax.random.key(0))
     with pytest.raises(ValueError, match="zeros must be one of random, abstain, got 'skip'"):
         Majority("random", "skip", jax.random.key(0))
+
+
+def test_many_counts_are_added_by_halves() -> None:
+    """A chain of them would be a program that compiles for minutes."""
+    reduction = Majority("random", "random", None)
+
+    def merged(votes: jax.Array) -> Any:
+        return reduction.merge_all(reduction.start((votes,), len(votes)))
+
+    lines = {}
+    for world in (33, 300):
+        votes = np.random.default_rng(world).integers(0, 2**32, (world, 3), np.uint32)
+        (planes,) = jax.jit(merged)(votes)
+        bits = [np.asarray(plane[0])[:, None] >> np.arange(32) & 1 for plane in planes]
+        counts = sum(row.astype(int) << i for i, row in enumerate(bits))
+        np.testing.assert_array_equal(counts, (votes[:, :, None] >> np.arange(32) & 1).sum(0))
+        lines[world] = len(jax.make_jaxpr(merged)(votes).eqns)
+    assert lines[300] < 3 * lines[33], lines

@@ -1,5 +1,6 @@
 """Codecs with scales, and those that round at random, through every algorithm."""
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ import jaxcomm
 import oracles
 from algorithm_table import CASES, NAMED, bytes_sent, mean_on_all, mean_program
 from codec_oracles import HALF, blockwise, cnat_window, fp8
-from jaxcomm import codecs
+from jaxcomm import codecs, collectives
 from pairs import every_pair
 
 NEAREST = codecs.cnat(rounding="nearest")
@@ -203,3 +204,16 @@ def test_from_both_sides_a_ring_adds_less_to_the_error_of_cnat(
     direct = error("direct")
     assert error("ring") / direct == pytest.approx(one_way, rel=0.03)
     assert error("two_way_ring") / direct == pytest.approx(both_ways, rel=0.03)
+
+
+def test_the_program_of_a_mean_does_not_grow_with_the_devices() -> None:
+    """With errors kept too, where messages are decoded one by one."""
+    reduction, _ = collectives.mean_of("int8", "direct", error_feedback=True)
+
+    def merged(partials: jax.Array) -> jax.Array:
+        return reduction.merge_all(partials)
+
+    x = normal(100)
+    found = np.asarray(jax.jit(merged)(x))
+    np.testing.assert_array_equal(found, functools.reduce(np.add, x)[None])
+    assert len(jax.make_jaxpr(merged)(normal(1000)).eqns) == len(jax.make_jaxpr(merged)(x).eqns)

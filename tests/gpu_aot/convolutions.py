@@ -21,8 +21,7 @@ from jax.sharding import PartitionSpec
 import jaxcomm
 from benchmarks.aot import resnet
 from benchmarks.aot.program import read_program
-from benchmarks.aot.targets import mesh_of
-from gpu_aot.steps import shaped
+from benchmarks.aot.targets import mesh_of, placed
 from train.step import make_forward, make_loss
 
 IMAGE, STAGES = 32, (2, 2)
@@ -53,13 +52,13 @@ def compiled(tx: Any, mesh: Any) -> str:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    params = shaped(nnx.to_pure_dict(params), mesh, PartitionSpec())
-    state = shaped(jax.eval_shape(tx.init, params), mesh, jaxcomm.state_spec(tx, params, mesh))
+    params = placed(mesh, nnx.to_pure_dict(params), PartitionSpec())
+    state = placed(mesh, jax.eval_shape(tx.init, params), jaxcomm.state_spec(tx, params, mesh))
     batch = {
         "image": jax.ShapeDtypeStruct((8, IMAGE, IMAGE, 3), jnp.uint8),
         "label": jax.ShapeDtypeStruct((8,), jnp.int32),
     }
-    batch = shaped(batch, mesh, PartitionSpec("data"))
+    batch = placed(mesh, batch, PartitionSpec("data"))
     untimed = {"xla_gpu_autotune_level": 0}
     lowered = jax.jit(step, donate_argnums=(0, 1)).trace(params, state, batch).lower()
     return lowered.compile(untimed).as_text()

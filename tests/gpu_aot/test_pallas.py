@@ -49,3 +49,10 @@ def test_odd_lengths_cost_no_more(name: str) -> None:
 def test_messages_whose_ends_are_put_in_later_are_not_copied(name: str) -> None:
     report = compiled_in_a_process("pallas", "h100", name, str(8 * (2**17 + 17)))
     assert report["moved"] / report["ideal"] < 1.05, report
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compile_with_64_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    report = compiled_in_a_process("pallas", "h100", name, str(2**20))
+    assert report["moved"] / report["ideal"] < 1.001, report

@@ -152,12 +152,3 @@ def test_more_elements_than_indices_is_refused() -> None:
     with pytest.raises(ValueError, match=r"at most 2\^31 - 1 elements"):
         jax.eval_shape(functools.partial(encode, implementation="mosaic"), many)
     assert jax.eval_shape(encode, many).shape == (2**31 + 2**25,)
-
-
-def test_messages_that_padding_makes_too_many_are_refused() -> None:
-    """2^28 values of 2^20 messages, each padded to as many as a program encodes."""
-    from jaxcomm.kernels.block_quantization import mosaic
-
-    encode = functools.partial(mosaic.encode, levels=127, size=256, key=None)
-    with pytest.raises(NotImplementedError, match=r"at most 2\^31 - 1 elements, got 4\d{9}"):
-        jax.eval_shape(encode, jax.ShapeDtypeStruct((2**20, 256), jnp.float32))

@@ -164,7 +164,7 @@ def _in_order(blocks: Any, schedule: Schedule, me: jax.Array) -> Any:
     """The blocks in this device's own order; a list of them if all messages are single blocks."""
     if not _sends_single_blocks(schedule):
         return _reorder(blocks, schedule.order, me)
-    mine = jnp.asarray(schedule.order)[me]
+    mine = _order_of(me, schedule.order)
     return [
         jax.tree.map(lambda b, i=i: jax.lax.dynamic_index_in_dim(b, mine[i]), blocks)
         for i in range(schedule.blocks)
@@ -178,7 +178,7 @@ def _by_block(kept: Any, order: Order, me: jax.Array) -> Any:
             positions = jnp.argsort(_order_of(me, order))
             return jax.tree.map(lambda x: jnp.take(x, positions, axis=0), kept)
         return _reorder(kept, _inverse(order), me)
-    mine = jnp.asarray(order)[me]
+    mine = _order_of(me, order)
 
     def one(*rows: jax.Array) -> jax.Array:
         blocks = jnp.zeros((len(rows), *rows[0].shape[1:]), rows[0].dtype)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs import Codec
 from jaxcomm.collectives.reductions._reduction import Prepared, Reduction
+from jaxcomm.kernels.reductions import sum_in_order
 
 _LARGEST = float(np.finfo(np.float32).max)
 _LEAST_EXPONENT = -149  # of float32's subnormal numbers
@@ -90,6 +91,10 @@ class CodedMean(Reduction):
     def merge(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """The sum."""
         return a + b
+
+    def merge_all(self, partials: jax.Array) -> jax.Array:
+        """The sum, in a program that does not grow with the number of devices."""
+        return sum_in_order(partials)[None]
 
     def encode(self, partial: jax.Array, counts: tuple[int, ...], message_id: int) -> jax.Array:
         """The codec's payload; how many devices a sum is of does not matter to it."""

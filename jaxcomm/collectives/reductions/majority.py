@@ -15,6 +15,7 @@ TIES = ("random", "zero", "positive", "negative")
 ZEROS = ("random", "abstain")
 
 Planes = tuple[jax.Array, ...]
+_CHAIN = 16  # counts that are added one after the other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,18 @@ class Majority(Reduction):
     def merge(self, a: tuple[Planes, ...], b: tuple[Planes, ...]) -> tuple[Planes, ...]:
         """The sums of the counts."""
         return tuple(bitplanes.add(x, y, len(x)) for x, y in zip(a, b, strict=True))
+
+    def merge_all(self, partials: tuple[Planes, ...]) -> tuple[Planes, ...]:
+        """The sums of many counts by halves: a chain of them would compile for minutes."""
+        while (count := len(partials[0][0])) > _CHAIN:
+            half = count // 2
+            first, second, odd = (
+                jax.tree.map(lambda rows, part=part: rows[part], partials)
+                for part in (slice(half), slice(half, 2 * half), slice(2 * half, count))
+            )
+            sums = self.merge(first, second)
+            partials = jax.tree.map(lambda *rows: jnp.concatenate(rows), sums, odd)
+        return super().merge_all(partials)
 
     def encode(
         self, partial: tuple[Planes, ...], counts: tuple[int, ...], message_id: int

@@ -7,8 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxcomm.kernels import _implementations
-from jaxcomm.kernels._mosaic import LANES, VECTOR, Rows, launch, rows_layout
+from jaxcomm.kernels._mosaic import (
+    LANES,
+    VECTOR,
+    Rows,
+    divided,
+    launch,
+    require_little_padding,
+    rows_layout,
+)
 from jaxcomm.kernels.block_quantization import blocks, plain
 from jaxcomm.kernels.block_quantization.rounding import round_to_levels, width_for
 from jaxcomm.kernels.random_bits import HALF, key_words, random_bits, threefry2x32
@@ -102,6 +109,8 @@ def _few(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: Any) -> jax
     """Encodes fewer complete blocks than one program does: pads with zeros and cuts the result."""
     whole = plan.n // plan.size
     padded, codes = _padded(plan), whole * plan.columns
+    messages = x.size // plan.n
+    require_little_padding("integers.encode", x.size, messages * max(padded.n, padded.payload))
     padding = [(0, 0)] * (x.ndim - 1) + [(0, padded.n - whole * plan.size)]
     found = _encode_whole(jnp.pad(x[..., : whole * plan.size], padding), padded, key, interpret)
     payload = jnp.zeros((*x.shape[:-1], plan.payload), jnp.uint8)
@@ -114,16 +123,11 @@ def _encode_whole(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: An
     """Encodes all complete blocks; the bytes of a short last block are not written."""
     n, size, columns, rows, layout = plan.n, plan.size, plan.columns, plan.rows, plan.layout
     *lead, _ = x.shape
-    if (elements := math.prod(lead) * max(n, plan.payload)) > _implementations.MOST_ELEMENTS:
-        raise NotImplementedError(  # of messages that were padded, as the others are counted before
-            f'integers.encode: "mosaic" takes at most 2^31 - 1 elements, got {elements}; use "xla" '
-            "or None."
-        )
     whole = n // size
     programs = -(-whole // rows)  # of a message
 
     def body(program: jax.Array, x_ref: Any, *refs: Any) -> None:
-        message, group = jax.lax.div(program, programs), jax.lax.rem(program, programs)
+        message, group = divided(program, programs)
         first = jnp.minimum(group * rows, whole - rows)
         read = Rows(x_ref, message * n + first * size, (rows, size), interpret)
         parts = [read.load(start, columns, layout) for start in range(0, size, columns)]

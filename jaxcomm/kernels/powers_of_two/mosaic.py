@@ -6,16 +6,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxcomm.kernels import bitplanes
 from jaxcomm.kernels._mosaic import (
     THREADS,
     Rows,
+    divided,
     launch,
     line,
     load,
     narrowed,
+    require_little_padding,
     store,
     widened,
 )
@@ -56,6 +59,7 @@ def _short(x: jax.Array, width: int, key: jax.Array | None, interpret: Any) -> j
     """Encodes messages whose rows are padded to `THREADS` columns, and cuts out their payloads."""
     messages, n = x.shape
     room = max(width, THREADS)
+    require_little_padding("nine_bits.encode", x.size, messages * (_ROWS + 4) * room)
     wide = jax.vmap(lambda row: widened(row, _ROWS, width))(x)
     payload = _encode(wide, _ROWS * room, width, room, room, key, interpret)
     exponents, signs = payload[:, : _ROWS * room], payload[:, _ROWS * room :]
@@ -80,7 +84,7 @@ def _encode(
 
     def body(program: jax.Array, x_ref: Any, *refs: Any) -> None:
         *_, out = refs
-        message, at = jax.lax.div(program, slices), jax.lax.rem(program, slices)
+        message, at = divided(program, slices)
         column = jnp.minimum(at * THREADS, columns - THREADS)
         start, begin = message * size, message * n + column
 
@@ -98,7 +102,7 @@ def _encode(
             return word
 
         zeros = plgpu.layout_cast(jnp.zeros((THREADS,), jnp.uint32), line())
-        word = jax.lax.fori_loop(0, _ROWS // _AT_ONCE, step, zeros)
+        word = jax.lax.fori_loop(np.int32(0), np.int32(_ROWS // _AT_ONCE), step, zeros)
         signs = Rows(out, start + n + 4 * column, (THREADS, 4), interpret)
         signs.store(*[(word >> (8 * i)).astype(jnp.uint8) for i in range(4)])
 
@@ -181,7 +185,7 @@ def _decode_and_sum(
                 total = functools.reduce(jnp.add, map(plain.value, group, signs))
                 store(out, row * stride + column, total)
 
-        jax.lax.fori_loop(0, _ROWS // at_once, step, None)
+        jax.lax.fori_loop(np.int32(0), np.int32(_ROWS // at_once), step, None)
 
     out = jax.ShapeDtypeStruct((n,), jnp.float32)
     programs = -(-columns // THREADS)

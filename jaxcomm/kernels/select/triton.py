@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -93,7 +94,8 @@ def _select(x_ref: Any, low_ref: Any, listed_ref: Any, counts_ref: Any) -> None:
         place = _place(words, ends, rank).astype(jnp.uint16)
         _scatter(tile * TILE + rank, rank < count, (listed_ref, place))
 
-    jax.lax.fori_loop(0, jax.lax.div(count + (_GROUP - 1), _GROUP), put, None)
+    groups = jax.lax.div(count + (_GROUP - 1), np.int32(_GROUP))
+    jax.lax.fori_loop(np.int32(0), groups, put, None)
 
 
 def _arrange(
@@ -122,8 +124,8 @@ def _words(x_ref: Any, low_ref: Any, tile: jax.Array) -> tuple[jax.Array, jax.Ar
     place = tile * TILE + jax.lax.iota(jnp.int32, TILE)
     x = plt.load(x_ref.at[place], mask=place < x_ref.shape[0], other=0)
     rows = _inside(x, low_ref[0]).astype(jnp.int32).reshape(-1, CHUNK // LANES, LANES)
-    words = jnp.sum(rows << jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1), axis=1).reshape(-1)
-    return words, jnp.cumsum(jax.lax.population_count(words))
+    words = _sum(rows << jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1), 1).reshape(-1)
+    return words, jnp.cumsum(jax.lax.population_count(words), dtype=jnp.int32)
 
 
 def _place(words: jax.Array, ends: jax.Array, rank: jax.Array) -> jax.Array:
@@ -131,11 +133,17 @@ def _place(words: jax.Array, ends: jax.Array, rank: jax.Array) -> jax.Array:
     # The ranks lie along the rows, so a thread holds one of them, and reductions stay in a thread.
     number = jax.lax.broadcasted_iota(jnp.int32, (words.size, rank.size), 0)
     past = ends[:, None] <= rank[None]
-    index = jnp.sum(past.astype(jnp.int32), axis=0)
+    index = _sum(past.astype(jnp.int32), 0)
     ahead = jnp.max(jnp.where(past, ends[:, None], 0), axis=0)
-    word = jnp.sum(jnp.where(number == index[None], words[:, None], 0), axis=0)
+    word = _sum(jnp.where(number == index[None], words[:, None], 0), 0)
     bit = bit_with_rank(word, rank - ahead)
-    return jax.lax.div(index, LANES) * CHUNK + bit * LANES + jax.lax.rem(index, LANES)
+    lanes = np.int32(LANES)
+    return jax.lax.div(index, lanes) * CHUNK + bit * LANES + jax.lax.rem(index, lanes)
+
+
+def _sum(x: jax.Array, axis: int) -> jax.Array:
+    """In int32, also where `jax_enable_x64` is set."""
+    return jnp.sum(x, axis=axis, dtype=jnp.int32)
 
 
 def _inside(x: jax.Array, low: jax.Array) -> jax.Array:
