@@ -7,8 +7,9 @@ on every node; other MPIs: also --coordinator. On bare machines and Kubernetes: 
 Every field of a config is a flag: --config.sync.codec=float32. --helpfull lists them.
 """
 
-from train import signals
+from train import signals, streams
 
+streams.open_closed()  # Before the pipe of signals.
 signals.install()  # Before seconds of imports.
 
 from absl import flags  # noqa: E402

@@ -19,6 +19,7 @@ import grain
 import numpy as np
 import tensorflow_datasets as tfds
 from absl import flags, logging
+from google.protobuf import json_format
 
 from train import digits, python_topics
 from train.augment import AUGMENTATIONS, Change, changes
@@ -173,14 +174,19 @@ def open_source(builder: Any, config: Any) -> Images | Text:
 def open_builder(config: Any) -> Any:
     """The TFDS builder of a data set that is prepared, or that can be prepared on the spot."""
     data_dir = config.data_dir or os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
+    unread = f"data set {config.name!r} in {data_dir} cannot be read: move its folder away, and "
     if config.name in PREPARED_HERE:
         try:
             return PREPARED_HERE[config.name](data_dir)
         except OSError as error:
+            if not error.errno:  # TFDS raises it without, where files of its own are missing.
+                raise UserError(f"{unread}it is made anew ({_first_line(error)})") from error
             raise UserError(
                 f"cannot prepare {config.name} in {data_dir}: {error}; set --config.data.data_dir "
                 "or TFDS_DATA_DIR to a directory that can be written"
             ) from error
+        except json_format.ParseError as error:
+            raise UserError(f"{unread}it is made anew ({_first_line(error)})") from error
     logging.set_verbosity(logging.ERROR)  # TFDS would warn of what is said below.
     try:
         builder = tfds.builder(config.name, data_dir=data_dir, try_gcs=False)
@@ -192,6 +198,8 @@ def open_builder(config: Any) -> Any:
             f"config.data.name: there is no {config.name!r}, neither in TFDS nor in "
             f"{data_dir}{hint}"
         ) from error
+    except json_format.ParseError as error:
+        raise UserError(f"{unread}prepare or copy it again ({_first_line(error)})") from error
     except (ValueError, AssertionError) as error:  # Of TFDS: no such version, or no name at all.
         raise UserError(f"config.data.name: {' '.join(str(error).split())[:300]}") from error
     if not builder.is_prepared():
@@ -203,6 +211,10 @@ def open_builder(config: Any) -> Any:
             + (f" (before: {by_hand.rstrip('.')})" if by_hand else "")
         )
     return builder
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 def stream(

@@ -9,10 +9,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from train import signals
 from train.errors import UserError
 
 MAX_PORT = 65535
 SAY_SECONDS = 30.0  # After which a process says what it waits for.
+GIVE_UP_SECONDS = 290.0  # After which it ends; jax waits for 300.
 # How a client of HTTP/2 opens, with settings that change nothing (RFC 9113, sections 3.4 and 6.5).
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 # How starters of processes say how many there are and which of them this is, in all and on this
@@ -75,13 +77,21 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
         await_port(host, int(port))
         check_answer(host, int(port))
         check_own_name(host)
-    waiting = threading.Timer(SAY_SECONDS, _say_waiting, (coordinator, num_processes))
-    waiting.daemon = True
-    waiting.start()
+    given_up = f"error: not all {num_processes} processes have come to {coordinator} within "
+    given_up += f"{GIVE_UP_SECONDS:g} s; look at what the others print, and if they can reach it"
+    later = [
+        threading.Timer(SAY_SECONDS, _say_waiting, (coordinator, num_processes)),
+        # jax would end the process a little later, with a stack of C++.
+        threading.Timer(GIVE_UP_SECONDS, signals.end, (1, given_up)),
+    ]
+    for timer in later:
+        timer.daemon = True
+        timer.start()
     jax.distributed.initialize(
         coordinator, num_processes, process_id, local_device_ids=own_devices()
     )
-    waiting.cancel()
+    for timer in later:
+        timer.cancel()
 
 
 def started_as(names: Sequence[tuple[str, str]]) -> tuple[int, int] | None:

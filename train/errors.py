@@ -56,6 +56,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def damaged_file(error: BaseException) -> str | None:
+    """What ArrayRecord says of a file that it cannot read; None for any other error."""
+    said = (str(cause).split("\n")[0] for cause in causes(error))
+    return next((line for line in said if "ArrayRecord file" in line or "Riegeli" in line), None)
+
+
 @contextlib.contextmanager
 def memory_for(what: str, cure: str) -> Iterator[None]:
     """Surrounds what may need more memory than there is, and says which field makes it less.

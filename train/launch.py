@@ -31,10 +31,12 @@ from typing import NamedTuple
 
 from absl import flags
 
+from train import streams
 from train.distributed import VISIBLE, check_port, has_gpus
 from train.errors import UserError, choose
 from train.supervise import Asked, supervise
 
+TOGETHER = ("coordinator", "num_processes", "process_id")
 FINAL = (0, 2, 3)  # Statuses of `python -m train` after which a restart would not help.
 
 
@@ -132,6 +134,12 @@ def parse(argv: Sequence[str]) -> Launch:
     arguments = argv[split + 1 :]
     if values.max_restarts and not any(a.lstrip("-").startswith("workdir") for a in arguments):
         raise UserError("--max_restarts needs --workdir=DIR after `--`: a restart continues there")
+    told = [a for a in arguments if a.lstrip("-").split("=")[0] in TOGETHER]
+    if processes > 1 and told:
+        raise UserError(
+            f"{told[0]} does not go with --processes={processes}, which tells the processes of one "
+            "machine how to find each other; leave out one of both"
+        )
     shown = cluster.get("env", {})
     settings = {**memory_settings(shown), **shown}
     # On a machine with GPUs, one for each process; on others without effect.
@@ -221,4 +229,6 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
+    streams.open_closed()
+    streams.outlive_readers()
     sys.exit(main(sys.argv))

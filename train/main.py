@@ -12,11 +12,13 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from train import check
+from train import check, signals, streams
 from train.distributed import compile_here, join
-from train.errors import RunError, UserError, is_disk_full, is_out_of_memory
+from train.errors import RunError, UserError, damaged_file, is_disk_full, is_out_of_memory
 from train.mistakes import mistake_in, mistake_in_traceback
 
+# After a write has failed: by then the main thread has raised it, or waits for ever.
+STUCK_SECONDS = 5.0
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Output; by default a new folder in workdir/.")
 _EVALUATE = flags.DEFINE_boolean(
@@ -36,7 +38,7 @@ def main(argv: list[str]) -> None:
     join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     compile_here()
     # Seconds of imports, which a mistyped flag need not wait for.
-    from train import agreement, evaluating, loop, signals, workdir
+    from train import agreement, evaluating, loop, workdir
 
     agreement.check_flags({"workdir": bool(_WORKDIR.value), "evaluate": _EVALUATE.value})
     folder = Path(_WORKDIR.value) if _WORKDIR.value else workdir.new(path.stem)
@@ -94,8 +96,9 @@ def give_simulated_devices_threads() -> None:
 
 def run() -> None:
     """Runs `main`: a failure with a known reason becomes one line, a defect a traceback."""
-    keep_stdout()
-    say_once_that_the_disk_is_full()
+    streams.outlive_readers()
+    streams.keep_stdout()
+    end_where_a_write_fails()
     try:
         main(sys.argv)
         return
@@ -111,22 +114,33 @@ def run() -> None:
     os._exit(status)
 
 
-def say_once_that_the_disk_is_full() -> None:
-    """Keeps orbax's threads from saying it too, with tracebacks: `run` makes one line of it."""
+def end_where_a_write_fails(after: float = STUCK_SECONDS) -> None:
+    """Ends the run where a thread of orbax's could not write, and says once that the disk is full.
+
+    The main thread raises it, unless it waits for a checkpoint: then it waits for that thread, and
+    that for other processes, which wait for what was to be written. The tracebacks of a full disk
+    are not shown, as it becomes one line.
+
+    Args:
+      after: seconds that the main thread has for it.
+    """
 
     def is_other(error: BaseException | None) -> bool:
         return error is None or not is_disk_full(error)
 
-    log, usual = logging.get_absl_logger(), threading.excepthook
-    log.addFilter(lambda record: is_other(record.exc_info[1] if record.exc_info else None))
+    def look(record: Any) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, Exception) and "Failed to run" in record.getMessage():
+            status, line = explained(error)
+            line = line or "a checkpoint could not be written, see above"
+            later = threading.Timer(after, signals.end, (status, f"\nerror: {line}"))
+            later.daemon = True
+            later.start()
+        return is_other(error)
+
+    usual = threading.excepthook
+    logging.get_absl_logger().addFilter(look)
     threading.excepthook = lambda args: usual(args) if is_other(args.exc_value) else None
-
-
-def keep_stdout() -> None:
-    """Keeps standard output for Python: Gloo prints a line there for every group of processes."""
-    sys.stdout = os.fdopen(os.dup(1), "w", buffering=1, encoding=sys.stdout.encoding)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
 
 
 def explained(error: Exception) -> tuple[int, str | None]:
@@ -144,6 +158,8 @@ def explained(error: Exception) -> tuple[int, str | None]:
             "a device has not enough memory: raise --config.microbatches, or lower "
             f"--config.batch_size ({first})"
         )
+    if (file := damaged_file(error)) is not None:
+        return 3, f"a file of the data set is damaged; prepare or copy the data set again: {file}"
     if is_disk_full(error):
         return 3, (
             "the disk of --workdir is full; complete checkpoints are unharmed: make room, and "

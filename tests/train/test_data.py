@@ -292,6 +292,18 @@ def test_a_directory_that_cannot_be_written(settings: config_dict.ConfigDict) ->
         data.load(settings, 32, [0], WORLD, 0)
 
 
+@pytest.mark.parametrize("text", ["{", None])
+def test_a_data_set_that_is_damaged(
+    settings: config_dict.ConfigDict, tmp_path: Path, text: str | None
+) -> None:
+    settings.data_dir = str(tmp_path)
+    data.load(settings, 32, [0], WORLD, 0)
+    (info,) = tmp_path.glob("digits/*/dataset_info.json")
+    info.write_text(text) if text else info.unlink()
+    with pytest.raises(UserError, match="'digits' in .* cannot be read: move its folder away"):
+        data.load(settings, 32, [0], WORLD, 0)
+
+
 def test_images_that_are_stored_as_png(tmp_path: Path, settings: config_dict.ConfigDict) -> None:
     """A builder that decodes: the labels alone are read without decoding its images."""
 

@@ -192,6 +192,11 @@ def test_one_process_is_told_by_its_own_flags() -> None:
             ["--processes=2", "--max_restarts=1", "--", "--config=x.py"],
             "error: --max_restarts needs --workdir=DIR after `--`: a restart continues there",
         ),
+        (
+            ["--processes=2", "--", "--config=x.py", "--coordinator=a:1"],
+            "error: --coordinator=a:1 does not go with --processes=2, which tells the processes of "
+            "one machine how to find each other; leave out one of both",
+        ),
     ],
 )
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import queue
 import re
 import socket
 import threading
@@ -15,7 +16,7 @@ from absl import logging
 from ml_collections import config_dict
 from running import Program
 
-from train import distributed, loop
+from train import distributed, loop, signals
 from train.distributed import (
     await_port,
     check_answer,
@@ -23,9 +24,9 @@ from train.distributed import (
 )
 from train.errors import RunError, UserError
 from train.main import (
+    end_where_a_write_fails,
     explained,
     give_simulated_devices_threads,
-    say_once_that_the_disk_is_full,
 )
 from train.workdir import claimed, keep_config, keep_data
 
@@ -169,7 +170,7 @@ def test_threads_say_nothing_of_a_full_disk(
     told: list[type[BaseException]] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
     monkeypatch.setattr(logging.get_absl_logger(), "filters", [])
-    say_once_that_the_disk_is_full()
+    end_where_a_write_fails()
 
     def fail(cause: Exception) -> None:
         try:
@@ -189,6 +190,38 @@ def test_threads_say_nothing_of_a_full_disk(
         and record.exc_info[1]
         and isinstance(record.exc_info[1].__cause__, KeyError)
     )
+
+
+@pytest.mark.parametrize(
+    ("cause", "status", "says"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 3, "the disk of --workdir is full"),
+        (PermissionError(errno.EACCES, "Permission denied"), 1, "a checkpoint could not be"),
+    ],
+)
+def test_a_run_ends_whose_main_thread_waits_for_a_failed_write(
+    monkeypatch: pytest.MonkeyPatch, cause: OSError, status: int, says: str
+) -> None:
+    """With several processes orbax waits there for ever."""
+    ended: queue.Queue[tuple[int, str]] = queue.Queue()
+    monkeypatch.setattr(signals, "end", lambda *how: ended.put(how))
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(logging.get_absl_logger(), "filters", [])
+    end_where_a_write_fails(after=0.0)
+    for message in ("an attempt failed", "[process=0] Failed to run 2 Handler Commit operations"):
+        assert ended.empty()
+        try:
+            raise cause
+        except OSError:
+            logging.error(message, exc_info=True)
+    found, line = ended.get(timeout=10)
+    assert found == status and line.startswith(f"\nerror: {says}")
+
+
+def test_a_damaged_data_set() -> None:
+    broken = RuntimeError("Corrupted Riegeli/records file: chunk header hash mismatch\nmore")
+    status, line = explained(broken)
+    assert status == 3 and line is not None and line.endswith("again: " + str(broken)[:-5])
 
 
 def test_memory_that_is_not_there(config: config_dict.ConfigDict, tmp_path: Path) -> None:
