@@ -1,7 +1,7 @@
 """What was measured on a GPU, as tables, and as the choice of implementations that follows from it.
 
-`python -m benchmarks.tables` uses it. The results are of `python -m benchmarks.kernels` and of
-`python -m benchmarks.gpu_steps`.
+`python -m benchmarks.tables` uses it. The results are of `python -m benchmarks.kernels`, of
+`python -m benchmarks.gpu_steps`, and of `python -m benchmarks.overlap`, which measures programs.
 """
 
 import json
@@ -31,6 +31,7 @@ STEPS = {
     "topk_allgather": "TopkA, 1 %",
     "oktopk": "Ok-Topk, 1 %",
 }
+COMPILED = STEPS | {"topk_dsa": "TopkDSA, 1 %", "gtopk": "gTopk, 1 %"}
 
 Times = dict[tuple[str, str], dict[float, dict[str, Any]]]
 
@@ -93,3 +94,32 @@ def _shares(row: dict[str, Any] | None) -> list[str]:
     if row["method"] == "none":
         return [f"{row['ms']:.1f} ms", f"{row['kernels_ms']:.1f} ms"]
     return [f"{100 * row['over_none']:+.1f} %", f"{100 * row['exchange_share']:+.1f} %"]
+
+
+def overlap(target: str) -> tuple[list[str], list[list[str]]]:
+    """What travels behind the backward pass of ResNet-50."""
+    rows = []
+    for row in _overlap("resnet50", target):
+        shares = [f"{row[name]:.2f}" for name in ("hidden", "behind_products")]
+        peak = [str(row["peak_mib"]), f"{row['of_first']:.2f}"]
+        rows.append([COMPILED[row["method"]], f"{row['sent_mb']:.1f}", *shares, *peak])
+    return ["method", "MB sent", "hidden", "behind products", "peak MiB", "of float32's"], rows
+
+
+def overlap_scanned() -> tuple[list[str], list[list[str]]]:
+    """The same of scanned layers, for both GPUs."""
+    a10 = {row["method"]: row for row in _overlap("scanned", "a10")}
+    rows = []
+    for row in _overlap("scanned", "h100"):
+        if row["method"] == "psum":
+            continue
+        shares = [row["hidden"], row["behind_products"], a10[row["method"]]["behind_products"]]
+        shares = [f"{share:.2f}" for share in (*shares, row["of_first"])]
+        rows.append([COMPILED[row["method"]], f"{row['sent_mb']:.1f}", *shares])
+    behind = [f"behind products, {name}" for name in ("H100", "A10")]
+    return ["method", "MB sent", "hidden, H100", *behind, "memory, of pmean's"], rows
+
+
+def _overlap(model: str, target: str) -> list[dict[str, Any]]:
+    found = json.loads((RESULTS / "gpu_overlap.json").read_text())["rows"]
+    return [row for row in found if (row["model"], row["target"]) == (model, target)]

@@ -35,7 +35,7 @@ from benchmarks.netlab.network import Network
 from benchmarks.netlab.worker import Jax, measure
 from jaxcomm import plan
 from jaxcomm.plan.costs import Costs
-from jaxcomm.plan.predict import ERRORS, Prediction, kind_of, predictions
+from jaxcomm.plan.predict import ERRORS, Prediction, error_of, kind_of, predictions
 
 NAME = "benchmarks.planner"
 # Hierarchical ones come last: networks of one level have none, and programs are numbered.
@@ -255,16 +255,20 @@ def choices_of(size: float, cases: list[Case]) -> dict[str, Any]:
 def errors_in(cases: list[Case]) -> dict[str, Any]:
     """Of each algorithm, the share of measurements within the error of their predictions."""
     ratios: dict[str, list[float]] = {name: [] for name in ERRORS}
+    within = dict.fromkeys(ERRORS, 0)
     for case, found in cases:
         times = milliseconds(found)
         for row in case["rows"]:
-            ratios[kind_of(as_method(row["method"]))].append(times[row["method"]] / row["ms"])
+            method = as_method(row["method"])
+            ratio = times[row["method"]] / row["ms"]
+            ratios[kind_of(method)].append(ratio)
+            within[kind_of(method)] += abs(1 / ratio - 1) <= error_of(method, case["size"])
     return {
         name: {
             "rows": len(found),
             "median_ratio": statistics.median(found),
             "median_error": statistics.median(abs(1 / r - 1) for r in found),
-            "within": sum(abs(1 / r - 1) <= ERRORS[name] for r in found) / len(found),
+            "within": within[name] / len(found),
             "error": ERRORS[name],
         }
         for name, found in ratios.items()

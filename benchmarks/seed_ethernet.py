@@ -4,9 +4,8 @@
 
 The paper's float32 exchange takes 106/234 of the computing. Here a real training step of a small
 perceptron is timed without exchange, then the links get the rate at which float32 takes just that.
-Efficiency is the step without exchange over the step. Steps alternate, and a time is the mean of
-the fastest third of all: on a machine that others use too, the rest was disturbed. `bytes allow` is
-what a step would have whose exchange took only what the busiest link needs.
+Efficiency is the step without exchange over the step. Steps alternate, and a time is the median of
+all. `bytes allow` is what a step would have whose exchange took only what the busiest link needs.
 
 `two` has two links a host of the same rate as `one` has one. A TCP stream stays on one of them.
 1-bit Adam is timed after its dense steps.
@@ -14,7 +13,6 @@ what a step would have whose exchange took only what the busiest link needs.
 
 import argparse
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -99,21 +97,13 @@ def rate_for(args: argparse.Namespace) -> float:
         compute, float32 = lab.rows(command(args, "float32", repeats=6), args.seconds)
     assert lab.share is not None
     bits = 8 * float32["bytes_busiest_link"]
-    return round(bits / (SHARE * undisturbed_ms(compute) * 1e3) / lab.share, 2)
-
-
-def undisturbed_ms(row: dict[str, Any]) -> float:
-    """The mean of the fastest third."""
-    fastest = sorted(row["all_ms"])
-    return statistics.mean(fastest[: max(1, len(fastest) // 3)])
+    return round(bits / (SHARE * compute["ms"] * 1e3) / lab.share, 2)
 
 
 def finish(rows: list[Any], part: str) -> None:
     """Adds per cent: the efficiency, what bytes allow, the paper's."""
-    compute = undisturbed_ms(rows[0])
+    compute = rows[0]["ms"]
     for row in rows:
-        row["ms"] = undisturbed_ms(row)
-        row["over_floor"] = row["floor_ms"] and row["ms"] / row["floor_ms"]
         row["efficiency"] = 100 * compute / row["ms"]
         row["bytes_allow"] = 100 * compute / (compute + row["floor_ms"])
         row["paper"] = PAPER.get((part, row["name"]))

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [
     ROOT / "README.md",
+    RESULTS / "gpu_overlap.md",
     *(
         ROOT / "docs" / name
         for name in ("choose.md", "kernels.md", "measurements.md", "networks.md")
@@ -325,6 +326,9 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "digits_by_label": lambda: table_or(*digits.by_label(), "None of these runs is kept yet."),
     "gpu_kernels": lambda: table(*on_gpu.kernels()),
     "gpu_steps": lambda: table(*on_gpu.steps()),
+    "overlap_h100": lambda: table(*on_gpu.overlap("h100")),
+    "overlap_a10": lambda: table(*on_gpu.overlap("a10")),
+    "overlap_scanned": lambda: table(*on_gpu.overlap_scanned()),
     "overlap_cpu": overlap_cpu,
     "simulated": simulated,
     "planner": lambda: table(*planner.errors_table(planned())),

@@ -2,7 +2,7 @@
 
 Losses are those of `python -m benchmarks.pareto`, on the larger GPT with Adam and on the LSTM with
 SGD and Nesterov's momentum. Steps are those of `python -m benchmarks.allreduce --peers` and
-`python -m benchmarks.adam_steps`.
+`python -m benchmarks.chain_steps`.
 """
 
 import collections
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.pareto import results as front
 
-ADAM_STEPS = Path(__file__).parent / "results" / "adam_steps.json"
+CHAIN_STEPS = Path(__file__).parent / "results" / "chain_steps.json"
 Timed = Mapping[str, Mapping[str, Any]]
 
 
@@ -27,7 +27,7 @@ class Take(NamedTuple):
       link: its name where whole steps on links were measured, or empty.
       adam: its name on the GPT, or empty.
       sgd: its name on the LSTM with Nesterov's momentum, or empty.
-      step: its name where steps with Adam were measured, or empty.
+      step: its name where steps of chains were measured, or empty.
     """
 
     optimizer: str
@@ -77,8 +77,8 @@ TAKE = (
     Take(
         "SGD",
         "each device's momentum by `jaxcomm.local`, then scaled signs",
-        "scaled_sign",
         sgd="local momentum, scaled_sign",
+        step="local_momentum",
     ),
     Take(
         "SGD",
@@ -90,10 +90,13 @@ TAKE = (
     Take(
         "SGD",
         "each device's momentum by `jaxcomm.local`, then `jaxcomm.majority_vote`",
-        "vote",
         sgd="local momentum, vote",
+        step="local_momentum_vote",
     ),
 )
+
+# The chain of `chain_steps` whose optimizer sees float32 means.
+IN_FLOAT32 = {"Adam": "adam", "SGD": "momentum"}
 
 MARKS = (
     ("*", "- \\*: at one learning rate alone; the loss at the best one may be lower."),
@@ -146,20 +149,20 @@ def worse(runs: list[dict[str, Any]]) -> str:
 def speed(timed: Timed, row: Take, rate: str) -> str:
     """How many steps fit into a float32 step; empty where that was not measured."""
     if row.step:
-        found = {step["name"]: step["ms"] for step in adam_steps(rate)}
+        found = {step["name"]: step["ms"] for step in chain_steps(rate)}
+        ms, float32 = found.get(row.step), found.get(IN_FLOAT32[row.optimizer])
     else:
-        found = {row.link: timed[row.link].get(rate, {}).get("step_ms")}
-        found["float32"] = timed["float32"][rate]["step_ms"]
-    ms = found.get(row.step or row.link)
-    return times(found["float32"] / ms) if ms else ""
+        ms = timed[row.link].get(rate, {}).get("step_ms")
+        float32 = timed["float32"][rate]["step_ms"]
+    return times(float32 / ms) if ms and float32 else ""
 
 
 def times(factor: float) -> str:
     return f"{factor:.0f}x" if factor >= 10 else f"{factor:.1f}x"
 
 
-def adam_steps(rate: str) -> list[dict[str, Any]]:
-    """What `python -m benchmarks.adam_steps` has kept of links with this rate."""
-    if not ADAM_STEPS.exists():
+def chain_steps(rate: str) -> list[dict[str, Any]]:
+    """What `python -m benchmarks.chain_steps` has kept of links with this rate."""
+    if not CHAIN_STEPS.exists():
         return []
-    return json.loads(ADAM_STEPS.read_text())["parts"].get(rate, {"rows": []})["rows"]
+    return json.loads(CHAIN_STEPS.read_text())["parts"].get(rate, {"rows": []})["rows"]

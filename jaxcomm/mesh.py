@@ -101,8 +101,8 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
 
     Raises:
       ValueError: if no mesh is set, it has no such axis, the local leading axis is not a multiple
-        of the number of local devices along it or not that of all leaves, or the batch is global
-        already.
+        of the number of local devices along it or not that of all leaves, or other processes have
+        a part of the batch: it is global already.
 
     Wire: nothing.
 

@@ -27,7 +27,6 @@ METHODS: dict[str, Exchange] = {
     "int4": lambda **kw: jaxcomm.mean("data", "int4", error_feedback=True, **kw),
     "scaled_sign": lambda **kw: jaxcomm.mean("data", "scaled_sign", error_feedback=True, **kw),
     "vote": lambda **kw: jaxcomm.majority_vote("data", **kw),
-    "vote_direct": lambda **kw: jaxcomm.majority_vote("data", "direct", **kw),
     "low_rank": lambda **kw: jaxcomm.low_rank_mean("data", 4, **kw),
     "one_bit_adam": lambda **kw: jaxcomm.one_bit_adam("data", 1e-3, dense_steps=100, **kw),
     "oktopk": lambda **kw: jaxcomm.sparse_mean("data", 0.01, "oktopk", **kw),

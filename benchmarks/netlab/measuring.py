@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +16,7 @@ from benchmarks.netlab.calibrate import calibrated
 from benchmarks.netlab.hosts import HostError, run_everywhere
 from benchmarks.netlab.methods import COMPILED
 from benchmarks.netlab.network import Network, NetworkError
-from benchmarks.netlab.worker import MARK
+from benchmarks.netlab.worker import COUNTED, MARK
 from jaxcomm import plan
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -61,8 +61,8 @@ class Lab:
         """Runs a worker that ends in `worker.measure` on every host; returns its rows.
 
         Each gets bytes_busiest_link, floor_ms and over_floor, of the direction of a link that was
-        busiest in a step, without the barriers around it. `programs` is a folder of compiled
-        programs, from a run of the same cases before; None is a new one.
+        busiest in a step, without the barriers around it; the median of several runs. `programs` is
+        a folder of compiled programs, from a run of the same cases before; None is a new one.
 
         Raises:
           HostError: if a process fails, or does not end in time.
@@ -85,10 +85,12 @@ class Lab:
             own = {COMPILED: programs or folder, "JAX_ENABLE_COMPILATION_CACHE": "false"}
             variables = {**WORKER_VARIABLES, **own}
             run_everywhere(self.network, command, seconds, variables, on_line)
-        barriers, *sent_by = [
+        runs = [
             {key: after[key] - before[key] for key in after}
             for before, after in zip(counted[::2], counted[1::2], strict=True)
         ]
+        each = [runs[start : start + COUNTED] for start in range(0, len(runs), COUNTED)]
+        barriers, *sent_by = map(_usual, each)
         for row, sent in zip(rows, sent_by, strict=True):
             sent = {key: max(sent[key] - barriers[key], 0) / row["steps"] for key in sent}
             row["bytes_busiest_link"] = round(max(sent.values()))
@@ -106,6 +108,11 @@ class Lab:
             if links[i].rate is not None and self.share
         ]
         return max(times, default=None)
+
+
+def _usual(runs: Sequence[Sent]) -> Sent:
+    """The run whose busiest link carried the median."""
+    return sorted(runs, key=lambda sent: max(sent.values(), default=0))[len(runs) // 2]
 
 
 def _rate_between(made: plan.Topology, a: str, b: str) -> float:

@@ -1,8 +1,8 @@
 """PyTorch's DistributedDataParallel with its communication hooks, on the same links.
 
-A worker: `python -m benchmarks.netlab.peers --params=8e6 --repeats=5`, on every host, with a Python
-that has torch. The model and the batch are those of `methods.Step`. The row of a hook has ms, the
-step less the same step without DDP, and step_ms.
+A worker of `python -m benchmarks.allreduce --peers`, which runs it on every host with a Python that
+has torch. The model and the batch are those of `methods.Step`. The row of a hook has ms, the step
+less the same step without DDP, and step_ms.
 
 PowerSGD has one bucket for all gradients: with DDP's own buckets it hangs on gloo. It compresses
 every matrix, with error feedback and warm start, as of its third step.

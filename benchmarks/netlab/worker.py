@@ -1,12 +1,13 @@
 """What every host does in a measurement: the same cases in turn, between barriers.
 
 It imports neither jax nor the network's side (`measuring`), so that other frameworks' processes run
-it too. The first host prints MARK before and after one run of each case, and waits for a line:
-while it waits, the bytes of every link are counted. The first run does nothing, and tells what the
+it too. The first host prints MARK before and after COUNTED runs of each case, and waits for a line:
+while it waits, the bytes of every link are counted. The first runs do nothing, and tell what the
 barriers send. In the end it prints MARK and the rows.
 """
 
 import functools
+import itertools
 import json
 import resource
 import statistics
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 MARK, MANY = "@@", 100
+COUNTED = 3  # runs: in one of them TCP may send something twice
 
 
 class Case:
@@ -88,7 +90,7 @@ class Jax:
 
 
 def measure(cases: Sequence[Case], together: Together, repeats: int, seconds: float = 0.0) -> None:
-    """Warms each case up, runs it once for its bytes, then all in turn for their times.
+    """Warms each case up, runs it COUNTED times for its bytes, then all in turn for their times.
 
     Those that are short are repeated more often, until each has run for so many seconds, or
     MANY times: what is short varies most.
@@ -101,8 +103,8 @@ def measure(cases: Sequence[Case], together: Together, repeats: int, seconds: fl
         for _ in range(case.warm):
             case.prepare()
             case.run()
-    for case in (None, *cases):
-        name = "nothing" if case is None else case.name
+    for case, count in itertools.product((None, *cases), range(COUNTED)):
+        name = f"{'nothing' if case is None else case.name} {count}"
         if case is not None:
             case.prepare()
         for moment in ("before", "after"):

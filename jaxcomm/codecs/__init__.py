@@ -40,6 +40,7 @@ __all__ = [
     "terngrad",
 ]
 
+#: What makes a codec, by the name that `codec=` takes.
 BY_NAME: dict[str, Callable[..., Codec]] = {
     "float32": float32,
     "bfloat16": bfloat16,

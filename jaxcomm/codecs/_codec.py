@@ -51,7 +51,7 @@ class Codec:
 
     @property
     def variance(self) -> float:
-        """A bound of E|C(x) - x|^2 / |x|^2 if it can be 1 or more; else 0.
+        """A bound of `E|C(x) - x|^2 / |x|^2` if it can be 1 or more; else 0.
 
         With error feedback, such an error may grow from step to step.
         """

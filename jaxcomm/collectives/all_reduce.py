@@ -182,8 +182,8 @@ def pmean(
       codec: a name in `jaxcomm.codecs.BY_NAME`, or a codec.
       algorithm: "native", "direct", "ring", "two_way_ring", "halving_doubling", "circulant" or an
         algorithm; None is "native" for float32; between CPU processes "ring" for 16 bits and int8
-        (short vectors take fewer rounds), and "two_way_ring" for cnat on 3 to 8 devices; "direct"
-        for everything else.
+        (short vectors take fewer rounds), "two_way_ring" for cnat on 3 to 8 devices and "circulant"
+        on more than 32; "direct" for everything else.
       second_hop: the format that brings the mean back; None is that of `codec`.
       key: for codecs that round or draw at random: equal on all devices, another in each call.
       implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.

@@ -101,7 +101,8 @@ class Explanation:
             f"State on a device: {self.own_bytes:,} bytes that differ from device to device, "
             f"{self.shared_bytes:,} others.",
             "",
-            "First in the chain: the exchange, after jaxcomm.local at most. What it needs:",
+            f"First in the chain: the exchange, after jaxcomm.local at most. What it needs"
+            f"{':' if self.needs else ' beside that: nothing.'}",
         ]
         needs = (textwrap.wrap(f"- {': '.join(x)}", 90, subsequent_indent="  ") for x in self.needs)
         return "\n".join([*lines, *(line for wrapped in needs for line in wrapped)])

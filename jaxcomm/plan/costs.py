@@ -19,6 +19,7 @@ from jaxcomm.plan.files import File, pyyaml
 VERSION = 3
 MERGING = "/ring"  # behind the name of a family
 SIZES = (2**18, 2**21)  # values at which codes are timed; the second fills a bucket
+_NOT_MEASURED = "not measured here"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Costs:
         for family, pair in self.local.items():
             if not all(0 <= seconds < float("inf") for seconds in pair):
                 raise ValueError(f"{family} takes seconds a value, 0 or more, got {pair!r}.")
+
+    @property
+    def are_measured(self) -> bool:
+        """Whether they are of CPUs on which they were measured: then errors are known."""
+        return self.is_between_cpus and _NOT_MEASURED not in self.source
 
     @property
     def is_between_cpus(self) -> bool:
@@ -193,7 +199,7 @@ def _picoseconds(**of: float) -> dict[str, tuple[float, float]]:
 # 400 GB/s within a machine, or less if the file says so.
 DEFAULTS = {
     "cpu": Costs(
-        source="defaults for a CPU, not measured here",
+        source=f"defaults for a CPU, {_NOT_MEASURED}",
         latency=1.5e-4,
         per_byte=6e-10,
         efficiency=0.95,
@@ -223,7 +229,7 @@ DEFAULTS = {
         },
     ),
     "gpu": Costs(
-        source="defaults for a GPU, not measured here",
+        source=f"defaults for a GPU, {_NOT_MEASURED}",
         latency=3e-5,
         per_byte=2.5e-12,
         efficiency=0.93,

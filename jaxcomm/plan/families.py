@@ -305,7 +305,7 @@ def _of_sparse(name: str, n: int, world: int) -> tuple[Algorithm, Reduction]:
     if name == "gtopk":
         # Every round sends whole lists, to the same devices as halving-doubling does.
         k = chosen.k(n)
-        return algorithms.halving_doubling(), Lists(whole.bytes_of(k), k)
+        return algorithms.halving_doubling(), Lists(whole.bytes_of(k), 4 * -(-k // 32))
     there = small.bytes_of(chosen.room(n, world))
     if name == "oktopk":
         back = small.bytes_of(-(-chosen.k(n) // world))

@@ -25,7 +25,8 @@ from jaxcomm.plan.simulate import Exchange
 
 _MARGIN = 0.02  # how much slower a step may be for better quality
 # The relative error that four of five predictions stayed within, by algorithm: `python -m
-# benchmarks.planner --report`. Below a million values it is up to 1.7 times as much.
+# benchmarks.planner --report`. Of fewer values than FEW it is up to MORE times as much.
+FEW, MORE = 1e6, 1.7
 ERRORS = {
     "native": 0.05,
     "ring": 0.1,
@@ -44,6 +45,11 @@ def kind_of(method: Method) -> str:
     """Its place in ERRORS: its algorithm, or "own" for what is more than one plain mean."""
     is_plain = FAMILIES[method.family].options["method"] in ("mean", "majority_vote")
     return method.algorithm if is_plain else "own"
+
+
+def error_of(method: Method, values: float) -> float:
+    """The relative error that predictions stayed within, between CPUs whose costs were measured."""
+    return ERRORS[kind_of(method)] * (MORE if values < FEW else 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +269,7 @@ def _prediction(
         speedup=with_float32 / step,
         bytes_busiest_link=sum(part.times * e.bytes_busiest_link for part, e in made),
         busiest_link=busiest.busiest_link if busiest else None,
-        error=ERRORS[kind_of(method)] if cluster.costs.is_between_cpus else None,
+        error=error_of(method, load.values) if cluster.costs.are_measured else None,
     )
 
 

@@ -159,6 +159,18 @@ def fits(path: str, patterns: Sequence[str]) -> bool:
     return any(path == pattern or fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
 
 
+def check_names(axis_name: AxisName, exempt: Exempt, bucket_order: Sequence[str] | None) -> None:
+    """Raises, when a transformation is made, for what is no name and no list of names.
+
+    A function is right for `exempt` too.
+    """
+    _axes.names_of(axis_name)
+    if not callable(exempt):
+        require_strings(exempt, "exempt", "patterns")
+    if bucket_order is not None:
+        require_strings(bucket_order, "bucket_order", "paths")
+
+
 def require_strings(given: Any, name: str, what: str) -> None:
     """Raises a TypeError for what is no list of strings: a string, None, a number."""
     if isinstance(given, str):
@@ -187,7 +199,6 @@ def check_patterns(
 
 def _check_order(order: Sequence[str], paths: Sequence[str], is_part: bool) -> None:
     """Raises for a name that is no path; a part of `optax.partition` may be given those of all."""
-    require_strings(order, "bucket_order", "paths")
     wrong = [] if is_part else [name for name in order if name not in paths]
     if wrong:
         raise ValueError(

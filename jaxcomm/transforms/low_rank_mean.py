@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomm import _axes, codecs, collectives
+from jaxcomm import codecs, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._numbers import check_seed, is_integer
 from jaxcomm.codecs.random_k import RandomK
@@ -34,7 +34,7 @@ from jaxcomm.transforms._exchange import (
     updates_of,
     within_range,
 )
-from jaxcomm.transforms._layout import Exempt, Layout, Leaf, layout_of, local_shape
+from jaxcomm.transforms._layout import Exempt, Layout, Leaf, check_names, layout_of, local_shape
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
 from jaxcomm.transforms.per_device import PerDevice, zeros_per_device, zeros_per_group
@@ -148,7 +148,7 @@ def low_rank_mean(
     of zeros drawn anew, as they would stay zero. Each projection of Gram-Schmidt is done twice.
     The published package (epfml/powersgd) sends P in one step and Q in the next.
     """
-    _axes.names_of(axis_name)
+    check_names(axis_name, exempt, bucket_order)
     check_seed(seed)
     if not is_integer(rank) or rank < 1:
         raise ValueError(f"low_rank_mean needs a rank of at least 1, got {rank!r}.")
@@ -294,7 +294,7 @@ def _low_rank_layout(layout: Layout, rank: int) -> Layout:
         raise ValueError(
             f"rank {rank} compresses no parameter: the largest, {largest.path} of shape "
             f"{largest.shape}, would take (rows + columns) * rank values, which are no fewer than "
-            "it has. Choose a lower rank."
+            f"it has. {'Choose a lower rank' if rank > 1 else 'Take jaxcomm.mean'}."
         )
     return dataclasses.replace(layout, leaves=leaves)
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jaxcomm import collectives
-from jaxcomm._axes import AxisName, names_of
+from jaxcomm._axes import AxisName
 from jaxcomm._numbers import check_seed
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import Default
@@ -36,7 +36,7 @@ from jaxcomm.transforms._exchange import (
     updates_of,
     within_range,
 )
-from jaxcomm.transforms._layout import Exempt, Layout, layout_of
+from jaxcomm.transforms._layout import Exempt, Layout, check_names, layout_of
 from jaxcomm.transforms._scheme import Scheme, exchange
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
@@ -125,8 +125,9 @@ def majority_vote(
     two if it can be zero (ties="zero" at an even number of devices, or zeros="abstain", which also
     doubles the bits of the votes). Bits a coordinate: direct 2(N-1)/N; for N = 2^q devices
     halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, ring log2 N and two_way_ring
-    log2 N - 1 + (log2 N + 1)/N. Exempt leaves travel in one float32 all-reduce, with one flag or,
-    with error feedback, the scales.
+    log2 N - 1 + (log2 N + 1)/N, and circulant, of most device counts above 16, little more than
+    direct. Exempt leaves travel in one float32 all-reduce, with one flag or, with error feedback,
+    the scales; on a mesh of several axes one int32 goes over the others.
 
     Example:
       >>> import jaxcomm, optax
@@ -144,7 +145,7 @@ def majority_vote(
     wins. The learning rate is no part of the residual, unlike in EF-signSGD. Devices vote on signs
     instead of averaging scaled signs: only votes can be all-reduced in few bits.
     """
-    names_of(axis_name)
+    check_names(axis_name, exempt, bucket_order)
     _check(ties, zeros, seed, error_feedback)
     chosen = Default("votes") if algorithm is None else _known(algorithm)
     limit = bytes_of(bucket_mib)

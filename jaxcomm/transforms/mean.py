@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomm import _axes, codecs, collectives
+from jaxcomm import codecs, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._notes import noted
 from jaxcomm._numbers import check_seed
 from jaxcomm.collectives.reductions import CodedMean
-from jaxcomm.kernels import _implementations
+from jaxcomm.kernels import _device, _implementations
 from jaxcomm.kernels.reductions import computed_once
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
+    LAYER,
+    Bucket,
     buckets_of,
     bytes_of,
     joined,
@@ -39,7 +41,7 @@ from jaxcomm.transforms._exchange import (
     updates_of,
     within_range,
 )
-from jaxcomm.transforms._layout import Exempt, Layout, layout_of
+from jaxcomm.transforms._layout import Exempt, Layout, check_names, layout_of
 from jaxcomm.transforms._scheme import Scheme, exchange
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
@@ -91,10 +93,10 @@ def mean(
     all-reduce; so do larger ones by the names bias, scale, offset, beta, gamma, and the weight of a
     norm. All other leaves are exchanged in buckets; a bucket is one message per hop.
 
-    With error feedback, each device keeps the rounding errors of its own messages, on every hop,
-    and adds them to its next gradients. The owner of a block also keeps N times the rounding error
-    of the encoded mean. Over all steps, the updates and the mean of the residuals add up to the
-    mean of the gradients, except for what 16-bit updates round off. What comes late this way, a
+    With `error_feedback=True`, each device keeps the rounding errors of its own messages, on every
+    hop, and adds them to its next gradients. The owner of a block also keeps N times the rounding
+    error of the encoded mean. Over all steps, the updates and the mean of the residuals add up to
+    the mean of the gradients, except for what 16-bit updates round off. What comes late this way, a
     momentum behind the exchange repeats, and Adam is not linear in it (H. Tang et al., 2021). So
     with fewer bits than int4 put SGD's momentum in front, `jaxcomm.local(axis_name,
     optax.trace(0.9, nesterov=True))`, and with Adam the mean into `jaxcomm.factored_adam`. `init`
@@ -117,9 +119,10 @@ def mean(
       algorithm: "native", "direct", "ring", "two_way_ring", "halving_doubling", "circulant" or an
         algorithm such as `jaxcomm.algorithms.halving_doubling(order="far_first")`; None is "native"
         for float32; between CPU processes "ring" for 16 bits and int8 (short vectors take fewer
-        rounds), and "two_way_ring" for cnat on 3 to 8 devices; "direct" for everything else.
+        rounds), "two_way_ring" for cnat on 3 to 8 devices and "circulant" on more than 32; "direct"
+        for everything else.
       error_feedback: whether each device keeps the errors of its messages, in one float32 copy of
-        the gradients; "first_hop" keeps no error of the second hop.
+        the gradients; "first_hop" keeps no error of the second hop: rounding of means is lost.
       second_hop: the codec of the mean in the all-gather; None is `codec`.
       exempt: which leaves travel in float32. Patterns of paths such as ["head/*"] add to those
         above; a function of path and shape decides about all leaves.
@@ -170,7 +173,7 @@ def mean(
     Differs from the paper: the owner of a block has no second state for the error of the mean; it
     adds that error to its residual, in the block that it owns and never sends.
     """
-    _axes.names_of(axis_name)
+    check_names(axis_name, exempt, bucket_order)
     check_seed(seed)
     reduction, chosen = collectives.mean_of(
         codec, algorithm, second_hop, error_feedback, implementation
@@ -190,7 +193,7 @@ def mean(
         return MeanState(layout, jnp.zeros((), jnp.int32), residual)
 
     def on_device(grads: Arrays, own: Own, step: jax.Array, layout: Layout) -> tuple[Arrays, Own]:
-        large, exempt_ = split_off_empty(layout) if is_plain else split_off_exempt(layout)
+        large, exempt_ = _split_off_small(layout, is_plain)
         buckets = buckets_of(layout, large, bucket_order, limit)
         key = jax.random.fold_in(jax.random.key(seed), step)
         (old,) = own
@@ -250,6 +253,16 @@ def _fed_back(
 def _bits(codec: codecs.Codec, values: int = 2**16) -> float:
     """The bits a value of a long message."""
     return 8 * codec.message_bytes(values) / values
+
+
+def _split_off_small(layout: Layout, is_plain: bool) -> tuple[Bucket, Bucket]:
+    """The leaves that travel in buckets, and the others.
+
+    A plain mean sends exempt leaves like all others, with one latency. In a loop their gradients
+    come behind all products, which on GPUs hide the buckets that do not wait for them.
+    """
+    in_a_loop = LAYER.get() is not None and not _device.is_between_cpu_processes()
+    return split_off_empty(layout) if is_plain and not in_a_loop else split_off_exempt(layout)
 
 
 def plain_mean(parts: dict[int, jax.Array], axis_name: AxisName) -> dict[int, jax.Array]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomm import _axes, _branches, collectives
+from jaxcomm import _branches, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._notes import Message, noted
 from jaxcomm.collectives.one_bit import BLOCK, chunk_length, one_bit_mean
@@ -38,7 +38,7 @@ from jaxcomm.transforms._exchange import (
     vectors_in_view,
 )
 from jaxcomm.transforms._frozen_adam import FrozenAdam
-from jaxcomm.transforms._layout import Exempt, Layout, layout_of
+from jaxcomm.transforms._layout import Exempt, Layout, check_names, layout_of
 from jaxcomm.transforms._optimizer import check_number, is_count, replicated, zeros_like_params
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_optimizer_behind, refuse_wrappers
@@ -184,7 +184,7 @@ def one_bit_adam(
     user for masks where v = 0, and does not save the errors in a checkpoint. GRACE's `onebit` is
     another method: it sends two means for each tensor and a byte for each sign.
     """
-    _axes.names_of(axis_name)
+    check_names(axis_name, exempt, bucket_order)
     if total_steps is not None:
         if dense_steps is not None:
             raise ValueError(

@@ -38,7 +38,7 @@ from jaxcomm.transforms._exchange import (
     updates_of,
     within_range,
 )
-from jaxcomm.transforms._layout import Exempt, Layout, layout_of
+from jaxcomm.transforms._layout import Exempt, Layout, check_names, layout_of
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
 from jaxcomm.transforms.per_device import (
@@ -116,7 +116,8 @@ def sparse_mean(
 
     A value that is not in the update stays in its device's residual, which is added to the next
     gradients. Over all steps, the updates and the mean of the residuals add up to the mean of the
-    gradients. Leaves of at most one dimension (as in `jaxcomm.mean`) are averaged exactly.
+    gradients, without momentum correction. Leaves of at most one dimension (as in `jaxcomm.mean`)
+    are averaged exactly.
 
     With momentum correction, each device adds up its momentum instead of its gradients and selects
     from that sum, so that values that wait keep their momentum. Where a value was sent, its sum and
@@ -171,7 +172,7 @@ def sparse_mean(
     and factor masking are those of Lin et al.; their clipping and their rising density are not
     here.
     """
-    _axes.names_of(axis_name)
+    check_names(axis_name, exempt, bucket_order)
     chosen = sparse.from_name(algorithm)
     option = _implementations.check(implementation, chosen.operations, chosen.name)
     chosen = dataclasses.replace(chosen, density=density, implementation=option)

@@ -214,9 +214,9 @@ def _refuse_to_lose(state: Any) -> None:
     if any(isinstance(node, PerDevice) and node.values for node in nodes):
         raise ValueError(
             "a stage would end with state of each device, such as a residual, that the next stage "
-            "has no place for. Give all stages error_feedback=True and the same exempt leaves (a "
-            "float32 mean too: it then sends what is left), or the same rank, or put jaxcomm.local "
-            "before the stages."
+            "has no place for. Only stages of one kind hand it on: give all error_feedback=True "
+            "and the same exempt leaves (a float32 mean too: it then sends what is left), or the "
+            "same rank; or put jaxcomm.local before the stages."
         )
 
 

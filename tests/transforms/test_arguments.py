@@ -67,3 +67,23 @@ def test_options_of_a_sparse_all_reduce_are_numbers(option: str) -> None:
 def test_momentum_of_values_that_do_not_wait() -> None:
     with pytest.raises(ValueError, match=r"put jaxcomm.local\(axis, optax.trace"):
         jaxcomm.sparse_mean("data", error_feedback=False, momentum_correction=0.9)
+
+
+LISTS: dict[str, Callable[..., Any]] = {
+    "mean": functools.partial(jaxcomm.mean, "data"),
+    "majority_vote": functools.partial(jaxcomm.majority_vote, "data"),
+    "sparse_mean": functools.partial(jaxcomm.sparse_mean, "data", 0.1),
+    "low_rank_mean": functools.partial(jaxcomm.low_rank_mean, "data", 2),
+    "one_bit_adam": functools.partial(jaxcomm.one_bit_adam, "data", 0.1, dense_steps=9),
+}
+
+
+@pytest.mark.parametrize("make", LISTS.values(), ids=LISTS.keys())
+def test_names_come_in_lists(make: Callable[..., Any]) -> None:
+    with pytest.raises(TypeError, match=r"exempt must be a list of patterns.*write \['head/\*'\]"):
+        make(exempt="head/*")
+    with pytest.raises(TypeError, match="exempt must be a list of patterns, got 3"):
+        make(exempt=3)
+    with pytest.raises(TypeError, match="bucket_order must be a list of paths, got 3"):
+        make(bucket_order=3)
+    make(exempt=lambda path, shape: False, bucket_order=("w",))

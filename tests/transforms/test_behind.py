@@ -1,4 +1,4 @@
-"""Inside the backward pass of a loop, a hop of Ok-Topk waits for a gradient computed meanwhile."""
+"""Inside the backward pass of a loop: what waits for gradients that are computed meanwhile."""
 
 from typing import Any
 
@@ -60,3 +60,27 @@ def test_which_gradient_a_hop_waits_for() -> None:
         ("all_gather", "s", "r"),
     ]
     assert {hop for hop in plain if hop[0] == "all_to_all"} == {("all_to_all",)}
+
+
+def sums(jaxpr: Any) -> list[int]:
+    """The values of each all-reduce of a program."""
+    found = []
+    for line in jaxpr.eqns:
+        if line.primitive.name.startswith("psum"):
+            found.append(sum(x.aval.size for x in line.invars))
+        for inner in jaxprs_in_params(line.params):
+            found += sums(inner)
+    return found
+
+
+def test_exempt_gradients_come_behind_all_others() -> None:
+    """On GPUs a bucket that waited for them had no product left to travel behind."""
+    exchange = jaxcomm.mean("data", bucket_order=ORDER, bucket_mib=MIB)
+    inside, batch = jaxcomm.in_backward(exchange, ["blocks"]), jnp.ones(8)
+    params = {"blocks": {name: jnp.ones((1, *shape)) for name, shape in SHAPES.items()}}
+    with jax.set_mesh(mesh_of()):
+        step = jax.make_jaxpr(program(inside, loss_fn))(params, inside.init(params), batch)
+    sizes = {name: jnp.ones(shape).size for name, shape in SHAPES.items()}
+    large = sizes["a"], sizes["b"] + sizes["c"]
+    *buckets, exempt = [size for size in sums(step.jaxpr) if size > 1]
+    assert exempt == sizes["s"] + sizes["r"] and tuple(buckets) == large

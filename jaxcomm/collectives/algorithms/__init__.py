@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 # `hierarchical` has no name: it needs two algorithms.
+#: What makes an algorithm, by the name that `algorithm=` takes.
 BY_NAME: dict[str, Callable[..., Algorithm]] = {
     "native": native,
     "direct": direct,

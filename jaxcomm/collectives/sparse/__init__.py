@@ -26,6 +26,7 @@ __all__ = [
     "topk_dsa",
 ]
 
+#: What makes a sparse all-reduce, by the name that `algorithm=` takes.
 BY_NAME: dict[str, Callable[..., SparseAllReduce]] = {
     "oktopk": oktopk,
     "topk_allgather": topk_allgather,

@@ -11,7 +11,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives import _sending
 from jaxcomm.collectives.sparse._sparse import SparseAllReduce, SparseResult, take_out
-from jaxcomm.kernels import select
+from jaxcomm.kernels import bitplanes, select
 
 Pairs = tuple[tuple[int, int], ...]
 
@@ -34,9 +34,9 @@ class Gtopk(SparseAllReduce):
     merge on that device's path. At N = 2^q + r devices, r of them first give their lists to a
     neighbour. At the end the neighbour returns the result, and which of the places survived.
 
-    Wire: log2 N lists of k entries of 6 bytes, and 4 bytes for every 2^16 values where n > 2^16,
-    for N = 2^q; else the busiest device sends one list and k bits more, in two more rounds. The
-    merges sort 2k entries.
+    Wire: log2 N lists of k entries of 6 bytes, each with 4 bytes for every 2^16 values where
+    n > 2^16, for N = 2^q; else the busiest device sends one list and k bits more, in two more
+    rounds. The merges sort 2k entries.
 
     References:
       S. Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for
@@ -114,9 +114,13 @@ def _merged_by_all(
         final = _sent(best, n, entries, axis_name, back)
         best = jax.tree.map(lambda a, b: jnp.where(is_given, a, b), final, best)
         # What was given is in the order of places, and so comes back in it.
-        answer = _sending.ppermute(given_alive, axis_name, back)
+        answer = _sending.ppermute(bitplanes.pack(given_alive), axis_name, back)
         order = jnp.argsort(mine)
-        alive = jnp.where(is_given, jnp.zeros_like(alive).at[order].set(answer), alive)
+        alive = jnp.where(
+            is_given,
+            jnp.zeros_like(alive).at[order].set(bitplanes.unpack(answer, mine.size)),
+            alive,
+        )
     return best, alive
 
 
@@ -170,7 +174,7 @@ def gtopk(recompute_every: int = 1, scaling: float = 1.012, tolerance: float | N
       ValueError: for anything else.
 
     Wire: log2 N lists of k entries of 6 bytes at powers of two; else the busiest device sends one
-    list and k bits more.
+    list and k bits more. Where n > 2^16, a list has 4 bytes more for every 2^16 values.
 
     References:
       S. Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for

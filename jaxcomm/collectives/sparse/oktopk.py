@@ -111,7 +111,8 @@ def oktopk(
       ValueError: for anything else.
 
     Wire: (N-1) ceil(slack k / N) entries of 6 bytes, or 4 in bfloat16, to the owners of their
-    places, and (N-1) ceil(k / N) back.
+    places, and (N-1) ceil(k / N) back. Where n > 2^16 N, each message has 4 bytes more for every
+    2^16 N values.
 
     References:
       S. Li and T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP

@@ -1,8 +1,9 @@
-"""Whole training steps of the methods for Adam on a network, beside Adam with a float32 mean.
+"""Whole training steps of chains on a network, beside those of the same optimizer in float32.
 
-    python -m benchmarks.adam_steps [--rate=200] [--params=2e6] [--repeats=5] [--out=JSON]
+    python -m benchmarks.chain_steps [--rate=200] [--params=2e6] [--repeats=5] [--out=JSON]
 
-The step is that of `python -m benchmarks.allreduce --peers`, with Adam in place of SGD: forward,
+The chains are those whose exchange does not stand right in front of the optimizer: for Adam, and
+for SGD with momentum. The step is that of `python -m benchmarks.allreduce --peers`: forward,
 backward, exchange and optimizer of a perceptron with so many weights, 32 rows a host. Four local
 steps, one of which exchanges, are timed together. Hosts are real processes in namespaces of their
 own (`benchmarks.netlab`; needs root). Each rate is a part of the JSON.
@@ -19,8 +20,18 @@ from benchmarks.netlab.methods import Step, shapes_of
 from benchmarks.netlab.network import Network
 from benchmarks.netlab.worker import Jax, measure
 
-NAME = "benchmarks.adam_steps"
+NAME = "benchmarks.chain_steps"
 EVERY = 4  # local steps
+# Each chain, and the one whose optimizer sees float32 means.
+BESIDE = {
+    "adam": "adam",
+    "local_adam": "adam",
+    "factored_adam": "adam",
+    "local_steps": "adam",
+    "momentum": "momentum",
+    "local_momentum": "momentum",
+    "local_momentum_vote": "momentum",
+}
 
 
 def main() -> int:
@@ -28,7 +39,7 @@ def main() -> int:
     if args.worker:
         work(args)
         return 0
-    return guarded("adam_steps", lambda: run(args))
+    return guarded("chain_steps", lambda: run(args))
 
 
 def parse() -> argparse.Namespace:
@@ -39,7 +50,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--params", type=values, default=2e6, help="weights of the perceptron")
     parser.add_argument("--repeats", type=count, default=5)
     parser.add_argument("--seconds", type=positive, default=600)
-    parser.add_argument("--out", type=new_file, default=str(RESULTS / "adam_steps.json"))
+    parser.add_argument("--out", type=new_file, default=str(RESULTS / "chain_steps.json"))
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -49,8 +60,9 @@ def run(args: argparse.Namespace) -> None:
     command = [sys.executable, "-m", NAME, "--worker", f"--params={args.params}"]
     with Network(made) as network:
         rows = Lab(network).rows([*command, f"--repeats={args.repeats}"], args.seconds)
-    for row in rows:
-        print(f"{row['name']:20}{row['ms']:9.1f} ms{rows[0]['ms'] / row['ms']:8.1f} x")
+    found = {row["name"]: row["ms"] for row in rows}
+    for name, ms in found.items():
+        print(f"{name:20}{ms:9.1f} ms{found[BESIDE[name]] / ms:8.1f} x")
     keep(args.out, NAME, str(args.rate), rows, params=args.params, topology=made.name)
 
 
@@ -63,15 +75,20 @@ def optimizers() -> dict[str, tuple[Any, int]]:
 
     signs = jaxcomm.mean("data", codecs.scaled_sign(128), error_feedback=True)
     blocks_of_1024 = jaxcomm.mean("data", "scaled_sign", error_feedback=True)
-    own = jaxcomm.local("data", optax.scale_by_adam(nesterov=True))
+    nadam = jaxcomm.local("data", optax.scale_by_adam(nesterov=True))
+    momentum = jaxcomm.local("data", optax.trace(0.9, nesterov=True))
+    sgd = optax.sgd(1e-3, momentum=0.9, nesterov=True)
     behind = optax.scale_by_learning_rate(1e-3)
     outer = optax.sgd(1.0, momentum=0.75, nesterov=True)
     local = jaxcomm.local_steps(optax.adam(1e-3, b1=0.5), EVERY, outer, blocks_of_1024)
     return {
-        "float32": (optax.chain(jaxcomm.mean("data"), optax.adam(1e-3)), 1),
-        "local_adam": (optax.chain(own, blocks_of_1024, behind), 1),
+        "adam": (optax.chain(jaxcomm.mean("data"), optax.adam(1e-3)), 1),
+        "local_adam": (optax.chain(nadam, blocks_of_1024, behind), 1),
         "factored_adam": (jaxcomm.factored_adam(signs, 1e-3, nesterov=True), 1),
         "local_steps": (local, EVERY),
+        "momentum": (optax.chain(jaxcomm.mean("data"), sgd), 1),
+        "local_momentum": (optax.chain(momentum, blocks_of_1024, behind), 1),
+        "local_momentum_vote": (optax.chain(momentum, jaxcomm.majority_vote("data"), behind), 1),
     }
 
 
