@@ -322,6 +322,7 @@ def overlap_cpu() -> Lines:
 
 TABLES: dict[str, Callable[[], Lines]] = {
     "take": what_to_take,
+    "chains": lambda: table(*take.chains(RATES[:3])),
     "digits": lambda: table(*digits.alike()),
     "digits_by_label": lambda: table_or(*digits.by_label(), "None of these runs is kept yet."),
     "gpu_kernels": lambda: table(*on_gpu.kernels()),

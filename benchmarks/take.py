@@ -100,7 +100,7 @@ IN_FLOAT32 = {"Adam": "adam", "SGD": "momentum"}
 
 MARKS = (
     ("*", "- \\*: at one learning rate alone; the loss at the best one may be lower."),
-    ("", "- An empty cell: the row is not for this optimizer."),
+    ("", "- An empty cell was not run: the row is not for this optimizer."),
 )
 
 
@@ -166,3 +166,25 @@ def chain_steps(rate: str) -> list[dict[str, Any]]:
     if not CHAIN_STEPS.exists():
         return []
     return json.loads(CHAIN_STEPS.read_text())["parts"].get(rate, {"rows": []})["rows"]
+
+
+CHAINS = {
+    "adam": "float32 mean, Adam",
+    "factored_adam": "signs in blocks of 128 in factored Nadam",
+    "local_adam": "each device's Nadam, then scaled signs",
+    "local_steps": "4 local steps of Adam, scaled signs, outer momentum",
+    "momentum": "float32 mean, SGD with momentum",
+    "local_momentum": "each device's momentum, then scaled signs",
+    "local_momentum_vote": "each device's momentum, then a vote",
+}
+
+
+def chains(rates: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Head and cells of the steps of chains."""
+    found = [{step["name"]: step["ms"] for step in chain_steps(rate)} for rate in rates]
+    body = []
+    for name, words in CHAINS.items():
+        float32 = "momentum" if "momentum" in name else "adam"
+        cells = [f"{ms[name]:.0f} ({times(ms[float32] / ms[name])})" for ms in found]
+        body.append([words, *cells])
+    return ["", f"{rates[0]} Mbit/s", *rates[1:]], body

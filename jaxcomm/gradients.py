@@ -253,6 +253,8 @@ def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Call
         raise ValueError(
             f"accumulate needs a positive number of microbatches, got {microbatches!r}."
         )
+    if not callable(value_and_grad_fn):
+        raise TypeError(f"accumulate takes a function, got {value_and_grad_fn!r}.")
     if isinstance(value_and_grad_fn, ValueAndGrad):
         return dataclasses.replace(
             value_and_grad_fn, microbatches=value_and_grad_fn.microbatches * microbatches

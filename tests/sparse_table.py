@@ -67,7 +67,8 @@ def sent_by_gtopk(algorithm: SparseAllReduce, n: int, world: int) -> Sent:
     """By a device that folds, once more, and who answers says which places survived."""
     q, k = world.bit_length() - 1, algorithm.k(n)
     size = list_bytes(algorithm, k, n)
-    return {"collective-permute": [size] * q + [size, size, k] * (world > 2**q)}
+    answer = 4 * ceil(k / 32)  # a bit for each
+    return {"collective-permute": [size] * q + [size, size, answer] * (world > 2**q)}
 
 
 def sent_by_oktopk(algorithm: Any, n: int, world: int) -> Sent:

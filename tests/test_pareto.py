@@ -55,6 +55,7 @@ def test_validation_chooses_the_rate_and_test_is_reported(rows: results.Rows) ->
     }
     by_method = {line["method"]: line for line in results.summaries(rows)}
     assert by_method["float32"]["loss"] == pytest.approx(2.35)
+    assert by_method["float32"]["rates"] == 2, "those that both seeds have"
     assert by_method["float32"]["note"] == by_method["1 bit"]["note"] == ""
     assert len(results.table(rows).splitlines()) == 3
 

@@ -1,5 +1,6 @@
 """The finished runs: files, the choice of rates, a table and a plot."""
 
+import collections
 import json
 import math
 import re
@@ -66,22 +67,27 @@ def _chosen(rows: Rows) -> float:
     for row in rows:  # a run that diverged has no losses
         loss = math.inf if row["validation_loss"] is None else row["validation_loss"]
         losses.setdefault(row["rate"], []).append(loss)
-    most = max(map(len, losses.values()))
-    complete = [rate for rate, found in losses.items() if len(found) == most]
-    return min(complete, key=lambda rate: sum(losses[rate]))
+    return min(_compared(rows), key=lambda rate: sum(losses[rate]))
+
+
+def _compared(rows: Rows) -> list[float]:
+    """The rates that most seeds have."""
+    seeds = collections.Counter(row["rate"] for row in rows)
+    return [rate for rate, count in seeds.items() if count == max(seeds.values())]
 
 
 def summaries(rows: Rows) -> Rows:
     """One line for each task and method: means over the seeds at the chosen rate."""
     lines = []
     for key in dict.fromkeys(map(_key, rows)):
-        tried = sorted({row["rate"] for row in rows if _key(row) == key})
+        of_method = [row for row in rows if _key(row) == key]
+        tried = sorted({row["rate"] for row in of_method})
         own = [row for row in rows if _key(row) == key and row["chosen"]]
         line = {name: own[0][name] for name in ("task", "method", "optimizer", "rate")}
         for name in ("bytes_per_step", "loss", "minus_float32"):
             line[name] = _mean([row[name] for row in own])
         at_an_end = len(tried) > 1 and line["rate"] in (tried[0], tried[-1])
-        line |= {"rates": len(tried), "seeds": len(own)}
+        line |= {"rates": len(_compared(of_method)), "seeds": len(own)}
         lines.append(line | {"note": "best rate at an end" if at_an_end else ""})
     return lines
 

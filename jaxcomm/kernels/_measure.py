@@ -17,7 +17,7 @@ compiles and runs as if outside of the surrounding jit, shard_map or vmap.
 
 With several processes all of them must trace the same program. Process 0 alone reads the file and
 measures, and it broadcasts its choice to the others. All processes trace the same calls in the same
-order, so all of them find a class in memory or none does.
+order, each in one thread, so all of them find a class in memory or none does.
 """
 
 import functools
@@ -26,6 +26,7 @@ import logging
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ _MARGIN = 0.95  # of the plain version's time; XLA fuses that one with what is a
 
 _log = logging.getLogger(__name__)
 _chosen: dict[str, str] = {}
+_one_at_a_time = threading.Lock()
 
 Run = Callable[..., Any]
 Sample = Callable[[np.random.Generator], tuple[Any, ...]]
@@ -74,12 +76,13 @@ def fastest(
     if len(names) == 1 and (jax.process_count() == 1 or device.platform == "cpu"):
         return names[0]
     key = " | ".join([operation, *_where(device), shape_class(args, static)])
-    if key not in _chosen:
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        with ThreadPoolExecutor(1) as pool:
-            decision = pool.submit(_decide, device, key, names, run, shapes, sample)
-            _chosen[key] = decision.result()
-    return _chosen[key]
+    with _one_at_a_time:
+        if key not in _chosen:
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+            with ThreadPoolExecutor(1) as pool:
+                decision = pool.submit(_decide, device, key, names, run, shapes, sample)
+                _chosen[key] = decision.result()
+        return _chosen[key]
 
 
 def shape_class(args: tuple[Any, ...], static: tuple[Any, ...]) -> str:

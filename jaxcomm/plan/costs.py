@@ -41,8 +41,8 @@ class Costs:
       call: of an exchange, whatever it sends, in seconds.
       local: of each family of methods, in seconds a value: encoding, merging, decoding and what
         error feedback or selecting takes with all devices of a machine busy, their waiting for each
-        other included. Two numbers: of a value among SIZES[0] and among SIZES[1], where the
-        operations' own cost is spread over more of them. A name that ends in MERGING is for
+        other included. Two numbers: of a value among 2^18 and among 2^21, where the
+        operations' own cost is spread over more of them. A name that ends in "/ring" is for
         algorithms that decode and encode on the way; without it they are taken to need as much as
         the others.
     """

@@ -112,7 +112,7 @@ class Method:
     """A family by an algorithm.
 
     Attributes:
-      family: a name in FAMILIES.
+      family: such as "bfloat16" or "vote"; `jaxcomm.plan.methods()` has all.
       algorithm: a name in `jaxcomm.algorithms`, "hierarchical", or "own" for sparse ones.
       dimensions: the arguments of `jaxcomm.algorithms.halving_doubling`, where it is the algorithm.
 
@@ -197,10 +197,10 @@ def methods(
     """All methods of at least this quality.
 
     Args:
-      quality: one of QUALITIES.
+      quality: "exact", "16bit", "unbiased" or "any".
       two_levels: whether the network has two levels.
       dimensions: the arguments of halving-doubling.
-      optimizer: one of OPTIMIZERS, to leave out those that lost accuracy with it; None is any.
+      optimizer: "sgd" or "adam", to leave out what lost accuracy with it; None is any.
 
     Returns:
       The methods, for the `chosen` of `jaxcomm.plan.plan`.

@@ -136,7 +136,7 @@ def predictions(
     Args:
       cluster: the devices.
       load: what they exchange.
-      quality: the least that is allowed; one of `families.QUALITIES`, such as "any".
+      quality: the least that is allowed; "exact", "16bit", "unbiased" or "any".
       chosen: the methods to predict; None is all of that quality.
 
     Raises:

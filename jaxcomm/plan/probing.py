@@ -74,7 +74,7 @@ def probe(
       mesh: of one axis; None is all devices.
       cluster: what the network is declared to be. Then `efficiency` is what messages reach of it.
         Without it, `efficiency` is the default's, and `per_byte` is what a neighbour's link takes.
-      families: which methods' codes are timed; None is all of TIMED.
+      families: which methods' codes are timed; None is all.
 
     Returns:
       The costs; `source` says the machine. `Costs.save` writes them.

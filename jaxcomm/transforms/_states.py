@@ -1,8 +1,10 @@
-"""Checks that a state was made by the transformation that it is passed to."""
+"""Checks that a state is what it has to be, such as of the transformation that it is passed to."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from jaxcomm.transforms._buckets import split_off_empty, split_off_exempt
 from jaxcomm.transforms._layout import Exempt, Layout, is_exempt
@@ -49,3 +51,20 @@ def require_state(
         found, due = len(getattr(state, name).values), len(of) if is_kept else 0
         if found != due:
             raise ValueError(f"the state has {found} arrays of {name}, expected {due}. {_CURE}")
+
+
+def require_no_exchange(state: Any, who: str, alone: str, place: str) -> None:
+    """Raises a ValueError if the state of `inner` is of something that exchanges.
+
+    Args:
+      state: of `inner`.
+      who: what it is the `inner` of.
+      alone: an example of what it may be.
+      place: where the exchange belongs.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout))
+    if any(isinstance(node, Layout) for node in nodes):
+        raise ValueError(
+            f"inner exchanges; give {who} what each device does alone, such as {alone}, and the "
+            f"exchange {place}."
+        )

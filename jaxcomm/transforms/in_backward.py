@@ -290,8 +290,8 @@ class _InBackward:
             count = jnp.where(none_of([is_nan(x) for x in updates]), 1.0, jnp.nan)
             return updates, [count, *to_floats(new)]
 
-        self.known[what] = Stack(axis_name, paths, layer, kinds, specs, on_layer)
-        return self.known[what], carried
+        made = Stack(axis_name, paths, layer, kinds, specs, on_layer)
+        return self.known.setdefault(what, made), carried
 
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any

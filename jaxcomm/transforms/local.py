@@ -14,6 +14,7 @@ from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._state_of_each import Structure, is_sound, on_each_device
+from jaxcomm.transforms._states import require_no_exchange
 from jaxcomm.transforms._wrappers import with_extra_args
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
 
@@ -63,7 +64,8 @@ def local(
       has a state of its own.
 
     Raises:
-      TypeError, ValueError: at once if `inner` is no transformation; else as `jaxcomm.mean`.
+      TypeError, ValueError: at once if `inner` is no transformation; by `init` if it exchanges;
+        else as `jaxcomm.mean`.
 
     Wire: one flag, an int32; where leaves are sharded over a further axis, another one over that
     axis, in the global view one for each leaf.
@@ -82,8 +84,9 @@ def local(
     inner = with_extra_args(inner, "local", "inner")
 
     def init_fn(params: Any) -> Any:
-        layout = layout_of(params, axis_name)
-        structure, own = on_each_device(inner.init(params), layout)
+        layout, state = layout_of(params, axis_name), inner.init(params)
+        require_no_exchange(state, "local", "optax.trace(0.9)", "behind it in the chain")
+        structure, own = on_each_device(state, layout)
         return LocalState(layout, structure, own)
 
     def update_fn(

@@ -32,8 +32,9 @@ from jaxcomm._numbers import is_integer
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._fragments import dealt
-from jaxcomm.transforms._layout import Layout, axis_of, check_gradients, filled_leaves, layout_of
+from jaxcomm.transforms._layout import axis_of, check_gradients, filled_leaves, layout_of
 from jaxcomm.transforms._state_of_each import equal_on_shards, is_sound, on_each_device
+from jaxcomm.transforms._states import require_no_exchange
 from jaxcomm.transforms._wrappers import refuse_all_behind, refuse_wrappers, with_extra_args
 from jaxcomm.transforms.local_params import LocalStepsState, own_tree
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
@@ -166,7 +167,7 @@ def local_steps(
         exchange_state, inner_state = exchange.init(params), inner.init(params)
         axis_name = axis_of(exchange_state, "local_steps")
         _roles.require_means(exchange_state, "local_steps")
-        _require_no_exchange(inner_state)
+        require_no_exchange(inner_state, "local_steps", "optax.adamw(1e-3)", "as exchange=")
         layout = layout_of(params, axis_name)
         split = dealt(layout, fragments)
         structure, each = on_each_device(inner_state, layout)
@@ -342,16 +343,6 @@ def _with(states: tuple[Any, ...], number: int, new: Any) -> tuple[Any, ...]:
 def _typed(new: Any, like: Any) -> Any:
     """Arrays, typed as varying over the axes that those in their places vary over."""
     return jax.tree.map(lambda x, o: _axes.as_varying(x, _axes.varying_axes(o)), new, like)
-
-
-def _require_no_exchange(state: Any) -> None:
-    """Raises a ValueError if the state of `inner` is of something that exchanges."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout))
-    if any(isinstance(node, Layout) for node in nodes):
-        raise ValueError(
-            "inner exchanges; give local_steps each device's optimizer alone, such as "
-            "optax.adamw(1e-3), and the exchange as exchange=."
-        )
 
 
 def _check_counts(every: Any, fragments: Any, delay: Any) -> None:

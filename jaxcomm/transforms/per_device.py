@@ -60,7 +60,8 @@ def require_own(own: PerDevice, layout: Layout) -> None:
                 f"the state of each device has a leading axis of {x.shape[0]} here, expected "
                 f"{expected}: it differs from device to device and cannot be replicated. "
                 "Give jax.shard_map the specs of jaxcomm.state_spec(tx, params, mesh), in in_specs "
-                "and out_specs, in place of PartitionSpec()."
+                "and out_specs, in place of PartitionSpec(); in jax.pmap make the state inside, by "
+                "jax.pmap(tx.init, axis_name=...)(params)."
             )
         names = set(_axes.names_of(layout.axis_name))
         spread = names_in(PartitionSpec(*jax.typeof(x).sharding.spec[:1]))

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -87,3 +88,17 @@ def test_names_come_in_lists(make: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match="bucket_order must be a list of paths, got 3"):
         make(bucket_order=3)
     make(exempt=lambda path, shape: False, bucket_order=("w",))
+
+
+def test_what_a_device_does_alone_exchanges_nothing() -> None:
+    tx = jaxcomm.local("data", optax.chain(optax.trace(0.9), MEAN))
+    with (
+        jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])),
+        pytest.raises(ValueError, match="inner exchanges; give local what each device does alone"),
+    ):
+        tx.init({"w": np.zeros((2, 2), np.float32)})
+
+
+def test_accumulate_takes_a_function() -> None:
+    with pytest.raises(TypeError, match="accumulate takes a function, got 3"):
+        jaxcomm.accumulate(3, 2)  # pyright: ignore[reportArgumentType]

@@ -353,7 +353,7 @@ def test_bad_numbers(options: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("inner", "exchange", "fragments", "message"),
     [
-        (MEAN, MEAN, 1, "inner exchanges; give local_steps each device's optimizer alone"),
+        (MEAN, MEAN, 1, "inner exchanges; give local_steps what each device does alone"),
         (optax.sgd(0.1), optax.identity(), 1, "local_steps needs inner transformations that exch"),
         (
             optax.sgd(0.1),
