@@ -12,4 +12,4 @@ def test_states_stay_where_they_are() -> None:
     found = compiled_in_a_process("convolutions", "h100")
     assert found.keys() == METHODS.keys()
     # There are 16 matrices and 31 other leaves. A gradient may be transposed once.
-    assert all(copies <= 5 and turned <= 16 for copies, turned in found.values()), found
+    assert all(copies <= 6 and turned <= 16 for copies, turned in found.values()), found

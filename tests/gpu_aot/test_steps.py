@@ -126,11 +126,12 @@ def test_buckets_travel_behind_products(target: str) -> None:
     """Three of four buckets; a vote has six hops, and there are too few products for all.
 
     For an A10 all products go behind the second of a bucket's two exchanges, and none of the flags
-    about latencies changes that; in ResNet-50 there are enough for both.
+    about latencies changes that; in ResNet-50 there are enough for both. In float32 the leaves of a
+    bucket are summed one by one, and not behind each there is a product.
     """
     late = target == "a10"
     limits = {
-        "mean": 0.74,
+        "mean": 0.55 if late else 0.74,
         "bfloat16": 0.37 if late else 0.74,
         "majority_vote": 0.1 if late else 0.4,
     }
