@@ -150,6 +150,7 @@ def report(rank: int, status: int, logs: Path, lost: Sequence[int] = ()) -> None
       logs: where the output of the others is.
       lost: the processes that have stopped answering, for which it has ended.
     """
+    print(file=sys.stderr)  # The bar of process 0 may stand on the line.
     how = f"status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
     if lost:
         which = f"process {', '.join(map(str, lost))} has stopped answering"

@@ -88,6 +88,7 @@ def test_a_mistake_after_the_start_is_one_line_too(program: Program, tmp_path: P
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         f"error: cannot write to {workdir}: [Errno 20] Not a directory: '{tmp_path}/file/below'",
+        "",
         "launch: process 0 failed with status 2; the others are ended",
     ]
 

@@ -36,6 +36,7 @@ def test_the_first_failure_ends_the_others_and_is_named(
     )
     assert status == 7 and time.monotonic() - started < 10
     assert capfd.readouterr().err.splitlines() == [
+        "",  # a bar may stand on the line
         "launch: process 1 failed with status 7; the others are ended",
         "launch: last lines of process 1:",
         *[f"line {i}" for i in range(5, 20)],
@@ -87,8 +88,8 @@ def test_a_process_that_does_not_answer_is_named(
     one = f"import sys, time; sys.stderr.write({written!r}); time.sleep(60)"
     assert supervise(tmp_path, abort, one, stop) == 128 + 6
     assert capfd.readouterr().err == (
-        "launch: process 2 has stopped answering, so process 0 ended with signal SIGABRT; all are "
-        "ended\n"
+        "\nlaunch: process 2 has stopped answering, so process 0 ended with signal SIGABRT; "
+        "all are ended\n"
     )
 
 
