@@ -13,6 +13,7 @@ import argparse
 import sys
 from typing import Any
 
+from benchmarks import take
 from benchmarks.arguments import count, new_file, positive, values
 from benchmarks.netlab.flags import add_flags, chosen
 from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
@@ -22,16 +23,6 @@ from benchmarks.netlab.worker import Jax, measure
 
 NAME = "benchmarks.chain_steps"
 EVERY = 4  # local steps
-# Each chain, and the one whose optimizer sees float32 means.
-BESIDE = {
-    "adam": "adam",
-    "local_adam": "adam",
-    "factored_adam": "adam",
-    "local_steps": "adam",
-    "momentum": "momentum",
-    "local_momentum": "momentum",
-    "local_momentum_vote": "momentum",
-}
 
 
 def main() -> int:
@@ -62,7 +53,7 @@ def run(args: argparse.Namespace) -> None:
         rows = Lab(network).rows([*command, f"--repeats={args.repeats}"], args.seconds)
     found = {row["name"]: row["ms"] for row in rows}
     for name, ms in found.items():
-        print(f"{name:20}{ms:9.1f} ms{found[BESIDE[name]] / ms:8.1f} x")
+        print(f"{name:20}{ms:9.1f} ms{found[take.in_float32(name)] / ms:8.1f} x")
     keep(args.out, NAME, str(args.rate), rows, params=args.params, topology=made.name)
 
 

@@ -95,7 +95,16 @@ TAKE = (
     ),
 )
 
-# The chain of `chain_steps` whose optimizer sees float32 means.
+# What `chain_steps` measures: the optimizer, and what is done.
+CHAINS = {
+    "adam": ("Adam", "float32 mean, Adam"),
+    "factored_adam": ("Adam", "signs in blocks of 128 in factored Nadam"),
+    "local_adam": ("Adam", "each device's Nadam, then scaled signs"),
+    "local_steps": ("Adam", "4 local steps of Adam, scaled signs, outer momentum"),
+    "momentum": ("SGD", "float32 mean, SGD with momentum"),
+    "local_momentum": ("SGD", "each device's momentum, then scaled signs"),
+    "local_momentum_vote": ("SGD", "each device's momentum, then a vote"),
+}
 IN_FLOAT32 = {"Adam": "adam", "SGD": "momentum"}
 
 MARKS = (
@@ -150,7 +159,7 @@ def speed(timed: Timed, row: Take, rate: str) -> str:
     """How many steps fit into a float32 step; empty where that was not measured."""
     if row.step:
         found = {step["name"]: step["ms"] for step in chain_steps(rate)}
-        ms, float32 = found.get(row.step), found.get(IN_FLOAT32[row.optimizer])
+        ms, float32 = found.get(row.step), found.get(in_float32(row.step))
     else:
         ms = timed[row.link].get(rate, {}).get("step_ms")
         float32 = timed["float32"][rate]["step_ms"]
@@ -168,23 +177,16 @@ def chain_steps(rate: str) -> list[dict[str, Any]]:
     return json.loads(CHAIN_STEPS.read_text())["parts"].get(rate, {"rows": []})["rows"]
 
 
-CHAINS = {
-    "adam": "float32 mean, Adam",
-    "factored_adam": "signs in blocks of 128 in factored Nadam",
-    "local_adam": "each device's Nadam, then scaled signs",
-    "local_steps": "4 local steps of Adam, scaled signs, outer momentum",
-    "momentum": "float32 mean, SGD with momentum",
-    "local_momentum": "each device's momentum, then scaled signs",
-    "local_momentum_vote": "each device's momentum, then a vote",
-}
-
-
 def chains(rates: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Head and cells of the steps of chains."""
     found = [{step["name"]: step["ms"] for step in chain_steps(rate)} for rate in rates]
     body = []
-    for name, words in CHAINS.items():
-        float32 = "momentum" if "momentum" in name else "adam"
-        cells = [f"{ms[name]:.0f} ({times(ms[float32] / ms[name])})" for ms in found]
+    for name, (_, words) in CHAINS.items():
+        cells = [f"{ms[name]:.0f} ({times(ms[in_float32(name)] / ms[name])})" for ms in found]
         body.append([words, *cells])
     return ["", f"{rates[0]} Mbit/s", *rates[1:]], body
+
+
+def in_float32(chain: str) -> str:
+    """The chain whose optimizer sees float32 means."""
+    return IN_FLOAT32[CHAINS[chain][0]]

@@ -130,7 +130,9 @@ def end_where_a_write_fails(after: float = STUCK_SECONDS) -> None:
 
     def look(record: Any) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, Exception) and "Failed to run" in record.getMessage():
+        if isinstance(error, Exception) and (
+            is_disk_full(error) or "Failed to run" in record.getMessage()  # orbax's words
+        ):
             status, line = explained(error)
             line = line or "a checkpoint could not be written, see above"
             later = threading.Timer(after, signals.end, (status, f"\nerror: {line}"))

@@ -1,10 +1,13 @@
 """How processes find each other, or say why they do not."""
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import pytest
+from running import ROOT
 
 from processes import run_processes
 from train import agreement, distributed
@@ -217,3 +220,20 @@ def test_processes_read_no_programs_out_of_a_folder() -> None:
         env = {"JAX_ENABLE_COMPILATION_CACHE": "true"}
         runs = run_processes(n, script, env=env)
         assert [run.stdout.splitlines()[-1] for run in runs] == [reads] * n
+
+
+def test_a_process_that_never_comes() -> None:
+    """jax would abort with a stack of C++."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    program = (
+        "from train import distributed\n"
+        "distributed.GIVE_UP_SECONDS = 1.0\n"
+        f"distributed.join('127.0.0.1:{port}', 2, 0)"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: not all 2 processes have come to 127.0.0.1:{port} within 1 s;")

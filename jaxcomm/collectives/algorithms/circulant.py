@@ -152,8 +152,8 @@ def circulant(skips: tuple[int, ...] | None = None) -> Circulant:
 
     Args:
       skips: how far devices send in each round of the reduce-scatter, such as (5, 3, 2, 1) for 8
-        devices; None chooses: for votes those of the fewest bits, for means skips that
-        rise (`for_means`), which send least to the farthest device. Results always go over these.
+        devices; None chooses: for votes those of the fewest bits, for means skips that rise
+        (`for_means`), which send least to the farthest device. Results always go over these.
 
     Returns:
       The algorithm, for `algorithm=`.
