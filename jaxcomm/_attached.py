@@ -214,7 +214,7 @@ def exchanged(layer: Any) -> Any:
     Wire: in the backward pass, that of the exchange that `jaxcomm.in_backward` was given.
     """
     leaves, treedef = jax.tree.flatten(layer, is_leaf=is_attached)
-    nodes = list(filter(is_attached, leaves))
+    nodes = sorted(filter(is_attached, leaves), key=lambda node: node.number)
     if not nodes:
         return layer
     refuse_cached_programs("jaxcomm.exchanged exchanges in loops")
@@ -223,8 +223,8 @@ def exchanged(layer: Any) -> Any:
         node.used = True
     values = [node.value for node in nodes]
     carried, totals = list(nodes[0].carried), [node.total for node in nodes]
-    whole = iter(_identity(stack)(values, carried, totals))
-    return treedef.unflatten([next(whole) if is_attached(x) else x for x in leaves])
+    whole = dict(zip(map(id, nodes), _identity(stack)(values, carried, totals), strict=True))
+    return treedef.unflatten([whole[id(x)] if is_attached(x) else x for x in leaves])
 
 
 def _identity(stack: Stack) -> Callable[[Arrays, Arrays, list[Any]], Arrays]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ class Message(NamedTuple):
 
     Attributes:
       name: "bucket", "exempt", "gathered", "gradient", or of a method's own: "squares" of
-        `factored_adam`, "dense" and "small" of `one_bit_adam`.
+        `factored_adam`, "dense" of `one_bit_adam`.
       leaves: the leaves, as numbers of the layout or as paths.
     """
 
@@ -22,7 +23,9 @@ class Message(NamedTuple):
     leaves: tuple[Any, ...]
 
 
-NOTES: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("notes", default=None)
+Notes = dict[int, Any]  # by number
+NOTES: contextvars.ContextVar[Notes | None] = contextvars.ContextVar("notes", default=None)
+_numbers = itertools.count()  # of the process: a trace that jax kept has those of an earlier call
 
 
 @contextlib.contextmanager
@@ -32,11 +35,22 @@ def noted(what: Any) -> Iterator[None]:
     if notes is None:
         yield
         return
-    notes.append(what)
-    with jax.named_scope(f"note[{len(notes) - 1}]"):
+    number = next(_numbers)
+    notes[number] = what
+    with jax.named_scope(f"note[{number}]"):
         yield
 
 
-def read(scope: str, notes: list[Any]) -> list[Any]:
-    """The notes on a place in a program, the outermost first."""
-    return [notes[int(number)] for number in re.findall(r"note\[(\d+)\]", scope)]
+def read(scope: str, notes: Notes) -> list[Any]:
+    """The notes on a place in a program, the outermost first.
+
+    Raises:
+      ValueError: for a part of the program that jax traced in an earlier call and kept.
+    """
+    numbers = [int(number) for number in re.findall(r"note\[(\d+)\]", scope)]
+    if not notes.keys() >= set(numbers):
+        raise ValueError(
+            "a part of tx.update is compiled by a jax.jit of its own and was traced before, so "
+            "what it sends cannot be named; explain the transformation without that jax.jit."
+        )
+    return [notes[number] for number in numbers]

@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import jaxcomm
+from jaxcomm import plan
 
 SHAPES = {
     "blocks": {"w": (3, 64, 32), "bias": (3, 32)},
@@ -86,6 +87,9 @@ def test_bytes_are_those_of_the_compiled_program(name: str) -> None:
             tx = jaxcomm.with_layer_axis(jaxcomm.sharded(mean, "bfloat16"), ["blocks/*"])
         found = jaxcomm.explain(tx, params)
         compiled = compiled_report(tx, params, at)
+        assert set(found.wire.by_axes(jax.sharding.get_mesh())) == {("data",)}
+        seconds = plan.seconds_of(found.wire, plan.defaults("cpu"))
+        assert seconds > 0 and all(c.shapes and c.group_size > 1 for c in found.wire.collectives)
         assert found.bytes_max == compiled.bytes_max, str(found)
         shares = {"from step 0": 0.25} if name == "dense first" else {}
         assert found.wire.per_step(shares) == pytest.approx(compiled.per_step(shares))
@@ -224,3 +228,9 @@ def test_errors_say_what_to_write() -> None:
             jaxcomm.explain("adam", shapes())
         with pytest.raises(ValueError, match="no parameters"):
             jaxcomm.explain(jaxcomm.mean("data"), {})
+        inner = jaxcomm.mean("data", "int8")
+        compiled = optax.GradientTransformation(inner.init, jax.jit(inner.update))
+        assert jaxcomm.explain(compiled, shapes()).bytes_max
+        jaxcomm.explain(inner, shapes())  # has notes of its own
+        with pytest.raises(ValueError, match="explain the transformation without that"):
+            jaxcomm.explain(compiled, shapes())

@@ -126,7 +126,7 @@ def explain(tx: Any, params: Any) -> Explanation:
         optax.trace(0.9, nesterov=True)), and with Adam the mean in jaxcomm.factored_adam
     """
     mesh = _checked(tx, params)
-    notes: list[Any] = []
+    notes: _notes.Notes = {}
     token = _notes.NOTES.set(notes)
     try:
         state = jax.eval_shape(lambda: tx.init(params))
@@ -170,7 +170,7 @@ def _checked(tx: Any, params: Any) -> jax.sharding.Mesh:
     return jax.sharding.get_mesh()
 
 
-def _messages(collectives: list[Collective], notes: list[Any], mesh: Any) -> tuple[Sent, ...]:
+def _messages(collectives: list[Collective], notes: _notes.Notes, mesh: Any) -> tuple[Sent, ...]:
     """The messages of a program: its collectives, by their notes."""
     found: dict[tuple[Any, ...], list[Collective]] = {}
     for collective in collectives:

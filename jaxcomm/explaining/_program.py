@@ -1,13 +1,13 @@
 """The trace of a step that stands for a model's, and the collectives in it."""
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcomm import _axes, _branches, _notes, _paths
 from jaxcomm._attached import exchanged
@@ -50,6 +50,8 @@ class Collective(NamedTuple):
     dtype: str
     times: int
     sent: tuple[Bytes, ...]  # by each device of the mesh, in one execution
+    shapes: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
 
 
 def wire_of(collectives: Sequence[Collective], devices: int) -> WireReport:
@@ -61,7 +63,17 @@ def wire_of(collectives: Sequence[Collective], devices: int) -> WireReport:
             conditionals[name] = count
             named |= dict.fromkeys(names)
     sent = (
-        wire.Collective(c.scope, c.operation, (c.dtype,), (), (), 0, c.sent, c.times, c.branch)
+        wire.Collective(
+            c.scope,
+            c.operation,
+            (c.dtype,),
+            c.shapes,
+            c.groups,
+            max(map(len, c.groups)),
+            c.sent,
+            c.times,
+            c.branch,
+        )
         for c in collectives
     )
     return WireReport(tuple(sent), devices, tuple(conditionals.items()), tuple(named))
@@ -79,7 +91,7 @@ def nodes_of(tree: Any, kinds: Any) -> list[Any]:
 
 def trace(tx: Any, params: Any, state: Any, axis_name: Any) -> Any:
     """The jaxpr of a step whose loss uses all parameters."""
-    made = [note for note in _notes.NOTES.get() or [] if hasattr(note, "attach")]
+    made = [note for note in (_notes.NOTES.get() or {}).values() if hasattr(note, "attach")]
     attached = list({id(note): note for note in made}.values())
     world = _axes.axis_size(axis_name)
 
@@ -135,11 +147,15 @@ def collectives_in(
     for eqn in jaxpr.eqns:
         name, here = eqn.primitive.name, f"{scope}/{eqn.source_info.name_stack}"
         if name in _OPERATIONS:
-            sent = _sent(eqn, mesh)
+            groups = _groups(eqn, mesh)
+            sent = _sent(eqn, groups, math.prod(mesh.values()))
+            shapes = tuple(var.aval.shape for var in eqn.invars)
             dtype = "+".join(dict.fromkeys(var.aval.dtype.name for var in eqn.invars))
             if any(sent):
                 operation = _OPERATIONS[name]
-                yield Collective(here, branch, conditions, when, operation, dtype, times, sent)
+                yield Collective(
+                    here, branch, conditions, when, operation, dtype, times, sent, shapes, groups
+                )
         again = times * eqn.params.get("length", 1) if name == "scan" else times
         names = tuple(_branches.read(str(id(eqn)), f"{here}/cond")) if name == "cond" else ()
         named, parts = {x.number: x for x in names}, list(_inner(eqn))
@@ -151,26 +167,28 @@ def collectives_in(
             yield from collectives_in(inner, mesh, here, inside, of, called, again)
 
 
-def _sent(eqn: Any, mesh: dict[str, int]) -> tuple[Bytes, ...]:
-    """Bytes that each device of the mesh sends in a collective."""
+def _groups(eqn: Any, mesh: dict[str, int]) -> tuple[tuple[int, ...], ...]:
+    """The devices that exchange with each other; of a permute (source, target) pairs."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
     names = axes if isinstance(axes, tuple) else (axes,)
+    own = [list(mesh).index(name) for name in names]
+    devices = np.arange(math.prod(mesh.values())).reshape(*mesh.values())
     size = math.prod(mesh[name] for name in names)
+    rows = np.moveaxis(devices, own, range(-len(own), 0)).reshape(-1, size)
+    parts = eqn.params.get("perm") or eqn.params.get("axis_index_groups") or [range(size)]
+    return tuple(tuple(row[list(part)].tolist()) for row in rows for part in parts)
+
+
+def _sent(eqn: Any, groups: tuple[tuple[int, ...], ...], devices: int) -> tuple[Bytes, ...]:
+    """Bytes that each device of the mesh sends in a collective."""
     held = sum(var.aval.size * var.aval.dtype.itemsize for var in eqn.invars)
-    group_sizes = dict.fromkeys(range(size), size)
-    if "perm" in eqn.params:  # only sources send, and nothing moves from a device to itself
-        sources = {source for source, target in eqn.params["perm"] if source != target}
-        group_sizes = {place: 1 + (place in sources) for place in range(size)}
-    elif groups := eqn.params.get("axis_index_groups"):
-        group_sizes = {place: len(group) for group in groups for place in group}
-    share = SHARE[_OPERATIONS[eqn.primitive.name]]
-    by_place = [exact(share(group_sizes[place]) * held) for place in range(size)]
-    sent = []
-    for device in itertools.product(*map(range, mesh.values())):
-        at = dict(zip(mesh, device, strict=True))
-        place = functools.reduce(lambda place, name: place * mesh[name] + at[name], names, 0)
-        sent.append(by_place[place])
-    return tuple(sent)
+    sent: list[Bytes] = [0] * devices
+    for group in groups:
+        # Of a pair only the source sends, and nothing moves from a device to itself.
+        last = len(set(group)) - 1 if "perm" in eqn.params else None
+        for device in group[:last]:
+            sent[device] += SHARE[_OPERATIONS[eqn.primitive.name]](len(group)) * held
+    return tuple(map(exact, sent))
 
 
 def _inner(eqn: Any) -> Iterator[Any]:

@@ -156,6 +156,27 @@ def _problem(error: Exception) -> str:
     return str(error)
 
 
+def _key_twice(node: Any) -> Any:
+    """The first key that stands twice in one mapping, at any depth; None if there is none."""
+    waiting, known = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if node.id == "scalar" or id(node) in known:  # an alias may lead back to where it stands
+            continue
+        known.add(id(node))
+        if node.id == "sequence":
+            waiting += node.value
+            continue
+        keys = set()
+        for key, value in node.value:
+            name = str(key.value)
+            if name in keys:
+                return key
+            keys.add(name)
+            waiting.append(value)
+    return None
+
+
 class File:
     """A YAML mapping, and in which line each of its keys and items stands.
 
@@ -189,13 +210,13 @@ class File:
             raise ValueError(f"{path}, line {line + 1}: {wrong}") from None
         if not isinstance(node, yaml.MappingNode) or not isinstance(values, dict):
             raise ValueError(f"{path} has no settings; write `key: value` lines, as {example}.")
+        if twice := _key_twice(node):
+            line = twice.start_mark.line + 1
+            raise ValueError(f"{path}, line {line}: the key {twice.value!r} stands twice.")
         for key, value in node.value:
-            line = key.start_mark.line + 1
-            if key.value in self._lines:
-                raise ValueError(f"{path}, line {line}: the key {key.value!r} stands twice.")
-            self._lines[key.value] = line
+            self._lines[str(key.value)] = key.start_mark.line + 1
             if isinstance(value, yaml.SequenceNode):
-                self._items[key.value] = [item.start_mark.line + 1 for item in value.value]
+                self._items[str(key.value)] = [item.start_mark.line + 1 for item in value.value]
         self.settings = {str(key): value for key, value in values.items()}
 
     def error(

@@ -91,8 +91,9 @@ def factored_adam(
     Quotients are clipped at 1/sqrt(1-b2), a bound that Adam's never exceed. The exchange waits for
     the rows and columns of all gradients, so it does not overlap with the backward pass.
 
-    If any gradient on any device is not finite, or its square, every update on every device is NaN
-    and the state stays as it was.
+    If any gradient on any device is not finite, or its square, or the learning rate, every update
+    on every device is NaN and the state stays as it was. If an update is beyond its 16 bits, all
+    are NaN too, and the residuals of that step are lost.
 
     Args:
       exchange: what takes the mean of momenta: a `jaxcomm.mean` whose errors are fed back, or
@@ -177,6 +178,8 @@ def factored_adam(
             raise ValueError(
                 "weight decay needs the parameters: call tx.update(grads, state, params)."
             )
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        rate = jnp.asarray(rate, jnp.float32)
         seen = (state.count + 1).astype(jnp.float32)  # gradients in the squares
         squares, roots = next_squares_and_roots(grads, state.layout, state.squares, b2, seen)
 
@@ -185,8 +188,9 @@ def factored_adam(
             m, root = jnp.expand_dims(m, ahead), jnp.expand_dims(root, ahead)
             quotient = jnp.where(root != 0, jnp.clip(g / (root + eps), -bound, bound), 0.0)
             # A square that is not finite, and a sum of finite ones that is not, must not come into
-            # the squares of any device.
-            good = jnp.isfinite(jnp.square(g)) & jnp.isfinite(root)
+            # the squares of any device. Of a step without a rate nothing is kept: the exchange
+            # leaves its residuals as they are if it is given NaN.
+            good = jnp.isfinite(jnp.square(g)) & jnp.isfinite(root) & jnp.isfinite(rate)
             quotient = jnp.where(good, quotient, jnp.nan)
             return kept * m + (1 - kept) * quotient
 
@@ -195,8 +199,6 @@ def factored_adam(
         local = mark_local(treedef.unflatten(local))
         means, inner = exchange.update(local, state.inner, params, **extra_args)
         means = [m.astype(jnp.float32) for m in jax.tree.leaves(means)]
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        rate = jnp.asarray(rate, jnp.float32)
         momentum, steps = _momentum_and_steps(shared, means, b1, seen, nesterov)
         if weight_decay:
             weights = jax.tree.leaves(params)
@@ -206,7 +208,7 @@ def factored_adam(
                 for step, share, w in zip(steps, shares, weights, strict=True)
             ]
         updates = [(-rate * step).astype(g.dtype) for step, g in zip(steps, grads, strict=True)]
-        finite = jnp.isfinite(rate) & _are_finite(means, updates, state.layout)
+        finite = _are_finite(means, updates, state.layout)
         updates = [jnp.where(finite, u, jnp.nan) for u in updates]
         new = (state.count + 1, treedef.unflatten(momentum), squares)
         old = (state.count, state.momentum, state.squares)

@@ -212,7 +212,7 @@ def _gathered(bucket: _Bucket, values: Arrays, residuals: list[Any], ticks: Arra
 def _gathered_forward(
     bucket: _Bucket, values: Arrays, residuals: list[Any], ticks: Arrays
 ) -> tuple[Arrays, Any]:
-    # Not by `_gathered`: a policy of `jax.checkpoint` does not see into it.
+    # `_all_rows` itself: a policy of `jax.checkpoint` sees no names inside a nested `custom_vjp`.
     return _unchecked(bucket, _all_rows, (values, ticks)), (residuals, ticks)
 
 
@@ -290,7 +290,13 @@ def _exchanged(
     shards, left, start = [], [], 0
     for g, r, dim, shape in zip(gradients, residuals, bucket.dims, shapes, strict=True):
         stop = start + g.size // world
-        shards.append(mine[start:stop].reshape(shape).astype(g.dtype))
+        shard, most = mine[start:stop], float(jnp.finfo(g.dtype).max)
+        if errors is not None and most < float(jnp.finfo(jnp.float32).max) / 2:
+            # What waits in float32 can outgrow float16, and would then overflow in every step. Its
+            # owner keeps what is beyond: of a mean over N devices, N times as much.
+            shard = jnp.clip(shard, -most, most)
+            errors = errors.at[me, start:stop].add(world * (mine[start:stop] - shard))
+        shards.append(shard.reshape(shape).astype(g.dtype))
         left.append(r if errors is None else _joined(errors[:, start:stop], shape, dim))
         start = stop
     return shards, left

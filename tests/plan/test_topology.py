@@ -129,6 +129,7 @@ def test_hosts_pass_on_where_files_say_so() -> None:
         ("fabric: star\nhosts: 2\0\nrate: 5", "line 2: this is no YAML: special characters"),
         ("fabric: star\nhosts: 2\nrate: 2024-13-01", "this is no YAML: month must be in 1..12"),
         ("fabric: star\nhosts: 2\nhosts: 3\nrate: 5", "line 3: the key 'hosts' stands twice"),
+        ("fabric: star\nrates: [{a: 1,\n a: 2}]", "line 3: the key 'a' stands twice"),
         ("fabric: star\nhosts: [2\nrate: 5", "line 3: this is no YAML"),
         ("fabric: star\nhosts: 2\nrate: 0", "line 3: rate is 0 Mbit/s; rates are positive"),
         ("fabric: star\nhosts: 2\nrate: -5Gbit", "line 3: rate is -5000 Mbit/s"),

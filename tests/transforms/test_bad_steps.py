@@ -222,6 +222,26 @@ def test_what_float16_cannot_hold_waits(name: str) -> None:
     np.testing.assert_allclose(sum(found) + left, wanted, rtol=1e-3)
 
 
+def test_what_float16_cannot_hold_waits_with_its_owner() -> None:
+    """Where parameters are split, the residual of what a shard lacks is its owner's."""
+    value, steps = 6e4, 6
+    tx = jaxcomm.sharded(jaxcomm.mean("data", CNAT, error_feedback=True))
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD])):
+        params = jaxcomm.shard({"w": jnp.zeros((8, 8), jnp.float16)}, "data")
+        state, batch = tx.init(params), jnp.full((WORLD, 1), value)
+        loss = lambda p, x: jnp.sum(jaxcomm.gather(p)["w"] * x[0, 0].astype(jnp.float16))  # noqa: E731
+        gradient, found = jaxcomm.value_and_grad(loss, "data"), []
+        update = jax.jit(
+            lambda s: tx.update(gradient(jaxcomm.sharded_params(params, s), batch)[1], s)
+        )
+        for _ in range(steps):
+            updates, state = update(state)
+            found.append(np.asarray(updates["w"], np.float64))
+    assert np.max(found) == 65504.0
+    left = np.asarray(state.residual.values[0], np.float64).mean(0)
+    np.testing.assert_allclose(sum(found) + left, steps * value, rtol=1e-3)
+
+
 def test_without_feedback_an_update_that_float16_cannot_hold_costs_one_step() -> None:
     tx = jaxcomm.mean("data", CNAT)
     found, _ = float16_steps(tx, [np.full((8, 8), value) for value in (3.0, 6e4, 3.0)])

@@ -53,6 +53,23 @@ def test_bad_losses(message: str) -> None:
         run(exchange, BAD_LOSS[message], steps=1)
 
 
+@pytest.mark.parametrize("order", ["bw", "wb"])
+def test_the_leaves_of_a_layer_in_another_order(order: str) -> None:
+    """What an exchange knows of a leaf goes by its path, not by its place in a layer."""
+
+    def loss(params: Params, batch: Any) -> jax.Array:
+        def block(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+            parts = jaxcomm.exchanged(tuple(layer[name] for name in order))
+            return apply_layer(x, dict(zip(order, parts, strict=True))), None
+
+        return scanned(params, batch, block)
+
+    exchange = jaxcomm.in_backward(jaxcomm.mean("data", "int8"), ["blocks"])
+    with jax.set_mesh(mesh_of()):
+        usual, found = (run(exchange, f, steps=1).updates[0] for f in (scanned, loss))
+    jax.tree.map(np.testing.assert_array_equal, usual, found)
+
+
 def test_a_parameter_exchanged_both_ways_or_neither() -> None:
     exchange = jaxcomm.in_backward(jaxcomm.mean("data"), ["blocks"])
     plain = jaxcomm.mean("data")
