@@ -105,8 +105,9 @@ def random_k(density: float = 0.1, values: Codec | None = None) -> RandomK:
       values: the codec of the values; None is float32.
 
     Returns:
-      The codec. Its `E|C(x)|^2` is `|x|^2 / density`. In an all-reduce the ceil(density n) values
-      travel alone; a message of its own has 8 bytes of a key before them.
+      The codec. With d the whole number next to 1/density, its `E|C(x)|^2` is `d |x|^2`. In an
+      all-reduce the ceil(n/d) values travel alone; a message of its own has 8 bytes of a key before
+      them.
 
     Raises:
       TypeError, ValueError: for anything else.

@@ -61,7 +61,7 @@ OnBucket = Callable[[int, dict[int, jax.Array]], tuple[Result, Any]]
 LookAt = Literal["results", "state", "parts"]
 
 _SHORT = 2**14  # values
-_TAGS = 4
+_TAGS = 8
 FLAG, TAG = "not finite", "tag of the key"
 
 

@@ -24,6 +24,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm._cached_programs import refuse_cached_programs
 from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
+from jaxcomm.kernels.random_bits import seeded_key
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms._layout import is_exempt
 from jaxcomm.transforms._scheme import Scheme
@@ -324,7 +325,7 @@ def _shard_shape(shape: tuple[int, ...], dim: int, world: int) -> tuple[int, ...
 def _key_of(bucket: _Bucket, ticks: Arrays, purpose: int) -> jax.Array:
     """A key of the bucket, its step, layer and microbatch; equal on all devices."""
     paths = "\n".join(bucket.paths)
-    key = jax.random.fold_in(jax.random.key(bucket.scheme.seed), zlib.crc32(paths.encode()))
+    key = jax.random.fold_in(seeded_key(bucket.scheme.seed), zlib.crc32(paths.encode()))
     key = jax.random.fold_in(key, purpose)
     numbers = ticks[0].reshape(-1, 3)[0].astype(jnp.int32)
     return functools.reduce(jax.random.fold_in, list(numbers), key)

@@ -22,6 +22,7 @@ from jaxcomm.collectives.low_rank import (
 )
 from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _implementations
+from jaxcomm.kernels.random_bits import seeded_key
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import buckets_of, bytes_of, key_of, split_off_exempt
 from jaxcomm.transforms._exchange import (
@@ -216,7 +217,7 @@ class _Exchange:
         large, exempt_ = split_off_exempt(layout)
         buckets = buckets_of(layout, large, self.bucket_order, self.limit)
         residual, starts = (dict(zip(large, part, strict=True)) for part in own)
-        step_key = jax.random.fold_in(jax.random.key(self.seed), step)
+        step_key = jax.random.fold_in(seeded_key(self.seed), step)
         for i, start in starts.items():
             if start.size != (due := self.rank * math.prod(_matrices(layout.leaves[i])[:2])):
                 raise ValueError(

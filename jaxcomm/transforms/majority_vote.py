@@ -16,6 +16,7 @@ from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import Default
 from jaxcomm.collectives.reductions import Majority, check_majority
 from jaxcomm.kernels import bitplanes
+from jaxcomm.kernels.random_bits import seeded_key
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
     Bucket,
@@ -162,7 +163,7 @@ def majority_vote(
     def on_device(grads: Arrays, own: Own, step: jax.Array, layout: Layout) -> tuple[Arrays, Own]:
         large, exempt_ = split_off_exempt(layout)
         buckets = buckets_of(layout, large, bucket_order, limit)
-        zero_key, tie_key = jax.random.split(jax.random.fold_in(jax.random.key(seed), step))
+        zero_key, tie_key = jax.random.split(jax.random.fold_in(seeded_key(seed), step))
         (old,) = own
         ballots = {i: grads[i].astype(jnp.float32) for i in large}
         votes, scales = ballots, {}

@@ -16,6 +16,7 @@ from jaxcomm._notes import noted
 from jaxcomm._numbers import check_seed
 from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _device, _implementations
+from jaxcomm.kernels.random_bits import seeded_key
 from jaxcomm.kernels.reductions import computed_once
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
@@ -195,7 +196,7 @@ def mean(
     def on_device(grads: Arrays, own: Own, step: jax.Array, layout: Layout) -> tuple[Arrays, Own]:
         large, exempt_ = _split_off_small(layout, is_plain)
         buckets = buckets_of(layout, large, bucket_order, limit)
-        key = jax.random.fold_in(jax.random.key(seed), step)
+        key = jax.random.fold_in(seeded_key(seed), step)
         (old,) = own
         residual = dict(zip(large, old, strict=True)) if error_feedback else {}
 

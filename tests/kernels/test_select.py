@@ -1,6 +1,5 @@
 """Selection against numpy, which sorts."""
 
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -174,15 +173,19 @@ def test_threshold_for(threshold_for: Callable, n: int, k: int) -> None:
         assert min(k, nonzero) <= len(selected(x, t)) <= nonzero
 
 
-def test_the_sample_sees_all_columns_of_a_matrix() -> None:
+@pytest.mark.parametrize("shape", [(4096, 512), (4200, 500), (35_000, 60)])
+def test_samples_see_all_columns_of_a_matrix(shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((4096, 512)) * np.exp(0.5 * rng.standard_normal(512))
+    x = rng.standard_normal(shape) * np.exp(rng.standard_normal(shape[1]))
     x = x.astype(np.float32).reshape(-1)
-    sample, share = x[:: search._stride(x.size)], 0.01
-    spread = 4 * math.sqrt(len(sample) * share * (1 - share)) + 2
-    patterns, rank = search.patterns_of(sample), share * len(sample)
-    low, high = search._between(search._digits, patterns, rank, spread)
-    assert low <= bits_of(kth(x, x.size // 100)) <= high
+    k = x.size // 100
+    sample, rank, spread = search._sample_of(jnp.asarray(x), k)
+    assert 0.99 * search._SAMPLE < sample.size < 1.1 * search._SAMPLE
+    low, high = search._between(search._digits, sample, rank, spread)
+    assert low <= bits_of(kth(x, k)) <= high
+    for number in range(4):
+        near = select.threshold_near(jnp.asarray(x), k, jnp.int32(number))
+        assert 0.85 * k < np.sum(magnitudes(x) >= magnitudes(np.asarray(near)[None])) < 1.2 * k
 
 
 @pytest.mark.parametrize(

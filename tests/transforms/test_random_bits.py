@@ -57,6 +57,16 @@ def test_leaves_of_two_partitions_and_two_steps(name: str) -> None:
     assert np.mean(first["w"] != second["w"]) > 0.1
 
 
+@pytest.mark.parametrize("name", [*METHODS, "low rank"])
+def test_noise_does_not_depend_on_the_generator_of_jax(name: str) -> None:
+    """That of "unsafe_rbg" repeats itself: folding 1 and then 2 into a key is folding 2 and 1."""
+    make = METHODS.get(name, lambda: jaxcomm.low_rank_mean("data", 2))
+    usual = steps(make(), GLOBAL.mesh(4), {"w": equal_gradients(name)}, {})
+    with jax.default_prng_impl("unsafe_rbg"):
+        found = steps(make(), GLOBAL.mesh(4), {"w": equal_gradients(name)}, {})
+    jax.tree.map(np.testing.assert_array_equal, usual, found)
+
+
 @pytest.mark.parametrize("name", ["cnat", "ties of a vote"])
 def test_shards_of_a_leaf_but_not_copies(name: str) -> None:
     g = equal_gradients(name)

@@ -89,11 +89,7 @@ class Owners:
 
     def _first(self, offsets: jax.Array) -> jax.Array:
         """The device at which a round begins."""
-        x, step = offsets.astype(jnp.uint32), self.step.astype(jnp.uint32)
-        x = x * jnp.uint32(0x9E3779B1) + step * jnp.uint32(0x85EBCA77)
-        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-            x = (x ^ (x >> shift)) * jnp.uint32(factor)
-        return ((x >> 16) * self.world >> 16).astype(jnp.int32)
+        return select.hashed(offsets, self.step, self.world)
 
 
 def _ranks(owner: jax.Array, world: int) -> jax.Array:

@@ -24,6 +24,15 @@ _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
 
 
+def seeded_key(seed: jax.typing.ArrayLike) -> jax.Array:
+    """The key of a seed, of the same generator whatever `jax_default_prng_impl` is.
+
+    Keys are made of it by folding in small numbers one after the other, and the `fold_in` of
+    "unsafe_rbg" is commutative: step 1 of layer 2 would have the key of step 2 of layer 1.
+    """
+    return jax.random.key(seed, impl="threefry2x32")
+
+
 def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Draws 32 independent fair coins for every element.
 

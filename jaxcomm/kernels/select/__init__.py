@@ -9,6 +9,7 @@ entries on GPUs.
 """
 
 from jaxcomm.kernels.select.compaction import Selected, narrow
+from jaxcomm.kernels.select.hashing import hashed
 from jaxcomm.kernels.select.magnitudes import CHUNK
 from jaxcomm.kernels.select.selection import MOST, compact, count_at_least
 from jaxcomm.kernels.select.threshold import threshold_for, threshold_near
@@ -19,6 +20,7 @@ __all__ = [
     "Selected",
     "compact",
     "count_at_least",
+    "hashed",
     "narrow",
     "threshold_for",
     "threshold_near",

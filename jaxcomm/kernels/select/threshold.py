@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxcomm import _axes
 from jaxcomm.kernels import _implementations
 from jaxcomm.kernels.select.compaction import compact_band
+from jaxcomm.kernels.select.hashing import MOST, hashed
 from jaxcomm.kernels.select.magnitudes import PAST_INFINITY, count_from, patterns_of
 from jaxcomm.kernels.select.selection import compact, require_vector
 
@@ -84,8 +85,7 @@ def threshold_near(
     stride = _stride(x.size, math.ceil(_RANK * x.size / k))
     if stride < _LEAST_STRIDE:
         return threshold_for(x, k, implementation=implementation)
-    runs = x[: x.size // (stride * _RUN) * stride * _RUN].reshape(-1, stride, _RUN)
-    sample = jax.lax.dynamic_slice_in_dim(runs, number % stride, 1, axis=1).reshape(-1)
+    sample = _one_in(stride, _RUN, x, number)
     rank = max(1, round(k * sample.size / x.size))
     pattern = jax.lax.platform_dependent(
         jax.lax.optimization_barrier(sample),
@@ -149,14 +149,26 @@ def _kth_in_band(
 
 def _sample_of(x: jax.Array, k: int, size: int = _SAMPLE) -> tuple[jax.Array, float, float]:
     """The patterns of a sample, the rank in it of the k-th, and how far off that may be."""
-    sample, share = x[:: _stride(x.size, size)], k / x.size
+    sample, share = _one_in(_stride(x.size, size), 1, x, jnp.int32(0)), k / x.size
     spread = _SIGMAS * math.sqrt(sample.size * share * (1 - share)) + 2
     return patterns_of(sample), share * sample.size, spread
 
 
 def _stride(n: int, size: int = _SAMPLE) -> int:
-    """Odd: gradients of a matrix differ by column, and often it has 2^m columns."""
-    return (n // size - 1) | 1
+    return min(max(n // size, 1), MOST)
+
+
+def _one_in(stride: int, length: int, x: jax.Array, number: jax.Array) -> jax.Array:
+    """A sample of a vector: a run of some length of each `stride` in a row, at a hashed place.
+
+    Gradients of a matrix differ by column. At equal distances a sample would see few columns where
+    distance and width have a common divisor.
+    """
+    runs = x[: x.size // (stride * length) * stride * length].reshape(-1, length)
+    stretch = jnp.arange(runs.shape[0] // stride, dtype=jnp.int32)
+    chosen = stretch * stride + hashed(stretch, number, stride)
+    sample = runs.at[chosen].get(mode="promise_in_bounds", indices_are_sorted=True)
+    return sample.reshape(-1)
 
 
 def _between(
