@@ -34,6 +34,7 @@ def place(
     Raises:
       ValueError: for leaves that are not equal in all processes, if all have devices of the mesh.
     """
+    leaves = [_strong(x) for x in leaves]
     keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if are_keys(x)}
     if keys:  # jax places keys on the devices of one process alone
         leaves = [jax.random.key_data(x) if i in keys else x for i, x in enumerate(leaves)]
@@ -58,6 +59,15 @@ def place(
     return [placed[i] for i in range(len(leaves))]
 
 
+def _strong(leaf: Any) -> Any:
+    """The leaf in a dtype of its own, as a step returns it: else the second step compiles anew."""
+    if isinstance(leaf, bool | int | float | complex):
+        return np.asarray(leaf, jnp.result_type(leaf))
+    if isinstance(leaf, jax.Array) and leaf.weak_type:
+        return jax.lax.convert_element_type(leaf, leaf.dtype)
+    return leaf
+
+
 def _without_buffers_of(leaf: Any, sharding: NamedSharding) -> Any:
     """The leaf; a copy, where `jax.device_put` would keep its buffer for one of several devices."""
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array):
@@ -70,10 +80,10 @@ def _without_buffers_of(leaf: Any, sharding: NamedSharding) -> Any:
 
 
 def _is_whole(leaf: Any) -> bool:
-    """Whether this process has all of an array of numbers, which has a dtype of its own."""
+    """Whether this process has all of an array of numbers."""
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array | np.ndarray):
         return False
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) or getattr(leaf, "weak_type", False):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return False
     return isinstance(leaf, np.ndarray) or leaf.is_fully_addressable
 

@@ -86,6 +86,8 @@ def replicate(tree: Any) -> Any:
 def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
     """Joins the batches of all processes into one, sharded over an axis.
 
+    A thread that prefetches batches needs a `with jax.set_mesh(mesh):` of its own.
+
     Args:
       local_batch: a pytree of arrays with a common leading axis: this process's examples, as many
         on each of its devices, random keys among them. Every process passes equal shapes.
@@ -96,8 +98,6 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
       process lie on its own devices. `jaxcomm.value_and_grad` refuses a batch that did not come
       this way, but it cannot detect a local batch that `jnp` made while a mesh was set, or that was
       changed afterwards: rows of it are then lost.
-
-    A thread that prefetches batches needs a `with jax.set_mesh(mesh):` of its own.
 
     Raises:
       ValueError: if no mesh is set, it has no such axis, the local leading axis is not a multiple

@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from train import signals
@@ -52,7 +52,8 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
     jax.config.update("jax_enable_preemption_service", False)  # SIGTERM is for `train.signals`.
     if coordinator is None and num_processes is None and process_id is None:
         try:
-            jax.distributed.initialize()
+            with _given_up("the processes of the run", "the first one"):
+                jax.distributed.initialize()
         except (ValueError, RuntimeError) as error:
             check_alone()
             # "coordinator_address should be defined" is what it says without a scheduler.
@@ -77,21 +78,31 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
         await_port(host, int(port))
         check_answer(host, int(port))
         check_own_name(host)
-    given_up = f"error: not all {num_processes} processes have come to {coordinator} within "
+    with _given_up(f"the {num_processes} processes of the run", coordinator):
+        jax.distributed.initialize(
+            coordinator, num_processes, process_id, local_device_ids=own_devices()
+        )
+
+
+@contextlib.contextmanager
+def _given_up(processes: str, coordinator: str) -> Iterator[None]:
+    """Says what this process waits for, and ends it where others do not come."""
+    waiting = f"waiting for {processes} to come to {coordinator}"
+    given_up = f"error: not all of {processes} have come to {coordinator} within "
     given_up += f"{GIVE_UP_SECONDS:g} s; look at what the others print, and if they can reach it"
     later = [
-        threading.Timer(SAY_SECONDS, _say_waiting, (coordinator, num_processes)),
+        threading.Timer(SAY_SECONDS, signals.say, (waiting,)),
         # jax would end the process a little later, with a stack of C++.
         threading.Timer(GIVE_UP_SECONDS, signals.end, (1, given_up)),
     ]
     for timer in later:
         timer.daemon = True
         timer.start()
-    jax.distributed.initialize(
-        coordinator, num_processes, process_id, local_device_ids=own_devices()
-    )
-    for timer in later:
-        timer.cancel()
+    try:
+        yield
+    finally:
+        for timer in later:
+            timer.cancel()
 
 
 def started_as(names: Sequence[tuple[str, str]]) -> tuple[int, int] | None:
@@ -184,13 +195,6 @@ def compile_here() -> None:
 
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         jax.config.update("jax_enable_compilation_cache", False)
-
-
-def _say_waiting(coordinator: str, num_processes: int) -> None:
-    print(
-        f"waiting for the {num_processes} processes of the run to come to {coordinator}",
-        file=sys.stderr,
-    )
 
 
 def check_port(port: int) -> None:

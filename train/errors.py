@@ -8,10 +8,12 @@ traceback and status 1; it may be gone after a restart.
 import contextlib
 import difflib
 import errno
+import re
 from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 T = TypeVar("T")
+_TRANSPORT = re.compile(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED):")
 
 
 class UserError(Exception):
@@ -54,6 +56,15 @@ def is_out_of_memory(error: BaseException) -> bool:
         isinstance(cause, MemoryError) or "RESOURCE_EXHAUSTED: Out of memory" in str(cause)
         for cause in causes(error)
     )
+
+
+def of_another_process(error: BaseException) -> str | None:
+    """What jax says of a message that failed, as the other process has ended; else None.
+
+    jax raises it as a ValueError, as it does for mistakes.
+    """
+    said = (str(cause).split("\n")[0] for cause in causes(error))
+    return next((line for line in said if _TRANSPORT.match(line)), None)
 
 
 def damaged_file(error: BaseException) -> str | None:

@@ -22,6 +22,7 @@ scheduler do.
 import contextlib
 import os
 import runpy
+import signal
 import socket
 import sys
 import tempfile
@@ -32,12 +33,14 @@ from typing import NamedTuple
 from absl import flags
 
 from train import streams
-from train.distributed import VISIBLE, check_port, has_gpus
+from train.distributed import STARTERS, VISIBLE, check_port, has_gpus, started_as
 from train.errors import UserError, choose
+from train.signals import ENDED
 from train.supervise import Asked, supervise
 
 TOGETHER = ("coordinator", "num_processes", "process_id")
-FINAL = (0, 2, 3)  # Statuses of `python -m train` after which a restart would not help.
+# Statuses of `python -m train` after which a restart would not help, or nobody wants one.
+FINAL = (0, 2, 3, ENDED + signal.SIGINT)
 
 
 class Launch(NamedTuple):
@@ -85,7 +88,8 @@ def main(argv: Sequence[str]) -> int:
         commands = commands_of(launch.processes, port, launch.arguments, restart)
         try:
             with log_folder(launch.log_dir, restart) as logs:
-                status = supervise(commands, environments, logs, asked)
+                names = names_of(launch.processes, launch.arguments)
+                status = supervise(commands, environments, names, logs, asked)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
@@ -219,6 +223,16 @@ def commands_of(
         return [command]
     together = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={processes}"]
     return [[*command, *together, f"--process_id={i}"] for i in range(processes)]
+
+
+def names_of(processes: int, arguments: Sequence[str]) -> list[str]:
+    """What messages call the processes: by number, one of several machines with its machine."""
+    if processes > 1:
+        return [str(i) for i in range(processes)]
+    told = [a.partition("=")[2] for a in arguments if a.lstrip("-").startswith("process_id=")]
+    found = started_as((*STARTERS, ("SLURM_NTASKS", "SLURM_PROCID")))
+    number = told[-1] if told else str(found[1]) if found else None
+    return ["0"] if number is None else [f"{number} on {socket.gethostname()}"]
 
 
 def free_port() -> int:

@@ -14,7 +14,14 @@ from ml_collections import config_flags
 
 from train import check, signals, streams
 from train.distributed import compile_here, join
-from train.errors import RunError, UserError, damaged_file, is_disk_full, is_out_of_memory
+from train.errors import (
+    RunError,
+    UserError,
+    damaged_file,
+    is_disk_full,
+    is_out_of_memory,
+    of_another_process,
+)
 from train.mistakes import mistake_in, mistake_in_traceback
 
 # After a write has failed: by then the main thread has raised it, or waits for ever.
@@ -151,6 +158,8 @@ def explained(error: Exception) -> tuple[int, str | None]:
     `train.errors` says what each status means.
     """
     if isinstance(error, UserError):
+        if (line := of_another_process(error)) is not None:
+            return 1, f"another process has ended or cannot be reached: {line}"
         return 2, str(error)
     if isinstance(error, RunError):
         return error.status, str(error)

@@ -218,6 +218,8 @@ class Recorder:
           name: of the part of the run's time that this work is, see `train.split`.
         """
         self.flush()
+        if self._primary:  # A run that goes on at a checkpoint has the events before it.
+            self._events.flush()
         with self._watchdog.paused(), self._split.part(name):
             yield
         self._time = time.perf_counter()

@@ -52,7 +52,9 @@ class Pictures:
                 "encoded; leave it 0"
             )
         self._builder, self._size = builder, size
-        self._pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+        self._pool = ThreadPoolExecutor(
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        )
 
     def stream(
         self,

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxcomm import plan
 from train import check, measure, state, step, sync
@@ -55,7 +57,8 @@ def resolved(
         _use_algorithms_of(config.network, mesh.size)
         return chosen
     file = workdir / "exchange.json"
-    if goes_on and file.exists():
+    # Process 0 looks: on a shared folder others may see a file later, and would plan alone.
+    if goes_on and int(multihost_utils.broadcast_one_to_all(np.int32(file.exists()))):
         chosen.update(_kept(file))
         return chosen
     with _told_as_network():

@@ -41,7 +41,7 @@ def show(summary: dict[str, Any], workdir: Path) -> None:
         "bandwidth of a device": _number(s["gigabits"], f" Gb/s ({s['gigabits_from']})"),
         "bytes per parameter and device, compiled program": f"{s['bytes_per_param']:.3f}",
         "the same, between groups of devices": _between(s),
-        "the same, mean over all steps of the run": f"{s['bytes_per_param_mean']:.3f}",
+        "the same, mean over all steps of the run": _number(s["bytes_per_param_mean"], ""),
         "bytes per parameter and device, interface": _number(
             s["interface_bytes_per_param"], f" ({s['interface']})"
         ),

@@ -20,6 +20,7 @@ GRACE_SECONDS = 25.0
 SILENT = re.compile(r"stopped sending heartbeats\):\s*((?:\S*\d\s+)+)The tasks")
 LOG_SECONDS = 2.0  # Within which all that abort have written it.
 ASKED = {
+    signal.SIGHUP: "the terminal has closed; all processes end",
     signal.SIGINT: "interrupted; all processes end",
     signal.SIGTERM: "SIGTERM: all processes save and end",
 }
@@ -34,7 +35,8 @@ class Asked:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         for number in ASKED:
-            signal.signal(number, self._take)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._take)
 
     def _take(self, number: int, frame: object) -> None:
         del frame
@@ -42,9 +44,20 @@ class Asked:
 
 
 def supervise(
-    commands: list[list[str]], environments: list[dict[str, str]], logs: Path, asked: Asked
+    commands: list[list[str]],
+    environments: list[dict[str, str]],
+    names: Sequence[str],
+    logs: Path,
+    asked: Asked,
 ) -> int:
     """Runs the commands until all have ended well, one has not, or a signal comes.
+
+    Args:
+      commands: of the processes.
+      environments: what is added to that of this program, for each.
+      names: of the processes, for messages.
+      logs: the folder of the output of all but the first.
+      asked: whether a signal has come.
 
     Returns:
       0, the status of the first process that failed, or 128 + the signal
@@ -56,7 +69,7 @@ def supervise(
         for i, (command, environment) in enumerate(zip(commands, environments, strict=True)):
             log = logs / f"{i}.log" if i else None
             running.append(start(command, {**environment, LAUNCHER: str(reading)}, log, reading))
-        return wait(running, logs, asked)
+        return wait(running, names, logs, asked)
     finally:
         end_all(running)
         os.close(reading)
@@ -89,33 +102,35 @@ def start(
         )
 
 
-def wait(running: list[subprocess.Popen], logs: Path, asked: Asked) -> int:
+def wait(running: list[subprocess.Popen], names: Sequence[str], logs: Path, asked: Asked) -> int:
     """Waits until all processes have ended well or the first has failed, and says which."""
     while asked.signal is None:
         statuses = [process.poll() for process in running]
-        for rank, status in enumerate(statuses):
-            if status:
-                lost = silent(running, logs) if status == -signal.SIGABRT else []
-                end_all(running)  # Else the bar of process 0 could be written behind the report.
-                report(rank, status, logs, lost)
-                # What a signal has ended has a negative status, for which shells say 128 + signal.
-                return status if status > 0 else ENDED - status
+        # What a signal has ended has a negative status, and comes first: others may have failed
+        # for want of it.
+        failed = sorted((status, rank) for rank, status in enumerate(statuses) if status)
+        if failed:
+            status, rank = failed[0]
+            lost = silent(running, logs) if status == -signal.SIGABRT else []
+            end_all(running)  # Else the bar of process 0 could be written behind the report.
+            report(names[rank], status, logs / f"{rank}.log", lost)
+            return status if status > 0 else ENDED - status  # as shells say it
         if None not in statuses:
             return 0
         time.sleep(POLL_SECONDS)
     print("launch: " + ASKED[asked.signal], file=sys.stderr)
-    saved = asked.signal == signal.SIGTERM and terminated(running)
+    saved = asked.signal == signal.SIGTERM and terminated(running, names)
     return 0 if saved else ENDED + asked.signal
 
 
-def terminated(running: list[subprocess.Popen]) -> bool:
+def terminated(running: list[subprocess.Popen], names: Sequence[str]) -> bool:
     """Asks all processes to save and to end, and waits; returns whether all have ended well."""
     for process in running:
         process.terminate()
     deadline = time.monotonic() + GRACE_SECONDS
     while any(process.poll() is None for process in running) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
-    late = [str(rank) for rank, process in enumerate(running) if process.poll() is None]
+    late = [name for name, x in zip(names, running, strict=True) if x.poll() is None]
     if late:
         which = f"process {', '.join(late)} has not saved within {GRACE_SECONDS:g} s"
         print(f"launch: {which}; all that still run are killed", file=sys.stderr)
@@ -141,27 +156,26 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
-def report(rank: int, status: int, logs: Path, lost: Sequence[int] = ()) -> None:
-    """Names the process that failed; the output of process 0 has been seen already.
+def report(name: str, status: int, log: Path, lost: Sequence[int] = ()) -> None:
+    """Names the process that failed; the output of the first one has been seen already.
 
     Args:
-      rank: of the first process that has ended with another status than 0.
+      name: of the first process that has ended with another status than 0.
       status: that status.
-      logs: where the output of the others is.
+      log: where its output is, if it was not seen.
       lost: the processes that have stopped answering, for which it has ended.
     """
     print(file=sys.stderr)  # The bar of process 0 may stand on the line.
     how = f"status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
     if lost:
         which = f"process {', '.join(map(str, lost))} has stopped answering"
-        why = f"so process {rank} ended with {how}"
+        why = f"so process {name} ended with {how}"
         print(f"launch: {which}, {why}; all are ended", file=sys.stderr)
         return
-    print(f"launch: process {rank} failed with {how}; the others are ended", file=sys.stderr)
+    print(f"launch: process {name} failed with {how}; the others are ended", file=sys.stderr)
     if status == -signal.SIGKILL:
         cure = "raise --config.microbatches, or lower --config.batch_size"
         print(f"launch: if nobody did, the system was short of memory: {cure}", file=sys.stderr)
-    log = logs / f"{rank}.log"
     lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
     if lines:
-        print("\n".join([f"launch: last lines of process {rank}:", *lines]), file=sys.stderr)
+        print("\n".join([f"launch: last lines of process {name}:", *lines]), file=sys.stderr)

@@ -204,6 +204,11 @@ def build(
     try:
         tx = factory(AXIS, **{name: options[name] for name in names if name in options})
         if not {"dense_steps", "dense_exchanges"}.intersection(names):  # else it has its own
+            if dense_exchanges(config) and config.method == "factored_adam":
+                raise UserError(
+                    f"config.sync.dense_steps: {config.method} is an optimizer, which has no dense "
+                    "steps; set --config.sync.dense_steps=0"
+                )
             tx = jaxcomm.dense_first(tx, dense_exchanges(config))
         return _sharded(tx, config)
     except (TypeError, ValueError) as error:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxcomm.codecs._codec import Codec
 
+METHODS = ("encode", "decode", "message_bytes")
 _SHAPE = (2, 33)  # two messages, of a length that no block divides
 
 
@@ -16,8 +17,8 @@ def check(codec: Codec) -> None:
     """Traces the codec once.
 
     Raises:
-      TypeError: if it is no frozen dataclass with a `name`, its payload is not one array, or it
-        decodes to something else than it encoded.
+      TypeError: if it is no frozen dataclass with a `name`, it lacks a method, its payload is not
+        one array, or it decodes to something else than it encoded.
       ValueError: if a payload has other bytes than `message_bytes` says.
     """
     who = type(codec).__name__
@@ -30,6 +31,12 @@ def check(codec: Codec) -> None:
             f"the codec {who} must be a dataclass without an __init__ of its own: decorate its "
             "class with @dataclasses.dataclass(frozen=True)."
         ) from error
+    lacking = [x for x in METHODS if getattr(type(codec), x) is getattr(Codec, x)]
+    if lacking:
+        raise TypeError(
+            f"the codec {who} lacks {', '.join(lacking)}; a codec needs a name, "
+            f"{', '.join(METHODS[:-1])} and {METHODS[-1]}."
+        )
     key = jax.eval_shape(lambda: jax.random.key(0)) if codec.is_random else None
     payload = jax.eval_shape(codec.encode, jax.ShapeDtypeStruct(_SHAPE, jnp.float32), key)
     messages, length = _SHAPE

@@ -16,7 +16,8 @@ class Codec:
 
     `encode` and `decode` work on the last axis. Leading axes are independent messages, so a block
     of a message can be sent, kept or decoded separately. The payload is one array. Codecs know
-    nothing of other devices.
+    nothing of other devices. A codec of your own needs `name`, `encode`, `decode` and
+    `message_bytes`; all else has a default.
 
     Zeros decode to zeros, and a payload of zero bytes decodes to zeros. Messages are padded with
     zeros, which change nothing before them. A value that is not finite decodes to one that is not

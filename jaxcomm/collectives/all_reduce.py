@@ -147,8 +147,9 @@ def all_reduce_with_residual(
       or None if `reduction` keeps no errors: summed over all devices, the vectors are N times the
       result plus the residuals.
     """
-    if x.size == 0:
-        return x, (x if reduction.keeps_errors else None)
+    if x.size == 0:  # x itself would still have the type of an input
+        nothing = jnp.zeros_like(x)
+        return nothing, (nothing if reduction.keeps_errors else None)
     reduction, n = reduction.for_this_device(axis_name), x.size
     x = jnp.pad(x, (0, reduction.padded(n, jax.lax.axis_size(axis_name)) - n))
     with noted((reduction, algorithm)):

@@ -188,8 +188,7 @@ def factored_adam(
             m, root = jnp.expand_dims(m, ahead), jnp.expand_dims(root, ahead)
             quotient = jnp.where(root != 0, jnp.clip(g / (root + eps), -bound, bound), 0.0)
             # A square that is not finite, and a sum of finite ones that is not, must not come into
-            # the squares of any device. Of a step without a rate nothing is kept: the exchange
-            # leaves its residuals as they are if it is given NaN.
+            # the squares of any device. An exchange that is given NaN keeps its residuals.
             good = jnp.isfinite(jnp.square(g)) & jnp.isfinite(root) & jnp.isfinite(rate)
             quotient = jnp.where(good, quotient, jnp.nan)
             return kept * m + (1 - kept) * quotient

@@ -43,6 +43,12 @@ class Pairs(Halves):
         return x, x
 
 
+@dataclasses.dataclass(frozen=True)
+class Unmeasured(codecs.Codec):
+    name: ClassVar[str] = "unmeasured"
+    encode, decode = Halves.encode, Halves.decode
+
+
 class Longer(Halves):
     def message_bytes(self, n: int) -> int:
         return 4 * n
@@ -69,6 +75,7 @@ def test_it_is_used(mesh8: jax.sharding.Mesh) -> None:
     [
         (lambda: WithInit(2.0), TypeError, "WithInit must be a dataclass without an __init__"),
         (Nameless, TypeError, "Nameless needs a name"),
+        (Unmeasured, TypeError, "Unmeasured lacks message_bytes; a codec needs a name, encode, de"),
         (Pairs, TypeError, "encode of the codec Pairs must return one array"),
         (Longer, ValueError, r"message_bytes\(33\) of the codec Longer is 132, .* 66 bytes"),
         (Wider, TypeError, "decode of the codec Wider must return float32"),

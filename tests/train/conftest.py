@@ -12,6 +12,7 @@ from ml_collections import config_dict
 
 from jaxcomm import plan
 from train import digits
+from train.supervise import ASKED
 
 sys.path.append(str(Path(__file__).parent))  # for `from running import ...`
 
@@ -39,7 +40,7 @@ def one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """The launcher takes over signals, which this process wants back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in ASKED}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

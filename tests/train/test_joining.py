@@ -1,5 +1,6 @@
 """How processes find each other, or say why they do not."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -222,18 +223,26 @@ def test_processes_read_no_programs_out_of_a_folder() -> None:
         assert [run.stdout.splitlines()[-1] for run in runs] == [reads] * n
 
 
-def test_a_process_that_never_comes() -> None:
+@pytest.mark.parametrize("started_by", ["flags", "SLURM"])
+def test_a_process_that_never_comes(started_by: str) -> None:
     """jax would abort with a stack of C++."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
+    told = f"'127.0.0.1:{port}', 2, 0" if started_by == "flags" else "None, None, None"
     program = (
         "from train import distributed\n"
         "distributed.GIVE_UP_SECONDS = 1.0\n"
-        f"distributed.join('127.0.0.1:{port}', 2, 0)"
+        f"distributed.join({told})"
     )
+    job = {"JOB_ID": port, "STEP_NODELIST": "localhost", "NTASKS": 2, "PROCID": 0, "LOCALID": 0}
+    slurm = {f"SLURM_{name}": str(value) for name, value in job.items()}
+    env = os.environ | (slurm if started_by == "SLURM" else {})
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, env=env)
     assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: not all 2 processes have come to 127.0.0.1:{port} within 1 s;")
+    line = done.stderr.splitlines()[-1]
+    which = f"the 2 processes of the run have come to 127.0.0.1:{port}"
+    if started_by == "SLURM":
+        which = "the processes of the run have come to the first one"
+    assert line.startswith(f"error: not all of {which} within 1 s;")

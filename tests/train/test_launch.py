@@ -32,6 +32,7 @@ def wait_for(pids: list[int]) -> None:
     [
         (signal.SIGINT, 130, "launch: interrupted; all processes end"),
         (signal.SIGTERM, 143, "launch: SIGTERM: all processes save and end"),
+        (signal.SIGHUP, 129, "launch: the terminal has closed; all processes end"),
         (signal.SIGKILL, -9, None),
     ],
     ids=lambda value: getattr(value, "name", ""),
@@ -68,7 +69,7 @@ def test_a_restart_for_what_may_be_gone(
         "launch: restart 1 of 3 from the last checkpoint",
         "launch: restart 2 of 3 from the last checkpoint",
     ]
-    for final in (2, 3):
+    for final in (2, 3, 128 + signal.SIGINT):
         statuses = [final]
         assert launch.main(arguments) == final and not statuses
     statuses = [1, 1, 1, 1]
@@ -105,7 +106,7 @@ def test_who_was_asked_to_end_does_not_start_again(
 ) -> None:
     starts = []
 
-    def interrupted(commands: object, environments: object, logs: Path, asked: object) -> int:
+    def interrupted(commands: object, *_: object) -> int:
         starts.append(commands)
         os.kill(os.getpid(), signal.SIGINT)
         return 128 + signal.SIGINT
@@ -173,6 +174,8 @@ def test_several_processes_are_told_of_each_other() -> None:
 def test_one_process_is_told_by_its_own_flags() -> None:
     command = [sys.executable, "-m", "train", "--process_id=3"]
     assert launch.commands_of(1, 1234, ["--process_id=3"], 0) == [command]
+    assert launch.names_of(1, ["--process_id=3"]) == [f"3 on {socket.gethostname()}"]
+    assert launch.names_of(1, []) == ["0"] and launch.names_of(2, []) == ["0", "1"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("handlers")
 
 def supervise(tmp_path: Path, *sources: str) -> int:
     commands, asked = python(*sources), supervision.Asked()
-    return supervision.supervise(commands, [{} for _ in sources], tmp_path, asked)
+    names = [str(i) for i in range(len(sources))]
+    return supervision.supervise(commands, [{} for _ in sources], names, tmp_path, asked)
 
 
 def test_all_end_well(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -52,6 +53,18 @@ def test_nothing_is_written_behind_the_report(
     supervise(tmp_path, bar, f"import sys, time; time.sleep(0.5); {lines}; sys.exit(7)")
     said = capfd.readouterr().err
     assert "bar" in said and "bar" not in said[said.index("launch: process 1 failed") :]
+
+
+def test_who_was_killed_is_named_before_who_failed_for_want_of_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failed, killed = python("import sys; sys.exit(2)", "import os; os.kill(os.getpid(), 9)")
+    running = [subprocess.Popen(command) for command in (failed, killed)]
+    for process in running:
+        process.wait()
+    status = supervision.wait(running, ["0", "3 on node2"], tmp_path, supervision.Asked())
+    assert status == 128 + 9
+    assert "launch: process 3 on node2 failed with signal SIGKILL" in capfd.readouterr().err
 
 
 def test_a_killed_process_is_named_with_its_signal(
@@ -112,7 +125,7 @@ def terminated(process: subprocess.Popen, ready: Path) -> bool:
     """Ends a process by SIGTERM once a file is there."""
     while not ready.exists():
         time.sleep(0.01)
-    return supervision.terminated([process])
+    return supervision.terminated([process], ["0"])
 
 
 @pytest.mark.parametrize("own", [0, 1])

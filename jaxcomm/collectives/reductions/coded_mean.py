@@ -75,7 +75,8 @@ class CodedMean(Reduction):
         if not limits:
             return Prepared(x)
         world = jax.lax.axis_size(axis_name)
-        largest = jnp.max(jnp.abs(x))
+        # What is not finite has no exponent, and must not hide those of the others.
+        largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0))
         _, above = jnp.frexp(largest)
         above = jnp.where(largest == 0, _LEAST_EXPONENT, above)  # zeros need no range
         above = jax.lax.pmax(above, axis_name)  # every |x| < 2^above on every device

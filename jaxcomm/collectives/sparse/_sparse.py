@@ -147,7 +147,7 @@ class SparseAllReduce:
         return self.is_off(count, k) | (count > capacity)
 
     def largest(self, x: jax.Array, k: int, capacity: int) -> tuple[select.Selected, jax.Array]:
-        """The k largest values, of equal ones the first, and the threshold that they reach."""
+        """The k largest values, of equal ones those that `compact` keeps, and their threshold."""
         threshold = self.threshold_for(x, k)
         return self.compact(x, threshold, capacity, k), threshold
 

@@ -181,8 +181,8 @@ def gtopk(recompute_every: int = 1, scaling: float = 1.012, tolerance: float | N
       Low Bandwidth Networks", ICDCS 2019, arXiv:1901.04359.
 
     Differs from the paper: a butterfly replaces the tree and the broadcast, which halves the rounds
-    to log2 N. Among equal magnitudes the lower place is kept. The published program sends entries
-    of 16 bytes.
+    to log2 N. Among equal magnitudes a merge keeps the lower place. The published program sends
+    entries of 16 bytes.
     """
     return Gtopk(
         values="float32",
