@@ -63,7 +63,7 @@ def _strong(leaf: Any) -> Any:
     """The leaf in a dtype of its own, as a step returns it: else the second step compiles anew."""
     if isinstance(leaf, bool | int | float | complex):
         return np.asarray(leaf, jnp.result_type(leaf))
-    if isinstance(leaf, jax.Array) and leaf.weak_type:
+    if getattr(leaf, "weak_type", False):
         return jax.lax.convert_element_type(leaf, leaf.dtype)
     return leaf
 

@@ -24,6 +24,15 @@ def test_replicate_places_every_leaf_everywhere(mesh4x2: Any) -> None:
         assert leaf.sharding.is_fully_replicated and len(leaf.sharding.device_set) == 8
 
 
+def test_numbers_and_weak_types_get_a_dtype_of_their_own(mesh8: Any) -> None:
+    """A step returns such, so with others the second step would be compiled once more."""
+    with jax.set_mesh(mesh8):
+        tree = jaxcomm.replicate({"a": jnp.full(3, 0.5), "b": 1.5, "c": 2, "d": jnp.float32(1)})
+    assert [x.weak_type for x in tree.values()] == [False] * 4
+    assert [x.dtype.name for x in tree.values()] == ["float32", "float32", "int32", "float32"]
+    np.testing.assert_array_equal(tree["a"], np.full(3, 0.5))
+
+
 def test_global_batch_spreads_rows_in_order(mesh8: Any) -> None:
     with jax.set_mesh(mesh8):
         batch = jaxcomm.global_batch(

@@ -140,16 +140,22 @@ def test_float16_neither_overflows_nor_vanishes(
         np.testing.assert_allclose(mean_on_all(program, x), x.mean(0), rtol=2e-3)
         x[0] = 0.0  # which needs no range
         np.testing.assert_allclose(mean_on_all(program, x), x.mean(0), rtol=2e-3)
+        x[1, 0] = np.inf  # which hides no range of the others
+        np.testing.assert_allclose(mean_on_all(program, x), x.mean(0), rtol=2e-3)
 
 
 def test_a_pytree_keeps_its_dtypes_and_shapes_and_empty_arrays(mesh4x2: Mesh) -> None:
-    x = {"empty": jnp.zeros((8, 0)), "matrix": jnp.ones((8, 3, 5), jnp.bfloat16)}
+    x = {
+        "empty": jnp.zeros((8, 0)),
+        "flat": jnp.zeros((0,)),
+        "matrix": jnp.ones((8, 3, 5), jnp.bfloat16),
+    }
     spec = PartitionSpec(("data", "model"))
     for algorithm in NAMED:
         mean = functools.partial(jaxcomm.pmean, axis_name=("data", "model"), algorithm=algorithm)
         f = jax.shard_map(mean, mesh=mesh4x2, in_specs=spec, out_specs=PartitionSpec())
         y = jax.eval_shape(f, x)
-        assert y["empty"].shape == (1, 0)
+        assert y["empty"].shape == (1, 0) and y["flat"].shape == (0,)
         assert y["matrix"].shape == (1, 3, 5) and y["matrix"].dtype == jnp.bfloat16
     y = jax.jit(f)(x)
     np.testing.assert_array_equal(y["matrix"].astype(jnp.float32), np.ones((1, 3, 5)))
