@@ -176,7 +176,7 @@ def without_residuals(tree: Any) -> Any:
 
 
 def with_residuals(tree: Any, state: State) -> Any:
-    """The reverse, with the residuals of a state."""
+    """Undoes `without_residuals`, with the residuals of a state."""
     ticks = [tick for _, tick in state_of(tree)]
     left = [residual for residual, _ in state]
     return with_state(tree, list(zip(left, ticks, strict=True)))

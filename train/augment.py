@@ -60,7 +60,7 @@ def rand_augment(**options: Any) -> CropFlip:
 
 
 # Name -> the factory of what changes images. Large images are cropped and mirrored when they are
-# decoded (`train.pictures`), so of a CropFlip they take what comes after.
+# decoded (`train.pictures`), so only `further` of a CropFlip is left to do.
 AUGMENTATIONS: dict[str, Callable[..., CropFlip | None]] = {
     "none": lambda: None,
     "crop_flip": CropFlip,

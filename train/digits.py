@@ -43,7 +43,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
         del dl_manager  # Nothing is downloaded: the images come with scikit-learn.
-        # Imported here: scikit-learn takes a second to load and is needed once in a lifetime.
+        # Imported here: scikit-learn takes a second to load, to prepare the data alone.
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 

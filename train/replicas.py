@@ -40,7 +40,7 @@ def make_check(params: Any, method: str) -> Callable[[Any, int], None]:
 
     Args:
       params: the parameters.
-      method: of `config.sync`; with "none" devices go ways of their own, and nothing is compared.
+      method: of `config.sync`; with "none" parameters differ on purpose, and nothing is compared.
 
     Returns:
       `check(params, step)`, which raises a RunError on all processes if two devices hold other

@@ -79,7 +79,7 @@ class Costs:
         return self.half_duplex or self.swap > 0
 
     def local_seconds(self, family: str, values: float, is_merged: bool = False) -> float:
-        """What so many values take; of a family that is not there, as much as of the dearest.
+        """What so many values take. A family without costs takes as much as the slowest one.
 
         Args:
           family: a name.

@@ -37,9 +37,10 @@ class Repeated:
     def prepare(self) -> None:
         """Makes the gradients of the next exchange, which is no part of it.
 
-        Gradients stay the same, unless the method re-uses a threshold. With constant gradients the
-        residuals would grow by as much in every step, and every threshold would be off, where in
-        training few are. So the sums of gradients and residuals are kept as in the first step.
+        Gradients stay the same, but those of sparse means with error feedback. With constant
+        gradients the residuals would grow by as much in every step, and every threshold would be
+        off, where in training few are. So the sums of gradients and residuals are kept as in the
+        first step.
         """
         if self._sums is None:
             return

@@ -21,8 +21,8 @@ _BYTES = 64e6
 def best_order(topology: Topology, model: Model, order: tuple[int, ...]) -> tuple[int, ...]:
     """The given order, or one in which a ring is faster.
 
-    Two orders are tried: by a depth-first walk from a host at the rim, which keeps what is behind a
-    switch together, and in the order of the hosts' names.
+    Two orders are tried: by a depth-first walk from a host farthest from the others, which keeps
+    what is behind a switch together, and in the order of the hosts' names.
     """
     tried = [order, tuple(range(len(order))), _walked(topology)]
     seconds = [Simulation(topology, model, o).seconds(ring(), _BYTES) for o in tried]

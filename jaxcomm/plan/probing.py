@@ -273,7 +273,7 @@ def _seconds(
         gradients[alike] = gradients.get(alike) or each.gradients()
         runs[key] = each.run_by(program, gradients[alike])
     times: dict[tuple[Method, int], list[float]] = {key: [] for key in runs}
-    for _ in range(ROUNDS):  # machines have moods, which all programs shall meet
+    for _ in range(ROUNDS):  # speed drifts over seconds, so programs take turns
         for key, run in runs.items():
             repeats = OFTEN if key[1] == SIZES[0] else REPEATS
             times[key] += _times(mesh, run, math.ceil(repeats / ROUNDS), WARM, run.prepare)

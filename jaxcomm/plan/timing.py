@@ -84,7 +84,7 @@ def settle(found: Plan, measure: Measure) -> Plan:
         values = values_of_bucket(row.method, found.load, between_cpus)
         return not row.method.is_usual(devices, between_cpus, values)
 
-    # Of those predicted alike the default is timed, and taken.
+    # Among those predicted alike the default comes first, so it is timed, and taken.
     leading = [r.method for r in finalists([found.choice, *sorted(found.rows[1:], key=is_other)])]
     while leading:
         medians |= measure(leading, None)
@@ -164,7 +164,7 @@ def _exchange(found: Plan, method: Method, devices: Sequence[Any] | None) -> Exc
 
 
 def _medians(mesh: Mesh, runs: Mapping[Method, Repeated], repeats: int) -> dict[Method, float]:
-    """Seconds of each, of the slowest process; they take turns, as machines have moods."""
+    """Seconds of each, of the slowest process; they take turns, as speed drifts."""
     times = [[_once(mesh, run) for run in runs.values()] for _ in range(repeats)]
     return dict(zip(runs, np.median(times, axis=0).tolist(), strict=True))
 

@@ -141,10 +141,10 @@ def _concatenated(vectors: list[jax.Array], size: int | None) -> jax.Array:
 
 
 def _concatenated_once(vectors: list[jax.Array], size: int | None) -> jax.Array:
-    """The same for GPUs, where every kernel of a codec would read all terms of all sums again.
+    """`_concatenated` for GPUs, behind a barrier.
 
-    The last one, of the next residual of a leaf, would also read those of the other leaves, and so
-    could not write in their place.
+    Without it each kernel of the codec would compute all sums again. That of the next residual of a
+    leaf would read other leaves too, and could not write in place.
     """
     return jax.lax.optimization_barrier(_concatenated(vectors, size))
 

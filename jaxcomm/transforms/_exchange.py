@@ -202,8 +202,8 @@ def exchange_buckets(
       buckets: which leaves travel together, in order.
       on_bucket: how the method exchanges a bucket.
       small: what is averaged exactly, in float32; leaves in the order of their gradients.
-      look_at: what shows that something in buckets is not finite: the results, which every device
-        sees; or the next state too, or that and the parts, for which a flag is sent.
+      look_at: where to look for what is not finite in buckets: "results", which every device sees;
+        "state", also the next state; "parts", also what travels. The last two send a flag.
       axis_name: the mesh axis.
       equal_key: a key that must be equal on all devices; if it is not, `finite` is False.
       results_are_finite: whether the results of buckets are finite whatever happens, as signs are.
@@ -277,7 +277,7 @@ def as_vectors(arrays: Sequence[jax.Array]) -> Arrays:
 
 
 def vectors_in_view(arrays: Arrays, layout: Layout) -> Arrays:
-    """The same of arrays in the shapes of the parameters, in the current view.
+    """`as_vectors` of arrays in the shapes of the parameters, in the current view.
 
     Those that are sharded over a further axis stay as they are.
     """

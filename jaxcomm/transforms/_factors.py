@@ -25,8 +25,8 @@ class _Squares(NamedTuple):
     """The mean of a parameter's squared gradients, by its last two dimensions.
 
     Attributes:
-      rows: float32, the mean over the last dimension; of what is no matrix the squares.
-      columns: float32, the mean over the last but one; of what is no matrix nothing, ().
+      rows: float32, the mean over the last dimension; of a vector its squares.
+      columns: float32, the mean over the last but one; of a vector ().
     """
 
     rows: Any

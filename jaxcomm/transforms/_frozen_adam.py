@@ -74,7 +74,7 @@ class FrozenAdam:
         """What to add to the parameters; `state` is that of `one_bit_adam` before the step."""
         rate, count = self.rate(state.count), state.count + 1
         seen = jnp.where(state.frozen_at > 0, state.frozen_at, count)  # gradients that v has seen
-        # Products, as XLA would join two divisions, and so that of `computed_once` with the next.
+        # Factors, as XLA joins two divisions in a row, and that of `computed_once` is to stay.
         more_m = 1 / (1 - self.b1 ** count.astype(jnp.float32))
         more_v = 1 / (1 - self.b2 ** seen.astype(jnp.float32))
         steps = [

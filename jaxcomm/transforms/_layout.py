@@ -160,9 +160,9 @@ def fits(path: str, patterns: Sequence[str]) -> bool:
 
 
 def check_names(axis_name: AxisName, exempt: Exempt, bucket_order: Sequence[str] | None) -> None:
-    """Raises, when a transformation is made, for what is no name and no list of names.
+    """Raises, when a transformation is made, unless all are names or lists of names.
 
-    A function is right for `exempt` too.
+    `exempt` may be a function.
     """
     _axes.names_of(axis_name)
     if not callable(exempt):

@@ -120,7 +120,7 @@ def _check(leaf: Leaf, layout: Layout, scheme: Scheme) -> None:
 
 
 def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
-    """How a leaf is sharded, as it says or as `with_param_specs` was told."""
+    """How a leaf is sharded: by its own sharding, or by what `with_param_specs` was given."""
     mesh, given = _axes.current_mesh(), GIVEN_SPECS.get({})
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     own = _axes.names_of(axis_name)

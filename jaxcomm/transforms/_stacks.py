@@ -143,7 +143,7 @@ def is_nan(update: jax.Array) -> jax.Array:
     """Whether an exchange made an update NaN; then all its elements are."""
     if update.size == 0:
         return jnp.bool_(False)
-    # Where types say how arrays are sharded, none may be cut.
+    # Along Explicit axes a dimension that is sharded cannot be indexed, so all elements are read.
     return jnp.any(jnp.isnan(update if _axes.explicit_axes() else update[(0,) * update.ndim]))
 
 

@@ -29,7 +29,7 @@ def require_state(
       kept: for each field of the state, whether it holds one array per compressed leaf; otherwise
         it is empty.
       rule: what else the transformation exempts.
-      kept_of_all: the same as `kept`, for each leaf that has values.
+      kept_of_all: as `kept`, of fields with one array per leaf that has values.
     """
     if not isinstance(state, kind):
         raise ValueError(f"expected a {kind.__name__}, got a {type(state).__name__}. {_CURE}")

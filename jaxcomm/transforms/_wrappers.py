@@ -115,7 +115,7 @@ def _warn_unless_chains_are_seen() -> None:
 def moments_behind(params: Any) -> set[str]:
     """Which moments of gradients the transformations keep that follow in the same optax chains.
 
-    A member of a chain is not told what follows it, so this too asks the call stack, in `init`.
+    A member of a chain is not told what follows it, so this looks at the call stack, in `init`.
 
     Args:
       params: the parameters that `init` was called with.

@@ -216,7 +216,7 @@ def majority_vote(
 
 
 def _mean_magnitude(x: jax.Array) -> jax.Array:
-    """Divided first: a sum that overflows would be there again in every later step."""
+    """Divided before they are added: a sum that overflows would do so in every later step."""
     return jnp.sum(jnp.abs(x) * np.float32(1 / x.size))
 
 

@@ -252,7 +252,7 @@ def _fed_back(
 
 
 def _bits(codec: codecs.Codec, values: int = 2**16) -> float:
-    """The bits a value of a long message."""
+    """The bits of a value in a long message, scales included."""
     return 8 * codec.message_bytes(values) / values
 
 

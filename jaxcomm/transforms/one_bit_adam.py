@@ -296,7 +296,7 @@ def _exchange(
             small={i: sent[i] for i in exempt},
             look_at="results",  # scales and means carry what is not finite
             axis_name=axis_name,
-            results_are_finite=True,  # they, or those of a dense step, are looked at below
+            results_are_finite=True,  # checked below, as those of a dense step are
         )
         vectors, one_bit = in_turn(dict(enumerate(kept[0] for kept in done.kept)), done.buckets)
         with _branches.named(["one_bit_adam: dense", ""]):

@@ -247,8 +247,9 @@ def _finished(state: ShardedState, grads: list[ShardedParam], old: Arrays) -> tu
     if scheme.frozen:
         whole = {i: jnp.zeros_like(x) for i, x in whole.items()}
     elif scheme.reduction is not None:
-        # Gathered twice, a residual is the sum of two. And whoever computes with the leaves of
-        # unfinished parameters, as a norm of the whole tree does, computes with ticks.
+        # A parameter that was gathered twice has the sum of two residuals. Code that computes with
+        # the leaves of a `ShardedParam`, such as a norm of the tree, changes its ticks too. Both
+        # make the step NaN.
         twice = [jnp.where(count > 1, jnp.nan, 0.0) for count in counts]
         ticks = [g.tick for g in grads if g.tick is not None]
         twice += [jnp.where(t[..., 1:] != t[..., :1], jnp.nan, 0.0) for t in ticks]

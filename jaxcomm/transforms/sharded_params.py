@@ -16,7 +16,7 @@ from jaxcomm.transforms._scheme import Scheme
 from jaxcomm.transforms._shard_layout import keeps_residual, split_dim
 from jaxcomm.transforms.per_device import PerDevice, require_own
 
-_LAYERS = 4096  # of a scan inside of a scan; what is more is no axis of layers
+_LAYERS = 4096  # the most layers of nested scans; a longer axis is none of layers
 _STEPS = 2**24  # what float32 counts to
 
 
@@ -120,8 +120,8 @@ def _leaves_of(state: ShardedState) -> list[ShardedParam]:
 def _tick(step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The step, the layer and the microbatch, for each index along all axes that a scan may slice.
 
-    These are the axes before the last two, for a scan inside of a scan, as far as they are short,
-    and the first in any case.
+    The first axis always counts; for scans inside of scans also the next ones but the last two, as
+    long as their product is at most `_LAYERS`.
     """
     rows = shape[:1] if len(shape) > 1 else ()
     for size in shape[1:-2]:

@@ -64,10 +64,10 @@ class Default(Algorithm):
     - On more than 32 CPU processes all means take the circulant graph. The 2(N-1) rounds of the
       others take longer than the bytes that they save, each is a part of the program to compile,
       and around a ring the error grows with the square root of N.
-    - Short vectors take few rounds between CPU processes, where a round costs more than its bytes:
-      of 16 bits and int8 those of the circulant graph, and of votes those of halving and doubling,
-      if N is a power of two: else it would send some of them twice, and they take the circulant
-      graph too. So do votes that are not quite as short, if N is a power of two.
+    - Short vectors take few rounds between CPU processes, where a round costs more than its bytes.
+      16 bits and int8 take the circulant graph. Votes take halving and doubling if N is a power of
+      two; else that would send some of them twice, and they take the circulant graph. Votes that
+      are not quite as short take it where N is a power of two.
     - Everything else goes directly: each value is rounded once, and each sum once.
 
     Attributes:

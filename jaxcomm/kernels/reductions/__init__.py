@@ -171,8 +171,8 @@ def _rows_are_finite(x: jax.Array) -> jax.Array:
 def computed_once(x: jax.Array) -> jax.Array:
     """x, float32, which XLA then does not compute anew for each use on CPU.
 
-    It does so with cheap operations, and barriers are gone before it decides. A division is dear
-    enough to be kept, if it is by an array: one by a scalar becomes a product. NaN stays NaN.
+    XLA computes cheap operations again for each use, and removes barriers before that. It does not
+    compute a division by an array again; one by a scalar becomes a product. NaN stays NaN.
     """
     return jax.lax.platform_dependent(
         x, cpu=lambda x: x / jnp.where(x == x, 1.0, jnp.nan), default=lambda x: x

@@ -19,7 +19,7 @@ _ROW = 128  # patterns whose digits a byte can count
 # For exact thresholds: the values of a sample, and how far off a rank in it may be.
 _SAMPLE = 2**17
 _SIGMAS = 4
-_SLACK = 8  # one of so many of k more, for what the lower halves of patterns could tell apart
+_SLACK = 8  # room for k/8 more: the threshold ignores the lower 16 bits of patterns
 # For near ones: how many of a sample should reach it, and the least of x for each of the sample.
 _RANK, _LEAST_STRIDE = 1000, 5
 _RUN = 8  # neighbours in a sample: memory is read in sectors of so many values
