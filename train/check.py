@@ -168,7 +168,7 @@ def _model_rule(value: Any) -> Rule:
     """Sizes of a model are above 0; its names and switches are for the model to check."""
     if _is_number(value):
         return POSITIVE
-    if isinstance(value, tuple | list) and value and all(map(_is_number, value)):
+    if isinstance(value, tuple | list) and all(map(_is_number, value)):
         return Rule("one or more whole numbers above 0", lambda v: len(v) > 0 and min(v) > 0)
     return Rule("anything", lambda v: True)
 
