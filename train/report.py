@@ -92,6 +92,8 @@ def _exp(x: float) -> float:
 
 
 def _communication(s: dict[str, Any]) -> str:
+    if s["devices"] == 1:
+        return "none: there is one device, so nothing is sent, whatever config.sync says"
     noise = ", within noise of none" if s["communication_ms"] <= 0 else ""
     return f"{s['communication_ms']:.2f} ms in {s['rounds']} rounds{noise}"
 

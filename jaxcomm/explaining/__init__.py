@@ -177,7 +177,8 @@ def _messages(collectives: list[Collective], notes: _notes.Notes, mesh: Any) -> 
         on = _notes.read(collective.scope, notes)
         layout = next((x for x in reversed(on) if isinstance(x, Layout)), None)
         message = next((x for x in reversed(on) if isinstance(x, Message)), Message("small", ()))
-        form = next((x for x in reversed(on) if type(x) in (tuple, str)), None)
+        said = (x for kind in (str, tuple) for x in reversed(on) if type(x) is kind)  # a text first
+        form = next(said, None)
         name = message.name if message.leaves else "small"
         paths = tuple(_path(layout, leaf) for leaf in message.leaves)
         inside = collective.branch, collective.when

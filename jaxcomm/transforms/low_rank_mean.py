@@ -12,6 +12,7 @@ import optax
 
 from jaxcomm import codecs, collectives
 from jaxcomm._axes import AxisName
+from jaxcomm._notes import noted
 from jaxcomm._numbers import check_seed, is_integer
 from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives.low_rank import (
@@ -229,7 +230,8 @@ class _Exchange:
             keys = jax.random.split(key_of(step_key, layout, buckets[number]), 3)
             sums = {i: g.astype(jnp.float32) + residual[i] for i, g in parts.items()}
             matrices = [sums[i].reshape(_matrices(layout.leaves[i])) for i in sums]
-            done = self._on_bucket(matrices, [starts[i] for i in sums], keys)
+            with noted(f"rank {self.rank}, {self.bases.codec.name}"):
+                done = self._on_bucket(matrices, [starts[i] for i in sums], keys)
             shapes = {i: grads[i].shape for i in parts}
             means, lacks = _in_shapes(done.means, shapes), _in_shapes(done.lacks, shapes)
             return means, (lacks, dict(zip(parts, done.factors, strict=True)))
