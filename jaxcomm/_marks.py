@@ -99,7 +99,8 @@ def _refuse_derivatives(*_: Any) -> Any:
         "local gradients have no derivative of their own: take a second one of the loss, such as "
         "jax.jvp(jax.grad(loss_fn), ...), inside of loss_fn or of a jax.shard_map, and mark the "
         "result with jaxcomm.mark_local. For the first derivative of the loss alone, differentiate "
-        "loss_fn itself."
+        "loss_fn itself. In place of flax's DynamicScale, multiply the loss by a scale in loss_fn, "
+        "and put optax.scale(1 / scale) behind the exchange."
     )
 
 
