@@ -265,6 +265,21 @@ def test_scripts(name: str) -> None:
     assert name == "slurm.sbatch" or os.access(path, os.X_OK)
 
 
+@pytest.mark.parametrize("restarts", ["", "2"])
+def test_a_job_that_slurm_queues_again_goes_on(tmp_path: Path, restarts: str) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    srun.chmod(0o755)
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    variables |= {"SLURM_SUBMIT_DIR": str(ROOT)}
+    variables |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
+    script = ROOT / "configs" / "cluster" / "slurm.sbatch"
+    done = subprocess.run(
+        ["bash", script], env=variables, capture_output=True, text=True, check=True
+    )
+    assert f"--restart={restarts or 0}" in done.stdout.splitlines()
+
+
 def test_the_kubernetes_manifest() -> None:
     """As many pods as processes, and flags that the program has."""
     manifest = yaml.safe_load((ROOT / "configs" / "cluster" / "kubernetes.yaml").read_text())

@@ -65,6 +65,17 @@ def events(path: Path) -> list[Event]:
     return found
 
 
+def test_events_before_a_checkpoint_outlive_a_kill(tmp_path: Path) -> None:
+    """A run that goes on there does not write them again."""
+    with metrics.Recorder(tmp_path, 0, 9) as recorder:
+        for step in (1, 2, 3):
+            recorder.train(step, {"loss": jnp.float32(1 / step)})
+        with recorder.pause("checkpoint"):
+            (path,) = tmp_path.glob("events.out.tfevents.*")
+            found = {event.step for event in events(path) if event.summary.value}
+    assert found == {1, 2, 3}
+
+
 def test_a_resumed_run_keeps_the_steps_before_it(tmp_path: Path) -> None:
     record(tmp_path, 0, 5, 9)
     with (tmp_path / "metrics.jsonl").open("a") as file:
