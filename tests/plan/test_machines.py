@@ -1,6 +1,7 @@
 """Clusters: what their files and settings say, and what is refused."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,13 @@ def test_an_explicit_network_by_itself_or_with_numbers_for_names(tmp_path: Path)
 def test_costs_are_read_before() -> None:
     with pytest.raises(TypeError, match=r"plan.read_costs\('costs.yaml'\)"):
         plan.load_cluster("star", costs="costs.yaml")  # type: ignore[arg-type]
+
+
+def test_the_files_of_the_planners_page_can_be_read(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "planner.md"
+    found = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+    for number, text in enumerate(found):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(text)
+        assert plan.load_cluster(str(path)).devices == 4
+    assert len(found) == 2
