@@ -127,7 +127,7 @@ def rows(timed: Timed, rates: Sequence[str]) -> tuple[list[str], list[list[str]]
         sent = statistics.mean(one["bytes_per_step"] for one in adam or sgd)
         faster = [speed(timed, row, rate) for rate in rates]
         body.append([row.optimizer, row.code, f"{sent:.2f}", worse(adam), worse(sgd), *faster])
-    head = ["optimizer", "take", "bytes", "loss, Adam", "loss, SGD"]
+    head = ["optimizer", "use", "bytes", "loss, Adam", "loss, SGD"]
     head += [f"speed at {rates[0]} Mbit/s", *(f"at {rate}" for rate in rates[1:])]
     return head, body
 
