@@ -4,7 +4,7 @@
         [--methods=float32,bfloat16,vote/ring] [--repeats=5] [--peers] [--json]
 
 Hosts are real processes in namespaces of their own (`benchmarks.netlab`; needs root). Gradients are
-matrices of 1024 x 1024. A repeat starts behind a barrier and takes as long as its slowest host;
+matrices of 1024 x 1024. A repeat starts after a barrier and takes as long as its slowest host;
 repeats of all methods alternate; medians are shown. `link MB` is what the busiest direction of a
 link carried in one exchange, headers and the flag included and barriers not, and the floor is that
 over the rate that one TCP stream reached on this network just before. Without a limit there is no

@@ -4,7 +4,7 @@
 
 Starts the processes on this machine, joined over TCP, or simulates devices in one. Every method
 averages, or votes on, the same float32 vector of `--mib` MiB; results are compared with numpy
-before anything is timed. Repeats alternate between the methods, start behind a barrier, and a
+before anything is timed. Repeats alternate between the methods, start after a barrier, and a
 repeat takes as long as its slowest process. `sent` is what the compiled program sends per device,
 `Gb/s` that over the median time.
 

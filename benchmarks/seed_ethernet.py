@@ -140,7 +140,7 @@ def work(args: argparse.Namespace) -> None:
 
 
 def optimizer(method: str) -> Any:
-    """The exchange and what is behind it."""
+    """The exchange and what follows it."""
     import jaxcomm
 
     if method == ADAM:

@@ -30,7 +30,7 @@ class Overlap(NamedTuple):
       behind_products: those behind a product or a convolution of it.
       in_conditionals: what steps that take all branches send beside. It is waited for.
       blocking: the collectives outside of conditionals of at least SMALL bytes that have no start
-        and done. What is smaller, such as a flag behind all else, the compiler may well send at
+        and done. What is smaller, such as a flag after all else, the compiler may well send at
         once.
     """
 

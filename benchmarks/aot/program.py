@@ -22,7 +22,7 @@ class Instruction:
       shape: of its result, as printed.
       operands: the names of what it reads.
       calls: the computations that it calls.
-      text: what is printed behind the operation's name.
+      text: what is printed after the operation's name.
       is_root: whether it is the result of its computation.
     """
 

@@ -41,7 +41,7 @@ SCANNED = ("float32", "bfloat16", "cnat", "int8", "scaled_sign", "vote", "oktopk
 
 
 def in_front_of(method: str, optimizer: optax.GradientTransformation, **options: Any) -> Any:
-    """A method and the optimizer behind it, unless it is one itself."""
+    """A method and the optimizer after it, unless it is one itself."""
     exchange = METHODS[method](**options)
     return exchange if method in OPTIMIZERS else optax.chain(exchange, optimizer)
 
@@ -78,7 +78,7 @@ def scanned(mesh: Mesh, method: str, *, in_backward: bool, rows: int = 8) -> Any
     Args:
       mesh: along "data", or "data" and "fsdp".
       method: of SCANNED, or "psum": that of a user of plain jax.
-      in_backward: whether each layer is exchanged in the loop, or all behind it.
+      in_backward: whether each layer is exchanged in the loop, or all after it.
       rows: a device's, of 1024 tokens.
     """
     shapes = transformer.shapes(layers=12, width=768, heads=12, vocabulary=256, context=1024)

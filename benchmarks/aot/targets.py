@@ -40,7 +40,7 @@ def mesh_of(target: str, devices: int = 8, within: int = 1) -> Any:
     Args:
       target: a name of TARGETS.
       devices: how many.
-      within: so many neighbours along an axis "fsdp", behind "data"; 1 for "data" alone.
+      within: so many neighbours along an axis "fsdp", after "data"; 1 for "data" alone.
     """
     name, limits = TARGETS[target]
     config = (

@@ -305,7 +305,7 @@ class Step(Case):
 
 
 def with_sgd(method: str) -> Any:
-    """A method, or COMPUTE for no exchange at all, and SGD behind it."""
+    """A method, or COMPUTE for no exchange at all, and SGD after it."""
     import optax
 
     import jaxcomm

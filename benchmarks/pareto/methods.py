@@ -18,7 +18,7 @@ class Method:
     """One row.
 
     Attributes:
-      optimizer: what is behind the exchange, or contains it.
+      optimizer: what follows the exchange, or contains it.
       make: from a schedule of the learning rate and the number of steps to a transformation.
       rates: the peaks of the learning rate to choose from.
       rare: the share of steps in which conditionals take the branch that sends most, from the
@@ -251,7 +251,7 @@ def for_sgd(rate: float, of_votes: float) -> dict[str, Method]:
 
 
 def for_nesterov(rate: float, of_votes: float) -> dict[str, Method]:
-    """The same with Nesterov's momentum, behind the exchange or on each device."""
+    """The same with Nesterov's momentum, after the exchange or on each device."""
     own = {"scaled_sign": sign, "scaled_sign(128)": sign128, "int2": int2}
     own_momentum = {
         f"local momentum, {name}": Method(

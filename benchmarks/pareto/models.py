@@ -69,7 +69,7 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def lstm_init(key: jax.Array, *, tokens: int, width: int) -> Params:
-    """Embedding, one LSTM layer, and a linear layer behind it."""
+    """Embedding, one LSTM layer, and a linear layer after it."""
     embed, cell, head = jax.random.split(key, 3)
     scale = width**-0.5
     return {
