@@ -45,7 +45,7 @@ def check_flags(given: Mapping[str, bool]) -> None:
         process, flags = odd[0]
         names = " and ".join(f"--{list(given)[i]}" for i in flags)
         raise UserError(
-            f"all processes need the same flags, and one of process 0 and process {process} was "
+            f"all processes need the same flags, and either process 0 or process {process} was "
             f"started without {names}"
         )
 

@@ -23,9 +23,7 @@ def read_call(text: Any, factories: Mapping[str, Callable[..., Any]], field: str
         return text
     if text[:1] in ("'", '"'):
         bare = text.strip("'\"")
-        raise UserError(
-            f"{field}: {text} has quotes of its own; leave them out: --{field}='{bare}'"
-        )
+        raise UserError(f"{field}: {text} contains quotes; leave them out: --{field}='{bare}'")
     if "(" not in text:
         choose(factories, text, field)
         return text

@@ -228,7 +228,7 @@ def fit(config: Any, world: int) -> None:
     if config.optimizer.warmup_steps > config.steps:
         raise UserError(
             f"config.optimizer.warmup_steps={config.optimizer.warmup_steps} is more than "
-            f"config.steps={config.steps}: the learning rate would not come to its peak; set "
+            f"config.steps={config.steps}: the learning rate would not reach its peak; set "
             f"--config.optimizer.warmup_steps={config.steps // 10}, or more steps"
         )
 
@@ -294,13 +294,13 @@ def _fit_optimizer(config: Any) -> None:
     method, optimizer = config.sync.method, config.optimizer.name
     if method in OPTIMIZERS and optimizer != "scale":
         raise UserError(
-            f"config.sync.method={method} is an optimizer itself, and {optimizer} would stand "
-            "behind it; set --config.optimizer.name=scale, and --config.optimizer.learning_rate"
+            f"config.sync.method={method} is an optimizer itself, and {optimizer} would follow "
+            "it; set --config.optimizer.name=scale, and --config.optimizer.learning_rate"
         )
     if method not in OPTIMIZERS and optimizer == "scale":
         raise UserError(
             f"config.optimizer.name=scale only scales what {' or '.join(OPTIMIZERS)} made, and "
-            f"behind config.sync.method={method} it would climb the loss; set "
+            f"after config.sync.method={method} it would climb the loss; set "
             "--config.optimizer.name=sgd, or adamw"
         )
     if config.sync.local_optimizer:
@@ -310,25 +310,25 @@ def _fit_optimizer(config: Any) -> None:
         why = (
             "makes signs, whose norm is always the same"
             if method == "majority_vote"
-            else "hands on an update instead"
+            else "returns an update instead"
         )
         raise UserError(
             f"config.optimizer.clip_norm={config.optimizer.clip_norm} clips the mean gradient, and "
-            f"{method} {why}; set --config.optimizer.clip_norm=None. A program of your own can "
-            "clip each device's gradient in front of it: jaxcomm.local(axis_name, "
-            "optax.clip_by_global_norm(...)), as --config.sync.local_optimizer=True does in front "
-            "of a vote"
+            f"{method} {why}; set --config.optimizer.clip_norm=None. Your own program can "
+            "clip each device's gradient before it: jaxcomm.local(axis_name, "
+            "optax.clip_by_global_norm(...)), as --config.sync.local_optimizer=True does before "
+            "a vote"
         )
     if optimizer == "scale" and config.optimizer.nesterov:
         raise UserError(
-            f"config.optimizer.nesterov=True has no effect behind {method}; set "
+            f"config.optimizer.nesterov=True has no effect after {method}; set "
             "--config.optimizer.nesterov=False, and for factored_adam --config.sync.nesterov=True"
         )
     for field, (unsaid, own) in LEFT_OUT.items() if optimizer == "scale" else ():
         value = config.optimizer[field]
         if value != unsaid and config.sync.get(own) is None:
             raise UserError(
-                f"config.optimizer.{field}={value} has no effect behind {method}; set "
+                f"config.optimizer.{field}={value} has no effect after {method}; set "
                 f"--config.sync.{own}={value}, or --config.optimizer.{field}={unsaid}"
             )
 
@@ -340,13 +340,13 @@ def _fit_groups(sync: Any, world: int) -> None:
         if value not in (None, 1):
             raise UserError(
                 f"{where} splits parameters within groups of devices, and config.sync.{field}="
-                f"{value} keeps them otherwise; set --config.sync.fsdp=1, or leave out {field}"
+                f"{value} keeps them in another way; set --config.sync.fsdp=1, or leave out {field}"
             )
     if sync.method == "auto":
-        raise UserError(f"{where}: the planner knows no such groups; name a method, such as mean")
+        raise UserError(f"{where}: the planner has no such groups; name a method, such as mean")
     fitting = [n for n in range(2, world // 2 + 1) if world % n == 0]
     if sync.fsdp not in fitting:
         raise UserError(
-            f"{where}: {world} devices are no two or more groups of {sync.fsdp}; use "
+            f"{where}: {world} devices do not form two or more groups of {sync.fsdp}; use "
             f"{' or '.join(map(str, (1, *fitting)))}, or config.sync.gather to split over all"
         )

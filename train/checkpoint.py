@@ -69,7 +69,7 @@ def where_to_continue(directory: Path, resume: bool, restarted: bool) -> int | N
     if resume and not restarted and whole < 0:
         raise UserError(
             f"checkpoint.resume: there is no whole checkpoint in {directory}; set --workdir to the "
-            "folder of the run that shall go on"
+            "folder of the run to continue"
         )
     return None if whole < 0 else whole
 
@@ -130,7 +130,7 @@ def _last_whole(directory: Path, find: Callable[[], list[int]], move: bool) -> i
             return _last_whole(directory, find, move)
         moved = f"it is moved to {_move(directory / str(step))}, and " if move else ""
         print(
-            f"checkpoint {step} is damaged ({reason}): {moved}the one before it is taken, if there "
+            f"checkpoint {step} is damaged ({reason}): {moved}the one before it is used, if there "
             "is one",
             file=sys.stderr,
         )

@@ -78,7 +78,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise UserError(f"{path.parent} is not the directory of a run: {error}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no text: {error}") from error
+        raise UserError(f"{path} is not text: {error}") from error
     lines = []
     for number, text in enumerate(texts, 1):
         try:

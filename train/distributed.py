@@ -87,9 +87,9 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
 @contextlib.contextmanager
 def _given_up(processes: str, coordinator: str) -> Iterator[None]:
     """Says what this process waits for, and ends it where others do not come."""
-    waiting = f"waiting for {processes} to come to {coordinator}"
-    given_up = f"error: not all of {processes} have come to {coordinator} within "
-    given_up += f"{GIVE_UP_SECONDS:g} s; look at what the others print, and if they can reach it"
+    waiting = f"waiting for {processes} to connect to {coordinator}"
+    given_up = f"error: not all of {processes} have connected to {coordinator} within "
+    given_up += f"{GIVE_UP_SECONDS:g} s; check what the others print, and whether they can reach it"
     later = [
         threading.Timer(SAY_SECONDS, signals.say, (waiting,)),
         # jax would end the process a little later, with a stack of C++.
@@ -154,8 +154,8 @@ def check_own_name(coordinator: str) -> None:
     if own is None or own.startswith("127.") or own == "::1":
         raise UserError(
             f"the name of this machine, {name}, stands for {own or 'nothing'}, where other "
-            f"machines do not find it; in /etc/hosts write its address in place of that, on every "
-            "machine, that of process 0 too"
+            f"machines do not find it; replace that by its address in /etc/hosts on every "
+            "machine, including that of process 0"
         )
 
 

@@ -59,8 +59,8 @@ def _of_one_device(found: Mapping[str, Any], state: Any) -> str:
     if not any(map(is_split, jax.tree.leaves(state, is_leaf=is_split))):
         return ""
     return (
-        "; with config.sync.gather a run cannot go from several devices to one, or back: go on "
-        f"with as many as before, {before}, or choose another --workdir"
+        "; with config.sync.gather a run cannot go from several devices to one, or back: "
+        f"continue with as many as before, {before}, or choose another --workdir"
     )
 
 
@@ -75,7 +75,7 @@ def _check_shards(where: str, name: str, there: Any, shards: int | None) -> None
     if shards is not None and before != shards:
         fsdp = mesh.get(SPLIT, 1)
         raise UserError(
-            f"{where}: {name} depends on config.sync.fsdp, which was {fsdp}; go on with "
+            f"{where}: {name} depends on config.sync.fsdp, which was {fsdp}; continue with "
             f"--config.sync.fsdp={fsdp}, or choose another --workdir"
         )
 

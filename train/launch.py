@@ -142,7 +142,7 @@ def parse(argv: Sequence[str]) -> Launch:
     if processes > 1 and told:
         raise UserError(
             f"{told[0]} does not go with --processes={processes}, which tells the processes of one "
-            "machine how to find each other; leave out one of both"
+            "machine how to find each other; leave out one of them"
         )
     shown = cluster.get("env", {})
     settings = {**memory_settings(shown), **shown}

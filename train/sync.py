@@ -259,8 +259,8 @@ def joined(
         return chained(config, exchange, optimizer)
     if config.get("gather"):
         raise UserError(
-            "config.sync: with every above 1 each device has all parameters of its own, so they "
-            "cannot be split: leave out gather, or every"
+            "config.sync: with every above 1 each device has its own copy of all parameters, so "
+            "they cannot be split: leave out gather, or every"
         )
     nesterov = config.outer_momentum > 0
     outer = optax.sgd(config.outer_rate, config.outer_momentum or None, nesterov)

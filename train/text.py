@@ -60,7 +60,7 @@ class Text:
         if config.shards == "by_label":
             raise UserError(
                 f"config.data.shards='by_label' needs classes, and {config.name} is text; "
-                "'by_position' gives each device a part of its own"
+                "'by_position' gives each device its own part"
             )
         self._length = length
         self._builder, self._name = builder, config.name
@@ -75,7 +75,7 @@ class Text:
         if len(text) <= self._length:
             raise UserError(
                 f"{self._name} has {len(text)} tokens in {split!r}, fewer than one row of "
-                f"config.data.sequence_length={self._length} and the token behind it"
+                f"config.data.sequence_length={self._length} and the token after it"
             )
         return np.frombuffer(text, np.uint8)
 

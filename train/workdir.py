@@ -89,7 +89,7 @@ def keep_config(workdir: Path, config: Any, resumed: bool) -> None:
         return
     path, text = workdir / CONFIG, config.to_json_best_effort(indent=2) + "\n"
     if resumed and (changed := changes(workdir, config)):
-        print(f"the run goes on with another config: {', '.join(changed)}", file=sys.stderr)
+        print(f"the run continues with another config: {', '.join(changed)}", file=sys.stderr)
     try:
         write_whole(path, text)
     except IsADirectoryError as error:
@@ -117,7 +117,7 @@ def keep_data(workdir: Path, config: Any, identity: Mapping[str, str], resumed: 
     differ = [name for name, value in identity.items() if before.get(name, value) != value]
     if differ and not any(change.startswith("data.") for change in changes(workdir, config)):
         print(
-            f"the run goes on with other data: another {', '.join(differ)} than before; look at "
+            f"the run continues with other data: another {', '.join(differ)} than before; look at "
             "--config.data.data_dir or TFDS_DATA_DIR",
             file=sys.stderr,
         )

@@ -54,8 +54,8 @@ def mean_of(
         back.needs_error_feedback and error_feedback is not True
     ):
         raise ValueError(
-            f"a mean of {(sent if sent.needs_error_feedback else back).name} without the errors "
-            "that it leaves is biased; use jaxcomm.mean(..., error_feedback=True), or "
+            f"a mean of {(sent if sent.needs_error_feedback else back).name} without error "
+            "feedback is biased; use jaxcomm.mean(..., error_feedback=True), or "
             "jaxcomm.majority_vote for signs alone."
         )
     for used in (sent, back):
@@ -94,8 +94,8 @@ def _check_native(
         )
     if error_feedback and codec != codecs.float32():
         raise ValueError(
-            f"what XLA rounds off in {codec.name} nobody can feed back; choose another algorithm "
-            'than native, such as "direct".'
+            f"error feedback cannot keep what XLA rounds off in {codec.name}; choose another "
+            'algorithm than native, such as "direct".'
         )
     jax.eval_shape(codec.native, jax.ShapeDtypeStruct((1,), jnp.float32))
 

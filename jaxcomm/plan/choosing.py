@@ -240,7 +240,7 @@ def plan(
         raise ValueError(f"quality is one of {', '.join(QUALITIES)}, got {quality!r}.")
     allowed = QUALITIES[: QUALITIES.index(quality) + 1]
     if below := [m for m in chosen or () if m.about.quality not in allowed]:
-        raise ValueError(f"{below[0].name} is of less quality than {quality!r}; leave it out.")
+        raise ValueError(f"{below[0].name} is of lower quality than {quality!r}; leave it out.")
     check_optimizer(optimizer)
     if unfit := [m for m in chosen or () if optimizer not in (None, *m.about.optimizers)]:
         raise ValueError(f"{unfit[0].name} lost accuracy with {optimizer!r}; leave it out.")

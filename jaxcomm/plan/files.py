@@ -145,7 +145,7 @@ def value_of(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"this is no YAML: {_problem(error)}.") from None
+        raise ValueError(f"this is not YAML: {_problem(error)}.") from None
 
 
 def _problem(error: Exception) -> str:
@@ -200,19 +200,19 @@ class File:
             text = read.decode()
         except UnicodeDecodeError as error:
             line = 1 + read.count(b"\n", 0, error.start)
-            raise ValueError(f"{path}, line {line}: this is no text in UTF-8.") from None
+            raise ValueError(f"{path}, line {line}: this is not UTF-8 text.") from None
         try:
             node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
         except (yaml.YAMLError, ValueError) as error:
             mark = getattr(error, "problem_mark", None)
             line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
-            wrong = f"this is no YAML: {_problem(error)}."
+            wrong = f"this is not YAML: {_problem(error)}."
             raise ValueError(f"{path}, line {line + 1}: {wrong}") from None
         if not isinstance(node, yaml.MappingNode) or not isinstance(values, dict):
             raise ValueError(f"{path} has no settings; write `key: value` lines, as {example}.")
         if twice := _key_twice(node):
             line = twice.start_mark.line + 1
-            raise ValueError(f"{path}, line {line}: the key {twice.value!r} stands twice.")
+            raise ValueError(f"{path}, line {line}: the key {twice.value!r} appears twice.")
         for key, value in node.value:
             self._lines[str(key.value)] = key.start_mark.line + 1
             if isinstance(value, yaml.SequenceNode):

@@ -41,7 +41,7 @@ class Workload:
             raise ValueError(f"accumulate is 1, 2, ..., got {self.accumulate!r}.")
         if len(self.exempt) not in (0, len(self.shapes)):
             raise ValueError(
-                f"exempt has {len(self.exempt)} entries, of {len(self.shapes)} leaves; write () if "
+                f"exempt has {len(self.exempt)} entries for {len(self.shapes)} leaves; write () if "
                 "no leaf is exempt."
             )
         if not self.values:

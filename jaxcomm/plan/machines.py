@@ -237,7 +237,7 @@ def _of_machines(
     if each == 1 and inside is not None:
         wrong = (
             "bandwidth is that of several devices within a machine; with one device, write the "
-            "least of both as the rate of its links."
+            "lower of both as the rate of its links."
         )
         raise _node_error(file, "bandwidth", wrong, given)
     if each == 1:

@@ -44,7 +44,7 @@ def from_name(algorithm: str | Algorithm) -> Algorithm:
     """The algorithm with that name and its defaults; see `_names.from_table`."""
     if algorithm == "hierarchical":
         raise ValueError(
-            "'hierarchical' goes over two axes, each by an algorithm of its own; write "
+            "'hierarchical' goes over two axes, each with its own algorithm; write "
             "jaxcomm.algorithms.hierarchical(near=jaxcomm.algorithms.ring(), "
             "far=jaxcomm.algorithms.ring())."
         )

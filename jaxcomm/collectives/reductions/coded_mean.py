@@ -160,7 +160,7 @@ class CodedMean(Reduction):
         if self.key is None:
             raise ValueError(
                 f"{codec.name} rounds at random and needs a key; give one that is equal on all "
-                "devices, another at every call: jax.random.fold_in(jax.random.key(0), step)."
+                "devices and different in every call: jax.random.fold_in(jax.random.key(0), step)."
             )
         encoded = codec.encode(x, jax.random.fold_in(self.key, message_id))
         # XLA would draw and encode again in the loop that computes the error.

@@ -50,7 +50,7 @@ class Gtopk(SparseAllReduce):
         if self.values != "float32":
             raise ValueError(
                 f'gtopk needs values="float32", got {self.values!r}: sums would be rounded at '
-                "every merge, and nobody could keep what that takes away."
+                "every merge, and no residual could keep the difference."
             )
 
     def exchange(
