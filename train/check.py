@@ -1,4 +1,4 @@
-"""What the fields of a config may hold: all of it is checked before anything starts."""
+"""What the fields of a config may hold; everything is checked before anything starts."""
 
 import difflib
 import numbers
@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 from train.errors import UserError
 
-# Methods of `train.sync` behind which `scale` has to be, and nothing else may be.
+# Methods of `train.sync` that only `scale` may follow.
 OPTIMIZERS = ("factored_adam", "one_bit_adam")
-# What `scale` leaves out of `config.optimizer`: the value of a config that says nothing, and where
-# those methods have the same thing in `config.sync`.
+# Fields of `config.optimizer` that `scale` does not use: their default, and the field of
+# `config.sync` where those methods have the same option.
 LEFT_OUT = {
     "weight_decay": (0.0, "weight_decay"),
     "momentum": (0.9, "b1"),
     "b2": (0.999, "b2"),
 }
-MASKED_MODEL = "bert"  # Sees what is behind a token too.
+MASKED_MODEL = "bert"  # Also sees what follows a token.
 
 
 class Rule(NamedTuple):
@@ -40,12 +40,12 @@ def whole(low: int) -> Rule:
 
 
 def number(says: str, holds: Callable[[Any], bool]) -> Rule:
-    """Numbers for which a condition holds; not a number is none of them."""
+    """Numbers for which a condition holds; NaN never qualifies."""
     return Rule(says, lambda v: _is_number(v) and holds(v))
 
 
 def or_none(rule: Rule) -> Rule:
-    """The same, or nothing."""
+    """The same, or None."""
     return Rule(f"{rule.says}, or None", lambda v: v is None or rule.holds(v))
 
 
@@ -65,7 +65,7 @@ NAME = Rule("a name", lambda v: isinstance(v, str) and v != "")
 TEXT = Rule("a text", lambda v: isinstance(v, str))
 YES_OR_NO = Rule("True or False", lambda v: isinstance(v, bool))
 QUALITIES = ("exact", "16bit", "unbiased", "any")
-SCORES = ("test_loss", "test_accuracy")  # By which one checkpoint is better than another.
+SCORES = ("test_loss", "test_accuracy")  # By which checkpoints are compared.
 DTYPES = ("float32", "bfloat16")  # float16 would need a scaled loss
 
 # Every config has these fields. The methods of `config.sync` check their own options.
@@ -125,7 +125,7 @@ FIELDS = {
     "network.costs": TEXT,
     "network.quality": Rule(f"one of {', '.join(QUALITIES)}", lambda v: v in QUALITIES),
 }
-# Where a config has them.
+# Checked where a config has them.
 OPTIONAL = {
     "data.mean": each(FINITE),
     "data.std": each(POSITIVE),
@@ -134,7 +134,7 @@ OPTIONAL = {
 
 
 def fields(config: Any) -> None:
-    """Raises if a field is missing or holds what it may not.
+    """Raises if a field is missing or holds a value that it may not.
 
     Args:
       config: a config of `configs/`.
@@ -157,7 +157,7 @@ def fields(config: Any) -> None:
     rules |= {name: _model_rule(found[name]) for name in found if name.startswith("model.")} | {
         name: FIELDS[name] for name in FIELDS if name.startswith("model.")
     }
-    for name, rule in rules.items():  # In their order: others may follow from `steps`.
+    for name, rule in rules.items():  # In order: other mistakes may follow from `steps`.
         if name in found and not rule.holds(value := found[name]):
             near = difflib.get_close_matches(str(value), DTYPES, 1) if "dtype" in name else []
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -183,7 +183,7 @@ def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def fit(config: Any, world: int) -> None:
-    """Raises if the batch does not fit the number of devices, or the config's parts each other.
+    """Raises if the batch does not fit the devices, or parts of the config do not fit together.
 
     Args:
       config: a config of `configs/`.
@@ -238,10 +238,10 @@ def pixels(data: Any, channels: int) -> tuple[Any, Any]:
 
     Args:
       data: `config.data`.
-      channels: of an image.
+      channels: the number of channels of an image.
 
     Raises:
-      UserError: if one of them is missing, or is of another number of channels.
+      UserError: if one of them is missing, or is for another number of channels.
     """
     for name in ("mean", "std"):
         if name not in data:
@@ -259,11 +259,11 @@ def pixels(data: Any, channels: int) -> tuple[Any, Any]:
 
 
 def steps_left(steps: int, saved: int | None) -> None:
-    """Raises if a checkpoint is of a later step than the last of the run.
+    """Raises if the checkpoint is from a later step than the last of the run.
 
     Args:
-      steps: length of the run.
-      saved: the step of the checkpoint at which it goes on; None if it begins anew.
+      steps: the length of the run.
+      saved: the step of the checkpoint from which it continues; None if it begins anew.
     """
     if saved is not None and steps < saved:
         raise UserError(
@@ -273,7 +273,7 @@ def steps_left(steps: int, saved: int | None) -> None:
 
 
 def _fit_local_optimizer(sync: Any) -> None:
-    """Raises if a method has no place for each device's own optimizer, or has one of its own."""
+    """Raises if a method cannot take each device's own optimizer, or is an optimizer itself."""
     for field, is_in_the_way, why in (
         ("method", sync.method in OPTIMIZERS, "is an optimizer itself"),
         ("every", sync.every > 1, "has each device's own optimizer already"),
@@ -290,7 +290,7 @@ def _fit_local_optimizer(sync: Any) -> None:
 
 
 def _fit_optimizer(config: Any) -> None:
-    """Raises if the optimizer does not fit the exchange, or a field of it would have no effect."""
+    """Raises if the optimizer does not fit the exchange, or one of its fields has no effect."""
     method, optimizer = config.sync.method, config.optimizer.name
     if method in OPTIMIZERS and optimizer != "scale":
         raise UserError(
