@@ -234,7 +234,7 @@ def await_port(host: str, port: int, seconds: float = 300.0, named: float = 90.0
 
 
 def check_answer(host: str, port: int, seconds: float = 20.0) -> None:
-    """Raises if a program other than a gRPC server, such as process 0, listens there.
+    """Raises unless a gRPC server, as in process 0, listens there: jax would wait for minutes.
 
     A server of HTTP/2, on which gRPC is built, begins with its settings: a frame of type 4.
     """
