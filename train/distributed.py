@@ -1,4 +1,4 @@
-"""Joining the processes of a run, whoever started them."""
+"""Joins the processes of a run, however they were started."""
 
 import contextlib
 import os

@@ -10,7 +10,7 @@ _UNREAD = (errno.EPIPE, errno.EIO)  # of a pipe without a reader, and of a termi
 
 
 def open_closed() -> None:
-    """Opens the null device in place of standard streams that the parent has closed.
+    """Opens the null device for standard streams that the parent has closed.
 
     Otherwise the next file or pipe would get the number of one, and receive what is printed.
     """

@@ -14,7 +14,7 @@ and lengths of columns are XLA's own reductions, which devices of one kind add i
 library's matrix product may choose different orders on different devices. Only each device's own
 two products, which the residual corrects, are left to the library.
 
-What a device lacks is known before the second message, unless that message has errors of its own. A
+What a device lacks is known before the second message, unless that message has its own errors. A
 device on which the lack is not finite, because its matrix is not or because of overflow, sends NaN.
 So the mean is NaN on all devices, without another message.
 

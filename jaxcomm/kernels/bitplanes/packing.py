@@ -23,7 +23,7 @@ def words_for(n: int) -> int:
 
 
 def places_of_short_words(n: int) -> np.ndarray:
-    """The coordinates in the last words, which have 31 bits where n is no multiple of 32.
+    """The coordinates in the last words, which have 31 bits if n is not a multiple of 32.
 
     There are `32 * words_for(n) - n` such words. Below n = 961 some words have even fewer bits, and
     this function does not apply.

@@ -205,7 +205,7 @@ def _doubled(sums: jax.Array, axis: int) -> jax.Array:
 
 
 def _fold(x: jax.Array, join: Join, last: Callable[[jax.Array, Join], jax.Array]) -> jax.Array:
-    """The uint32 along the last axis joined, in an order of its own; 0 is neutral.
+    """The uint32 along the last axis joined, in a particular order; 0 is neutral.
 
     `last` joins the few values that remain along the last axis.
     """
