@@ -152,7 +152,7 @@ class Recorder:
         self.stop = values.pop(STOP, 0.0) > 0
         finite = values.get(FINITE, 1.0) == 1
         if finite:
-            values.pop(FINITE, None)  # said of the others only
+            values.pop(FINITE, None)  # reported only for steps that were not finite
         values["step_ms"] = 1e3 * (now - self._time)
         self._step_ms.append(values["step_ms"])
         self._input_ms.append(1e3 * self._waited)

@@ -62,7 +62,7 @@ def get_config() -> config_dict.ConfigDict:
     config.sync = sync()
 
     config.guard = config_dict.ConfigDict()
-    config.guard.bad_steps = 20  # In a row with a loss or gradient not finite end the run.
+    config.guard.bad_steps = 20  # This many steps in a row that are not finite end the run.
     config.guard.replicas_every = 100  # Steps between comparisons of the devices' parameters.
     config.guard.step_seconds = 300.0  # That a step may take before the process ends. 0: no limit.
 
