@@ -41,7 +41,7 @@ def load(name: str, **overrides: Any) -> Topology:
       The topology.
 
     Raises:
-      ValueError: for invalid settings, in one line with the file and the line number.
+      ValueError: for an unknown name or invalid settings, in one line with the file and line.
       ImportError: without PyYAML.
     """
     file = File(find(name))

@@ -151,7 +151,7 @@ def load_cluster(
 
     Raises:
       TypeError: for costs that were not read with `read_costs`.
-      ValueError: for invalid settings, in one line with the file and the line number.
+      ValueError: for an unknown name or invalid settings, in one line with the file and line.
     """
     if costs is not None and not isinstance(costs, Costs):
         raise TypeError(f"costs are those of plan.read_costs({costs!r}), or None, got {costs!r}.")

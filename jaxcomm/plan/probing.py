@@ -28,7 +28,7 @@ from jaxcomm.plan.predict import BASELINE
 from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.steps import Pairs
 
-ROWS, MATRICES = 1024, 2  # codes are timed on this many matrices of this many rows
+ROWS, MATRICES = 1024, 2  # codes are timed on matrices of this many rows, and this many of them
 SMALL, LARGE = 1, (2**13, 2**15, 2**17, 2**19)  # float32 values of a message
 ENOUGH = 25e-3  # seconds; a message that takes this long need not be larger
 CHAINED = 4  # messages in a row, in one program

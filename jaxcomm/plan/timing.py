@@ -17,7 +17,7 @@ from jaxcomm.plan.families import Method, values_of_bucket
 from jaxcomm.plan.predict import BASELINE, Prediction, choose, with_exchange
 from jaxcomm.plan.probing import TIMED, max_over
 
-WITHIN, FIRST = 1.3, 3  # timed: within this factor of the fastest predicted step, so many
+WITHIN, FIRST = 1.3, 3  # at most FIRST rivals within this factor of the fastest predicted step
 MOST = 8  # with the best of each quality, and those that lead once the first are timed
 QUICK, LONG = 3, 1.0  # quick exchanges that show which may lead; one of this many seconds is enough
 SECONDS, REPEATS = 1.0, (3, 50)  # how long these are repeated in the end, and how often
