@@ -1,10 +1,10 @@
 r"""AlexNet for CIFAR-10, with bf16 on the wire.
 
-Four processes on this machine; the data set is where TFDS_DATA_DIR says, prepared as array_record:
+Four processes on this machine; the data set is in TFDS_DATA_DIR, prepared as array_record:
 
     python -m train.launch --processes=4 -- --config=configs/cifar_alexnet.py
 
-It has 23.3 M parameters and runs for 90 epochs. That takes a GPU, and was not measured. A smaller
+It has 23.3 M parameters and runs for 90 epochs. That needs a GPU, and was not measured. A smaller
 run takes minutes on 2 CPU cores: four devices that hold different classes, a fifth of the images,
 an eighth of the width (0.37 M parameters):
 
@@ -22,7 +22,7 @@ Test accuracy with seeds 0 to 2, with the first learning rate that was tried:
 
 With `cnat` alone the training loss is up to 0.05 higher than with float32. With error feedback it
 is within 0.012 of float32's (plots in `benchmarks/results/`). The float32 runs took 131 to 184 s on
-2 CPU cores that had other work too. Of the images in this copy of the data set, 97 are JPEG
+2 CPU cores that also did other work. Of the images in this copy of the data set, 97 are JPEG
 decodes.
 
 Batch size, peak of the learning rate, momentum, weight decay and epochs are those of the paper for

@@ -1,10 +1,10 @@
 r"""ResNet-110 on CIFAR-10 as its authors train it, with bf16 on the wire.
 
-Four processes on this machine; the data set is where TFDS_DATA_DIR says, prepared as array_record:
+Four processes on this machine; the data set is in TFDS_DATA_DIR, prepared as array_record:
 
     python -m train.launch --processes=4 -- --config=configs/cifar_resnet110.py
 
-It has 1.73 M parameters and runs for 64,000 steps, 164 epochs. That takes a GPU, and was not
+It has 1.73 M parameters and runs for 64,000 steps, 164 epochs. That needs a GPU, and was not
 measured.
 
 Differs from the authors' paper: groups of channels are normalised instead of batches, the shortcuts

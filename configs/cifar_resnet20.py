@@ -1,10 +1,10 @@
 r"""ResNet-20 on CIFAR-10 as its authors train it, with bf16 on the wire.
 
-Four processes on this machine; the data set is where TFDS_DATA_DIR says, prepared as array_record:
+Four processes on this machine; the data set is in TFDS_DATA_DIR, prepared as array_record:
 
     python -m train.launch --processes=4 -- --config=configs/cifar_resnet20.py
 
-It runs for 64,000 steps, 164 epochs. That takes a GPU, and was not measured. A smaller run takes
+It runs for 64,000 steps, 164 epochs. That needs a GPU, and was not measured. A smaller run takes
 minutes on 2 CPU cores: four devices that hold different classes, a fifth of the images, and a stem
 that quarters their sides:
 
@@ -19,7 +19,7 @@ Test accuracy with seeds 0 to 2, and bytes a parameter and device:
     --config.sync.codec=cnat    55.2, 56.5, 54.8 %      1.53
 
 The training losses lie within 0.02 of each other (means of 3 seeds and 100 steps). The float32 runs
-took 193 to 346 s on 2 CPU cores that had much other work. Of the images in this copy of the data
+took 193 to 346 s on 2 CPU cores that did much other work. Of the images in this copy of the data
 set, 97 are JPEG decodes.
 
 Differs from the authors' paper: groups of channels are normalised instead of batches, the shortcuts

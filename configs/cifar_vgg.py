@@ -1,10 +1,10 @@
 r"""VGG-16 for CIFAR-10; the largest gradients travel, by Ok-Topk.
 
-Four processes on this machine; the data set is where TFDS_DATA_DIR says, prepared as array_record:
+Four processes on this machine; the data set is in TFDS_DATA_DIR, prepared as array_record:
 
     python -m train.launch --processes=4 -- --config=configs/cifar_vgg.py
 
-It has 14,728,266 parameters and runs for 90 epochs. That takes a GPU, and was not measured. A
+It has 14,728,266 parameters and runs for 90 epochs. That needs a GPU, and was not measured. A
 smaller run takes minutes on 2 CPU cores: an eighth of the width (0.23 M parameters) and a fifth of
 the images:
 
@@ -21,7 +21,7 @@ network and so few steps.
 `python -m benchmarks.sparse_run` plots it.
 
 The network is that of the Ok-Topk paper; all settings are those of `configs/cifar_alexnet.py`, and
-none was searched.
+none was tuned.
 
 References:
   S. Li, T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022,

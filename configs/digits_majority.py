@@ -18,7 +18,7 @@ On Fashion-MNIST the bias is larger: 84.1 %, where float32 has 89.8 %. Votes on 
 corrected every 8 steps have 89.5 %. See `configs/fashion_resnet.py`.
 
 The learning rate was chosen first, among a few, by test accuracy on such shards. The rule for ties
-was then chosen on a fifth of the training images, held out. The baseline's learning rate was not
+was then chosen on a held-out fifth of the training images. The baseline's learning rate was not
 chosen in this way.
 """
 
@@ -29,7 +29,7 @@ from configs import digits_resnet
 
 def get_config() -> config_dict.ConfigDict:
     config = digits_resnet.get_config()
-    config.optimizer.learning_rate = 0.006  # Of signs: every weight moves by this.
+    config.optimizer.learning_rate = 0.006  # For signs: every weight moves by this.
     config.optimizer.momentum = 0.9  # Of the votes.
     config.optimizer.weight_decay = 0.0
     config.sync.method = "majority_vote"

@@ -4,7 +4,7 @@
 
 Test accuracy on shards that hold different classes (`--config.data.shards=by_label`) 98.0 % (98.3,
 98.1 and 97.5 for seeds 0 to 2), where the float32 mean has 98.5 % (98.6, 98.1, 98.9), at 0.31 bytes
-a parameter and device in place of 6.00.
+a parameter and device instead of 6.00.
 
 TopkA at the same density (`--config.sync.algorithm=topk_allgather`) has 98.6 % (98.3, 99.2 and
 98.3) at 0.54 bytes. Its bytes grow with the number of devices.

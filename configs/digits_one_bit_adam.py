@@ -18,12 +18,12 @@ from configs import digits_resnet
 def get_config() -> config_dict.ConfigDict:
     config = digits_resnet.get_config()
     config.optimizer.name = "scale"  # The optimizer is in the exchange.
-    config.optimizer.weight_decay = 0.0  # It would take config.sync.weight_decay.
+    config.optimizer.weight_decay = 0.0  # Decay would go into config.sync.weight_decay.
     config.optimizer.learning_rate = 0.003
     config.sync.method = "one_bit_adam"
     config.sync.b1 = 0.9
     config.sync.b2 = 0.99
-    config.sync.eps = 1e-4  # Large, as a variance that is frozen while small stays small.
+    config.sync.eps = 1e-4  # Large, because a variance that is frozen while small stays small.
     config.sync.dense_steps = 100  # With the float32 mean; then the variance is frozen.
     config.lock()
     return config

@@ -4,7 +4,7 @@ Four processes on this machine, which prepare the data set themselves:
 
     python -m train.launch --processes=4 -- --config=configs/digits_vit_one_bit.py
 
-Gradients are divided by what factored Adam knows of their size, and the momentum that all devices
+Gradients are divided by factored Adam's estimate of their size, and the momentum that all devices
 share travels as signs, without a dense warm-up. `configs/digits_vit.py` has the same model with
 AdamW.
 """

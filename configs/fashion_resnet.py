@@ -1,11 +1,11 @@
 r"""A ResNet on Fashion-MNIST, with bf16 on the wire.
 
-Four processes on this machine; the data set is where TFDS_DATA_DIR says, prepared as array_record:
+Four processes on this machine; the data set is in TFDS_DATA_DIR, prepared as array_record:
 
     python -m train.launch --processes=4 -- --config=configs/fashion_resnet.py
 
-Test accuracy 90.4 % after 3.8 epochs (seed 0), in 469 s on 2 CPU cores that had much other work.
-CPU time was 486 s, so it takes about half of that on 2 free cores.
+Test accuracy 90.4 % after 3.8 epochs (seed 0), in 469 s on 2 CPU cores that did much other work.
+CPU time was 486 s, so on 2 free cores it takes about half of that.
 
 Sign methods on four simulated devices that hold different classes, at half the width, mean of seeds
 0 to 2; each row is run with
@@ -24,8 +24,8 @@ Sign methods on four simulated devices that hold different classes, at half the 
       --config.sync.local_momentum=0.9 --config.optimizer.momentum=0.0 \
       --config.optimizer.learning_rate=0.003                89.5 % (89.8, 89.4, 89.3)
 
-The vote is biased where devices differ, and control variates take that away. The settings of the
-votes were chosen on 10,000 training images, held out. On these, by learning rate:
+The vote is biased where devices differ, and control variates remove the bias. The settings of the
+votes were chosen on 10,000 held-out training images. On these, by learning rate:
 
     float32                                                 90.6 %
     vote, 0.0003, 0.0007, 0.001, 0.002                      84.4, 85.4, 85.6, 84.7 %
@@ -34,7 +34,7 @@ votes were chosen on 10,000 training images, held out. On these, by learning rat
     corrected every 8 steps, local momentum, 0.003          90.0 %
     corrected every 32 steps, 0.003                         89.9 %
 
-On shuffled shards the plain vote has 88.7 % and float32 91.1 %. Votes with error feedback
+On shuffled shards the plain vote reaches 88.7 % and float32 91.1 %. Votes with error feedback
 (`--config.sync.method=majority_vote --config.sync.error_feedback=True`) have 81.9 % on shards by
 label. The other rows have the settings of their configs.
 """

@@ -5,8 +5,8 @@ On each machine of a cluster (`docs/training.md` has the other ways to start):
     configs/cluster/bare_ssh.sh node0 node1 -- --config=configs/imagenet_resnet50.py --workdir=DIR
 
 25.56 M parameters. Nothing was measured: neither hours nor accuracy. It is meant for eight GPUs or
-more with 24 GB each; on fewer, raise `--config.microbatches`. To expect: the group normalization
-paper has 75.9 % with this network in 100 epochs.
+more with 24 GB each; on fewer, raise `--config.microbatches`. For reference, the group
+normalization paper has 75.9 % with this network in 100 epochs.
 
 Differs from that paper: 90 epochs, batches of 1024, label smoothing, Nesterov's momentum, and a
 learning rate that falls as a cosine.

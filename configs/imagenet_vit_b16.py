@@ -4,7 +4,7 @@
 
 86.57 M parameters. Nothing was measured: neither hours nor accuracy. It is meant for eight GPUs or
 more with 40 GB each; on fewer, raise `--config.microbatches`. All settings but the size are those
-of `configs/imagenet_vit_s16.py`; none was searched for this size.
+of `configs/imagenet_vit_s16.py`; none was tuned for this size.
 """
 
 from ml_collections import config_dict

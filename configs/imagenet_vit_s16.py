@@ -5,8 +5,8 @@ On each machine of a cluster (`docs/training.md` has the other ways to start):
     configs/cluster/bare_ssh.sh node0 node1 -- --config=configs/imagenet_vit_s16.py --workdir=DIR
 
 22.05 M parameters. Nothing was measured: neither hours nor accuracy. It is meant for eight GPUs or
-more with 24 GB each; on fewer, raise `--config.microbatches`. To expect: the paper has 76.5 %, with
-mixup, which is missing here.
+more with 24 GB each; on fewer, raise `--config.microbatches`. For reference, the paper has 76.5 %,
+with mixup, which is missing here.
 
 Differs from the paper: no mixup, no clipping of the gradient's norm, learned embeddings of
 positions.

@@ -4,10 +4,9 @@ Four processes on this machine, which prepare the text themselves (Python's help
 
     python -m train.launch --processes=4 -- --config=configs/lm_transformer.py
 
-The size stands behind the name of the file, such as lm_transformer.py:nano. Parameters lie in one
-of three forms: on every device; split over all (FSDP, `--config.sync.gather=bfloat16`); or split
-within groups of N neighbours, and the exchange is between the groups (HSDP,
-`--config.sync.fsdp=N`).
+The size follows the name of the file, as in lm_transformer.py:nano. Parameters are placed in one of
+three ways: on every device; split over all (FSDP, `--config.sync.gather=bfloat16`); or split within
+groups of N neighbours, with the exchange between the groups (HSDP, `--config.sync.fsdp=N`).
 
 A smaller one, of 0.4 M parameters on 0.3 M tokens, on four simulated devices:
 
@@ -57,7 +56,7 @@ def get_config(size: str = "mini") -> config_dict.ConfigDict:
     config.model.name = "transformer"
     config.model.depth, config.model.width, config.model.heads = SIZES[size]
     config.model.mlp_width = 4 * config.model.width
-    config.model.recompute = size not in ("nano", "mini")  # Compute layers twice, to save memory.
+    config.model.recompute = size not in ("nano", "mini")  # Compute layers twice to save memory.
 
     config.optimizer.learning_rate = 1e-3
     config.optimizer.warmup_steps = 100

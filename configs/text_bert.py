@@ -1,12 +1,12 @@
-r"""BERT on bytes: 15 % of a text are hidden and predicted from the rest, with bf16 on the wire.
+r"""BERT on bytes: 15 % of a text is hidden and predicted from the rest, with bf16 on the wire.
 
 Four processes on this machine, which prepare the text themselves (Python's help texts, 0.4 MB):
 
     python -m train.launch --processes=4 -- --config=configs/text_bert.py
 
-The size stands behind the name of the file, such as text_bert.py:tiny. The default size has not
-been trained to its end: neither hours nor score were measured. Expect a loss below that of the
-smallest size, which was trained for 600 steps on one CPU device:
+The size follows the name of the file, as in text_bert.py:tiny. The default size has not been
+trained to the end: neither hours nor score were measured. Expect a loss below that of the smallest
+size, which was trained for 600 steps on one CPU device:
 
     python -m train --config=configs/text_bert.py:tiny --config.steps=600
 
@@ -19,7 +19,7 @@ smallest size, which was trained for 600 steps on one CPU device:
     600    2.553, and 37.4 % of the hidden bytes are right
 
 Predicting each byte by its frequency in the training text has a loss of 3.295. The run took 4.4
-minutes of CPU time, with the compilation.
+minutes of CPU time, including the compilation.
 """
 
 from ml_collections import config_dict

@@ -4,7 +4,7 @@ One process: `python -m train --config=configs/digits_resnet.py`. Several on thi
 `python -m train.launch --processes=4 -- --config=...`. Under SLURM or Open MPI 4: the first command
 on every node; other MPIs: also --coordinator. On bare machines and Kubernetes: --num_processes and
 --process_id too.
-Every field of a config is a flag: --config.sync.codec=float32. Files of configs/bases list them.
+Every field of a config is a flag: --config.sync.codec=float32. Files in configs/bases list them.
 """
 
 from train import signals, streams

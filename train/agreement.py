@@ -1,7 +1,7 @@
 """Whether all processes were started with the same run, and see the same directory.
 
-Processes that are not would compile other programs. On GPUs they then wait for each other without
-an end, and on CPUs their parameters drift apart.
+Processes that differ would compile other programs. On GPUs they would then wait for each other for
+ever, and on CPUs their parameters would drift apart.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ import jaxcomm
 from train.check import flat
 from train.errors import UserError
 
-PATIENCE = 20.0  # seconds; network file systems remember that a file was not there
+PATIENCE = 20.0  # seconds; network file systems cache that a file does not exist
 OWN = ("data.data_dir",)  # what may differ between machines
 PACKAGES = ("jax", "jaxlib", "jaxcomm", "optax", "flax")
 SOURCES = (Path(inspect.getfile(jaxcomm)).parent, Path(__file__).parent)
@@ -37,7 +37,7 @@ def check(config: Any, workdir: Path) -> None:
 def check_flags(given: Mapping[str, bool]) -> None:
     """Raises a UserError in every process unless all were given the same flags, by name.
 
-    It comes first: with other flags processes would wait for each other in different places.
+    This comes first: with different flags, processes would wait for each other in different places.
     """
     if jax.process_count() == 1:
         return
@@ -45,7 +45,7 @@ def check_flags(given: Mapping[str, bool]) -> None:
         process, flags = odd[0]
         names = " and ".join(f"--{list(given)[i]}" for i in flags)
         raise UserError(
-            f"all processes need the same flags, and one of process 0 and process {process} was "
+            f"all processes need the same flags, and either process 0 or process {process} was "
             f"started without {names}"
         )
 
@@ -56,12 +56,12 @@ def check_same(config: Any) -> None:
         return
     own = {name: repr(value) for name, value in flat(config.to_dict()) if name not in OWN}
     own |= {f"version of {name}": _version(name) for name in PACKAGES}
-    # The texts of `python_topics` are those of this very Python.
+    # The texts of `python_topics` come with the running Python.
     parts = 3 if own.get("data.name") == repr("python_topics") else 2
     own |= {"version of Python": ".".join(platform.python_version_tuple()[:parts])}
     own |= {"source of jaxcomm or train": source_digest(SOURCES)}
     names = sorted(own)
-    # The names first: where there are others, there are perhaps not as many values.
+    # Names come first: where they differ, the number of values may differ too.
     if odd := _others(_words(["".join(names)])):
         raise UserError(f"process {odd[0][0]} has other fields of the config than process 0")
     if odd := _others(_words([own[name] for name in names])):
@@ -76,7 +76,7 @@ def check_data(identity: Mapping[str, str]) -> None:
     """Raises a UserError in every process if the data are not those of process 0.
 
     Args:
-      identity: of `train.data.Data`.
+      identity: the `identity` of `train.data.Data`.
     """
     if jax.process_count() == 1:
         return
@@ -91,7 +91,7 @@ def check_data(identity: Mapping[str, str]) -> None:
 
 
 def source_digest(folders: Iterable[Path]) -> str:
-    """A digest of all Python files below some folders, and of their names there."""
+    """A digest of all Python files below some folders, and of their relative names."""
     digest = hashlib.sha256()
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):
@@ -139,7 +139,7 @@ def _words(texts: list[str]) -> np.ndarray:
 
 
 def _others(words: np.ndarray) -> list[tuple[int, list[int]]]:
-    """The processes whose words are not those of process 0, and which."""
+    """The processes whose words differ from those of process 0, and which words."""
     numbered = np.concatenate([np.asarray([jax.process_index()], np.uint32), words])
     rows = np.asarray(multihost_utils.process_allgather(numbered))
     rows = rows[np.argsort(rows[:, 0])]

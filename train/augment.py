@@ -39,10 +39,10 @@ def crop_flip(images: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 class CropFlip:
-    """What `crop_flip` does, and then a further change.
+    """`crop_flip`, followed by a further change.
 
     Args:
-      further: of the images behind the crop; None changes nothing more.
+      further: the change to the images after the crop; None changes nothing more.
     """
 
     def __init__(self, further: Augment | None = None):
@@ -54,13 +54,13 @@ class CropFlip:
 
 def rand_augment(**options: Any) -> CropFlip:
     """`crop_flip`, then what `train.rand_augment` does."""
-    from train.rand_augment import rand_augment  # Pillow, which most runs do without.
+    from train.rand_augment import rand_augment  # Imports Pillow, which most runs do not need.
 
     return CropFlip(rand_augment(**options))
 
 
-# Name -> the factory of what changes images. Large images are cropped and mirrored when they are
-# decoded (`train.pictures`), so only `further` of a CropFlip is left to do.
+# Name -> the factory of the change. Large images are cropped and mirrored when they are decoded
+# (`train.pictures`), so only `further` of a CropFlip is left to do.
 AUGMENTATIONS: dict[str, Callable[..., CropFlip | None]] = {
     "none": lambda: None,
     "crop_flip": CropFlip,
@@ -69,7 +69,7 @@ AUGMENTATIONS: dict[str, Callable[..., CropFlip | None]] = {
 
 
 def changes(augment: Augment | None) -> Change | None:
-    """What does this to the images of a batch, in place."""
+    """A function that does this to the images of a batch, in place."""
     if augment is None:
         return None
 

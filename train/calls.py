@@ -11,21 +11,19 @@ def read_call(text: Any, factories: Mapping[str, Callable[..., Any]], field: str
     """The object that a call such as `qsgd(levels=7)` makes; a name alone is returned unchanged.
 
     Args:
-      text: the value of the field; what is no text is returned unchanged. Arguments of a call are
-        named; each is a number, a string, a tuple or a call.
+      text: the value of the field; anything but a string is returned unchanged. The arguments of a
+        call are named; each is a number, a string, a tuple or a call.
       factories: what may be named or called, by name.
       field: the name of the field, for messages.
 
     Raises:
-      UserError: if it cannot be read, there is no such factory, or it refuses the arguments.
+      UserError: if the text cannot be read, there is no such factory, or it refuses the arguments.
     """
     if not isinstance(text, str):
         return text
     if text[:1] in ("'", '"'):
         bare = text.strip("'\"")
-        raise UserError(
-            f"{field}: {text} has quotes of its own; leave them out: --{field}='{bare}'"
-        )
+        raise UserError(f"{field}: {text} contains quotes; leave them out: --{field}='{bare}'")
     if "(" not in text:
         choose(factories, text, field)
         return text

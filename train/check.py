@@ -1,4 +1,4 @@
-"""What the fields of a config may hold: all of it is checked before anything starts."""
+"""What the fields of a config may hold; everything is checked before anything starts."""
 
 import difflib
 import numbers
@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 from train.errors import UserError
 
-# Methods of `train.sync` behind which `scale` has to be, and nothing else may be.
+# Methods of `train.sync` that only `scale` may follow.
 OPTIMIZERS = ("factored_adam", "one_bit_adam")
-# What `scale` leaves out of `config.optimizer`: the value of a config that says nothing, and where
-# those methods have the same thing in `config.sync`.
+# Fields of `config.optimizer` that `scale` does not use: their default, and the field of
+# `config.sync` where those methods have the same option.
 LEFT_OUT = {
     "weight_decay": (0.0, "weight_decay"),
     "momentum": (0.9, "b1"),
     "b2": (0.999, "b2"),
 }
-MASKED_MODEL = "bert"  # Sees what is behind a token too.
+MASKED_MODEL = "bert"  # Also sees what follows a token.
 
 
 class Rule(NamedTuple):
@@ -40,12 +40,12 @@ def whole(low: int) -> Rule:
 
 
 def number(says: str, holds: Callable[[Any], bool]) -> Rule:
-    """Numbers for which a condition holds; not a number is none of them."""
+    """Numbers for which a condition holds; NaN never qualifies."""
     return Rule(says, lambda v: _is_number(v) and holds(v))
 
 
 def or_none(rule: Rule) -> Rule:
-    """The same, or nothing."""
+    """The same, or None."""
     return Rule(f"{rule.says}, or None", lambda v: v is None or rule.holds(v))
 
 
@@ -65,7 +65,7 @@ NAME = Rule("a name", lambda v: isinstance(v, str) and v != "")
 TEXT = Rule("a text", lambda v: isinstance(v, str))
 YES_OR_NO = Rule("True or False", lambda v: isinstance(v, bool))
 QUALITIES = ("exact", "16bit", "unbiased", "any")
-SCORES = ("test_loss", "test_accuracy")  # By which one checkpoint is better than another.
+SCORES = ("test_loss", "test_accuracy")  # By which checkpoints are compared.
 DTYPES = ("float32", "bfloat16")  # float16 would need a scaled loss
 
 # Every config has these fields. The methods of `config.sync` check their own options.
@@ -125,7 +125,7 @@ FIELDS = {
     "network.costs": TEXT,
     "network.quality": Rule(f"one of {', '.join(QUALITIES)}", lambda v: v in QUALITIES),
 }
-# Where a config has them.
+# Checked where a config has them.
 OPTIONAL = {
     "data.mean": each(FINITE),
     "data.std": each(POSITIVE),
@@ -134,7 +134,7 @@ OPTIONAL = {
 
 
 def fields(config: Any) -> None:
-    """Raises if a field is missing or holds what it may not.
+    """Raises if a field is missing or holds a value that it may not.
 
     Args:
       config: a config of `configs/`.
@@ -157,7 +157,7 @@ def fields(config: Any) -> None:
     rules |= {name: _model_rule(found[name]) for name in found if name.startswith("model.")} | {
         name: FIELDS[name] for name in FIELDS if name.startswith("model.")
     }
-    for name, rule in rules.items():  # In their order: others may follow from `steps`.
+    for name, rule in rules.items():  # In order: other mistakes may follow from `steps`.
         if name in found and not rule.holds(value := found[name]):
             near = difflib.get_close_matches(str(value), DTYPES, 1) if "dtype" in name else []
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -183,7 +183,7 @@ def flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def fit(config: Any, world: int) -> None:
-    """Raises if the batch does not fit the number of devices, or the config's parts each other.
+    """Raises if the batch does not fit the devices, or parts of the config do not fit together.
 
     Args:
       config: a config of `configs/`.
@@ -228,7 +228,7 @@ def fit(config: Any, world: int) -> None:
     if config.optimizer.warmup_steps > config.steps:
         raise UserError(
             f"config.optimizer.warmup_steps={config.optimizer.warmup_steps} is more than "
-            f"config.steps={config.steps}: the learning rate would not come to its peak; set "
+            f"config.steps={config.steps}: the learning rate would not reach its peak; set "
             f"--config.optimizer.warmup_steps={config.steps // 10}, or more steps"
         )
 
@@ -238,10 +238,10 @@ def pixels(data: Any, channels: int) -> tuple[Any, Any]:
 
     Args:
       data: `config.data`.
-      channels: of an image.
+      channels: the number of channels of an image.
 
     Raises:
-      UserError: if one of them is missing, or is of another number of channels.
+      UserError: if one of them is missing, or is for another number of channels.
     """
     for name in ("mean", "std"):
         if name not in data:
@@ -259,11 +259,11 @@ def pixels(data: Any, channels: int) -> tuple[Any, Any]:
 
 
 def steps_left(steps: int, saved: int | None) -> None:
-    """Raises if a checkpoint is of a later step than the last of the run.
+    """Raises if the checkpoint is from a later step than the last of the run.
 
     Args:
-      steps: length of the run.
-      saved: the step of the checkpoint at which it goes on; None if it begins anew.
+      steps: the length of the run.
+      saved: the step of the checkpoint from which it continues; None if it begins anew.
     """
     if saved is not None and steps < saved:
         raise UserError(
@@ -273,7 +273,7 @@ def steps_left(steps: int, saved: int | None) -> None:
 
 
 def _fit_local_optimizer(sync: Any) -> None:
-    """Raises if a method has no place for each device's own optimizer, or has one of its own."""
+    """Raises if a method cannot take each device's own optimizer, or is an optimizer itself."""
     for field, is_in_the_way, why in (
         ("method", sync.method in OPTIMIZERS, "is an optimizer itself"),
         ("every", sync.every > 1, "has each device's own optimizer already"),
@@ -290,17 +290,17 @@ def _fit_local_optimizer(sync: Any) -> None:
 
 
 def _fit_optimizer(config: Any) -> None:
-    """Raises if the optimizer does not fit the exchange, or a field of it would have no effect."""
+    """Raises if the optimizer does not fit the exchange, or one of its fields has no effect."""
     method, optimizer = config.sync.method, config.optimizer.name
     if method in OPTIMIZERS and optimizer != "scale":
         raise UserError(
-            f"config.sync.method={method} is an optimizer itself, and {optimizer} would stand "
-            "behind it; set --config.optimizer.name=scale, and --config.optimizer.learning_rate"
+            f"config.sync.method={method} is an optimizer itself, and {optimizer} would follow "
+            "it; set --config.optimizer.name=scale, and --config.optimizer.learning_rate"
         )
     if method not in OPTIMIZERS and optimizer == "scale":
         raise UserError(
             f"config.optimizer.name=scale only scales what {' or '.join(OPTIMIZERS)} made, and "
-            f"behind config.sync.method={method} it would climb the loss; set "
+            f"after config.sync.method={method} it would climb the loss; set "
             "--config.optimizer.name=sgd, or adamw"
         )
     if config.sync.local_optimizer:
@@ -310,25 +310,25 @@ def _fit_optimizer(config: Any) -> None:
         why = (
             "makes signs, whose norm is always the same"
             if method == "majority_vote"
-            else "hands on an update instead"
+            else "returns an update instead"
         )
         raise UserError(
             f"config.optimizer.clip_norm={config.optimizer.clip_norm} clips the mean gradient, and "
-            f"{method} {why}; set --config.optimizer.clip_norm=None. A program of your own can "
-            "clip each device's gradient in front of it: jaxcomm.local(axis_name, "
-            "optax.clip_by_global_norm(...)), as --config.sync.local_optimizer=True does in front "
-            "of a vote"
+            f"{method} {why}; set --config.optimizer.clip_norm=None. Your own program can "
+            "clip each device's gradient before it: jaxcomm.local(axis_name, "
+            "optax.clip_by_global_norm(...)), as --config.sync.local_optimizer=True does before "
+            "a vote"
         )
     if optimizer == "scale" and config.optimizer.nesterov:
         raise UserError(
-            f"config.optimizer.nesterov=True has no effect behind {method}; set "
+            f"config.optimizer.nesterov=True has no effect after {method}; set "
             "--config.optimizer.nesterov=False, and for factored_adam --config.sync.nesterov=True"
         )
     for field, (unsaid, own) in LEFT_OUT.items() if optimizer == "scale" else ():
         value = config.optimizer[field]
         if value != unsaid and config.sync.get(own) is None:
             raise UserError(
-                f"config.optimizer.{field}={value} has no effect behind {method}; set "
+                f"config.optimizer.{field}={value} has no effect after {method}; set "
                 f"--config.sync.{own}={value}, or --config.optimizer.{field}={unsaid}"
             )
 
@@ -340,13 +340,13 @@ def _fit_groups(sync: Any, world: int) -> None:
         if value not in (None, 1):
             raise UserError(
                 f"{where} splits parameters within groups of devices, and config.sync.{field}="
-                f"{value} keeps them otherwise; set --config.sync.fsdp=1, or leave out {field}"
+                f"{value} keeps them in another way; set --config.sync.fsdp=1, or leave out {field}"
             )
     if sync.method == "auto":
-        raise UserError(f"{where}: the planner knows no such groups; name a method, such as mean")
+        raise UserError(f"{where}: the planner has no such groups; name a method, such as mean")
     fitting = [n for n in range(2, world // 2 + 1) if world % n == 0]
     if sync.fsdp not in fitting:
         raise UserError(
-            f"{where}: {world} devices are no two or more groups of {sync.fsdp}; use "
+            f"{where}: {world} devices do not form two or more groups of {sync.fsdp}; use "
             f"{' or '.join(map(str, (1, *fitting)))}, or config.sync.gather to split over all"
         )

@@ -1,8 +1,8 @@
 """Checkpoints with orbax: the state of every device, and each process's input position.
 
 A checkpoint is written under another name, then gets digests of its files, and is renamed when it
-is complete. So a checkpoint that a killed run left half written is never read, and one that was
-damaged later is known. All processes must see the same directory.
+is complete. So a checkpoint that a killed run left half written is never read, and one that is
+damaged later is noticed. All processes must see the same directory.
 """
 
 import functools
@@ -33,23 +33,23 @@ UNFINISHED = ".orbax-checkpoint-tmp"  # What orbax appends to the name while it 
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's own, JSON; it gets its last line after the digests.
 
 # Devices that hold the same array each write a slice of it, cut out by a program that is compiled
-# for its shape. Below 1 MiB a device that takes longer than one device that writes it all.
+# for its shape. Below 1 MiB per device this takes longer than one device writing all of it.
 ARRAYS = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
 
 
 def where_to_continue(directory: Path, resume: bool, restarted: bool) -> int | None:
-    """The step of the newest checkpoint without damage; None if the run is to begin anew.
+    """The step of the newest undamaged checkpoint; None if the run should begin anew.
 
-    Process 0 looks, and all processes follow. Damaged checkpoints that are newer are named, and
+    Process 0 looks, and all processes follow. Newer checkpoints that are damaged are named and
     moved out of the directory.
 
     Args:
       directory: of the checkpoints.
       resume: whether the user wants to continue, so that there must be a checkpoint.
-      restarted: whether the launcher has started the run again: with or without a checkpoint.
+      restarted: whether the launcher has started the run again; a checkpoint is then optional.
 
     Raises:
-      UserError: if there is no checkpoint to continue with, or one in the way of a new run.
+      UserError: if there is no checkpoint to continue from, or if one is in the way of a new run.
     """
     steps, whole = [], None
     if jax.process_index() == 0:
@@ -69,7 +69,7 @@ def where_to_continue(directory: Path, resume: bool, restarted: bool) -> int | N
     if resume and not restarted and whole < 0:
         raise UserError(
             f"checkpoint.resume: there is no whole checkpoint in {directory}; set --workdir to the "
-            "folder of the run that shall go on"
+            "folder of the run to continue"
         )
     return None if whole < 0 else whole
 
@@ -81,13 +81,14 @@ def _steps(directory: Path) -> list[int]:
 
 
 def where_to_evaluate(directory: Path, best: str) -> int:
-    """The step of the newest or the best checkpoint without damage; no file is changed.
+    """The step of the newest or the best undamaged checkpoint; no file is changed.
 
     Process 0 looks, and all processes follow.
 
     Args:
       directory: of the checkpoints.
-      best: by what one is better than another, of `train.check.SCORES`; empty for the newest.
+      best: the score by which checkpoints are compared, one of `train.check.SCORES`; empty for the
+        newest.
 
     Raises:
       UserError: if there is none.
@@ -114,12 +115,12 @@ def _from_worst(directory: Path, best: str) -> list[int]:
 
 
 def _last_whole(directory: Path, find: Callable[[], list[int]], move: bool) -> int | None:
-    """The last checkpoint without damage; names damaged ones, and may move them away.
+    """The last undamaged checkpoint; names damaged ones, and may move them away.
 
     Args:
       directory: of the checkpoints.
       find: the steps among which to look.
-      move: whether to move them; if not, a run may be training that deletes them meanwhile.
+      move: whether to move damaged ones; if not, a running training may delete checkpoints.
     """
     steps = find()
     for step in reversed(steps):
@@ -130,7 +131,7 @@ def _last_whole(directory: Path, find: Callable[[], list[int]], move: bool) -> i
             return _last_whole(directory, find, move)
         moved = f"it is moved to {_move(directory / str(step))}, and " if move else ""
         print(
-            f"checkpoint {step} is damaged ({reason}): {moved}the one before it is taken, if there "
+            f"checkpoint {step} is damaged ({reason}): {moved}the one before it is used, if there "
             "is one",
             file=sys.stderr,
         )
@@ -138,7 +139,7 @@ def _last_whole(directory: Path, find: Callable[[], list[int]], move: bool) -> i
 
 
 def _move_unreadable(directory: Path) -> None:
-    """Orbax reads what every checkpoint was tested with, and would end where that is cut."""
+    """Moves checkpoints whose metrics are cut: orbax reads those of all, and would fail."""
     for step in _steps(directory):
         folder = directory / str(step)
         if (folder / "metrics").exists() and _tested(folder) is None:
@@ -178,8 +179,8 @@ class Checkpoints:
     Args:
       directory: of the checkpoints.
       keep: how many of the newest stay.
-      best: by what one is better than another, of `train.check.SCORES`; of those equally good the
-        newest is the best. Empty for the newest ones alone.
+      best: the score by which checkpoints are compared, one of `train.check.SCORES`; among equals
+        the newest is best. Empty keeps only the newest ones.
     """
 
     def __init__(self, directory: Path, keep: int, best: str = ""):
@@ -191,7 +192,7 @@ class Checkpoints:
             kept.append(
                 managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False)
             )
-        # Any: grain's handler fits orbax's interface without saying so.
+        # Any: grain's handler fits orbax's interface without declaring it.
         handlers: Any = {
             "state": ocp.PyTreeCheckpointHandler(
                 type_handler_registry=ocp.type_handlers.create_type_handler_registry(
@@ -205,9 +206,9 @@ class Checkpoints:
             item_handlers=handlers,
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=managers.AnyPreservationPolicy(kept),
-                best_fn=score,  # With it, orbax writes what a checkpoint was tested with.
+                best_fn=score,  # With it, orbax writes the metrics of a checkpoint.
                 cleanup_tmp_directories=True,
-                # On process 0, when all have written and before the folder gets its name.
+                # Called on process 0 when all have written, before the folder gets its name.
                 async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
             ),
         )
@@ -233,13 +234,14 @@ class Checkpoints:
         position: grain.DatasetIterator,
         tested: dict[str, float] | None = None,
     ) -> None:
-        """Writes a checkpoint; the copy out of the devices is made before this returns.
+        """Writes a checkpoint; the copy from the devices is made before this returns.
 
         Args:
-          step: steps taken.
-          state: after them.
-          position: the input.
-          tested: what a test of the parameters has found; without it this is not the best.
+          step: the number of steps taken.
+          state: the state after them.
+          position: the input, whose position is saved.
+          tested: the results of a test of the parameters; without them this checkpoint is not the
+            best.
         """
         arguments = ocp.args.Composite(
             state=ocp.args.PyTreeSave(state), input=grain.checkpoint.CheckpointSave(position)
@@ -247,14 +249,14 @@ class Checkpoints:
         self._manager.save(step, args=arguments, metrics=tested)
 
     def score(self, step: int, tested: dict[str, float]) -> None:
-        """Adds a test to a checkpoint whose run was asked to end, and had no time for it.
+        """Adds a test to a checkpoint whose run was asked to end and had no time for it.
 
-        Then the newest and the best stay, as if it had been saved with the test. Without `best`
-        nothing happens.
+        The newest and the best then stay, as if it had been saved with the test. Does nothing
+        without `best`.
 
         Args:
-          step: of the checkpoint; nothing happens if there is none, or it has been tested.
-          tested: what the test has found.
+          step: the step of the checkpoint; does nothing if there is none, or if it has been tested.
+          tested: the results of the test.
         """
         if not self._best or step not in self._manager.all_steps():
             return
@@ -270,7 +272,7 @@ class Checkpoints:
             self._manager.delete(old)
 
     def check(self) -> None:
-        """Raises what has kept an earlier checkpoint from being written; costs microseconds."""
+        """Raises what kept an earlier checkpoint from being written; takes microseconds."""
         self._manager.check_for_errors()
 
     def restore(
@@ -280,20 +282,20 @@ class Checkpoints:
         position: grain.DatasetIterator,
         tx: optax.GradientTransformation,
     ) -> TrainState:
-        """Reads a checkpoint, also one of another number of devices or processes.
+        """Reads a checkpoint, also one from another number of devices or processes.
 
         Args:
           step: which one, as `where_to_continue` found it.
           state: the state at the beginning of this run; it gives shapes, dtypes and shardings.
-          position: the input, which is moved to where it was.
-          tx: what made `state.opt_state`.
+          position: the input, which is moved to the saved position.
+          tx: the transformation that made `state.opt_state`.
 
         Returns:
-          The state, bit for bit as it was saved. On another number of devices, what differs from
-          device to device is what `jaxcomm.resize_state` makes of it.
+          The state, bit for bit as it was saved. On another number of devices,
+          `jaxcomm.resize_state` adapts what differs from device to device.
 
         Raises:
-          UserError: if it is one of another model, optimizer or exchange.
+          UserError: if it belongs to another model, optimizer or exchange.
         """
         found = fitting.leaves(self._manager.item_metadata(step)["state"].tree)
         where = f"checkpoint {step} in {self._directory} does not fit this model and optimizer"
@@ -308,7 +310,7 @@ class Checkpoints:
         except ValueError as error:
             if "tree structures do not match" not in str(error):
                 raise
-            # All arrays fit, but not what lies between them, such as how parameters are split.
+            # All arrays fit, but the nodes that hold them differ, such as how parameters are split.
             raise UserError(
                 f"checkpoint {step} in {self._directory} is of another config.sync, such as "
                 "another gather: set that of config.json, or choose another --workdir"
@@ -334,7 +336,7 @@ class Checkpoints:
 
 
 def read_params(directory: Path, step: int, like: Any) -> Any:
-    """Reads the parameters of a checkpoint, and nothing else of it.
+    """Reads only the parameters of a checkpoint.
 
     Args:
       directory: of the checkpoints.
@@ -342,7 +344,7 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
       like: parameters on their devices, which give shapes, dtypes and shardings.
 
     Raises:
-      UserError: if it is one of another model.
+      UserError: if it belongs to another model.
     """
     wanted = {"params": jax.tree.map(lambda x: fitting.like(x, x), like)}
     how = ocp.checkpoint_utils.construct_restore_args(wanted)
@@ -356,13 +358,13 @@ def read_params(directory: Path, step: int, like: Any) -> Any:
 
 
 def _score(best: str, tested: Mapping[str, float]) -> float:
-    """How good a checkpoint is: more is better, and what is not finite is worst."""
+    """How good a checkpoint is: higher is better, and a score that is not finite is worst."""
     value = tested[best] if best != "test_loss" else -tested[best]
     return value if math.isfinite(value) else -math.inf
 
 
 def _tested(folder: Path) -> dict[str, float] | None:
-    """What orbax has kept of the test of a checkpoint."""
+    """The results of a checkpoint's test that orbax has kept."""
     try:
         return json.loads((folder / "metrics" / "metrics").read_text())
     except (OSError, ValueError):

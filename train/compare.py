@@ -1,4 +1,4 @@
-"""Runs side by side: a table, and plots of the loss and of how near exchanges are to the mean."""
+"""Compares runs: a table, and plots of the loss and of how close exchanges are to the mean."""
 
 import json
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ class Run(NamedTuple):
     """What a run has left in its directory.
 
     Attributes:
-      name: the last part of the directory that tells it from the others.
+      name: the part of the directory that tells it from the others.
       steps: numbers of the steps.
-      loss: of each step; NaN where it was not finite.
+      loss: the loss of each step; NaN where it was not finite.
       seconds: time from the first step to the end of each, evaluation and checkpoints left out.
-      megabytes: what a device has sent until each step, by the compiled program.
+      megabytes: what a device has sent up to each step, by the compiled program.
       looks: lines of `train.inspection`.
       tested: the last line of a test, or {}.
       summary: the line at its end, or {} if it has not ended.
@@ -56,7 +56,7 @@ def read(workdir: Path) -> Run:
     train, starts, ends = kinds["train"], kinds["start"], kinds["summary"]
     if not train or not starts:
         raise UserError(f"{path} has no step")
-    last = train[-1]["step"]  # A run that went on has the summary of its earlier end, too.
+    last = train[-1]["step"]  # A continued run also has the summary of its earlier end.
     ends = [line for line in ends if line["step"] >= last]
     sent = starts[-1]["params"] * np.cumsum([line["bytes_per_param"] for line in train])
     return Run(
@@ -72,19 +72,19 @@ def read(workdir: Path) -> Run:
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last one that is not finished is left out."""
+    """The lines of metrics.jsonl, without an unfinished last one."""
     try:
         texts = path.read_text().splitlines()
     except OSError as error:
         raise UserError(f"{path.parent} is not the directory of a run: {error}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is no text: {error}") from error
+        raise UserError(f"{path} is not text: {error}") from error
     lines = []
     for number, text in enumerate(texts, 1):
         try:
             line = json.loads(text)
         except ValueError as error:
-            if number == len(texts):  # The run writes it now, or was killed meanwhile.
+            if number == len(texts):  # The run is writing it, or was killed while it did.
                 break
             raise UserError(f"{path}, line {number} is not JSON: {error}") from error
         if not isinstance(line, dict) or not {"kind", "step"} <= line.keys():
@@ -94,7 +94,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def named(runs: Sequence[Run]) -> list[Run]:
-    """The runs without the folders that all of them share."""
+    """The runs, named without the folders that all of them share."""
     parts = [Path(run.name).parts for run in runs]
     shared = 0
     while all(len(p) > shared + 1 and p[shared] == parts[0][shared] for p in parts):
@@ -181,6 +181,6 @@ def compare(workdirs: Sequence[str], out: Path) -> None:
     Console(width=160, soft_wrap=True).print(table(runs))
     try:
         plot(runs, out)
-    except (OSError, ValueError) as error:  # Of matplotlib: an ending that it does not know.
+    except (OSError, ValueError) as error:  # matplotlib does not know the file's ending.
         raise UserError(f"cannot write {out}: {error}") from error
     print(out)

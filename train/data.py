@@ -5,7 +5,7 @@ follow them (`train.text`) or that are hidden among them (`train.masked_text`). 
 its own shard only. The order is new in every epoch and depends on the seed alone. A process reads
 the rows of its own devices once and keeps them in memory as integers; with `config.data.image_size`
 it decodes images when a batch needs them (`train.pictures`). Batches are laid out device by device,
-as `jaxcomm.global_batch` wants them.
+as `jaxcomm.global_batch` expects.
 """
 
 import difflib
@@ -38,14 +38,14 @@ class Data(NamedTuple):
 
     Attributes:
       train: endless iterator over this process's part of the batches; `get_state` is the position.
-      test: this process's part of the whole test set; padding has weight 0. A list, or what is
-        read anew for every evaluation.
+      test: this process's part of the whole test set; padding has weight 0. A list, or an iterable
+        that is read anew for every evaluation.
       names: what a training batch has: "image", "label", and "weight" if not all labels count.
       shape: height, width and channels of one image, or the number of tokens in a row.
-      classes: number of classes, or of tokens that there are.
+      classes: number of classes, or of different tokens.
       unit: what a test counts: "images" or "tokens".
       test_size: how many of them the whole test split has.
-      identity: of the whole splits, by what it is of; other data have another one.
+      identity: what identifies the whole splits, by name; other data have another identity.
     """
 
     train: grain.DatasetIterator
@@ -71,13 +71,13 @@ def by_label(labels: Labels, world: int, seed: int) -> list[np.ndarray]:
 
 
 def by_position(labels: Labels, world: int, seed: int) -> list[np.ndarray]:
-    """Gives each device a contiguous part: chapters of its own of a text."""
+    """Gives each device a contiguous part, such as its own chapters of a text."""
     del seed
     return np.array_split(np.arange(len(labels)), world)
 
 
 SHARDS = {"shuffled": shuffled, "by_label": by_label, "by_position": by_position}
-# Data sets that are prepared on the spot.
+# Data sets that are prepared when they are first needed.
 PREPARED_HERE = {"digits": digits.prepare, "python_topics": python_topics.prepare}
 
 
@@ -90,14 +90,14 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
       batch_size: rows in a global batch; divisible by `world`.
       devices: positions along the data axis of this process's devices.
       world: number of devices of all processes.
-      seed: of the shards and of the order within them, equal in all processes.
+      seed: the seed of the shards and of the order within them, equal in all processes.
 
     Returns:
       The two streams of this process.
 
     Raises:
-      UserError: if the data set is not there, a device would hold no row of it, or the config is
-        of another kind of data.
+      UserError: if the data set does not exist, a device would hold no row of it, or the config is
+        for another kind of data.
     """
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain's readers look at absl's flags.
@@ -109,7 +109,7 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
     is_text = "text" in builder.info.features
     source = open_source(builder, config)
     share = batch_size // world
-    # To deal rows out by their numbers, no label of a large set is read.
+    # Dealing out rows by their numbers reads no label of a large set.
     by_label, split = config.shards == "by_label", config.train_split
     labels = source.labels(split) if by_label else range(source.train_rows(split))
     shards = shards_of(labels, world, seed)
@@ -136,7 +136,7 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
     names = ("image", "label", "weight") if isinstance(source, MaskedText) else ("image", "label")
     test = test_rows(source.test_rows(config.test_split), share, devices, world)
     if config.image_size:
-        from train import pictures  # Pillow, which most runs do without.
+        from train import pictures  # Imports Pillow, which most runs do not need.
 
         later = pictures.Pictures(builder, config.image_size)
         blocks = functools.partial(rows_of_batch, own, share, devices, seed)
@@ -154,7 +154,7 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
 
 
 def identity_of(source: Images | Text, config: Any) -> dict[str, str]:
-    """What tells the splits of a run from others: their sizes, and CRC-32 of their ends."""
+    """What identifies the splits of a run: their sizes, and CRC-32 of their ends."""
     found = {}
     for field, rows in (("train_split", source.train_rows), ("test_split", source.test_rows)):
         split = config[field]
@@ -165,21 +165,21 @@ def identity_of(source: Images | Text, config: Any) -> dict[str, str]:
 
 
 def open_source(builder: Any, config: Any) -> Images | Text:
-    """What reads the rows of a data set, by its features and `config.data.masked`."""
+    """The reader of a data set's rows, by its features and `config.data.masked`."""
     if "text" not in builder.info.features:
         return Images(builder, config)
     return MaskedText(builder, config) if config.get("masked") else Text(builder, config)
 
 
 def open_builder(config: Any) -> Any:
-    """The TFDS builder of a data set that is prepared, or that can be prepared on the spot."""
+    """The TFDS builder of a data set that is prepared, or can be prepared here."""
     data_dir = config.data_dir or os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
     unread = f"data set {config.name!r} in {data_dir} cannot be read: move its folder away, and "
     if config.name in PREPARED_HERE:
         try:
             return PREPARED_HERE[config.name](data_dir)
         except OSError as error:
-            if not error.errno:  # TFDS raises it without, where files of its own are missing.
+            if not error.errno:  # TFDS raises it without errno where its own files are missing.
                 raise UserError(f"{unread}it is made anew ({_first_line(error)})") from error
             raise UserError(
                 f"cannot prepare {config.name} in {data_dir}: {error}; set --config.data.data_dir "
@@ -187,7 +187,7 @@ def open_builder(config: Any) -> Any:
             ) from error
         except json_format.ParseError as error:
             raise UserError(f"{unread}it is made anew ({_first_line(error)})") from error
-    logging.set_verbosity(logging.ERROR)  # TFDS would warn of what is said below.
+    logging.set_verbosity(logging.ERROR)  # TFDS would warn of what is reported below.
     try:
         builder = tfds.builder(config.name, data_dir=data_dir, try_gcs=False)
     except tfds.core.DatasetNotFoundError as error:
@@ -200,7 +200,7 @@ def open_builder(config: Any) -> Any:
         ) from error
     except json_format.ParseError as error:
         raise UserError(f"{unread}prepare or copy it again ({_first_line(error)})") from error
-    except (ValueError, AssertionError) as error:  # Of TFDS: no such version, or no name at all.
+    except (ValueError, AssertionError) as error:  # From TFDS: no such version, or no name at all.
         raise UserError(f"config.data.name: {' '.join(str(error).split())[:300]}") from error
     if not builder.is_prepared():
         by_hand = " ".join((builder.MANUAL_DOWNLOAD_INSTRUCTIONS or "").split())
@@ -228,13 +228,13 @@ def stream(
     """Endless local batches: `share` rows of each device's shard, one device after another.
 
     Args:
-      arrays: rows of this process, those of its first device first.
+      arrays: the rows of this process, those of its first device first.
       shard_sizes: how many rows each device of this process holds.
       share: rows of one device in a batch.
       devices: positions of the devices along the data axis; each has its own order.
-      seed: of the order and of the changes.
-      change: what changes the rows of a device, in place; its draws depend on the seed, the
-        device's position and the number of the batch alone.
+      seed: the seed of the order and of the changes.
+      change: a function that changes the rows of a device in place; its draws depend only on the
+        seed, the device's position and the number of the batch.
 
     Returns:
       An iterator whose position is its number of batches, kept by `get_state` and `set_state`.
@@ -255,8 +255,8 @@ def stream(
                 change(own, np.random.default_rng((seed, device, step, 1)))
         return made
 
-    # All is in memory: reading threads would only wait for each other. The length only has to be
-    # beyond every run.
+    # Everything is in memory, so reading threads would only wait for each other. The length only
+    # has to exceed every run.
     steps = grain.MapDataset.range(2**40).map(batch)
     return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=0)))
 
@@ -264,7 +264,7 @@ def stream(
 def rows_of_batch(
     shards: Sequence[np.ndarray], share: int, devices: Sequence[int], seed: int, step: int
 ) -> np.ndarray:
-    """The rows of a batch of this process, those of its first device first, as of `stream`."""
+    """The rows of a batch of this process, those of its first device first, as in `stream`."""
     blocks = [
         rows[shuffled_block(len(rows), share, (seed, device), step)]
         for device, rows in zip(devices, shards, strict=True)
@@ -276,7 +276,7 @@ def shuffled_block(size: int, share: int, seed: tuple[int, int], block: int) -> 
     """The rows of block number `block`, in an endless order of 0 .. size-1 that is new every epoch.
 
     A whole permutation is drawn at a time. Grain's own `shuffle` draws each index by itself, which
-    takes 80 us an image: more than the gradient of a small model.
+    takes 80 us an image, more than the gradient of a small model.
     """
     positions = block * share + np.arange(share)
     epochs, within = np.divmod(positions, size)
@@ -287,19 +287,19 @@ def shuffled_block(size: int, share: int, seed: tuple[int, int], block: int) -> 
     return np.concatenate(rows)
 
 
-@functools.lru_cache(maxsize=64)  # A process reads about two epochs of each of its devices at once.
+@functools.lru_cache(maxsize=64)  # A process reads about two epochs per device at once.
 def permutation(size: int, seed: tuple[int, int], epoch: int) -> np.ndarray:
-    """The order of one epoch, which depends on the seed and the epoch alone."""
+    """The order of one epoch, which depends only on the seed and the epoch."""
     return np.random.default_rng((*seed, epoch)).permutation(size)
 
 
 def test_rows(
     size: int, share: int, devices: Sequence[int], world: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which rows this process's devices test, padded so that all devices have equally many.
+    """The rows that this process's devices test, padded so that all devices have equally many.
 
     Returns:
-      For each batch its rows, those of the first device first, and their weights: 0 of padding.
+      For each batch its rows, those of the first device first, and their weights: 0 for padding.
     """
     count = math.ceil(size / world / share)  # Batches, equal on all devices.
     # [batch, device, row of the device]: device i of N holds rows i, i + N, i + 2N, ...

@@ -1,4 +1,4 @@
-"""Digests of the files in a folder, by which damage is found before anything is read from it."""
+"""Digests of the files in a folder, which show damage before anything is read from it."""
 
 import json
 import zlib
@@ -16,7 +16,7 @@ def seal(folder: Path) -> None:
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong in a folder that was sealed, in a few words; None if every bit is there."""
+    """What is wrong with a sealed folder, in a few words; None if no bit has changed."""
     try:
         table = json.loads((folder / FILE).read_text())
     except FileNotFoundError:

@@ -2,7 +2,7 @@
 
 1,797 grey images of 8 x 8 with values 0 to 16, by 43 writers. The split is fixed: 360 test images,
 stratified by class and drawn with seed 0, and the 1,437 others for training. Both splits hold
-images of the same writers, so the accuracy says nothing about the hand of a new one.
+images by the same writers, so the accuracy says nothing about new writers.
 
 References:
   E. Alpaydin, C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
@@ -43,7 +43,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
     def _split_generators(self, dl_manager: Any) -> dict[str, Iterator]:
         del dl_manager  # Nothing is downloaded: the images come with scikit-learn.
-        # Imported here: scikit-learn takes a second to load, to prepare the data alone.
+        # Imported here: scikit-learn takes a second to load and is only needed for preparation.
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split
 

@@ -1,4 +1,4 @@
-"""Joining the processes of a run, whoever started them."""
+"""Joins the processes of a run, however they were started."""
 
 import contextlib
 import os
@@ -13,12 +13,12 @@ from train import signals
 from train.errors import UserError
 
 MAX_PORT = 65535
-SAY_SECONDS = 30.0  # After which a process says what it waits for.
-GIVE_UP_SECONDS = 290.0  # After which it ends; jax waits for 300.
-# How a client of HTTP/2 opens, with settings that change nothing (RFC 9113, sections 3.4 and 6.5).
+SAY_SECONDS = 30.0  # After this, a process says what it waits for.
+GIVE_UP_SECONDS = 290.0  # After this, it ends; jax waits for 300.
+# The opening of an HTTP/2 client, with settings that change nothing (RFC 9113, 3.4 and 6.5).
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-# How starters of processes say how many there are and which of them this is, in all and on this
-# machine: Open MPI, MPICH and Intel MPI, and PyTorch's, which Kubeflow uses too.
+# Variables in which starters of processes say how many there are and which one this is, in all and
+# on this machine: Open MPI, MPICH and Intel MPI, and PyTorch, which Kubeflow uses too.
 STARTERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
@@ -29,22 +29,22 @@ ON_THIS_MACHINE = (
     ("MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
     ("LOCAL_WORLD_SIZE", "LOCAL_RANK"),
 )
-# Which GPUs a process sees, of NVIDIA's and of AMD's.
+# The GPUs that a process sees, NVIDIA's and AMD's.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-POD = "JOB_COMPLETION_INDEX"  # of a pod of an indexed Kubernetes job; not of how many
+POD = "JOB_COMPLETION_INDEX"  # a pod's number in an indexed Kubernetes job, without the total
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
     """Joins the other processes that the arguments or a scheduler name.
 
-    `jax.distributed` takes the three arguments. Without them it asks the scheduler (SLURM, Open
-    MPI 4). Without a scheduler, this is the only process. With the coordinator alone, the numbers
-    are those that the starter of the processes has left in the environment.
+    The three arguments go to `jax.distributed`. Without them it asks the scheduler (SLURM, Open MPI
+    4). Without a scheduler, this is the only process. With only the coordinator, the numbers come
+    from the environment, where the starter of the processes has set them.
 
     Raises:
-      UserError: if only some of the arguments are given, or none in one of several processes that
-        jax knows no coordinator of; or the coordinator's port is taken, or nobody or another
-        program answers there.
+      UserError: if only some of the arguments are given, or none in one of several processes whose
+        coordinator jax does not know; or if the coordinator's port is taken, or no program or
+        another one answers there.
     """
     import jax
 
@@ -56,7 +56,7 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
                 jax.distributed.initialize()
         except (ValueError, RuntimeError) as error:
             check_alone()
-            # "coordinator_address should be defined" is what it says without a scheduler.
+            # Without a scheduler the error is "coordinator_address should be defined".
             if isinstance(error, RuntimeError) or "JAX_COORDINATOR_ADDRESS" in os.environ:
                 raise UserError(f"jax cannot join the processes of the run: {error}") from error
         return
@@ -86,13 +86,13 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
 
 @contextlib.contextmanager
 def _given_up(processes: str, coordinator: str) -> Iterator[None]:
-    """Says what this process waits for, and ends it where others do not come."""
-    waiting = f"waiting for {processes} to come to {coordinator}"
-    given_up = f"error: not all of {processes} have come to {coordinator} within "
-    given_up += f"{GIVE_UP_SECONDS:g} s; look at what the others print, and if they can reach it"
+    """Says what this process waits for, and ends it if the others do not connect."""
+    waiting = f"waiting for {processes} to connect to {coordinator}"
+    given_up = f"error: not all of {processes} have connected to {coordinator} within "
+    given_up += f"{GIVE_UP_SECONDS:g} s; check what the others print, and whether they can reach it"
     later = [
         threading.Timer(SAY_SECONDS, signals.say, (waiting,)),
-        # jax would end the process a little later, with a stack of C++.
+        # jax would end the process a little later, with a C++ stack trace.
         threading.Timer(GIVE_UP_SECONDS, signals.end, (1, given_up)),
     ]
     for timer in later:
@@ -106,7 +106,7 @@ def _given_up(processes: str, coordinator: str) -> Iterator[None]:
 
 
 def started_as(names: Sequence[tuple[str, str]]) -> tuple[int, int] | None:
-    """How many processes were started together, and which this is, if a starter says so."""
+    """How many processes were started together, and which one this is, if a starter says so."""
     for size, rank in names:
         number, own = os.environ.get(size, ""), os.environ.get(rank, "")
         if number.isdigit() and own.isdigit() and int(number) > 1:
@@ -115,7 +115,7 @@ def started_as(names: Sequence[tuple[str, str]]) -> tuple[int, int] | None:
 
 
 def check_alone() -> None:
-    """Raises a UserError in one of several processes, each of which would train by itself."""
+    """Raises a UserError if this is one of several processes that would each train alone."""
     if (found := started_as(STARTERS)) is not None:
         raise UserError(
             f"this is process {found[1]} of {found[0]} that were started together, and nothing "
@@ -130,7 +130,7 @@ def check_alone() -> None:
 
 
 def own_devices() -> list[int] | None:
-    """The GPU of one of several processes on a machine; None where something else chooses."""
+    """The GPU of this one of several processes on a machine; None if it is chosen elsewhere."""
     found = started_as(ON_THIS_MACHINE)
     chosen = {"JAX_LOCAL_DEVICE_IDS", *VISIBLE} & os.environ.keys()
     return None if found is None or chosen or not has_gpus() else [found[1]]
@@ -142,10 +142,10 @@ def has_gpus() -> bool:
 
 
 def check_own_name(coordinator: str) -> None:
-    """Raises where processes on CPUs of other machines would look for this one on their own.
+    """Raises if processes on CPUs of other machines would look for this one on theirs.
 
-    Gloo tells the others the first address of this machine's name that can be bound. Debian and
-    Ubuntu have a line in /etc/hosts by which that is 127.0.1.1.
+    Gloo tells the others the first address of this machine's name that can be bound. On Debian and
+    Ubuntu, a line in /etc/hosts makes that 127.0.1.1.
     """
     name = socket.gethostname()
     if has_gpus() or _own_address(coordinator):
@@ -154,13 +154,13 @@ def check_own_name(coordinator: str) -> None:
     if own is None or own.startswith("127.") or own == "::1":
         raise UserError(
             f"the name of this machine, {name}, stands for {own or 'nothing'}, where other "
-            f"machines do not find it; in /etc/hosts write its address in place of that, on every "
-            "machine, that of process 0 too"
+            f"machines do not find it; replace that by its address in /etc/hosts on every "
+            "machine, including that of process 0"
         )
 
 
 def _own_address(host: str) -> str | None:
-    """The first address of a name that is one of this machine: only such can be bound."""
+    """The first address of a name that belongs to this machine, and so can be bound."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
@@ -173,11 +173,11 @@ def _own_address(host: str) -> str | None:
 
 
 def schedule_as_batch() -> None:
-    """From here on, threads that wake up let others finish their turn, on Linux without a GPU.
+    """On Linux without a GPU, makes threads that wake up let running ones finish their turn.
 
-    By default a thread that waits for a message interrupts one that computes or sends, on the same
-    core. That one may hold a lock, for which gloo then waits in a loop. A policy that the user has
-    set stays.
+    By default a thread that has waited for a message interrupts one that computes or sends on the
+    same core. The interrupted thread may hold a lock, for which gloo then waits in a loop. A policy
+    that the user has set is kept.
     """
     if not hasattr(os, "SCHED_BATCH") or has_gpus():
         return
@@ -187,9 +187,9 @@ def schedule_as_batch() -> None:
 
 
 def compile_here() -> None:
-    """Between CPU processes, keeps jax from reading programs out of a folder.
+    """Between CPU processes, keeps jax from loading programs from its cache folder.
 
-    XLA on CPU loses the order of exchanges in conditionals and loops of programs that are read.
+    XLA on CPU loses the order of exchanges in conditionals and loops of loaded programs.
     """
     import jax
 
@@ -210,13 +210,13 @@ def check_port(port: int) -> None:
 
 
 def await_port(host: str, port: int, seconds: float = 300.0, named: float = 90.0) -> None:
-    """Waits until process 0 listens; jax would wait as long, and then abort without a word.
+    """Waits until process 0 listens; jax would wait as long, and then abort without a message.
 
     Args:
-      host: of process 0.
-      port: likewise.
-      seconds: after which it is given up.
-      named: after which a name without an address is given up; a pod's comes when it starts.
+      host: the host of process 0.
+      port: its port.
+      seconds: how long to wait.
+      named: how long a name may have no address; a pod gets one when it starts.
     """
     start, is_said = time.monotonic(), False
     while True:
@@ -234,7 +234,7 @@ def await_port(host: str, port: int, seconds: float = 300.0, named: float = 90.0
 
 
 def check_answer(host: str, port: int, seconds: float = 20.0) -> None:
-    """Raises if what listens there is no gRPC server, as process 0 is: jax would wait for minutes.
+    """Raises unless a gRPC server, as in process 0, listens there: jax would wait for minutes.
 
     A server of HTTP/2, on which gRPC is built, begins with its settings: a frame of type 4.
     """

@@ -1,7 +1,7 @@
-"""Why a run cannot go on: one line each, and one exit status for each kind.
+"""Why a run cannot continue: one line each, and an exit status for each kind.
 
 Status 2: a mistake in the config or on the command line, found before anything is compiled. Status
-3: what another start would meet again, such as a full disk. Any other failure ends with its
+3: an error that would recur after a restart, such as a full disk. Any other failure ends with its
 traceback and status 1; it may be gone after a restart.
 """
 
@@ -17,15 +17,15 @@ _TRANSPORT = re.compile(r"(UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLI
 
 
 class UserError(Exception):
-    """A mistake of the person who started the run; `train.main` prints it as one line."""
+    """A user's mistake; `train.main` prints it as one line."""
 
 
 class RunError(Exception):
-    """A run cannot go on; `train.main` prints it as one line.
+    """A run cannot continue; `train.main` prints it as one line.
 
     Args:
-      message: the line.
-      status: of the process: 3, or 1 if a restart may help.
+      message: the line to print.
+      status: the exit status: 3, or 1 if a restart may help.
     """
 
     def __init__(self, message: str, status: int = 3):
@@ -41,7 +41,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a write failed for want of space, whichever library reports it."""
+    """Whether a write failed for lack of space, whichever library reports it."""
     return any(
         getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         or "No space left on device" in str(cause)
@@ -51,7 +51,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was asked for that is not there, of a device or of this machine."""
+    """Whether a device or this machine ran out of memory."""
     return any(
         isinstance(cause, MemoryError) or "RESOURCE_EXHAUSTED: Out of memory" in str(cause)
         for cause in causes(error)
@@ -59,9 +59,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def of_another_process(error: BaseException) -> str | None:
-    """What jax says of a message that failed, as the other process has ended; else None.
+    """What jax says of a message that failed because the other process has ended; else None.
 
-    jax raises it as a ValueError, as it does for mistakes.
+    jax raises it as a ValueError, as it does for users' mistakes.
     """
     said = (str(cause).split("\n")[0] for cause in causes(error))
     return next((line for line in said if _TRANSPORT.match(line)), None)
@@ -75,10 +75,10 @@ def damaged_file(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def memory_for(what: str, cure: str) -> Iterator[None]:
-    """Surrounds what may need more memory than there is, and says which field makes it less.
+    """Surrounds work that may run out of memory, and says which field reduces its need.
 
     Raises:
-      RunError: if memory is short, with the cure.
+      RunError: if memory runs out, with the cure.
     """
     try:
         yield
@@ -90,7 +90,7 @@ def memory_for(what: str, cure: str) -> Iterator[None]:
 
 
 def choose(table: Mapping[str, T], name: str, field: str) -> T:
-    """Looks a name from the config up in a table of names.
+    """Looks up a name from the config in a table of names.
 
     Raises:
       UserError: if the table does not hold the name; names the field and the nearest name.

@@ -13,25 +13,25 @@ from train.metrics import finite
 from train.run import MODEL, data_and_model
 from train.workdir import changes, naming_changes
 
-TESTED = ("data.", "model.")  # Fields on which a test depends.
+TESTED = ("data.", "model.")  # Fields that a test depends on.
 
 
 def evaluate(config: Any, workdir: Path) -> dict[str, Any]:
     """Tests the parameters of a checkpoint; process 0 prints one line of JSON.
 
-    It is the best by `config.checkpoint.best`, or where that says nothing the newest. Nothing is
-    written, so that a run which still trains may be tested. The number of devices, the exchange and
-    the optimizer need not be those of the run.
+    It is the best checkpoint by `config.checkpoint.best`, or the newest if that is empty. Nothing
+    is written, so a run that is still training may be tested. The number of devices, the exchange
+    and the optimizer may differ from the run's.
 
     Args:
       config: a config of `configs/`.
-      workdir: of the run.
+      workdir: the directory of the run.
 
     Returns:
       `step` of the checkpoint, `test_loss`, `test_accuracy`, and how much was tested.
 
     Raises:
-      train.errors.UserError: if config, data and checkpoint do not fit each other.
+      train.errors.UserError: if config, data and checkpoint do not fit together.
     """
     check.fields(config)
     agreement.check_same(config)
@@ -53,8 +53,8 @@ def evaluate(config: Any, workdir: Path) -> dict[str, Any]:
 def read(directory: Path, best: str, like: Any, again: bool = True) -> tuple[int, Any]:
     """The step of the newest or best checkpoint, and its parameters.
 
-    A run that still trains may delete the checkpoint meanwhile. A single process then looks for
-    another one, once; of several, each may have come to another point.
+    A run that is still training may delete the checkpoint meanwhile. A single process then looks
+    for another one, once; several processes do not, because each may be at another point.
 
     Raises:
       train.errors.UserError: if there is none, it does not fit, or it was deleted.

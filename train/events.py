@@ -1,7 +1,7 @@
-"""Scalars for TensorBoard, written by the thread that has them.
+"""Scalars for TensorBoard, written by the calling thread.
 
-A writer that has a thread of its own loses what a full disk refuses, and waits for ever when its
-queue is full. Here the error reaches the caller.
+A writer with its own thread loses what a full disk refuses, and waits for ever when its queue is
+full. Here the error reaches the caller.
 """
 
 import socket
@@ -13,7 +13,7 @@ from typing import Any
 from tensorboardX.proto import event_pb2, summary_pb2
 from tensorboardX.record_writer import RecordWriter
 
-Event: Any = event_pb2.__dict__["Event"]  # Made at import, where a type checker finds nothing.
+Event: Any = event_pb2.__dict__["Event"]  # Made at import, so type checkers do not see it.
 Summary: Any = summary_pb2.__dict__["Summary"]
 SessionLog: Any = event_pb2.__dict__["SessionLog"]
 FLUSH_SECONDS = 10.0  # What a killed run may lose; metrics.jsonl loses nothing.

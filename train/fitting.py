@@ -14,13 +14,14 @@ from train.sync import AXIS
 
 
 class Part(NamedTuple):
-    """How an array lies that differs from device to device.
+    """The layout of an array that differs from device to device.
 
     Attributes:
       axis: which axis counts the devices.
-      is_share: whether each device has a part of a vector, whose length follows from their number.
-      shards: of a vector of several parameters, over how many devices of `config.sync.fsdp` these
-        are split; None of others.
+      is_share: whether each device has a part of a vector, whose length depends on the number of
+        devices.
+      shards: for a vector of several parameters, over how many devices of `config.sync.fsdp` these
+        are split; None for others.
     """
 
     axis: int
@@ -29,15 +30,15 @@ class Part(NamedTuple):
 
 
 def check(where: str, found: Mapping[str, Any], state: Any) -> None:
-    """Raises a UserError that names the first array which does not fit.
+    """Raises a UserError that names the first array that does not fit.
 
     Args:
-      where: the beginning of the line.
-      found: arrays of the checkpoint, by name.
-      state: of the run, on the current mesh.
+      where: the beginning of the message.
+      found: the arrays of the checkpoint, by name.
+      state: the state of the run, on the current mesh.
     """
     wanted, parts = leaves(state), own(state)
-    # Parameters first: they say more than what the optimizer keeps for each of them.
+    # Parameters come first: they say more than what the optimizer keeps for each of them.
     for name in sorted(found.keys() | wanted.keys(), key=lambda n: (n.startswith("opt"), n)):
         there, here, part = found.get(name), wanted.get(name), parts.get(name)
         if there is not None and part is not None:
@@ -50,7 +51,7 @@ def check(where: str, found: Mapping[str, Any], state: Any) -> None:
 
 
 def _of_one_device(found: Mapping[str, Any], state: Any) -> str:
-    """Where `config.sync.gather` splits nothing, on one device, other arrays are kept."""
+    """A hint for runs with `config.sync.gather`, which keep other arrays on a single device."""
     is_split = lambda node: isinstance(node, jaxcomm.ShardedState)  # noqa: E731
     before = max(math.prod(_mesh_of(leaf).values()) for leaf in found.values())
     devices = before, jax.sharding.get_mesh().size
@@ -59,15 +60,15 @@ def _of_one_device(found: Mapping[str, Any], state: Any) -> str:
     if not any(map(is_split, jax.tree.leaves(state, is_leaf=is_split))):
         return ""
     return (
-        "; with config.sync.gather a run cannot go from several devices to one, or back: go on "
-        f"with as many as before, {before}, or choose another --workdir"
+        "; with config.sync.gather a run cannot go from several devices to one, or back: "
+        f"continue with as many as before, {before}, or choose another --workdir"
     )
 
 
 def _check_shards(where: str, name: str, there: Any, shards: int | None) -> None:
-    """Raises if a vector has been of parameters that `config.sync.fsdp` split otherwise.
+    """Raises if a vector was of parameters that `config.sync.fsdp` split in another way.
 
-    Its values lie in the order of their shards, so that they would belong to other parameters.
+    Its values are in the order of their shards, so they would belong to other parameters.
     """
     mesh = _mesh_of(there)
     axes = jax.tree.leaves(list(getattr(there.sharding, "partition_spec", ())))
@@ -75,14 +76,14 @@ def _check_shards(where: str, name: str, there: Any, shards: int | None) -> None
     if shards is not None and before != shards:
         fsdp = mesh.get(SPLIT, 1)
         raise UserError(
-            f"{where}: {name} depends on config.sync.fsdp, which was {fsdp}; go on with "
+            f"{where}: {name} depends on config.sync.fsdp, which was {fsdp}; continue with "
             f"--config.sync.fsdp={fsdp}, or choose another --workdir"
         )
 
 
 def _mesh_of(there: Any) -> dict[str, int]:
-    """The axes of the mesh that a saved array lay on, and how many devices are along each."""
-    sharding = getattr(there, "sharding", None)  # One device alone may have none.
+    """The axes of the mesh that a saved array was on, and how many devices are along each."""
+    sharding = getattr(there, "sharding", None)  # A single device may have none.
     names: tuple[str, ...] = getattr(sharding, "axis_names", ())
     lengths = map(int, getattr(sharding, "shape", ()))
     return dict(zip(names, lengths, strict=True))
@@ -103,7 +104,7 @@ def _shown(leaf: Any) -> str:
 
 
 def own(tree: Any) -> dict[str, Part]:
-    """The leaves that differ from device to device, by name: their nodes say how they lie."""
+    """The leaves that differ from device to device, by name; their nodes give the layout."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "specs"))
     found = {}
     for path, node in nodes:
@@ -116,7 +117,7 @@ def own(tree: Any) -> dict[str, Part]:
 
 
 def _fits(there: Any, here: jax.Array, part: Part | None) -> bool:
-    """Whether a saved leaf can become this one: equal, or one that has a part for each device."""
+    """Whether a saved leaf can become this one: equal, or with a part for each device."""
     if there.dtype != here.dtype or len(there.shape) != len(here.shape):
         return False
     if part is None or there.shape[part.axis] == here.shape[part.axis]:
@@ -126,7 +127,7 @@ def _fits(there: Any, here: jax.Array, part: Part | None) -> bool:
 
 
 def like(there: Any, here: jax.Array) -> Any:
-    """Where to put a saved leaf: as it is here, or whole on every device to be resized."""
+    """Where to put a saved leaf: as here, or whole on every device to be resized."""
     if there.shape == here.shape:
         return jax.ShapeDtypeStruct(here.shape, here.dtype, sharding=here.sharding)
     everywhere = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P())

@@ -16,15 +16,15 @@ class Images:
     """The splits of a data set of images with one label each, as `train.data` reads them.
 
     Args:
-      builder: of a prepared data set whose examples have an "image" and a "label".
+      builder: the builder of a prepared data set whose examples have an "image" and a "label".
       config: `config.data`, with `name` and `image_size`.
 
     Attributes:
       classes: number of labels.
-      unit: of what is counted in a test.
+      unit: the name of what a test counts.
 
     Raises:
-      UserError: if they have many sizes and are to get none.
+      UserError: if the images have many sizes and the config does not give one.
     """
 
     unit = "images"
@@ -39,7 +39,7 @@ class Images:
         self.classes = builder.info.features["label"].num_classes
 
     def labels(self, split: str) -> np.ndarray:
-        """The labels of all images of a split, which are not decoded for it."""
+        """The labels of all images of a split, without decoding the images."""
         self._size(split, "train_split")
         return read(self._builder, split, images=False)["label"]
 
@@ -82,8 +82,8 @@ class Images:
     def ends(self, split: str) -> list[int]:
         """CRC-32 of the first row of a split and of the last.
 
-        Images of one size are compared by their pixels: another program may have packed them. Those
-        of many sizes are the files of whoever made the data set.
+        Images of one size are compared by their pixels, because another program may have packed
+        them. Images of many sizes are compared as files, as the data set's authors made them.
         """
         packed = None in self._builder.info.features["image"].shape
         source = open_split(self._builder, split, images=not packed)
@@ -96,7 +96,7 @@ def open_split(builder: Any, split: str, images: bool = True) -> Any:
     decoders = None if images else {"image": tfds.decode.SkipDecoding()}
     try:
         return builder.as_data_source(split, decoders=decoders)
-    except ValueError as error:  # No such split; the message lists those that there are.
+    except ValueError as error:  # No such split; the message lists the existing ones.
         raise UserError(f"config.data: {error}") from error
 
 

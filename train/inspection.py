@@ -1,8 +1,8 @@
-"""Looks into the exchange every n steps: how large gradients are, what it loses, what it keeps.
+"""Inspects the exchange every n steps: how large gradients are, what it loses, what it keeps.
 
-A look is a compiled program of its own, so a training step does no more than it has to. It takes
+A look is a separate compiled program, so a training step does no more than it has to. It computes
 the gradient of a batch once more, exchanges it as the next step would, and changes nothing. It
-takes as long as a step, a float32 mean, and for votes one more vote.
+takes as long as a step, a float32 mean and, for votes, one more vote.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import jaxcomm
 from train import sync, watched
 
-# Whose result is a mean of gradients, or points where it does: it can be compared with the exact
-# mean. Other methods of `train.sync` are optimizers.
+# Methods whose result is a mean of gradients, or points in its direction, and can be compared with
+# the exact mean. The other methods of `train.sync` are optimizers.
 MEANS = ("mean", "sparse_mean", "low_rank_mean")
 VOTE = "majority_vote"
 
@@ -35,11 +35,11 @@ def make_look(
 
     Args:
       config: `config.sync`, with the method that is in use.
-      gradient: of `step.make_gradient`.
-      exchange: of `sync.build`.
-      order: of the gradients, as `sync.build` takes it.
-      steps: length of the run.
-      seed: as `sync.build` takes it.
+      gradient: the result of `step.make_gradient`.
+      exchange: the result of `sync.build`.
+      order: the order of the gradients, as `sync.build` takes it.
+      steps: the length of the run.
+      seed: the seed, as `sync.build` takes it.
 
     Returns:
       `look(state, batch) -> numbers`, equal on all processes:
@@ -53,9 +53,9 @@ def make_look(
         ties                  share of votes that tie, of values that are voted on
         overflow              1 if finite gradients became an infinite result, else 0
 
-      The last five are of methods whose result is a mean or a vote of gradients, exchanged in every
-      step by themselves. A vote without scales has no `error`. Of parameters that are split over
-      the devices no gradient is seen.
+      The last five exist only for methods whose result is a mean or a vote of gradients, exchanged
+      by itself in every step. A vote without scales has no `error`. Gradients of parameters that
+      are split over the devices are not inspected.
     """
     by_itself = config.every == 1 and config.method in (*MEANS, VOTE)
     by_itself &= not config.get("local_optimizer")
@@ -67,7 +67,7 @@ def make_look(
         if config.get("gather") or config.get("fsdp", 1) > 1:
             return values
         _, grads = gradient(sync.for_loss(state.params, state.opt_state), batch)
-        own = jax.tree.leaves(jaxcomm.unmark_local(grads))  # Each with a leading device axis.
+        own = jax.tree.leaves(jaxcomm.unmark_local(grads))  # Each has a leading device axis.
         devices = own[0].shape[0]
         # Divided first: the sum of finite values is finite.
         exact = [(x.astype(jnp.float32) / devices).sum(0) for x in own]
@@ -75,7 +75,7 @@ def make_look(
         values["device_gradient_norm"] = norm(own) / devices**0.5
         if not by_itself:
             return values
-        before = state.opt_state[0]  # `sync.joined` puts the exchange in front of the optimizer.
+        before = state.opt_state[0]  # `sync.joined` puts the exchange before the optimizer.
         sent = jax.tree.leaves(exchange.update(grads, before, state.params)[0])
         values |= compared(sent, exact, has_size)
         if voting is not None:
@@ -90,7 +90,7 @@ def make_look(
 def compared(
     sent: Sequence[jax.Array], exact: Sequence[jax.Array], has_size: bool = True
 ) -> dict[str, jax.Array]:
-    """What an exchange has made of a mean.
+    """Compares the result of an exchange with the exact mean.
 
     Args:
       sent: its result, arrays of float32.
@@ -118,12 +118,12 @@ def norm(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def _over(a: Any, b: Any) -> jax.Array:
-    """The ratio; 0 of nothing."""
+    """The ratio; 0 if the denominator is 0."""
     return jnp.where(b == 0, 0.0, a / jnp.where(b == 0, 1.0, b))
 
 
 def _undecided(config: Any, order: Sequence[str], steps: int, seed: int) -> Any:
-    """The same vote, whose ties are zero: so they can be counted."""
+    """The same vote with ties that give zero, so that they can be counted."""
     undecided = config.copy_and_resolve_references()
     undecided.ties = "zero"
     return sync.build(undecided, order, steps, seed)

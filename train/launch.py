@@ -39,7 +39,7 @@ from train.signals import ENDED
 from train.supervise import Asked, supervise
 
 TOGETHER = ("coordinator", "num_processes", "process_id")
-# Statuses of `python -m train` after which a restart would not help, or nobody wants one.
+# Statuses of `python -m train` after which a restart would not help or is not wanted.
 FINAL = (0, 2, 3, ENDED + signal.SIGINT)
 
 
@@ -47,13 +47,13 @@ class Launch(NamedTuple):
     """What is to be started.
 
     Attributes:
-      processes: on this machine.
-      port: of process 0; 0 for a free one at every start.
+      processes: the number of processes on this machine.
+      port: the port of process 0; 0 for a free one at every start.
       max_restarts: how often all processes may be started again.
-      log_dir: where the output of all processes but the first stays; None if it does not.
-      shown: variables of the cluster file.
+      log_dir: where the output of all processes but the first is kept; None deletes it.
+      shown: the variables of the cluster file.
       settings: all variables; `{process_id}` in a value becomes the number of the process.
-      arguments: flags of `python -m train`.
+      arguments: the flags of `python -m train`.
     """
 
     processes: int
@@ -106,9 +106,9 @@ def parse(argv: Sequence[str]) -> Launch:
     """Reads the launcher's flags, which end at `--`.
 
     Raises:
-      UserError, flags.Error: if they make no sense.
+      UserError, flags.Error: if they are invalid.
     """
-    values = flags.FlagValues()  # Of its own: what follows `--` belongs to train.main.
+    values = flags.FlagValues()  # Separate: what follows `--` belongs to train.main.
     flags.DEFINE_integer(
         "processes", None, "Processes on this machine.", lower_bound=1, flag_values=values
     )
@@ -142,11 +142,11 @@ def parse(argv: Sequence[str]) -> Launch:
     if processes > 1 and told:
         raise UserError(
             f"{told[0]} does not go with --processes={processes}, which tells the processes of one "
-            "machine how to find each other; leave out one of both"
+            "machine how to find each other; leave out one of them"
         )
     shown = cluster.get("env", {})
     settings = {**memory_settings(shown), **shown}
-    # On a machine with GPUs, one for each process; on others without effect.
+    # On a machine with GPUs, one for each process; no effect on others.
     if processes > 1 and not any("{process_id}" in shown.get(name, "") for name in VISIBLE):
         settings = {"JAX_LOCAL_DEVICE_IDS": "{process_id}", **settings}
     logs = Path(values.log_dir) if values.log_dir else None
@@ -155,7 +155,7 @@ def parse(argv: Sequence[str]) -> Launch:
 
 @contextlib.contextmanager
 def log_folder(log_dir: Path | None, restart: int) -> Iterator[Path]:
-    """The folder of the processes' output; without `log_dir` it ends with them.
+    """The folder of the processes' output; without `log_dir` it is deleted at the end.
 
     Raises:
       UserError: if it cannot be made.
@@ -176,7 +176,7 @@ def memory_settings(shown: Mapping[str, str]) -> dict[str, str]:
     """How processes without a GPU keep the memory of a step for the next one.
 
     XLA's temporaries are larger than what glibc keeps by default, so in every step the kernel maps
-    them afresh, page by page. What the user has set stays, in a cluster file (`shown`) too.
+    them afresh, page by page. What the user has set is kept, also in a cluster file (`shown`).
     """
     if has_gpus() or any(name.startswith("MALLOC_") for name in (*os.environ, *shown)):
         return {}
@@ -197,7 +197,7 @@ def read_cluster(path: str) -> dict:
         found = runpy.run_path(path)["get_config"]()
     except KeyError as error:
         raise UserError(f"{where}: the file has no function {error}") from error
-    except Exception as error:  # The file is a program of the user.
+    except Exception as error:  # The file is the user's program.
         raise UserError(f"{where}: {type(error).__name__}: {error}") from error
     cluster = found.to_dict() if hasattr(found, "to_dict") else found
     if not isinstance(cluster, dict):
@@ -226,7 +226,7 @@ def commands_of(
 
 
 def names_of(processes: int, arguments: Sequence[str]) -> list[str]:
-    """What messages call the processes: by number, one of several machines with its machine."""
+    """The names of the processes in messages: the number, and across machines the machine."""
     if processes > 1:
         return [str(i) for i in range(processes)]
     told = [a.partition("=")[2] for a in arguments if a.lstrip("-").startswith("process_id=")]
@@ -236,7 +236,7 @@ def names_of(processes: int, arguments: Sequence[str]) -> list[str]:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
+    """A free port of this machine."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

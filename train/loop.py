@@ -41,17 +41,17 @@ def train(
 
     Args:
       config: a config of `configs/`.
-      workdir: directory of metrics, events and checkpoints; all processes see the same one.
+      workdir: the directory of metrics, events and checkpoints, the same for all processes.
       started: `time.perf_counter()` at the start of the program.
-      restarted: whether the launcher has started the run again: it continues at its last
-        checkpoint, or begins anew if it had none.
+      restarted: whether the launcher has started the run again; it then continues from its last
+        checkpoint, or begins anew if it has none.
 
     Returns:
       The summary, or None if SIGTERM asked the run to end.
 
     Raises:
-      train.errors.UserError: if the config, the data, the directory or a checkpoint do not fit.
-      train.errors.RunError: if the run cannot go on, and could not after a restart.
+      train.errors.UserError: if the config, the data, the directory or a checkpoint does not fit.
+      train.errors.RunError: if the run cannot continue, even after a restart.
       train.signals.StoppedError: if SIGTERM came while several processes measured at the end.
     """
     check.fields(config)
@@ -61,7 +61,7 @@ def train(
     run = assemble(config, workdir, goes_on=saved is not None)
     test = step.make_test(run.forward, run.rows.test)
 
-    # Where the run stands: at its beginning, or at its last checkpoint.
+    # Where the run is: at its beginning, or at its last checkpoint.
     now = run.begin()
     folder, kept = workdir / checkpoint.CHECKPOINTS, config.checkpoint
     checkpoints = checkpoint.Checkpoints(folder, kept.keep, kept.best)
@@ -98,7 +98,7 @@ def train(
                 with recorder.pause("look"):
                     recorder.looked(number, look(now, batch))
                     recorder.split(number, without.milliseconds(now.params, batch))
-            stop = recorder.stop  # Read once: what a pause below learns is for the next step.
+            stop = recorder.stop  # Read once: a pause below may change it for the next step.
             last = number == config.steps or stop
             tested = tests(number, now) if tests_before_saving(number, stop, config) else None
             if tested and not last:
@@ -134,7 +134,7 @@ def train(
 
 
 def saved_step(config: Any, workdir: Path, restarted: bool) -> int | None:
-    """The step of the checkpoint at which the run goes on; None if it begins anew."""
+    """The step of the checkpoint from which the run continues; None if it begins anew."""
     folder = workdir / checkpoint.CHECKPOINTS
     saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
     check.steps_left(config.steps, saved)
@@ -163,15 +163,15 @@ def recorder_of(
 
 
 def tests_at(start: int, config: Any) -> bool:
-    """Whether a run that goes on at a step begins with the test of that step.
+    """Whether a run that continues at a step begins with the test of that step.
 
-    The run before may have been asked to end, and had no time for it.
+    The earlier run may have been asked to end, with no time for the test.
     """
     return 0 < start < config.steps and start % config.eval_every == 0
 
 
 def written_again(start: int, config: Any) -> tuple[str, ...]:
-    """Kinds of lines that a run writes for the step at which it goes on."""
+    """Kinds of lines that a run writes for the step at which it continues."""
     if start == config.steps:
         return "start", "test", "summary"
     return ("start", "test") if tests_at(start, config) else ("start",)
@@ -180,8 +180,8 @@ def written_again(start: int, config: Any) -> tuple[str, ...]:
 def tests_before_saving(number: int, stop: bool, config: Any) -> bool:
     """Whether a step is tested in the loop.
 
-    The parameters of the last step are saved first, and tested when the loop has ended. But where
-    the best checkpoint is kept, it has to be known before how good they are.
+    The parameters of the last step are saved first and tested after the loop. But where the best
+    checkpoint is kept, their score must be known before they are saved.
     """
     if number == config.steps:
         return config.checkpoint.best != "" and not stop
@@ -195,9 +195,9 @@ def write_test(
     number: int,
     now: TrainState,
 ) -> dict[str, float]:
-    """Tests the parameters after a step, and writes what comes of it.
+    """Tests the parameters after a step, and writes the results.
 
-    A checkpoint that was saved without a test, for want of time, gets it now.
+    A checkpoint that was saved without a test, for lack of time, gets it now.
     """
     with recorder.pause("test"):
         tested = test(now.params)
@@ -213,7 +213,7 @@ def complete(checkpoints: checkpoint.Checkpoints, recorder: metrics.Recorder) ->
 
 
 def require_finite(recorder: metrics.Recorder, tested: dict[str, float]) -> None:
-    """Raises if the last loss is not finite, or the model's: such a run has failed."""
+    """Raises if the last loss or the test loss is not finite: such a run has failed."""
     if recorder.lost or not math.isfinite(tested["test_loss"]):
         raise RunError(
             f"at the end the loss is not finite (test loss {tested['test_loss']}): lower "
@@ -231,8 +231,8 @@ def costs_of(
 ) -> dict[str, Any]:
     """What the exchange costs: the same step without it, from the same parameters; uses up `now`.
 
-    What it takes is also predicted, but not where links within groups of devices are faster, nor
-    where both steps gather parameters, nor where most steps exchange nothing.
+    The cost is also predicted, except where links within groups of devices are faster, where both
+    steps gather parameters, and where most steps exchange nothing.
     """
     count, gigabits = config.measure_steps, config.network.gigabits
     plain_step, begin = without.start(now.params)

@@ -1,4 +1,4 @@
-"""Reads the flags, joins the other processes, and reports why a run cannot go on."""
+"""Reads the flags, joins the other processes, and reports why a run cannot continue."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from train.errors import (
 )
 from train.mistakes import mistake_in, mistake_in_traceback
 
-# After a write has failed: by then the main thread has raised it, or waits for ever.
+# Seconds after a failed write: by then the main thread has raised the error, or waits for ever.
 STUCK_SECONDS = 5.0
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Output; by default a new folder in workdir/.")
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     give_simulated_devices_threads()
     join(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     compile_here()
-    # Seconds of imports, which a mistyped flag need not wait for.
+    # Imports take seconds; a mistyped flag is reported first.
     from train import agreement, evaluating, loop, workdir
 
     agreement.check_flags({"workdir": bool(_WORKDIR.value), "evaluate": _EVALUATE.value})
@@ -62,14 +62,14 @@ def main(argv: list[str]) -> None:
 def parse(argv: list[str]) -> Path:
     """Reads the flags and the config; returns the config's file."""
     app.define_help_flags()
-    logging.set_verbosity(logging.ERROR)  # What ml_collections would warn of is said below.
+    logging.set_verbosity(logging.ERROR)  # What ml_collections would warn of is reported below.
     try:
         rest = flags.FLAGS(argv)[1:]
         if rest:
             raise UserError(f"not a flag: {rest[0]}")
         if _CONFIG.value is None and not flags.FLAGS["config"].present:
             raise UserError("--config=FILE is missing")
-        config: Any = _CONFIG.value  # It is here that a file that was not found raises.
+        config: Any = _CONFIG.value  # Raises here if the file does not exist.
         check.fields(config)
         asked = {"config.checkpoint.resume=True": config.checkpoint.resume}
         for flag, is_set in {**asked, "evaluate": _EVALUATE.value}.items():
@@ -83,16 +83,17 @@ def parse(argv: list[str]) -> Path:
     except SystemExit as end:  # absl ends --help with status 1
         is_help = any(word.lstrip("-").startswith("help") for word in argv)
         raise SystemExit(0 if is_help else end.code) from None
-    except Exception as error:  # The config is a program of the user.
+    except Exception as error:  # The config is the user's program.
         raise UserError(mistake_in(error)) from error
     return Path(config_flags.get_config_filename(flags.FLAGS["config"]))
 
 
 def give_simulated_devices_threads() -> None:
-    """Two threads of XLA's pool for each CPU device that XLA_FLAGS asks for.
+    """Gives XLA's pool two threads for each CPU device that XLA_FLAGS asks for.
 
-    With one for each core, as XLA has it, evaluation runs ahead of its results until a device waits
-    for a thread, and the process ends. `jaxcomm.simulate_devices` does the same for scripts.
+    With one thread for each core, XLA's default, evaluation runs ahead of its results until a
+    device waits for a thread, and the process ends. `jaxcomm.simulate_devices` does the same for
+    scripts.
     """
     devices = re.findall(
         r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
@@ -117,19 +118,19 @@ def run() -> None:
             print(f"error: {line}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: jax would wait for the other processes there, which wait for this one.
+    # Not sys.exit: there jax would wait for the other processes, which wait for this one.
     os._exit(status)
 
 
 def end_where_a_write_fails(after: float = STUCK_SECONDS) -> None:
-    """Ends the run where a thread of orbax's could not write, and says once that the disk is full.
+    """Ends the run if one of orbax's threads could not write, and says once that the disk is full.
 
-    The main thread raises it, unless it waits for a checkpoint: then it waits for that thread, and
-    that for other processes, which wait for what was to be written. The tracebacks of a full disk
-    are not shown, as it becomes one line.
+    The main thread raises the error, unless it is waiting for a checkpoint: it then waits for that
+    thread, which waits for other processes, which wait for the missing file. The tracebacks of a
+    full disk are not shown, because the error becomes one line.
 
     Args:
-      after: seconds that the main thread has for it.
+      after: seconds that the main thread has to raise it.
     """
 
     def is_other(error: BaseException | None) -> bool:
@@ -138,7 +139,7 @@ def end_where_a_write_fails(after: float = STUCK_SECONDS) -> None:
     def look(record: Any) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, Exception) and (
-            is_disk_full(error) or "Failed to run" in record.getMessage()  # orbax's words
+            is_disk_full(error) or "Failed to run" in record.getMessage()  # orbax's message
         ):
             status, line = explained(error)
             line = line or "a checkpoint could not be written, see above"
@@ -153,7 +154,7 @@ def end_where_a_write_fails(after: float = STUCK_SECONDS) -> None:
 
 
 def explained(error: Exception) -> tuple[int, str | None]:
-    """The exit status that an exception becomes and its line, or None where the reason is unknown.
+    """The exit status for an exception, and its line, or None if the reason is unknown.
 
     `train.errors` says what each status means.
     """

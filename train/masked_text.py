@@ -1,17 +1,17 @@
 """Text for masked language modelling: some tokens of a row are hidden and have to be predicted.
 
-A share of the tokens is to be predicted, as many in every row. In the input each of them is
-replaced by a token of its own ([MASK]) with probability 0.8, by a random byte with 0.1, and stays
-as it is with 0.1; so the network never knows which of the others are right. The draws of a training
-batch depend on the seed, the device and the number of the batch, so every epoch hides other tokens,
-and a resumed run hides the same. Those of a test row depend on its number alone: all runs are
-tested on the same tokens.
+A share of the tokens is to be predicted, equally many in every row. In the input each of them is
+replaced by a special token ([MASK]) with probability 0.8, replaced by a random byte with 0.1, and
+kept with 0.1; so the network never knows which of the visible tokens are right. The draws for a
+training batch depend on the seed, the device and the number of the batch, so every epoch hides
+other tokens, and a resumed run hides the same ones. Those for a test row depend only on its number,
+so all runs are tested on the same tokens.
 
 The text is cut into rows of T tokens. A last row of fewer tokens is left out in training. In a test
-it reaches back to T tokens, of which only those that no row before it has may be hidden.
+it is extended backwards to T tokens, of which only those that are in no earlier row may be hidden.
 
-Differs from the paper: bytes in place of word pieces, a text is masked anew in every epoch instead
-of ten times in all, and no sentence is predicted.
+Differs from the paper: bytes instead of word pieces, a text is masked anew in every epoch instead
+of ten times in all, and there is no next-sentence prediction.
 
 References:
   J. Devlin, M. Chang, K. Lee, K. Toutanova, "BERT: Pre-training of Deep Bidirectional Transformers
@@ -24,7 +24,7 @@ import numpy as np
 
 from train.text import VOCABULARY, Batch, Text
 
-MASK = VOCABULARY  # The token behind the 256 bytes.
+MASK = VOCABULARY  # The token after the 256 bytes.
 _MASKED, _DRAWN = 0.8, 0.1  # Shares of the hidden tokens that become [MASK], or a random byte.
 
 
@@ -32,8 +32,8 @@ class MaskedText(Text):
     """The splits of a data set of text, as `train.data` reads them.
 
     Args:
-      builder: of a prepared data set whose examples have a "text".
-      config: as of `Text`, with `masked`, the share of tokens to be predicted.
+      builder: the builder of a prepared data set whose examples have a "text".
+      config: as for `Text`, with `masked`, the share of tokens to be predicted.
     """
 
     classes = VOCABULARY + 1
@@ -47,7 +47,7 @@ class MaskedText(Text):
         return len(self._tokens(split)) // self._length
 
     def test_rows(self, split: str) -> int:
-        """How many rows a test has, the one that reaches back too."""
+        """How many rows a test has, including the extended one."""
         return -(-len(self._tokens(split)) // self._length)
 
     def test_size(self, split: str) -> int:
@@ -68,7 +68,7 @@ class MaskedText(Text):
         }
 
     def read_test(self, split: str, rows: np.ndarray) -> Batch:
-        """Rows for a test, each masked in its own way; weights are of the hidden tokens."""
+        """Rows for a test, each masked by its own draws; weights are 1 for hidden tokens."""
         batch = self.read(split, rows)
         for i, row in enumerate(rows.tolist()):
             own = {name: array[i : i + 1] for name, array in batch.items()}
@@ -81,7 +81,7 @@ class MaskedText(Text):
 
 
 def hidden_of(sizes: np.ndarray, share: float) -> np.ndarray:
-    """How many tokens of rows of so many are hidden: at least one."""
+    """How many tokens are hidden in rows of these sizes: at least one."""
     return np.maximum(np.rint(share * sizes), 1).astype(int)
 
 
@@ -91,8 +91,8 @@ def mask(batch: Batch, rng: np.random.Generator, share: float) -> None:
     Args:
       batch: "image", the tokens `[rows, length]`, and "weight", 1 where a token may be hidden; it
         becomes 1 where one is hidden, and 0 elsewhere.
-      rng: draws which tokens, and what stands in their places.
-      share: of the tokens of a row that may be hidden.
+      rng: draws which tokens are hidden, and what replaces them.
+      share: the share of a row's maskable tokens to hide.
     """
     tokens, weight = batch["image"], batch["weight"]
     order = np.where(weight > 0, rng.random(tokens.shape), 2.0).argsort(axis=1)

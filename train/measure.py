@@ -1,7 +1,7 @@
 """What the exchange costs: steps with and without it, the bandwidth, the bytes on the interface.
 
-All processes measure together, start each block behind a barrier, and report the slowest of them:
-in an all-to-all, every process but the slowest looks faster than it is.
+All processes measure together, start each block after a barrier, and report the slowest of them: in
+an all-to-all, every process but the slowest looks faster than it is.
 """
 
 import collections
@@ -26,25 +26,25 @@ from train.sync import AXIS
 
 Step = Callable[[Any, Any], tuple[Any, Any]]
 
-# Steps with and without exchange alternate in blocks: other load disturbs both alike.
+# Steps with and without exchange alternate in blocks, so that other load disturbs both alike.
 BLOCKS, LENGTH = 8, 8  # Blocks at least, and steps of a block at most.
-LONGEST = 20.0  # Seconds of all steps; slow ones are fewer.
-OUTLIERS = 0.1  # The share of blocks that does not count, at either end.
+LONGEST = 20.0  # Seconds for all steps; fewer are run if they are slow.
+OUTLIERS = 0.1  # The share of blocks to discard at either end.
 COUNTERS = Path("/proc/net/dev")  # Linux only; elsewhere no bytes are reported.
 
 
 class Steps(NamedTuple):
     """Times of the same steps with and without the exchange, or a part of it.
 
-    All are of the slowest process.
+    All are those of the slowest process.
 
     Attributes:
-      step_ms: time of a step.
-      compute_ms: time of a step without exchange.
-      messages_ms: what messages alone add to a step without exchange; 0 if they were not timed.
-      interface: name of the network interface that sent most, or None.
-      interface_bytes: bytes that it sent for one step and device of this machine, or None: the
-        median of the blocks, since an interface counts what other programs send too.
+      step_ms: the time of a step.
+      compute_ms: the time of a step without exchange.
+      messages_ms: what the messages alone add to a step without exchange; 0 if they were not timed.
+      interface: the name of the network interface that sent most, or None.
+      interface_bytes: the bytes that it sent for one step and device of this machine, or None. It
+        is the median of the blocks, because an interface also counts what other programs send.
     """
 
     step_ms: float
@@ -58,7 +58,7 @@ class Bandwidth(NamedTuple):
     """What one device can send.
 
     Attributes:
-      gigabits: in a second; None for a single device.
+      gigabits: gigabits a second; None for a single device.
       source: where the number comes from.
     """
 
@@ -79,19 +79,19 @@ def measure_steps(
     """Times two compiled steps, or three, on one batch, in alternating blocks.
 
     Args:
-      step: the training step, which takes the memory of its state.
+      step: the training step, which reuses the memory of its state.
       state: its state; used up.
       plain_step: the same step without the exchange.
       plain_state: its state; used up.
       batch: a global batch.
-      count: steps of each kind; fewer where all would take more than LONGEST seconds, but BLOCKS,
-        and a whole period in any case.
-      messages_step: the one without exchange, with its messages; goes on at the same state.
-      period: of what only one in so many steps exchanges: a block has whole periods.
+      count: steps of each kind; fewer if all would take more than LONGEST seconds, but at least
+        BLOCKS, and a whole period in any case.
+      messages_step: the step without exchange but with its messages; continues from the same state.
+      period: if only one in so many steps exchanges, that number; a block has whole periods.
 
     Returns:
-      Means over the steps, except for the fastest and the slowest blocks; and the traffic while
-      only steps with the exchange ran.
+      Means over the steps, without the fastest and the slowest blocks; and the traffic while only
+      steps with the exchange ran.
     """
     state, first = _block(step, state, batch, 2)
     plain_state, _ = _block(plain_step, plain_state, batch, 1)
@@ -100,7 +100,7 @@ def measure_steps(
     most = LONGEST / (3 if messages_step else 2) / slowest(min(first))
     length = min(LENGTH, max(math.ceil(min(count, most) / BLOCKS), 1))
     length = period * math.ceil(length / period)
-    # Blocks of a long period are fewer, for their time.
+    # With a long period there are fewer blocks, because each takes longer.
     least = BLOCKS if length <= LENGTH else min(BLOCKS, math.ceil(min(count, most) / length))
     times: dict[str, list[float]] = {name: [] for name in ("step", "plain", "messages")}
     sent: dict[str, list[int]] = collections.defaultdict(list)
@@ -129,18 +129,18 @@ def measure_steps(
 
 
 def _goes_on(blocks: int, least: int, count: int, begin: float) -> bool:
-    """Whether there is another block: of `count`, while there is time; `least` in any case."""
+    """Whether to run another block: up to `count` while there is time, and at least `least`."""
     return blocks < least or (blocks < count and slowest(time.perf_counter() - begin) < LONGEST)
 
 
 def usual(seconds: Sequence[float]) -> float:
-    """The mean of all but the shortest and the longest: less a matter of chance than a median."""
+    """The mean without the shortest and the longest, which varies less than a median."""
     cut = math.ceil(OUTLIERS * len(seconds))
     return statistics.fmean(sorted(seconds)[cut:-cut] or seconds)
 
 
 def bandwidth(network: Any) -> Bandwidth:
-    """How fast a device sends: a number in the config, or else one that is measured now.
+    """How fast a device sends: a number in the config, or one that is measured now.
 
     Args:
       network: `config.network`: `gigabits`, or None and the `probe_mib` MiB to measure with.
@@ -156,7 +156,7 @@ def bandwidth(network: Any) -> Bandwidth:
 
 
 def measure_gigabits(mebibytes: int) -> float:
-    """What one device sends in a second of a large exchange, in Gb/s: the f32 mean of XLA.
+    """What one device sends in a second of a large exchange, XLA's f32 mean, in Gb/s.
 
     Args:
       mebibytes: size of the array that is averaged, large enough that latency does not count.
@@ -185,7 +185,7 @@ class Sent:
     """What a device sends in a step, by the compiled program, for each parameter.
 
     Args:
-      wire: of the compiled step.
+      wire: the report of the compiled step.
       config: `config.sync`, with the method that is in use.
       params: the parameters.
     """
@@ -197,17 +197,17 @@ class Sent:
         self._known: dict[tuple[float, ...], float] = {}
 
     def in_step(self, step: int, frozen_at: int) -> float:
-        """Bytes a parameter in a step, counted from 1; what is periodic counts on average.
+        """Bytes a parameter in a step, counted from 1; periodic exchanges count on average.
 
         Args:
-          step: its number.
-          frozen_at: the step before it in which the optimizer's warm-up ended; 0 before that.
+          step: the number of the step.
+          frozen_at: the earlier step in which the optimizer's warm-up ended; 0 before that.
         """
         named = {branch.name for branch in self.wire.named}
         shares = sync.shares(self._config, step, frozen_at)
         found: dict[Any, float] = {name: share for name, share in shares.items() if name in named}
         key = tuple(found.values())
-        if key not in self._known:  # Kept, as every step asks.
+        if key not in self._known:  # Cached, because every step asks.
             self._known[key] = self.wire.per_step(found) / self.params
         return self._known[key]
 
@@ -221,12 +221,12 @@ class Sent:
 
 
 def costs(steps: Steps, sent: Sent, network: Bandwidth, predicted: Any = None) -> dict[str, Any]:
-    """What the exchange costs, by the names that the numbers have in the report.
+    """What the exchange costs, by the names of the numbers in the report.
 
     Args:
-      steps: of `measure_steps`.
+      steps: the result of `measure_steps`.
       sent: what the compiled step sends.
-      network: of `bandwidth`.
+      network: the result of `bandwidth`.
       predicted: a `predicting.Predicted`, or None for a single device.
 
     Returns:
@@ -253,7 +253,7 @@ def costs(steps: Steps, sent: Sent, network: Bandwidth, predicted: Any = None) -
 
 
 def sizes(sent: Sent) -> dict[str, Any]:
-    """What is known of the exchange before anything is measured, by names of the report."""
+    """What is known of the exchange before anything is measured, by names in the report."""
     return {
         "devices": sent.wire.devices,
         "processes": jax.process_count(),
@@ -268,7 +268,8 @@ def slowest(value: float) -> float:
     """The largest value of any process.
 
     Raises:
-      train.signals.StoppedError: in all processes, once all is saved, if one was asked to end.
+      train.signals.StoppedError: in all processes, if one was asked to end after everything was
+        saved.
     """
     own = np.asarray([value, signals.stop.is_set()], np.float32)
     values, asked = multihost_utils.process_allgather(own).reshape(-1, 2).T
@@ -277,7 +278,7 @@ def slowest(value: float) -> float:
 
 
 def barrier() -> None:
-    """Returns when all processes have come here, or raises as `slowest` does."""
+    """Returns when all processes have reached it, or raises as `slowest` does."""
     slowest(0.0)
 
 
@@ -314,7 +315,7 @@ def busiest(sent: Mapping[str, Sequence[int]]) -> tuple[str | None, float]:
 
 def _devices_of_this_machine() -> int:
     """Devices of all processes that share this process's interfaces."""
-    namespace = Path("/proc/self/ns/net")  # Containers of one machine have interfaces of their own.
+    namespace = Path("/proc/self/ns/net")  # Containers on one machine have their own interfaces.
     network = f"{socket.gethostname()} {namespace.readlink() if namespace.is_symlink() else ''}"
     mine = np.array([zlib.crc32(network.encode()), jax.local_device_count()], np.uint32)
     networks, devices = multihost_utils.process_allgather(mine).reshape(-1, 2).T

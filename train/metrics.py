@@ -21,7 +21,7 @@ from train.step import FINITE, STOP
 from train.watchdog import Watchdog
 from train.watched import FIELD
 
-SENT = "bytes_per_param"  # of a step, as `known` says it
+SENT = "bytes_per_param"  # of a step, a key of `known`
 
 
 class Recorder:
@@ -29,20 +29,20 @@ class Recorder:
 
     Args:
       workdir: directory of `metrics.jsonl` and the TensorBoard events.
-      start: steps taken before this run; lines of an earlier run about later steps are dropped.
+      start: steps taken before this run; an earlier run's lines about later steps are dropped.
       steps: steps after which the run ends.
       frozen_at: the step at which the optimizer's own warm-up ended in an earlier run, as
         `train.watched` reads it; 0 if it did not end.
-      bad_steps: after so many steps in a row whose loss or gradient is not finite, `RunError` is
-        raised.
-      batch: how much a global batch has, by the name of what is counted.
-      known: what the host knows of a step, by its number and the `frozen_at` of the step before.
-      again: kinds of lines that this run writes for the step `start`: those of an earlier run are
+      bad_steps: `RunError` is raised after this many steps in a row whose loss or gradient is not
+        finite.
+      batch: the size of a global batch, by the name of what is counted.
+      known: what the host knows of a step, from its number and the `frozen_at` of the step before.
+      again: kinds of lines that this run writes for the step `start`; those of an earlier run are
         dropped.
-      watchdog: learns of every step that has ended, and of all that is no step.
+      watchdog: is told of every step that has ended, and of all work that is not a step.
 
     Attributes:
-      frozen_at: the same as of the last step written.
+      frozen_at: the same, as of the last step written.
       stop: whether a device's process was asked to end before the last step written; the same on
         all processes.
       bad: how many of the last steps in a row had a loss or a gradient that is not finite.
@@ -82,7 +82,7 @@ class Recorder:
         path = workdir / "metrics.jsonl"
         before = _keep_lines_until(path, start, again)
         self._sent += [line[SENT] for line in before if line["kind"] == "train" and SENT in line]
-        self._file = path.open("a", buffering=1)  # A line at a time: a killed run leaves them all.
+        self._file = path.open("a", buffering=1)  # Line by line: a killed run leaves every line.
         self._events = Events(workdir, start)
         self._watchdog.below_bar = True
         interactive = sys.stderr.isatty()
@@ -96,7 +96,7 @@ class Recorder:
 
     def __enter__(self) -> "Recorder":
         self._watchdog.start()
-        self._time = time.perf_counter()  # What was compiled before is no part of the first step.
+        self._time = time.perf_counter()  # Earlier compilation is not part of the first step.
         return self
 
     def __exit__(
@@ -111,23 +111,24 @@ class Recorder:
             return
         self._bar.close()
         for file in (self._events, self._file):
-            # A disk that is full is full here too; the first error is the one to report.
+            # A full disk fails here too; the first error is the one to report.
             with contextlib.suppress(OSError) if error else contextlib.nullcontext():
                 file.close()
 
     def train(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Takes the metrics of a step just started and writes those of the one before.
 
-        So the devices always have a step to do while the host writes.
+        So the devices always have a step to run while the host writes.
         """
         self.flush()
         self._late = (step, metrics)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Surrounds the making of a batch, while the devices do the step before.
+        """Surrounds the making of a batch, while the devices run the step before.
 
-        If they have ended it by then, they may have waited all the time; else they have not waited.
+        If they have finished it by then, they may have waited all that time; otherwise they have
+        not waited.
         """
         started = time.perf_counter()
         with self._watchdog.at("its data", ahead=0 if self._late is None else 1):
@@ -136,7 +137,7 @@ class Recorder:
             self._waited += time.perf_counter() - started
 
     def input_share(self) -> float | None:
-        """The share of the steps' time that devices have waited for batches, at most."""
+        """An upper bound on the share of the steps' time that devices have waited for batches."""
         total = sum(self._step_ms)
         return min(sum(self._input_ms) / total, 1.0) if total else None
 
@@ -151,7 +152,7 @@ class Recorder:
         self.stop = values.pop(STOP, 0.0) > 0
         finite = values.get(FINITE, 1.0) == 1
         if finite:
-            values.pop(FINITE, None)  # said of the others only
+            values.pop(FINITE, None)  # reported only for steps that were not finite
         values["step_ms"] = 1e3 * (now - self._time)
         self._step_ms.append(values["step_ms"])
         self._input_ms.append(1e3 * self._waited)
@@ -185,16 +186,16 @@ class Recorder:
             )
 
     def _of_host(self, step: int) -> dict[str, float]:
-        """What is known of the last step beside what the devices say."""
+        """What the host knows of the last step."""
         times = {"input_ms": self._input_ms[-1]}
         for unit, size in self._batch.items():
             times[f"{unit}_per_second"] = 1e3 * size / self._step_ms[-1]
         return times | self._known(step, self.frozen_at)
 
     def _warmup_ended(self, step: int) -> None:
-        """Says once in what step the optimizer's own warm-up ended."""
+        """Says once in which step the optimizer's own warm-up ended."""
         self.write("warmup_ended", step, {FIELD: self.frozen_at})
-        # Above the bar, which is drawn again below it.
+        # Above the bar, which is redrawn below it.
         tqdm.write(f"step {step}: the optimizer's warm-up has ended", file=sys.stderr)
 
     def looked(self, step: int, values: dict[str, float]) -> None:
@@ -212,20 +213,20 @@ class Recorder:
 
     @contextlib.contextmanager
     def pause(self, name: str) -> Iterator[None]:
-        """Surrounds work that is no step: writes the last step first, restarts the clock after.
+        """Surrounds work that is not a step: writes the last step before, restarts the clock after.
 
         Args:
-          name: of the part of the run's time that this work is, see `train.split`.
+          name: the part of the run's time that this work belongs to; see `train.split`.
         """
         self.flush()
-        if self._primary:  # A run that goes on at a checkpoint has the events before it.
+        if self._primary:  # A run that continues from a checkpoint has the earlier events.
             self._events.flush()
         with self._watchdog.paused(), self._split.part(name):
             yield
         self._time = time.perf_counter()
 
     def split(self, step: int, compute_ms: float | None = None) -> None:
-        """Writes where the time has gone since this was written last; see `train.split`."""
+        """Writes where the time has gone since the last such line; see `train.split`."""
         parts = self._split.line(compute_ms)
         if parts:
             self.write("split", step, parts)
@@ -233,7 +234,7 @@ class Recorder:
     def summary(self) -> dict[str, Any]:
         """What is known at the end, on process 0 of all steps of the run.
 
-        `loop_step_ms` is from the end of a step to that of the next.
+        `loop_step_ms` is the time from the end of a step to the end of the next.
         """
         median = statistics.median(self._step_ms) if self._step_ms else None
         speeds = {
@@ -253,7 +254,7 @@ class Recorder:
 
         Args:
           kind: "start", "train", "exchange", "split", "test", "summary" or "warmup_ended".
-          step: steps taken.
+          step: the number of steps taken.
           values: by name; a number that is not finite becomes null in JSON.
         """
         if not self._primary:
@@ -269,7 +270,7 @@ class Recorder:
 
 
 def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Values that JSON has: None instead of NaN and infinity."""
+    """Values that JSON can represent: None instead of NaN and infinity."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
@@ -280,12 +281,12 @@ def _keep_lines_until(path: Path, step: int, again: Sequence[str]) -> list[dict[
     """Drops what an earlier run wrote after a step, and a line that it did not finish.
 
     Args:
-      path: of the file.
-      step: the last that is kept.
+      path: the path of the file.
+      step: the last step to keep.
       again: kinds of lines that will be written anew for this step.
 
     Returns:
-      What the others say.
+      The lines that are kept.
     """
     kept, said = [], []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else ():

@@ -1,7 +1,7 @@
-"""What is wrong with a config file or a flag of it, by what reading them has raised, on one line.
+"""Describes in one line what is wrong with a config file or its flags, from what was raised.
 
-A config is a program of the user, so anything may be raised in it: then its file and line are
-named. ml_collections raises for fields that a config does not have.
+A config is the user's program and may raise anything; its file and line are then named.
+ml_collections raises for fields that a config does not have.
 """
 
 import re
@@ -29,7 +29,7 @@ def mistake_in(error: Exception) -> str:
     """The line for an exception of any kind."""
     if isinstance(error, SyntaxError):
         return f"--config: {error.filename}, line {error.lineno}: {error.msg}"
-    # What is missing while the file is read is raised again later, from what it was.
+    # A missing field in the file is raised again later, chained to the first error.
     first = error.__cause__ if isinstance(error.__cause__, OSError) else error
     stack = traceback.extract_tb(first.__traceback__)
     frames = [Frame(f.filename, f.lineno, f.line) for f in stack]
@@ -48,18 +48,18 @@ def mistake_in(error: Exception) -> str:
 
 
 def mistake_in_traceback(text: str) -> str:
-    """The line for what absl makes of a TypeError or a ValueError: a text with the traceback."""
+    """The line for a TypeError or ValueError, which absl turns into a text with the traceback."""
     frames = [Frame(file, int(line), source) for file, line, source in FRAME.findall(text)]
     last = _last_line(text)
     own = _own(frames)
-    # A config that refuses what stands behind its name says all there is to say.
+    # A config that refuses what follows its name needs no more explanation.
     if last.startswith("ValueError: ") and (own is None or (own.source or "").startswith("raise ")):
         return f"--config: {last.removeprefix('ValueError: ')}"
     return f"{_where(frames) or '--config: '}{last}"
 
 
 def _own(frames: list[Frame]) -> Frame | None:
-    """The innermost line of a file of the user: behind the frames that read the config."""
+    """The innermost line in a file of the user, after the frames that read the config."""
     readers = [i for i, f in enumerate(frames) if f.file.endswith("config_flags.py")]
     behind = frames[readers[-1] + 1 :] if readers else []
     own = [f for f in behind if not f.file.startswith((*LIBRARIES, "<"))]
@@ -72,14 +72,14 @@ def _where(frames: list[Frame]) -> str:
 
 
 def _missing_field(error: BaseException, frames: list[Frame]) -> str | None:
-    """What ml_collections says of a field that is not there, perhaps with a hint."""
+    """What ml_collections says of a missing field, perhaps with a hint."""
     library = str(Path(ml_collections.__file__).parent)
     if not isinstance(error, AttributeError | KeyError) or not error.args:
         return None
     if not frames or not frames[-1].file.startswith(library):
         return None
     inner = error.args[0].args[0] if isinstance(error.args[0], KeyError) else error.args[0]
-    # With all other fields behind it, where the config is locked.
+    # Followed by all other fields if the config is locked.
     found = re.match(r"""(?:Key "(.+?)" does not exist|'(.+?)'(?:\n|$))""", str(inner))
     if found is None:
         return None

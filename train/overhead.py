@@ -1,12 +1,12 @@
-"""What the training loop costs in a step, beside the compiled step alone.
+"""What the training loop adds to the compiled step.
 
     python -m train.overhead [--steps=1000] [--config=configs/digits_resnet.py]
 
-One process with one device trains a network that is tiny, so that what the loop adds shows: making
-batches, metrics, files, the progress bar. Tests, checkpoints, looks and comparisons of replicas are
-left out, as they come every so many steps. The bare step is the same program, called on one batch
-again and again, its loss read one step late. Milliseconds in a step, of the wall and of the CPU;
-where other programs run, only user CPU time means something.
+One process with one device trains a tiny network, so that what the loop adds shows: making batches,
+metrics, files, the progress bar. Tests, checkpoints, looks and comparisons of replicas are left
+out, because they run only every so many steps. The bare step is the same program, called again and
+again on one batch, its loss read one step late. Times are milliseconds a step, on the wall clock
+and of the CPU; where other programs run, only user CPU time is meaningful.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def shrink(config: Any, steps: int) -> None:
-    """A network of a millisecond a step, and nothing that comes every so many steps."""
+    """Makes a network of a millisecond a step, without what runs only every so many steps."""
     config.steps = steps
     config.batch_size = 8
     if config.model.name == "resnet":
@@ -78,7 +78,7 @@ def shrink(config: Any, steps: int) -> None:
 
 
 def of_loop(config: Any, workdir: Path) -> dict[str, float]:
-    """Milliseconds of a step of the whole loop, by clock."""
+    """Milliseconds a step of the whole loop, by clock."""
     Stopwatch.steps = config.steps
     loop.profiling.Profile = Stopwatch
     loop.train(config, workdir, time.perf_counter())
@@ -87,7 +87,7 @@ def of_loop(config: Any, workdir: Path) -> dict[str, float]:
 
 
 def of_step(config: Any) -> dict[str, float]:
-    """The same of the compiled step alone."""
+    """The same for the compiled step alone."""
     run = assemble(config, Path())
     batch, now = run.batch(stop=False), run.begin()
     program = run.compile(now)

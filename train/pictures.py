@@ -1,7 +1,7 @@
 """Images that are decoded when a batch needs them: large ones, of many sizes.
 
-Threads decode, cut and resize the images of a batch; Pillow lets others work meanwhile. Another
-thread makes two batches ahead.
+Threads decode, cut and resize the images of a batch; Pillow releases the lock while it works.
+Another thread prepares two batches ahead.
 """
 
 import io
@@ -22,10 +22,10 @@ from train.images import open_split
 Batch = dict[str, np.ndarray]
 Box = tuple[float, float, float, float]  # Left, top, right, bottom, in pixels.
 
-AREA = (0.08, 1.0)  # Share of an image that a crop for training has.
-RATIO = 4 / 3  # Of its sides, at most, in either direction.
+AREA = (0.08, 1.0)  # Share of an image that a crop for training covers.
+RATIO = 4 / 3  # The largest ratio of its sides, in either direction.
 TRIES = 10
-CENTRE = 224 / 256  # Share of the shorter side that a crop for evaluation has.
+CENTRE = 224 / 256  # Share of the shorter side that a crop for evaluation covers.
 OPTIONS = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
 
 
@@ -33,7 +33,7 @@ class Pictures:
     """The splits of a data set of encoded images.
 
     Args:
-      builder: of TFDS, prepared.
+      builder: a prepared builder of TFDS.
       size: height and width that every image gets.
 
     Attributes:
@@ -65,16 +65,17 @@ class Pictures:
         seed: int,
         augment: CropFlip | None,
     ) -> grain.DatasetIterator:
-        """Endless local batches, as `train.data.stream` makes them of images in memory.
+        """Endless local batches, like those of `train.data.stream` from images in memory.
 
         Args:
-          split: which to read.
+          split: the split to read.
           rows_of: from the number of a batch to its rows, those of the first device first.
           share: rows of one device in a batch.
           devices: positions of the devices along the data axis.
-          seed: of the augmentation.
-          augment: crops at random, mirrors, and changes further; None takes the middle. Its draws
-            depend on the seed, the device's position, the number of the batch and the place in it.
+          seed: the seed of the augmentation.
+          augment: crops at random, mirrors, and changes further; None cuts out the middle. Its
+            draws depend on the seed, the device's position, the number of the batch and the place
+            in it.
 
         Returns:
           An iterator whose position is its number of batches.
@@ -97,12 +98,12 @@ class Pictures:
         return iter(steps.to_iter_dataset(OPTIONS))
 
     def test_batches(self, split: str, rows: np.ndarray, weights: np.ndarray) -> grain.IterDataset:
-        """Batches of the middles of images, read anew whenever somebody goes through them.
+        """Batches of the middles of images, read anew in every pass.
 
         Args:
-          split: which to read.
-          rows: of each batch, `[batches, rows]`.
-          weights: of each row, likewise.
+          split: the split to read.
+          rows: the rows of each batch, `[batches, rows]`.
+          weights: the weights of the rows, likewise.
         """
         source = open_split(self._builder, split, images=False)
 
@@ -122,9 +123,9 @@ class Pictures:
 
         Args:
           source: the split, whose images are not decoded.
-          rows: which.
-          view: from the place in the batch and an image that has not been decoded yet to a uint8
-            array `[size, size, channels]`.
+          rows: which rows to decode.
+          view: from the place in the batch and an image that is not yet decoded to a uint8 array
+            `[size, size, channels]`.
         """
 
         def one(place: int, row: int) -> tuple[np.ndarray, int]:

@@ -1,4 +1,4 @@
-"""The training step without its exchange: what the time of the exchange is the difference to."""
+"""The training step without its exchange, against which the exchange is timed."""
 
 import time
 from typing import Any
@@ -12,7 +12,7 @@ from train.run import Run
 
 
 class Plain:
-    """A step that takes the same gradient and gives each device's own to the optimizer.
+    """A step that computes the same gradient and gives each device's own to the optimizer.
 
     It is compiled when it is first needed.
 
@@ -33,7 +33,7 @@ class Plain:
         return self._step, begin
 
     def sending(self, messages: optax.GradientTransformation, begin: state.TrainState) -> Any:
-        """The compiled step with stateless messages, for a state as that of `start`."""
+        """The compiled step with stateless messages, for a state like that of `start`."""
         return self._compiled(self._followed_by(messages), begin)
 
     def _followed_by(self, messages: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -46,7 +46,7 @@ class Plain:
         return step.compile_step(train_step, begin, self._run.example)
 
     def milliseconds(self, params: Any, batch: Any) -> float:
-        """The time of one step of the slowest process, after another one that warms up."""
+        """The time of one step on the slowest process, after one to warm up."""
         train_step, now = self.start(params)
         seconds = 0.0
         for _ in range(2):

@@ -19,8 +19,8 @@ from train import check, measure, state, step, sync
 from train.errors import UserError
 from train.workdir import write_whole
 
-STEPS = 5  # of the timed ones without exchange, after one that warms up
-# Fields that mean the same for every method, or do not touch what is exchanged; `auto` keeps them.
+STEPS = 5  # timed without exchange, after one to warm up
+# Fields that mean the same for every method, or do not affect the exchange; `auto` keeps them.
 _OF_ALL = {"exempt", "implementation", "dense_steps", "local_momentum", "nesterov", *sync.ADAM}
 
 
@@ -33,23 +33,23 @@ def resolved(
     optimizer: state.Optimizer,
     goes_on: bool = False,
 ) -> Any:
-    """`config.sync`, or what the planner takes for `method="auto"`.
+    """`config.sync`, or the planner's choice for `method="auto"`.
 
     The step without exchange, messages and codes are measured, the leading methods of
-    `config.network.quality` are timed, and the fastest is taken. A run that goes on keeps the
+    `config.network.quality` are timed, and the fastest is used. A run that continues keeps the
     choice of its beginning.
 
     Args:
       config: a config of `configs/`.
       workdir: where the choice is kept.
-      gradient: of `step.make_gradient`.
-      params: parameters.
+      gradient: the result of `step.make_gradient`.
+      params: the parameters.
       example: a batch.
-      optimizer: of `state.make_optimizer`.
-      goes_on: whether the run goes on at a checkpoint; a new one chooses anew.
+      optimizer: the result of `state.make_optimizer`.
+      goes_on: whether the run continues from a checkpoint; a new one chooses anew.
 
     Raises:
-      UserError: for a cluster, costs or a choice that cannot be read, or a cluster or costs of
+      UserError: for a cluster, costs or a choice that cannot be read, or a cluster or costs for
         another number of devices.
     """
     chosen, mesh = config.sync.copy_and_resolve_references(), jax.sharding.get_mesh()
@@ -57,7 +57,7 @@ def resolved(
         _use_algorithms_of(config.network, mesh.size)
         return chosen
     file = workdir / "exchange.json"
-    # Process 0 looks: on a shared folder others may see a file later, and would plan alone.
+    # Only process 0 looks: on a shared folder others may see a file later, and would plan alone.
     if goes_on and int(multihost_utils.broadcast_one_to_all(np.int32(file.exists()))):
         chosen.update(_kept(file))
         return chosen
@@ -89,7 +89,7 @@ def _fields(sync_config: Any, method: plan.Method) -> dict[str, Any]:
     """The fields of `config.sync` that make a method, whatever they were for another one."""
     others = {name for _, names in sync.METHODS.values() for name in names} - _OF_ALL
     fields = {name: None for name in sorted(others) if name in sync_config} | method.config
-    if sync_config.every > 1:  # each device has an optimizer of its own then
+    if sync_config.every > 1:  # each device then has its own optimizer
         fields.pop("local_optimizer", None)
     return fields
 
@@ -111,7 +111,7 @@ def _fits(config: Any, method: plan.Method, devices: int) -> bool:
 
 
 def _is_biased(config: Any, asked: Any) -> bool:
-    """Whether the exchange goes wrong where devices hold other data, which `asked` does not do."""
+    """Whether the exchange is biased where devices hold different data, and `asked` is not."""
     is_new = config.sync.local_optimizer and not asked.sync.local_optimizer
     is_own_adam = is_new and config.optimizer.name != "sgd"
     return is_own_adam or config.sync.method == "majority_vote"
@@ -129,7 +129,7 @@ def _kept(file: Path) -> dict[str, Any]:
 
 
 def _say_what_is_measured(network: Any) -> None:
-    """Says on process 0 why nothing happens for a while."""
+    """Says on process 0 why nothing is printed for a while."""
     parts = "" if network.costs else ", messages, codes"
     if jax.process_index() == 0:
         print(
@@ -142,7 +142,7 @@ def _say_what_is_measured(network: Any) -> None:
 
 @contextlib.contextmanager
 def _told_as_network() -> Iterator[None]:
-    """Names the part of the config that an error is about."""
+    """Names in an error the part of the config that it is about."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -150,7 +150,7 @@ def _told_as_network() -> Iterator[None]:
 
 
 def _use_algorithms_of(network: Any, devices: int) -> None:
-    """Lets `algorithm=None` be what is fastest on the cluster that the config names, if it does."""
+    """Makes `algorithm=None` the fastest one on the cluster of the config, if it names one."""
     with _told_as_network():
         declared = _declared(network, devices)
         costs = plan.read_costs(network.costs) if network.costs and declared else None
@@ -175,12 +175,12 @@ def _cluster(network: Any, devices: int) -> plan.Cluster | None:
     costs = known or plan.probe(cluster=declared)
     if declared is not None:
         return plan.load_cluster(network.cluster, costs=costs)
-    # Links that nobody described are as fast as a message to the next device.
+    # Links that are not described are as fast as a message to the next device.
     return plan.cluster(plan.fabrics.star("these devices", devices, "unlimited"), costs)
 
 
 def _step_seconds(gradient: Any, params: Any, example: Any, optimizer: state.Optimizer) -> float:
-    """The median of a few steps without exchange, of the slowest process."""
+    """The median of a few steps without exchange, on the slowest process."""
     tx = sync.chained({}, sync.no_exchange({}), optimizer)
     at = state.init(jax.tree.map(jnp.copy, params), tx)
     program = step.compile_step(step.make_train_step(gradient, tx), at, example)

@@ -1,8 +1,8 @@
-"""What an exchange takes, from what its messages and its codes take by themselves.
+"""The time of an exchange, from what its messages and its codes take by themselves.
 
-`messages` sends, in a step without exchange, what a step with one sends: so they meet what an
-exchange meets, processes that still compute on cores that they share. `codes_ms` is of the exchange
-by itself.
+`messages` sends, in a step without exchange, what a step with one sends. So these messages meet the
+same conditions as an exchange: processes that still compute on shared cores. `codes_ms` times the
+exchange by itself.
 """
 
 import dataclasses
@@ -22,20 +22,21 @@ import jaxcomm
 from jaxcomm import plan
 from train import measure, sync
 
-# Codes are timed in rows that take so many seconds, since processes that share cores take turns;
-# in so many rows, of which no more begin after some seconds.
+# The seconds that a row of timed codes takes, because processes that share cores take turns; the
+# number of rows; and the seconds after which no further row begins.
 ROW, ROWS, LONGEST = 0.1, 20, 4.0
 
-INVISIBLE = 1e-30  # Times a value that is added to updates, so that what it needs is done.
+INVISIBLE = 1e-30  # Times a value, added to updates so that the value is computed.
 
 
 class Predicted(NamedTuple):
     """What an exchange takes, in milliseconds.
 
     Attributes:
-      latency_ms: of messages that wait for each other; the first one, for processes that compute.
-      bytes_ms: of what the busiest device sends.
-      local_ms: of encoding, decoding, and whatever else a device does by itself.
+      latency_ms: the time of messages waiting for each other, and of the first one waiting for
+        processes that compute.
+      bytes_ms: the time of the bytes that the busiest device sends.
+      local_ms: the time of encoding, decoding, and whatever else a device does by itself.
     """
 
     latency_ms: float
@@ -44,22 +45,22 @@ class Predicted(NamedTuple):
 
     @property
     def ms(self) -> float:
-        """All together: on CPU, they follow one another."""
+        """The sum: on CPU, the parts follow one another."""
         return self.latency_ms + self.bytes_ms + self.local_ms
 
     @property
     def largest(self) -> str:
-        """The part that takes most of it."""
+        """The part that takes the most time."""
         names = dict(zip(("latency", "bytes", "encoding and decoding"), self, strict=True))
         return max(names, key=lambda name: names[name])
 
 
 def messages(wire: jaxcomm.WireReport, without: jaxcomm.WireReport) -> optax.GradientTransformation:
-    """Sends as many bytes by the same operations as an exchange, and leaves updates as they are.
+    """Sends as many bytes by the same operations as an exchange, and leaves updates unchanged.
 
     Args:
-      wire: of the step with the exchange.
-      without: of the one without it, which sends its own messages.
+      wire: the report of the step with the exchange.
+      without: the report of the step without it, which sends its own messages.
     """
     added = _added(_least(wire), without)
 
@@ -68,7 +69,7 @@ def messages(wire: jaxcomm.WireReport, without: jaxcomm.WireReport) -> optax.Gra
         firsts = [jnp.ravel(leaf)[0].astype(jnp.float32) for leaf in jax.tree.leaves(updates)]
         spec = jax.P()
         send = jax.shard_map(_all_sent, in_specs=spec, out_specs=spec, check_vma=False)
-        sent = send(jnp.stack(firsts).sum())  # when every leaf is there
+        sent = send(jnp.stack(firsts).sum())  # when every leaf is ready
         return jax.tree.map(lambda leaf: leaf + (sent * INVISIBLE).astype(leaf.dtype), updates)
 
     def _all_sent(x: jax.Array) -> jax.Array:
@@ -80,14 +81,14 @@ def messages(wire: jaxcomm.WireReport, without: jaxcomm.WireReport) -> optax.Gra
 
 
 def codes_ms(exchange: Any, at: Any, params: Any) -> float:
-    """What an exchange takes by itself, more than its messages do by themselves, in milliseconds.
+    """How much longer an exchange takes than its messages, each by itself, in milliseconds.
 
-    That is what devices do between messages, and that they wait for the slowest: of those that
-    share cores, not all can be at it at once.
+    This is what devices do between messages, and the wait for the slowest: devices that share cores
+    cannot all run at once.
 
     Args:
       exchange: the transformation.
-      at: its state: late steps may take another branch than the first ones.
+      at: its state; late steps may take another branch than the first ones.
       params: the parameters.
     """
     programs = _by_itself(exchange, at, params)
@@ -102,7 +103,7 @@ def codes_ms(exchange: Any, at: Any, params: Any) -> float:
 
 
 def _mean_seconds(programs: list[Callable[[], Any]], number: int) -> list[float]:
-    """What each takes on average when it runs several times in a row."""
+    """The mean time of each program when it runs several times in a row."""
     seconds = []
     for program in programs:
         measure.barrier()
@@ -120,16 +121,16 @@ def predicted(
     local_ms: float,
     gigabits: float | None,
 ) -> Predicted:
-    """What the exchange of a compiled step takes.
+    """The predicted time of the exchange of a compiled step.
 
-    Of what messages take, bytes have the part that `plan.probe` measures for them.
+    Of the messages' time, the part for bytes is what `plan.probe` measures for them.
 
     Args:
-      wire: of the step.
-      without: of the one without exchange.
-      messages_ms: what `messages` add to the latter.
-      local_ms: of `codes_ms`.
-      gigabits: that a device sends in a second, in place of what it does here; None is the latter.
+      wire: the report of the step.
+      without: the report of the step without exchange.
+      messages_ms: what `messages` add to the step without exchange.
+      local_ms: the result of `codes_ms`.
+      gigabits: the gigabits that a device sends in a second; None is what it sends here.
     """
     costs = dataclasses.replace(plan.probe(jax.sharding.get_mesh(), families=()), latency=0.0)
 
@@ -152,7 +153,7 @@ def _least(wire: jaxcomm.WireReport) -> jaxcomm.WireReport:
 
 
 class _Message(NamedTuple):
-    """An operation, the devices it is between, and dtype and shape of what a device puts in."""
+    """An operation, its groups of devices, and dtype and shape of what a device contributes."""
 
     op: str
     groups: Any
@@ -160,7 +161,7 @@ class _Message(NamedTuple):
 
 
 def _listed(wire: jaxcomm.WireReport) -> list[_Message]:
-    """The messages of a program, one after the other."""
+    """The messages of a program, one after another."""
     return [
         _Message(each.op, each.groups, tuple(zip(each.dtypes, each.shapes, strict=True)))
         for each in wire.collectives
@@ -169,7 +170,7 @@ def _listed(wire: jaxcomm.WireReport) -> list[_Message]:
 
 
 def _added(wire: jaxcomm.WireReport, without: jaxcomm.WireReport) -> list[_Message]:
-    """What the first sends and the second does not: XLA joins messages of both kinds to one."""
+    """What the first sends and the second does not: XLA joins messages of both kinds into one."""
     left = _listed(wire)
     for usual in _listed(without):
         for index, (op, groups, operands) in enumerate(left):
@@ -193,7 +194,7 @@ def _sent(message: _Message, x: jax.Array) -> jax.Array:
         case "reduce-scatter":
             others = jax.lax.psum_scatter(own, axes, tiled=True, **groups)
         case "all-to-all":
-            joined = jnp.concatenate(own)  # The compiler for CPUs makes an operand of every block.
+            joined = jnp.concatenate(own)  # The CPU compiler makes every block an operand.
             others = [jax.lax.all_to_all(joined, axes, 0, 0, tiled=True, **groups)]
         case "collective-permute":
             others = jax.lax.ppermute(own, axes, message.groups)
@@ -215,7 +216,7 @@ def _words(message: _Message) -> list[int]:
 
 
 def _by_itself(exchange: Any, at: Any, params: Any) -> list[Callable[[], Any]]:
-    """An exchange as a program of its own, and one that only sends as much, of equal arguments."""
+    """An exchange as a separate program, and one that only sends as much, with equal arguments."""
     values = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), params)
     rows = jax.local_device_count()
     grads = sync.global_batch(jax.tree.map(lambda x: np.broadcast_to(x, (rows, *x.shape)), values))

@@ -32,11 +32,11 @@ def prepared(
         try:
             made = builder(data_dir=scratch, file_format="array_record")
             tfds.disable_progress_bar()
-            with contextlib.redirect_stdout(io.StringIO()):  # It would speak of a download.
+            with contextlib.redirect_stdout(io.StringIO()):  # It would report a download.
                 made.download_and_prepare()
             os.rename(made.data_dir, final)
         except OSError:
-            if not final.is_dir():  # Else another process was first, and its copy is as good.
+            if not final.is_dir():  # Otherwise another process was first, and its copy is as good.
                 raise
         finally:
             shutil.rmtree(scratch, ignore_errors=True)

@@ -11,7 +11,7 @@ class Profile:
     """Traces `steps` steps of process 0 into `workdir/plugins/profile`.
 
     Args:
-      workdir: of the run; TensorBoard finds the profile beside the scalars.
+      workdir: the directory of the run; TensorBoard finds the profile beside the scalars.
       start: steps taken before this run.
       steps: how many to trace; 0 traces none.
     """
@@ -33,7 +33,7 @@ class Profile:
             self.close(state)
 
     def close(self, state: object) -> None:
-        """Writes what has been traced, if something is."""
+        """Writes what has been traced, if anything."""
         if self._running:
             jax.block_until_ready(state)
             jax.profiler.stop_trace()

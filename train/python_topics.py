@@ -46,7 +46,7 @@ class PythonTopics(tfds.core.GeneratorBasedBuilder):
 
 def whole_text() -> str:
     """All topics in the order of their names."""
-    # Imported here: half a megabyte that is needed to prepare the data alone.
+    # Imported here: half a megabyte that is only needed to prepare the data.
     from pydoc_data.topics import topics
 
     return "".join(topics[name] for name in sorted(topics))

@@ -27,14 +27,14 @@ def rand_augment(*, layers: int = 2, magnitude: float = 10) -> Augment:
       where channels are 1 or 3.
 
     Raises:
-      ValueError: for other layers and magnitudes.
+      ValueError: for invalid layers or magnitudes.
 
     References:
       E. D. Cubuk, B. Zoph, J. Shlens, Q. V. Le, "RandAugment: Practical automated data augmentation
       with a reduced search space", 2020, arXiv:1909.13719.
 
     Differs from the paper: magnitude 0 changes nothing where an operation has a strength. Shifts go
-    up to 0.45 of a side, as for images of 331 pixels there.
+    up to 0.45 of a side, as in the paper for images of 331 pixels.
     """
     if not (isinstance(layers, int) and layers >= 1):
         raise ValueError(f"layers is {layers!r}; it must be a whole number of at least 1")
@@ -86,8 +86,8 @@ OPERATIONS: tuple[Callable[[Any, float], Any], ...] = (
     lambda image, s: image,
     _with_ops("autocontrast"),
     _with_ops("equalize"),
-    _with_ops("solarize", lambda s: round(256 - 256 * s)),  # Inverts what is brighter.
-    _with_ops("posterize", lambda s: round(8 - 4 * s)),  # Keeps so many bits.
+    _with_ops("solarize", lambda s: round(256 - 256 * s)),  # Inverts brighter pixels.
+    _with_ops("posterize", lambda s: round(8 - 4 * s)),  # Keeps this many bits.
     _enhanced("Color"),
     _enhanced("Contrast"),
     _enhanced("Brightness"),

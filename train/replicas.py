@@ -1,7 +1,7 @@
-"""Compares what is meant to be equal on all devices: one flipped bit ends the run, with its place.
+"""Compares what should be equal on all devices: one flipped bit ends the run and is located.
 
-Each device hashes every parameter that it holds, in one pass over memory, and 8 bytes a parameter
-array travel. So a fault of a machine is found before it is in every checkpoint.
+Each device hashes every parameter that it holds, in one pass over memory, and sends 8 bytes per
+parameter array. So a machine's fault is found before it is in every checkpoint.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ def hashes(params: Any) -> jax.Array:
     """Two 32-bit hashes of each array, `[arrays, 2]`, of the bits that this device holds.
 
     The sum over all words of (word + 1) times an odd number that depends on the position: a change
-    of one word changes it, and so does the exchange of two.
+    of one word changes the sum, and so does swapping two.
     """
     rows = []
     for leaf in jax.tree.leaves(params):
@@ -40,18 +40,19 @@ def make_check(params: Any, method: str) -> Callable[[Any, int], None]:
 
     Args:
       params: the parameters.
-      method: of `config.sync`; with "none" parameters differ on purpose, and nothing is compared.
+      method: that of `config.sync`; with "none", parameters differ on purpose, and nothing is
+        compared.
 
     Returns:
-      `check(params, step)`, which raises a RunError on all processes if two devices hold other
-      bits, and names the devices and the first array. Of what is split over all devices there is
-      no copy.
+      `check(params, step)`, which raises a RunError on all processes if two devices hold different
+      bits, and names the devices and the first array. What is split over all devices has no copies
+      to compare.
     """
     mesh = jax.sharding.get_mesh()
     names, copied = _copied(params)
     if not copied or method == "none":
         return lambda params, step: None
-    # Without the check that replicated values are equal: whether they are is the question.
+    # Without the check that replicated values are equal, because that is the question.
     gathered = jax.shard_map(
         lambda p: jax.lax.all_gather(hashes(p), mesh.axis_names),
         in_specs=([_spec_of(leaf) for leaf in copied],),
@@ -79,11 +80,11 @@ def make_check(params: Any, method: str) -> Callable[[Any, int], None]:
 
 
 def _odd(found: np.ndarray, parts: int) -> dict[int, int]:
-    """The devices whose hashes are not the usual ones, each with a device that has these.
+    """The devices whose hashes are not the usual ones, each with a device that has the usual ones.
 
     Args:
       found: hashes by device.
-      parts: so many neighbours hold different parts; only equal parts are compared.
+      parts: the number of neighbours that hold different parts; only equal parts are compared.
     """
     odd = {}
     for part in range(parts):

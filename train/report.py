@@ -1,4 +1,4 @@
-"""The end of a run: what it measured, as a table and as one line of JSON.
+"""The end of a run: its measurements, as a table and as one line of JSON.
 
 `python -m train.report WORKDIR... [--out=report.png]` compares runs: a table, and plots of the loss
 against steps, time and bytes.
@@ -53,7 +53,7 @@ def show(summary: dict[str, Any], workdir: Path) -> None:
         "workdir": str(workdir),
     }
     for name, value in rows.items():
-        if value is not None:  # The optimizer may have no warm-up of its own.
+        if value is not None:  # The optimizer may have no warm-up.
             table.add_row(name, value)
     Console(width=100, soft_wrap=True).print(table)
     print(json.dumps(finite(summary), allow_nan=False), flush=True)
@@ -74,7 +74,7 @@ def _unit(s: dict[str, Any]) -> str:
 
 
 def _score(s: dict[str, Any]) -> dict[str, str]:
-    """What a test of images, or of a language model, says."""
+    """The results of a test of images or of a language model."""
     if _unit(s) == "images":
         return {"test accuracy": f"{100 * s['test_accuracy']:.2f} % of {s['test_images']} images"}
     return {

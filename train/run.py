@@ -1,4 +1,4 @@
-"""What a run consists of, put together from its config: data, model, exchange, optimizer."""
+"""The parts of a run, made from its config: data, model, exchange, optimizer."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ import jaxcomm
 from train import agreement, check, data, models, planned, state, step, sync, watched
 from train.errors import UserError, memory_for
 
-# What may need more memory than there is, and what to do then.
+# What may run out of memory, and what to do then.
 DATA = ("the data", "take a part of it, such as --config.data.train_split='train[:10%]'")
 MODEL = (
     "the parameters and the optimizer's state",
@@ -25,21 +25,21 @@ MODEL = (
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What stays as it is while a run trains.
+    """What does not change while a run trains.
 
     Attributes:
-      rows: the batches that this process reads; `rows.train` moves on.
+      rows: the batches that this process reads; only the position of `rows.train` advances.
       example: a global batch.
-      asked: from whether this process was asked to end to its rows of `step.STOP` in a batch: all
-        processes learn it in the same step.
+      asked: from whether this process was asked to end to its rows of `step.STOP` in a batch, so
+        that all processes learn of it in the same step.
       params: the parameters at the beginning, before they are placed.
-      forward: of `step.make_forward`.
-      gradient: of `step.make_gradient`.
-      order: paths of the parameters, as `jaxcomm.backward_order` finds them.
+      forward: the result of `step.make_forward`.
+      gradient: the result of `step.make_gradient`.
+      order: the paths of the parameters, as `jaxcomm.backward_order` finds them.
       sync: `config.sync` with the method that is in use.
-      exchange: of `sync.build`.
-      optimizer: of `state.make_optimizer`.
-      tx: the two together.
+      exchange: the result of `sync.build`.
+      optimizer: the result of `state.make_optimizer`.
+      tx: exchange and optimizer together.
     """
 
     rows: data.Data
@@ -71,12 +71,12 @@ class Run:
             raise UserError(f"config.sync: {' '.join(str(error).split())}") from error
 
     def compile(self, now: state.TrainState) -> Any:
-        """The training step, compiled; it takes the memory of its state."""
+        """The compiled training step; it reuses the memory of its state."""
         train_step = watched.watched(step.make_train_step(self.gradient, self.tx))
         return step.compile_step(train_step, now, self.example)
 
     def batch(self, stop: bool) -> dict[str, jax.Array]:
-        """The next global batch; `stop`: this process was asked to end."""
+        """The next global batch; `stop` says whether this process was asked to end."""
         return {**sync.global_batch(next(self.rows.train)), step.STOP: self.asked(stop)}
 
 
@@ -91,9 +91,9 @@ def data_and_model(config: Any) -> tuple[data.Data, step.Forward, Any]:
       beginning, before they are placed.
 
     Raises:
-      train.errors.UserError: if data and model do not fit each other, or are not there.
+      train.errors.UserError: if data and model do not fit together, or do not exist.
     """
-    # All devices of all processes, along one axis, or in groups that hold the parameters together.
+    # All devices of all processes, along one axis, or in groups that share the parameters.
     mesh = sync.make_mesh(config.sync)
     jax.set_mesh(mesh)
 
@@ -110,15 +110,16 @@ def data_and_model(config: Any) -> tuple[data.Data, step.Forward, Any]:
 
 
 def assemble(config: Any, workdir: Path, goes_on: bool = False) -> Run:
-    """Makes the mesh, which becomes the current one, and on it everything that a run consists of.
+    """Makes the mesh, which becomes the current one, and on it all parts of a run.
 
     Args:
       config: a config of `configs/`, as `train.check` lets it pass.
       workdir: where a run keeps the exchange that the planner chose.
-      goes_on: whether the run goes on at a checkpoint.
+      goes_on: whether the run continues from a checkpoint.
 
     Raises:
-      train.errors.UserError: if the parts of the config do not fit each other, or the data.
+      train.errors.UserError: if the parts of the config do not fit together, or do not fit the
+        data.
     """
     rows, forward, params = data_and_model(config)
     first = next(iter(rows.test))
@@ -137,5 +138,5 @@ def assemble(config: Any, workdir: Path, goes_on: bool = False) -> Run:
 
 
 def _asked_rows(rows: int, stop: bool) -> jax.Array:
-    """What stands in rows that this process has read, to say whether it was asked to end."""
+    """The values in this process's rows that say whether it was asked to end."""
     return sync.global_batch(np.full(rows, stop, np.float32))

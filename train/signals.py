@@ -1,8 +1,8 @@
-"""What signals do to a run: SIGTERM asks it to save and to end, Ctrl-C ends it at once.
+"""What signals do to a run: SIGTERM asks it to save and end, Ctrl-C ends it at once.
 
 Python runs a handler between two instructions of the main thread, which may wait for another
-process in C++ for ever. So signals are read from a pipe by a thread of their own. It ends the
-process without an exception, which would travel through whatever the main thread is doing.
+process in C++ for ever. So a separate thread reads signals from a pipe. It ends the process without
+an exception, which would pass through whatever the main thread is doing.
 
 A process also ends with its launcher. It holds the reading end of a pipe, and the launcher alone
 holds the other, so the pipe closes however the launcher ends.
@@ -16,17 +16,17 @@ import threading
 
 LAUNCHER = "JAXCOMM_LAUNCHER"  # The descriptor of the launcher's pipe.
 LEAVE_SECONDS = 20.0  # The launcher kills after 25.
-ENDED = 128  # A shell's status of a process that signal n has ended is 128 + n.
+ENDED = 128  # A shell's status for a process that signal n has ended is 128 + n.
 
 
 class StoppedError(Exception):
-    """SIGTERM has come when all was saved: all processes leave what they measure."""
+    """SIGTERM came after everything was saved: all processes stop measuring."""
 
 
-stop = threading.Event()  # SIGTERM has asked this process to save and to end.
+stop = threading.Event()  # SIGTERM has asked this process to save and end.
 _saves = threading.Event()  # The training loop looks at `stop`.
-_with_others = False  # All is saved, and other processes wait for messages of this one.
-_status = ENDED + signal.SIGTERM  # Of a run that SIGTERM ends where nothing is to be saved.
+_with_others = False  # All is saved, and other processes wait for this one's messages.
+_status = ENDED + signal.SIGTERM  # The status if SIGTERM comes when nothing is to be saved.
 
 
 def install() -> None:
@@ -35,7 +35,7 @@ def install() -> None:
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # Without one, nothing comes through the pipe.
+        signal.signal(number, lambda *_: None)  # Without a handler, nothing comes through the pipe.
     threading.Thread(target=_watch_signals, args=(reading,), daemon=True).start()
     launcher = os.environ.pop(LAUNCHER, None)
     if launcher is not None:
@@ -48,10 +48,10 @@ def ask_to_stop() -> None:
 
 
 def all_is_saved(alone: bool) -> None:
-    """From now on SIGTERM ends the process with status 0, also one that has just come.
+    """From now on SIGTERM, even one that has just come, ends the process with status 0.
 
-    A process that ended at once would take the others with it, which wait for its messages. So one
-    of several goes on until all learn of it in `leave_if`; or, where that takes long, ends alone.
+    A process that ended at once would bring down the others, which wait for its messages. So one of
+    several continues until all learn of it in `leave_if`, or ends alone where that takes long.
 
     Args:
       alone: whether this is the only process.
@@ -67,14 +67,14 @@ def leave_if(asked: bool) -> None:
     """Raises `StoppedError` once all is saved, if any of several processes was asked to end.
 
     Args:
-      asked: whether one was; all processes come here with the same answer.
+      asked: whether one was; all processes call this with the same answer.
     """
     if asked and _with_others:
         raise StoppedError
 
 
 def _leave() -> None:
-    """Ends the process; if others wait for its messages, after a time in which all end together."""
+    """Ends the process; if others wait for its messages, after a time for all to end together."""
     if not _with_others:
         end(_status, "ended by SIGTERM")
     later = threading.Timer(LEAVE_SECONDS, end, (_status, "ended by SIGTERM"))
@@ -94,12 +94,12 @@ def _watch_signals(reading: int) -> None:
 
 
 def _watch_launcher(pipe: int) -> None:
-    os.read(pipe, 1)  # Nothing is ever written: this returns at the end of the launcher.
+    os.read(pipe, 1)  # Nothing is ever written: this returns when the launcher ends.
     end(1, "the launcher has ended; this process ends too")
 
 
 def say(line: str) -> None:
-    """Writes a line from whatever thread, without a lock that another one may hold."""
+    """Writes a line from any thread, without a lock that another thread may hold."""
     with contextlib.suppress(OSError):  # Nobody may be reading any more.
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{line}\n".encode())
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 class Split:
     """Adds up seconds by name.
 
-    Steps are two parts: "input", in which devices may have waited for a batch, and "step", the
-    rest. Work between steps has parts of its own, such as "test" and "checkpoint".
+    A step has two parts: "input", in which devices may have waited for a batch, and "step", the
+    rest. Work between steps has its own parts, such as "test" and "checkpoint".
     """
 
     def __init__(self) -> None:
@@ -31,14 +31,14 @@ class Split:
         self._seconds[name] += time.perf_counter() - started
 
     def line(self, compute_ms: float | None = None) -> dict[str, float]:
-        """Milliseconds a step since the line before, by `NAME_ms`, and begins anew.
+        """Returns milliseconds a step since the last line, by `NAME_ms`, and starts anew.
 
         Args:
-          compute_ms: of a step without its exchange, where it was measured: then the rest of the
-            step is `exchange_ms`, and 0 where that is within noise.
+          compute_ms: the time of a step without its exchange, if it was measured. The rest of the
+            step is then `exchange_ms`, or 0 where that is within noise.
 
         Returns:
-          The parts and how many `steps` they are of; nothing if there was none.
+          The parts and the number of `steps`; nothing if there was no step.
         """
         if not self._steps:
             return {}

@@ -18,8 +18,8 @@ class TrainState(NamedTuple):
     Attributes:
       step: number of steps taken, int32.
       params: nested dict of float32 arrays, equal on all devices.
-      opt_state: of the exchange and the optimizer; what differs from device to device has a
-        leading device axis.
+      opt_state: the state of the exchange and the optimizer; what differs from device to device has
+        a leading device axis.
     """
 
     step: jax.Array
@@ -31,7 +31,7 @@ class Optimizer(NamedTuple):
     """An optimizer in two parts.
 
     Attributes:
-      step: what it makes of gradients; each device's own with `config.sync.local_optimizer`.
+      step: from gradients to a step; each device's own with `config.sync.local_optimizer`.
       rest: the learning rate, and what the parameters add to the step.
     """
 
@@ -65,7 +65,7 @@ OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "scale": scale}
 
 
 def decayed(params: Any) -> Any:
-    """Decay weights only, neither biases nor scales, which have several axes in a stack of layers.
+    """Selects weights to decay, not biases or scales, which have several axes in a stack of layers.
 
     Biases of attention have an axis of heads too.
     """
@@ -77,9 +77,9 @@ def decayed(params: Any) -> Any:
 
 
 def make_optimizer(config: Any, steps: int) -> Optimizer:
-    """The optimizer that a config names, its learning rate warming up and then falling as a cosine.
+    """The optimizer that a config names; its learning rate warms up and then falls as a cosine.
 
-    With `clip_norm` it first makes the gradient shorter where the norm of all its values is above.
+    With `clip_norm` it first clips the gradient to that norm, taken over all values.
 
     Args:
       config: `config.optimizer`: `name`, `learning_rate` (the peak), `warmup_steps` and the

@@ -15,13 +15,13 @@ from train.state import TrainState
 from train.sync import AXIS, for_loss, global_batch
 
 Metrics = dict[str, jax.Array]
-FINITE = "finite"  # Of a step: 1 where its gradient was finite on all devices, else 0.
+FINITE = "finite"  # A metric of a step: 1 if its gradient was finite on all devices, else 0.
 STOP = "stop"  # In a batch: 1 where the process that read the row was asked to end, else 0.
 Forward = Callable[[Any, jax.Array], jax.Array]
 
 
 def whole(params: Any) -> Any:
-    """Parameters that are split over the devices, gathered; a stack gathers its layers itself."""
+    """Gathers parameters that are split over the devices; a stack gathers its layers itself."""
     return {
         name: part if name == STACK else jaxcomm.gather(part, within=SPLIT)
         for name, part in params.items()
@@ -33,9 +33,8 @@ def make_forward(graph: nnx.GraphDef, mean: Any = None, std: Any = 1.0) -> Forwa
 
     Args:
       graph: the model without its parameters.
-      mean: of the pixels of images, which are uint8, or of each channel's; None where inputs are
-        tokens.
-      std: of the pixels, likewise.
+      mean: the mean of the pixels of uint8 images, or of each channel's; None for tokens.
+      std: their standard deviation, likewise.
     """
 
     def forward(params: Any, inputs: jax.Array) -> jax.Array:
@@ -53,13 +52,13 @@ def make_loss(
 ) -> Callable[[Any, Any], tuple[jax.Array, Metrics]]:
     """The mean cross entropy of one device's part of a batch, and its accuracy.
 
-    If the batch has weights, they are weighted means; every device's weights have the same sum.
-    With them travels whether a process was asked to end, if the batch says so: all processes see it
-    in the same step.
+    If the batch has weights, these are weighted means; every device's weights have the same sum.
+    The metrics also carry whether a process was asked to end, if the batch has that, so all
+    processes see it in the same step.
     """
 
     def loss_fn(params: Any, batch: dict[str, jax.Array]) -> tuple[jax.Array, Metrics]:
-        with jax.named_scope("forward"):  # Its way back is "transpose(jvp(forward))".
+        with jax.named_scope("forward"):  # The backward pass is "transpose(jvp(forward))".
             logits = forward(params, _over_group(batch["image"]))
         labels = jax.nn.one_hot(batch["label"], logits.shape[-1])
         losses = optax.softmax_cross_entropy(logits, optax.smooth_labels(labels, smoothing))
@@ -72,7 +71,7 @@ def make_loss(
 
 
 def _over_group(rows: jax.Array) -> jax.Array:
-    """Rows with their share on each device of a group that holds the parameters together."""
+    """Rows, split over the devices of a group that shares the parameters."""
     if SPLIT not in jax.sharding.get_abstract_mesh().axis_names:
         return rows
     return jax.lax.with_sharding_constraint(rows, jax.P(SPLIT))
@@ -83,7 +82,7 @@ def make_gradient(forward: Forward, smoothing: float, microbatches: int) -> Any:
 
     Args:
       forward: what `make_forward` returned.
-      smoothing: share of the label that is spread evenly over all classes.
+      smoothing: the share of the label that is spread evenly over all classes.
       microbatches: equal parts of a device's batch; only one at a time needs memory.
 
     Returns:
@@ -103,7 +102,7 @@ def make_train_step(
       tx: the exchange and the optimizer.
 
     Returns:
-      `step(state, global_batch) -> (state, metrics)`, which takes the old state's memory when it
+      `step(state, global_batch) -> (state, metrics)`, which reuses the old state's memory when it
       is jitted with `donate_argnums=0`. Metrics are means over the global batch.
     """
 
@@ -121,9 +120,9 @@ def make_train_step(
 
 
 def _was_finite(grads: Any, updates: Any, opt_state: Any) -> jax.Array:
-    """1 where the gradient was finite, as the optimizer has seen it if it skips others; else 0.
+    """1 if the gradient was finite, by the optimizer's account if it skips others; else 0.
 
-    Local steps are skipped by each device alone, so there the gradients are asked.
+    Each device skips its local steps alone, so the gradients are checked there.
     """
     named = jax.tree_util.tree_leaves_with_path(opt_state)
     seen = [x for path, x in named if getattr(path[-1], "name", None) == "last_finite"]
@@ -135,7 +134,7 @@ def _was_finite(grads: Any, updates: Any, opt_state: Any) -> jax.Array:
 
 
 def compile_step(step: Callable[..., Any], state: TrainState, batch: Any) -> Any:
-    """Compiles a training step for a state and a batch like these; it takes the state's memory."""
+    """Compiles a training step for a state and a batch like these; it reuses the state's memory."""
     jitted = jax.jit(step, donate_argnums=0, compiler_options=jaxcomm.compiler_options())
     return jitted.lower(state, batch).compile()
 

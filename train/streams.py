@@ -1,4 +1,4 @@
-"""Standard streams that nobody reads, or that were closed: a run outlives its terminal."""
+"""Standard streams without a reader, or closed ones: a run outlives its terminal."""
 
 import errno
 import io
@@ -6,13 +6,13 @@ import os
 import sys
 from typing import Any, TextIO
 
-_UNREAD = (errno.EPIPE, errno.EIO)  # of a pipe that nobody reads, and of a terminal that is gone
+_UNREAD = (errno.EPIPE, errno.EIO)  # of a pipe without a reader, and of a terminal that is gone
 
 
 def open_closed() -> None:
-    """Opens the null device in place of standard streams that were closed by the parent.
+    """Opens the null device for standard streams that the parent has closed.
 
-    Otherwise the next file or pipe would take the number of one, and get what is printed.
+    Otherwise the next file or pipe would get the number of one, and receive what is printed.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -24,7 +24,7 @@ def open_closed() -> None:
 
 
 def outlive_readers() -> None:
-    """Loses what is printed where its reader has gone, as `head` does, in place of failing."""
+    """Drops what is printed after its reader, such as `head`, has gone, instead of failing."""
     sys.stdout, sys.stderr = _surviving(sys.stdout, 1), _surviving(sys.stderr, 2)
 
 
@@ -35,7 +35,7 @@ def keep_stdout() -> None:
 
 
 class _WhileRead(io.FileIO):
-    """A file that takes everything, also when nobody reads it any more."""
+    """A file that accepts everything, also when it has no reader any more."""
 
     def write(self, data: Any, /) -> int:
         """See `io.FileIO`."""

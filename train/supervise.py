@@ -16,9 +16,9 @@ LAST_LINES = 15
 POLL_SECONDS = 0.01
 # Between SIGTERM, which makes processes save, and their end: Kubernetes and SLURM wait for 30 s.
 GRACE_SECONDS = 25.0
-# What a process writes before it aborts, as jax has not heard of another one, whose number follows.
+# What a process writes before it aborts because jax has lost another one, whose number follows.
 SILENT = re.compile(r"stopped sending heartbeats\):\s*((?:\S*\d\s+)+)The tasks")
-LOG_SECONDS = 2.0  # Within which all that abort have written it.
+LOG_SECONDS = 2.0  # Within this time all that abort have written it.
 ASKED = {
     signal.SIGHUP: "the terminal has closed; all processes end",
     signal.SIGINT: "interrupted; all processes end",
@@ -27,9 +27,9 @@ ASKED = {
 
 
 class Asked:
-    """The signal by which somebody asks this program to end: the last one, or None.
+    """The last signal that asked this program to end, or None.
 
-    A flag rather than an exception, which could lose a process that is just being started.
+    It is a flag because an exception could lose a process that is just being started.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ def supervise(
     """Runs the commands until all have ended well, one has not, or a signal comes.
 
     Args:
-      commands: of the processes.
-      environments: what is added to that of this program, for each.
-      names: of the processes, for messages.
-      logs: the folder of the output of all but the first.
+      commands: the commands of the processes.
+      environments: for each, the variables to add to those of this program.
+      names: the names of the processes, for messages.
+      logs: the folder for the output of all but the first.
       asked: whether a signal has come.
 
     Returns:
@@ -64,7 +64,7 @@ def supervise(
       that came, or 0 if it was SIGTERM and all have saved. By then all have ended.
     """
     running: list[subprocess.Popen] = []
-    reading, writing = os.pipe()  # `train.signals`: it closes when this program ends, in any way.
+    reading, writing = os.pipe()  # For `train.signals`: closes however this program ends.
     try:
         for i, (command, environment) in enumerate(zip(commands, environments, strict=True)):
             log = logs / f"{i}.log" if i else None
@@ -77,7 +77,7 @@ def supervise(
 
 
 def end_all(running: list[subprocess.Popen]) -> None:
-    """Ends all that still run, and waits until they have."""
+    """Ends all that still run, and waits for them."""
     for process in running:
         process.kill()  # Does nothing to those that have ended.
         process.wait()
@@ -88,7 +88,7 @@ def start(
 ) -> subprocess.Popen:
     """Starts one process; it writes to a file, or to where this program writes.
 
-    In a session of its own: Ctrl-C in a terminal reaches this program alone, which ends the others.
+    It gets its own session: Ctrl-C in a terminal reaches only this program, which ends the others.
     """
     with log.open("wb") if log else contextlib.nullcontext() as output:
         return subprocess.Popen(
@@ -106,13 +106,13 @@ def wait(running: list[subprocess.Popen], names: Sequence[str], logs: Path, aske
     """Waits until all processes have ended well or the first has failed, and says which."""
     while asked.signal is None:
         statuses = [process.poll() for process in running]
-        # What a signal has ended has a negative status, and comes first: others may have failed
-        # for want of it.
+        # A process that a signal has ended has a negative status and comes first: others may have
+        # failed because it was missing.
         failed = sorted((status, rank) for rank, status in enumerate(statuses) if status)
         if failed:
             status, rank = failed[0]
             lost = silent(running, logs) if status == -signal.SIGABRT else []
-            end_all(running)  # Else the bar of process 0 could be written behind the report.
+            end_all(running)  # Otherwise the bar of process 0 could be written after the report.
             report(names[rank], status, logs / f"{rank}.log", lost)
             return status if status > 0 else ENDED - status  # as shells say it
         if None not in statuses:
@@ -124,7 +124,7 @@ def wait(running: list[subprocess.Popen], names: Sequence[str], logs: Path, aske
 
 
 def terminated(running: list[subprocess.Popen], names: Sequence[str]) -> bool:
-    """Asks all processes to save and to end, and waits; returns whether all have ended well."""
+    """Asks all processes to save and end, and waits; returns whether all have ended well."""
     for process in running:
         process.terminate()
     deadline = time.monotonic() + GRACE_SECONDS
@@ -138,7 +138,7 @@ def terminated(running: list[subprocess.Popen], names: Sequence[str]) -> bool:
 
 
 def silent(running: list[subprocess.Popen], logs: Path) -> list[int]:
-    """The processes that have stopped answering: others have written it, or they are stopped."""
+    """The processes that have stopped answering: others have reported it, or they are stopped."""
     deadline = time.monotonic() + LOG_SECONDS
     while time.monotonic() < deadline:
         written = [logs / f"{rank}.log" for rank in range(1, len(running))]  # others may be older
@@ -150,7 +150,7 @@ def silent(running: list[subprocess.Popen], logs: Path) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process, on Linux: no log but that of process 0 may say so."""
+    """Whether a signal has stopped a process, on Linux; only process 0 may have reported it."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
     return False
@@ -160,12 +160,12 @@ def report(name: str, status: int, log: Path, lost: Sequence[int] = ()) -> None:
     """Names the process that failed; the output of the first one has been seen already.
 
     Args:
-      name: of the first process that has ended with another status than 0.
+      name: the name of the first process that ended with a status other than 0.
       status: that status.
-      log: where its output is, if it was not seen.
-      lost: the processes that have stopped answering, for which it has ended.
+      log: the file of its output, if that was not shown.
+      lost: the processes that have stopped answering, because of which it ended.
     """
-    print(file=sys.stderr)  # The bar of process 0 may stand on the line.
+    print(file=sys.stderr)  # The bar of process 0 may be on the line.
     how = f"status {status}" if status > 0 else f"signal {signal.Signals(-status).name}"
     if lost:
         which = f"process {', '.join(map(str, lost))} has stopped answering"

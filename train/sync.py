@@ -24,7 +24,7 @@ AXIS = "data"
 def majority_vote(
     axis_name: str, *, local_momentum: float = 0.0, correct_every: int = 0, **options: Any
 ) -> optax.GradientTransformation:
-    """The majority of signs: of gradients, corrected or not, or of each device's momentum."""
+    """The majority of signs of gradients, corrected or not, or of each device's momentum."""
     chain = [jaxcomm.majority_vote(axis_name, **options)]
     if local_momentum:
         chain.insert(0, jaxcomm.local(axis_name, optax.ema(local_momentum)))
@@ -38,7 +38,7 @@ def majority_vote(
 def one_bit_adam(
     axis_name: str, *, total_steps: int, dense_steps: int | None = None, **options: Any
 ) -> optax.GradientTransformation:
-    """1-bit Adam, an optimizer of its own: the one after it only scales (`scale`).
+    """1-bit Adam, which is an optimizer: the one after it only scales (`scale`).
 
     With neither `dense_steps` nor `variance_stability`, a share of the run is dense.
     """
@@ -69,7 +69,7 @@ def low_rank_mean(axis_name: str, *, rank: int = 4, **options: Any) -> optax.Gra
 def sparse_mean(
     axis_name: str, *, dense_exchanges: int = 0, **options: Any
 ) -> optax.GradientTransformation:
-    """A mean of the largest values; dense exchanges have the momentum of the others."""
+    """A mean of the largest values; dense exchanges use the same momentum as the others."""
     return jaxcomm.sparse_mean(axis_name, dense_steps=dense_exchanges, **options)
 
 
@@ -80,7 +80,7 @@ CALLS: dict[str, dict[str, Callable[..., Any]]] = {
     "algorithm": jaxcomm.algorithms.BY_NAME | jaxcomm.sparse.BY_NAME,
 }
 
-# Name -> (factory, the arguments it takes of config.sync and of the order of the gradients).
+# Name -> (factory, the arguments that it takes from config.sync and the order of gradients).
 METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str, ...]]] = {
     "mean": (
         jaxcomm.mean,
@@ -178,11 +178,11 @@ def build(
     Args:
       config: `config.sync`: `method` and its options. An option that is missing or None has the
         method's default; fields of other methods are ignored. A codec or an algorithm is a name or
-        a call, such as "qsgd(levels=7)". With `dense_steps`, exchanges of that many steps are in
-        float32 first.
-      bucket_order: paths of the parameters as `jaxcomm.backward_order` finds them.
-      steps: length of the run.
-      seed: of random rounding, of coins, and of first factors.
+        a call, such as "qsgd(levels=7)". With `dense_steps`, that many steps exchange in float32
+        first.
+      bucket_order: the paths of the parameters, as `jaxcomm.backward_order` finds them.
+      steps: the length of the run.
+      seed: the seed of random rounding, of coins, and of the first factors.
 
     Returns:
       The first transformation of the optimizer's chain: local gradients in, equal updates out.
@@ -192,7 +192,7 @@ def build(
     """
     auto = {"auto": METHODS["none"]}  # `planned.resolved` has replaced it
     factory, names = choose(METHODS | auto, config.method, "config.sync.method")
-    # Gradients of parameters that are split travel as these are gathered.
+    # Gradients of split parameters travel the way that the parameters are gathered.
     order = None if config.get("gather") else bucket_order
     options = {**config, "bucket_order": order, "total_steps": steps, "seed": seed}
     options["dense_exchanges"] = dense_exchanges(config)
@@ -203,7 +203,7 @@ def build(
     _check_exempt(options.get("exempt", ()), bucket_order)
     try:
         tx = factory(AXIS, **{name: options[name] for name in names if name in options})
-        if not {"dense_steps", "dense_exchanges"}.intersection(names):  # else it has its own
+        if not {"dense_steps", "dense_exchanges"}.intersection(names):  # otherwise it has its own
             if dense_exchanges(config) and config.method == "factored_adam":
                 raise UserError(
                     f"config.sync.dense_steps: {config.method} is an optimizer, which has no dense "
@@ -216,23 +216,23 @@ def build(
 
 
 def algorithms(method: str) -> Mapping[str, Callable[..., Any]]:
-    """The algorithms that a method takes, by name; all of them where it takes none."""
+    """The algorithms that a method accepts, by name; all of them if it accepts none."""
     _, names = METHODS.get(method, METHODS["none"])
     if method == "sparse_mean":
         return jaxcomm.sparse.BY_NAME
     if method == "majority_vote":
         dense = jaxcomm.algorithms.BY_NAME
-        return {name: dense[name] for name in dense if name != "native"}  # XLA takes no votes
+        return {name: dense[name] for name in dense if name != "native"}  # XLA has no votes
     return jaxcomm.algorithms.BY_NAME if "algorithm" in names else CALLS["algorithm"]
 
 
 def chained(
     config: Any, exchange: optax.GradientTransformation, optimizer: Optimizer
 ) -> optax.GradientTransformation:
-    """The exchange in front of the optimizer, or with `local_optimizer` in the middle of it.
+    """The exchange before the optimizer or, with `local_optimizer`, in the middle of it.
 
-    Its state is that of the exchange and that of the rest; the first is a pair, of what stands in
-    front of the exchange and of the exchange, with `local_optimizer`.
+    Its state is that of the exchange and that of the rest. With `local_optimizer` the first is a
+    pair: the state of what precedes the exchange, and that of the exchange.
     """
     if config.get("local_optimizer"):
         own = jaxcomm.local(AXIS, optimizer.step)
@@ -241,7 +241,7 @@ def chained(
 
 
 def state_of_exchange(config: Any, opt_state: Any) -> Any:
-    """The state of the exchange in that of what `chained` returns."""
+    """The state of the exchange within the state of what `chained` returns."""
     return opt_state[0][1] if config.get("local_optimizer") else opt_state[0]
 
 
@@ -252,15 +252,15 @@ def joined(
 
     Args:
       config: `config.sync`.
-      exchange: what `build` has made.
-      optimizer: of all devices, or with `every` above 1 of each device.
+      exchange: the result of `build`.
+      optimizer: the optimizer of all devices or, with `every` above 1, of each device.
     """
     if config.every == 1:
         return chained(config, exchange, optimizer)
     if config.get("gather"):
         raise UserError(
-            "config.sync: with every above 1 each device has all parameters of its own, so they "
-            "cannot be split: leave out gather, or every"
+            "config.sync: with every above 1 each device has its own copy of all parameters, so "
+            "they cannot be split: leave out gather, or every"
         )
     nesterov = config.outer_momentum > 0
     outer = optax.sgd(config.outer_rate, config.outer_momentum or None, nesterov)
@@ -284,7 +284,7 @@ def make_mesh(config: Any, devices: Sequence[Any] | None = None) -> jax.sharding
     """Devices (of all processes) along AXIS; with `fsdp`, neighbours in groups along SPLIT."""
     if config.fsdp == 1:
         return jaxcomm.data_mesh(AXIS, devices)
-    if devices is None:  # Neighbours are on one machine, in whatever order processes were started.
+    if devices is None:  # Neighbours are on one machine, whatever the order of the processes.
         devices = sorted(jax.devices(), key=_machine)
     every = np.asarray(devices, object)
     kinds = (jax.sharding.AxisType.Auto,) * 2  # `jax.make_mesh` refuses devices of other machines
@@ -292,7 +292,7 @@ def make_mesh(config: Any, devices: Sequence[Any] | None = None) -> jax.sharding
 
 
 def _machine(device: Any) -> tuple[int, int, int]:
-    """Devices of a machine have a slice of their own, where there are several machines."""
+    """A device's machine: where there are several, each has its own slice."""
     return getattr(device, "slice_index", 0), device.process_index, device.id
 
 
@@ -304,8 +304,8 @@ def global_batch(batch: Any) -> Any:
 def place(params: Any, config: Any) -> Any:
     """Puts parameters on the devices.
 
-    All of them on each; or split over all devices if `gather` names a codec; or with `fsdp` over
-    those of each group.
+    Each device gets all of them. If `gather` names a codec, they are split over all devices; with
+    `fsdp`, over those of each group.
     """
     axis, field = (AXIS, "gather") if config.get("gather") else (SPLIT, "fsdp")
     if axis == SPLIT and config.fsdp == 1:
@@ -343,7 +343,7 @@ def _check_exempt(patterns: Sequence[str], paths: Sequence[str]) -> None:
 
 
 def dense_exchanges(config: Any) -> int:
-    """How many exchanges are dense: those whose `every` steps begin within `dense_steps`."""
+    """The number of dense exchanges: those whose `every` steps begin within `dense_steps`."""
     return -(-(config.get("dense_steps") or 0) // config.get("every", 1))
 
 
@@ -352,8 +352,8 @@ def shares(config: Any, step: int, frozen_at: int) -> dict[str, float]:
 
     Args:
       config: `config.sync`.
-      step: its number, from 1.
-      frozen_at: the step before it in which the optimizer's own warm-up ended; 0 before that.
+      step: the number of the step, from 1.
+      frozen_at: the earlier step in which the optimizer's own warm-up ended; 0 before that.
     """
     dense = (step - 1) // config.get("every", 1) < dense_exchanges(config)
     return {"from step 0": float(dense), "one_bit_adam: dense": float(not frozen_at)}
@@ -362,6 +362,6 @@ def shares(config: Any, step: int, frozen_at: int) -> dict[str, float]:
 def no_exchange(config: Any) -> optax.GradientTransformation:
     """The exchange of the same step without communication, for measuring.
 
-    Parameters that are split are gathered all the same.
+    Split parameters are still gathered.
     """
     return _sharded(jaxcomm.no_exchange(AXIS), config)

@@ -1,13 +1,13 @@
 """Text as rows of tokens for a language model: every byte is a token, so there are 256.
 
 The text of a split is cut into rows of T = `sequence_length` tokens; the labels of a row are its
-tokens moved by one:
+tokens shifted by one:
 
     input  of row i   tokens  i T     ...  (i + 1) T - 1
     label  of row i   tokens  i T + 1 ...  (i + 1) T
 
-So every token but the first is a label once. A last row of fewer tokens is left out in training,
-and padded with labels of weight 0 in a test.
+So every token but the first is a label once. A shorter last row is left out in training, and padded
+with labels of weight 0 in a test.
 """
 
 import functools
@@ -27,15 +27,15 @@ class Text:
     """The splits of a data set of text, as `train.data` reads them.
 
     Args:
-      builder: of a prepared data set whose examples have a "text".
+      builder: the builder of a prepared data set whose examples have a "text".
       config: `config.data`, with `name`, `sequence_length`, `augment` and `shards`.
 
     Attributes:
-      classes: that there are of tokens.
-      unit: of what is counted in a test.
+      classes: the number of different tokens.
+      unit: the name of what a test counts.
 
     Raises:
-      UserError: for a config of images.
+      UserError: for a config with fields for images.
     """
 
     classes, unit = VOCABULARY, "tokens"
@@ -60,7 +60,7 @@ class Text:
         if config.shards == "by_label":
             raise UserError(
                 f"config.data.shards='by_label' needs classes, and {config.name} is text; "
-                "'by_position' gives each device a part of its own"
+                "'by_position' gives each device its own part"
             )
         self._length = length
         self._builder, self._name = builder, config.name
@@ -69,13 +69,13 @@ class Text:
     def _tokens(self, split: str) -> np.ndarray:
         try:
             source = self._builder.as_data_source(split)
-        except ValueError as error:  # No such split; the message lists those that there are.
+        except ValueError as error:  # No such split; the message lists the existing ones.
             raise UserError(f"config.data: {error}") from error
         text = b"".join(example["text"] for example in source)
         if len(text) <= self._length:
             raise UserError(
                 f"{self._name} has {len(text)} tokens in {split!r}, fewer than one row of "
-                f"config.data.sequence_length={self._length} and the token behind it"
+                f"config.data.sequence_length={self._length} and the token after it"
             )
         return np.frombuffer(text, np.uint8)
 
@@ -88,7 +88,7 @@ class Text:
         return (len(self._tokens(split)) - 1) // self._length
 
     def test_rows(self, split: str) -> int:
-        """How many rows a test has, the padded one too."""
+        """How many rows a test has, including the padded one."""
         return -(-(len(self._tokens(split)) - 1) // self._length)
 
     def test_size(self, split: str) -> int:
@@ -107,7 +107,7 @@ class Text:
         }
 
     def read_test(self, split: str, rows: np.ndarray) -> Batch:
-        """The same; what is masked is another one for a test."""
+        """The same; masked text differs in a test."""
         return self.read(split, rows)
 
     def ends(self, split: str) -> list[int]:

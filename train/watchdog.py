@@ -1,13 +1,13 @@
 """Ends a process whose steps do not end, so that its launcher can start the run again.
 
-Where one process hangs, in reading its data say, all others wait for it in C++, where no exception
-reaches them. So a thread counts the seconds since a step has ended last. Behind the limit it says
-what this process waits for, and ends it. The process that waits for its own data ends at once, the
-others a little later: so the launcher names the one that the others have waited for.
+If one process hangs, say while reading its data, all others wait for it in C++, where no exception
+reaches them. So a thread counts the seconds since the last step ended. After the limit it says what
+this process waits for, and ends it. The process that waits for its own data ends at once, the
+others a little later, so the launcher names the process that the others were waiting for.
 
-What takes long by itself does not count: everything before the end of the first step, and what the
-recorder's `pause` surrounds, such as a test or a checkpoint. Nor does a time in which this process
-was stopped (Ctrl-Z): the thread counts its own ticks.
+Work that is expected to take long does not count: everything before the end of the first step, and
+what the recorder's `pause` surrounds, such as a test or a checkpoint. Neither does time in which
+this process was stopped (Ctrl-Z): the thread counts its own ticks.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from train import signals
 TICK_SECONDS = 0.5
 # After SIGTERM, a step has to end within this time: SLURM and Kubernetes wait no longer.
 SAVE_SECONDS = 30.0
-LATER_SECONDS = 10.0  # by which those end later that wait for others
+LATER_SECONDS = 10.0  # how much later processes end that wait for others
 FIELD = "--config.guard.step_seconds"
 
 
@@ -28,11 +28,11 @@ class Watchdog:
     """Watches the steps between `start` and `close`.
 
     Args:
-      seconds: that a step may take; 0 watches only whether SIGTERM is obeyed.
+      seconds: how long a step may take; 0 watches only whether SIGTERM is obeyed.
       alone: whether this is the only process.
 
     Attributes:
-      below_bar: whether a progress bar stands on the line, below which to write.
+      below_bar: whether a progress bar is on the current line, so that messages go below it.
     """
 
     def __init__(self, seconds: float = 0.0, alone: bool = True):
@@ -51,21 +51,21 @@ class Watchdog:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def close(self) -> None:
-        """Ends the thread; what comes now is no step."""
+        """Ends the thread; what follows is not a step."""
         self._closed.set()
 
     def ended(self, step: int) -> None:
-        """A step has ended: the next one has all the time."""
+        """Notes that a step has ended; the next one has the full time."""
         self._waited = self._asked = 0.0
         self._next, self._is_said = step + 1, False
 
     @contextlib.contextmanager
     def at(self, what: str, ahead: int = 0) -> Iterator[None]:
-        """Surrounds what waits for something of its own, such as "its data".
+        """Surrounds work that waits for something other than other processes, such as "its data".
 
         Args:
-          what: is waited for.
-          ahead: how many steps are on their way, behind which it stands.
+          what: what it waits for.
+          ahead: how many steps are in flight before it.
         """
         self._for, self._ahead = what, ahead
         yield
@@ -73,7 +73,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Surrounds work that is no step; after it the next step has all the time."""
+        """Surrounds work that is not a step; after it the next step has the full time."""
         self._pauses += 1
         try:
             yield
@@ -97,7 +97,7 @@ class Watchdog:
                 self._late(self._next + self._ahead)
 
     def _late(self, step: int) -> None:
-        """Says once what is waited for, and ends the process, or a little later."""
+        """Says once what this process waits for, and ends it, at once or a little later."""
         if not self._is_said:
             self._is_said = True
             self._say(

@@ -16,10 +16,10 @@ RESIDUALS = ("residual", "worker_error")  # float32 [devices, ...]: what each de
 
 
 def frozen_at(opt_state: Any) -> jax.Array | None:
-    """The leaf of an optimizer's state whose field is named `frozen_at`, wherever it lies.
+    """The leaf of an optimizer's state whose field is named `frozen_at`, wherever it is.
 
     Returns:
-      The leaf, or None where no method has a warm-up of its own. Of several, the first.
+      The leaf, or None if no method has its own warm-up. Of several, the first.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         # A dict's key has no name: a parameter called `frozen_at` is not meant.
@@ -40,7 +40,7 @@ def reported(opt_state: Any) -> dict[str, jax.Array]:
 def residual_norm(opt_state: Any) -> dict[str, jax.Array]:
     """The norm of a device's residuals, root mean square over the devices, as `residual_norm`.
 
-    Nothing where no method keeps residuals.
+    Empty if no method keeps residuals.
     """
     found = [
         leaf
@@ -63,7 +63,7 @@ def watched(step: Callable[..., tuple[Any, dict[str, Any]]]) -> Callable[..., An
     """Adds to the metrics of a training step what the optimizer's state reports.
 
     The state's own buffer is gone when the next step starts. A metric is kept, and read with the
-    others while the devices do the next step.
+    others while the devices run the next step.
 
     Args:
       step: `(state, batch) -> (state, metrics)`, where `state.opt_state` is the optimizer's.

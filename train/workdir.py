@@ -20,13 +20,13 @@ from train.check import flat
 from train.errors import UserError
 
 CONFIG, DATA = "config.json", "data.json"
-# Fields that may change when a run goes on: what is trained does not depend on them.
+# Fields that may change when a run continues: what is trained does not depend on them.
 FREE = ("checkpoint.", "data.data_dir", "eval_every", "guard.", "inspect.", "measure_steps")
 FREE += ("network.", "profile.")
 
 
 def new(name: str) -> Path:
-    """A folder of its own for a run that was given none; all processes agree on it."""
+    """A new folder for a run that was given none; all processes agree on it."""
     seconds = int(multihost_utils.broadcast_one_to_all(np.uint32(time.time())))
     return Path("workdir", name, time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds)))
 
@@ -73,14 +73,14 @@ def _lock(lock: Any, workdir: Path) -> None:
 
 
 def keep_config(workdir: Path, config: Any, resumed: bool) -> None:
-    """Writes the config of a run that nothing refuses any more; process 0 does so for all.
+    """Writes the config of a run that has passed all checks; process 0 does so for all.
 
-    A run that goes on names the fields in which it differs from `config.json`, on one line.
+    A run that continues names the fields in which it differs from `config.json`, on one line.
 
     Args:
-      workdir: of the run.
+      workdir: the directory of the run.
       config: a config of `configs/`.
-      resumed: whether the run goes on at a checkpoint.
+      resumed: whether the run continues from a checkpoint.
 
     Raises:
       UserError: if `config.json` is a directory.
@@ -89,7 +89,7 @@ def keep_config(workdir: Path, config: Any, resumed: bool) -> None:
         return
     path, text = workdir / CONFIG, config.to_json_best_effort(indent=2) + "\n"
     if resumed and (changed := changes(workdir, config)):
-        print(f"the run goes on with another config: {', '.join(changed)}", file=sys.stderr)
+        print(f"the run continues with another config: {', '.join(changed)}", file=sys.stderr)
     try:
         write_whole(path, text)
     except IsADirectoryError as error:
@@ -97,27 +97,27 @@ def keep_config(workdir: Path, config: Any, resumed: bool) -> None:
 
 
 def keep_data(workdir: Path, config: Any, identity: Mapping[str, str], resumed: bool) -> None:
-    """Writes what tells the data of a run from others; process 0 does so for all.
+    """Writes what identifies the data of a run; process 0 does so for all.
 
-    A run that goes on with others of the same name names what differs, on one line. Where the
-    config has other fields of the data, `keep_config` names these.
+    A run that continues with other data of the same name prints what differs, on one line. Where
+    fields of the config's data differ, `keep_config` names these.
 
     Args:
-      workdir: of the run, with the config that it had before.
+      workdir: the directory of the run, with its earlier config.
       config: a config of `configs/`.
-      identity: of `train.data.Data`.
-      resumed: whether the run goes on at a checkpoint.
+      identity: the `identity` of `train.data.Data`.
+      resumed: whether the run continues from a checkpoint.
     """
     if jax.process_index() != 0:
         return
     try:
         before = dict(json.loads((workdir / DATA).read_text())) if resumed else {}
-    except (OSError, TypeError, ValueError):  # A run of an earlier version has none.
+    except (OSError, TypeError, ValueError):  # Runs of earlier versions have none.
         before = {}
     differ = [name for name, value in identity.items() if before.get(name, value) != value]
     if differ and not any(change.startswith("data.") for change in changes(workdir, config)):
         print(
-            f"the run goes on with other data: another {', '.join(differ)} than before; look at "
+            f"the run continues with other data: another {', '.join(differ)} than before; look at "
             "--config.data.data_dir or TFDS_DATA_DIR",
             file=sys.stderr,
         )
@@ -125,9 +125,9 @@ def keep_data(workdir: Path, config: Any, identity: Mapping[str, str], resumed: 
 
 
 def changes(workdir: Path, config: Any) -> list[str]:
-    """The fields that are not as in `config.json`; none if that cannot be read.
+    """The fields that differ from `config.json`; none if that cannot be read.
 
-    Those on which what is trained does not depend are left out.
+    Fields that do not affect what is trained are left out.
     """
     try:
         before = dict(flat(json.loads((workdir / CONFIG).read_text())))
@@ -142,10 +142,10 @@ def changes(workdir: Path, config: Any) -> list[str]:
 
 @contextlib.contextmanager
 def naming_changes(workdir: Path, config: Any) -> Iterator[None]:
-    """Surrounds the reading of a checkpoint: where it does not fit, says what the config changed.
+    """Surrounds the reading of a checkpoint: if it does not fit, says what changed in the config.
 
     Raises:
-      UserError: the same that was raised, with the fields.
+      UserError: the one that was raised, with the changed fields added.
     """
     try:
         yield
@@ -157,7 +157,7 @@ def naming_changes(workdir: Path, config: Any) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file such that it is never seen half written."""
+    """Writes a file so that it is never seen half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".tmp")
     scratch.write_text(text)

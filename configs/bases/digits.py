@@ -9,7 +9,7 @@ def get_config() -> config_dict.ConfigDict:
     config = run.get_config()
     config.steps = 500
     config.label_smoothing = 0.1
-    config.inspect.every = 0  # Looks are a program of their own: a third of such a short run.
+    config.inspect.every = 0  # Looks are a separate program: a third of such a short run.
     config.data.name = "digits"
     config.data.mean = 4.9  # Of the pixels.
     config.data.std = 6.0

@@ -1,7 +1,7 @@
 """ImageNet, cut to 224 x 224 pixels: `tfds build imagenet2012 --file_format=array_record`.
 
-The two archives of the pictures have to be fetched by hand before; the program says which.
-1,281,167 training images and 50,000 test images are decoded when they are needed.
+The two archives of images must be downloaded by hand first; the program says which. 1,281,167
+training images and 50,000 test images are decoded when they are needed.
 """
 
 from ml_collections import config_dict

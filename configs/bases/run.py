@@ -1,8 +1,8 @@
-"""Every field of a run, with its meaning and its value where a config says nothing.
+"""Every field of a run, with its meaning and its default.
 
 The bases of data sets add what belongs to the data; each config adds model, optimizer and exchange.
 A field that is None has the default of the method or the model that reads it. Options of other
-methods have no effect, so that every method can be chosen by flags on every config:
+methods have no effect, so flags can choose any method with any config:
 
     --config.sync.method=majority_vote --config.optimizer.learning_rate=6e-3
     --config.sync.method=low_rank_mean --config.sync.rank=4
@@ -13,15 +13,15 @@ from ml_collections import config_dict
 
 
 def get_config() -> config_dict.ConfigDict:
-    """A config without data, model and optimizer, not locked."""
+    """An unlocked config without data, model and optimizer."""
     config = config_dict.ConfigDict()
     config.seed = 0  # Of parameters, data order and random rounding.
     config.steps = 1000  # Of the optimizer.
     config.batch_size = 64  # Of all devices together.
-    config.microbatches = 1  # Parts of a device's share that are computed one after another.
+    config.microbatches = 1  # Parts of a device's share, computed one after another.
     config.label_smoothing = 0.0  # The share of a label that is spread over all classes.
     config.eval_every = 100  # Steps between passes over the test set.
-    # Timed with and without the exchange, for 20 s at most, but for a whole sync.every.
+    # Steps timed with and without the exchange, for at most 20 s but at least a whole sync.every.
     config.measure_steps = 400
 
     config.data = config_dict.ConfigDict()
@@ -35,12 +35,12 @@ def get_config() -> config_dict.ConfigDict:
     # Or "crop_flip": shifted by up to 4 pixels, mirrored; "rand_augment": that, and two operations
     # of RandAugment; or a call, such as "rand_augment(layers=2, magnitude=5)".
     config.data.augment = "none"
-    # 0: images are as they are, and kept in memory. Else each is decoded when it is needed, and cut
-    # to this height and width: at random with an augmentation, else in the middle.
+    # 0: images keep their size, in memory. Otherwise each is decoded when it is needed, and cut to
+    # this height and width: at random with an augmentation, else in the middle.
     config.data.image_size = 0
     config.data.sequence_length = config_dict.placeholder(int)  # Tokens in a row of text.
-    # 0: each token of a text is predicted from those before it. Else this share of them, such as
-    # 0.15, is hidden and predicted from all others, as BERT does.
+    # 0: each token of a text is predicted from those before it. Otherwise this share of the tokens,
+    # such as 0.15, is hidden and predicted from all others, as in BERT.
     config.data.masked = 0.0
 
     config.model = config_dict.ConfigDict()
@@ -55,16 +55,16 @@ def get_config() -> config_dict.ConfigDict:
     config.optimizer.b2 = 0.999  # Of adamw.
     config.optimizer.nesterov = False  # Of adamw: Nesterov's momentum, which sgd always has.
     config.optimizer.weight_decay = 0.0  # Of sgd and adamw.
-    # The mean gradient is made shorter where its norm is above: of all parameters together, behind
-    # the exchange. With sync.every, the gradient of each device in its own steps. None: never.
+    # Clips the mean gradient to this norm, over all parameters together, after the exchange. With
+    # sync.every, clips the gradient of each device in its own steps. None: never.
     config.optimizer.clip_norm = config_dict.placeholder(float)
 
     config.sync = sync()
 
     config.guard = config_dict.ConfigDict()
-    config.guard.bad_steps = 20  # In a row, with a loss or gradient not finite: then the run ends.
+    config.guard.bad_steps = 20  # This many steps in a row that are not finite end the run.
     config.guard.replicas_every = 100  # Steps between comparisons of the devices' parameters.
-    config.guard.step_seconds = 300.0  # That a step may take; then the process ends. 0: for ever.
+    config.guard.step_seconds = 300.0  # That a step may take before the process ends. 0: no limit.
 
     config.inspect = config_dict.ConfigDict()
     # Steps between looks at gradients, residuals, error and time of the exchange; 0: none. A
@@ -74,10 +74,10 @@ def get_config() -> config_dict.ConfigDict:
     config.checkpoint = config_dict.ConfigDict()
     config.checkpoint.every = 100  # Steps between checkpoints; the last step has one too.
     config.checkpoint.keep = 2  # The newest ones; older ones are deleted.
-    # "test_loss" or "test_accuracy" keeps the best by it beside the newest; then every test is
-    # followed by a checkpoint. --evaluate tests that one.
+    # "test_loss" or "test_accuracy" also keeps the best checkpoint by that score; every test is
+    # then followed by a checkpoint. --evaluate tests the best one.
     config.checkpoint.best = ""
-    config.checkpoint.resume = False  # Go on from the newest checkpoint of --workdir.
+    config.checkpoint.resume = False  # Continue from the newest checkpoint of --workdir.
 
     config.profile = config_dict.ConfigDict()
     config.profile.steps = 0  # Traced after the tenth step, for TensorBoard.
@@ -85,10 +85,11 @@ def get_config() -> config_dict.ConfigDict:
     config.network = config_dict.ConfigDict()
     config.network.gigabits = config_dict.placeholder(float)  # None: measured in the run.
     config.network.probe_mib = 16  # Size of the exchange that measures it.
-    # Of config.sync.method="auto", the planner's choice. With a cluster, config.sync.algorithm=None
-    # is the algorithm that is fastest on it, for votes and for means in any format but float32.
+    # For config.sync.method="auto", the planner's choice. With a cluster,
+    # config.sync.algorithm=None is the fastest algorithm on it, for votes and for means in any
+    # format but float32.
     config.network.cluster = ""  # A cluster.yaml, see docs/planner.md; "": links are measured.
-    config.network.costs = ""  # What `python -m jaxcomm.probe` wrote; "": measured in the run.
+    config.network.costs = ""  # A file of `python -m jaxcomm.probe`; "": measured in the run.
     config.network.quality = "16bit"  # Or "exact", "unbiased", "any".
     return config
 
@@ -96,33 +97,33 @@ def get_config() -> config_dict.ConfigDict:
 def sync() -> config_dict.ConfigDict:
     """How the devices agree on a gradient, with the options of all methods."""
     sync = config_dict.ConfigDict()
-    # mean, majority_vote, sparse_mean, low_rank_mean, factored_adam, one_bit_adam; "auto": what the
-    # planner takes; "none": no exchange at all, a control.
+    # mean, majority_vote, sparse_mean, low_rank_mean, factored_adam, one_bit_adam; "auto": the
+    # planner's choice; "none": no exchange at all, a control.
     sync.method = "mean"
     sync.codec = config_dict.placeholder(str)  # A name, or a call such as "qsgd(levels=7)".
     sync.algorithm = config_dict.placeholder(str)  # None: jaxcomm chooses.
     sync.second_hop = config_dict.placeholder(str)  # The codec of the way back; None: `codec`.
-    sync.error_feedback = config_dict.placeholder(bool)  # Keep what rounding takes away.
+    sync.error_feedback = config_dict.placeholder(bool)  # Keep what rounding loses.
     sync.exempt = ()  # Patterns of further leaves that travel in float32.
     # Steps in float32 before any compression; with `every`, rounded up to whole exchanges.
     sync.dense_steps = config_dict.placeholder(int)
     sync.bucket_mib = config_dict.placeholder(float)  # MiB of float32 gradients in a bucket.
     sync.implementation = config_dict.placeholder(str)  # Of kernels, such as "measure".
     # Local SGD and DiLoCo: devices take `every` steps of their own, then exchange how far they
-    # came. The steps of the run are a multiple of it.
+    # moved. The steps of the run must be a multiple of it.
     sync.every = 1
-    # Each device's own optimizer, in front of the exchange: its step travels, not the gradient. For
-    # few bits with error feedback, and for votes; with adamw, for shuffled data alone. For all
-    # methods that are no optimizers.
+    # Each device's own optimizer, before the exchange: its step travels, not the gradient. For few
+    # bits with error feedback, and for votes; with adamw, only for shuffled data. For all methods
+    # that are not optimizers.
     sync.local_optimizer = False
-    sync.outer_rate = 1.0  # Of the outer SGD, which takes the exchanged difference for a gradient.
+    sync.outer_rate = 1.0  # Of the outer SGD, whose gradient is the exchanged difference.
     sync.outer_momentum = 0.0  # Nesterov's.
     sync.fragments = 1  # Parts of the leaves, which are exchanged in turn.
-    # FSDP: a codec in which parameters are gathered that are split over the devices. None: every
+    # FSDP: the codec in which parameters that are split over the devices are gathered. None: every
     # device has all of them. For mean, majority_vote and none.
     sync.gather = config_dict.placeholder(str)
-    # HSDP: so many neighbouring devices hold one copy of the parameters together, as XLA splits it,
-    # and the exchange is between these groups, in shards. 1: every device has all parameters.
+    # HSDP: this many neighbouring devices together hold one copy of the parameters, as XLA splits
+    # it, and the exchange is between these groups, in shards. 1: every device has all parameters.
     sync.fsdp = 1
     # Of majority_vote:
     sync.ties = config_dict.placeholder(str)  # "random", "zero", "positive" or "negative".

@@ -1,6 +1,6 @@
 """Text, a byte a token: Python's own help texts, which the programs prepare themselves.
 
-Or another text of TensorFlow Datasets, where it is prepared:
+Or another text of TensorFlow Datasets that has been prepared:
 
     tfds build tiny_shakespeare --file_format=array_record
     --config.data.name=tiny_shakespeare

@@ -6,7 +6,7 @@
 #
 # The checkout, its .venv and --workdir must be in a folder that all machines see under this path,
 # and ssh must need no password. PORT (12345) is that of the first machine; MAX_RESTARTS (0) is how
-# often all start again when one fails; TFDS_DATA_DIR is handed on. The first failure, or Ctrl-C,
+# often all start again when one fails; TFDS_DATA_DIR is passed on. The first failure, or Ctrl-C,
 # ends all: a closed connection hangs up on the launcher, and its processes end with it.
 
 set -euo pipefail

@@ -1,7 +1,7 @@
 """Wire formats: `encode(x) -> payload`, `decode(payload, n) -> x`, one file each.
 
-A name in `BY_NAME` is what `codec=` takes as a string. To add a codec, write its file and add its
-row here.
+The names in `BY_NAME` are the strings that `codec=` accepts. To add a codec, write its file and add
+its row here.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ __all__ = [
     "terngrad",
 ]
 
-#: What makes a codec, by the name that `codec=` takes.
+#: The factory of each codec, by the name that `codec=` accepts.
 BY_NAME: dict[str, Callable[..., Codec]] = {
     "float32": float32,
     "bfloat16": bfloat16,

@@ -15,15 +15,15 @@ from jaxcomm.kernels.random_bits import rounding_words
 
 @dataclasses.dataclass(frozen=True)
 class BlockScaled(Codec):
-    """A block is a float32 unit, and for each value a number of these units.
+    """A block is a float32 unit and, for each value, a number of these units.
 
     Subclasses differ in how they write numbers from -`most` to `most`. The unit is the scale of the
     block over `most`, with its mantissa rounded up to 16 bits; `kernels.block_quantization.blocks`
-    has the reason, and the layout of the payload: codes, then 4 bytes a block for the units.
+    gives the reason and the layout of the payload: codes, then 4 bytes a block for the units.
 
     A block with a value that is not finite gets the unit NaN and decodes to NaN. A block whose unit
-    would be below 2^-126, which XLA on CPU takes for zero, decodes to zeros. Magnitudes above
-    2^126 * `most` become that, where float32 holds larger ones.
+    would be below 2^-126, which XLA on CPU treats as zero, decodes to zeros. Larger magnitudes than
+    2^126 * `most`, which float32 can hold, become 2^126 * `most`.
 
     Attributes:
       block_size: the values that share a unit.
@@ -99,7 +99,7 @@ def norm_and_unit(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def in_units_of_largest(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Blocks divided by their largest magnitudes, and these; sums of squares then stay finite."""
+    """Blocks divided by their largest magnitudes, whose squares stay finite; and the magnitudes."""
     top = reductions.largest(blocks)
     largest = jax.lax.bitcast_convert_type(top, jnp.float32)
     unit = jnp.where(

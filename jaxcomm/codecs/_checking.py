@@ -1,4 +1,4 @@
-"""Whether a codec that is not jaxcomm's keeps what `Codec` asks of it."""
+"""Checks that a codec from outside jaxcomm meets the requirements of `Codec`."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxcomm.codecs._codec import Codec
 
 METHODS = ("encode", "decode", "message_bytes")
-_SHAPE = (2, 33)  # two messages, of a length that no block divides
+_SHAPE = (2, 33)  # two messages of a length that no block size divides
 
 
 @functools.cache
@@ -17,9 +17,9 @@ def check(codec: Codec) -> None:
     """Traces the codec once.
 
     Raises:
-      TypeError: if it is no frozen dataclass with a `name`, it lacks a method, its payload is not
-        one array, or it decodes to something else than it encoded.
-      ValueError: if a payload has other bytes than `message_bytes` says.
+      TypeError: if it is not a frozen dataclass with a `name`, if it lacks a method, if its payload
+        is not one array, or if it decodes to another shape or dtype than it encoded.
+      ValueError: if the size of a payload is not what `message_bytes` says.
     """
     who = type(codec).__name__
     if not isinstance(getattr(codec, "name", None), str):

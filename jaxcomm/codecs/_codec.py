@@ -7,7 +7,7 @@ import jax
 
 from jaxcomm.kernels import _implementations, reductions
 
-EVEN = 256  # values; XLA on CPU makes vector loops of so many
+EVEN = 256  # values; XLA on CPU makes vector loops of this many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,16 +16,16 @@ class Codec:
 
     `encode` and `decode` work on the last axis. Leading axes are independent messages, so a block
     of a message can be sent, kept or decoded separately. The payload is one array. Codecs know
-    nothing of other devices. A codec of your own needs `name`, `encode`, `decode` and
-    `message_bytes`; all else has a default.
+    nothing of other devices. Your own codec needs `name`, `encode`, `decode` and `message_bytes`;
+    everything else has a default.
 
     Zeros decode to zeros, and a payload of zero bytes decodes to zeros. Messages are padded with
-    zeros, which change nothing before them. A value that is not finite decodes to one that is not
-    finite. Codecs that need error feedback promise less: only messages of nothing but zeros decode
-    to zeros.
+    zeros at the end, which do not change the values before them. A value that is not finite decodes
+    to one that is not finite. Codecs that need error feedback promise less: only a message of all
+    zeros decodes to zeros.
 
     Attributes:
-      implementation: which implementation of its operations runs, see `kernels._implementations`.
+      implementation: which implementation of its operations runs; see `kernels._implementations`.
         It changes no bit of a payload, so codecs that differ in it are equal.
       name: the short form that factories accept as a string.
       largest: the largest finite magnitude of the format, if sums of gradients may exceed it; None
@@ -60,19 +60,19 @@ class Codec:
 
     @property
     def even(self) -> int:
-        """Messages of multiples of so many values are fast.
+        """Messages whose length is a multiple of this are fast.
 
-        XLA on CPU takes up to 5 times as long to encode and decode others.
+        XLA on CPU takes up to 5 times as long to encode and decode other lengths.
         """
         return 1
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
-        """float32 `(..., n)` to a payload `(..., m)`, whose dtype and m the format names.
+        """float32 `(..., n)` to a payload `(..., m)`; the format determines m and the dtype.
 
         Args:
           x: the messages.
-          key: a PRNG key if `is_random`, and ignored otherwise. Every value of every message is
-            rounded with its own random bits.
+          key: a PRNG key if `is_random`; ignored otherwise. Every value of every message is rounded
+            with its own random bits.
         """
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ class Codec:
         raise NotImplementedError
 
     def decode_and_sum(self, payloads: jax.Array, n: int) -> jax.Array:
-        """The sum, float32 `(n,)`, of the values of N payloads `(N, m)`, added in their order."""
+        """The sum, float32 `(n,)`, of the values of N payloads `(N, m)`, added in order."""
         return reductions.sum_in_order(self.decode(payloads, n))
 
     def message_bytes(self, n: int) -> int:

@@ -22,7 +22,7 @@ def rounding_key(codec: Codec, key: jax.Array | None) -> jax.Array | None:
     if key is None:
         raise ValueError(
             f"{codec.name} rounds at random and needs a key, got None; "
-            "write encode(x, key) with key = jax.random.key(seed), another one in every step."
+            "write encode(x, key) with key = jax.random.key(seed), a new one in every step."
         )
     return key
 

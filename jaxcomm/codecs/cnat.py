@@ -18,9 +18,9 @@ WINDOW = 127  # the number of exponents that 7 bits hold, besides zero
 
 @dataclasses.dataclass(frozen=True)
 class Cnat(Codec):
-    """A value is rounded to one of the two powers of two next to it, and sent as sign and exponent.
+    """Each value is rounded to one of its two nearest powers of two; sign and exponent are sent.
 
-    Random rounding goes up with the probability that keeps the mean: it is unbiased, and
+    Random rounding goes up with the probability that preserves the mean: it is unbiased, and
     E|C(x)|^2 <= 9/8 |x|^2. Nearest rounding has a relative error of at most 1/3, and is biased.
     Denormals are rounded the same way, to 0 or 2^-126. Magnitudes above 2^127 become 2^127.
 
@@ -52,14 +52,14 @@ class Cnat(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class CnatWindow(Cnat):
-    """8 bits a value, for a window of exponents below the largest of the message; one byte more.
+    """8 bits a value for a window of exponents below the message's largest, and one byte more.
 
     The first byte of the payload is the exponent field t of the largest magnitude of the message,
-    rounded up to a power of two: 2^(t - 127). It is 0 if all values are zero, and 255 if a value is
-    not finite; then the whole message decodes to NaN. Each value is a sign bit above 7 bits c,
-    which are 0 for zero and else stand for 2^(t - 127 + c - 127). A value below the window, less
-    than 2^-126 of the largest, is rounded to the lowest power or to zero, unbiased to within 2^-32
-    of that power.
+    rounded up to a power of two: 2^(t - 127). It is 0 if all values are zero. It is 255 if a value
+    is not finite; the whole message then decodes to NaN. Each value is a sign bit above 7 bits c,
+    which are 0 for zero and otherwise stand for 2^(t - 127 + c - 127). A value below the window,
+    less than 2^-126 of the largest, is rounded to the lowest power or to zero, unbiased to within
+    2^-32 of that power.
     """
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
@@ -90,7 +90,7 @@ class CnatFixed(Cnat):
     """8 bits a value: sign, a bit that is 0 for zero, and 6 bits of exponent, 2^-50 to 2^10.
 
     The exponent e is written as e + 50; 62 stands for infinity and 63 for NaN. Magnitudes below
-    2^-50 are rounded to that or to zero, unbiased to within 2^-32 of it. Magnitudes above 2^10
+    2^-50 are rounded to 2^-50 or to zero, unbiased to within 2^-32 of it. Magnitudes above 2^10
     become 2^10, which is biased, so this format is for messages of a known range.
     """
 
@@ -157,27 +157,27 @@ def cnat(exponents: str = "window", rounding: str = "random") -> Cnat:
 
     Args:
       exponents: the exponents that a code can hold: "window", the 127 below the largest magnitude
-        of the message; "fixed", those from -50 to 10; "all", with 9 bits a value instead of 8.
+        of the message; "fixed", those from -50 to 10; "all", in 9 bits a value instead of 8.
       rounding: "random", which is unbiased, or "nearest".
 
     Returns:
-      The codec. A message of n values is uint8 `(n + 1,)`, or `(n,)` with "fixed". At random,
-      `E|C(x) - x|^2 <= 1/8 |x|^2`; to nearest, the relative error is at most 1/3.
+      The codec. A message of n values is uint8 `(n + 1,)`, or `(n,)` with "fixed". Rounded at
+      random, `E|C(x) - x|^2 <= 1/8 |x|^2`; rounded to nearest, the relative error is at most 1/3.
 
     Raises:
-      ValueError: for anything else.
+      ValueError: for any other argument.
 
     References:
       S. Horvath et al., "Natural Compression for Distributed Deep Learning", 2019,
       arXiv:1905.10988.
 
-    Differs from the paper: its 8-bit codes have the fixed window of "fixed".
+    Differs from the paper: the paper's 8-bit codes have a fixed window, that of "fixed".
     """
     require_choice("exponents", exponents, EXPONENTS)
     return EXPONENTS[exponents](rounding)
 
 
 def _signed(x: jax.Array, code: jax.Array, present: jax.Array) -> jax.Array:
-    """uint8: seven bits of a code below the sign of x; zero has no sign."""
+    """uint8: the sign of x above the seven bits of a code; zero has no sign."""
     sign = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 31 << 7
     return jnp.where(present, sign | code, code).astype(jnp.uint8)

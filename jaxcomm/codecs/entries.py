@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomm.kernels import bfloat16, reductions
 
-BLOCK = 2**16  # the offsets that one word can tell apart
+BLOCK = 2**16  # the number of offsets that one word can tell apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,9 +15,10 @@ class Entries:
     """A list of (value, offset) pairs of static length, as uint16 words.
 
     Format: the low words of all values, then their high words if there are any, then the low words
-    of the offsets in the same order. Where offsets need more than a word, the list is in the order
-    of their blocks of 2^16, and ends with the number of entries in each block, two words each. A
-    slot without an entry has the value 0 and any offset; all of them are at the end.
+    of the offsets in the same order. Where offsets need more than one word, entries are sorted by
+    the block of 2^16 offsets that they are in, and the list ends with the number of entries in each
+    block, two words each. A slot without an entry has the value 0 and any offset; all of them are
+    at the end.
 
     Attributes:
       values: "float32" (2 words) or "bfloat16" (1 word, rounded to nearest even).
@@ -55,7 +56,7 @@ class Entries:
 
         Args:
           values: the values.
-          offsets: ascending by block; those of `width` and more stand for slots without an entry.
+          offsets: ascending by block; an offset of `width` or more marks a slot without an entry.
         """
         if self.values == "bfloat16":
             parts = [bfloat16.round_to_bits(values)]

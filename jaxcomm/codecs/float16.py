@@ -12,8 +12,9 @@ from jaxcomm.codecs._codec import Codec
 class Float16(Codec):
     """16 bits a value: sign, 5 bits of exponent, 10 of mantissa, rounded to nearest even.
 
-    The relative error is at most 2^-11 between 2^-14 and 65504, and the absolute error at most
-    2^-25 below. Larger magnitudes become infinite, so `largest` makes a mean scale its sums first.
+    The relative error is at most 2^-11 between 2^-14 and 65504; below 2^-14 the absolute error is
+    at most 2^-25. Larger magnitudes become infinite, so `largest` is set and a mean scales its sums
+    first.
     """
 
     name = "float16"
@@ -23,8 +24,8 @@ class Float16(Codec):
         """float32 `(..., n)` to uint16 `(..., n)`."""
         del key
         bits = jax.lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint16)
-        # XLA on GPUs may keep more precision than was asked for: it would drop this conversion
-        # where `decode` follows, and an error x - decode(encode(x)) would be zero.
+        # XLA on GPUs may keep more precision than requested. It would drop this conversion where
+        # `decode` follows, and an error x - decode(encode(x)) would be zero.
         return jax.lax.optimization_barrier(bits)
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
@@ -44,11 +45,11 @@ class Float16(Codec):
 def float16() -> Float16:
     """float16: sign, 5 bits of exponent, 10 of mantissa, rounded to nearest even.
 
-    A mean scales its values first, by a power of two that all devices agree on, so that no sum
-    overflows: one int32 all-reduce more.
+    A mean first scales its values by a power of two that all devices agree on, so that no sum
+    overflows. This takes one more all-reduce, of an int32.
 
     Returns:
       The codec. A message of n values is uint16 `(n,)`, the bit patterns: 2n bytes. The relative
-      error is at most 2^-11, and below 2^-14 the absolute one at most 2^-25.
+      error is at most 2^-11; below 2^-14 the absolute error is at most 2^-25.
     """
     return Float16()

@@ -1,4 +1,4 @@
-"""float32 as it is."""
+"""Unchanged float32."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ class Float32(Codec):
 
 
 def float32() -> Float32:
-    """float32 as it is, with which the others are compared.
+    """Unchanged float32, the baseline that other codecs are compared with.
 
     Returns:
       The codec. A message of n values is float32 `(n,)`: 4n bytes. Nothing is rounded.

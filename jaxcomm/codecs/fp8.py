@@ -14,8 +14,8 @@ from jaxcomm.kernels import float8
 class Fp8(BlockScaled):
     """8-bit floats; the largest finite one stands for the largest magnitude of the block.
 
-    So no finite value overflows. Unlike in `int8`, values much smaller than the largest of their
-    block keep their relative precision. Rounding is to nearest, ties to even.
+    No finite value overflows. Unlike in `int8`, values much smaller than the largest in their block
+    keep their relative precision. Rounding is to nearest, ties to even.
 
     Attributes:
       block_size: the values that share a scale.
@@ -81,18 +81,18 @@ def fp8_e4m3(block_size: int = 256) -> Fp8E4M3:
       error is at most 2^-4 down to 2^-6 / 448 of the largest magnitude of the block.
 
     Raises:
-      TypeError, ValueError: for anything else.
+      TypeError, ValueError: for any other arguments.
 
     References:
       P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433.
 
-    Differs from the paper: scales are of blocks, and not only powers of two.
+    Differs from the paper: each block has its own scale, which need not be a power of two.
     """
     return Fp8E4M3(block_size)
 
 
 def fp8_e5m2(block_size: int = 256) -> Fp8E5M2:
-    """8-bit floats with 2 bits of mantissa, and a wider range.
+    """8-bit floats with 2 bits of mantissa and a wider range.
 
     Args:
       block_size: the values that share a scale of 4 bytes.
@@ -102,11 +102,11 @@ def fp8_e5m2(block_size: int = 256) -> Fp8E5M2:
       error is at most 2^-3 down to 2^-14 / 57344 of the largest magnitude of the block.
 
     Raises:
-      TypeError, ValueError: for anything else.
+      TypeError, ValueError: for any other arguments.
 
     References:
       P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433.
 
-    Differs from the paper: scales are of blocks, and not only powers of two.
+    Differs from the paper: each block has its own scale, which need not be a power of two.
     """
     return Fp8E5M2(block_size)

@@ -14,14 +14,13 @@ from jaxcomm.kernels.block_quantization import packing
 
 @dataclasses.dataclass(frozen=True)
 class Int2(BlockScaled):
-    """-3, -1, 1 or 3 units a value, in 2 bits, and the unit of each block.
+    """2 bits a value, for -3, -1, 1 or 3 units, and the unit of each block.
 
     A value has magnitude 3 if it is at least the block's root mean square, else 1. The unit is
-    fitted to these numbers by least squares, so a block loses the share
-    1 - <x, c>^2 / (|x|^2 |c|^2) of its squared norm, for its numbers c: 0.12 where values are
-    normally distributed, and less than 1 always, so errors stay bounded under error feedback. There
-    is no code for zero, as for scaled signs; without error feedback the mean is biased, and
-    refused.
+    fitted by least squares, so a block x with numbers c loses the share 1 - <x, c>^2 / (|x|^2
+    |c|^2) of its squared norm. This is 0.12 for normally distributed values and always less than 1,
+    so errors stay bounded under error feedback. As in scaled signs, there is no code for zero.
+    Without error feedback the mean would be biased, so it is refused.
 
     Attributes:
       block_size: the values that share a unit.
@@ -57,8 +56,9 @@ class Int2(BlockScaled):
         is_far = magnitudes >= middle[..., None]
         fitted = reductions.total(jnp.where(is_far, 3 * magnitudes, magnitudes))
         far = reductions.total(is_far.astype(jnp.float32))
-        # A little less, so that rounding errors of the sums do not carry a unit of 16 bits, as that
-        # of a decoded block, up to the next: units are rounded up.
+        # Units are rounded up to 16 bits of mantissa. A decoded block's unit has 16 bits already;
+        # this makes it a little smaller, so that rounding errors of the sums do not push it up to
+        # the next.
         scale = 3 * largest * (fitted / (size + 8 * far)) * np.float32(1 - 2.0**-20)
         unit, _ = layout.unit_and_factor(reductions.largest(blocks), scale, self.most)
         # 0, 1, 2, 3 for -3, -1, 1, 3.
@@ -67,17 +67,17 @@ class Int2(BlockScaled):
 
 
 def int2(block_size: int = 256) -> Int2:
-    """Four levels: 2 bits a value; for `error_feedback=True` only.
+    """Four levels, 2 bits a value; only with `error_feedback=True`.
 
     Args:
       block_size: the values that share a unit of 4 bytes.
 
     Returns:
-      The codec. A message of n values is uint8 `(n / 4 + 4 n / block_size,)`, rounded up. Of values
-      that are normally distributed, 0.12 of the squared norm is lost.
+      The codec. A message of n values is uint8 `(n / 4 + 4 n / block_size,)`, rounded up. For
+      normally distributed values, 0.12 of the squared norm is lost.
 
     Raises:
-      TypeError, ValueError: for anything else.
+      TypeError, ValueError: for any other arguments.
 
     References:
       J. Max, "Quantizing for minimum distortion", IRE Transactions on Information Theory, 1960.

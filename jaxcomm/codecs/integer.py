@@ -13,12 +13,12 @@ from jaxcomm.kernels.block_quantization import integers
 
 @dataclasses.dataclass(frozen=True)
 class Integer(Codec):
-    """Two's complement from -levels to levels, the largest magnitude of the block being `levels`.
+    """Two's complement from -levels to levels; the block's largest magnitude becomes `levels`.
 
     The range is symmetric: its lowest code is not used. Rounding to nearest, ties away from zero,
-    has an error of at most half a level. Random rounding has one of less than a level, and is
-    unbiased up to float32's own rounding. The layout of the payload, and the blocks that are not
-    finite, tiny or huge, are as in `BlockScaled`.
+    has an error of at most half a level. Random rounding has an error of less than a level, and is
+    unbiased up to float32's own rounding. The layout of the payload, and the treatment of blocks
+    that are not finite, tiny or huge, are those of `BlockScaled`.
 
     Attributes:
       block_size: the values that share a scale.
@@ -95,12 +95,12 @@ def int8(block_size: int = 256, rounding: str = "nearest") -> Int8:
       rounding: "nearest", or "random", which is unbiased.
 
     Returns:
-      The codec. A message of n values is uint8 `(n + 4 n / block_size,)`, rounded up. The
-      error of a value is at most 1/254 of the largest magnitude of its block, and below 1/127 if
-      rounded at random.
+      The codec. A message of n values is uint8 `(n + 4 n / block_size,)`, rounded up. The error of
+      a value is at most 1/254 of the largest magnitude in its block, or below 1/127 if rounded at
+      random.
 
     Raises:
-      TypeError, ValueError: for anything else.
+      TypeError, ValueError: for any other arguments.
 
     References:
       T. Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", ICLR 2016,
@@ -117,12 +117,12 @@ def int4(block_size: int = 64, rounding: str = "nearest") -> Int4:
       rounding: "nearest", or "random", which is unbiased.
 
     Returns:
-      The codec. A message of n values is uint8 `(n / 2 + 4 n / block_size,)`, rounded up. The
-      error of a value is at most 1/14 of the largest magnitude of its block, and below 1/7 if
-      rounded at random.
+      The codec. A message of n values is uint8 `(n / 2 + 4 n / block_size,)`, rounded up. The error
+      of a value is at most 1/14 of the largest magnitude in its block, or below 1/7 if rounded at
+      random.
 
     Raises:
-      TypeError, ValueError: for anything else.
+      TypeError, ValueError: for any other arguments.
 
     References:
       T. Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", ICLR 2016,

@@ -72,7 +72,7 @@ def qsgd(levels: int = 7, block_size: int = 512) -> Qsgd:
     """QSGD: unbiased, 4 bits a value by default.
 
     Args:
-      levels: s, from 1 to 127: 1 takes 2 bits a value, 3 takes 3, 7 takes 4, 127 takes 8.
+      levels: s, from 1 to 127: s = 1 takes 2 bits a value, 3 takes 3, 7 takes 4, and 127 takes 8.
       block_size: the values that share a norm; the error grows with its square root.
 
     Returns:
@@ -81,7 +81,7 @@ def qsgd(levels: int = 7, block_size: int = 512) -> Qsgd:
       `E|Q(v) - v|^2 <= min(d / s^2, sqrt(d) / s) |v|^2`.
 
     Raises:
-      TypeError, ValueError: for anything else.
+      TypeError, ValueError: for any other arguments.
 
     References:
       D. Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and

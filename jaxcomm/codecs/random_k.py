@@ -1,4 +1,4 @@
-"""Random-k: a few values, at places that a key names and nobody sends."""
+"""Random-k: a few values, at places that follow from a key and are not sent."""
 
 import dataclasses
 
@@ -14,19 +14,19 @@ from jaxcomm.codecs.float32 import Float32
 class RandomK(Codec):
     """One value of every `stride` neighbours, drawn at random, times `stride`: unbiased.
 
-    Format: the two uint32 words of the key, then ceil(n / stride) values as another codec writes
-    them; all as bytes. In an all-reduce, all devices draw the same places from a common key, and
-    so the sums have these places too. Then only the values are sent, without the key.
+    Format: the two uint32 words of the key, then ceil(n / stride) values as another codec encodes
+    them, all as bytes. In an all-reduce, all devices draw the same places from a common key, so the
+    sums have these places too, and only the values are sent, without the key.
 
     E|C(x)|^2 = stride * |x|^2. A value that is not drawn becomes zero, even if it is not finite.
 
     Attributes:
-      stride: how many values one is drawn from.
+      stride: the number of neighbours that one value is drawn from.
       values: the format of the values.
 
     References:
       J. Konecny et al., "Federated Learning: Strategies for Improving Communication Efficiency",
-      2016, arXiv:1610.05492 (random masks that a seed names).
+      2016, arXiv:1610.05492 (random masks given by a seed).
       S. U. Stich, J.-B. Cordonnier and M. Jaggi, "Sparsified SGD with Memory", NeurIPS 2018,
       arXiv:1809.07599 (random-k with error feedback).
     """
@@ -46,7 +46,7 @@ class RandomK(Codec):
         return self.values.operations
 
     def drawn(self, n: int) -> int:
-        """The number of values that are drawn of n."""
+        """The number of values that are drawn from n."""
         return -(-n // self.stride)
 
     def places(self, key: jax.Array, n: int) -> jax.Array:
@@ -100,17 +100,17 @@ def random_k(density: float = 0.1, values: Codec | None = None) -> RandomK:
     """Random-k: no indices on the wire; the error averages out only over many steps.
 
     Args:
-      density: the share of values that is sent, from 2^-30 to 1; 1/density is rounded to a whole
+      density: the share of values that are sent, from 2^-30 to 1; 1/density is rounded to a whole
         number.
       values: the codec of the values; None is float32.
 
     Returns:
-      The codec. With d the whole number next to 1/density, its `E|C(x)|^2` is `d |x|^2`. In an
-      all-reduce the ceil(n/d) values travel alone; a message of its own has 8 bytes of a key before
-      them.
+      The codec. With d the whole number nearest to 1/density, `E|C(x)|^2` is `d |x|^2`. In an
+      all-reduce only the ceil(n/d) values travel; in a message encoded by itself, a key of 8 bytes
+      precedes them.
 
     Raises:
-      TypeError, ValueError: for anything else.
+      TypeError, ValueError: for any other arguments.
 
     References:
       J. Konecny et al., "Federated Learning: Strategies for Improving Communication Efficiency",
@@ -118,9 +118,9 @@ def random_k(density: float = 0.1, values: Codec | None = None) -> RandomK:
       S. U. Stich, J.-B. Cordonnier and M. Jaggi, "Sparsified SGD with Memory", NeurIPS 2018,
       arXiv:1809.07599.
 
-    Differs from the paper: the places are stratified, one for every 1/density neighbours, where the
-    papers draw k of n without replacement. Every value is drawn with the same probability, and no
-    sort is needed.
+    Differs from the paper: the places are stratified, one for every 1/density neighbours, whereas
+    the papers draw k of n without replacement. Every value is still drawn with the same
+    probability, and no sort is needed.
     """
     if not is_real(density):
         raise TypeError(f"density must be a Python number, got {density!r}.")

@@ -12,12 +12,12 @@ from jaxcomm.kernels.block_quantization import packing
 
 @dataclasses.dataclass(frozen=True)
 class ScaledSign(BlockScaled):
-    """1 bit a value, set if it is not negative, and a scale a block: its mean magnitude.
+    """1 bit a value, set if the value is not negative, and a scale a block: its mean magnitude.
 
     There is no code for zero. A zero among other values decodes to plus the scale, and padding with
-    zeros makes the scale of its block smaller. A block loses at most the share
-    1 - |x|_1^2 / (d |x|_2^2) of its squared norm. This is less than 1, so errors stay bounded under
-    error feedback. Without error feedback the mean is biased, and refused.
+    zeros makes the scale of its block smaller. A block loses at most the share 1 - |x|_1^2 / (d
+    |x|_2^2) of its squared norm. This is less than 1, so errors stay bounded under error feedback.
+    Without error feedback the mean would be biased, so it is refused.
 
     Attributes:
       block_size: the values that share a scale.
@@ -56,22 +56,22 @@ class ScaledSign(BlockScaled):
 
 
 def scaled_sign(block_size: int = 1024) -> ScaledSign:
-    """Scaled signs: 1 bit a value; for `error_feedback=True` only.
+    """Scaled signs, 1 bit a value; only with `error_feedback=True`.
 
     Args:
       block_size: the values that share a scale of 4 bytes.
 
     Returns:
-      The codec. A message of n values is uint8 `(n / 8 + 4 n / block_size,)`, rounded up. Of a
-      block of d values at most the share `1 - |x|_1^2 / (d |x|_2^2)` of the squared norm is lost.
+      The codec. A message of n values is uint8 `(n / 8 + 4 n / block_size,)`, rounded up. A block
+      of d values loses at most the share `1 - |x|_1^2 / (d |x|_2^2)` of its squared norm.
 
     Raises:
-      TypeError, ValueError: for anything else.
+      TypeError, ValueError: for any other arguments.
 
     References:
       S. P. Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
       Schemes", ICML 2019, arXiv:1901.09847.
 
-    Differs from the paper: scales are of blocks instead of layers.
+    Differs from the paper: each block has a scale, instead of each layer.
     """
     return ScaledSign(block_size)

@@ -1,7 +1,7 @@
 """One bit a value, and a scale for every 1024: the wire format of 1-bit Adam.
 
 These are functions rather than a `Codec`. A block may end in padding, which its scale must not
-count, and nobody should average in this format without error feedback.
+count, and a mean in this format needs error feedback.
 """
 
 import jax
@@ -16,7 +16,7 @@ _TINY = jnp.finfo(jnp.float32).tiny
 def encode_with_feedback(
     x: jax.Array, residual: jax.Array, counts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The signs of `x + residual`, behind scales that keep the L2 norm of a block; and the error.
+    """The signs of `x + residual`, after scales that keep the L2 norm of a block; and the error.
 
     Zero has the sign -1.
 
@@ -27,33 +27,33 @@ def encode_with_feedback(
       counts: int32 `(..., b)`, the number of values of each block without the padding.
 
     Returns:
-      The payload, uint32 `(..., b * (1 + BLOCK / 32))`: the bits of the scales, each of them the L2
-      norm of its block over sqrt(count), then one bit a value, 1 if it is positive. And the next
+      The payload, uint32 `(..., b * (1 + BLOCK / 32))`: the bits of the scales, each the L2 norm of
+      its block over sqrt(count), then one bit a value, 1 if the value is positive. And the next
       residual, float32 of the shape of x: `x + residual` minus the decoded payload, and zero in the
       padding.
     """
     corrected = x + residual
     scale = _scale(corrected.reshape(*x.shape[:-1], -1, BLOCK), counts)
-    # The residual uses the bits before they are packed: packed words must be complete first, which
-    # would take a second kernel.
+    # The residual is computed from the bits before packing. The packed words must be complete
+    # before they can be read, so using them would take a second kernel.
     positive, each = bitplanes.votes(corrected), _of_each_value(scale)
     left = corrected - jnp.where(positive, each, -each)
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
     left = without_padding(left, counts)
-    # XLA would pack into the payload, in a kernel that has no room for what is left.
+    # Without the barrier, XLA would pack into the payload, in a kernel that has no room for `left`.
     words, left = jax.lax.optimization_barrier((bitplanes.pack(positive), left))
     return jnp.concatenate([bits, words], axis=-1), left
 
 
 def decode(payload: jax.Array) -> jax.Array:
-    """Plus or minus the scales, as float32 `(..., b * BLOCK)`, in the padding too."""
+    """Plus or minus the scales, as float32 `(..., b * BLOCK)`, also in the padding."""
     blocks = payload.shape[-1] // (1 + bitplanes.words_for(BLOCK))
     scale = jax.lax.bitcast_convert_type(payload[..., :blocks], jnp.float32)
     return bitplanes.signs(payload[..., blocks:], blocks * BLOCK) * _of_each_value(scale)
 
 
 def without_padding(x: jax.Array, counts: jax.Array) -> jax.Array:
-    """Float32 `(..., b * BLOCK)` with zeros behind the `counts` first values of each block."""
+    """float32 `(..., b * BLOCK)` with zeros after the first `counts` values of each block."""
     place = jax.lax.broadcasted_iota(jnp.int32, (*counts.shape, BLOCK), counts.ndim)
     is_value = place < counts[..., None]
     return jnp.where(is_value.reshape(x.shape), x, jnp.float32(0))
@@ -67,7 +67,7 @@ def _of_each_value(scale: jax.Array) -> jax.Array:
 def _scale(blocks: jax.Array, counts: jax.Array) -> jax.Array:
     """The root mean square of each block, float32 `(..., b)`."""
     # Values are divided by the largest magnitude first, because squares of large float32 values are
-    # infinite. The divisor is from 2^-126 to 2^126: XLA multiplies with its reciprocal, which is
+    # infinite. The divisor is from 2^-126 to 2^126: XLA multiplies by its reciprocal, which is
     # infinite on GPUs for a smaller number, and zero on CPU for a larger one.
     largest = jax.lax.bitcast_convert_type(reductions.largest(blocks), jnp.float32)
     unit = jnp.where(largest >= _TINY, jnp.minimum(largest, jnp.float32(2.0**126)), jnp.float32(1))

@@ -16,13 +16,13 @@ class TernGrad(BlockScaled):
     """2 bits a value and a scale a block: two's complement of -1, 0 and 1, times the scale.
 
     The scale is the largest magnitude of the block. A value becomes plus or minus the scale with
-    probability |value| / scale, and else zero. Without clipping this is unbiased up to float32's
-    own rounding.
+    probability |value| / scale, and zero otherwise. Without clipping this is unbiased up to
+    float32's own rounding.
 
     Attributes:
       block_size: the values that share a scale.
       clip: None, or a number of standard deviations of the block. Values beyond it are clipped
-        first, which is biased and less noisy.
+        first, which adds bias and reduces noise.
 
     References:
       W. Wen, C. Xu, F. Yan, C. Wu, Y. Wang, Y. Chen and H. Li, "TernGrad: Ternary Gradients to
@@ -59,7 +59,7 @@ class TernGrad(BlockScaled):
         norm, unit = norm_and_unit(blocks)
         present = reductions.total((blocks != 0).astype(jnp.float32))
         deviation = norm / jnp.sqrt(jnp.maximum(present, 1))
-        bound = (unit * (jnp.float32(self.clip) * deviation))[..., None]  # infinite is no bound
+        bound = (unit * (jnp.float32(self.clip) * deviation))[..., None]  # infinity clips nothing
         return jnp.clip(blocks, -bound, bound)
 
     @property
@@ -85,21 +85,21 @@ def terngrad(block_size: int = 512, clip: float | None = None) -> TernGrad:
 
     Args:
       block_size: the values that share a scale of 4 bytes.
-      clip: None, or a number of standard deviations; the paper takes 2.5.
+      clip: None, or the number of standard deviations to clip at; the paper uses 2.5.
 
     Returns:
       The codec. A message of n values is uint8 `(n / 4 + 4 n / block_size,)`, rounded up. For
       blocks of d values, `E|Q(v) - v|^2 <= (sqrt(d) - 1) / 2 |v|^2` without clipping.
 
     Raises:
-      TypeError, ValueError: for anything else.
+      TypeError, ValueError: for any other arguments.
 
     References:
       W. Wen et al., "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
       Learning", NeurIPS 2017, arXiv:1705.07878.
 
-    Differs from the paper: scales are of blocks instead of layers. The standard deviation is the
-    root mean square of the nonzero values, because messages are padded with zeros. Each device has
-    its own scales; the paper's scale sharing, a maximum over the devices, is left out.
+    Differs from the paper: each block has a scale, instead of each layer. The standard deviation is
+    the root mean square of the nonzero values, because messages are padded with zeros. Each device
+    has its own scales; the paper's scale sharing, a maximum over the devices, is left out.
     """
     return TernGrad(block_size, clip)

@@ -1,12 +1,12 @@
 """Which arrays are computed while a message travels.
 
-XLA's scheduler for GPUs goes through a program from its end. It takes a kernel as soon as nothing
-that is left needs its result. Between the two hops of a sparse mean there are dozens of short
-kernels, each of which needs the one before. By the time the scheduler comes to the first hop, it
-has taken all products, and nothing is left to hide the message behind.
+XLA's scheduler for GPUs goes through a program from its end. It schedules a kernel as soon as
+nothing that is left needs its result. Between the two hops of a sparse mean there are dozens of
+short kernels, each of which needs the one before. By the time the scheduler reaches the first hop,
+it has scheduled all matrix products, and nothing is left to hide the message.
 
-So what a collective brought and the next gradient leave a barrier together. The scheduler then
-cannot take the product that makes this gradient before it comes to the message.
+So the result of a collective and the next gradient leave a barrier together. The scheduler then
+cannot schedule the product that makes this gradient before it reaches the message.
 """
 
 import contextlib
@@ -21,8 +21,9 @@ class Behind:
     """Arrays that are computed while messages travel.
 
     Attributes:
-      arrays: these arrays, by key. Each use has to take them from here, as barriers let them out.
-      turns: the keys of those that are left, in the order in which they are computed. Each
+      arrays: these arrays, by key. Every use must read them from here, because barriers replace
+        them.
+      turns: the keys of the remaining arrays, in the order in which they are computed. Each
         collective takes one.
     """
 
@@ -30,7 +31,7 @@ class Behind:
         self.arrays, self.turns = arrays, turns
 
     def next(self, arrived: Any) -> Any:
-        """What a collective brought, which nobody can use before the next array is there."""
+        """The result of a collective, which is not available before the next array is."""
         if not self.turns:
             return arrived
         key = self.turns.pop(0)
@@ -43,7 +44,7 @@ _BEHIND: contextvars.ContextVar[Behind | None] = contextvars.ContextVar("behind"
 
 @contextlib.contextmanager
 def travelling(behind: Behind | None) -> Iterator[None]:
-    """In here, collectives that call `behind_next` take turns; with None they do not."""
+    """Inside, collectives that call `behind_next` take turns; with None they do not."""
     token = _BEHIND.set(behind)
     try:
         yield
@@ -52,6 +53,6 @@ def travelling(behind: Behind | None) -> Iterator[None]:
 
 
 def behind_next(arrived: Any) -> Any:
-    """`Behind.next` of what a collective brought; outside of `travelling` just that."""
+    """`Behind.next` of the result of a collective; outside `travelling`, the result itself."""
     behind = _BEHIND.get()
     return arrived if behind is None else behind.next(arrived)

@@ -4,12 +4,12 @@ Between CPU processes XLA sends through gloo. There, a late process sends its da
 announcement of its receive buffer queues behind the data. So two processes that send to each other
 take turns, which takes twice the time of the link. In an all-reduce gloo announces the buffers
 first, and both directions are busy. Two devices that send to each other in a round therefore do an
-all-reduce of the pair, of words modulo 2^32, from which each subtracts its own.
+all-reduce of their words modulo 2^32, and each subtracts its own.
 
-On GPUs, between the devices of one process, and for short messages these are XLA's own operations.
+On GPUs, between the devices of one process, and for short messages, XLA's own operations are used.
 
-In `first_only` programs do all the work of an exchange but send next to nothing, so that the work
-can be timed by itself, with the waits for each other that it has in an exchange.
+Inside `first_only`, programs do all the work of an exchange but send next to nothing. So the work
+can be timed by itself, including the time that devices wait for each other in an exchange.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from jaxcomm._axes import AxisName
 from jaxcomm.kernels import _device
 
 # Below these sizes latency dominates: bytes to one device, and bytes from one device to all. Where
-# many devices send at once, even short messages overflow the queue of a link that they share. What
-# is lost there waits for timeouts: 32 hosts in two clusters took 46 s in place of 1.4.
+# many devices send at once, even short messages overflow the queue of a link that they share. Lost
+# packets wait for timeouts: 32 hosts in two clusters took 46 s instead of 1.4.
 LEAST_BYTES, LEAST_TOGETHER = 8192, 65536
 LEAST_SWAPPED = 32768  # an all-reduce is two messages, one after the other
 _FIRST_ONLY: contextvars.ContextVar[bool] = contextvars.ContextVar("first_only", default=False)
@@ -35,9 +35,9 @@ _FIRST_ONLY: contextvars.ContextVar[bool] = contextvars.ContextVar("first_only",
 
 @contextlib.contextmanager
 def first_only() -> Iterator[None]:
-    """What is traced meanwhile sends the first number of each message.
+    """Programs traced inside send only the first number of each message.
 
-    The rest of what a device receives is the rest of what it would have sent.
+    A device fills in the rest of what it receives with the rest of its own message.
     """
     token = _FIRST_ONLY.set(True)
     try:
@@ -47,7 +47,7 @@ def first_only() -> Iterator[None]:
 
 
 def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """What the source of this device sends, of any shape and dtype; zeros where there is none.
+    """What this device's source sends, of any shape and dtype; zeros where there is no source.
 
     Args:
       x: what each source sends.
@@ -64,7 +64,7 @@ def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]
     found = _first_of(send, x, axis_name) if _FIRST_ONLY.get() else send(x)
     if not swaps:
         return found
-    # Nobody is in a swap and in another message: those in neither are done at once.
+    # No device is both in a swap and in another message, so each needs one of the two results.
     in_swap = jnp.isin(jax.lax.axis_index(axis_name), jnp.asarray([a for a, _ in swaps]))
     return jnp.where(in_swap, swapped(x, axis_name, swaps), found)
 
@@ -101,15 +101,15 @@ def all_gather(message: Any, axis_name: AxisName, *, tiled: bool = False) -> Any
     Args:
       message: what this device gives.
       axis_name: the mesh axis, or axes.
-      tiled: whether they are joined along their first axis, in place of a new one.
+      tiled: whether they are joined along their first axis instead of stacked along a new one.
 
-    Wire: N-1 of the message.
+    Wire: N-1 times the message.
     """
     world = jax.lax.axis_size(axis_name)
     gathered = functools.partial(jax.lax.all_gather, axis_name=axis_name)
 
     def one(x: jax.Array) -> jax.Array:
-        if world != 2 or not _by_gloo(x.nbytes, LEAST_SWAPPED):  # more are a ring in gloo
+        if world != 2 or not _by_gloo(x.nbytes, LEAST_SWAPPED):  # gloo does more than two by a ring
             if not _FIRST_ONLY.get():
                 return gathered(x, tiled=tiled)
             copies = jnp.broadcast_to(x, (world, *x.shape))
@@ -128,10 +128,10 @@ def all_gather(message: Any, axis_name: AxisName, *, tiled: bool = False) -> Any
 def after(arrived: Any, message: Any) -> Any:
     """The message, which XLA cannot send before something has arrived.
 
-    It depends on the data: XLA on CPU drops barriers before it schedules.
+    The dependency is on data, because XLA on CPU drops barriers before it schedules.
     """
     word = _as_words(jax.tree.leaves(arrived)[0].reshape(-1)[:1])[0]
-    zero = (word.astype(jnp.float32) * 0.0).astype(jnp.int32)  # which XLA does not know
+    zero = (word.astype(jnp.float32) * 0.0).astype(jnp.int32)  # XLA cannot know that it is zero
 
     def one(x: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice(x, x[(slice(1),) * x.ndim], (zero,) * x.ndim)
@@ -140,7 +140,7 @@ def after(arrived: Any, message: Any) -> Any:
 
 
 def swaps_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Those whose targets send to their sources."""
+    """The pairs whose target also sends to their source."""
     sent = set(pairs)
     return [(source, target) for source, target in pairs if (target, source) in sent]
 
@@ -157,7 +157,7 @@ def swapped(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]])
             return _first_of(lambda twice: total(twice - words[None, :1]), words + words, axis_name)
         return total(words)
 
-    if _axes.checks_on(axis_name):  # they do not know of groups
+    if _axes.checks_on(axis_name):  # the checks do not support groups
         both = _axes.as_varying(_axes.unchecked(summed)(mine), _axes.varying_axes(mine))
     else:
         both = summed(mine)
@@ -165,10 +165,10 @@ def swapped(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]])
 
 
 def by_rounds(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """`all_to_all` of one array in N-1 rounds: in one of them, for each k, r sends to r + k.
+    """`all_to_all` of one array in N-1 rounds: in round k, r sends to r + k.
 
-    Two devices send to each other where k is N/2 only, which is a swap. The rounds need nothing of
-    each other, so XLA chooses their order, the same on all devices; each waits for its messages.
+    Only where k is N/2 do two devices send to each other, which is a swap. The rounds are
+    independent, so XLA chooses their order, the same on all devices; each waits for its messages.
     """
     world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     blocks = x.reshape(world, -1)
@@ -183,10 +183,10 @@ def by_rounds(x: jax.Array, axis_name: AxisName) -> jax.Array:
 def _first_of(
     send: Callable[[jax.Array], jax.Array], x: jax.Array, axis_name: AxisName, blocks: int = 1
 ) -> jax.Array:
-    """A message of which only the first number of each block is sent, and behind it its own rest.
+    """A message of which only the first number of each block is sent; the rest is the device's own.
 
-    First every device sends the whole of it to itself. XLA fuses nothing across that, so that the
-    other operations are those of a program that sends; and what follows waits for all of it.
+    First every device sends the whole message to itself. XLA fuses nothing across this send, so the
+    other operations are those of a program that sends, and what follows waits for all of it.
     """
     itself = [(device, device) for device in range(jax.lax.axis_size(axis_name))]
     whole = _axes.ppermute(x, axis_name, itself).reshape(blocks, -1)
@@ -195,7 +195,7 @@ def _first_of(
 
 
 def _by_gloo(message_bytes: int, least: int) -> bool:
-    """Whether messages travel by gloo, and are long enough to be sent otherwise."""
+    """Whether messages travel by gloo and are long enough to be sent by other operations."""
     return message_bytes >= least and _device.is_between_cpu_processes()
 
 
@@ -209,7 +209,7 @@ def _as_words(x: jax.Array) -> jax.Array:
 
 
 def _from_words(words: jax.Array, like: jax.Array) -> jax.Array:
-    """The array of these bits that has the shape and the dtype of another."""
+    """The array with these bits, in the shape and dtype of `like`."""
     dtype = jnp.dtype(jnp.uint8) if like.dtype == bool else like.dtype
     if dtype.itemsize > 4:
         words = words.reshape(-1, dtype.itemsize // 4)

@@ -1,4 +1,4 @@
-"""The front door of the collectives: one reduction, carried out by one algorithm."""
+"""The entry point of the collectives: one reduction, carried out by one algorithm."""
 
 import dataclasses
 import warnings
@@ -26,13 +26,13 @@ def mean_of(
     error_feedback: bool | str = False,
     implementation: _implementations.Option = None,
 ) -> tuple[CodedMean, Algorithm]:
-    """The reduction and the algorithm behind `jaxcomm.mean` and `jaxcomm.pmean`.
+    """The reduction and the algorithm of `jaxcomm.mean` and `jaxcomm.pmean`.
 
     Without an algorithm, float32 travels by XLA's own all-reduce, and `Default` chooses for all
     other formats.
 
     Raises:
-      TypeError, ValueError: for what they are not, or cannot be together.
+      TypeError, ValueError: for invalid arguments, or ones that do not go together.
     """
     codec = codecs.from_name(codec)
     if not isinstance(error_feedback, bool) and error_feedback != "first_hop":
@@ -54,8 +54,8 @@ def mean_of(
         back.needs_error_feedback and error_feedback is not True
     ):
         raise ValueError(
-            f"a mean of {(sent if sent.needs_error_feedback else back).name} without the errors "
-            "that it leaves is biased; use jaxcomm.mean(..., error_feedback=True), or "
+            f"a mean of {(sent if sent.needs_error_feedback else back).name} without error "
+            "feedback is biased; use jaxcomm.mean(..., error_feedback=True), or "
             "jaxcomm.majority_vote for signs alone."
         )
     for used in (sent, back):
@@ -75,7 +75,7 @@ def mean_of(
 
 
 def _sent_as(names: set[str]) -> str:
-    """What codecs of these names are for `Default`."""
+    """What `Default` calls codecs of these names."""
     if names <= {"bfloat16", "float16"}:
         return "16 bits"
     if names == {"cnat"}:
@@ -86,7 +86,7 @@ def _sent_as(names: set[str]) -> str:
 def _check_native(
     codec: codecs.Codec, second_hop: codecs.Codec, error_feedback: bool | str
 ) -> None:
-    """Raises a ValueError where XLA's own all-reduce cannot do what is asked of it."""
+    """Raises a ValueError where XLA's own all-reduce cannot do what is asked."""
     if second_hop != codec:
         raise ValueError(
             f"native is one all-reduce in one format, got {codec.name} and second_hop="
@@ -94,8 +94,8 @@ def _check_native(
         )
     if error_feedback and codec != codecs.float32():
         raise ValueError(
-            f"what XLA rounds off in {codec.name} nobody can feed back; choose another algorithm "
-            'than native, such as "direct".'
+            f"error feedback cannot keep what XLA rounds off in {codec.name}; choose another "
+            'algorithm than native, such as "direct".'
         )
     jax.eval_shape(codec.native, jax.ShapeDtypeStruct((1,), jnp.float32))
 
@@ -105,11 +105,11 @@ def all_reduce(
 ) -> jax.Array:
     """Reduces one array over a mesh axis, in the manual view.
 
-    Every device ends with the same bits, and the result is typed as equal on all of them, also
+    Every device ends with the same bits, and the result is typed as equal on all devices, also
     under `jax.shard_map`'s checks.
 
     Args:
-      x: float array of any shape and size, another on every device.
+      x: float array of any shape and size, different on every device.
       axis_name: the mesh axis; every axis of the mesh must be manual here.
       reduction: what the messages mean.
       algorithm: who talks to whom.
@@ -134,10 +134,10 @@ def all_reduce(
 def all_reduce_with_residual(
     x: jax.Array, axis_name: AxisName, reduction: Reduction, algorithm: Algorithm
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Reduces a vector as `all_reduce` does, and returns what the result lacks of it.
+    """Reduces a vector as `all_reduce` does, and also returns the residual.
 
     Args:
-      x: float32[n], another on every device, where the checks of `jax.shard_map` are off.
+      x: float32[n], different on every device, where the checks of `jax.shard_map` are off.
       axis_name: the mesh axis.
       reduction: what the messages mean.
       algorithm: who talks to whom.
@@ -147,7 +147,7 @@ def all_reduce_with_residual(
       or None if `reduction` keeps no errors: summed over all devices, the vectors are N times the
       result plus the residuals.
     """
-    if x.size == 0:  # x itself would still have the type of an input
+    if x.size == 0:  # x itself would still be typed as an input
         nothing = jnp.zeros_like(x)
         return nothing, (nothing if reduction.keeps_errors else None)
     reduction, n = reduction.for_this_device(axis_name), x.size
@@ -171,10 +171,10 @@ def pmean(
     key: jax.Array | None = None,
     implementation: _implementations.Option = None,
 ) -> Any:
-    """The mean over a mesh axis, as `jax.lax.pmean`, with a chosen format on the wire.
+    """The mean over a mesh axis, like `jax.lax.pmean`, with a chosen format on the wire.
 
     Each array is exchanged by itself; `jaxcomm.mean` exchanges gradients in buckets. The derivative
-    is that of `jax.lax.pmean`, in float32: what a format rounds off has none.
+    is that of `jax.lax.pmean`, in float32: rounding is not differentiated.
 
     Args:
       x: a pytree of float arrays of at most 32 bits, in a region of `jax.shard_map` that is manual
@@ -182,27 +182,27 @@ def pmean(
       axis_name: the mesh axis, or axes.
       codec: a name in `jaxcomm.codecs.BY_NAME`, or a codec.
       algorithm: "native", "direct", "ring", "two_way_ring", "halving_doubling", "circulant" or an
-        algorithm; None is "native" for float32; between CPU processes "ring" for 16 bits and int8
-        (short vectors take fewer rounds), "two_way_ring" for cnat on 3 to 8 devices and "circulant"
-        on more than 32; "direct" for everything else.
-      second_hop: the format that brings the mean back; None is that of `codec`.
-      key: for codecs that round or draw at random: equal on all devices, another in each call.
+        algorithm; None is "native" for float32. Between CPU processes it is "ring" for 16 bits and
+        int8 (short vectors take fewer rounds), "two_way_ring" for cnat on 3 to 8 devices, and
+        "circulant" on more than 32. For everything else it is "direct".
+      second_hop: the format in which the mean is sent back; None is that of `codec`.
+      key: for codecs that round or draw at random: equal on all devices, different in each call.
       implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.
 
     Returns:
       The means, in the shapes and dtypes of `x`, bitwise equal on all devices of the axis.
 
     Raises:
-      TypeError: for other arrays.
+      TypeError: for arrays of another dtype.
       NameError: where the axis is not manual.
       ValueError: for an unknown codec or algorithm, for codecs that need error feedback, for
-        "native" with a second hop or another codec than float32 and 16 bits, and without a key
+        "native" with a second hop or a codec other than float32 and 16 bits, and without a key
         where the codec needs one.
 
-    Wire: (N-1) messages of ceil(n/N) values in each of two formats, `codec.message_bytes` each,
-    for each array of n elements and every algorithm but halving_doubling at other than powers of
-    two, and direct with one aggregator; float16 adds an int32 `pmax`. Long vectors of 8-bit formats
-    and of those with scales are padded to whole blocks, which adds at most a 64th.
+    Wire: for each array of n elements, (N-1) messages of ceil(n/N) values in each of two formats,
+    `codec.message_bytes` each. Exceptions are halving_doubling where N is not a power of two, and
+    direct with one aggregator. float16 adds an int32 `pmax`. Long vectors in 8-bit formats and in
+    formats with scales are padded to whole blocks, which adds at most a 64th.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, jaxcomm
@@ -232,7 +232,8 @@ def pmean(
             )
 
     def mean(number: int, leaf: jax.Array) -> jax.Array:
-        # The key is an argument: in a loop it is the loop's, and a function may not close over it.
+        # The key is an argument: in a loop it belongs to the loop, and a function may not close
+        # over it.
         def coded_mean(x: jax.Array, *keys: jax.Array) -> jax.Array:
             own = dataclasses.replace(reduction, key=keys[0]) if keys else reduction
             return all_reduce(x, axis_name, own, chosen)

@@ -7,19 +7,19 @@ Device w holds a matrix M_w of n rows and m columns, and all devices hold the sa
     mean = P Q^T = P P^T (mean of M_w)  the mean, projected to the r columns of P
     lack_w = M_w - P (M_w^T P)^T        what the projection drops of this device's matrix
 
-This is one step of a power iteration on the mean matrix; with its Q as the next start the steps
-add up. P and Q are the same bits on all devices, as they are made of what an all-reduce returned.
-Their product is made of sums and products of single values, and lengths of columns are XLA's own
-reductions, which devices of one kind add up in one order: a product of matrices by a library may
-choose another one on another device. Only each device's own two products, which the residual
-corrects, are left to the library.
+This is one step of a power iteration on the mean matrix; its Q is the next start, so the iteration
+continues from step to step. P and Q have the same bits on all devices, because they are computed
+from the results of an all-reduce. Their product is written as sums and products of single values,
+and lengths of columns are XLA's own reductions, which devices of one kind add in one order. A
+library's matrix product may choose different orders on different devices. Only each device's own
+two products, which the residual corrects, are left to the library.
 
-What a device lacks is known before the second message, unless that message has errors of its own.
-A device where it is not finite, because its matrix is not or because it overflows, sends NaN: so
-the mean is NaN on all devices, and nobody needs a message about it.
+What a device lacks is known before the second message, unless that message has its own errors. A
+device on which the lack is not finite, because its matrix is not or because of overflow, sends NaN.
+So the mean is NaN on all devices, without another message.
 
-Matrices lie transposed, as layers keep them: x[b, m, n] with the outputs last, b of them at once,
-P as [b, r, n] and Q as [b, r, m].
+Matrices are stored transposed, as in layers: x[b, m, n] with the outputs last, b of them at once, P
+as [b, r, n] and Q as [b, r, m].
 """
 
 import math
@@ -37,7 +37,7 @@ from jaxcomm.collectives.reductions import Reduction
 from jaxcomm.kernels.reductions import all_finite
 
 Arrays = list[jax.Array]
-# What is left of a column after projection, relative to before, that is nothing but rounding.
+# A column of which projection leaves no more than this share is nothing but rounding.
 _ROUNDING = 1e-6
 _TINY = jnp.finfo(jnp.float32).tiny
 _EXACT = jax.lax.Precision.HIGHEST
@@ -49,7 +49,7 @@ class LowRankResult(NamedTuple):
     Attributes:
       means: float32[b, m, n], of rank r, equal on all devices.
       factors: float32[b, r, m], Q, equal on all devices: the start of the next step.
-      lacks: float32[b, m, n], what this device's matrices have that the mean lacks: the means of
+      lacks: float32[b, m, n], the part of this device's matrices that the mean lacks: the means of
         the matrices are `means` plus the mean of `lacks` over devices.
     """
 
@@ -69,16 +69,16 @@ def projected_mean(
     """The mean over a mesh axis, projected to as many columns as the starts have.
 
     Args:
-      matrices: float32[b, m, n], others on every device, where the checks of `jax.shard_map` are
+      matrices: float32[b, m, n], different on every device, where the checks of `jax.shard_map` are
         off; every axis of the mesh must be manual here.
       starts: float32[b, r, m], equal on all devices, with one r for all.
       axis_name: the mesh axis.
-      bases: how the mean of P is taken; its errors change a basis, and nothing is lost by them.
-      factors: how the mean of Q is taken. If it keeps errors, they are in `lacks`; if it does not,
-        the means are not finite wherever `lacks` are not on one of the devices.
-      algorithm: who talks to whom, in both.
+      bases: how the mean of P is computed; its errors change the basis, and lose nothing.
+      factors: how the mean of Q is computed. If it keeps errors, they are in `lacks`. If it does
+        not, the means are not finite wherever `lacks` is not finite on one of the devices.
+      algorithm: who talks to whom, in both means.
 
-    Wire: that of two means in the algorithm: of sum(b r n) values, and of sum(b r m) values.
+    Wire: that of two means by the algorithm, of sum(b r n) and of sum(b r m) values.
     """
     products = [
         jnp.einsum("bmn,brm->brn", x, q, precision=_EXACT)
@@ -107,7 +107,7 @@ def projected_mean(
 def sides(shape: Sequence[int]) -> tuple[int, int]:
     """(m, n): an array of two axes or more as a matrix of m inputs and n outputs.
 
-    The axes are split where there are fewest rows and columns, the last ones of equals.
+    The axes are split where rows and columns together are fewest, at the last such place.
     """
     cuts = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
     return min(reversed(cuts), key=sum)
@@ -116,10 +116,11 @@ def sides(shape: Sequence[int]) -> tuple[int, int]:
 def orthonormal(bases: Sequence[jax.Array]) -> Arrays:
     """Orthonormal columns that span what those of each basis do, float32[b, r, n] each.
 
-    Gram-Schmidt with every projection done twice, which is as orthogonal as a QR decomposition (L.
-    Giraud et al., 2005), and needs no library. A column in the span of earlier ones becomes zero,
-    and a zero column stays zero. One loop serves all bases of about one length, padded with zeros:
-    padded to the longest of all, many short ones beside a long one would take its memory each.
+    Gram-Schmidt with every projection done twice. The result is as orthogonal as that of a QR
+    decomposition (L. Giraud et al., 2005), and needs no library. A column in the span of earlier
+    ones becomes zero, and a zero column stays zero. One loop handles all bases of about one length,
+    padded with zeros. If all were padded to the longest, many short ones beside a long one would
+    each take its memory.
     """
     groups: dict[int, list[int]] = {}
     for i, p in enumerate(bases):
@@ -154,10 +155,11 @@ def _orthonormal_alike(bases: Sequence[jax.Array]) -> Arrays:
 
 
 def with_new_columns(factors: Sequence[jax.Array], key: jax.Array) -> Arrays:
-    """The starts of a step: the last step's Q, with columns of zeros drawn from a normal.
+    """The starts of a step: the last step's Q, with zero columns drawn anew from a normal.
 
-    Columns are zero at first, and where a matrix had fewer than r directions; they would stay so.
-    All are scaled, so that the products keep to float32's range: what they span does not change.
+    Columns are zero at first, and where a matrix had fewer than r directions; they would stay zero.
+    All columns are scaled, which does not change their span, so that products stay in float32's
+    range.
 
     Args:
       factors: float32[b, r, m], equal on all devices.
@@ -175,10 +177,10 @@ def with_new_columns(factors: Sequence[jax.Array], key: jax.Array) -> Arrays:
 
 
 def _scaled(x: jax.Array) -> jax.Array:
-    """Columns whose largest magnitude is from 1 to 4, or zeros where it is no normal number.
+    """Columns whose largest magnitude is from 1 to 4, or zeros where it is not a normal number.
 
-    XLA multiplies with the reciprocal of the divisor, which is infinite on GPUs for a smaller one,
-    and zero on CPU for one above 2^126.
+    XLA multiplies by the reciprocal of the divisor, which is infinite on GPUs for a smaller
+    divisor, and zero on CPU for one above 2^126.
     """
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     divisor = jnp.minimum(largest, jnp.float32(2.0**126))

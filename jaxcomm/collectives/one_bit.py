@@ -14,7 +14,7 @@ BLOCK = sign.BLOCK
 
 
 def chunk_length(n: int, world: int) -> int:
-    """The number of values that a device owns of a vector of n: whole blocks."""
+    """The number of values of a vector of n that a device owns: whole blocks."""
     return -(-n // (BLOCK * world)) * BLOCK
 
 
@@ -29,17 +29,17 @@ def one_bit_mean(
 
     Every device adds its worker error to its vector, cuts the sum into N chunks of blocks and sends
     the signs and scales of chunk j to device j, its owner. The owner averages the N decoded
-    messages, adds its server error, and sends the signs and scales of that to all devices. On both
-    hops the next error is what encoding lost: sent + next error = vector + previous error.
+    messages, adds its server error, and sends the signs and scales of the sum to all devices. On
+    both hops the next error is what encoding lost: sent + next error = vector + previous error.
 
     Padding changes no scale and leaves no error.
 
     Args:
-      x: float32[n], another on every device, in a region that is manual over every axis and where
+      x: float32[n], different on every device, in a region that is manual over every axis and where
         the checks of `jax.shard_map` are off; n is a multiple of BLOCK.
       worker_error: float32[n], this device's.
       server_error: float32[chunk_length(n, N)], of the chunk that this device owns.
-      counts: int[n / BLOCK], the values of each block, behind which x has zeros.
+      counts: int[n / BLOCK], the number of values in each block; after these, x has zeros.
       axis_name: the mesh axis.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The two halves of an all-reduce, for what is split over the axis: reduce-scatter and all-gather.
+"""The two halves of an all-reduce, for arrays split over the axis: reduce-scatter, all-gather.
 
 Device r of N holds row r of a matrix, and the reduced row r is for device r:
 
@@ -18,7 +18,7 @@ from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.reductions import CodedMean, Reduction
 
-# What a policy of `jax.checkpoint` calls the rows that came over the far axis.
+# The name, for policies of `jax.checkpoint`, of the rows that came over the far axis.
 FAR_ROWS = "jaxcomm.far"
 
 
@@ -28,8 +28,8 @@ def reduce_scatter_with_residual(
     """Reduces row r of all devices for device r, and returns what the result lacks.
 
     Args:
-      rows: float32[N, n], others on every device, where the checks of `jax.shard_map` are off and
-        every axis of the mesh is manual.
+      rows: float32[N, n], different on every device, where the checks of `jax.shard_map` are off
+        and every axis of the mesh is manual.
       axis_name: the mesh axis.
       reduction: what the messages mean. Nothing travels back, so its second hop is not used.
       algorithm: who talks to whom.
@@ -74,12 +74,12 @@ def all_gather(
     """The rows of all devices, decoded: the same bits on every device, its own row included.
 
     Args:
-      row: float32[n], another on every device, where the checks of `jax.shard_map` are off.
+      row: float32[n], different on every device, where the checks of `jax.shard_map` are off.
       axis_name: the mesh axis.
       codec: the format on the wire.
       algorithm: if it is hierarchical, rows travel over the far axis first, and the near devices
-        pass on what came, as it is: so each row goes once to every host.
-      key: for codecs that round at random: another on every device.
+        pass them on unchanged, so each row goes to every host once.
+      key: for codecs that round at random: different on every device.
 
     Returns:
       float32[N, n].

@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def apart(f: Callable[P, T]) -> Callable[P, T]:
-    """f, of which XLA fuses nothing with what comes before or after it.
+    """f, compiled so that XLA fuses none of it with what comes before or after.
 
-    On CPU, XLA fuses cheap operations into each of their uses, which computes them as often, and in
-    the order of the use's elements, which may be slow to find. Barriers do not keep it from that:
-    they are gone before it decides. A call that must not be inlined does.
+    On CPU, XLA fuses cheap operations into each of their uses. This computes them once per use, and
+    in the order of the use's elements, which may be slow to access. Barriers do not prevent this:
+    they are removed before XLA decides. A call that must not be inlined does.
     """
     compiled = jax.jit(f)
 

@@ -1,7 +1,7 @@
 """The device that code is traced for, and the kernels that it can run.
 
-That is `jax.default_device` where it is set, else the first local device of the default backend. To
-compile for a device that is not there, set `jax.default_device`.
+This is `jax.default_device` if it is set, otherwise the first local device of the default backend.
+To compile for a device that is not present, set `jax.default_device`.
 """
 
 from importlib.util import find_spec

@@ -1,7 +1,7 @@
-"""The implementation that was the fastest where operations were timed: what None stands for.
+"""The implementation that was fastest where operations were timed: what None stands for.
 
-`fastest.json` has it for compute capabilities, operations and sizes. `python -m benchmarks.tables`
-writes the file, from what `python -m benchmarks.kernels` has measured.
+`fastest.json` lists it by compute capability, operation and size. `python -m benchmarks.tables`
+writes the file from the measurements of `python -m benchmarks.kernels`.
 """
 
 import functools

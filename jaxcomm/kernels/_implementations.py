@@ -1,6 +1,6 @@
 """Which implementations each operation has, and which of them runs.
 
-An option says which implementation runs. It is None, the name of an implementation, "measure", or a
+An option selects the implementation. It is None, the name of an implementation, "measure", or a
 mapping from operations to these:
 
     None                                             the fastest where it was timed, or "xla"
@@ -9,11 +9,11 @@ mapping from operations to these:
     {"integers.encode": "mosaic",
      "select.compact": "triton"}                     one for each; None for those not in it
 
-None is the implementation that was the fastest on GPUs of the device's compute capability, see
-`_fastest`, where one was timed and the device can run it, and "xla" everywhere else.
+None is the implementation that was fastest on GPUs of the device's compute capability (`_fastest`),
+if one was timed and the device can run it, and "xla" otherwise.
 
-A named implementation never falls back to another one. An operation that lacks it, or whose device
-lacks it, raises a NotImplementedError. `check` finds the first case before anything is traced.
+A named implementation never falls back to another one. If the operation or the device lacks it, a
+NotImplementedError is raised. `check` finds the first case before anything is traced.
 """
 
 import functools
@@ -56,7 +56,7 @@ def check(option: Option, operations: Sequence[str], method: str) -> str | Pairs
       TypeError: if the option is neither None, a string nor a mapping of strings.
       ValueError: for an unknown implementation or operation, for an operation that the method does
         not use, and for an implementation that one of its operations does not have. "xla" and
-        "measure" are right for every method.
+        "measure" are valid for every method.
     """
     option = _pairs(option)
     if option is None:
@@ -93,7 +93,7 @@ def call(
 
     Args:
       operation: its name in OPERATIONS.
-      option: see the module.
+      option: see the module docstring.
       run: takes the name of an implementation, then `args`.
       args: arrays and pytrees of arrays.
       elements: the largest number that a kernel would index.
@@ -109,14 +109,14 @@ def call(
     """
     name = choose(operation, option, elements)
     if name not in (PLAIN, MEASURE) and _named(operation, option) is None:
-        # The default device may be a GPU, and the program for a CPU beside it.
+        # The default device may be a GPU while the program is for a CPU beside it.
         ways = {"cuda": functools.partial(run, name), "default": functools.partial(run, PLAIN)}
         try:
             return jax.lax.platform_dependent(*args, **ways)
-        except NotImplementedError:  # arguments that it does not take, such as too many messages
+        except NotImplementedError:  # arguments that it does not support, such as too many messages
             name = PLAIN
     if elements == 0:
-        name = PLAIN  # kernels have no program for nothing
+        name = PLAIN  # kernels have no program for empty arrays
     if name == MEASURE:
         names = [n for n in OPERATIONS[operation] if _is_available(operation, n, elements)]
         name = _measure.fastest(operation, names, run, args, static, sample)
@@ -150,7 +150,7 @@ def choose(operation: str, option: Option, elements: int) -> str:
 
 
 def _named(operation: str, option: Option) -> str | None:
-    """What an option says about an operation."""
+    """The part of an option that is for an operation."""
     option = _pairs(option)
     return option if option is None or isinstance(option, str) else dict(option).get(operation)
 

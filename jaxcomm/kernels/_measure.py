@@ -1,7 +1,7 @@
 """The fastest implementation of an operation, timed once and remembered.
 
-`fastest` is called while a program is traced, where arguments have shapes and no values. So it
-times the implementations on random data:
+`fastest` is called while a program is traced, when arguments have shapes but no values. So it times
+the implementations on random data:
 
  1. A shape class says what a measurement holds for: the operation, the device kind, the version of
     jax, the dtype and shape of every argument, and the operation's static options. The last axis of
@@ -12,12 +12,12 @@ times the implementations on random data:
     from the plain version's in any bit is discarded with a warning; all NaN count as equal. Of the
     others, the one with the smallest median time over several calls is chosen, and logged.
 
-The timing runs in a thread of its own. jax keeps its tracing context per thread, so the new thread
-compiles and runs as if outside of the surrounding jit, shard_map or vmap.
+The timing runs in a separate thread. jax keeps its tracing context per thread, so the new thread
+compiles and runs as if outside the surrounding jit, shard_map or vmap.
 
-With several processes all of them must trace the same program. Process 0 alone reads the file and
-measures, and it broadcasts its choice to the others. All processes trace the same calls in the same
-order, each in one thread, so all of them find a class in memory or none does.
+With several processes, all of them must trace the same program. Only process 0 reads the file and
+measures; it broadcasts its choice to the others. All processes trace the same calls in the same
+order, each in one thread, so either all of them find a class in memory or none does.
 """
 
 import functools
@@ -41,7 +41,7 @@ from jaxcomm import _compat
 from jaxcomm.kernels import _device
 
 REPEATS = 7
-_MARGIN = 0.95  # of the plain version's time; XLA fuses that one with what is around it
+_MARGIN = 0.95  # of the plain version's time, which XLA fuses with its neighbours
 
 _log = logging.getLogger(__name__)
 _chosen: dict[str, str] = {}
@@ -65,8 +65,8 @@ def fastest(
       operation: its name.
       names: the implementations to choose from, the plain one first.
       run: takes the name of an implementation, then arguments.
-      args: pytrees of arrays, of which only shapes and dtypes are looked at.
-      static: the other options of the operation.
+      args: pytrees of arrays, of which only shapes and dtypes are used.
+      static: the operation's other options.
       sample: makes arguments to time with; None is `random_like`.
 
     Returns:
@@ -136,7 +136,7 @@ def _decide(
             with jax.default_device(device):
                 choice = _timed(key, names, run, shapes, sample)
             _write(key, choice)
-        except Exception:  # the other processes wait for a choice
+        except Exception:  # the other processes are waiting for a choice
             choice = names[0]
             _log.warning("%s: cannot be measured; %s runs", key, choice, exc_info=True)
     if jax.process_count() == 1:
@@ -160,7 +160,7 @@ def _timed(
         if not _agrees(key, name, calls[name], args, wanted):
             del calls[name]
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(REPEATS):  # in turn, so that other load meets all of them
+    for _ in range(REPEATS):  # in turn, so that other load affects all of them
         for name, call in calls.items():
             start = time.perf_counter()
             jax.block_until_ready(call(*args))
@@ -213,7 +213,7 @@ def _read() -> dict[str, str]:
 
 
 def _write(key: str, choice: str) -> None:
-    """Adds a choice to the cache file, which other programs may read at the same time."""
+    """Adds a choice to the cache file, which other programs may be reading."""
     path = cache_file()
     text = json.dumps({**_read(), key: choice}, indent=1, sort_keys=True)
     try:

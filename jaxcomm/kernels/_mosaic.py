@@ -20,9 +20,9 @@ from jaxcomm.kernels import _implementations
 THREADS = 128
 VECTOR = 4  # elements that a thread loads at once, where every row begins at a multiple of 4
 WARPS, LANES = 4, 32
-_MOST_PADDED = 2**22  # elements that short messages may take, however few their values are
+_MOST_PADDED = 2**22  # elements that short messages may take, however few values they have
 
-# In newer jax the index may be part of the reference, and there is a function for stores.
+# In newer jax the index may be part of the reference, and stores have their own function.
 _IDX = inspect.signature(plgpu.load).parameters.get("idx")
 _EVERYTHING = {"idx": ...} if _IDX and _IDX.default is inspect.Parameter.empty else {}
 
@@ -64,12 +64,12 @@ def launch(
 
 
 def divided(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
-    """Quotient and rest of an int32; where `jax_enable_x64` is set, Python's ints have 64 bits."""
+    """Quotient and remainder of an int32; with `jax_enable_x64`, Python's ints have 64 bits."""
     return jax.lax.div(x, np.int32(by)), jax.lax.rem(x, np.int32(by))
 
 
 def require_little_padding(operation: str, elements: int, padded: int) -> None:
-    """Raises a NotImplementedError where padding is too much for memory, or for int32 indices.
+    """Raises a NotImplementedError if padding takes too much memory, or exceeds int32 indices.
 
     Args:
       operation: its name, for the message.
@@ -103,9 +103,9 @@ def rows_layout(lanes: int, vector: int) -> tuple[int, Any]:
       vector: the neighbouring elements of a lane.
 
     Returns:
-      The number of rows that all threads together take at once, and the layout of arrays
-      `(rows, columns)`. Columns are a multiple of `lanes * vector`. A reduction along the columns
-      stays within a warp.
+      The number of rows that all threads together process at once, and the layout of arrays `(rows,
+      columns)`. Columns are a multiple of `lanes * vector`. A reduction along the columns stays
+      within a warp.
     """
     high, wide = LANES // lanes, lanes * vector
     rows = WARPS * high
@@ -141,7 +141,7 @@ def store(ref: Any, start: Any, value: jax.Array) -> None:
 class Rows:
     """A part of a flat array in global memory, as rows.
 
-    Pallas' interpreter cannot reshape references. In it, all rows are loaded or stored at once.
+    Pallas' interpreter cannot reshape references, so there all rows are loaded or stored at once.
     """
 
     def __init__(self, ref: Any, start: Any, shape: tuple[int, int], interpret: Any) -> None:

@@ -1,7 +1,7 @@
-"""Networks, how long exchanges take on them, and which method to take.
+"""Networks, how long exchanges take on them, and which method to use.
 
 In reading order: a topology, a cluster with its costs, a workload, and the plan for both. The
-module itself can be called: `jaxcomm.plan(cluster, workload)` is `jaxcomm.plan.plan`.
+module itself is callable: `jaxcomm.plan(cluster, workload)` is `jaxcomm.plan.plan`.
 """
 
 import sys
@@ -57,7 +57,7 @@ __all__ = [
 
 
 class _Planner(types.ModuleType):
-    """A module that plans when it is called, so that its name is the name of what it does."""
+    """A module that plans when it is called, so that the call is `jaxcomm.plan(...)`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Plan:
         return plan(*args, **kwargs)

@@ -1,15 +1,15 @@
-"""What to take on a cluster: every method ranked, the choice first.
+"""What to use on a cluster: every method ranked, the choice first.
 
     python -m jaxcomm.plan CLUSTER.yaml --params=25.6e6 --step-ms=234
         [--quality=exact|16bit|unbiased|any] [--optimizer=sgd|adam] [--set NAME=VALUE ...]
         [--accumulate=N,...] [--costs=FILE.yaml] [--rows=N] [--keep-order] [--json]
 
-CLUSTER.yaml is a file as `jaxcomm.plan.machines` describes, or the name of a topology. `--set`
+CLUSTER.yaml is a file as described in `jaxcomm.plan.machines`, or the name of a topology. `--set`
 changes it: nodes.nics=2, rate=10Gbit, link[s0,s1].bandwidth=1Gbit, device=gpu; the choice without
-`--set` is shown too. `--quality` is 16bit where nothing is said, and then the choice among all
-methods is shown too, where it is another one; `--optimizer` leaves out of them what lost accuracy
-with it. With several numbers, `--accumulate` shows the choice for each, and the table for the
-first. `--costs` names what `python -m jaxcomm.probe` measured.
+`--set` is shown too. The default `--quality` is 16bit; the choice among all methods is then shown
+too, if it differs. `--optimizer` leaves out methods that lost accuracy with that optimizer. With
+several numbers, `--accumulate` shows the choice for each, and the table for the first. `--costs` is
+a file that `python -m jaxcomm.probe` has written.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace) -> None:
     for load in loads[1:]:
         print(f"with --accumulate={load.accumulate}: {planned(changes, load).headline}")
     if changes:
-        with contextlib.suppress(ValueError):  # of a file that is whole with --set alone
+        with contextlib.suppress(ValueError):  # the file may be complete only with --set
             print(f"without --set: {planned({}, loads[0]).headline}")
     print("\n".join(more))
 
@@ -80,20 +80,20 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("cluster", help="a file, or the name of a topology")
     parser.add_argument("--params", type=float, required=True, help="the number of parameters")
     parser.add_argument("--step-ms", type=float, required=True, help="of a step without exchange")
-    parser.add_argument("--quality", choices=QUALITIES, help=f"by default {QUALITY}")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="behind the exchange")
+    parser.add_argument("--quality", choices=QUALITIES, help=f"the default is {QUALITY}")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="that follows the exchange")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument(
         "--accumulate", type=_numbers, default=[1], help="microbatches an exchange, such as 1,2,4,8"
     )
-    parser.add_argument("--costs", help="measured by jaxcomm.probe")
-    parser.add_argument("--rows", type=int, default=12, help="of the table")
-    parser.add_argument("--keep-order", action="store_true", help="of the devices")
+    parser.add_argument("--costs", help="a file written by jaxcomm.probe")
+    parser.add_argument("--rows", type=int, default=12, help="rows of the table")
+    parser.add_argument("--keep-order", action="store_true", help="keep the order of the devices")
     parser.add_argument("--json", action="store_true", help="print all rows, the choice first")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
     if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without an error
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The plan: every method ranked, the choice first, and what to say about it."""
+"""The plan: every method ranked, the choice first, and a summary."""
 
 import dataclasses
 import json
@@ -18,13 +18,13 @@ from jaxcomm.plan.predict import BASELINE, Prediction, choose, predictions
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What to take on a cluster.
+    """What to use on a cluster.
 
     Attributes:
       cluster: the devices, in the planned order.
       load: what they exchange.
-      rows: the choice, and then all other methods, the fastest step first.
-      given_order: the order of the devices before.
+      rows: the choice, then all other methods, the fastest step first.
+      given_order: the original order of the devices.
     """
 
     cluster: Cluster
@@ -34,7 +34,7 @@ class Plan:
 
     @property
     def choice(self) -> Prediction:
-        """The best quality within 2 % of the fastest step."""
+        """The method of the best quality within 2 % of the fastest step."""
         return self.rows[0]
 
     @property
@@ -46,20 +46,20 @@ class Plan:
         """The chosen exchange as an optax transformation.
 
         Args:
-          axis_name: the mesh axis; for a hierarchical choice two, (far, near), as `mesh` makes.
-          **options: of the factory, such as `exempt` or `bucket_order`.
+          axis_name: the mesh axis; for a hierarchical choice two axes, (far, near), as in `mesh`.
+          **options: arguments of the factory, such as `exempt` or `bucket_order`.
         """
         return self.choice.method.transformation(axis_name, **options)
 
     def mesh(self, axis_name: Any = "data", devices: Sequence[Any] | None = None) -> Mesh:
-        """The mesh whose devices are in the planned order.
+        """The mesh with the devices in the planned order.
 
         Args:
-          axis_name: of one axis; or of two, (far, near).
-          devices: in the order of the ranks that the cluster gives them; None is all of jax.
+          axis_name: the name of one axis, or of two, (far, near).
+          devices: the devices in the order of the cluster's ranks; None is all of jax's.
 
         Raises:
-          ValueError: for another number of devices.
+          ValueError: if the number of devices is not the cluster's.
         """
         devices = jax.devices() if devices is None else list(devices)
         if len(devices) != self.cluster.devices:
@@ -95,11 +95,11 @@ class Plan:
 
     @property
     def _gained(self) -> str:
-        """What another family than float32 would save, if one was asked for."""
+        """What a family other than float32 would save, if one was considered."""
         others = [row for row in self.rows if row.method.family != "float32"]
         if not others:
             return ""
-        others = [row for row in others if row.error == 0] or others  # timed ones say more
+        others = [row for row in others if row.error == 0] or others  # prefer timed ones
         if self.load.exempt_values == self.load.values:
             return ", and all leaves are exempt from compression"
         other = min(others, key=_step_of)
@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def limits(self) -> str:
-        """What the choice, and the float32 mean, spend their time on."""
+        """What the choice and the float32 mean spend their time on."""
         best, dense = self.choice, self.float32
         if self.cluster.devices == 1:
             return "what limits you: the step itself; nothing is exchanged."
@@ -121,7 +121,7 @@ class Plan:
 
     @property
     def _rates(self) -> str:
-        """The slowest and the fastest link: a wrong unit shows."""
+        """The slowest and the fastest link, so that a wrong unit shows."""
         rates = self.cluster.topology.rates
         limited = rates[np.isfinite(rates)]
         if not limited.size:
@@ -130,7 +130,7 @@ class Plan:
         return f", links of {' to '.join(ends)} Mbit/s"
 
     def lines(self, rows: int | None = None) -> list[str]:
-        """The plan as a text, with so many rows of the table; None is all of them.
+        """The plan as lines of text, with at most `rows` rows of the table; None is all rows.
 
         Raises:
           ValueError: for a negative number.
@@ -167,7 +167,7 @@ class Plan:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds, with three digits or more."""
+    """Milliseconds, with at least three digits."""
     ms = 1e3 * seconds
     return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
 
@@ -196,26 +196,27 @@ def plan(
 ) -> Plan:
     """Predicts every method on a cluster, and chooses.
 
-    The choice is the method of the best quality whose step takes at most 2 % more than the fastest.
-    What a method does to the accuracy of a model is not predicted: `quality` says what is allowed.
+    The choice is the method of the best quality whose step takes at most 2 % longer than the
+    fastest. A method's effect on accuracy is not predicted: `quality` says what is allowed.
 
     Args:
       cluster: `load_cluster("cluster.yaml")`, or `cluster(topology)`.
       load: `workload(params, step_ms)`.
-      quality: "exact", "16bit", "unbiased" or "any"; each allows what those before it do. None is
-        "16bit", which trains as float32 does; with `chosen` it is "any".
+      quality: "exact", "16bit", "unbiased" or "any"; each also allows the ones before it. None is
+        "16bit", which trains like float32; with `chosen` it is "any".
       chosen: the methods to compare; None is all of that quality.
-      reorder: whether devices may get other ranks, where a ring is faster that way. The order of
+      reorder: whether devices may get other ranks where that makes a ring faster. The order of
         halving-doubling's dimensions is chosen in any case.
-      optimizer: "sgd" or "adam", to leave out methods that lost accuracy with it; None is any.
+      optimizer: "sgd" or "adam", to leave out methods that lost accuracy with it; None leaves out
+        none.
 
     Returns:
-      The plan: the choice, all other methods behind it, and what to do in a sentence.
+      The plan: the choice, then all other methods, and a sentence that says what to do.
 
     Raises:
-      TypeError: for something else than a cluster and a workload, such as the name of a file.
-      ValueError: for an unknown quality or optimizer, or a chosen method that is not of them, or
-        needs two levels.
+      TypeError: for anything but a cluster and a workload, such as the name of a file.
+      ValueError: for an unknown quality or optimizer, or a chosen method that these do not allow or
+        that needs two levels.
 
     Example:
       >>> from jaxcomm import plan
@@ -239,7 +240,7 @@ def plan(
         raise ValueError(f"quality is one of {', '.join(QUALITIES)}, got {quality!r}.")
     allowed = QUALITIES[: QUALITIES.index(quality) + 1]
     if below := [m for m in chosen or () if m.about.quality not in allowed]:
-        raise ValueError(f"{below[0].name} is of less quality than {quality!r}; leave it out.")
+        raise ValueError(f"{below[0].name} is of lower quality than {quality!r}; leave it out.")
     check_optimizer(optimizer)
     if unfit := [m for m in chosen or () if optimizer not in (None, *m.about.optimizers)]:
         raise ValueError(f"{unfit[0].name} lost accuracy with {optimizer!r}; leave it out.")

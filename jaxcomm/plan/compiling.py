@@ -1,15 +1,17 @@
-"""Programs that every process of a job needs, each compiled by one of them.
+"""Programs that every process of a job needs, each compiled by one process.
 
-Where the processes run on CPUs, every one compiles a share of the programs and loads those of the
-others. Four processes that share the cores of a machine then wait for one compilation in place of
-four, and machines of their own compile in parallel.
+On CPUs, every process compiles a share of the programs and loads those of the others. Four
+processes that share the cores of a machine then wait for one compilation instead of four, and
+separate machines compile in parallel.
 
 Every process compiles all programs
  - on GPUs: what runs fastest is measured there while a program is traced, by all processes together
    (`jaxcomm.kernels`);
- - where jax keeps programs in a folder: one that was loaded from there cannot be sent;
+ - where jax keeps programs in a cache folder: one loaded from there cannot be sent;
  - where processors differ.
-And those that exchange in a conditional or a loop, as loading loses the order of such exchanges.
+
+Every process also compiles programs that exchange in a conditional or a loop, because loading loses
+the order of such exchanges.
 """
 
 import os
@@ -35,8 +37,8 @@ def compiled(mesh: Mesh, programs: Sequence[Lower]) -> list[Any]:
     """The programs, compiled. Every process calls it, with the same programs.
 
     Args:
-      mesh: whose devices they run on; its axes do not matter.
-      programs: functions that trace one, not all of which every process calls.
+      mesh: the mesh whose devices they run on; its axes do not matter.
+      programs: functions that each trace one program; a process may not call all of them.
 
     Returns:
       What `Lowered.compile` returns, in the same order.
@@ -63,14 +65,14 @@ def compiled(mesh: Mesh, programs: Sequence[Lower]) -> list[Any]:
 
 
 def keeps_order(program: Any) -> bool:
-    """Whether a compiled program has its collectives in order also where it is loaded on CPUs."""
+    """Whether a compiled program keeps the order of its collectives when it is loaded on CPUs."""
     return all(not c.branch and c.times == 1 for c in wire_report(program).collectives)
 
 
 def _compile(programs: Sequence[Lower]) -> list[Any]:
-    """Traces one after the other, and on CPUs compiles those that are traced meanwhile.
+    """Traces one program after another, and on CPUs compiles the traced ones meanwhile.
 
-    Not on GPUs, where compilers time what they choose from.
+    Not on GPUs, where compilers choose by timing.
     """
     is_cpu = jax.default_backend() == "cpu"
     with ThreadPoolExecutor(None if is_cpu else 1) as threads:
@@ -79,7 +81,7 @@ def _compile(programs: Sequence[Lower]) -> list[Any]:
 
 
 def _can_send() -> bool:
-    """Whether every process can load what others compile: instructions and cores are alike."""
+    """Whether every process can load what others compile: equal instruction sets and cores."""
     info, lines = Path("/proc/cpuinfo"), []
     if info.exists():
         lines = [line for line in info.read_text().splitlines() if line.startswith("flags")]
@@ -92,7 +94,7 @@ def _can_send() -> bool:
 
 
 def _of_all(packed: bytes) -> list[bytes]:
-    """What each process gives, in all of them."""
+    """What each process gives, on all processes."""
     sizes = multihost_utils.process_allgather(np.array([len(packed)], np.int32)).ravel()
     own = np.frombuffer(packed.ljust(int(sizes.max()), b"\0"), np.uint8)
     rows = multihost_utils.process_allgather(own).reshape(len(sizes), -1)

@@ -4,8 +4,8 @@ An exchange of n values by one method takes
 
     call + local seconds of n values + the sum over its steps of what the network needs for them
 
-where a message takes `latency`, and then as long as the slowest of its links at `efficiency` of
-their rate, or `per_byte` of the device that sends it.
+where a message takes `latency` plus its time on the slowest of its links, at `efficiency` of the
+link's rate, or `per_byte` of the device that sends it, if that is longer.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxcomm._numbers import is_real
 from jaxcomm.plan.files import File, pyyaml
 
 VERSION = 3
-MERGING = "/ring"  # behind the name of a family
+MERGING = "/ring"  # the end of a name in `Costs.local`
 SIZES = (2**18, 2**21)  # values at which codes are timed; the second fills a bucket
 _NOT_MEASURED = "not measured here"
 
@@ -28,23 +28,23 @@ class Costs:
 
     Attributes:
       source: where the numbers come from.
-      latency: of a message, in seconds.
-      per_byte: the least time that a device needs for a byte that it sends, in seconds a byte.
+      latency: the latency of a message, in seconds.
+      per_byte: the least time that a device needs to send a byte, in seconds a byte.
       efficiency: the share of a link's rate that messages reach, in (0, 1].
       half_duplex: whether both directions between two devices share the rate of one.
-      swap: seconds for a byte that two CPU processes send to each other at once, in addition to its
-        transmission: a swap is an all-reduce of the pair, which copies, adds and subtracts.
+      swap: additional seconds for a byte that two CPU processes send to each other at once: a swap
+        is an all-reduce of the pair, which copies, adds and subtracts.
       stripes: whether XLA's own collectives are spread over all cables between two nodes, as NCCL
-        does, and its all-reduce goes by a tree where that takes less latency. Any other message
-        goes over one cable.
-      overlap: whether the backward pass goes on while messages travel.
-      call: of an exchange, whatever it sends, in seconds.
-      local: of each family of methods, in seconds a value: encoding, merging, decoding and what
-        error feedback or selecting takes with all devices of a machine busy, their waiting for each
-        other included. Two numbers: of a value among 2^18 and among 2^21, where the
-        operations' own cost is spread over more of them. A name that ends in "/ring" is for
-        algorithms that decode and encode on the way; without it they are taken to need as much as
-        the others.
+        does, and its all-reduce uses a tree where that has less latency. Any other message goes
+        over one cable.
+      overlap: whether the backward pass continues while messages travel.
+      call: the fixed cost of an exchange, whatever it sends, in seconds.
+      local: for each family of methods, seconds a value for encoding, merging, decoding, and error
+        feedback or selecting, with all devices of a machine busy, including the time that they wait
+        for each other. Two numbers: for a value among 2^18 and among 2^21, where the fixed cost of
+        operations is spread over more values. A name that ends in "/ring" is for algorithms that
+        decode and encode on the way; without such an entry they are assumed to cost as much as the
+        others.
     """
 
     source: str
@@ -70,20 +70,20 @@ class Costs:
 
     @property
     def are_measured(self) -> bool:
-        """Whether they are of CPUs on which they were measured: then errors are known."""
+        """Whether they were measured, and on CPUs; only then are errors of predictions known."""
         return self.is_between_cpus and _NOT_MEASURED not in self.source
 
     @property
     def is_between_cpus(self) -> bool:
-        """Whether messages behave as those of CPU processes, which are joined by gloo."""
+        """Whether messages behave as between CPU processes, which are connected by gloo."""
         return self.half_duplex or self.swap > 0
 
     def local_seconds(self, family: str, values: float, is_merged: bool = False) -> float:
-        """What so many values take. A family without costs takes as much as the slowest one.
+        """Seconds for this many values. A family without costs counts as the slowest one.
 
         Args:
-          family: a name.
-          values: how many.
+          family: its name.
+          values: the number of values.
           is_merged: whether partial sums are decoded and encoded on the way.
         """
         small, full = SIZES
@@ -98,7 +98,7 @@ class Costs:
         return (1 - share) * among_few * small + share * among_many * full
 
     def save(self, path: str | Path) -> None:
-        """Writes them as YAML, which `read` reads."""
+        """Writes the costs as YAML, for `read`."""
         local = {family: list(pair) for family, pair in self.local.items()}
         values = {"version": VERSION, **dataclasses.asdict(self), "local": local}
         Path(path).write_text(pyyaml().safe_dump(values, sort_keys=False))
@@ -108,13 +108,13 @@ def read(path: str | Path) -> Costs:
     """Reads costs that `Costs.save` wrote.
 
     Args:
-      path: of the file, such as "costs.yaml", which `python -m jaxcomm.probe` writes.
+      path: the path of a file, such as "costs.yaml", which `python -m jaxcomm.probe` writes.
 
     Returns:
       The costs.
 
     Raises:
-      ValueError: for what cannot be, in one line with the file and the number of its line.
+      ValueError: for an invalid file, in one line with its name and the line number.
     """
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}; python -m jaxcomm.probe writes one.")
@@ -159,7 +159,7 @@ def _check_type(file: File, key: str, value: Any) -> None:
 
 
 def _numbers_in(value: Any) -> Any:
-    """The value, with numbers for texts such as 1e-4, which YAML 1.1 takes for no number."""
+    """The value, with texts such as 1e-4, which YAML 1.1 does not read as numbers, converted."""
     if isinstance(value, dict):
         return {key: _numbers_in(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -171,7 +171,7 @@ def _numbers_in(value: Any) -> Any:
 
 
 def defaults(device: str) -> Costs:
-    """Costs that nobody measured on this machine.
+    """Default costs, which were not measured on this machine.
 
     Args:
       device: "cpu" or "gpu".
@@ -193,10 +193,10 @@ def _picoseconds(**of: float) -> dict[str, tuple[float, float]]:
 
 # CPU, on two cores of a current x86 server: codes by `python -m jaxcomm.probe --simulate=2`,
 # medians of three runs; messages as between the four processes of `benchmarks.planner`. GPU: codes
-# as an H100 took them in steps on a mesh of one (`python -m benchmarks.gpu_steps`), fp8 as int8,
+# as in steps of one H100 on a mesh of one (`python -m benchmarks.gpu_steps`), with fp8 as int8,
 # int2 as int4, and all sparse means but Ok-Topk as TopkA; these two in ResNet-50, the others in the
-# transformer. Messages are counted, not measured: tens of microseconds for one over TCP, and
-# 400 GB/s within a machine, or less if the file says so.
+# transformer. Messages are estimated, not measured: tens of microseconds for one over TCP, and 400
+# GB/s within a machine, or less if the file says so.
 DEFAULTS = {
     "cpu": Costs(
         source=f"defaults for a CPU, {_NOT_MEASURED}",

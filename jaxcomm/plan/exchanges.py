@@ -15,18 +15,18 @@ from jaxcomm.transforms.sparse_mean import SparseMeanState
 
 
 class Repeated:
-    """Runs an exchange repeatedly, each time with the state of the time before.
+    """Runs an exchange repeatedly, each time with the state that the last run returned.
 
     Attributes:
-      program: compiled, from gradients and a state to the next state and updates; it gets the
-        state to keep.
-      gradients: of the next exchange, on all devices.
-      state: for the next exchange.
+      program: the compiled program, from gradients and a state to the next state and updates; the
+        state is donated to it.
+      gradients: those of the next exchange, on all devices.
+      state: that of the next exchange.
     """
 
     def __init__(self, program: Any, gradients: Any, state: Any):
         self.program, self.gradients, self.state = program, gradients, state
-        # Of a sparse mean with feedback: what it compresses, each gradient plus its residual.
+        # For a sparse mean with feedback: what it compresses, each gradient plus its residual.
         self._sums: list[jax.Array] | None = None
         if isinstance(state, SparseMeanState) and state.residual.values:
             self._sums = [jax.tree.leaves(gradients)[i] for i in self._compressed()]
@@ -35,12 +35,12 @@ class Repeated:
         return split_off_exempt(self.state.layout)[0]
 
     def prepare(self) -> None:
-        """Makes the gradients of the next exchange, which is no part of it.
+        """Makes the gradients of the next exchange; this is not part of the exchange.
 
-        Gradients stay the same, but those of sparse means with error feedback. With constant
-        gradients the residuals would grow by as much in every step, and every threshold would be
-        off, where in training few are. So the sums of gradients and residuals are kept as in the
-        first step.
+        Gradients stay the same, except for sparse means with error feedback. With constant
+        gradients their residuals would grow by the same amount in every step, and every threshold
+        would be off, whereas in training few are. So the sums of gradients and residuals are kept
+        as in the first step.
         """
         if self._sums is None:
             return
@@ -63,14 +63,14 @@ def _lacking(sums: list[jax.Array], parts: list[jax.Array]) -> list[jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """An exchange.
+    """An exchange to be timed.
 
     Attributes:
-      mesh: of the devices.
-      axes: of the mesh, over which gradients are exchanged.
+      mesh: the mesh of the devices.
+      axes: the mesh axes over which gradients are exchanged.
       tx: the transformation.
-      shapes: of the gradients.
-      first_only: whether little more than nothing is sent; see `_sending.first_only`.
+      shapes: the shapes of the gradients.
+      first_only: whether next to nothing is sent; see `_sending.first_only`.
     """
 
     mesh: Mesh
@@ -93,7 +93,7 @@ class Exchange:
 
     def state(self) -> Any:
         """The initial state."""
-        # `jaxcomm.replicate` would compare processes, and not all of them come here in one order.
+        # `jaxcomm.replicate` would compare processes, which do not all get here in the same order.
         whole, make = NamedSharding(self.mesh, PartitionSpec()), jax.make_array_from_callback
         with jax.set_mesh(self.mesh):
             zeros = [np.zeros(shape, np.float32) for shape in self.shapes]
@@ -103,7 +103,7 @@ class Exchange:
         """Its program, traced."""
         grads, state = self.gradients(), self.state()
 
-        # XLA gives what is donated to the first result of its size: the state has to be that.
+        # XLA reuses a donated buffer for the first result of its size, which must be the state.
         def exchange(grads: Any, state: Any) -> tuple[Any, Any]:
             updates, state = self.tx.update(grads, state)
             return state, updates
@@ -115,10 +115,10 @@ class Exchange:
         return _sending.first_only() if self.first_only else contextlib.nullcontext()
 
     def run_by(self, program: Any, gradients: list[jax.Array] | None = None) -> Repeated:
-        """What exchanges once, each time it is called.
+        """A callable that exchanges once each time it is called.
 
         Args:
-          program: what was lowered, compiled.
+          program: the compiled result of `lower`.
           gradients: None makes some.
         """
         return Repeated(program, gradients or self.gradients(), self.state())

@@ -1,4 +1,4 @@
-"""Networks of a regular form, by name: how many hosts and switches, and which links join them."""
+"""Regular networks by name: how many hosts and switches, and which links join them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ _MOST_HOSTS = 4096
 
 
 def rate_of(text: Any, whole: Any = None) -> float | None:
-    """Mbit/s of a number, or of a text: 50Mbit, 1Gbit, 1Gbps, unlimited, or 50% of `whole`."""
+    """Mbit/s from a number or a text: 50Mbit, 1Gbit, 1Gbps, unlimited, or 50% of `whole`."""
     if text is None or text == "unlimited":
         return None
     if whole is not None and str(text).endswith("%"):
@@ -31,16 +31,17 @@ def star(name: str, hosts: int, rate: Any, links_per_host: int = 1) -> Topology:
     """All hosts on one switch.
 
     Args:
-      name: for messages.
-      hosts: their number.
-      rate: of each link, in each direction: a number of Mbit/s, "50Mbit", "1Gbit" or "unlimited".
-      links_per_host: network cards of a host.
+      name: the name in messages.
+      hosts: the number of hosts.
+      rate: the rate of each link in each direction: a number of Mbit/s, "50Mbit", "1Gbit" or
+        "unlimited".
+      links_per_host: the number of network cards of a host.
 
     Returns:
       The topology.
 
     Raises:
-      ValueError: for another rate, or fewer than one host.
+      ValueError: for an invalid rate, or fewer than one host.
     """
     names = _hosts(hosts)
     return Topology(name, names, ("s0",), tuple(_uplinks(names, ["s0"], rate, links_per_host)))
@@ -57,19 +58,19 @@ def chain(
     """A switch for each host, in a row.
 
     Args:
-      name: as of `star`.
+      name: as for `star`.
       hosts: likewise.
       rate: likewise.
-      rates: those between switches, in turn: rates, or shares of `rate` such as "50%". None is
-        `rate` for all of them.
-      closed: whether the last switch is joined to the first.
-      links_per_host: as of `star`.
+      rates: the rates between switches, in order, or shares of `rate` such as "50%". None is `rate`
+        for all of them.
+      closed: whether the last switch is linked to the first.
+      links_per_host: as for `star`.
 
     Returns:
       The topology.
 
     Raises:
-      ValueError: as of `star`.
+      ValueError: as for `star`.
     """
     names, switches = _hosts(hosts), _switches(hosts)
     links = _uplinks(names, switches, rate, links_per_host)
@@ -85,7 +86,7 @@ def ring(name: str, hosts: int, rate: Any, links_per_host: int = 1) -> Topology:
     """A switch for each host, in a circle: `chain`, closed.
 
     Args:
-      name: as of `star`.
+      name: as for `star`.
       hosts: likewise.
       rate: likewise.
       links_per_host: likewise.
@@ -94,7 +95,7 @@ def ring(name: str, hosts: int, rate: Any, links_per_host: int = 1) -> Topology:
       The topology.
 
     Raises:
-      ValueError: as of `star`.
+      ValueError: as for `star`.
     """
     return chain(name, hosts, rate, None, True, links_per_host)
 
@@ -110,12 +111,12 @@ def clusters(
     """Stars of equally many hosts, whose switches stand in a row.
 
     Args:
-      name: as of `star`.
-      hosts: of all stars together.
-      rate: as of `star`.
+      name: as for `star`.
+      hosts: the number of hosts in all stars together.
+      rate: as for `star`.
       groups: the number of stars.
       middle: the rate between switches; None is `rate`.
-      links_per_host: as of `star`.
+      links_per_host: as for `star`.
 
     Returns:
       The topology.
@@ -141,22 +142,22 @@ def fat_tree(
     links_per_host: int = 1,
     routing: str = "d_mod_k",
 ) -> Topology:
-    """Two levels of switches: each lower one has as many links up as its hosts have to it.
+    """Two levels of switches: each lower switch has as many links up as hosts.
 
     Args:
-      name: as of `star`.
+      name: as for `star`.
       hosts: likewise.
-      rate: of every link.
-      hosts_per_switch: of each lower switch.
-      links_per_host: as of `star`.
-      routing: which of several equal ways a message takes: "d_mod_k", by the number of its target,
-        or "hashed".
+      rate: the rate of every link.
+      hosts_per_switch: the number of hosts on each lower switch.
+      links_per_host: as for `star`.
+      routing: which of several shortest paths a message takes: "d_mod_k", by the number of its
+        target, or "hashed".
 
     Returns:
       The topology.
 
     Raises:
-      ValueError: as of `star`.
+      ValueError: as for `star`.
     """
     names = _hosts(hosts)
     leaves = _switches(-(-hosts // _count("hosts_per_switch", hosts_per_switch)))
@@ -186,24 +187,24 @@ def dln(
     Switch s is joined to s + 1, s + 2, s + 4, ..., s + 2^(q-1).
 
     Args:
-      name: as of `star`.
+      name: as for `star`.
       hosts: likewise.
       rate: likewise.
-      hosts_per_switch: equally many on each.
-      cables: of each shortcut.
+      hosts_per_switch: the number of hosts on each switch.
+      cables: the number of cables of each shortcut.
       shortcut: the rate of a cable between switches; None is `rate`.
-      links_per_host: as of `star`.
+      links_per_host: as for `star`.
 
     Returns:
       The topology.
 
     Raises:
-      ValueError: if the number of switches is no power of two.
+      ValueError: if the number of switches is not a power of two.
 
     References:
       M. Koibuchi, H. Matsutani, H. Amano, D. F. Hsu and H. Casanova, "A case for random shortcut
       topologies for HPC interconnects", ISCA 2012 (their DLN-x has the x - 2 longest shortcuts
-      beside the ring).
+      besides the ring).
     """
     switches = -(-hosts // _count("hosts_per_switch", hosts_per_switch))
     return _loops(name, hosts, rate, (switches,), cables, shortcut, links_per_host)
@@ -224,20 +225,20 @@ def dln_2d(
     Switch (i, j) of a `grid` of m x n has the number i + m j: the first dimension is the near one.
 
     Args:
-      name: as of `star`.
+      name: as for `star`.
       hosts: likewise.
       rate: likewise.
-      hosts_per_switch: equally many on each; without effect where there is a grid.
+      hosts_per_switch: the number of hosts on each switch; ignored where there is a grid.
       grid: m and n, two powers of two; None makes n m or 2 m.
-      cables: as of `dln`.
+      cables: as for `dln`.
       shortcut: likewise.
-      links_per_host: as of `star`.
+      links_per_host: as for `star`.
 
     Returns:
       The topology.
 
     Raises:
-      ValueError: if a number of switches is no power of two.
+      ValueError: if a number of switches is not a power of two.
     """
     if grid is None:
         switches = -(-hosts // _count("hosts_per_switch", hosts_per_switch))
@@ -249,14 +250,14 @@ def dln_2d(
 
 
 def explicit(name: str, hosts: int, links: list[Any], switches: Any = (), rate: Any = None) -> Any:
-    """Links that a file lists.
+    """A network of explicitly listed links.
 
     Args:
-      name: as of `star`.
-      hosts: h0, h1, ...: so many.
+      name: as for `star`.
+      hosts: the number of hosts, which are named h0, h1, ...
       links: each [end, end] or [end, end, rate].
-      switches: their names.
-      rate: of links that name none.
+      switches: the names of the switches.
+      rate: the rate of links that give none.
 
     Returns:
       The topology.

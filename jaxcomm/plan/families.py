@@ -1,4 +1,4 @@
-"""What the planner chooses from: each method with its messages, and how to make it.
+"""What the planner chooses from: each method, its messages, and how to make it.
 
 A method is a family (a codec, votes, a sparse all-reduce, a low rank) and an algorithm.
 """
@@ -18,7 +18,7 @@ from jaxcomm.plan.messages import Coded, Lists, PerBlock, Reduction, Votes
 
 # Each contains those before it.
 QUALITIES = ("exact", "16bit", "unbiased", "any")
-QUALITY = "16bit"  # Where nothing is said: no measurement tells these from float32.
+QUALITY = "16bit"  # The default: no measurement tells these from float32.
 OPTIMIZERS = ("sgd", "adam")
 DENSITY = 0.01
 _MIB = 2**20
@@ -36,11 +36,11 @@ class Family:
       quality: "exact": the float32 mean, up to the order of additions; "16bit": a mean whose
         messages are rounded to 16 bits; "unbiased": rounding at random, right on average; "any":
         all others.
-      needs: what it needs in order to train as float32 does.
-      options: of `config.sync` in the training program, without the algorithm.
-      bucket_mib: float32 gradients that travel together.
-      algorithms: names of algorithms that can carry it out.
-      optimizers: of OPTIMIZERS, those that it was seen to train well with, given its needs.
+      needs: what it needs in order to train like float32.
+      options: fields of `config.sync` in the training program, without the algorithm.
+      bucket_mib: the size of the float32 gradients that travel together, in MiB.
+      algorithms: the names of the algorithms that can carry it out.
+      optimizers: those of OPTIMIZERS with which it trained well, given its needs.
     """
 
     quality: str
@@ -60,7 +60,7 @@ _SENT_AS = {  # as `algorithms.Default` calls it
     "cnat": "cnat",
 }
 BOTH_LEVELS = (*SCHEDULED, "hierarchical")
-MERGED = BOTH_LEVELS[1:]  # partial sums travel on
+MERGED = BOTH_LEVELS[1:]  # partial sums are encoded again on the way
 
 
 def _mean(codec: str, quality: str, needs: str = "") -> Family:
@@ -109,12 +109,12 @@ FAMILIES: dict[str, Family] = {  # among equals, the first ones are preferred
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A family by an algorithm.
+    """A family carried out by an algorithm.
 
     Attributes:
-      family: such as "bfloat16" or "vote"; `jaxcomm.plan.methods()` has all.
+      family: such as "bfloat16" or "vote"; `jaxcomm.plan.methods()` lists all.
       algorithm: a name in `jaxcomm.algorithms`, "hierarchical", or "own" for sparse ones.
-      dimensions: the arguments of `jaxcomm.algorithms.halving_doubling`, where it is the algorithm.
+      dimensions: the arguments of `jaxcomm.algorithms.halving_doubling`, if that is the algorithm.
 
     Raises:
       ValueError: for an unknown family, or an algorithm that cannot carry it out.
@@ -135,7 +135,7 @@ class Method:
 
     @property
     def name(self) -> str:
-        """Such as bfloat16/ring; sparse ones are one name."""
+        """Such as bfloat16/ring; a sparse method has a single name."""
         if self.algorithm == "own":
             return self.family
         return "/".join([self.family, self.algorithm, *(str(v) for _, v in self.dimensions[:1])])
@@ -169,11 +169,11 @@ class Method:
         return chosen if self.family == "vote" else chosen.for_means
 
     def transformation(self, axis_name: Any, **options: Any) -> Any:
-        """The exchange alone; what it needs in front of it is the caller's.
+        """The exchange alone; what it needs before it is up to the caller.
 
         Args:
           axis_name: the mesh axis, or (far, near) for hierarchical.
-          **options: of the factory, such as `exempt`.
+          **options: arguments of the factory, such as `exempt`.
         """
         chosen = {**self.config, **options}
         chosen.pop("local_optimizer", None)
@@ -184,7 +184,7 @@ class Method:
 
 
 def hierarchical() -> Algorithm:
-    """The two-level exchange that is planned with."""
+    """The two-level algorithm that the planner uses."""
     return algorithms.hierarchical(near=algorithms.ring(), far=algorithms.ring())
 
 
@@ -200,7 +200,8 @@ def methods(
       quality: "exact", "16bit", "unbiased" or "any".
       two_levels: whether the network has two levels.
       dimensions: the arguments of halving-doubling.
-      optimizer: "sgd" or "adam", to leave out what lost accuracy with it; None is any.
+      optimizer: "sgd" or "adam", to leave out methods that lost accuracy with it; None leaves out
+        none.
 
     Returns:
       The methods, for the `chosen` of `jaxcomm.plan.plan`.
@@ -222,7 +223,7 @@ def methods(
 
 
 def check_optimizer(optimizer: str | None) -> None:
-    """Raises for what is neither None nor one of OPTIMIZERS."""
+    """Raises for anything but None and OPTIMIZERS."""
     if optimizer not in (None, *OPTIMIZERS):
         raise ValueError(f"optimizer is {' or '.join(map(repr, OPTIMIZERS))}, got {optimizer!r}.")
 
@@ -234,8 +235,8 @@ class Sent:
     Attributes:
       algorithm: who talks to whom.
       reduction: how many bytes messages have.
-      values: of the vector.
-      times: how often in a step.
+      values: the length of the vector.
+      times: how often it runs in a step.
     """
 
     algorithm: Algorithm
@@ -247,8 +248,8 @@ class Sent:
 def buckets_of(method: Method, load: Workload, between_cpus: bool) -> tuple[int, ...]:
     """The values of each bucket, in the order of the gradients: whole leaves, as many as fit.
 
-    A larger leaf travels by itself, such as a stack of layers. Between CPUs XLA joins all of its
-    own all-reduce.
+    A larger leaf, such as a stack of layers, travels by itself. Between CPUs XLA joins all of its
+    own all-reduces into one.
     """
     is_joined = (method.family, method.algorithm) == ("float32", "native")
     leaves = load.shapes if is_joined else load.large
@@ -271,10 +272,10 @@ def values_of_bucket(method: Method, load: Workload, between_cpus: bool) -> int:
 
 
 def sent(method: Method, load: Workload, world: int, between_cpus: bool) -> Iterator[Sent]:
-    """The all-reduces of a method in a step; equal ones are one, with `times`.
+    """The all-reduces of a method in a step; equal ones are listed once, with `times`.
 
-    The last one is of all exempt leaves, in float32. They are among those of XLA's own float32
-    mean. All buckets are taken to have the mean of their sizes.
+    The last one is that of all exempt leaves, in float32; with XLA's own float32 mean they travel
+    with the others. All buckets are assumed to have the mean size.
     """
     buckets = len(buckets_of(method, load, between_cpus))
     if method.family.startswith("powersgd"):
@@ -296,14 +297,14 @@ def _reduction(family: str) -> Reduction:
 
 
 def _of_sparse(name: str, n: int, world: int) -> tuple[Algorithm, Reduction]:
-    """What the docstring of each sparse all-reduce says of its messages."""
+    """The messages of each sparse all-reduce, as its docstring describes them."""
     chosen = dataclasses.replace(sparse.from_name(name), density=DENSITY)
     width = -(-n // world)
     small, whole = Entries(chosen.values, width), Entries(chosen.values, n)
     if name in ("topk_allgather", "gaussiank"):
         return algorithms.ring(), PerBlock(world, 0, whole.bytes_of(chosen.room(n)))
     if name == "gtopk":
-        # Every round sends whole lists, to the same devices as halving-doubling does.
+        # Every round sends whole lists, to the same devices as in halving-doubling.
         k = chosen.k(n)
         return algorithms.halving_doubling(), Lists(whole.bytes_of(k), 4 * -(-k // 32))
     there = small.bytes_of(chosen.room(n, world))

@@ -1,6 +1,6 @@
 """Topologies as small YAML files.
 
-A file names a fabric and its settings, each of which may be overridden:
+A file names a fabric and its settings, each of which can be overridden:
 
     fabric: star            # star, chain, ring, clusters, fat_tree, dln, dln_2d, or explicit
     hosts: 4
@@ -8,7 +8,7 @@ A file names a fabric and its settings, each of which may be overridden:
     links_per_host: 1
 
 The settings are the arguments of the functions in `fabrics`. `explicit` has `switches` and `links`,
-a list of `[end, end, rate]`, in which hosts are h0, h1, ... A file may say `version: 1`.
+a list of `[end, end, rate]`, in which hosts are h0, h1, ... A file may contain `version: 1`.
 """
 
 import inspect
@@ -35,13 +35,13 @@ def load(name: str, **overrides: Any) -> Topology:
 
     Args:
       name: the name of a file in `TOPOLOGIES`, or a path.
-      **overrides: settings instead of the file's; None does not override.
+      **overrides: settings that replace the file's; None keeps the file's.
 
     Returns:
       The topology.
 
     Raises:
-      ValueError: for what cannot be, in one line with the file and the number of its line.
+      ValueError: for an unknown name or invalid settings, in one line with the file and line.
       ImportError: without PyYAML.
     """
     file = File(find(name))
@@ -49,7 +49,7 @@ def load(name: str, **overrides: Any) -> Topology:
 
 
 def find(name: str) -> Path:
-    """The path of a topology, of which `name` is the name or the path.
+    """The path of the topology with this name or path.
 
     Raises:
       ValueError: if there is none.
@@ -71,7 +71,7 @@ def topology_of(
     """The topology of a file's settings, some of which may be overridden.
 
     Raises:
-      ValueError: for what cannot be, in one line with the file and the number of its line.
+      ValueError: for invalid settings, in one line with the file and the line number.
     """
     settings = {**settings, **overrides}
     version = settings.pop("version", VERSION)
@@ -127,7 +127,7 @@ def _check_rate(
 
 
 def pyyaml() -> Any:
-    """PyYAML, which only files need; an ImportError says how to get it."""
+    """PyYAML, which only files need; an ImportError says how to install it."""
     try:
         import yaml
     except ImportError as error:
@@ -136,16 +136,16 @@ def pyyaml() -> Any:
 
 
 def value_of(text: str) -> Any:
-    """A value as a file would have it.
+    """A value, parsed as in a file.
 
     Raises:
-      ValueError: for what is no YAML.
+      ValueError: for invalid YAML.
     """
     yaml = pyyaml()
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"this is no YAML: {_problem(error)}.") from None
+        raise ValueError(f"this is not YAML: {_problem(error)}.") from None
 
 
 def _problem(error: Exception) -> str:
@@ -157,11 +157,11 @@ def _problem(error: Exception) -> str:
 
 
 def _key_twice(node: Any) -> Any:
-    """The first key that stands twice in one mapping, at any depth; None if there is none."""
+    """The first key that appears twice in one mapping, at any depth; None if there is none."""
     waiting, known = [node], set()
     while waiting:
         node = waiting.pop()
-        if node.id == "scalar" or id(node) in known:  # an alias may lead back to where it stands
+        if node.id == "scalar" or id(node) in known:  # an alias may refer to an ancestor
             continue
         known.add(id(node))
         if node.id == "sequence":
@@ -178,14 +178,14 @@ def _key_twice(node: Any) -> Any:
 
 
 class File:
-    """A YAML mapping, and in which line each of its keys and items stands.
+    """A YAML mapping, and the line of each of its keys and items.
 
     Args:
-      path: of the file.
-      example: of a line, for a message.
+      path: the path of the file.
+      example: an example of a line, for messages.
 
     Raises:
-      ValueError: for what is no mapping, in one line with the file and the number of its line.
+      ValueError: for anything but a mapping, in one line with the file and the line number.
       ImportError: without PyYAML.
     """
 
@@ -200,19 +200,19 @@ class File:
             text = read.decode()
         except UnicodeDecodeError as error:
             line = 1 + read.count(b"\n", 0, error.start)
-            raise ValueError(f"{path}, line {line}: this is no text in UTF-8.") from None
+            raise ValueError(f"{path}, line {line}: this is not UTF-8 text.") from None
         try:
             node, values = yaml.compose(text, yaml.SafeLoader), yaml.safe_load(text)
         except (yaml.YAMLError, ValueError) as error:
             mark = getattr(error, "problem_mark", None)
             line = mark.line if mark else text.count("\n", 0, getattr(error, "position", 0))
-            wrong = f"this is no YAML: {_problem(error)}."
+            wrong = f"this is not YAML: {_problem(error)}."
             raise ValueError(f"{path}, line {line + 1}: {wrong}") from None
         if not isinstance(node, yaml.MappingNode) or not isinstance(values, dict):
             raise ValueError(f"{path} has no settings; write `key: value` lines, as {example}.")
         if twice := _key_twice(node):
             line = twice.start_mark.line + 1
-            raise ValueError(f"{path}, line {line}: the key {twice.value!r} stands twice.")
+            raise ValueError(f"{path}, line {line}: the key {twice.value!r} appears twice.")
         for key, value in node.value:
             self._lines[str(key.value)] = key.start_mark.line + 1
             if isinstance(value, yaml.SequenceNode):
@@ -226,7 +226,7 @@ class File:
         overrides: Mapping[str, Any] | None = None,
         item: int | None = None,
     ) -> ValueError:
-        """What is wrong, and where: in the file, or in what was given instead."""
+        """What is wrong and where: in the file, or in the override."""
         if key in (overrides or {}):
             return ValueError(f"{key}={(overrides or {})[key]}: {message}")
         items = self._items.get(key, [])

@@ -1,8 +1,8 @@
 """Max-min fair rates: how streams share links, as TCP roughly does.
 
-No stream's rate can rise without that of a slower one falling. Progressive filling finds these
-rates: all streams speed up alike until a link is full; its streams stay as they are, and the
-others go on.
+No stream's rate can rise without lowering that of a slower one. Progressive filling finds these
+rates: all streams speed up alike until a link is full; its streams keep their rates, and the others
+continue.
 
 Streams and links are given as their incidence, two arrays of equal length as `Topology.routes`
 returns them: entry i says that stream `streams[i]` passes link `links[i]`.
@@ -21,10 +21,10 @@ def fair_rates(streams: np.ndarray, links: np.ndarray, capacities: np.ndarray) -
 
     Args:
       streams: numbers of streams, 0, 1, ..., each at least once.
-      links: the links that they pass, as many.
+      links: the link that each passes, in an array of the same length.
       capacities: of all links; infinite for those without a limit.
     """
-    from scipy import sparse  # here, as importing it takes long
+    from scipy import sparse  # here because importing it takes long
 
     number = int(streams.max(initial=-1)) + 1
     passes = sparse.csr_matrix(

@@ -12,7 +12,7 @@ from jaxcomm._numbers import is_integer, is_real
 from jaxcomm._paths import path_name
 from jaxcomm.transforms._layout import Exempt, check_patterns, is_exempt
 
-_SIDE = 1024  # of the square matrices that a number of parameters is taken for
+_SIDE = 1024  # of the square matrices that stand for a number of parameters
 _MOST = 1e12  # parameters
 _FORWARD = 1 / 3  # of a step
 
@@ -22,10 +22,11 @@ class Workload:
     """The gradients of a model, and its step.
 
     Attributes:
-      shapes: of the leaves, in the order of the parameters.
-      step_seconds: of forward, backward and the optimizer, for one microbatch.
+      shapes: the shapes of the leaves, in the order of the parameters.
+      step_seconds: seconds of the forward pass, the backward pass and the optimizer, for one
+        microbatch.
       accumulate: microbatches between two exchanges.
-      exempt: of each leaf, whether it travels in float32 by every method; () if none does.
+      exempt: for each leaf, whether it travels in float32 by every method; () if none does.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -40,7 +41,7 @@ class Workload:
             raise ValueError(f"accumulate is 1, 2, ..., got {self.accumulate!r}.")
         if len(self.exempt) not in (0, len(self.shapes)):
             raise ValueError(
-                f"exempt has {len(self.exempt)} entries, of {len(self.shapes)} leaves; write () if "
+                f"exempt has {len(self.exempt)} entries for {len(self.shapes)} leaves; write () if "
                 "no leaf is exempt."
             )
         if not self.values:
@@ -64,21 +65,21 @@ class Workload:
 
     @property
     def compute_seconds(self) -> float:
-        """Of all microbatches between two exchanges."""
+        """Seconds of all microbatches between two exchanges."""
         return self.accumulate * self.step_seconds
 
     def ready(self, share: float) -> float:
-        """When this share of the gradients is there: evenly over the last backward pass."""
+        """When this share of the gradients is ready: evenly over the last backward pass."""
         backward = (1 - _FORWARD) * self.step_seconds
         return self.compute_seconds - backward * (1 - share)
 
 
 def workload(params: Any, step_ms: float, accumulate: int = 1, exempt: Exempt = ()) -> Workload:
-    """A workload.
+    """What is exchanged in a step, and how long the step takes without it.
 
     Args:
-      params: a pytree of arrays or of shapes (`jax.eval_shape`); or their number, which is then
-        taken for square matrices, none of them exempt.
+      params: a pytree of arrays or of shapes (`jax.eval_shape`); or the number of parameters, which
+        then counts as square matrices, none of them exempt.
       step_ms: milliseconds of a step without any exchange.
       accumulate: microbatches between two exchanges.
       exempt: which leaves travel in float32 by every method, as in `jaxcomm.mean`.
@@ -87,7 +88,7 @@ def workload(params: Any, step_ms: float, accumulate: int = 1, exempt: Exempt = 
       The workload, for `jaxcomm.plan.plan`.
 
     Raises:
-      TypeError: for a time that is no number.
+      TypeError: for a time that is not a number.
       ValueError: for no parameters, times that are not positive, or patterns that fit no leaf.
     """
     if not is_real(step_ms):

@@ -1,17 +1,17 @@
 """A cluster: machines, the network between them, the order of their devices, and costs.
 
-A cluster is a topology file with a few keys more:
+A cluster is a topology file with a few more keys:
 
     fabric: clusters        # as in `files`
     hosts: 4                # machines
     rate: 1Gbit             # of a network card
-    nodes:                  # what a machine is
+    nodes:                  # what a machine has
       devices: 8
-      nics: 2               # links_per_host by another name
+      nics: 2               # another name for links_per_host
       bandwidth: 300Gbit    # of each device within its machine
     order: [0, 2, 1, 3]     # machines in the order of their ranks
-    device: gpu             # whose default costs are taken: cpu or gpu
-    costs: costs.yaml       # measured ones, beside this file
+    device: gpu             # which default costs to use: cpu or gpu
+    costs: costs.yaml       # measured costs, in the folder of this file
 
 `--set` and `overrides` change any of them by its name, such as nodes.nics=2, and single links by
 their ends, such as link[s0,s1].bandwidth=1Gbit.
@@ -46,10 +46,10 @@ class Cluster:
     """Devices on a network.
 
     Attributes:
-      topology: its hosts are the devices.
+      topology: the network; its hosts are the devices.
       order: the numbers of the devices in the order of their ranks.
       near: how many devices in a row share a machine or a switch; 1 if there are no two levels.
-      costs: of messages and codes.
+      costs: the costs of messages and codes.
       per_machine: how many devices a machine has.
     """
 
@@ -68,7 +68,7 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """Their number."""
+        """The number of devices."""
         return len(self.order)
 
     @property
@@ -79,7 +79,7 @@ class Cluster:
 
     @functools.cached_property
     def network(self) -> Simulation:
-        """What exchanges take on its links, by its costs."""
+        """A simulation of exchanges on its links, by its costs."""
         return self._network_on(self.topology, self.costs.latency)
 
     @functools.cached_property
@@ -95,7 +95,8 @@ class Cluster:
 
         Args:
           algorithm: who talks to whom.
-          is_collective: whether XLA's own collectives carry it out, though it is none of theirs.
+          is_collective: whether XLA's own collectives carry it out, although it is not one of
+            XLA's.
         """
         if self.costs.stripes and isinstance(algorithm, Native):
             return self._native
@@ -105,9 +106,9 @@ class Cluster:
 
     @property
     def native_latency(self) -> float:
-        """The latency of a step of XLA's own all-reduce, if that were a ring.
+        """The latency per step of XLA's own all-reduce, counted as a ring.
 
-        NCCL goes up and down a tree of machines where the latency of a ring would be longer.
+        NCCL goes up and down a tree of machines where a ring would have a longer latency.
         """
         n, latency = self.devices, self.costs.latency
         if not self.costs.stripes or n == 1:
@@ -125,8 +126,8 @@ def cluster(topology: Topology, costs: Costs | None = None) -> Cluster:
     """The cluster of a topology, whose hosts are devices in the order of their ranks.
 
     Args:
-      topology: of `jaxcomm.plan.fabrics`, or of `jaxcomm.plan.load`.
-      costs: of messages and codes; None is `defaults("cpu")`.
+      topology: one from `jaxcomm.plan.fabrics` or `jaxcomm.plan.load`.
+      costs: the costs of messages and codes; None is `defaults("cpu")`.
 
     Returns:
       The cluster, for `jaxcomm.plan.plan`.
@@ -142,15 +143,15 @@ def load_cluster(
 
     Args:
       name: the name of a topology, or the path of a file.
-      overrides: what is to be different, by name, as `--set` takes it.
-      costs: instead of the file's.
+      overrides: settings to change, by name, as `--set` takes them.
+      costs: costs that replace the file's.
 
     Returns:
       The cluster, for `jaxcomm.plan.plan`.
 
     Raises:
-      TypeError: for costs that were not read.
-      ValueError: for what cannot be, in one line with the file and the number of its line.
+      TypeError: for costs that were not read with `read_costs`.
+      ValueError: for an unknown name or invalid settings, in one line with the file and line.
     """
     if costs is not None and not isinstance(costs, Costs):
         raise TypeError(f"costs are those of plan.read_costs({costs!r}), or None, got {costs!r}.")
@@ -192,7 +193,7 @@ def load_cluster(
 
 
 def _node_error(file: File, key: str, message: str, given: Mapping[str, Any]) -> ValueError:
-    """What is wrong with a machine: in the file, or as it was given instead."""
+    """What is wrong with a machine, in the file or in the override."""
     name = f"nodes.{key}"
     return file.error(name if name in given else "nodes", message, given)
 
@@ -236,7 +237,7 @@ def _of_machines(
     if each == 1 and inside is not None:
         wrong = (
             "bandwidth is that of several devices within a machine; with one device, write the "
-            "least of both as the rate of its links."
+            "lower of both as the rate of its links."
         )
         raise _node_error(file, "bandwidth", wrong, given)
     if each == 1:
@@ -250,14 +251,14 @@ def _of_machines(
 
 
 def _is_order(order: Any, number: int) -> bool:
-    """Whether a list has the numbers of all hosts."""
+    """Whether a list has the number of each host once."""
     if not isinstance(order, list) or any(type(host) is not int for host in order):
         return False
     return sorted(order) == list(range(number))
 
 
 def _sorted_out(overrides: Mapping[str, Any]) -> tuple[dict[tuple[str, str], Any], dict[str, Any]]:
-    """Rates of links, and all else."""
+    """Overrides of rates of links, and all others."""
     links, others = {}, {}
     for key, value in overrides.items():
         try:
@@ -277,7 +278,7 @@ def _sorted_out(overrides: Mapping[str, Any]) -> tuple[dict[tuple[str, str], Any
 
 
 def _changed(topology: Topology, ends: tuple[str, str], rate: Any) -> Topology:
-    """The topology with another rate of the links between two nodes."""
+    """The topology with another rate for the links between two nodes."""
     names = [next((n for n in (end, f"s{end}") if n in topology.number), end) for end in ends]
     same = [set(link.ends) == set(names) for link in topology.links]
     if not any(same):
@@ -311,7 +312,7 @@ def _near(topology: Topology) -> int:
 
 
 def path_of(text: str) -> tuple[str, str]:
-    """A setting and its value, of an argument of `--set`."""
+    """The setting and the value in an argument of `--set`."""
     key, is_there, value = text.rpartition("=")
     if not is_there or not key or not value:
         raise ValueError(f"--set {text}: write name=value, such as nodes.nics=2.")

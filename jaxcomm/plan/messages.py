@@ -1,4 +1,4 @@
-"""How many bytes a message has: what a reduction sends of a partial, and of a result."""
+"""How many bytes a message has: what a reduction sends for a partial and for a result."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ _WORD = 32  # coordinates in a word of a bit plane
 
 
 class Codec(Protocol):
-    """What is asked of a codec."""
+    """What the planner needs of a codec."""
 
     def message_bytes(self, n: int) -> int:
         """The bytes of a message of n values."""
@@ -35,10 +35,10 @@ class Shares:
     """Messages of any content, each as large as its share of `vector_bytes`.
 
     Attributes:
-      vector_bytes: of a whole vector.
+      vector_bytes: the bytes of a whole vector.
 
     Raises:
-      ValueError: for fewer than none.
+      ValueError: for a negative number of bytes.
     """
 
     vector_bytes: float
@@ -58,8 +58,8 @@ class Coded:
     """A mean: partials in one format, results in another or the same.
 
     Attributes:
-      codec: that of partials, such as `jaxcomm.codecs.bfloat16()`.
-      second_hop: that of results; None is the same.
+      codec: the codec of partials, such as `jaxcomm.codecs.bfloat16()`.
+      second_hop: the codec of results; None is the same.
     """
 
     codec: Codec
@@ -76,15 +76,15 @@ class Votes:
     """A majority of signs in bit planes: a partial of k devices has ceil(log2(k + 1)) of them.
 
     Attributes:
-      partials: counts of each value: 1, or 2 where zeros abstain.
-      results: bits of each result: 1, or 2 where a result may be zero.
+      partials: the counts for each value: 1, or 2 where zeros abstain.
+      results: the bits of each result: 1, or 2 where a result may be zero.
     """
 
     partials: int = 1
     results: int = 1
 
     def bytes_of(self, step: Step, n: int) -> int:
-        """See `Reduction`; the step has counts, or is of results."""
+        """See `Reduction`; the step must have counts or carry results."""
         if step.is_result:
             planes = self.results * step.blocks
         else:
@@ -99,8 +99,8 @@ class PerBlock:
 
     Attributes:
       world: N.
-      there: bytes for each N-th of a vector on its way to its owner.
-      back: on its way to everyone.
+      there: the bytes of each N-th of a vector on its way to its owner.
+      back: the bytes of each N-th on its way to everyone.
     """
 
     world: int
@@ -115,13 +115,14 @@ class PerBlock:
 
 @dataclasses.dataclass(frozen=True)
 class Lists:
-    """Every message of the reduce-scatter is a whole list, and then all devices have the result.
+    """Every message of the reduce-scatter is a whole list; all devices then have the result.
 
-    Only a device that handed over its whole vector, because N is not a power of two, is sent one.
+    Only a device that handed over its whole vector, because N is not a power of two, is sent the
+    result.
 
     Attributes:
-      list_bytes: of each list.
-      answer_bytes: of what goes with a result: which of the device's entries are in it.
+      list_bytes: the bytes of each list.
+      answer_bytes: the bytes that go with a result and say which of the device's entries are in it.
     """
 
     list_bytes: float

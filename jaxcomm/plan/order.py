@@ -1,7 +1,7 @@
-"""In which order devices should have their ranks, and halving-doubling its dimensions.
+"""The best order for the ranks of devices and for the dimensions of halving-doubling.
 
 Neighbours of a ring, and the near partners of halving-doubling, are neighbours in rank. Where ranks
-were dealt without a look at the network, a ring crosses the same link again and again.
+were assigned without regard to the network, a ring crosses the same link again and again.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from jaxcomm.plan.families import Dimensions
 from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.topology import Topology
 
-_GAIN = 0.99  # an order is changed for one that takes at most so much of its time
+_GAIN = 0.99  # a new order must take at most this share of the time
 _BYTES = 64e6
 
 
@@ -22,7 +22,7 @@ def best_order(topology: Topology, model: Model, order: tuple[int, ...]) -> tupl
     """The given order, or one in which a ring is faster.
 
     Two orders are tried: by a depth-first walk from a host farthest from the others, which keeps
-    what is behind a switch together, and in the order of the hosts' names.
+    the hosts of a switch together, and in the order of the hosts' names.
     """
     tried = [order, tuple(range(len(order))), _walked(topology)]
     seconds = [Simulation(topology, model, o).seconds(ring(), _BYTES) for o in tried]
@@ -31,10 +31,11 @@ def best_order(topology: Topology, model: Model, order: tuple[int, ...]) -> tupl
 
 
 def best_dimensions(topology: Topology, model: Model, order: tuple[int, ...]) -> Dimensions:
-    """The arguments of `jaxcomm.algorithms.halving_doubling` that are fastest; none for its own.
+    """The fastest arguments of `jaxcomm.algorithms.halving_doubling`; none for its defaults.
 
-    The nearest or the farthest devices first; and where equally many devices of neighbouring ranks
-    are on each switch, the shifted and the spread orders, for a ring and for every grid of these.
+    Candidates are the nearest and the farthest devices first and, where equally many devices of
+    neighbouring ranks are on each switch, the shifted and spread orders for a ring and for every
+    grid of the switches.
 
     Args:
       topology: the network.
@@ -74,7 +75,7 @@ def _grids(switches: int) -> Iterator[Dimensions]:
 
 def _walked(topology: Topology) -> tuple[int, ...]:
     """The hosts as a depth-first walk finds them, from one that is farthest from the others."""
-    from scipy.sparse import csgraph  # here, as importing it takes long
+    from scipy.sparse import csgraph  # here because importing it takes long
 
     hosts = len(topology.hosts)
     joined = topology.joined
@@ -92,6 +93,6 @@ def _walked(topology: Topology) -> tuple[int, ...]:
         if node < hosts:
             found.append(node)
         beside = [n for n in joined.indices[joined.indptr[node] : joined.indptr[node + 1]]]
-        # What is nearest to the start comes first, and so is on top of the stack.
+        # The nodes nearest to the start come first, and so must be on top of the stack.
         stack += sorted((n for n in beside if not seen[n]), key=lambda n: (-away[n], -n))
     return tuple(found)

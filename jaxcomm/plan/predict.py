@@ -1,4 +1,4 @@
-"""What each method costs on a cluster: the exchange, what of it cannot hide, and the step."""
+"""What each method costs on a cluster: the exchange, its exposed part, and the step."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ from jaxcomm.plan.simulate import Exchange
 
 _MARGIN = 0.02  # how much slower a step may be for better quality
 # The relative error that four of five predictions stayed within, by algorithm: `python -m
-# benchmarks.planner --report`. Of fewer values than FEW it is up to MORE times as much.
+# benchmarks.planner --report`. For fewer than FEW values it is up to MORE times as large.
 FEW, MORE = 1e6, 1.7
 ERRORS = {
     "native": 0.05,
@@ -42,7 +42,7 @@ BASELINE = Method("float32", "native")
 
 
 def kind_of(method: Method) -> str:
-    """Its place in ERRORS: its algorithm, or "own" for what is more than one plain mean."""
+    """The key in ERRORS: the algorithm, or "own" for a method that is more than one plain mean."""
     is_plain = FAMILIES[method.family].options["method"] in ("mean", "majority_vote")
     return method.algorithm if is_plain else "own"
 
@@ -57,21 +57,21 @@ class Prediction:
     """What a method costs. Times are in seconds.
 
     Attributes:
-      method: which.
-      exchange: from the gradients to the updates.
+      method: the method.
+      exchange: the whole exchange, from the gradients to the updates.
       link: what the busiest link needs for its bytes.
       device: what the busiest device needs to send its bytes, however fast its links are.
       local: encoding, merging, decoding, feedback and selecting.
-      latency: of all messages that wait for each other.
-      exposed: what of the exchange does not hide behind the backward pass.
-      step: of a whole step, accumulated microbatches included.
+      latency: the latencies of all messages that wait for each other.
+      exposed: the part of the exchange that the backward pass does not hide.
+      step: a whole step, accumulated microbatches included.
       efficiency: the share of the step that computes.
-      speedup: over the same step with XLA's own float32 mean.
-      bytes_busiest_link: what the busiest link carries.
+      speedup: the speed-up over the same step with XLA's own float32 mean.
+      bytes_busiest_link: the bytes that the busiest link carries.
       busiest_link: the nodes that it leads from and to; None where no link is limited.
-      error: of the exchange, a share; it takes between (1 - error) and (1 + error) times as long.
-        0 for an exchange that was timed (`jaxcomm.plan.timed`), None on GPUs, where none was
-        compared.
+      error: the relative error of `exchange`; the exchange takes between (1 - error) and
+        (1 + error) times as long. 0 for an exchange that was timed (`jaxcomm.plan.timed`); None on
+        GPUs, where predictions were not compared with measurements.
     """
 
     method: Method
@@ -103,8 +103,8 @@ class Prediction:
     def as_json(self) -> dict[str, Any]:
         """Numbers in milliseconds and bytes, with names as in the table.
 
-        `config` has the fields of `config.sync`; None for two levels, which the training program
-        does not have.
+        `config` has the fields of `config.sync`; it is None for two levels, which the training
+        program does not support.
         """
         ms = {name: 1e3 * getattr(self, name) for name in ("exchange", "exposed", "step")}
         parts = {f"{name}_ms": 1e3 * getattr(self, name) for name in _PARTS_OF}
@@ -136,7 +136,7 @@ def predictions(
     Args:
       cluster: the devices.
       load: what they exchange.
-      quality: the least that is allowed; "exact", "16bit", "unbiased" or "any".
+      quality: the lowest quality that is allowed: "exact", "16bit", "unbiased" or "any".
       chosen: the methods to predict; None is all of that quality.
 
     Raises:
@@ -176,7 +176,7 @@ def _exchanges(
         method, part = items[0]
         reductions = [item.reduction for _, item in items]
         world = _world(cluster, method, part)
-        # Sparse exchanges are all-to-alls and all-gathers, but gTopk, which goes by pairs.
+        # Sparse exchanges are all-to-alls and all-gathers, except gTopk, which goes by pairs.
         gathers = method.algorithm == "own" and not isinstance(part.reduction, Lists)
         network = cluster.network_of(part.algorithm, gathers)
         found = network.exchanges(part.algorithm, reductions, part.values, world)
@@ -186,8 +186,8 @@ def _exchanges(
 
 
 def _world(cluster: Cluster, method: Method, part: Sent) -> int | tuple[int, int]:
-    """The devices of an all-reduce; both levels of one that goes over two axes."""
-    if not isinstance(part.algorithm, Hierarchical):  # as that of the exempt leaves never is
+    """The number of devices of an all-reduce, or both levels of one over two axes."""
+    if not isinstance(part.algorithm, Hierarchical):  # that of the exempt leaves never is
         return cluster.devices
     if cluster.levels is None:
         raise ValueError(
@@ -203,18 +203,18 @@ def _is_left_out(cluster: Cluster, method: Method) -> bool:
 
 
 def _call(cluster: Cluster, method: Method) -> float:
-    """Of an exchange, whatever it sends."""
+    """The fixed seconds of an exchange, whatever it sends."""
     return 0.0 if _is_left_out(cluster, method) else cluster.costs.call
 
 
 def _seconds(cluster: Cluster, load: Workload, method: Method, made: Made) -> float:
-    """Of a whole exchange, from the gradients to the updates."""
+    """Seconds of a whole exchange, from the gradients to the updates."""
     on_the_way = sum(part.times * exchange.seconds for part, exchange in made)
     return _call(cluster, method) + _local(cluster, load, method) + on_the_way
 
 
 def _local(cluster: Cluster, load: Workload, method: Method) -> float:
-    """Of the values that the method compresses, and of those that are exempt."""
+    """Seconds for the values that the method compresses, and for those that are exempt."""
     if _is_left_out(cluster, method):
         return 0.0
     exempt = 0 if method.family == "float32" else load.exempt_values
@@ -224,7 +224,7 @@ def _local(cluster: Cluster, load: Workload, method: Method) -> float:
 
 
 def _latency(cluster: Cluster, part: Sent) -> float:
-    """Of a step of an all-reduce."""
+    """The latency of a step of an all-reduce."""
     is_native = isinstance(part.algorithm, Native)
     return cluster.native_latency if is_native else cluster.costs.latency
 
@@ -232,10 +232,10 @@ def _latency(cluster: Cluster, part: Sent) -> float:
 def _step(
     cluster: Cluster, load: Workload, seconds: float, local: float, method: Method
 ) -> tuple[float, float]:
-    """The seconds of an exchange that hide behind nothing, and those of the whole step.
+    """The seconds of an exchange that nothing hides, and those of the whole step.
 
-    Messages of a bucket hide behind what is computed when its last gradient is there. What devices
-    do for it themselves hides behind nothing.
+    The messages of a bucket are hidden by what is computed after its last gradient is ready. The
+    devices' own work for the bucket is not hidden.
     """
     if not cluster.costs.overlap:
         return seconds, load.compute_seconds + seconds
@@ -281,9 +281,9 @@ def with_exchange(
     Args:
       cluster: the devices.
       load: what they exchange.
-      row: as it was predicted.
-      seconds: of the exchange.
-      error: of these seconds, 0 if they were timed, None if it is not known.
+      row: the prediction.
+      seconds: the new time of the exchange.
+      error: the relative error of these seconds: 0 if they were timed, None if unknown.
     """
     scale = seconds / row.exchange if row.exchange else 1.0
     exposed, step = _step(cluster, load, seconds, scale * row.local, row.method)
@@ -307,11 +307,11 @@ def choose(
 ) -> list[Prediction]:
     """The predictions with the choice first: the best quality within 2 % of the fastest step.
 
-    Of that quality it is the first of FAMILIES, and of this the default algorithm, if it is so
-    near, or the fastest.
+    Among methods of that quality the first in FAMILIES wins; within the family, the default
+    algorithm if it is as near, or else the fastest.
 
     Args:
-      found: predictions.
+      found: the predictions.
       load: what is exchanged.
       devices: how many there are.
       between_cpus: whether they are CPUs of several processes.

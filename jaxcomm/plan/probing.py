@@ -1,4 +1,4 @@
-"""What messages and codes cost in this very job, measured in under a minute."""
+"""What messages and codes cost in the running job, measured in under a minute."""
 
 import dataclasses
 import functools
@@ -28,17 +28,17 @@ from jaxcomm.plan.predict import BASELINE
 from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.steps import Pairs
 
-ROWS, MATRICES = 1024, 2  # what codes are timed on: matrices of so many rows
+ROWS, MATRICES = 1024, 2  # codes are timed on matrices of this many rows, and this many of them
 SMALL, LARGE = 1, (2**13, 2**15, 2**17, 2**19)  # float32 values of a message
-ENOUGH = 25e-3  # seconds; a message that takes so long need not be larger
+ENOUGH = 25e-3  # seconds; a message that takes this long need not be larger
 CHAINED = 4  # messages in a row, in one program
-REPEATS, OFTEN = 7, 35  # what is small varies most
-ROUNDS = 3  # of repeats, of codes
+REPEATS, OFTEN = 7, 35  # short times vary most
+ROUNDS = 3  # of repeats, for codes
 WARM = 4  # first runs of an exchange, not counted: the heap grows, and its pages are new
 _UNLIKELY = (0.2, 1.5)  # shares of a declared rate that messages hardly reach
-_TWICE = 1.5  # if both directions take this much longer than one, they share a rate
+_TWICE = 1.5  # if both directions take this many times as long as one, they share a rate
 
-# Which methods are timed, and for whom they stand.
+# Which methods are timed, and which families they stand for.
 TIMED: dict[str, tuple[str, ...]] = {
     "float32": (),
     "bfloat16": ("float16",),
@@ -52,7 +52,7 @@ TIMED: dict[str, tuple[str, ...]] = {
     "powersgd1": (),
     "powersgd4": ("powersgd2",),
 }
-# Those that are often sent on their way through other devices, each of which encodes anew.
+# Families that often travel through other devices, each of which encodes anew.
 ALSO_BY_RING = ("float32", "bfloat16", "int8", "cnat")
 
 
@@ -63,27 +63,28 @@ def probe(
 ) -> Costs:
     """Measures what messages and codes cost, on all devices of a mesh at once.
 
-    Every process calls it. Messages are timed between neighbours in rank, all at once, both ways
-    and one way. Codes are timed in exchanges of two matrices of 1024 x 128 and of 1024 x 1024, of
-    whose messages only the first number is sent; in all processes at once, so that those that share
-    cores slow each other down, and wait for each other, as they will in training. Where an
-    operation has several implementations, they are timed too, and `implementation="measure"` then
-    uses that choice.
+    Every process calls it. Messages are timed between neighbours in rank, all at once, in both
+    directions and in one. Codes are timed in exchanges of two matrices of 1024 x 128 and of 1024 x
+    1024 that send only the first number of each message. All processes run these at once, so that
+    processes that share cores slow each other down and wait for each other, as in training. Where
+    an operation has several implementations, they are timed too, and `implementation="measure"`
+    then uses the fastest.
 
     Args:
-      mesh: of one axis; None is all devices.
-      cluster: what the network is declared to be. Then `efficiency` is what messages reach of it.
-        Without it, `efficiency` is the default's, and `per_byte` is what a neighbour's link takes.
-      families: which methods' codes are timed; None is all.
+      mesh: a mesh of one axis; None is all devices.
+      cluster: the declared network; `efficiency` is then the share of its rates that messages
+        reach. Without it, `efficiency` is the default, and `per_byte` is measured on the link to a
+        neighbour.
+      families: the families whose codes are timed; None is all.
 
     Returns:
-      The costs; `source` says the machine. `Costs.save` writes them.
+      The costs; `source` names the machine. `Costs.save` writes them to a file.
 
     Raises:
-      ValueError: for a mesh of several axes, one device, or another number than the cluster has.
+      ValueError: for a mesh of several axes, of one device, or of another size than the cluster.
 
     Wire: what it times: messages of one value and of up to 2 MiB, swaps, all-reduces of one value,
-    and of each message of an exchange the first number.
+    and the first number of each message of an exchange.
     """
     mesh = mesh_.data_mesh() if mesh is None else mesh
     if len(mesh.axis_names) != 1 or mesh.size == 1:
@@ -111,7 +112,7 @@ def _measured(mesh: Mesh, cluster: Cluster | None, families: tuple[str, ...]) ->
     shift = [(r, (r + 1) % n) for r in range(n)]
     one_way = [(r, r + 1) for r in range(0, n - 1, 2)]
     both_ways = one_way + [(b, a) for a, b in one_way]
-    # What a message takes varies from second to second, so it is asked at several moments.
+    # The time of a message varies from second to second, so it is measured at several moments.
     small = functools.partial(_message, mesh, shift if n > 2 else one_way, SMALL, OFTEN)
     latencies = [small()]
     values = _large(mesh, shift, latencies[0])
@@ -153,7 +154,7 @@ def _measured(mesh: Mesh, cluster: Cluster | None, families: tuple[str, ...]) ->
 
 
 def _algorithms_of(family: str) -> dict[str, str]:
-    """By which algorithms a family's exchange is timed, by what stands behind its name in Costs."""
+    """The algorithms by which a family's exchange is timed, by the suffix of its name in Costs."""
     usual = FAMILIES[family].algorithms[0]
     return {"": usual, MERGING: "ring"} if family in ALSO_BY_RING else {"": usual}
 
@@ -165,9 +166,9 @@ def _declared(cluster: Cluster, pairs: Pairs) -> float:
 
 
 def _efficiency(declared: float, measured: float) -> float:
-    """What messages reach of the declared rates, from the seconds of a byte.
+    """The share of the declared rates that messages reach, from the seconds of a byte.
 
-    A UserWarning says if the rates are hardly those of this network.
+    Warns if the rates are unlikely to be those of this network.
     """
     reached = declared / max(measured, 1e-15)
     if not _UNLIKELY[0] <= reached <= _UNLIKELY[1]:
@@ -190,7 +191,7 @@ def _large(mesh: Mesh, pairs: list[tuple[int, int]], latency: float) -> int:
 def _message(
     mesh: Mesh, pairs: list[tuple[int, int]], values: int, repeats: int = REPEATS
 ) -> float:
-    """Seconds of a message of so many float32 values, all pairs at once."""
+    """Seconds of a message of this many float32 values, all pairs at once."""
     axis = mesh.axis_names[0]
 
     def several(x: jax.Array) -> jax.Array:
@@ -203,7 +204,7 @@ def _message(
 
 
 def _swap(mesh: Mesh, pairs: list[tuple[int, int]], latency: float) -> float:
-    """Seconds for a byte of a swap by all pairs at once, beyond what it is on its way."""
+    """Seconds for a byte of a swap by all pairs at once, beyond its transmission."""
 
     def several(x: jax.Array) -> jax.Array:
         for _ in range(CHAINED):
@@ -237,7 +238,7 @@ def _slowest(
 
 
 def _locals(mesh: Mesh, families: Sequence[str], messages: Model) -> dict[str, tuple[float, float]]:
-    """Seconds of a value, among few and among many: see Costs.local."""
+    """Seconds of a value, among few and among many; see Costs.local."""
     named = [
         (family, suffix, Method(family, algorithm))
         for family in families
@@ -255,12 +256,12 @@ def _locals(mesh: Mesh, families: Sequence[str], messages: Model) -> dict[str, t
 def _seconds(
     mesh: Mesh, asked: Sequence[tuple[Method, int]], messages: Model
 ) -> dict[tuple[Method, int], float]:
-    """Seconds of a value among so many, on every process at once.
+    """Seconds of a value among this many, on every process at once.
 
-    The programs are those of exchanges over the whole mesh, which send the first number of each
-    message. XLA's own all-reduce cannot be kept from sending. A float32 mean leaves it out where a
-    device is alone; a low rank has short messages. What messages take is taken off, and what
-    processes wait for each other stays.
+    The programs are exchanges over the whole mesh that send only the first number of each message.
+    XLA's own all-reduce cannot be kept from sending. A float32 mean therefore runs on a single
+    device, where XLA leaves it out; a low rank has short messages. The time of messages is
+    subtracted; the time that processes wait for each other is not.
     """
     made = {key: _exchange(mesh, *key) for key in asked}
     shared = [key for key, each in made.items() if each.mesh == mesh]
@@ -289,7 +290,7 @@ def _seconds(
 
 def _exchange(mesh: Mesh, method: Method, values: int) -> Exchange:
     """What is timed for a method."""
-    # Votes have no kernels, so they have no such option.
+    # Votes have no kernels, so they lack this option.
     options = {} if method.family == "vote" else {"implementation": "measure"}
     tx = method.transformation(mesh.axis_names[0], **options)
     room = _alone(mesh) if method == BASELINE else mesh
@@ -298,12 +299,12 @@ def _exchange(mesh: Mesh, method: Method, values: int) -> Exchange:
 
 
 def _load(values: int) -> Workload:
-    """So many values as matrices."""
+    """A workload of this many values, as matrices."""
     return Workload(((ROWS, values // (MATRICES * ROWS)),) * MATRICES, step_seconds=1.0)
 
 
 def _sending_seconds(method: Method, values: int, devices: int, messages: Model) -> float:
-    """Of an exchange as it is timed, what its messages take."""
+    """Seconds that the messages of a timed exchange take."""
     if method == BASELINE:
         return 0.0
     parts = sent(method, _load(values), devices, _device.is_between_cpu_processes())
@@ -336,7 +337,7 @@ def _times(
     warm: int = 1,
     prepare: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Of each repeat, after a few that do not count; what prepares a run does not count either."""
+    """Seconds of each repeat, after a few warm-up runs; preparing a run is not timed."""
     for _ in range(warm):
         prepare()
         jax.block_until_ready(run())

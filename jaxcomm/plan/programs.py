@@ -1,4 +1,4 @@
-"""What the messages of a compiled program cost, whatever it is."""
+"""What the messages of any compiled program cost."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from jaxcomm.plan.costs import Costs
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.wire import Collective, WireReport
 
-# Messages that wait for each other, in a group of g devices: as between CPU processes, where XLA's
-# own collectives are rings.
+# The number of messages that wait for each other in a group of g devices, as between CPU processes,
+# where XLA's own collectives are rings.
 ROUNDS: dict[str, Callable[[int], int]] = {
     "all-reduce": lambda g: 2 * (g - 1),
     "all-gather": lambda g: g - 1,
@@ -25,20 +25,21 @@ ROUNDS: dict[str, Callable[[int], int]] = {
 def seconds_of(report: WireReport, costs: Costs | Cluster) -> float:
     """How long the collectives of a program take, one after the other, on a network of equal links.
 
-    Each takes the latency of its rounds, and `per_byte` for what its busiest device sends; twice
-    that where two devices send to each other and `half_duplex` says that they take turns. Nothing
-    is encoded here: that is in the program's own operations.
+    Each collective takes the latency of its rounds, plus `per_byte` for what its busiest device
+    sends; twice the latter where two devices send to each other and `half_duplex` says that they
+    take turns. Encoding is not counted: it is part of the program's other operations.
 
     Args:
-      report: what the program sends, by `jaxcomm.wire_report`; of conditionals, all branches count.
-      costs: of messages, as `probe()` measures them; or a cluster, whose slowest link is then that
-        of all devices. Costs that were probed with a cluster say nothing of its links.
+      report: what the program sends, from `jaxcomm.wire_report`; all branches of conditionals
+        count.
+      costs: the costs of messages, as `probe()` measures them; or a cluster, whose slowest link
+        then counts for all devices. Costs that were probed with a cluster do not include its links.
 
     Returns:
       The time, in seconds.
 
     Raises:
-      ValueError: for a loop whose number of trips is not in the program.
+      ValueError: for a loop whose trip count is not in the program.
     """
     if isinstance(costs, Cluster):
         link = 8e-6 / (float(costs.topology.rates.min(initial=np.inf)) * costs.costs.efficiency)

@@ -1,13 +1,14 @@
 """How long an exchange takes on a network, step by step.
 
 A step begins when the one before has ended everywhere. Its messages have one size and begin at
-once, and streams share links max-min fairly. Rates need not be followed over time: the share of a
-stream on its busiest link only grows as others end, so it needs at most
+once, and streams share links max-min fairly. Rates need not be followed over time: a stream's share
+of its busiest link only grows as others end, so the stream needs at most
 
     latency + bytes * max over its links of (streams on the link / rate of the link)
 
-and exactly that where the link is the busiest of all. The slowest message makes the step. A step's
-cost is therefore linear in the bytes between a few corners, and is worked out once for all sizes.
+and exactly that where the link is the busiest of all. The slowest message determines the step. A
+step's cost is therefore piecewise linear in the bytes, with a few corners, and is worked out once
+for all sizes.
 """
 
 import dataclasses
@@ -27,11 +28,11 @@ _KEPT = 256  # costs of steps; an all-to-all of thousands of devices repeats non
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Seconds of a step: the largest of a few `latency + per_byte * bytes`.
+    """Seconds of a step: the largest of a few terms `latency + per_byte * bytes`.
 
     Attributes:
-      latency: seconds, one for each corner.
-      per_byte: seconds for a byte of each message.
+      latency: seconds, one number for each term.
+      per_byte: seconds for a byte of each message, one number for each term.
       swapped: the cost of messages that are long enough to be swapped; None if none are.
     """
 
@@ -40,7 +41,7 @@ class Cost:
     swapped: "Cost | None" = None
 
     def seconds(self, message_bytes: float) -> float:
-        """How long the step takes with messages of so many bytes."""
+        """How long the step takes with messages of this many bytes."""
         if self.swapped is not None and message_bytes >= LEAST_SWAPPED:
             return self.swapped.seconds(message_bytes)
         return float((self.latency + self.per_byte * message_bytes).max(initial=0.0))
@@ -48,20 +49,19 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What a message costs beside its bytes.
+    """What a message costs besides its bytes on the links.
 
     Long messages of two devices to each other are swapped (`collectives._sending`) where
     `half_duplex` or `swap` says that devices are CPU processes.
 
     Attributes:
       latency: seconds for each message.
-      hop: seconds for each link on its way.
+      hop: seconds for each link on its path.
       half_duplex: whether both directions between the same two devices share the rate of one, as
-        between processes joined by gloo; not in a swap.
-      swap: seconds for a byte that is swapped, beyond those that it is on its way: devices copy,
-        add and subtract.
-      per_byte: seconds that a device needs at least for a byte that it sends, however fast its
-        links are.
+        between processes connected by gloo; not in a swap.
+      swap: seconds for a byte that is swapped, beyond its transmission: devices copy, add and
+        subtract.
+      per_byte: the least seconds that a device needs to send a byte, however fast its links are.
       efficiency: the share of a link's rate that messages reach; headers take the rest.
     """
 
@@ -79,12 +79,12 @@ class Exchange:
 
     Attributes:
       seconds: from its first message to its last.
-      sent: bytes that the busiest device sends.
-      busiest_link: the nodes that the link with most bytes for its rate leads from and to; None
+      sent: the bytes that the busiest device sends.
+      busiest_link: the nodes that the link with the most bytes for its rate leads from and to; None
         where no link is limited.
-      bytes_busiest_link: what it carries.
-      busiest_link_seconds: how long that takes: no order of these messages is faster.
-      steps: how many follow each other.
+      bytes_busiest_link: the bytes that it carries.
+      busiest_link_seconds: how long that takes; no order of these messages is faster.
+      steps: the number of steps.
     """
 
     seconds: float
@@ -101,10 +101,10 @@ class Simulation:
     Args:
       topology: the network.
       model: what a message costs.
-      hosts: the numbers of the hosts of the devices, in order; None is all, in their order.
+      hosts: the number of each device's host, in order; None is all hosts in their order.
 
     Raises:
-      ValueError: for hosts that do not exist or stand twice.
+      ValueError: for hosts that do not exist or are listed twice.
 
     Example:
       >>> from jaxcomm import algorithms, plan
@@ -141,11 +141,11 @@ class Simulation:
         Args:
           algorithm: who talks to whom.
           reduction: how many bytes messages have, such as `Coded(jaxcomm.codecs.int8())`.
-          n: the values of a vector.
+          n: the length of the vector.
           world: the number of devices, or (far, near) for `hierarchical`; None is all hosts.
 
         Raises:
-          ValueError: for a negative number of values, or another number of devices than hosts.
+          ValueError: for a negative number of values, or if there are not as many devices as hosts.
         """
         return self.exchanges(algorithm, [reduction], n, world)[0]
 
@@ -156,7 +156,7 @@ class Simulation:
         n: int,
         world: int | tuple[int, int] | None = None,
     ) -> list[Exchange]:
-        """See `exchange`: several reductions by one algorithm, whose routes are found once."""
+        """See `exchange`; for several reductions by one algorithm, whose routes are found once."""
         if not n >= 0:
             raise ValueError(f"n is a number of values, 0 or more, got {n!r}.")
         with_counts = any(isinstance(reduction, Votes) for reduction in reductions)
@@ -197,7 +197,7 @@ class Simulation:
     def costs(
         self, algorithm: Algorithm, world: int | tuple[int, int] | None = None
     ) -> list[tuple[Cost, Step]]:
-        """The cost of each step of an all-reduce; equal ones are worked out once."""
+        """The cost of each step of an all-reduce; equal steps are worked out once."""
         known: dict[int, tuple[Cost, Pairs]] = {}
         found = []
         for step in steps(algorithm, self._world(world)):
@@ -209,15 +209,15 @@ class Simulation:
     def seconds(
         self, algorithm: Algorithm, vector_bytes: float, world: int | tuple[int, int] | None = None
     ) -> float:
-        """How long an all-reduce takes whose every message is a share of so many bytes."""
+        """How long an all-reduce takes in which every message is a share of this many bytes."""
         return self.exchange(algorithm, Shares(vector_bytes), 0, world).seconds
 
     def cost(self, pairs: Pairs) -> Cost:
-        """What it costs that all these devices send at once."""
+        """What it costs when all these devices send at once."""
         return self._cost_and_loads(pairs)[0]
 
     def _world(self, world: int | tuple[int, int] | None) -> int | tuple[int, int]:
-        """The sizes of the axes, which are those of the hosts."""
+        """The sizes of the axes, checked against the number of hosts."""
         chosen = len(self.hosts) if world is None else world
         if math.prod(chosen if isinstance(chosen, tuple) else (chosen,)) != len(self.hosts):
             raise ValueError(
@@ -249,9 +249,9 @@ class Simulation:
         return cost, loads
 
     def _cost(self, slowest: np.ndarray, hops: np.ndarray) -> Cost:
-        """Of messages that need so many seconds for a byte and cross so many links."""
+        """The cost of messages with these seconds for a byte and these numbers of links."""
         slowest = np.maximum(slowest, self.model.per_byte)
-        # Of messages with as many hops, only the slowest counts.
+        # Among messages with equally many hops, only the slowest counts.
         most = np.zeros(hops.max() + 1)
         np.maximum.at(most, hops, slowest)
         corners = np.unique(hops)
@@ -259,7 +259,7 @@ class Simulation:
 
 
 def _of_the_way_back(pairs: Pairs, numbers: np.ndarray) -> np.ndarray:
-    """For each message, the number of the one that goes the other way; 0 where there is none."""
+    """For each message, the number of the message in the other direction; 0 where there is none."""
     size = int(max(pairs.sources.max(), pairs.targets.max())) + 1
     there = pairs.sources * size + pairs.targets
     order = np.argsort(there)
@@ -269,5 +269,5 @@ def _of_the_way_back(pairs: Pairs, numbers: np.ndarray) -> np.ndarray:
 
 
 def total(costs: list[tuple[Cost, Step]], vector_bytes: float) -> float:
-    """The seconds of all steps, for a vector of so many bytes."""
+    """The seconds of all steps, for a vector of this many bytes."""
     return sum(step.times * cost.seconds(step.share * vector_bytes) for cost, step in costs)

@@ -1,8 +1,8 @@
 """Who sends how much to whom in an exchange, step by step.
 
-The pairs are those of the functions that give the programs theirs, `Scheduled.rounds`; in an
-all-to-all, r sends to r + 1, r + 2, ... in turn. A schedule says who reduces what; the all-gather
-behind it is the same backwards, or another one (`Scheduled.gathers_as`).
+The pairs come from `Scheduled.rounds`, as those of the programs do; in an all-to-all, r sends to
+r + 1, r + 2, ... in turn. A schedule says who reduces what; the all-gather that follows is the same
+schedule backwards, or another one (`Scheduled.gathers_as`).
 """
 
 import dataclasses
@@ -21,11 +21,11 @@ from jaxcomm.collectives.algorithms.schedule import counted
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pairs:
-    """Who sends to whom at once; the same object stands for the same pairs.
+    """Who sends to whom at once; equal pairs are the same object.
 
     Attributes:
       sources: the devices that send.
-      targets: to whom each of them sends.
+      targets: the device that each of them sends to.
     """
 
     sources: np.ndarray
@@ -33,7 +33,7 @@ class Pairs:
 
     @property
     def back(self) -> "Pairs":
-        """The other way around."""
+        """The pairs with sources and targets exchanged."""
         return Pairs(self.targets, self.sources)
 
 
@@ -43,12 +43,12 @@ class Step:
 
     Attributes:
       pairs: who sends to whom.
-      blocks: in each message.
-      of: how many blocks the vector is cut into.
-      counts: of how many devices each of these blocks is a partial; None if that is not known, or
-        for finished results, which `is_result` tells.
+      blocks: the number of blocks in each message.
+      of: the number of blocks that the vector is cut into.
+      counts: how many devices each of these blocks is a partial of; None if that is unknown, or for
+        finished results (`is_result`).
       is_result: whether the blocks are finished.
-      times: how often in a row.
+      times: how often the step is repeated in a row.
     """
 
     pairs: Pairs
@@ -60,7 +60,7 @@ class Step:
 
     @property
     def share(self) -> float:
-        """Of the vector, in each message."""
+        """The share of the vector in each message."""
         return self.blocks / self.of
 
 
@@ -69,18 +69,18 @@ def steps(
     world: int | tuple[int, int],
     with_counts: bool = False,
 ) -> Iterator[Step]:
-    """The steps of an all-reduce, in order; equal ones in a row are one.
+    """The steps of an all-reduce, in order; equal steps in a row are merged.
 
-    XLA's own all-reduce, and the all-gather behind an all-to-all, are taken for rings, as they are
-    between CPU processes.
+    XLA's own all-reduce, and the all-gather after an all-to-all, count as rings, as between CPU
+    processes.
 
     Args:
       algorithm: who talks to whom.
       world: the number of devices; for `hierarchical`, those along its two axes, (far, near).
-      with_counts: whether the steps of the reduce-scatter have their `counts`.
+      with_counts: whether to fill in the `counts` of the steps of the reduce-scatter.
 
     Raises:
-      TypeError: for an algorithm whose pairs are not known.
+      TypeError: for an algorithm whose pairs are unknown.
     """
     if isinstance(algorithm, Hierarchical) != isinstance(world, tuple):
         raise TypeError(f"hierarchical, and only it, has two sizes (far, near), got {world!r}.")
@@ -102,7 +102,7 @@ def _there(algorithm: Algorithm, world: int, with_counts: bool) -> Iterator[Step
             yield Step(pairs, 1, world, (1,) if with_counts else None)
     elif isinstance(algorithm, Scheduled):
         seen: dict[int, Pairs] = {}
-        rounds = tuple(algorithm.rounds(world))  # alive, so that ids stay theirs
+        rounds = tuple(algorithm.rounds(world))  # kept alive, so that ids stay unique
         blocks = algorithm.blocks(world)
         counts = counted(world, blocks, rounds)[0] if with_counts else [None] * len(rounds)
         for step, count in zip(rounds, counts, strict=True):
@@ -126,7 +126,7 @@ def _back(algorithm: Algorithm, world: int) -> Iterator[Step]:
 
 
 def _two_levels(algorithm: Hierarchical, far: int, near: int, with_counts: bool) -> Iterator[Step]:
-    """Near there, far there and back on a near block, near back; all groups at once."""
+    """Near reduce-scatter, far all-reduce of a near block, near all-gather; all groups at once."""
     within = np.arange(far)[:, None] * near
     across = np.arange(near)[:, None]
     parts = algorithm.near.blocks(near)
@@ -136,13 +136,13 @@ def _two_levels(algorithm: Hierarchical, far: int, near: int, with_counts: bool)
     for step in _in_groups(itertools.chain(there, _back(algorithm.far, far)), across, near):
         counts = None if step.counts is None else tuple(near * count for count in step.counts)
         yield dataclasses.replace(step, of=parts * step.of, counts=counts)
-    results = algorithm.far.blocks(far)  # of which each block of the near exchange consists
+    results = algorithm.far.blocks(far)  # each block of the near exchange consists of these
     for step in _in_groups(_back(algorithm.near, near), within, 1):
         yield dataclasses.replace(step, blocks=results * step.blocks, of=results * step.of)
 
 
 def _in_groups(found: Iterator[Step], first: np.ndarray, stride: int) -> Iterator[Step]:
-    """Steps of one group, for all groups; device r of a group is number first + stride * r."""
+    """The steps of one group, for all groups; device r of a group is number first + stride * r."""
     seen: dict[int, tuple[Pairs, Pairs]] = {}
     for step in found:
         if id(step.pairs) not in seen:
@@ -153,7 +153,7 @@ def _in_groups(found: Iterator[Step], first: np.ndarray, stride: int) -> Iterato
 
 
 def _joined(found: Iterator[Step]) -> Iterator[Step]:
-    """Steps that are the same as the one before are counted, not repeated."""
+    """The steps, with a step equal to the one before counted instead of repeated."""
     last: Step | None = None
     for step in found:
         if last is not None and step == dataclasses.replace(last, times=1):

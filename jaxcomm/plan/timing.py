@@ -17,36 +17,36 @@ from jaxcomm.plan.families import Method, values_of_bucket
 from jaxcomm.plan.predict import BASELINE, Prediction, choose, with_exchange
 from jaxcomm.plan.probing import TIMED, max_over
 
-WITHIN, FIRST = 1.3, 3  # of the fastest step as predicted: so near, and so many, are timed
-MOST = 8  # with the best of each quality, and those that lead once the first are known
-QUICK, LONG = 3, 1.0  # exchanges that tell who may lead; one is enough of so many seconds
-SECONDS, REPEATS = 1.0, (3, 50)  # that these are repeated in the end, and how often
+WITHIN, FIRST = 1.3, 3  # at most FIRST rivals within this factor of the fastest predicted step
+MOST = 8  # with the best of each quality, and those that lead once the first are timed
+QUICK, LONG = 3, 1.0  # quick exchanges that show which may lead; one of this many seconds is enough
+SECONDS, REPEATS = 1.0, (3, 50)  # how long these are repeated in the end, and how often
 
 Measure = Callable[[Sequence[Method], float | None], dict[Method, float]]
 
 
 def timed(found: Plan, devices: Sequence[Any] | None = None) -> Plan:
-    """The plan, with its leading methods timed in place of predicted.
+    """The plan, with its leading methods timed instead of predicted.
 
-    The first are the choice and those predicted to take at most 1.3 of the fastest step, three in
-    all, XLA's own float32 mean, and the fastest of each quality. Predictions of the others are
-    scaled as the timed ones of their family turned out, or as all did. If one of them is then the
-    fastest, it is timed too, up to eight in all. Those within 1.3 of the fastest exchange random
-    gradients of the workload's shapes again, in turn, and their medians decide as predictions do:
-    the best quality within 2 % of the fastest step. Every process calls this. It takes seconds a
-    method to compile, and a few exchanges of each.
+    Timed first are the choice and the methods predicted to take at most 1.3 times the fastest step,
+    three in all, XLA's own float32 mean, and the fastest of each quality. Predictions of the others
+    are scaled by the results for their family, or by those for all methods. If one of them then
+    leads, it is timed too, up to eight in all. Methods within 1.3 times the fastest step then
+    exchange random gradients of the workload's shapes again, in turn. Their medians decide as
+    predictions do: the best quality within 2 % of the fastest step. Every process calls this. Each
+    method takes seconds to compile, and a few exchanges.
 
     Args:
-      found: of `plan`.
-      devices: in the order of the ranks that the cluster gives them; None is all of jax.
+      found: a plan from `plan`.
+      devices: the devices in the order of the cluster's ranks; None is all of jax's.
 
     Returns:
       The plan with the measured choice first, the same on all processes. Rows that were timed have
       an `error` of 0. A plan of one device is returned as it is.
 
     Raises:
-      TypeError: for something else than a plan.
-      ValueError: for another number of devices than the cluster has.
+      TypeError: for anything but a plan.
+      ValueError: if the number of devices is not the cluster's.
     """
     if not isinstance(found, Plan):
         raise TypeError(
@@ -73,9 +73,9 @@ def settle(found: Plan, measure: Measure) -> Plan:
     """The plan with the measured choice first.
 
     Args:
-      found: as it was predicted.
-      measure: from methods to the seconds of their exchanges: first quickly, then once more of
-        those that may be chosen, when the second argument is what the longest of them took.
+      found: the predicted plan.
+      measure: from methods to the seconds of their exchanges. It is called quickly first, then once
+        more for those that may be chosen, with the longest of their times as the second argument.
     """
     medians: dict[Method, float] = {}
     between_cpus, devices = found.cluster.costs.is_between_cpus, found.cluster.devices
@@ -84,7 +84,7 @@ def settle(found: Plan, measure: Measure) -> Plan:
         values = values_of_bucket(row.method, found.load, between_cpus)
         return not row.method.is_usual(devices, between_cpus, values)
 
-    # Among those predicted alike the default comes first, so it is timed, and taken.
+    # Among methods with equal predictions the default comes first, so it is timed and chosen.
     leading = [r.method for r in finalists([found.choice, *sorted(found.rows[1:], key=is_other)])]
     while leading:
         medians |= measure(leading, None)
@@ -107,7 +107,7 @@ def settle(found: Plan, measure: Measure) -> Plan:
 def finalists(rows: Sequence[Prediction]) -> list[Prediction]:
     """What is timed first: the choice, its rivals, float32, and the fastest of each quality.
 
-    Of rivals that are predicted alike, such as both formats of 16 bits, one is enough.
+    Of rivals with equal predictions, such as both 16-bit formats, one is enough.
     """
     by_step = sorted(rows, key=lambda row: row.step)
     unlike = {row.step: row for row in reversed(by_step) if row.step != rows[0].step}
@@ -119,8 +119,8 @@ def finalists(rows: Sequence[Prediction]) -> list[Prediction]:
 
 
 def _corrected(found: Plan, medians: Mapping[Method, float]) -> list[Prediction]:
-    """The rows, with what was timed, and others in proportion to that: of their family, or all."""
-    # Costs may be free, and then say nothing of proportions.
+    """The rows: those that were timed, and others in proportion to those of their family or all."""
+    # Costs may be zero, which gives no proportions.
     predicted = {row.method: max(row.exchange, 1e-9) for row in found.rows}
     ratios: dict[str, list[float]] = {}
     for method, seconds in medians.items():
@@ -141,7 +141,7 @@ def _corrected(found: Plan, medians: Mapping[Method, float]) -> list[Prediction]
 
 
 def _probed(method: Method) -> str:
-    """The family whose codes are probed for those of a method."""
+    """The family whose codes are probed to stand for a method's."""
     return next((name for name, others in TIMED.items() if method.family in others), method.family)
 
 
@@ -164,13 +164,13 @@ def _exchange(found: Plan, method: Method, devices: Sequence[Any] | None) -> Exc
 
 
 def _medians(mesh: Mesh, runs: Mapping[Method, Repeated], repeats: int) -> dict[Method, float]:
-    """Seconds of each, of the slowest process; they take turns, as speed drifts."""
+    """Seconds of each on the slowest process; they take turns, because speed drifts."""
     times = [[_once(mesh, run) for run in runs.values()] for _ in range(repeats)]
     return dict(zip(runs, np.median(times, axis=0).tolist(), strict=True))
 
 
 def _quick(mesh: Mesh, run: Repeated) -> int:
-    """How often an exchange is repeated to tell whether it may lead; this warms it up."""
+    """How often to repeat an exchange to see whether it may lead; also warms it up."""
     return 1 if _once(mesh, run) > LONG else QUICK
 
 

@@ -1,4 +1,4 @@
-"""Who is linked with whom, how fast, and on which way messages go.
+"""Who is linked to whom, how fast, and which paths messages take.
 
 A message takes a shortest path. Where several neighbours are as near, or several cables lead to
 one, the number of its target decides (`d_mod_k`: the target modulo the number of choices), or a
@@ -23,7 +23,7 @@ class Link:
     """A cable between two nodes.
 
     Attributes:
-      ends: the names of both.
+      ends: the names of both nodes.
       rate: Mbit/s in each direction; None is unlimited.
     """
 
@@ -50,13 +50,13 @@ class Topology:
     Attributes:
       name: what messages call it.
       hosts: the names of the hosts, in the order of their ranks.
-      switches: the names of the others.
+      switches: the names of the switches.
       links: the cables.
       routing: "d_mod_k" or "hashed".
 
     Raises:
-      ValueError: for equal names, a link to an unknown node or of a node with itself, a rate that
-        is not positive, or nodes that no path joins.
+      ValueError: for equal names, a link to an unknown node or from a node to itself, a rate that
+        is not positive, or nodes without a path between them.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Topology:
             self._check(i, link)
         if not self.hosts:
             raise ValueError("a network needs at least one host.")
-        from scipy.sparse import csgraph  # here, as importing it takes long
+        from scipy.sparse import csgraph  # here because importing it takes long
 
         apart = np.flatnonzero(csgraph.connected_components(self.joined)[1] != 0)
         if apart.size:
@@ -134,16 +134,16 @@ class Topology:
         """The directed links of many messages at once.
 
         Args:
-          sources: the numbers of the nodes that they come from.
-          targets: those that they go to, as many, each another one than its source.
+          sources: the numbers of the nodes that the messages come from.
+          targets: the numbers of the nodes that they go to, each different from its source.
 
         Returns:
-          Message numbers and directed links, as long as all paths together.
+          Message numbers and directed links, two arrays as long as all paths together.
         """
         return self._ways.routes(np.asarray(sources, int), np.asarray(targets, int))
 
     def striped(self) -> "Topology":
-        """The same with one link between two nodes, as fast as all of their cables together."""
+        """The same with one link between two nodes, as fast as all their cables together."""
         rates: dict[tuple[str, str], float | None] = {}
         for link in self.links:
             a, b = sorted(link.ends)
@@ -153,9 +153,9 @@ class Topology:
         return dataclasses.replace(self, links=links)
 
     def next_hops(self, target: str) -> dict[str, str]:
-        """The neighbour to which each other node sends what is for `target`.
+        """The neighbour to which each other node sends messages for `target`.
 
-        What a static table of routes can hold: it does not depend on the source.
+        Such routes do not depend on the source, so a static routing table can hold them.
         """
         goal = self.number[target]
         others = np.asarray([i for i in range(len(self.nodes)) if i != goal], int)
@@ -176,8 +176,8 @@ class Topology:
 class _Ways:
     """Shortest paths between all nodes, chosen for many messages at once.
 
-    A host with one neighbour, a switch, is a leaf and stays out of the tables: what holds for its
-    switch holds for it. `slots` are the neighbours of an inner node, in the order of the links.
+    A host with one neighbour, a switch, is a leaf and is left out of the tables: the entries of its
+    switch apply to it. `slots` are the neighbours of an inner node, in the order of the links.
     """
 
     def __init__(self, nodes: int, ends: np.ndarray, hosts: int, hashed: bool):

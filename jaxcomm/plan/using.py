@@ -1,4 +1,4 @@
-"""What `algorithm=None` stands for by a plan: the algorithm that is predicted to be fastest."""
+"""What `algorithm=None` stands for with a plan: the algorithm that is predicted to be fastest."""
 
 import functools
 
@@ -11,30 +11,30 @@ from jaxcomm.plan.families import SCHEDULED
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.order import best_dimensions
 
-_GAIN = 0.95  # an algorithm is changed for one that needs at most so much of its time
+_GAIN = 0.95  # a replacement must need at most this share of the default's time
 
 
 def use(cluster: Cluster | None) -> None:
-    """Lets `algorithm=None` stand for what is predicted to be fastest on a cluster.
+    """Makes `algorithm=None` stand for the algorithm predicted to be fastest on a cluster.
 
-    It holds in this process for all votes and means in codes over as many devices as the cluster
-    has; jax forgets what it has compiled before. Call it first, in every process. The devices of
-    the mesh are in the order of the cluster's. Another algorithm is taken where it is 5 % faster;
-    gradients of `jaxcomm.sharded` parameters, which are only scattered, keep the default. A ring
-    rounds every partial sum in place of the final one alone: that is why coarse codes go directly
-    by default.
+    This applies in this process to all votes and means in codes over as many devices as the cluster
+    has; jax's caches of compiled programs are cleared. Call it first, in every process. The devices
+    of the mesh must be in the order of the cluster's. Another algorithm replaces the default where
+    it is 5 % faster; gradients of `jaxcomm.sharded` parameters, which are only scattered, keep the
+    default. A ring rounds every partial sum instead of only the final one, which is why coarse
+    codes go directly by default.
 
     Args:
-      cluster: `load_cluster("cluster.yaml")`; None goes back to the defaults.
+      cluster: `load_cluster("cluster.yaml")`; None restores the defaults.
 
     Raises:
-      TypeError: for something else, such as the name of a file.
+      TypeError: for anything else, such as the name of a file.
 
     Example:
       >>> import jaxcomm
       >>> from jaxcomm import plan
       >>> plan.use(plan.cluster(plan.fabrics.clusters("two rooms", hosts=8, rate="100Mbit")))
-      >>> tx = jaxcomm.mean("data", "int8")  # around a ring, as few messages cross the middle
+      >>> tx = jaxcomm.mean("data", "int8")  # around a ring: few messages cross the middle
       >>> plan.use(None)
     """
     if cluster is None:
@@ -67,7 +67,7 @@ def use(cluster: Cluster | None) -> None:
 
 
 def _as_messages(reduction: Reduction, world: int) -> messages.Reduction | None:
-    """The sizes of its messages; None for what is not planned."""
+    """The sizes of its messages; None for reductions that are not planned."""
     if isinstance(reduction, CodedMean):
         return messages.Coded(reduction.codec, reduction.second_hop)
     if isinstance(reduction, Majority):

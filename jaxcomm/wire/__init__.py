@@ -1,7 +1,7 @@
 """Reads the bytes on the wire out of a compiled program.
 
-The compiler promotes dtypes, combines collectives and adds some that nobody wrote. So a program's
-bytes are read from its optimized text.
+The compiler promotes dtypes, combines collectives and adds some of its own. So a program's bytes
+are read from its optimized text.
 """
 
 import math
@@ -15,18 +15,18 @@ __all__ = ["Collective", "WireReport", "wire_report"]
 
 
 def wire_report(compiled: Any) -> WireReport:
-    """Says how many bytes each device sends in one run of a compiled program.
+    """Reports how many bytes each device sends in one run of a compiled program.
 
     A device in a group of g is charged with what the best algorithm for long messages sends:
 
         all-reduce            2 (g-1)/g of its operand
         all-gather            (g-1)/g of the result
         reduce-scatter        (g-1)/g of its operand; all-to-all too
-        ragged-all-to-all     its operand: a bound, the sizes are known at run time only
+        ragged-all-to-all     its operand: a bound, as sizes are known only at run time
         collective-permute    its operand for each pair (this device, another device)
         collective-broadcast  its operand, except the last device: a pipelined chain
 
-    What a custom call or a kernel sends by itself is not in a program's text.
+    What a custom call or a kernel sends by itself does not appear in a program's text.
 
     Args:
         compiled: the result of `jitted.lower(*args).compile()`, or its `as_text()`.
@@ -37,7 +37,8 @@ def wire_report(compiled: Any) -> WireReport:
 
     Raises:
         TypeError: if the argument is not a compiled program.
-        ValueError: if it is another text, or the program sends in a way that is not listed here.
+        ValueError: if the text is not a compiled program, or the program sends in a way not listed
+            above.
 
     Example:
         >>> import jax, jaxcomm

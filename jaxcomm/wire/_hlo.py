@@ -20,7 +20,7 @@ _HEAD = re.compile(r"(ENTRY )?%?(\S+) (?:\(.*)?{$")
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?(\S+) = (\(.*?\)|\S+) ([a-z][\w-]*)(\(.*)")
 _ARRAY = re.compile(r"(\w+)\[([^]]*)](?:{([^}]*)})?")
 _TOKEN = re.compile(r""""[^"\\]*(?:\\.[^"\\]*)*"|'[^']*'|[()\[\]{},]""")
-_CALLERS = {  # the attributes that name the computations which an instruction runs
+_CALLERS = {  # attributes that name the computations that an instruction runs
     "while": ("condition", "body"),
     "conditional": ("branch_computations", "false_computation", "true_computation"),
     "call": ("to_apply",),
@@ -67,7 +67,7 @@ def _called(
 ) -> tuple[list[Collective], int]:
     """What an instruction executes in the computations that it calls, and their number."""
     callees = re.findall(r"[^\s%,{}]+", " ".join(attributes.get(k, "") for k in _CALLERS[op]))
-    # The configuration is JSON, in some versions inside of a string.
+    # The configuration is JSON, in some versions inside a string.
     config = re.sub(r"[\\\s]", "", attributes.get("backend_config", ""))
     known = re.search(r'"known_trip_count":{"n":"?(\d+)', config)
     loop: tuple[str, ...] = (name,) if op == "while" and not known else ()
@@ -119,7 +119,7 @@ def _arrays(operands: str, shapes: dict[str, str]) -> Iterator[_Array]:
 
 
 def _split(text: str) -> list[str]:
-    """Splits at the commas outside of brackets and quotes; empty parts are dropped."""
+    """Splits at the commas outside brackets and quotes; empty parts are dropped."""
     parts, depth, start = [], 0, 0
     for token in _TOKEN.finditer(text):
         depth += (token[0] in "([{") - (token[0] in ")]}")
@@ -149,10 +149,10 @@ def _groups(attributes: dict[str, str], devices: int) -> tuple[tuple[int, ...], 
 
 
 def _mesh_groups(text: str) -> list[list[int]]:
-    """Reads `mesh['a'=2,'b'=4] {'b':(2)2}`: devices whose place differs along those axes only.
+    """Reads `mesh['a'=2,'b'=4] {'b':(2)2}`: devices whose places differ along those axes only.
 
-    `'b':(2)2` is the part of size 2 of axis b that lies behind a part of size 2. If the devices of
-    the mesh are not in order, a list of them comes between the mesh and the axes.
+    `'b':(2)2` is the part of size 2 of axis b that follows a part of size 2. If the devices of the
+    mesh are not in order, a list of them comes between the mesh and the axes.
     """
     mesh, _, rest = text.partition("]")
     listed, _, parts = rest.rpartition("{")

@@ -1,4 +1,4 @@
-"""What each device sends in one run of a program, and how that is added up and shown."""
+"""What each device sends in one run of a program, and how it is added up and shown."""
 
 import json
 import math
@@ -16,7 +16,7 @@ Branch = tuple[tuple[str, int], ...]
 # Bytes that a device sends for each byte of its operand, in a group of g devices.
 SHARE: dict[str, Callable[[int], Bytes]] = {
     "all-reduce": lambda g: Fraction(2 * (g - 1), g),
-    "all-gather": lambda g: g - 1,  # the result is g operands long
+    "all-gather": lambda g: g - 1,  # the result is g times the operand
     "reduce-scatter": lambda g: Fraction(g - 1, g),
     "all-to-all": lambda g: Fraction(g - 1, g),
     "ragged-all-to-all": lambda g: min(g - 1, 1),
@@ -32,8 +32,8 @@ class Collective:
     Attributes:
         name: the instruction's name in the program.
         op: what it is, such as "all-reduce"; asynchronous forms go by the same name.
-        dtypes: of each array that a device puts in, as printed, such as ("u16",).
-        shapes: of each array that a device puts in.
+        dtypes: the dtype of each array that a device contributes, as printed, such as ("u16",).
+        shapes: the shape of each array that a device contributes.
         groups: devices that exchange with each other; for a permute, (source, target) pairs.
         group_size: devices in a group, the largest if they differ; 2 for a permute.
         sent: bytes that each device sends in one execution, one entry for each device.
@@ -60,15 +60,16 @@ class Collective:
 class WireReport:
     """What each device sends in one run of a compiled program.
 
-    Totals are exact. They count loops by their trips and charge each device, at every conditional,
-    with the branch in which it sends most. They raise a ValueError if a trip count is unknown.
+    Totals are exact. They multiply loops by their trip counts and charge each device, at every
+    conditional, with the branch in which it sends most. They raise a ValueError if a trip count is
+    unknown.
 
     Attributes:
         collectives: every collective that runs, once for each place that it is reached from.
-        devices: of the program; device i is the i-th of the mesh's `devices.flat`.
+        devices: the program's number of devices; device i is the i-th of the mesh's `devices.flat`.
         conditionals: name and number of branches of each conditional that holds collectives.
-        named: the branches of these that jaxcomm has given names. The names are metadata, which
-            jax's persistent compilation cache ignores: a cached program may have older ones.
+        named: the branches of these conditionals that jaxcomm has named. The names are metadata,
+            which jax's persistent compilation cache ignores: a cached program may have older names.
     """
 
     collectives: tuple[Collective, ...]
@@ -98,8 +99,8 @@ class WireReport:
     def rounds(self) -> int:
         """Collective operations that are executed and move data, loops counted by their trips.
 
-        An all-reduce or an all-to-all is one of them, however many messages the backend makes of
-        it. A conditional counts as its branch that has most.
+        An all-reduce or an all-to-all counts as one, however many messages the backend makes of it.
+        A conditional counts as its branch with the most operations.
         """
         return int(self._total([any(c.sent) for c in self.collectives]))
 
@@ -109,23 +110,23 @@ class WireReport:
         return tuple(dict.fromkeys(name for c in self.collectives for name in c.unknown_loops))
 
     def only(self, *ops: str) -> "WireReport":
-        """Returns the report of the collectives of these kinds, such as "all-to-all", alone."""
+        """Returns the report of only the collectives of these kinds, such as "all-to-all"."""
         if unknown := set(ops) - SHARE.keys():
             raise ValueError(f"{unknown} are no collectives; choose from {sorted(SHARE)}.")
         return replace(self, collectives=tuple(c for c in self.collectives if c.op in ops))
 
     def by_axes(self, mesh: Any) -> dict[tuple[str, ...], "WireReport"]:
-        """Returns the report of the collectives along each axis of a mesh, or along several.
+        """Returns a report for each axis of a mesh, or set of axes, that collectives run along.
 
-        The key of a collective has the axes along which its devices differ. So with a mesh of
-        ("hosts", "devices") the entry ("hosts",) is what travels between hosts alone, and the entry
-        ("hosts", "devices") what travels between all devices at once.
+        The key of a collective holds the axes along which its devices differ. With a mesh of
+        ("hosts", "devices"), the entry ("hosts",) is what travels between hosts alone, and the
+        entry ("hosts", "devices") is what travels between all devices at once.
 
         Args:
             mesh: the mesh that the program was compiled for.
 
         Raises:
-            ValueError: for a mesh of another number of devices.
+            ValueError: for a mesh with another number of devices.
         """
         sizes = [mesh.shape[name] for name in mesh.axis_names]
         if math.prod(sizes) != self.devices:
@@ -147,7 +148,7 @@ class WireReport:
     def by_branch(self) -> dict[tuple[str, int], "WireReport"]:
         """Returns the report of each (conditional, branch), as if that branch were always taken.
 
-        Other conditionals stay as they are: ask the result for its `by_branch` in turn.
+        Other conditionals are unchanged: call `by_branch` on the result for those.
         """
         reports = {}
         for name, branches in self.conditionals:
@@ -161,14 +162,15 @@ class WireReport:
         """Returns the bytes per step of the busiest device, averaged over a run.
 
         Args:
-            shares: for branches, by name or (conditional, number), the share of times that they
-                are taken when their conditional is reached, such as {"from step 0": 0.05} or
+            shares: for branches, by name or (conditional, number), how often they are taken when
+                their conditional is reached, as a share, such as {"from step 0": 0.05} or
                 {"one_bit_adam: dense": 1000 / 20000}. Periodic branches carry their share in the
-                program. One branch of a conditional may be left out, and has the rest.
+                program. One branch of a conditional may be left out; it gets the rest.
 
         Raises:
-            ValueError: for a branch that is not in the program, shares that are none, and where a
-                conditional lacks shares; it names the branches.
+            ValueError: for a branch that is not in the program, for shares that are not between 0
+                and 1 or do not add up to 1, and where a conditional lacks shares; the message names
+                the branches.
         """
         if self.unknown_loops:
             self._total([0] * len(self.collectives))
@@ -199,7 +201,8 @@ class WireReport:
             open_ = [i for i in range(count) if (name, i) not in known]
             rest = 1 - sum(known.get((name, i), 0) for i in range(count))
             those = [(name, i) for i in range(count)]
-            # One that has no name has one of XLA's, which another program has not.
+            # A conditional that jaxcomm has not named has a name of XLA's, which differs between
+            # programs.
             called = [repr(names.get(pair, pair)) for pair in those if {*those}.isdisjoint(names)]
             called = called or [repr(names[pair]) for pair in those if pair in names]
             if rest < -1e-9 or (not open_ and rest > 1e-9):
@@ -213,13 +216,13 @@ class WireReport:
         return known
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns lists, dicts and numbers (fractions as floats); no totals if they are unknown."""
+        """Returns lists, dicts and numbers (fractions as floats), without unknown totals."""
         totals = () if self.unknown_loops else ("bytes_max", "bytes_mean", "rounds")
         data = asdict(self) | {name: getattr(self, name) for name in ("unknown_loops", *totals)}
         return json.loads(json.dumps(data, default=float))
 
     def __str__(self) -> str:
-        """A line for each collective, with the bytes of one execution, and one for the total."""
+        """A line for each collective, with the bytes of one execution, and a line for the total."""
         names = "op", "dtype", "elements", "group", "times", "bytes max", "bytes mean", "branch"
         called = {(b.conditional, b.number): b.name for b in self.named}
         layout = "{:<20} {:<9} {:>13} {:>5} {:>7} {:>14} {:>14}  {}"
@@ -236,7 +239,7 @@ class WireReport:
         return "\n".join([*lines, f"total: {total}"])
 
     def _total(self, amounts: Sequence[Bytes]) -> Bytes:
-        """The sum of one amount per collective, in the branches where it is largest."""
+        """The sum of one amount per collective, over the branches where it is largest."""
         if self.unknown_loops:
             raise ValueError(
                 f"no total: the program does not hold the trip count of {self.unknown_loops}. Use "
@@ -273,5 +276,5 @@ def _number(amount: Bytes | None) -> str:
 
 
 def exact(amount: Bytes) -> Bytes:
-    """An int where the number is whole."""
+    """An int if the number is whole."""
     return int(amount) if amount == int(amount) else amount

@@ -53,7 +53,7 @@ STAR = "fabric: star\nhosts: 4\nrate: 1\ndevice: gpu\n"
         (STAR, {"nodes.bandwidth": "-1"}, "^nodes.bandwidth=-1: bandwidth is -1 Mbit/s"),
         (STAR, {"nodes.gpus": "1"}, "^nodes.gpus=1: unknown key 'gpus' of nodes"),
         (STAR, {"link[h0,s0].rate": "foo"}, r"^link\[h0,s0\]=foo: a rate is a number of Mbit/s"),
-        (STAR, {"rate": "[1"}, r"^rate=\[1: this is no YAML: "),
+        (STAR, {"rate": "[1"}, r"^rate=\[1: this is not YAML: "),
         ("fabric: star\nhosts: 4\nrate: 1\n", {"link[s0,h9].rate": 5}, "there is no such link"),
         ("fabric: star\nhosts: 4\nrate: 1\n", {"link.rate": 5}, r"write link\[s0,s1\]"),
         ("fabric: star\nhosts: 4\nrate: 1\n", {"gpus.rate": 5}, "gpus.rate: unknown setting"),

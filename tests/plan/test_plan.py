@@ -185,7 +185,7 @@ class TestChoice:
     def test_what_is_chosen_among_is_of_the_quality(self) -> None:
         with pytest.raises(ValueError, match="quality is one of exact, 16bit, unbiased, any, got"):
             plan.plan(room(), TestNumbers.load, "best", [Method("float32", "ring")])
-        with pytest.raises(ValueError, match="int4/direct is of less quality than 'exact'"):
+        with pytest.raises(ValueError, match="int4/direct is of lower quality than 'exact'"):
             plan.plan(room(), TestNumbers.load, "exact", [Method("int4", "direct")])
         with pytest.raises(ValueError, match="no names to exempt; give a pytree"):
             plan.workload(1e6, 10, exempt=["head"])

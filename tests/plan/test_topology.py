@@ -126,11 +126,11 @@ def test_hosts_pass_on_where_files_say_so() -> None:
             "fabric: explicit\nhosts: 2\nlinks: 3",
             "line 3: links is a list of .end, end, rate.*, got 3",
         ),
-        ("fabric: star\nhosts: 2\0\nrate: 5", "line 2: this is no YAML: special characters"),
-        ("fabric: star\nhosts: 2\nrate: 2024-13-01", "this is no YAML: month must be in 1..12"),
-        ("fabric: star\nhosts: 2\nhosts: 3\nrate: 5", "line 3: the key 'hosts' stands twice"),
-        ("fabric: star\nrates: [{a: 1,\n a: 2}]", "line 3: the key 'a' stands twice"),
-        ("fabric: star\nhosts: [2\nrate: 5", "line 3: this is no YAML"),
+        ("fabric: star\nhosts: 2\0\nrate: 5", "line 2: this is not YAML: special characters"),
+        ("fabric: star\nhosts: 2\nrate: 2024-13-01", "this is not YAML: month must be in 1..12"),
+        ("fabric: star\nhosts: 2\nhosts: 3\nrate: 5", "line 3: the key 'hosts' appears twice"),
+        ("fabric: star\nrates: [{a: 1,\n a: 2}]", "line 3: the key 'a' appears twice"),
+        ("fabric: star\nhosts: [2\nrate: 5", "line 3: this is not YAML"),
         ("fabric: star\nhosts: 2\nrate: 0", "line 3: rate is 0 Mbit/s; rates are positive"),
         ("fabric: star\nhosts: 2\nrate: -5Gbit", "line 3: rate is -5000 Mbit/s"),
         ("fabric: star\nhosts: 2\nrate: .nan", "line 3: rate is nan Mbit/s"),
@@ -178,7 +178,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, text: str, error: str) -> Non
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_bytes("fabric: star\nname: Büro".encode("latin-1"))
-    with pytest.raises(ValueError, match="wrong.yaml, line 2: this is no text in UTF-8"):
+    with pytest.raises(ValueError, match="wrong.yaml, line 2: this is not UTF-8 text"):
         load(str(path))
 
 

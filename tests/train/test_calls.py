@@ -32,9 +32,9 @@ def test_calls_and_calls_within() -> None:
         ("qsdg", "f: there is no 'qsdg'; did you mean 'qsgd'?"),
         (
             "'qsgd(levels=0)'",
-            "f: 'qsgd(levels=0)' has quotes of its own; leave them out: --f='qsgd(l",
+            "f: 'qsgd(levels=0)' contains quotes; leave them out: --f='qsgd(l",
         ),
-        ('"cnat"', "f: \"cnat\" has quotes of its own; leave them out: --f='cnat'"),
+        ('"cnat"', "f: \"cnat\" contains quotes; leave them out: --f='cnat'"),
         ("qsdg(levels=7)", "f: there is no 'qsdg'; did you mean 'qsgd'?"),
         ("qsgd(7)", "f: 'qsgd(7)': expected a name with named arguments"),
         ("qsgd(levels=7", "f: 'qsgd(levels=7': '(' was never closed"),

@@ -163,7 +163,7 @@ def test_no_step_is_behind_the_last_exchange() -> None:
 
 def test_an_optimizer_behind_an_optimizer() -> None:
     config = changed("sync.method", "one_bit_adam")
-    with pytest.raises(UserError, match="one_bit_adam is an optimizer itself, and sgd would stand"):
+    with pytest.raises(UserError, match="one_bit_adam is an optimizer itself, and sgd would"):
         check.fit(config, 4)
     config.optimizer.name, config.optimizer.weight_decay = "scale", 0.0
     check.fit(config, 4)
@@ -184,7 +184,7 @@ def test_nothing_is_dropped_behind_an_optimizer(
     """A field of `config.optimizer` that only scales; either cure that the message names helps."""
     config = changed("sync.method", method)
     config.optimizer.update({"name": "scale", "weight_decay": 0.0, field: value})
-    message = f"optimizer.{field}={value} has no effect behind {method}; set --config.sync.{own}="
+    message = f"optimizer.{field}={value} has no effect after {method}; set --config.sync.{own}="
     with pytest.raises(
         UserError, match=f"{message}{value}, or --config.optimizer.{field}={unsaid}"
     ):
@@ -242,7 +242,7 @@ def test_a_local_optimizer_clips_in_front_of_a_vote() -> None:
 def test_scale_has_no_momentum_of_nesterov() -> None:
     config = read_config("digits_one_bit_adam")
     config.optimizer.nesterov = True
-    with pytest.raises(UserError, match=r"nesterov=True has no effect behind one_bit_adam"):
+    with pytest.raises(UserError, match=r"nesterov=True has no effect after one_bit_adam"):
         check.fit(config, 4)
 
 
@@ -266,11 +266,17 @@ def test_only_an_optimizer_is_scaled(method: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"fsdp": 3}, "fsdp=3: 8 devices are no two or more groups of 3; use 1 or 2 or 4, or conf"),
-        ({"fsdp": 8}, "fsdp=8: 8 devices are no two or more groups of 8; use 1 or 2 or 4, or conf"),
-        ({"fsdp": 2, "gather": "int8"}, "config.sync.gather=int8 keeps them otherwise; set --con"),
-        ({"fsdp": 2, "every": 4}, "config.sync.every=4 keeps them otherwise; set --config.sync.f"),
-        ({"fsdp": 2, "method": "auto"}, "fsdp=2: the planner knows no such groups; name a method"),
+        ({"fsdp": 3}, "fsdp=3: 8 devices do not form two or more groups of 3; use 1 or 2 or"),
+        ({"fsdp": 8}, "fsdp=8: 8 devices do not form two or more groups of 8; use 1 or 2 or"),
+        (
+            {"fsdp": 2, "gather": "int8"},
+            "config.sync.gather=int8 keeps them in another way; ",
+        ),
+        (
+            {"fsdp": 2, "every": 4},
+            "config.sync.every=4 keeps them in another way; set",
+        ),
+        ({"fsdp": 2, "method": "auto"}, "fsdp=2: the planner has no such groups; name a method"),
     ],
 )
 def test_groups_that_do_not_fit(fields: dict[str, Any], message: str) -> None:

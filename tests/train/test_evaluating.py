@@ -109,7 +109,7 @@ def test_damaged_checkpoints_are_passed_over_and_stay(
     workdir, _ = trained
     (workdir / "checkpoints" / "4" / digests.FILE).unlink()
     assert evaluating.evaluate(config, workdir)["step"] == 2
-    said = "checkpoint 4 is damaged (digests.json is missing): the one before it is taken, if there"
+    said = "checkpoint 4 is damaged (digests.json is missing): the one before it is used, if there"
     assert capsys.readouterr().err.startswith(said)
     assert (workdir / "checkpoints" / "4").is_dir()
     shutil.rmtree(workdir / "checkpoints" / "2")

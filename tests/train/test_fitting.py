@@ -83,7 +83,7 @@ def test_parameters_that_were_split_otherwise(fsdp: int, tmp_path: Path) -> None
         before, after = after, before
     save(tmp_path, begin_on(before, tx))
     message = (
-        f"depends on config.sync.fsdp, which was {fsdp}; go on with --config.sync.fsdp={fsdp},"
+        f"depends on config.sync.fsdp, which was {fsdp}; continue with --config.sync.fsdp={fsdp},"
     )
     with jax.set_mesh(after), pytest.raises(UserError, match=message):
         Checkpoints(tmp_path, keep=2).restore(1, begin_on(after, tx), position(), tx)

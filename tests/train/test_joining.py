@@ -113,7 +113,7 @@ def test_processes_with_another_config_are_named_in_all_of_them(tmp_path: Path) 
         assert python.endswith("process 1 has another version of Python than process 0")
         assert "process 1 has another end of train than process 0; look at --config.data" in data
         assert source.endswith("process 1 has another source of jaxcomm or train than process 0")
-        assert flags.endswith("one of process 0 and process 2 was started without --workdir")
+        assert flags.endswith("either process 0 or process 2 was started without --workdir")
 
 
 def test_the_digest_of_a_checkout(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_process_that_never_comes(started_by: str) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, env=env)
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]
-    which = f"the 2 processes of the run have come to 127.0.0.1:{port}"
+    which = f"the 2 processes of the run have connected to 127.0.0.1:{port}"
     if started_by == "SLURM":
-        which = "the processes of the run have come to the first one"
+        which = "the processes of the run have connected to the first one"
     assert line.startswith(f"error: not all of {which} within 1 s;")

@@ -198,7 +198,7 @@ def test_one_process_is_told_by_its_own_flags() -> None:
         (
             ["--processes=2", "--", "--config=x.py", "--coordinator=a:1"],
             "error: --coordinator=a:1 does not go with --processes=2, which tells the processes of "
-            "one machine how to find each other; leave out one of both",
+            "one machine how to find each other; leave out one of them",
         ),
     ],
 )

@@ -276,7 +276,7 @@ def test_a_run_that_goes_on_names_the_fields_that_changed(
     keep_config(tmp_path, config, resumed=True)
     fields = "seed=7 (was 0), sync.codec='float32' (was 'bfloat16'), "
     fields += "sync.exempt=['head/*'] (was [])"
-    assert capsys.readouterr().err == f"the run goes on with another config: {fields}\n"
+    assert capsys.readouterr().err == f"the run continues with another config: {fields}\n"
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").mkdir()
@@ -295,8 +295,8 @@ def test_a_run_that_goes_on_names_the_data_that_changed(
         keep_data(tmp_path, config, identity, resumed)
     assert capsys.readouterr().err == ""
     keep_data(tmp_path, config, own, resumed=True)
-    said = "the run goes on with other data: another end of train_split 'train' than before; look "
-    assert capsys.readouterr().err == f"{said}at --config.data.data_dir or TFDS_DATA_DIR\n"
+    said = "the run continues with other data: another end of train_split 'train' than before; "
+    assert capsys.readouterr().err == f"{said}look at --config.data.data_dir or TFDS_DATA_DIR\n"
     config.data.name = "mnist"
     keep_data(tmp_path, config, other, resumed=True)
     assert capsys.readouterr().err == ""

@@ -102,7 +102,7 @@ def test_one_process_with_eight_devices(
     assert [line["step"] for line in read_lines(tmp_path, "test")] == [2, 4]
     assert read_lines(tmp_path, "summary") == [{"kind": "summary", "step": 4, **again}]
     assert checkpoint_bits(tmp_path, 4) == before
-    assert "goes on with" not in capsys.readouterr().err
+    assert "continues with" not in capsys.readouterr().err
     other = config.copy_and_resolve_references()
     other.optimizer.name, other.steps = "adamw", 5
     changed = r"changed since then: .*config.optimizer.name='adamw' \(was 'sgd'\)"

@@ -39,12 +39,12 @@ def build(
       config: `name`, `dtype` (of the computation) and the arguments of that model's class.
       shape: height, width and channels of one image, or the number of tokens in a row.
       classes: number of logits: classes of images, or the vocabulary.
-      seed: of the parameters, equal in all processes.
+      seed: the seed of the parameters, equal in all processes.
 
     Returns:
-      The model without its parameters, and these as nested dicts of float32 arrays: what
-      `nnx.merge` joins to a function from images `[batch, height, width, channels]` to logits, or
-      from tokens `[batch, length]` to logits of every position.
+      The model without its parameters, and the parameters as nested dicts of float32 arrays.
+      `nnx.merge` joins them to a function from images `[batch, height, width, channels]` to logits,
+      or from tokens `[batch, length]` to logits at every position.
 
     Raises:
       UserError: if there is no such model, or it refuses its arguments.
@@ -68,7 +68,8 @@ def build(
         graph = nnx.graphdef(nnx.eval_shape(make))
     except (TypeError, ValueError) as error:
         raise UserError(f"config.model: {error}") from error
-    # It runs once: to optimise it would take five times longer than to compile and run it.
+    # It runs once: optimising it would take five times longer than compiling and running it
+    # without.
     initialise = jax.jit(
         lambda: nnx.to_pure_dict(nnx.state(make(), nnx.Param)),
         compiler_options={"xla_backend_optimization_level": 0},

@@ -1,14 +1,14 @@
 """AlexNet: five convolutions and most of its weights in three dense layers.
 
-With a large stem it is the network for images of 224 x 224 in its version for one GPU: kernels of
-11 x 11, 5 x 5 and 3 x 3, a first stride of 4, overlapping poolings; 61.1 M parameters, of which
-58.6 M are in the dense layers. Without, it is the usual adaptation to CIFAR: kernels of 3 x 3, a
+With a large stem it is the single-GPU version of the network for images of 224 x 224: kernels of 11
+x 11, 5 x 5 and 3 x 3, a first stride of 4, overlapping poolings; 61.1 M parameters, of which 58.6 M
+are in the dense layers. Without it, this is the usual adaptation to CIFAR: kernels of 3 x 3, a
 first stride of 2, poolings of 2 x 2; 23.3 M parameters, of which 21.0 M are in the dense layers.
 Papers on compression use it because it has many gradients for little arithmetic.
 
-Differs from the paper: no dropout (it would need random bits of its own in every step and on every
+Differs from the paper: no dropout (it would need its own random bits in every step and on every
 device), and normalisation over groups of channels after every convolution instead of local response
-normalisation; `train.models.resnet` says why not over the batch.
+normalisation; `train.models.resnet` explains why not over the batch.
 
 References:
   A. Krizhevsky, I. Sutskever, G. Hinton, "ImageNet Classification with Deep Convolutional Neural
@@ -109,7 +109,7 @@ class AlexNet(nnx.Module):
 
 
 def _pixels(side: int, large_stem: bool) -> int:
-    """What convolutions and poolings leave of a side."""
+    """The length of a side after the convolutions and poolings."""
     if not large_stem:
         return side // 16
     side = (side + 2 * 2 - 11) // 4 + 1

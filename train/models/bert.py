@@ -27,7 +27,7 @@ EPSILON = 1e-12
 
 
 class Layer(nnx.Module):
-    """Self-attention and a two-layer perceptron, each normalised after it was added."""
+    """Self-attention and a two-layer perceptron, each normalised after the addition."""
 
     def __init__(self, width: int, heads: int, mlp_width: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.attention = nnx.MultiHeadAttention(heads, width, decode=False, dtype=dtype, rngs=rngs)
@@ -46,7 +46,7 @@ class BERT(nnx.Module):
 
     Args:
       length: tokens in a row, at most `positions`.
-      vocabulary: number of tokens that there are.
+      vocabulary: the number of different tokens.
       positions: learned position embeddings.
       width: size of a token; divisible by `heads`.
       depth: encoder layers.

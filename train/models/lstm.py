@@ -5,7 +5,7 @@ With a vocabulary of 10,000, two layers of width 1500 are the large network of Z
 of its large embedding and output matrices.
 
 Differs from the paper: no dropout (as in `train.models.alexnet`), and the hidden state begins at
-zero in every row instead of going on from the row before.
+zero in every row instead of continuing from the row before.
 
 References:
   S. Hochreiter, J. Schmidhuber, "Long Short-Term Memory", Neural Computation 9(8), 1997.
@@ -35,13 +35,13 @@ class LSTMLayer(nnx.Module):
         ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
             hidden, cell = carry
             i, f, g, o = jnp.split(inputs + hidden @ kernel, 4, axis=-1)
-            # The forget gate begins open: what is read early is kept until training closes it.
+            # The forget gate begins open, so that early inputs are kept until training closes it.
             cell = nnx.sigmoid(f + 1) * cell + nnx.sigmoid(i) * jnp.tanh(g)
             hidden = nnx.sigmoid(o) * jnp.tanh(cell)
             return (hidden, cell), hidden
 
         inputs = self.input(x).swapaxes(0, 1)  # [position, batch, 4 * width]
-        zero = 0 * inputs[0, :, : kernel.shape[0]]  # Of the data, so that it varies by device.
+        zero = 0 * inputs[0, :, : kernel.shape[0]]  # From the data, so that it varies by device.
         _, outputs = jax.lax.scan(step, (zero, zero), inputs)
         return outputs.swapaxes(0, 1)
 
@@ -51,7 +51,7 @@ class LSTM(nnx.Module):
 
     Args:
       length: tokens in a row; any number works.
-      vocabulary: number of tokens that there are.
+      vocabulary: the number of different tokens.
       width: size of the embedding and of every layer's state.
       layers: LSTM layers.
       dtype: of the computation; parameters are float32.

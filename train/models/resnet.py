@@ -1,10 +1,10 @@
 """Residual networks: from a tiny one for 8x8 digits to ResNet-110 and ResNet-50, by arguments.
 
 Normalisation is over groups of channels of one image, never over the batch. If each device holds
-other classes, its batch statistics describe these classes only, and evaluation meets others. To
-average the statistics over devices would take one more exchange for every layer in both directions,
-and hide what the gradient exchange costs. Group normalisation has no statistics to exchange and no
-state to keep.
+other classes, its batch statistics describe only these classes, and evaluation meets others.
+Averaging the statistics over devices would take one more exchange per layer in both directions, and
+would hide what the gradient exchange costs. Group normalisation has no statistics to exchange and
+no state to keep.
 
 References:
   K. He, X. Zhang, S. Ren, J. Sun, "Deep Residual Learning for Image Recognition", 2016,
@@ -43,7 +43,7 @@ class Block(nnx.Module):
         norm = partial(nnx.GroupNorm, num_groups=groups, dtype=dtype, rngs=rngs)
         channels_out = channels * expansion
         bottleneck = expansion > 1
-        # (input channels, output channels, kernel size, stride); the stride sits on the first 3x3.
+        # (input channels, output channels, kernel size, stride); the stride is the first 3x3's.
         plan = (
             [(channels_in, channels, 1, 1), (channels, channels, 3, stride)]
             + [(channels, channels_out, 1, 1)]

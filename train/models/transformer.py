@@ -1,14 +1,14 @@
 """A GPT-style transformer: tokens in, logits of the next token out.
 
-Its layers are one stack that `jax.lax.scan` goes through, so that compiling takes as long for 24 of
-them as for one. Where parameters are split over the devices (`config.sync.gather`, `fsdp`), a layer
+Its layers are one stack that `jax.lax.scan` runs through, so compiling 24 of them takes as long as
+compiling one. Where parameters are split over the devices (`config.sync.gather`, `fsdp`), a layer
 is whole on a device only while it is used.
 
 Parameters with a vocabulary of 256: width 384 and depth 6 have 10.8 M; width 2048, depth 24 and
 16 heads have 1.2 G.
 
-Differs from the paper: no dropout (as in `train.models.alexnet`), and all matrices begin with the
-same rule, not smaller ones with depth.
+Differs from the paper: no dropout (as in `train.models.alexnet`), and all matrices are initialised
+by the same rule, not smaller with depth.
 
 References:
   A. Radford, J. Wu, R. Child, D. Luan, D. Amodei, I. Sutskever, "Language Models are Unsupervised
@@ -24,12 +24,12 @@ from flax import nnx
 import jaxcomm
 from train.models.embedding import looked_up
 
-STACK = "stack"  # The field of the model with the layers: each is gathered by itself.
-SPLIT = "fsdp"  # The mesh axis of devices that hold one copy of the parameters together (HSDP).
+STACK = "stack"  # The field of the model that holds the layers; each is gathered by itself.
+SPLIT = "fsdp"  # The mesh axis of devices that together hold one copy of the parameters (HSDP).
 
 
 class Block(nnx.Module):
-    """Causal self-attention and a two-layer perceptron, each behind a norm, added to its input."""
+    """Causal self-attention and a two-layer perceptron, each after a norm, added to its input."""
 
     def __init__(self, width: int, heads: int, mlp_width: int, dtype: jnp.dtype, rngs: nnx.Rngs):
         norm = partial(nnx.LayerNorm, width, dtype=dtype, rngs=rngs)
@@ -49,7 +49,7 @@ class Transformer(nnx.Module):
 
     Args:
       length: tokens in a row.
-      vocabulary: number of tokens that there are.
+      vocabulary: the number of different tokens.
       width: size of a token; divisible by `heads`.
       depth: layers.
       heads: attention heads of a layer.

@@ -1,11 +1,11 @@
 """VGG-16: thirteen convolutions, five poolings, dense layers.
 
 For images of 224 x 224 and with hidden layers of (4096, 4096) it is the published network, with
-138,365,992 parameters. For CIFAR, the usual adaptation has no hidden layers and 14,728,266
-parameters: images of 32 x 32 have one pixel left there.
+138,365,992 parameters. The usual adaptation for CIFAR has no hidden layers and 14,728,266
+parameters: of images of 32 x 32, one pixel is left before the dense layers.
 
 Differs from the paper: normalisation over groups of channels after every convolution, with as many
-parameters as over the batch; `train.models.resnet` says why.
+parameters as batch normalisation; `train.models.resnet` explains why.
 
 References:
   K. Simonyan, A. Zisserman, "Very Deep Convolutional Networks for Large-Scale Image Recognition",

@@ -1,7 +1,7 @@
 """Who talks to whom: all-reduce algorithms, each of which carries out any reduction.
 
-A name in `BY_NAME` is what `algorithm=` takes as a string. To add an algorithm, write its file and
-add its row here.
+The names in `BY_NAME` are the strings that `algorithm=` accepts. To add an algorithm, write its
+file and add its row here.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 # `hierarchical` has no name: it needs two algorithms.
-#: What makes an algorithm, by the name that `algorithm=` takes.
+#: The factory of each algorithm, by the name that `algorithm=` accepts.
 BY_NAME: dict[str, Callable[..., Algorithm]] = {
     "native": native,
     "direct": direct,
@@ -44,7 +44,7 @@ def from_name(algorithm: str | Algorithm) -> Algorithm:
     """The algorithm with that name and its defaults; see `_names.from_table`."""
     if algorithm == "hierarchical":
         raise ValueError(
-            "'hierarchical' goes over two axes, each by an algorithm of its own; write "
+            "'hierarchical' goes over two axes, each with its own algorithm; write "
             "jaxcomm.algorithms.hierarchical(near=jaxcomm.algorithms.ring(), "
             "far=jaxcomm.algorithms.ring())."
         )

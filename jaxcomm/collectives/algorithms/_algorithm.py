@@ -23,11 +23,11 @@ from jaxcomm.collectives.reductions import Prepared, Reduction
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """Who talks to whom in an all-reduce; what a message means is the reduction's.
+    """Who talks to whom in an all-reduce; the reduction says what a message means.
 
-    The factories of `jaxcomm.algorithms` make them. Each is a frozen dataclass: equal arguments
-    make equal algorithms. An algorithm of your own overrides `reduce_scatter` and `all_gather`,
-    from which `all_reduce` is made; CONTRIBUTING.md says how to add one.
+    The factories in `jaxcomm.algorithms` make them. Each is a frozen dataclass: equal arguments
+    make equal algorithms. Your own algorithm overrides `reduce_scatter` and `all_gather`, which
+    `all_reduce` calls; CONTRIBUTING.md says how to add one.
 
     Attributes:
       name: the short form that factories accept as a string.
@@ -41,7 +41,7 @@ class Algorithm:
 
     @property
     def for_means(self) -> "Algorithm":
-        """The variant for means, whose sums are as wide as their terms; those of votes are not."""
+        """The variant for means, whose sums are as wide as their terms, unlike those of votes."""
         return self
 
     def owned(self, axis_name: AxisName) -> jax.Array:
@@ -49,10 +49,10 @@ class Algorithm:
         return jax.lax.axis_index(axis_name)
 
     def require_own_blocks(self, world: int) -> None:
-        """Raises a ValueError unless, of as many blocks as devices, device r owns block r."""
+        """Raises a ValueError unless there are `world` blocks and device r owns block r."""
 
     def is_owner(self, axis_name: AxisName) -> Any:
-        """Whether this device owns a block; if not, what it holds is no full partial."""
+        """Whether this device owns a block; if not, what it holds is not a full partial."""
         del axis_name
         return True
 
@@ -65,7 +65,7 @@ class Algorithm:
           partial: all blocks, in order.
           axis_name: the mesh axis.
           reduction: what the messages mean.
-          devices_per_partial: how many devices `partial` already is a partial of: 1, unless an
+          devices_per_partial: how many devices `partial` is already a partial of: 1, unless an
             exchange over another axis came before.
 
         Returns:
@@ -91,8 +91,8 @@ class Algorithm:
         Returns:
           What `reduction.restore` takes, bitwise equal on all devices of the axis. And what
           `reduction.residual` takes: this device's first-hop errors, plus, in the block that it
-          owns, its second-hop error; or None. Summed over devices, these are all that is missing
-          in the result.
+          owns, its second-hop error; or None. Summed over devices, these are all that the result
+          lacks.
         """
         world = jax.lax.axis_size(axis_name)
         number = self.blocks(world)
@@ -104,7 +104,8 @@ class Algorithm:
             result = reduction.finish(mine, replicated, world)
         if reduction.keeps_errors:
             error = reduction.second_hop_error(mine, result, world)
-            # Who owns nothing holds a partial of some devices, whose error means nothing.
+            # A device that owns no block holds a partial of some devices, whose error means
+            # nothing.
             errors = add_block(errors, jnp.where(self.is_owner(axis_name), error, 0), owned)
         results = self.all_gather(result, axis_name)
         with jax.named_scope("decode"):
@@ -115,8 +116,8 @@ class Algorithm:
 def message_id(devices_per_partial: int, number: int) -> int:
     """A unique id for a message, folded into its rounding key.
 
-    It is of round `number` of an exchange whose partials already sum `devices_per_partial` devices:
-    a two-level exchange has rounds of the same number on both levels.
+    The message is of round `number` in an exchange whose partials already sum `devices_per_partial`
+    devices: the two levels of an exchange use the same round numbers.
     """
     return (devices_per_partial << 16) + number
 
@@ -132,7 +133,7 @@ def cut(vector: Any, blocks: int) -> Any:
 
 
 def join(blocks: Any, n: int) -> Any:
-    """The first n elements of what was cut."""
+    """The first n elements of what `cut` was given."""
     return jax.tree.map(lambda b: b.reshape(-1)[:n], blocks)
 
 
@@ -156,7 +157,7 @@ def put_block(blocks: Any, block: Any, index: jax.Array) -> Any:
 def add_block(blocks: jax.Array, block: jax.Array, index: jax.Array) -> jax.Array:
     """The blocks with `block`, which has a leading axis of 1, added to one of them.
 
-    An update in place, and no choice for every element: XLA on CPU would make that a part of the
-    loops around it, which then take twice as long where blocks are padded.
+    This is an update in place, not a select for every element: XLA on CPU would fuse a select into
+    the surrounding loops, which then take twice as long where blocks are padded.
     """
     return put_block(blocks, take_block(blocks, index) + block, index)

@@ -1,4 +1,4 @@
-"""Which algorithm None stands for: what a plan says, or what is known without measuring."""
+"""Which algorithm None stands for: the plan's choice, or one that needs no measurement."""
 
 import dataclasses
 import math
@@ -21,26 +21,26 @@ from jaxcomm.kernels import _device
 FEW = 16  # devices, for votes
 MANY = 32  # devices, for means
 FEW_OF_CNAT = 8
-# Bytes, as they travel, with one bit for a vote. The exchange of a short vector is a matter of
-# rounds, and the more devices there are, the more rounds are saved. For others bytes matter too, of
-# which a ring sends the fewest across a slow link in the middle.
+# Bytes, as they travel, with one bit for a vote. For a short vector the number of rounds decides,
+# and the more devices there are, the more rounds are saved. For longer vectors bytes matter too,
+# and a ring sends the fewest across a slow link in the middle.
 SHORT_PER_DEVICE = 6 * 2**10  # of a mean
 SHORT_VOTES = 24 * 2**10
 MEDIUM_VOTES = 64 * 2**10
 _BITS = {"votes": 1, "8 bits": 8, "16 bits": 16}  # of a value
-_FINE = ("8 bits", "16 bits")  # so that partial sums may be rounded again and again
+_FINE = ("8 bits", "16 bits")  # fine enough for partial sums to be rounded at every hop
 
-# From a reduction, the number of devices, the number of values, and what would be taken, to what is
-# taken.
+# From a reduction, the number of devices, the number of values, and the default algorithm to the
+# algorithm that is used.
 Chooser = Callable[[Reduction, int, int, Algorithm], Algorithm]
 _chooser: Chooser | None = None
 
 
 def choose_by(chooser: Chooser | None) -> None:
-    """Sets who chooses in this process from now on; None is nobody but `Default`.
+    """Sets who chooses in this process from now on; None leaves it to `Default`.
 
-    Programs that jax has traced before would go on with other algorithms than those that are
-    traced anew, and another process may have traced less: jax forgets all of them.
+    Programs that jax traced before would keep other algorithms than those that are traced anew, and
+    another process may have traced fewer. So all traced programs are dropped from jax's caches.
     """
     global _chooser  # noqa: PLW0603
     if chooser is not _chooser:
@@ -50,24 +50,24 @@ def choose_by(chooser: Chooser | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Default(Algorithm):
-    """Chosen when the number of devices is known; `jaxcomm.plan.use` has the last word.
+    """Chosen when the number of devices is known; `jaxcomm.plan.use` overrides it.
 
-    - Votes go directly: no other algorithm takes as few bits. On more than 16 devices, whose blocks
+    - Votes go directly: no other algorithm sends as few bits. On more than 16 devices, whose blocks
       are small, they take the few rounds of the circulant graph.
     - Values of 16 bits and int8 go around a ring between CPU processes. On one switch it is as fast
       as going directly, and across a slow link in the middle 1.6 times as fast. Each partial sum is
       rounded.
-    - Values in cnat go around a ring both ways on 3 to 8 CPU processes. That takes 1 to 2 % more
-      than one way, around which their error is 1.5 times that of going directly on 8 devices.
-      Around both ways it is equal to that on 4, and 1.3 times as large on 8
-      (tests/collectives/test_quantized.py).
+    - Values in cnat go around a ring in both directions on 3 to 8 CPU processes. That takes 1 to
+      2 % longer than one direction, in which their error on 8 devices is 1.5 times that of going
+      directly. In both directions the error equals that of going directly on 4 devices, and is 1.3
+      times as large on 8 (tests/collectives/test_quantized.py).
     - On more than 32 CPU processes all means take the circulant graph. The 2(N-1) rounds of the
-      others take longer than the bytes that they save, each is a part of the program to compile,
-      and around a ring the error grows with the square root of N.
+      others cost more time than the bytes that they save, each round is part of the program to
+      compile, and around a ring the error grows with the square root of N.
     - Short vectors take few rounds between CPU processes, where a round costs more than its bytes.
       16 bits and int8 take the circulant graph. Votes take halving and doubling if N is a power of
-      two; else that would send some of them twice, and they take the circulant graph. Votes that
-      are not quite as short take it where N is a power of two.
+      two; otherwise that would send some of them twice, and they take the circulant graph. Votes
+      that are not quite as short take the circulant graph if N is a power of two.
     - Everything else goes directly: each value is rounded once, and each sum once.
 
     Attributes:
@@ -78,11 +78,11 @@ class Default(Algorithm):
     name = "default"
 
     def of(self, world: int, values: int | None = None) -> Algorithm:
-        """The choice for so many devices, of which nothing is known.
+        """The choice for this many devices without a plan.
 
         Args:
           world: the number of devices.
-          values: of the vector; None is not known, and taken for many.
+          values: the length of the vector; None means unknown and counts as long.
         """
         return usual(self.sent, world, _device.is_between_cpu_processes(), values)
 

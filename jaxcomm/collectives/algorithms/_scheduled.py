@@ -2,10 +2,10 @@
 
 A schedule says for every round t which devices send to which (`pairs`), which positions of their
 blocks they send (`send`), and at which positions the target merges them (`into`). Device r keeps
-its blocks in an order of its own, `order[r]`, chosen so that these positions are the same on every
-device. So all devices run one program with static slices, and nothing is indexed by the device but
-the two reorderings at the ends. Where every message is one block, as in a ring, the blocks are a
-list, and the first reordering copies nothing: each block is read where it lies when it is used.
+its blocks in its own order, `order[r]`, chosen so that these positions are the same on every
+device. So all devices run one program with static slices, and only the two reorderings at the ends
+are indexed by the device. Where every message is one block, as in a ring, the blocks are a list,
+and the first reordering copies nothing: each block is read in place when it is used.
 
     reduce-scatter  round 0, 1, ...: encode the blocks at `send`, ppermute, decode, merge at `into`
     all-gather      the same rounds backwards, with the pairs reversed: what was merged at `into` is
@@ -32,13 +32,13 @@ from jaxcomm.collectives.reductions import Reduction
 from jaxcomm.kernels import _device
 
 Order = tuple[tuple[int, ...], ...]
-_MANY = 8  # devices beyond which blocks are gathered, in place of an operation for each
-_LONG = 64  # devices beyond which no table has the order of each
+_MANY = 8  # devices beyond which blocks are gathered, instead of one operation for each
+_LONG = 64  # devices beyond which no table holds each device's order
 
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled(Algorithm):
-    """An algorithm that is a schedule, carried out by one `ppermute` a round and array."""
+    """An algorithm that is a schedule, carried out by one `ppermute` per round and array."""
 
     def rounds(self, world: int) -> Iterable[Round]:
         """Who sends to whom in each round, for that many devices; see `Round`."""
@@ -58,7 +58,7 @@ class Scheduled(Algorithm):
         return self
 
     def owned(self, axis_name: AxisName) -> jax.Array:
-        """See `Algorithm.owned`: the block that stands first in this device's order."""
+        """See `Algorithm.owned`: the first block in this device's order."""
         order = self.schedule(jax.lax.axis_size(axis_name)).order
         return jnp.asarray([row[0] for row in order])[jax.lax.axis_index(axis_name)]
 
@@ -92,7 +92,7 @@ class Scheduled(Algorithm):
             with jax.named_scope("encode"):
                 message = reduction.encode(sent, counts, message_id(devices_per_partial, number))
             if reduction.keeps_errors:
-                # What is sent is passed on for good: this device keeps the error of each message.
+                # This device gives away what it sends, so it keeps the error of each message.
                 error, before = reduction.first_hop_error(sent, message), _take(errors, *step.send)
                 error = _where_among(sources, error, before, schedule.world, me)
                 errors = _put(errors, step.send[0], error)
@@ -128,18 +128,18 @@ class Scheduled(Algorithm):
 class _Turns:
     """Sends the messages of one round after another.
 
-    Rounds that do not need each other, such as the two directions of a ring, would be mixed by
-    XLA's scheduler. Between CPU processes a device that is ahead then sends into the links of
-    those that are still in the other round, which take up to twice the time.
+    XLA's scheduler would mix independent rounds, such as the two directions of a ring. Between CPU
+    processes, a device that is ahead would then send over links that others still use for the other
+    round, and both rounds would take up to twice the time.
     """
 
     def __init__(self) -> None:
-        self.last: tuple[range, Any] | None = None  # where the last round's message went, and it
+        self.last: tuple[range, Any] | None = None  # where the last message went, and what arrived
 
     def permute(
         self, message: Any, axis_name: AxisName, pairs: Any, taken: range, into: range
     ) -> Any:
-        """What arrives, from the positions `taken` and for those `into`."""
+        """What arrives, sent from the positions `taken` to the positions `into`."""
         if self.last is not None and _device.is_between_cpu_processes():
             positions, before = self.last
             if set(positions).isdisjoint(taken):
@@ -154,7 +154,7 @@ def _sends_single_blocks(schedule: Schedule) -> bool:
     return all(step.size == 1 for step in schedule.rounds)
 
 
-@functools.lru_cache(maxsize=64)  # of thousands of devices it takes seconds, and is asked for often
+@functools.lru_cache(maxsize=64)  # takes seconds for thousands of devices, and is called often
 def _schedule(algorithm: Scheduled, world: int) -> Schedule:
     rounds = tuple(algorithm.rounds(world))
     return Schedule(world, algorithm.blocks(world), algorithm.positions(world), rounds)
@@ -205,7 +205,7 @@ def _reorder(blocks: Any, order: Order, me: jax.Array) -> Any:
 
 
 def _order_of(me: jax.Array, order: Order) -> jax.Array:
-    """This device's row. As that of device 0, moved on by one for each device, if that is all."""
+    """This device's row; if all rows have this form, that of device 0 plus the device's number."""
     table = np.asarray(order, np.int32)
     devices, blocks = table.shape
     moved_on = (table[:1] + np.arange(devices)[:, None]) % blocks

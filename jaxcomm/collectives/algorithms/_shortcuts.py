@@ -1,16 +1,17 @@
 """In which order the devices of a switch take the shortcuts to other switches.
 
 A block travels to the switch that owns it by one hop for each bit of the switches' numbers, in any
-order of the bits. So each of the z devices of a switch may have an order of its own. A hop by bit k
-leads to the switch whose number differs in it (`sign` 0), or 2^k further or back around the ring
-(`sign` 1 or -1): for each set of signs, every distance is a sum of hops in just one way.
+order of the bits. So each of the z devices of a switch may have its own order. A hop by bit k leads
+to the switch whose number differs in this bit (`sign` 0), or to the switch 2^k forward or back
+around the ring (`sign` 1 or -1): for each set of signs, every distance is a sum of hops in exactly
+one way.
 
-The shortcuts over half of a ring lead to one switch, all others to two, one in each direction. In
-`spread` every shortcut carries equally many devices in each round, as nearly as can be:
+A shortcut over half a ring leads to one switch, all others to two, one in each direction. In
+`spread` every shortcut carries equally many devices in each round, as nearly as possible:
 
     counts    how many devices take bit b in round j. Each row and each column adds up to z. In each
-              round the busiest shortcut carries as few devices as can be; the last round takes what
-              is left, and has the shortest messages.
+              round the busiest shortcut carries as few devices as possible; the last round, which
+              has the shortest messages, takes what is left.
     halves    the counts are split in two over and over, for the devices with even and odd numbers,
               and so on. What is left for one device is a permutation: its order. And the devices
               whose numbers are equal modulo w, which may share one of w cables, are spread too.
@@ -42,10 +43,10 @@ def shifted(per_switch: int, grid: tuple[int, ...]) -> list[list[Hop]]:
 
 
 def spread(per_switch: int, grid: tuple[int, ...]) -> list[list[Hop]]:
-    """The hops of each device of a switch, in order; see above.
+    """The hops of each device of a switch, in order; see the module docstring.
 
-    Inside the switch devices go around a ring too: except for the last of these rounds, which has
-    the shortest messages, no two devices send to each other.
+    Inside the switch devices go around a ring too. No two devices send to each other, except in the
+    last of these rounds, which has the shortest messages.
     """
     low = per_switch.bit_length() - 1
     ways = [1 if 2 << k == size else 2 for size in grid for k in range(size.bit_length() - 1)]
@@ -104,7 +105,7 @@ def _halves(counts: Counts) -> tuple[Counts, Counts]:
     """Two halves with equal sums.
 
     All sums are even, so a row or a column with one odd count has another one, and odd counts form
-    circles. Around each, one half and the other take what is over in turn.
+    cycles. Around each cycle, the two halves take the odd unit in turn.
     """
     half = [[count // 2 for count in row] for row in counts]
     odd = {(j, b) for j, row in enumerate(counts) for b, count in enumerate(row) if count % 2}
@@ -124,7 +125,7 @@ def _halves(counts: Counts) -> tuple[Counts, Counts]:
 
 
 def require(world: int, sizes: tuple[int, ...]) -> None:
-    """The devices of the axis are those of the switches, all powers of two; else ValueError."""
+    """Raises a ValueError unless the switches hold the axis's devices, all powers of two."""
     if math.prod(sizes) != world or any(s < 1 or s & (s - 1) for s in sizes):
         raise ValueError(
             "shifted and spread orders need devices_per_switch x switches to be the "

@@ -1,4 +1,4 @@
-"""The circulant graph: few rounds for every number of devices, over skips for what is sent."""
+"""The circulant graph: few rounds for every number of devices, with skips to suit the messages."""
 
 import dataclasses
 import functools
@@ -15,20 +15,20 @@ _SEARCHED = 64  # devices; beyond them skips follow a rule
 class Circulant(Scheduled):
     """Reduce-scatter over skips that fall to 1 or rise from 1, and all-gather over the rising ones.
 
-    The skips are a free choice. Falling, each is at least half the one before; the published ones,
-    ceil(N/2), ceil(N/4), ..., take the fewest rounds. `best_skips` spends at most one round more: a
-    vote then takes fewer bits, since sums of 1, 3 or 7 votes fill their bit planes.
+    The skips can be chosen freely. Falling skips are each at least half the one before; the
+    published ones, ceil(N/2), ceil(N/4), ..., take the fewest rounds. `best_skips` takes at most
+    one round more, for votes in fewer bits: sums of 1, 3 or 7 votes fill their bit planes.
 
     Falling skips send half of the vector to the farthest device. Messages of means, and results,
-    are as wide in any order, so they use `near_skips`: most goes to the next device, and least to
-    the farthest. Then at most log2(N)/2 vectors cross a link between two halves in each direction,
-    where falling skips send about N/4.
+    are equally wide in any order, so they use `near_skips`, which send most to the next device and
+    least to the farthest. Then at most log2(N)/2 vectors cross a link between two halves in each
+    direction; with falling skips about N/4 do.
 
     Wire: 2(N-1)/N of the vector in at most 2 ceil(log2 N) + 2 rounds, for every N.
 
     Attributes:
       skips: the falling skips, or None for `best_skips`.
-      is_near_first: whether they are `near_skips` in place of falling ones.
+      is_near_first: whether to use `near_skips` instead of falling ones.
 
     References:
       J. L. Traeff, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms", 2024,
@@ -90,7 +90,7 @@ def best_skips(world: int) -> tuple[int, ...]:
 
 
 def _sequences(world: int, before: int, rounds: int) -> list[tuple[int, ...]]:
-    """All sequences of at most so many skips that follow a skip; none where they do not suffice."""
+    """All sequences of at most `rounds` skips that can follow a skip; none if these are too few."""
     if before == 1:
         return [()]
     if before > 2**rounds:
@@ -116,10 +116,10 @@ def _bits(world: int, skips: tuple[int, ...]) -> int:
 def near_skips(world: int) -> tuple[int, ...]:
     """The skips 1, 2, 4, ... of a reduce-scatter that sends the fewest blocks to the farthest.
 
-    A skip sends the blocks at its odd multiples to even ones. Of an odd number of multiples the
-    last is even, and so the odd ones have a neighbour behind them too: the skip is negative. A skip
-    of N/2 would make pairs of devices send to each other: the last four of 2^q devices form a ring
-    instead, for one round more.
+    A skip sends the blocks at its odd multiples to even ones. If the number of multiples is odd,
+    the last is even, so every odd one also has an even neighbour above it, and the skip is
+    negative. A skip of N/2 would make pairs of devices send to each other, so the last four of 2^q
+    devices form a ring instead, for one round more.
     """
     skips: list[int] = []
     blocks, skip = world, 1
@@ -152,14 +152,14 @@ def circulant(skips: tuple[int, ...] | None = None) -> Circulant:
 
     Args:
       skips: how far devices send in each round of the reduce-scatter, such as (5, 3, 2, 1) for 8
-        devices; None chooses: for votes those of the fewest bits, for means skips that rise
-        (`for_means`), which send least to the farthest device. Results always go over these.
+        devices. None chooses: for votes the skips with the fewest bits, for means rising skips
+        (`for_means`), which send least to the farthest device. Results always use the rising ones.
 
     Returns:
       The algorithm, for `algorithm=`.
 
     Raises:
-      ValueError: for skips that do not fall to 1; in the first step, for those that do not fit the
+      ValueError: for skips that do not fall to 1; in the first step, for skips that do not fit the
         number of devices.
 
     Wire: 2(N-1)/N of the vector.

@@ -26,12 +26,12 @@ class Direct(Algorithm):
 
     Every value is encoded once on its way to the owner, and the sum once on its way back, for any
     number of devices. The owner adds the decoded values in float32, in the order of the devices.
-    Its own value is encoded and decoded like the others, unless errors are kept: then it is added
+    Its own value is encoded and decoded like the others, unless errors are kept; then it is added
     exactly.
 
     This is the in-network aggregation of Horvath et al., in which workers send codes and an
-    aggregator adds, rounds and returns them, with each device as the aggregator of its own block.
-    `direct(aggregator=0)` has one aggregator.
+    aggregator adds, rounds and returns them. Here each device is the aggregator of its own block;
+    `direct(aggregator=0)` has a single aggregator.
 
     Wire: 2(N-1)/N of the vector in 2 collective operations.
 
@@ -47,7 +47,7 @@ class Direct(Algorithm):
     def schedule(self, world: int) -> Schedule:
         """What the two operations move, as a schedule: in round k, r sends to r + k.
 
-        XLA decides on the order of these sends in its all-to-all and all-gather.
+        XLA decides the order of these sends in its all-to-all and all-gather.
         """
         rounds = tuple(Round(shift(world, k), (k, k + 1), 0) for k in range(1, world))
         return Schedule(world, world, rotations(world), rounds)
@@ -58,7 +58,7 @@ class Direct(Algorithm):
         """See `Algorithm.reduce_scatter`."""
         world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
         counts = (devices_per_partial,) * world
-        if world == 1:  # no message, as on the near level of one device a host
+        if world == 1:  # no message, such as on the near level with one device a host
             errors = jax.tree.map(jnp.zeros_like, partial) if reduction.keeps_errors else None
             return reduction.merge_all(partial), errors
         with jax.named_scope("encode"):
@@ -84,8 +84,8 @@ class Direct(Algorithm):
 class Aggregator(Scheduled):
     """Everyone sends everything to one device, which answers everyone: a parameter server.
 
-    Wire: 1 vector from each other device, N-1 of them from the aggregator, in 2(N-1) rounds; the
-    aggregator's link is the bottleneck, and so this is here to be measured against.
+    Wire: 1 vector from each other device and N-1 from the aggregator, in 2(N-1) rounds. The
+    aggregator's link is the bottleneck; this is a baseline for measurements.
 
     Attributes:
       device: the aggregator's place along the axis.
@@ -129,9 +129,9 @@ def direct(aggregator: int | str = "sharded") -> Direct | Aggregator:
       The algorithm, for `algorithm=`.
 
     Raises:
-      ValueError: for anything else.
+      ValueError: for any other aggregator.
 
-    Wire: 2(N-1)/N of the vector. With one aggregator that sends N-1 vectors, and others one.
+    Wire: 2(N-1)/N of the vector. A single aggregator sends N-1 vectors, and every other device one.
 
     References:
       S. Horvath et al., "Natural Compression for Distributed Deep Learning", MSML 2022,

@@ -18,29 +18,29 @@ class HalvingDoubling(Scheduled):
     In each round a device exchanges with the one whose number differs from its own in one bit. The
     order of the bits decides how far the large messages of the first rounds travel.
 
-    Wire, P = 2^q devices: 2(P-1)/P of the vector in 2q rounds. P + r devices: before and after,
-    each of r pairs of neighbours folds two devices into one, so the busiest device sends
-    2(P-1)/P + 1 vectors, and there are two more rounds; `circulant` is then the better choice.
+    Wire, P = 2^q devices: 2(P-1)/P of the vector in 2q rounds. P + r devices: each of r pairs of
+    neighbours is folded into one device before and unfolded after, so the busiest device sends
+    2(P-1)/P + 1 vectors, in two more rounds; `circulant` is then the better choice.
 
     Attributes:
-      order: "near_first" begins with distance 1, so the largest messages stay between neighbours;
-        "far_first" begins with distance 2^(q-1); "shifted" is near first inside a switch, and then
+      order: "near_first" begins with distance 1, so the largest messages stay between neighbours.
+        "far_first" begins with distance 2^(q-1). "shifted" is near first inside a switch, and then
         takes the shortcuts between switches in an order that differs from device to device, so that
-        the devices of a switch use different shortcuts in the same round; "spread" also sends along
+        the devices of a switch use different shortcuts in the same round. "spread" also sends along
         each ring of switches in both directions, so that every shortcut of a distributed loop
-        network carries equally many devices in each round, as nearly as can be.
-      devices_per_switch: for "shifted" and "spread": neighbouring devices are on one switch.
-      grid: for these: the switches along each dimension; None is a ring of all of them.
+        network carries equally many devices in each round, as nearly as possible.
+      devices_per_switch: for "shifted" and "spread": how many neighbouring devices are on a switch.
+      grid: for the same two: the number of switches along each dimension; None is one ring of all.
 
     References:
       R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004.
       R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of Collective Communication
       Operations in MPICH", International Journal of High Performance Computing Applications
-      19(1), 2005 (the fold for other than powers of two).
+      19(1), 2005 (the fold where N is not a power of two).
       T. T. Nguyen and M. Wahib, "An Allreduce Algorithm and Network Co-design for Large-Scale
       Training of Distributed Deep Learning", CCGrid 2021 (the shifted order, and its networks).
 
-    Differs from the paper: "spread" is ours, see `_shortcuts`.
+    Differs from the paper: "spread" is new here; see `_shortcuts`.
     """
 
     order: str = "near_first"
@@ -76,7 +76,7 @@ class HalvingDoubling(Scheduled):
         return tuple(rounds)
 
     def positions(self, world: int) -> Order:
-        """The bits of a position, from the top, name hops, which lead to the block stored there.
+        """The bits of a position, from the top, name the hops that lead to the block stored there.
 
         What is left after a round is the lower half of the positions. Over the shortcuts, the hops
         are those of the devices which will own the blocks, at their place in the switch.
@@ -85,7 +85,7 @@ class HalvingDoubling(Scheduled):
         for ends in reversed(self._ends(world)):
             held = [mine + held[end] for mine, end in zip(held, ends, strict=True)]
         by_device = dict(zip(self._devices(world), held, strict=True))
-        # Who folds keeps the order of the one that takes its values.
+        # A device that folds keeps the order of the device that takes its values.
         return tuple(by_device.get(r) or by_device[r + 1] for r in range(world))
 
     def _devices(self, world: int) -> list[int]:
@@ -120,18 +120,19 @@ def halving_doubling(
 
     Args:
       order: "near_first", "far_first", "shifted" or "spread", see `HalvingDoubling`.
-      devices_per_switch: for the last two: how many neighbouring devices are on a switch.
-      grid: for these: the switches along each dimension, such as (4, 4); None is one ring.
+      devices_per_switch: for "shifted" and "spread": how many neighbouring devices are on a switch.
+      grid: for the same two: the number of switches along each dimension, such as (4, 4); None is
+        one ring.
 
     Returns:
       The algorithm, for `algorithm=`.
 
     Raises:
-      ValueError: for an unknown order, or one that the other arguments do not fit; when used,
-        for an axis that they do not fit.
+      ValueError: for an unknown order, or one that the other arguments do not fit; in the first
+        step, for arguments that do not fit the axis.
 
-    Wire: 2(N-1)/N of the vector at powers of two; else that of the largest power P below N, and a
-    vector more, of the busiest device.
+    Wire: 2(N-1)/N of the vector at powers of two. Otherwise the busiest device sends 2(P-1)/P, with
+    P the largest power of two below N, and one vector more.
 
     References:
       R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004.

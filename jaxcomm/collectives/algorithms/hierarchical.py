@@ -26,14 +26,14 @@ class Hierarchical(Algorithm):
 
     The axis name is (far, near), as in a mesh of hosts times devices per host.
 
-    Wire: near, that of its algorithm for the whole vector; far, that of its algorithm for the
-    1/n-th of the vector that a device owns after the near reduce-scatter over n devices.
+    Wire: over the near axis, that of `near` for the whole vector; over the far axis, that of `far`
+    for the 1/n-th of the vector that a device owns after the near reduce-scatter over n devices.
 
     Attributes:
       near: the algorithm between devices that differ in the last axis only.
       far: the algorithm between devices that differ in the first axis only.
       near_codec: the format of the near reduce-scatter; None is that of the reduction. The near
-        all-gather passes on what came over the far axis, as it is.
+        all-gather passes on what came over the far axis unchanged.
     """
 
     near: Algorithm
@@ -58,8 +58,8 @@ class Hierarchical(Algorithm):
     ) -> tuple[Any, Any]:
         """See `Algorithm.all_reduce`.
 
-        The near reduce-scatter leaves each device a near block; that is cut again into far blocks,
-        which the far reduce-scatter merges over the hosts. The way back is the same in reverse.
+        The near reduce-scatter leaves each device a near block. This is cut again into far blocks,
+        which the far reduce-scatter merges over the hosts. The all-gathers do the same in reverse.
         """
         far, near = _far_and_near(axis_name)
         world = jax.lax.axis_size(axis_name)
@@ -77,7 +77,7 @@ class Hierarchical(Algorithm):
 
         result = reduction.finish(mine, replicated, world)
         if reduction.keeps_errors:
-            # Far errors are of parts of the near block that this device owns: they belong there.
+            # Far errors belong to parts of the near block that this device owns.
             error = reduction.second_hop_error(mine, result, world)
             error = jnp.where(self.far.is_owner(far), error, 0)
             block = join(add_block(far_errors, error, far_owned), n)[None]
@@ -97,7 +97,7 @@ class Hierarchical(Algorithm):
     ) -> tuple[Any, Any]:
         """See `Algorithm.reduce_scatter`: block i is that of device i, counted along (far, near).
 
-        A near block holds what the near device is to own on every host.
+        A near block holds what the devices with this near index will own, on all hosts.
         """
         far, near = _far_and_near(axis_name)
         on_near, on_far = jax.lax.axis_size(near), jax.lax.axis_size(far)
@@ -115,7 +115,7 @@ class Hierarchical(Algorithm):
         per_far_partial = devices_per_partial * on_near
         mine, far_errors = self.far.reduce_scatter(mine, far, reduction, per_far_partial)
         if errors is not None:
-            # Far errors are of the partial sums of the near block that this device owns.
+            # Far errors belong to the partial sums of the near block that this device owns.
             errors = add_block(errors, far_errors.reshape(1, -1), self.near.owned(near))
             errors = errors.reshape(on_near, on_far, -1).swapaxes(0, 1)
             errors = errors.reshape(on_far * on_near, -1)
@@ -145,19 +145,19 @@ def hierarchical(
     Args:
       near: such as `jaxcomm.algorithms.direct()`, for devices that differ in the last axis.
       far: such as `jaxcomm.algorithms.circulant()`, for those that differ in the first.
-      near_codec: the format of the near reduce-scatter of a mean, such as "bfloat16"; None is the
-        one of the mean, which then is for the far links alone. The near all-gather passes on what
-        came over the far links, as it is.
+      near_codec: the format of the near reduce-scatter of a mean, such as "bfloat16"; the codec of
+        the mean then applies to the far links alone. None is the codec of the mean. The near
+        all-gather passes on what came over the far links unchanged.
 
     Returns:
       The algorithm, for `algorithm=`.
 
     Raises:
-      TypeError: if these are not algorithms with a reduce-scatter of their own.
-      ValueError: for a codec that all devices would have to scale for, or that needs feedback.
+      TypeError: if `near` or `far` is not an algorithm with its own reduce-scatter.
+      ValueError: for a codec that needs a scale common to all devices, or error feedback.
 
-    Wire: over the near links that of `near` for the vector, over the far ones that of `far` for the
-    1/n-th that each of n near devices owns.
+    Wire: over the near links, that of `near` for the vector; over the far links, that of `far` for
+    the 1/n-th that each of n near devices owns.
     """
     near_codec = None if near_codec is None else codecs.from_name(near_codec)
     if near_codec is not None and (

@@ -26,7 +26,7 @@ class Native(Algorithm):
     def all_reduce(
         self, prepared: Prepared, axis_name: AxisName, reduction: Reduction
     ) -> tuple[Any, Any]:
-        """See `Algorithm.all_reduce`; the errors are zero, as only float32 may keep them here."""
+        """See `Algorithm.all_reduce`; errors are zero, because only float32 may keep them here."""
         errors = jnp.zeros_like(prepared.vector) if reduction.keeps_errors else None
         with jax.named_scope("exchange"):
             return reduction.native(prepared, axis_name), errors
@@ -36,8 +36,8 @@ class Native(Algorithm):
     ) -> tuple[Any, Any]:
         """See `Algorithm.reduce_scatter`: one `psum_scatter`; between CPU processes as `direct`.
 
-        Gloo's reduce-scatter gives up if a process is 30 s late, whatever timeouts are set, and
-        wrong sums were reported of it: https://github.com/jax-ml/jax/issues/40830 and 40831.
+        Gloo's reduce-scatter gives up if a process is 30 s late, whatever timeouts are set, and was
+        reported to return wrong sums: https://github.com/jax-ml/jax/issues/40830 and 40831.
         """
         if _device.is_between_cpu_processes():
             return Direct().reduce_scatter(partial, axis_name, reduction, devices_per_partial)
@@ -46,14 +46,14 @@ class Native(Algorithm):
 
 
 def native() -> Native:
-    """XLA's own all-reduce, for means alone.
+    """XLA's own all-reduce, only for means.
 
     Returns:
       The algorithm: one `psum` in the dtype of the codec, which is float32, bfloat16 or float16.
-      Error feedback needs float32 here, as nobody could keep what XLA rounds.
+      Error feedback needs float32 here, because what XLA rounds off is lost.
 
     Wire: 2(N-1)/N of the vector, if the backend sends as little as possible. XLA's CPU backend
-    sends bfloat16 as float32. A reduce-scatter alone, as of sharded parameters, goes as by `direct`
-    between CPU processes: gloo's gives up if one is 30 s late.
+    sends bfloat16 as float32. A reduce-scatter alone, such as that of sharded parameters, goes as
+    in `direct` between CPU processes: gloo's own gives up if a process is 30 s late.
     """
     return Native()

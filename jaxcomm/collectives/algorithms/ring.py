@@ -20,7 +20,7 @@ class Ring(Scheduled):
     name = "ring"
 
     def rounds(self, world: int) -> tuple[Round, ...]:
-        """Device r sends block r - 1 to r + 1 first, and what it has just merged from then on."""
+        """Device r first sends block r - 1 to r + 1, and from then on what it has just merged."""
         neighbours = shift(world, 1)
         return tuple(Round(neighbours, (i, i + 1), i - 1) for i in range(world - 1, 0, -1))
 
@@ -33,10 +33,10 @@ class Ring(Scheduled):
 class TwoWayRing(Scheduled):
     """A ring in which partial results come to the owner of a block from both sides.
 
-    Each block's partials of the N/2 devices before its owner go right, those of the others left. So
-    no message is of more than N/2 devices: counts of votes are narrower, and partial sums, which
-    are rounded at every hop, smaller than those that come all the way around. Results, which are
-    all of one size, go on to the left, so that messages turn round once.
+    Each block's partials from the N/2 devices before its owner go right, those from the others
+    left. So no message covers more than N/2 devices: counts of votes are narrower than those that
+    come all the way around, and partial sums, which are rounded at every hop, are smaller. Results,
+    which are all of one size, keep going left, so messages change direction once.
 
     Wire: 2(N-1)/N of the vector in 2(N-1) rounds, as `Ring`.
     """
@@ -62,13 +62,13 @@ class TwoWayRing(Scheduled):
 
 
 def ring() -> Ring:
-    """The ring: every device sends to its right neighbour alone.
+    """The ring: every device sends only to its right neighbour.
 
     Returns:
       The algorithm. A partial result is decoded, added to and encoded again N-1 times.
 
-    Wire: of a mean 2(N-1)/N of the vector, in 2(N-1) rounds. Of a vote log2 N bits a coordinate at
-    powers of two.
+    Wire: for a mean, 2(N-1)/N of the vector, in 2(N-1) rounds. For a vote, log2 N bits a coordinate
+    at powers of two.
 
     References:
       P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
@@ -78,17 +78,17 @@ def ring() -> Ring:
 
 
 def two_way_ring() -> TwoWayRing:
-    """The ring with partial results from both sides: no message is of more than N/2 devices.
+    """The ring with partial results from both sides: no message covers more than N/2 devices.
 
     It sends as many messages of as many values as `ring`. Votes take fewer bits, and the errors of
-    means are smaller: in cnat, of noise on 8 devices, 1.3 times those of "direct" in place of 1.5
-    (tests/collectives/test_quantized.py). Messages turn round once, as results go on in the second
-    direction.
+    means are smaller: for noise in cnat on 8 devices, 1.3 times those of "direct" instead of 1.5
+    (tests/collectives/test_quantized.py). Messages change direction once, because results continue
+    in the second direction.
 
     Returns:
       The algorithm. A partial result is decoded, added to and encoded again at most N/2 times.
 
-    Wire: of a mean 2(N-1)/N of the vector, in 2(N-1) rounds. Of a vote log2 N - 1 + (log2 N + 1)/N
-    bits a coordinate at powers of two.
+    Wire: for a mean, 2(N-1)/N of the vector, in 2(N-1) rounds. For a vote, log2 N - 1 + (log2
+    N + 1)/N bits a coordinate at powers of two.
     """
     return TwoWayRing()

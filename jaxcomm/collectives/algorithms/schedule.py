@@ -2,9 +2,9 @@
 
 Programs, byte formulas and simulations read the same plain value. A schedule describes a
 reduce-scatter over `world` devices of a vector cut into `blocks` equal blocks; the all-gather that
-follows is its mirror image, or that of another schedule. Every device keeps the blocks in an order
-of its own, chosen so that what a round sends, and what it is added to, is the same contiguous range
-of positions on every device: shapes are static, and no index depends on the device.
+follows is its mirror image, or that of another schedule. Every device keeps the blocks in its own
+order, chosen so that what a round sends, and what it is added to, is the same contiguous range of
+positions on every device: shapes are static, and no index depends on the device.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ class Round:
     """One step: every source sends the blocks at `send` to its target, which adds them at `into`.
 
     Attributes:
-      pairs: (source, target) devices; each device at most once as either.
+      pairs: (source, target) devices; each device is at most once a source and once a target.
       send: the positions sent, as [start, stop).
       into: the first of the equally many positions they are added to at the target.
     """
@@ -36,7 +36,7 @@ class Round:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A reduce-scatter: after the last round, whoever a block ends with holds it complete.
+    """A reduce-scatter: after the last round, the owner of a block holds all of its sum.
 
     Attributes:
       world: the number of devices.
@@ -69,9 +69,9 @@ class Schedule:
 
     @functools.cached_property
     def counts(self) -> tuple[tuple[int, ...], ...]:
-        """`counts[t][k]`: of how many devices the k-th block of round t's message is a sum.
+        """`counts[t][k]`: how many devices the k-th block of round t's message is a sum of.
 
-        Where senders differ, the most: a message has one shape on all devices.
+        Where senders differ, the largest counts: a message has one shape on all devices.
         """
         return counted(self.world, self.blocks, self.rounds)[0]
 
@@ -95,7 +95,7 @@ class Schedule:
 def counted(
     world: int, blocks: int, rounds: Iterable[Round]
 ) -> tuple[tuple[tuple[int, ...], ...], np.ndarray]:
-    """Of how many devices blocks are sums; as nobody is counted twice, counts add up.
+    """How many devices blocks are sums of; no device is counted twice, so counts add up.
 
     Returns:
       `Schedule.counts`, and what each device holds at each position in the end, `(world, blocks)`.

@@ -32,7 +32,7 @@ class Prepared(NamedTuple):
       vector: a pytree of arrays of one length: what travels.
       replicated: a pytree of arrays of that length that are equal on all devices. It is cut into
         blocks as `vector` is, and never sent.
-      shared_scale: what all devices know of the scaling of `vector`, for `restore`.
+      shared_scale: what all devices know about the scaling of `vector`, for `restore`.
     """
 
     vector: Any
@@ -45,7 +45,7 @@ class Reduction:
     """A function of all devices' vectors that partial results can be merged into.
 
     Between `prepare` and `restore` every array has a leading axis of blocks, and each block is
-    treated by itself.
+    processed by itself.
 
     Attributes:
       packed: how many values share an element of what travels.
@@ -59,12 +59,12 @@ class Reduction:
         return False
 
     def padded(self, n: int, world: int) -> int:
-        """The length, n or more, that vectors of n values travel in."""
+        """The padded length, n or more, in which vectors of n values travel."""
         del world
         return n
 
     def for_this_device(self, axis_name: AxisName) -> "Reduction":
-        """The same reduction with what only this device has, such as its own rounding key."""
+        """The same reduction with what belongs to this device, such as its rounding key."""
         del axis_name
         return self
 
@@ -81,7 +81,7 @@ class Reduction:
         raise NotImplementedError
 
     def merge_all(self, partials: Any) -> Any:
-        """The partial of one block, from the partials along the leading axis, in their order."""
+        """The partial of one block, from the partials along the leading axis, in order."""
         count = jax.tree.leaves(partials)[0].shape[0]
         parts = [jax.tree.map(lambda p, r=r: p[r : r + 1], partials) for r in range(count)]
         return functools.reduce(self.merge, parts)
@@ -92,7 +92,7 @@ class Reduction:
         Args:
           partial: the blocks to send.
           counts: `counts[i]` is the number of devices that block i is a partial of.
-          message_id: no two messages of a device share it; random rounding folds it into its key.
+          message_id: unique among a device's messages; random rounding folds it into its key.
         """
         raise NotImplementedError
 
@@ -101,7 +101,7 @@ class Reduction:
         raise NotImplementedError
 
     def decode_and_merge(self, messages: Any, counts: tuple[int, ...], like: Any) -> Any:
-        """The partial of one block, from several messages about it, merged in their order.
+        """The partial of one block, from several messages about it, merged in order.
 
         `like` has the shapes of the decoded messages along the leading axis.
         """

@@ -27,8 +27,8 @@ class CodedMean(Reduction):
     Attributes:
       codec: the format of the messages of the reduce-scatter, the first hop.
       second_hop: the format of the mean in the all-gather, the second hop.
-      error_feedback: True keeps the errors of both hops, "first_hop" those of the first.
-      key: for codecs that round at random: equal on all devices, until `for_this_device`.
+      error_feedback: True keeps the errors of both hops, "first_hop" only those of the first.
+      key: for codecs that round at random: equal on all devices before `for_this_device`.
     """
 
     codec: Codec
@@ -37,7 +37,7 @@ class CodedMean(Reduction):
     key: jax.Array | None = None
 
     def for_this_device(self, axis_name: AxisName) -> "CodedMean":
-        """With a rounding key of this device: rounding must be independent between devices."""
+        """With this device's own rounding key: rounding must be independent between devices."""
         if self.key is None:
             return self
         own = jax.random.fold_in(self.key, jax.lax.axis_index(axis_name))
@@ -64,7 +64,7 @@ class CodedMean(Reduction):
         return False
 
     def padded(self, n: int, world: int) -> int:
-        """A multiple that makes messages fast, where it adds at most a 64th to them."""
+        """A multiple for which messages are fast, where it adds at most a 64th to them."""
         even = math.lcm(self.codec.even, self.second_hop.even)
         multiple = world * even
         return n if even == 1 or n < 64 * multiple else -(-n // multiple) * multiple
@@ -75,7 +75,7 @@ class CodedMean(Reduction):
         if not limits:
             return Prepared(x)
         world = jax.lax.axis_size(axis_name)
-        # What is not finite has no exponent, and must not hide those of the others.
+        # Values that are not finite have no exponent, and must not hide those of the others.
         largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0.0))
         _, above = jnp.frexp(largest)
         above = jnp.where(largest == 0, _LEAST_EXPONENT, above)  # zeros need no range
@@ -98,7 +98,7 @@ class CodedMean(Reduction):
         return sum_in_order(partials)[None]
 
     def encode(self, partial: jax.Array, counts: tuple[int, ...], message_id: int) -> jax.Array:
-        """The codec's payload; how many devices a sum is of does not matter to it."""
+        """The codec's payload, whatever the number of devices in a sum."""
         del counts
         return self._encoded(self.codec, partial, message_id)
 
@@ -133,11 +133,11 @@ class CodedMean(Reduction):
         return partial - self.codec.decode(message, partial.shape[-1])
 
     def second_hop_error(self, partial: jax.Array, result: jax.Array, world: int) -> jax.Array:
-        """N times what encoding took from the mean: that much of the sum is in no result."""
+        """N times what encoding took from the mean: the part of the sum that no result holds."""
         if self.error_feedback == "first_hop":
             return jnp.zeros_like(partial)
         decoded = world * self.second_hop.decode(result, partial.shape[-1])
-        # A finite mean that was rounded up may have an infinite sum: no error may be infinite then.
+        # N times a finite mean that was rounded up may be infinite; the error must not be.
         return partial - jnp.clip(decoded, -_LARGEST, _LARGEST)
 
     def residual(self, x: jax.Array, errors: jax.Array, shared_scale: Any) -> jax.Array:
@@ -150,7 +150,7 @@ class CodedMean(Reduction):
         return total.astype(jnp.float32) * _reciprocal(jax.lax.axis_size(axis_name))
 
     def native_reduce_scatter(self, partial: jax.Array, axis_name: AxisName) -> jax.Array:
-        """XLA's `psum_scatter` in the codec's dtype, in float32 from there on."""
+        """XLA's `psum_scatter` in the codec's dtype, converted to float32."""
         sent = self.codec.native(partial)
         return jax.lax.psum_scatter(sent, axis_name, tiled=True).astype(jnp.float32)
 
@@ -160,7 +160,7 @@ class CodedMean(Reduction):
         if self.key is None:
             raise ValueError(
                 f"{codec.name} rounds at random and needs a key; give one that is equal on all "
-                "devices, another at every call: jax.random.fold_in(jax.random.key(0), step)."
+                "devices and different in every call: jax.random.fold_in(jax.random.key(0), step)."
             )
         encoded = codec.encode(x, jax.random.fold_in(self.key, message_id))
         # XLA would draw and encode again in the loop that computes the error.
@@ -168,7 +168,7 @@ class CodedMean(Reduction):
 
 
 def _reciprocal(world: int) -> np.float32:
-    """1/N in float32: XLA makes this product of a division by N on some backends, not on others."""
+    """1/N in float32: XLA turns a division by N into this product on some backends only."""
     return np.float32(1 / world)
 
 

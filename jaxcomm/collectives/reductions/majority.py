@@ -22,7 +22,7 @@ _CHAIN = 16  # counts that are added one after the other
 class Majority(Reduction):
     """Every device votes with the signs of its values; the result is the sign of most votes.
 
-    A partial is a count of positive votes for each coordinate, bit-sliced: plane p holds bit p of
+    A partial is a bit-sliced count of positive votes for each coordinate: plane p holds bit p of
     the counts, 32 coordinates to a word. Partials are added plane by plane and never unpacked. A
     message of k devices has ceil(log2(k+1)) planes. The result has one plane, or two where it can
     be zero.
@@ -47,15 +47,15 @@ class Majority(Reduction):
 
     def prepare(self, x: jax.Array, axis_name: AxisName) -> Prepared:
         """Packs the signs into one plane of votes, or two; draws the coins for ties."""
-        # XLA on CPU would make one slow loop of this and of what follows.
+        # Without the barrier, XLA on CPU would fuse this and what follows into one slow loop.
         votes, against = jax.lax.optimization_barrier(bitplanes.pack_both(x))
-        assert self.key is not None  # a reduction that runs has one
+        assert self.key is not None  # set in every reduction that runs
         shared, own = jax.random.split(self.key)
         if self.zeros == "abstain":
             vector = (votes, against)
         else:
             own = jax.random.fold_in(own, jax.lax.axis_index(axis_name))
-            # Neither positive nor negative: a zero or NaN. Each device tosses a coin of its own.
+            # Neither positive nor negative: a zero or NaN. Each device tosses its own coin.
             vector = (votes | (~against & _coins(own, votes.shape)),)
         return Prepared(vector, _coins(shared, votes.shape) if self.ties == "random" else None)
 
@@ -69,7 +69,7 @@ class Majority(Reduction):
         return tuple(bitplanes.add(x, y, len(x)) for x, y in zip(a, b, strict=True))
 
     def merge_all(self, partials: tuple[Planes, ...]) -> tuple[Planes, ...]:
-        """The sums of many counts by halves: a chain of them would compile for minutes."""
+        """The sums of many counts by halves: a chain of additions would compile for minutes."""
         while (count := len(partials[0][0])) > _CHAIN:
             half = count // 2
             first, second, odd = (
@@ -94,7 +94,7 @@ class Majority(Reduction):
     def decode(
         self, message: jax.Array, counts: tuple[int, ...], like: tuple[Planes, ...]
     ) -> tuple[Planes, ...]:
-        """The planes in a message, and zeros for those that were not needed."""
+        """The planes in a message, and zeros for the planes that were not sent."""
         at, width = 0, len(like[0])
         parts: list[list[list[jax.Array]]] = [[[] for _ in stack] for stack in like]
         for used, start, stop in _runs(counts):
@@ -107,7 +107,7 @@ class Majority(Reduction):
         return tuple(tuple(jnp.concatenate(runs) for runs in stack) for stack in parts)
 
     def finish(self, partial: tuple[Planes, ...], replicated: Any, world: int) -> jax.Array:
-        """The plane of signs, and where the result can be zero, the plane of what is not."""
+        """The plane of signs and, where the result can be zero, the plane of what is not zero."""
         if self.zeros == "abstain":
             positive, negative = partial
             won = bitplanes.greater(positive, negative)
@@ -132,7 +132,7 @@ class Majority(Reduction):
         return tuple(result[:, p] for p in range(result.shape[1]))
 
     def restore(self, vector: Planes, shared_scale: None, n: int) -> jax.Array:
-        """+1 and -1, and 0 where nobody won."""
+        """+1 and -1, and 0 where neither sign won."""
         del shared_scale
         signs = bitplanes.signs(vector[0], n)
         if len(vector) == 1:

@@ -14,7 +14,7 @@ from jaxcomm.collectives.reductions.coded_mean import CodedMean
 
 @dataclasses.dataclass(frozen=True)
 class RandomKMean(CodedMean):
-    """The mean of the drawn values, in the codec that they are sent in; zeros elsewhere.
+    """The mean of the drawn values, in the codec in which they are sent; zeros elsewhere.
 
     All devices draw the same places from a common key, so the drawn values form a vector that
     every algorithm can reduce, `native` included, and nothing else travels. Without error feedback
@@ -55,12 +55,12 @@ class RandomKMean(CodedMean):
         return True
 
     def padded(self, n: int, world: int) -> int:
-        """As long as it is: which places are drawn follows from the length."""
+        """Not padded: which places are drawn depends on the length."""
         del world
         return n
 
     def prepare(self, x: jax.Array, axis_name: AxisName) -> Prepared:
-        """Draws."""
+        """Draws the values."""
         assert self.places_key is not None  # `for_this_device` makes it.
         places = self.selection.places(self.places_key, x.size)
         drawn = super().prepare(self.selection.select(x, places), axis_name)

@@ -1,6 +1,6 @@
 """Sparse all-reduces: which of its largest values a device sends, and to whom.
 
-A name in `BY_NAME` is what the `algorithm=` of `jaxcomm.sparse_mean` takes as a string. To add a
+The names in `BY_NAME` are the strings that `algorithm=` of `jaxcomm.sparse_mean` accepts. To add a
 sparse all-reduce, write its file and add its row here.
 """
 
@@ -26,7 +26,7 @@ __all__ = [
     "topk_dsa",
 ]
 
-#: What makes a sparse all-reduce, by the name that `algorithm=` takes.
+#: The factory of each sparse all-reduce, by the name that `algorithm=` accepts.
 BY_NAME: dict[str, Callable[..., SparseAllReduce]] = {
     "oktopk": oktopk,
     "topk_allgather": topk_allgather,

@@ -1,9 +1,9 @@
-"""Which device adds the values of which place: every N places in a row have N owners.
+"""Which device adds the values of which place: every round of N places has N owners.
 
 Places are dealt in rounds, like cards: round q deals the places q N to q N + N - 1, one to each
 device, and begins at a device that a hash of q and of the step chooses. So each owner gets about as
-many large values as any other, wherever they lie, and nobody has to be told where the owners'
-parts begin. In the next step another owner has them.
+many large values as any other, wherever they lie, and no message has to say where the owners' parts
+begin. In the next step other devices own these places.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class Dealt(NamedTuple):
 
     Attributes:
       values: float32[N, c]; 0 in slots without an entry.
-      offsets: int32[N, c], the rounds that deal the places; `width` in slots without an entry.
+      offsets: int32[N, c], the rounds that dealt the places; `width` in slots without an entry.
       places: int32[N, c]; n in slots without an entry.
     """
 
@@ -52,7 +52,7 @@ class Owners:
 
     @property
     def width(self) -> int:
-        """The number of rounds, and so of the places of each owner."""
+        """The number of rounds, and so of each owner's places."""
         return -(-self.n // self.world)
 
     def of(self, places: jax.Array) -> jax.Array:
@@ -61,13 +61,13 @@ class Owners:
         return jnp.where(later >= self.world, later - self.world, later)
 
     def places(self, owner: jax.Array, offsets: jax.Array) -> jax.Array:
-        """The places that these rounds deal to an owner; n for rounds that there are not."""
+        """The places that these rounds deal to an owner; n for rounds that do not exist."""
         later = owner - self._first(offsets)
         places = offsets * self.world + jnp.where(later < 0, later + self.world, later)
         return jnp.where(offsets < self.width, places, self.n)
 
     def deal(self, found: select.Selected, room: int) -> Dealt:
-        """The entries for each owner, of which a row has room for the first `room`."""
+        """The entries for each owner; a row has room for the first `room` of them."""
         is_entry = found.indices < self.n
         owner = jnp.where(is_entry, self.of(found.indices), self.world)
         rank = _ranks(owner, self.world)
@@ -81,7 +81,7 @@ class Owners:
     def split_and_reduce(
         self, found: select.Selected, room: int, entries: Entries, axis_name: AxisName
     ) -> tuple[jax.Array, Dealt]:
-        """Sends entries to their owners, who add them: float32[width], and what was sent."""
+        """Sends entries to their owners, which add them: float32[width], and what was sent."""
         dealt = self.deal(found, room)
         arrived = behind_next(all_to_all(entries.encode(dealt.values, dealt.offsets), axis_name))
         sums = add_lists(jnp.zeros(self.width, jnp.float32), *entries.decode(arrived))
@@ -93,7 +93,7 @@ class Owners:
 
 
 def _ranks(owner: jax.Array, world: int) -> jax.Array:
-    """How many entries before each one have the same owner; an owner of N stands for none."""
+    """How many entries before each one have the same owner; N stands for no owner."""
     groups = jnp.pad(owner, (0, -owner.size % _GROUP), constant_values=world).reshape(-1, _GROUP)
     alike = groups[:, :, None] == groups[:, None, :]
     before = jnp.tril(jnp.ones((_GROUP, _GROUP), bool), -1)[None]

@@ -6,8 +6,8 @@ messages of a static size. It returns the mean m and each device's error e_r, wi
 
     N m + sum of e_r = sum of x_r
 
-so a value that is not selected, has no room in a message, or is rounded stays in its device's error
-and is added to its next gradient.
+so what is not selected, has no room in a message, or is rounded off stays in its device's error and
+is added to its next gradient.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class SparseResult(NamedTuple):
     Attributes:
       mean: float32[n], equal on all devices.
       errors: float32[n], the part of this device's x that is not in the mean.
-      taken: bool[n], the places of which this device's value is in the mean.
+      taken: bool[n], whether this device's value at each place is in the mean.
       selected: int32, the number of this device's values that were selected.
       delivered: int32, the number of selected values that had room in a message.
       applied: int32, the number of values in the mean; equal on all devices.
@@ -49,12 +49,12 @@ class SparseResult(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseAllReduce:
-    """A sparse all-reduce: who sends which of its largest values to whom.
+    """A sparse all-reduce: which of its largest values each device sends, and to whom.
 
     Attributes:
       density: the share k/n of values to select, in (0, 1].
       values: "float32" or "bfloat16", the format of values on the wire.
-      slack: the room of a message, as a multiple of the expected number of entries.
+      slack: the room in a message, as a multiple of the expected number of entries.
       recompute_every: steps between new thresholds; in between, the last one is re-used. With 1
         the k largest values are selected in every step.
       scaling: what a re-used threshold is multiplied or divided by after a step in which more than
@@ -62,7 +62,7 @@ class SparseAllReduce:
       tolerance: a new threshold is found if the number of values above the re-used one is more
         than `tolerance` times k, or less than k over `tolerance`; with None, only if there are more
         than messages have room for.
-      implementation: how kernels select, see `kernels._implementations`.
+      implementation: how kernels select; see `kernels._implementations`.
       operations: the kernels' operations that have more than one implementation.
     """
 
@@ -91,11 +91,11 @@ class SparseAllReduce:
             raise ValueError(f"tolerance must be more than 1, or None, got {most!r}.")
 
     def k(self, n: int) -> int:
-        """The number of values to select of n: at least one."""
+        """The number of values to select from n: at least one."""
         return max(1, round(self.density * n))
 
     def room(self, n: int, parts: int = 1) -> int:
-        """The entries that a message has room for if it carries one of `parts` equal parts of k."""
+        """How many entries a message that carries one of `parts` equal parts of k has room for."""
         return min(n, max(1, -int(-self.slack * self.k(n) // parts)))
 
     def compact(
@@ -113,9 +113,9 @@ class SparseAllReduce:
     ) -> tuple[select.Selected, jax.Array]:
         """About k of the largest values, and the threshold that they reach.
 
-        They are those above the last threshold; or above a new one, if that is due, or if the last
-        is off or lets pass more than the capacity. If they were chosen by place, values at the end
-        of x would never be sent where there are always too many.
+        These are the values above the last threshold. A new threshold is found if it is due, or if
+        the last is off or lets more values pass than there is room for. Were the surplus cut by
+        place, values at the end of x would never be sent where there are always too many.
         """
         k = self.k(x.size)
         if self.recompute_every == 1:
@@ -128,14 +128,15 @@ class SparseAllReduce:
     def replaced_if(
         self, is_bad: jax.Array, x: jax.Array, k: int, last: jax.Array, step: jax.Array
     ) -> jax.Array:
-        """A threshold, or one that about k values reach, if it is bad."""
+        """The last threshold or, if it is bad, one that about k values reach."""
 
         def anew(x: jax.Array) -> jax.Array:
             near = select.threshold_near(x, k, step, implementation=self.implementation)
             return jnp.maximum(near, SMALLEST)
 
-        # On GPUs a sample is searched by sorting, which no CUDA graph holds: in a branch the host
-        # would wait for the device in every step, longer than the search takes.
+        # On GPUs a sample is searched by sorting, which cannot be part of a CUDA graph. In a
+        # branch, the host would wait for the device in every step, for longer than the search
+        # takes.
         return jax.lax.platform_dependent(
             x,
             cpu=lambda x: jax.lax.cond(is_bad, anew, lambda _: last, x),
@@ -143,11 +144,11 @@ class SparseAllReduce:
         )
 
     def _is_bad(self, count: jax.Array, k: int, capacity: int) -> jax.Array:
-        """Whether a threshold is off, or lets pass more than there is room for."""
+        """Whether a threshold is off, or lets more values pass than there is room for."""
         return self.is_off(count, k) | (count > capacity)
 
     def largest(self, x: jax.Array, k: int, capacity: int) -> tuple[select.Selected, jax.Array]:
-        """The k largest values, of equal ones those that `compact` keeps, and their threshold."""
+        """The k largest values, among equals those that `compact` keeps, and their threshold."""
         threshold = self.threshold_for(x, k)
         return self.compact(x, threshold, capacity, k), threshold
 
@@ -163,9 +164,9 @@ class SparseAllReduce:
         return (count > int(self.tolerance * k)) | (count < math.ceil(k / self.tolerance))
 
     def scaled(self, threshold: jax.Array, count: jax.Array, k: int) -> jax.Array:
-        """What to carry on after a step with `count` values above the threshold."""
+        """The threshold to keep after a step with `count` values above it."""
         scale = jnp.float32(self.scaling)
-        few, many = count < math.ceil(2 * k / 3), count > 5 * k // 4  # no product in int32
+        few, many = count < math.ceil(2 * k / 3), count > 5 * k // 4  # avoids an int32 product
         return threshold * jnp.where(few, 1 / scale, jnp.where(many, scale, jnp.float32(1)))
 
     def exchange(
@@ -174,14 +175,14 @@ class SparseAllReduce:
         """Averages the largest values over a mesh axis, in the manual view.
 
         Args:
-          x: float32[n], another on every device, in a region that is manual over every axis and
+          x: float32[n], different on every device, in a region that is manual over every axis and
             where the checks of `jax.shard_map` are off.
-          threshold: float32, of the step before; 0 before the first.
-          step: int32, equal on all devices, from 0.
+          threshold: float32, that of the step before; 0 in the first step.
+          step: int32, equal on all devices, counted from 0.
           axis_name: the mesh axis.
 
         Returns:
-          The mean with what it lacks, and the threshold for the next step.
+          The mean with its errors, and the threshold for the next step.
         """
         raise NotImplementedError
 
@@ -193,12 +194,12 @@ def check_interval(name: str, steps: Any) -> None:
 
 
 def add_lists(total: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
-    """Adds entries to a vector, one device's list after the other, so all devices round alike.
+    """Adds entries to a vector, one device's list after another, so that all devices round alike.
 
     Args:
       total: float32[n].
       values: float32[N, c].
-      indices: int32[N, c], without repetition in a list; n and more stand for no place.
+      indices: int32[N, c], without repetition in a list; an index of n or more stands for no place.
     """
 
     def add(total: jax.Array, entries: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -214,5 +215,5 @@ def take_out(x: jax.Array, values: jax.Array, indices: jax.Array, taken: jax.Arr
 
 
 def take(x: jax.Array, indices: jax.Array) -> jax.Array:
-    """x at these places; 0 for those of n and more."""
+    """x at these places; 0 where the place is n or more."""
     return x.at[indices].get(mode="fill", fill_value=0)

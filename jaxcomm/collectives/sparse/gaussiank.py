@@ -1,4 +1,4 @@
-"""Gaussiank: TopkA with a threshold that a normal distribution suggests."""
+"""Gaussiank: TopkA with a threshold estimated from a normal distribution."""
 
 import dataclasses
 import math
@@ -19,10 +19,10 @@ ROUNDS = 4
 class Gaussiank(SparseAllReduce):
     """TopkA with a threshold that is estimated in every step, and never exact.
 
-    The first guess holds for normally distributed values: k of n are above the mean plus z standard
-    deviations. Then the threshold is halved or raised by half, up to four times, until between 2k/3
-    and 4k/3 values are above it. Each try is one count. Where fewer than 2k/3 are, or more than
-    there is room for, the threshold is that of `select.threshold_near`.
+    The first guess is right for normally distributed values: k of n are above the mean plus z
+    standard deviations. Then the threshold is halved or raised by half, up to four times, until
+    between 2k/3 and 4k/3 values are above it. Each try is one count. If in the end fewer than 2k/3
+    are above it, or more than there is room for, the threshold is that of `select.threshold_near`.
 
     Wire: that of `topk_allgather`.
 
@@ -45,7 +45,7 @@ class Gaussiank(SparseAllReduce):
         return gathered(self, x, self.compact(x, threshold, capacity), axis_name), threshold
 
     def gaussian_threshold(self, x: jax.Array) -> jax.Array:
-        """A magnitude that about k values of x exceed, if they are anything like normal ones."""
+        """A magnitude that about k values of x exceed, if they are roughly normally distributed."""
         k = self.k(x.size)
         largest = jnp.max(jnp.abs(x))
         unit = jnp.where(largest > 0, largest, 1.0)  # Squares of large values are infinite.
@@ -67,7 +67,7 @@ class Gaussiank(SparseAllReduce):
             return jax.lax.while_loop(lambda at: (at[0] < ROUNDS) & ~at[1], adjust, start)[2]
 
         def all_rounds(start: Any) -> jax.Array:
-            """For GPUs, where asking whether to go on takes longer than counting once more."""
+            """For GPUs, where checking whether to continue takes longer than counting once more."""
             return jax.lax.fori_loop(0, ROUNDS, lambda _, at: adjust(at), start)[2]
 
         start = jnp.int32(0), jnp.bool_(False), threshold
@@ -75,7 +75,7 @@ class Gaussiank(SparseAllReduce):
 
 
 def gaussiank(values: str = "float32", slack: float = 1.5) -> Gaussiank:
-    """Gaussiank: TopkA with a threshold that a normal distribution suggests, found in every step.
+    """Gaussiank: TopkA with a threshold estimated from a normal distribution in every step.
 
     Args:
       values: "float32" or "bfloat16", on the wire.
@@ -85,19 +85,19 @@ def gaussiank(values: str = "float32", slack: float = 1.5) -> Gaussiank:
       The sparse all-reduce, for `jaxcomm.sparse_mean`.
 
     Raises:
-      ValueError: for anything else.
+      ValueError: for any other arguments.
 
-    Wire: (N-1) ceil(slack k) entries of 6 bytes, or 4 in bfloat16; in a vector of more than 2^16
-    values 4 bytes more for every 2^16 of them.
+    Wire: (N-1) ceil(slack k) entries of 6 bytes, or 4 in bfloat16; for a vector of more than 2^16
+    values, 4 bytes more for every 2^16 of them.
 
     References:
       S. Shi et al., "Understanding Top-k Sparsification in Distributed Deep Learning", 2019,
       arXiv:1911.08772, algorithm 1.
 
-    Differs from the paper: if more are above the threshold than the message has room for, or fewer
-    than 2k/3, another one is found in a sample. A static message cannot grow, and where values have
-    only a few sizes, the threshold of a normal distribution could be above all of them in every
-    step.
+    Differs from the paper: if more values are above the threshold than the message has room for, or
+    fewer than 2k/3, another threshold is found in a sample. A static message cannot grow, and where
+    values have only a few magnitudes, the threshold of a normal distribution could be above all of
+    them in every step.
     """
     # No threshold is re-used, so the rules for re-used ones do not matter.
     return Gaussiank(values=values, slack=slack, recompute_every=1, scaling=1.0, tolerance=None)

@@ -15,7 +15,7 @@ from jaxcomm.kernels import bitplanes, select
 
 Pairs = tuple[tuple[int, int], ...]
 
-_ROOM = 1.25  # times k values above a threshold that is used again, where there is no tolerance
+_ROOM = 1.25  # times k: room for the values above a re-used threshold without a tolerance
 
 
 class _List(NamedTuple):
@@ -27,15 +27,15 @@ class _List(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Gtopk(SparseAllReduce):
-    """A butterfly in which both of a pair keep the k largest of the sum of their lists.
+    """A butterfly in which both devices of a pair keep the k largest of the sum of their lists.
 
     In round j, device r merges with r XOR 2^j; after log2 N rounds all devices have the list that
     the published tree gives. A value leaves its device's residual only if its place survived every
-    merge on that device's path. At N = 2^q + r devices, r of them first give their lists to a
-    neighbour. At the end the neighbour returns the result, and which of the places survived.
+    merge on that device's path. With N = 2^q + r devices, r of them first give their lists to a
+    neighbour. In the end the neighbour returns the result, and which of the places survived.
 
     Wire: log2 N lists of k entries of 6 bytes, each with 4 bytes for every 2^16 values where
-    n > 2^16, for N = 2^q; else the busiest device sends one list and k bits more, in two more
+    n > 2^16, for N = 2^q; otherwise the busiest device sends one list and k bits more, in two more
     rounds. The merges sort 2k entries.
 
     References:
@@ -50,7 +50,7 @@ class Gtopk(SparseAllReduce):
         if self.values != "float32":
             raise ValueError(
                 f'gtopk needs values="float32", got {self.values!r}: sums would be rounded at '
-                "every merge, and nobody could keep what that takes away."
+                "every merge, and no residual could keep the difference."
             )
 
     def exchange(
@@ -74,7 +74,7 @@ class Gtopk(SparseAllReduce):
     def _largest_k(
         self, x: jax.Array, last: jax.Array, step: jax.Array
     ) -> tuple[select.Selected, jax.Array]:
-        """The k largest of those above a threshold, which may be that of an earlier step."""
+        """The k largest of the values above a threshold, which may be that of an earlier step."""
         k = self.k(x.size)
         if self.recompute_every == 1:
             return self.largest(x, k, k)
@@ -92,7 +92,7 @@ def _merged_by_all(
     world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     q = world.bit_length() - 1
     extra = world - 2**q
-    # Device 2e gives its list to 2e + 1 for e < extra; `devices` are the 2^q that go on.
+    # Device 2e gives its list to 2e + 1 for e < extra; `devices` are the 2^q that continue.
     devices = [2 * e + 1 for e in range(extra)] + list(range(2 * extra, world))
     fold = tuple((2 * e, 2 * e + 1) for e in range(extra))
     alive = given_alive = jnp.ones(mine.shape, bool)
@@ -113,7 +113,7 @@ def _merged_by_all(
         is_given = jnp.isin(me, jnp.asarray([source for source, _ in fold]))
         final = _sent(best, n, entries, axis_name, back)
         best = jax.tree.map(lambda a, b: jnp.where(is_given, a, b), final, best)
-        # What was given is in the order of places, and so comes back in it.
+        # The given list is in the order of places, so the answer is too.
         answer = _sending.ppermute(bitplanes.pack(given_alive), axis_name, back)
         order = jnp.argsort(mine)
         alive = jnp.where(
@@ -125,7 +125,7 @@ def _merged_by_all(
 
 
 def _sent(entries_: _List, n: int, entries: Entries, axis_name: AxisName, pairs: Pairs) -> _List:
-    """The list of this device's partner; an empty one on devices that nobody sends to."""
+    """The list of this device's partner; an empty one on devices without a sender."""
     payload = entries.encode(entries_.values, entries_.places)
     return _List(*entries.decode(_sending.ppermute(payload, axis_name, pairs)))
 
@@ -148,7 +148,7 @@ def _merged(a: _List, b: _List, n: int) -> _List:
 
 
 def _sorted(entries: _List) -> _List:
-    """The same in the order of places, so that the sum of two is the same on both devices."""
+    """The same in the order of places, so that the sum of two lists is the same on both devices."""
     places, values = jax.lax.sort((entries.places, entries.values), num_keys=1)
     return _List(values, places)
 
@@ -163,7 +163,7 @@ def gtopk(recompute_every: int = 1, scaling: float = 1.012, tolerance: float | N
     """gTopk: pairs of devices merge their lists and keep the k largest, until all have the same.
 
     Args:
-      recompute_every: as of `topk_allgather`.
+      recompute_every: as for `topk_allgather`.
       scaling: likewise.
       tolerance: likewise.
 
@@ -171,10 +171,10 @@ def gtopk(recompute_every: int = 1, scaling: float = 1.012, tolerance: float | N
       The sparse all-reduce, for `jaxcomm.sparse_mean`.
 
     Raises:
-      ValueError: for anything else.
+      ValueError: for any other arguments.
 
-    Wire: log2 N lists of k entries of 6 bytes at powers of two; else the busiest device sends one
-    list and k bits more. Where n > 2^16, a list has 4 bytes more for every 2^16 values.
+    Wire: log2 N lists of k entries of 6 bytes at powers of two; otherwise the busiest device sends
+    one list and k bits more. Where n > 2^16, a list has 4 bytes more for every 2^16 values.
 
     References:
       S. Shi et al., "A Distributed Synchronous SGD Algorithm with Global Top-k Sparsification for

@@ -22,28 +22,29 @@ from jaxcomm.kernels import select
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OkTopk(SparseAllReduce):
-    """An O(k) sparse all-reduce: what every device sends does not grow with their number.
+    """An O(k) sparse all-reduce: what a device sends does not grow with the number of devices.
 
-    1. Split and reduce: the values above a local threshold go to the owners of their places, who
+    1. Split and reduce: the values above a local threshold go to the owners of their places, which
        add what arrives.
     2. All-gather: each owner sends the k/N largest of its sums to everyone.
 
-    The threshold aims at k values. It is found every `recompute_every` steps, at least, and re-used
-    in between, unless the count of values is off by more than `tolerance`. In a long vector it is
-    that of a sample, which a few percent more or fewer than k reach. With a `tolerance` above 3/2,
-    or None, it is scaled a little before it is found anew. A value that is not in the mean, because
-    it is too small or has no room, stays in its device's residual.
+    The threshold aims at k values. It is found at least every `recompute_every` steps, and re-used
+    in between unless the number of values above it is off by more than `tolerance`. In a long
+    vector it is that of a sample, which a few percent more or fewer than k values reach. With a
+    `tolerance` above 3/2, or None, it is scaled a little before it is found anew. A value that is
+    not in the mean, because it is too small or has no room, stays in its device's residual.
 
-    Every N places in a row have N owners, and who has which changes from step to step. So an owner
-    gets about k/N of each device's values, give or take their square root, wherever they lie: from
-    k = 16 N on, more than 0.96 of what is selected has room on average, and 0.8 of a device's in
-    its worst steps. For smaller k a message has few slots and more values wait, a tenth of them at
-    k = N; they have another owner in the next step. For the same reason the owners' largest sums
+    Every N places in a row have N owners, which change from step to step. So an owner gets about
+    k/N of each device's values, give or take the square root of that, wherever they lie. From
+    k = 16 N on, more than 0.96 of the selected values have room on average, and 0.8 of a device's
+    in its worst steps. For smaller k a message has few slots and more values wait, a tenth of them
+    at k = N; they have another owner in the next step. For the same reason the owners' largest sums
     are the largest of all, except near the k-th.
 
     Wire, in entries of 6 bytes (4 in bfloat16): (N-1) ceil(slack k / N) to the owners and (N-1)
-    ceil(k / N) back, in 2 collective operations: with the defaults 0.6 of the paper's bound, 6 k
-    (N-1)/N words of 4 bytes. Where n > 2^16 N, 4 bytes more a message for every 2^16 N values.
+    ceil(k / N) back, in 2 collective operations. With the defaults this is 0.6 of the paper's
+    bound, 6 k (N-1)/N words of 4 bytes. Where n > 2^16 N, a message has 4 bytes more for every 2^16
+    N values.
 
     References:
       S. Li and T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
@@ -82,7 +83,7 @@ class OkTopk(SparseAllReduce):
 
     def _largest_sums(self, sums: jax.Array, filled: int, share: int) -> select.Selected:
         """The largest of an owner's sums, of which at most `filled` are not zero."""
-        # Searching in a list of those that are not zero saves most passes over all sums.
+        # Searching in a list of the sums that are not zero saves most passes over all sums.
         listed = self.compact(sums, jnp.float32(SMALLEST), filled)
         share = min(filled, share)
         return select.narrow(listed, self.threshold_for(listed.values, share), share, sums.size)
@@ -100,15 +101,15 @@ def oktopk(
     Args:
       values: "float32" or "bfloat16", on the wire.
       slack: how many times an equal share of k entries a message to an owner has room for.
-      recompute_every: as of `topk_allgather`; tau' in the paper.
-      scaling: as of `topk_allgather`; with a `tolerance` of at most 3/2 no threshold is scaled.
+      recompute_every: as for `topk_allgather`; tau' in the paper.
+      scaling: as for `topk_allgather`; with a `tolerance` of at most 3/2 no threshold is scaled.
       tolerance: likewise.
 
     Returns:
       The sparse all-reduce, for `jaxcomm.sparse_mean`.
 
     Raises:
-      ValueError: for anything else.
+      ValueError: for any other arguments.
 
     Wire: (N-1) ceil(slack k / N) entries of 6 bytes, or 4 in bfloat16, to the owners of their
     places, and (N-1) ceil(k / N) back. Where n > 2^16 N, each message has 4 bytes more for every
@@ -120,12 +121,12 @@ def oktopk(
       Z. Wang et al., "ZEN: Empowering Distributed Training with Sparsity-driven Data
       Synchronization", OSDI 2025, arXiv:2309.13254 (owners chosen by a hash).
 
-    Differs from the paper: messages have static sizes. Places are dealt to owners by a hash, where
-    the paper has contiguous regions, moves their boundaries every 64 steps, and hands sums over
-    before the all-gather where they are unbalanced. Each owner sends its own k/N largest sums, not
-    those above a threshold that all have in common. A threshold that is far off, or lets pass more
-    than messages have room for, is found anew at once (with `tolerance=None` only the latter). That
-    of a long vector is a sample's, not the exact one.
+    Differs from the paper: messages have static sizes. Places are dealt to owners by a hash; the
+    paper has contiguous regions, moves their boundaries every 64 steps, and hands over sums before
+    the all-gather where they are unbalanced. Each owner sends its own k/N largest sums, not those
+    above a common threshold. A threshold that is far off, or lets more values pass than messages
+    have room for, is found anew at once (with `tolerance=None`, only in the latter case). The
+    threshold of a long vector is that of a sample, not the exact one.
     """
     return OkTopk(
         values=values,

@@ -19,7 +19,7 @@ from jaxcomm.kernels import select
 
 @dataclasses.dataclass(frozen=True)
 class TopkAllGather(SparseAllReduce):
-    """An all-gather of the k largest values of every device, and a local sum.
+    """An all-gather of every device's k largest values, and a local sum.
 
     The mean has up to N k values. A value that has no room in a message stays with its device.
 
@@ -47,7 +47,7 @@ class TopkAllGather(SparseAllReduce):
 def gathered(
     algorithm: SparseAllReduce, x: jax.Array, found: select.Selected, axis_name: AxisName
 ) -> SparseResult:
-    """The mean of what every device has found for its message."""
+    """The mean of what the devices selected for their messages."""
     entries, room = Entries(algorithm.values, x.size), algorithm.room(x.size)
     rounded = entries.rounded(found.values)
     payload = entries.encode(found.values, found.indices)
@@ -84,10 +84,10 @@ def topk_allgather(
       The sparse all-reduce, for `jaxcomm.sparse_mean`.
 
     Raises:
-      ValueError: for anything else.
+      ValueError: for any other arguments.
 
-    Wire: (N-1) ceil(slack k) entries of 6 bytes, or 4 in bfloat16; in a vector of more than 2^16
-    values 4 bytes more for every 2^16 of them.
+    Wire: (N-1) ceil(slack k) entries of 6 bytes, or 4 in bfloat16; for a vector of more than 2^16
+    values, 4 bytes more for every 2^16 of them.
 
     References:
       C. Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning",

@@ -1,4 +1,4 @@
-"""TopkDSA: the largest values are split among owners, added there, and gathered as is cheapest."""
+"""TopkDSA: the largest values are split among owners, added, and gathered the cheaper way."""
 
 import dataclasses
 
@@ -22,9 +22,10 @@ from jaxcomm.kernels import bfloat16
 class TopkDsa(SparseAllReduce):
     """A sparse reduce-scatter over N owners, then an all-gather of what they hold.
 
-    The owner of a place adds the entries that arrive. Its sums go back as entries, or as all of its
-    places if that is fewer bytes. A message has room for `slack` times an equal share of k entries;
-    an entry without room stays with its device, and has another owner in the next step.
+    The owner of a place adds the entries that arrive. Its sums go back as entries, or as the values
+    of all its places if those are fewer bytes. A message has room for `slack` times an equal share
+    of k entries; an entry without room stays with its device, and has another owner in the next
+    step.
 
     Wire: (N-1) * c entries to the owners, c = ceil(slack k / N); then (N-1) * min(N c entries, the
     values of ceil(n/N) places) back: 2 collective operations. Entries are those of Ok-Topk.
@@ -91,7 +92,7 @@ def topk_dsa(
     Args:
       values: "float32" or "bfloat16", on the wire.
       slack: how many times an equal share of k entries a message to an owner has room for.
-      recompute_every: as of `topk_allgather`.
+      recompute_every: as for `topk_allgather`.
       scaling: likewise.
       tolerance: likewise.
 
@@ -99,18 +100,18 @@ def topk_dsa(
       The sparse all-reduce, for `jaxcomm.sparse_mean`.
 
     Raises:
-      ValueError: for anything else.
+      ValueError: for any other arguments.
 
-    Wire: (N-1) c entries of 6 bytes, or 4 in bfloat16, to the owners, c = ceil(slack k / N), and
-    (N-1) N c entries, or all sums if these are fewer bytes, back. Where n > 2^16 N, 4 bytes more a
-    message for every 2^16 N values.
+    Wire: (N-1) c entries of 6 bytes, or 4 in bfloat16, to the owners, with c = ceil(slack k / N).
+    Back come (N-1) N c entries, or all sums if these are fewer bytes. Where n > 2^16 N, a message
+    has 4 bytes more for every 2^16 N values.
 
     References:
       C. Renggli et al., "SparCML: High-Performance Sparse Communication for Machine Learning",
       SC 2019, arXiv:1802.08021.
 
-    Differs from the paper: sparse or dense is decided for a shape, not for the data. Owners have
-    places in turn, not regions, so that their messages are about equally long.
+    Differs from the paper: the choice of sparse or dense depends on the shape, not on the data.
+    Owners take places in turn, not regions, so that their messages are about equally long.
     """
     return TopkDsa(
         values=values,

@@ -3,8 +3,8 @@
 The patterns are uint16, because XLA's CPU backend promotes a bfloat16 collective to float32 and
 sends 4 bytes an element; it does not change integers.
 
-There are only plain versions: XLA fuses both directions with their neighbours, so neither costs a
-pass over memory of its own.
+There are only plain versions: XLA fuses both directions with their neighbours, so neither costs an
+additional pass over memory.
 """
 
 import jax
@@ -32,6 +32,6 @@ def widen_bits(bits: jax.Array) -> jax.Array:
     Returns:
       float32 array of the same shape.
     """
-    # XLA on GPUs may keep more precision than was asked for: it would drop a conversion from
-    # bfloat16 and the one to it, and an error x - widen_bits(round_to_bits(x)) would be zero.
+    # XLA on GPUs may keep more precision than requested: it would drop a conversion to bfloat16 and
+    # back, and an error x - widen_bits(round_to_bits(x)) would be zero.
     return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)

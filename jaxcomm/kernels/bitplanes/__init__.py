@@ -6,10 +6,10 @@ without a coordinate.
 
 A count per coordinate is a tuple of planes, least significant first: plane p holds bit p of every
 count in one uint32 array. P planes count up to 2^P - 1, and logic on words treats 32 counts at a
-time. The planes stay a tuple because XLA reads a stack of planes again for each result.
+time. The planes stay a tuple because XLA would read a stack of planes again for each result.
 
 There are only plain versions. XLA on GPU fuses each of them with its neighbours. XLA on CPU gives
-every plane of a sum a loop of its own, which reads again what the lower planes read.
+every plane of a sum its own loop, which reads again what the lower planes read.
 """
 
 from jaxcomm.kernels.bitplanes.counting import Planes, add, equals, exceeds, greater, planes_for

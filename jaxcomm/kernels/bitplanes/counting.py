@@ -27,8 +27,8 @@ def add(a: Planes, b: Planes, width: int) -> Planes:
     Args:
       a: planes, least significant first.
       b: planes of the same shape; there may be more or fewer of them.
-      width: the number of planes of the result. Higher bits of a sum are lost: a sum of two counts
-        up to i and k needs `planes_for(i + k)` planes.
+      width: the number of planes of the result. Higher bits of a sum are lost; a sum of counts up
+        to i and k needs `planes_for(i + k)` planes.
 
     Returns:
       `width` planes.
@@ -59,13 +59,13 @@ def exceeds(planes: Planes, threshold: int) -> jax.Array:
 
     Args:
       planes: the counts, least significant plane first.
-      threshold: an integer, maybe out of the range of the counts.
+      threshold: an integer, possibly outside the range of the counts.
 
     Returns:
       uint32 words of the planes' shape.
 
     Raises:
-      TypeError: if planes is not a tuple of uint32 arrays, or the threshold no integer.
+      TypeError: if planes is not a tuple of uint32 arrays, or the threshold is not an integer.
       ValueError: if the planes' shapes differ.
     """
     require_planes(planes)
@@ -87,13 +87,13 @@ def equals(planes: Planes, value: int) -> jax.Array:
 
     Args:
       planes: the counts, least significant plane first.
-      value: an integer, maybe out of the range of the counts.
+      value: an integer, possibly outside the range of the counts.
 
     Returns:
       uint32 words of the planes' shape.
 
     Raises:
-      TypeError: if planes is not a tuple of uint32 arrays, or the value no integer.
+      TypeError: if planes is not a tuple of uint32 arrays, or the value is not an integer.
       ValueError: if the planes' shapes differ.
     """
     require_planes(planes)

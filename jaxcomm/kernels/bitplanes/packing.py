@@ -7,8 +7,8 @@ import numpy as np
 from jaxcomm.kernels._apart import apart
 
 BITS = 32
-# Streams that are reduced at once. XLA on GPU makes a plain loop of them, at the speed of a copy;
-# of 32 it makes a reduction, which takes twice as long.
+# Streams that are reduced at once. XLA on GPU turns this many into a plain loop, as fast as a copy,
+# and 32 into a reduction, which takes twice as long.
 HALF = BITS // 2
 _MINUS_ONE = np.uint32(0xBF800000)  # the pattern of -1.0; that of 1.0 differs in its top bit
 
@@ -23,7 +23,7 @@ def words_for(n: int) -> int:
 
 
 def places_of_short_words(n: int) -> np.ndarray:
-    """The coordinates in the last words, which have 31 bits where n is no multiple of 32.
+    """The coordinates in the last words, which have 31 bits if n is not a multiple of 32.
 
     There are `32 * words_for(n) - n` such words. Below n = 961 some words have even fewer bits, and
     this function does not apply.
@@ -60,7 +60,7 @@ def pack(x: jax.Array) -> jax.Array:
         streams = bits.reshape(*lead, BITS, width)
         return jax.lax.platform_dependent(streams, cpu=_joined, default=_joined_by_halves)
     # Complete streams are reduced without a copy, and the short one is added by an or. Padding x to
-    # 32 complete streams costs 3 times as much on CPU: every element is tested for being padding.
+    # 32 complete streams costs 3 times as much on CPU, because every element is tested for padding.
     words = _padded(bits[..., whole * width :].astype(jnp.uint32), width) << whole
     for start in range(0, whole, HALF):
         words |= _reduced(bits, start, min(start + HALF, whole), width) << start
@@ -74,10 +74,10 @@ def _joined(streams: jax.Array) -> jax.Array:
 
 
 def _joined_by_halves(streams: jax.Array) -> jax.Array:
-    """The same of all BITS streams, for GPUs; on CPU it takes 5 times as long as at once."""
+    """The same for all BITS streams, for GPUs; on CPU it takes 5 times as long as at once."""
     *lead, _, width = streams.shape
     halves = _joined(streams.reshape(*lead, 2, HALF, width))
-    # A sum of what has no bit in common: XLA would join two reductions by "or" into one.
+    # A sum of words without common bits: XLA would join two reductions by "or" into one.
     return jnp.sum(halves << HALF * _stream(halves.shape), axis=-2, dtype=jnp.uint32)
 
 
@@ -88,7 +88,7 @@ def _reduced(bits: jax.Array, start: int, stop: int, width: int) -> jax.Array:
 
 
 def pack_both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`pack(x)` and `pack(negatives(x))`, for which every value is read once.
+    """`pack(x)` and `pack(negatives(x))`, reading every value once.
 
     Takes float32 and bfloat16, and raises the errors of both.
     """
@@ -142,8 +142,9 @@ def signs(words: jax.Array, n: int) -> jax.Array:
 def _signs(words: jax.Array) -> jax.Array:
     """The signs of all bits, float32 `(..., 32, W)`.
 
-    By itself, XLA on CPU makes loops over the streams of it, which read and write in order. Fused
-    with what takes a part of the result, it divides by W to find each bit, and is 6 times as slow.
+    Compiled by itself on CPU, this becomes loops over the streams, which read and write in order.
+    Fused with an operation that uses part of the result, it divides by W to find each bit, and is 6
+    times as slow.
     """
     streams = jnp.broadcast_to(words[..., None, :], (*words.shape[:-1], BITS, words.shape[-1]))
     signed = ((streams >> _stream(streams.shape)) << (BITS - 1)) ^ _MINUS_ONE
@@ -164,8 +165,8 @@ def votes(x: jax.Array) -> jax.Array:
         raise ValueError("pack packs the last axis and got a scalar; write pack(x.reshape(1)).")
     if x.dtype == bool:
         return x
-    # A comparison of bit patterns: those of positive numbers are 1 to infinity's, those of NaN are
-    # above. XLA's CPU backend takes denormals for zero when it compares floats; others do not.
+    # A comparison of bit patterns: those of positive numbers are 1 to infinity's, and those of NaN
+    # are above. XLA's CPU backend treats denormals as zero when it compares floats; others do not.
     unsigned, infinity = _PATTERNS[x.dtype.name]
     return jax.lax.bitcast_convert_type(x, unsigned) - 1 < unsigned(infinity)
 
@@ -196,7 +197,7 @@ def require_words(words: jax.Array) -> None:
 
 
 def _padded(bits: jax.Array, width: int) -> jax.Array:
-    """The bits of a short stream, with zeros behind them."""
+    """The bits of a short stream, followed by zeros."""
     padding = [(0, 0)] * (bits.ndim - 1) + [(0, width - bits.shape[-1])]
     return jnp.pad(bits, padding)
 

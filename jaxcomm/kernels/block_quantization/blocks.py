@@ -1,7 +1,7 @@
 """The layout of a payload in blocks, and the unit that each block counts in.
 
-A payload is uint8. First come the codes of every block in order; the codes of a block begin at a
-byte. Then come the units, float32 and thus 4 bytes a block. The last block is short where the
+A payload is uint8. First come the codes of every block in order; each block's codes begin at a
+whole byte. Then come the units, float32 and thus 4 bytes a block. The last block is short if the
 block size does not divide n.
 
 There are only plain versions; the Mosaic kernel for whole messages writes the same layout.
@@ -18,10 +18,10 @@ from jaxcomm.kernels.reductions import INFINITY
 # Bit patterns of 2^-126 and of the largest finite float32.
 LEAST_NORMAL = 0x00800000
 _MAX = 0x7F7FFFFF
-# XLA replaces a division by a broadcast scalar by a product with its reciprocal, so this code
-# multiplies itself. The reciprocal of a larger number is denormal, which is zero on CPU.
+# XLA replaces a division by a broadcast scalar with a product with its reciprocal, so this code
+# itself multiplies. The reciprocal of a larger number is denormal, and so zero on CPU.
 LARGEST_DIVISOR = np.float32(2.0**126)
-_CUT = 8  # the mantissa of a unit lacks as many of float32's bits
+_CUT = 8  # bits of float32's mantissa that a unit drops
 
 
 def pieces(n: int, size: int) -> list[tuple[int, int, int]]:
@@ -107,13 +107,13 @@ def _concatenated(whole: jax.Array, rest: jax.Array) -> jax.Array:
 
 
 def _put_behind(whole: jax.Array, rest: jax.Array) -> jax.Array:
-    """The same for CPU, where XLA fuses padding into the decoding, but no concatenation."""
+    """The same for CPU, where XLA would fuse padding into the decoding, but not a concatenation."""
     room = jnp.pad(whole, [(0, 0)] * (whole.ndim - 1) + [(0, rest.shape[-1])])
     return jax.lax.dynamic_update_slice_in_dim(room, rest, whole.shape[-1], axis=-1)
 
 
 def unit_and_factor(top: jax.Array, scale: jax.Array, most: float) -> tuple[jax.Array, jax.Array]:
-    """The unit of each block, a `most`-th of its scale, and the factor from values to numbers.
+    """The unit of each block, its scale over `most`, and the factor from values to numbers.
 
     The mantissa of a unit is rounded up to 16 bits, so products with numbers of 8 bits are exact.
     Hence every device decodes and adds the same values, however the compiler orders or contracts
@@ -142,6 +142,6 @@ def unit_and_factor(top: jax.Array, scale: jax.Array, most: float) -> tuple[jax.
 
 
 def _largest_unit(most: float) -> int:
-    """The bit pattern of the largest unit with a normal reciprocal whose `most`-fold is finite."""
+    """The bit pattern of the largest unit with a normal reciprocal and a finite `most`-fold."""
     largest = float(np.uint32(_MAX).view(np.float32)) * (1 - 2.0**-24) / most
     return int(np.float32(min(largest, LARGEST_DIVISOR)).view(np.uint32)) >> _CUT << _CUT

@@ -20,7 +20,7 @@ from jaxcomm.kernels.block_quantization import blocks, plain
 from jaxcomm.kernels.block_quantization.rounding import round_to_levels, width_for
 from jaxcomm.kernels.random_bits import HALF, key_words, random_bits, threefry2x32
 
-_ELEMENTS = 32  # of x that a thread holds in registers, where blocks are short enough
+_ELEMENTS = 32  # of x that a thread holds in registers, if blocks are short enough
 _MOST = 64  # elements of x that fit into the registers of a thread
 
 

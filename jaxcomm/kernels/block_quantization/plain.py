@@ -1,7 +1,7 @@
 """Messages of integers in blocks: the plain version, which is the specification.
 
-XLA on GPU reads x twice: it does not put the unit of a block, which is a reduction, and the codes
-that the unit is broadcast to into one kernel.
+XLA on GPU reads x twice: the unit of a block is a reduction, which it does not fuse with the codes
+that the unit is broadcast to.
 """
 
 import functools

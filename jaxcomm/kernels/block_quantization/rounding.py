@@ -55,6 +55,6 @@ def round_to_levels(numbers: jax.Array, bits: jax.Array, levels: int) -> jax.Arr
     fraction = (bits >> (32 - F)).astype(jnp.int32)
     level = (fixed + fraction) >> F
     # Negation by arithmetic with 0 or -1 uses `level` once. XLA on GPU computes a value with two
-    # uses, such as the branches of a select, in a pass of its own.
+    # uses, such as the branches of a select, in a separate pass.
     sign = jax.lax.bitcast_convert_type(numbers, jnp.int32) >> 31
     return (level ^ sign) - sign

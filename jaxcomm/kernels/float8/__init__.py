@@ -1,7 +1,7 @@
 """Floats of 8 bits: rounding float32 to their bit patterns, and widening them again.
 
-XLA on CPU converts through other formats, one element after the other. The plain versions below
-work on float32's bits instead and give the same patterns. There are no others.
+XLA on CPU converts through other formats, one element after another. The plain versions below work
+on float32's bits instead and give the same patterns. There are no other versions.
 """
 
 import math
@@ -33,7 +33,7 @@ def round_to_bits(x: jax.Array, dtype: Any) -> jax.Array:
     pattern = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign, magnitude = pattern >> 31 << 7, pattern & 0x7FFFFFFF
     # Ties go to even: just under half a unit is added, and one bit more if the last bit is odd. A
-    # carry goes into the exponent, whose bias is then changed.
+    # carry goes into the exponent, whose bias is adjusted afterwards.
     cut = 23 - mantissa
     rounded = (magnitude + (2 ** (cut - 1) - 1) + (magnitude >> cut & 1)) >> cut
     normal = rounded - ((126 + lowest) << mantissa)

@@ -1,4 +1,4 @@
-"""Messages in 9 bits a value in Mosaic: one kernel each way, which reads and writes all once."""
+"""Messages in 9 bits a value in Mosaic: one kernel each way, which reads and writes once."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ _ROWS = bitplanes.BITS
 def encode(x: jax.Array, key: jax.Array | None, *, interpret: Any = None) -> jax.Array:
     """The same payload as `plain.encode`; `interpret` as in `launch`.
 
-    Where n is no multiple of 32, the plain version encodes the values whose sign words have 31
+    If n is not a multiple of 32, the plain version encodes the values whose sign words have 31
     bits. Short messages are padded first.
     """
     *lead, n = x.shape

@@ -21,7 +21,7 @@ def encode(
     *,
     implementation: _implementations.Option = None,
 ) -> jax.Array:
-    """Each value as one of the two powers of two next to it.
+    """Encodes each value as one of its two nearest powers of two.
 
     Args:
       x: float32 array `(..., n)`; leading axes are independent messages.

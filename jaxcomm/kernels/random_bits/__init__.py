@@ -1,7 +1,7 @@
 """Random bits for rounding: a block cipher of a counter, so each word depends on its index alone.
 
 The cipher is Threefry-2x32 with 13 rounds, the fewest that pass the Crush batteries of statistical
-tests. `jax.random.bits` takes 20 rounds and a loop that XLA does not fuse. Here the cipher is a
+tests. `jax.random.bits` uses 20 rounds and a loop that XLA does not fuse. Here the cipher is a
 straight line of additions, shifts and exclusive ors of words. XLA fuses it with the operation that
 uses the bits, so they cost no pass over memory, and every platform computes the same values.
 
@@ -18,17 +18,17 @@ import jax
 import jax.numpy as jnp
 
 ROUNDS = 13
-HALF = 2**31  # the word that rounds to nearest, in the place of a random one
+HALF = 2**31  # the word that rounds to nearest, instead of a random one
 
 _ROTATIONS = (13, 15, 26, 6, 17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
 
 
 def seeded_key(seed: jax.typing.ArrayLike) -> jax.Array:
-    """The key of a seed, of the same generator whatever `jax_default_prng_impl` is.
+    """The key of a seed, from the same generator whatever `jax_default_prng_impl` is.
 
-    Keys are made of it by folding in small numbers one after the other, and the `fold_in` of
-    "unsafe_rbg" is commutative: step 1 of layer 2 would have the key of step 2 of layer 1.
+    Other keys are derived from it by folding in small numbers one after another. The `fold_in` of
+    "unsafe_rbg" is commutative: step 1 of layer 2 would get the key of step 2 of layer 1.
     """
     return jax.random.key(seed, impl="threefry2x32")
 
@@ -41,7 +41,7 @@ def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
     Args:
       key: a PRNG key, of any of jax's generators.
-      shape: of the result; the last axis and the number of rows are below 2^32.
+      shape: the shape of the result; the last axis and the number of rows are below 2^32.
 
     Returns:
       uint32 array of that shape.
@@ -61,8 +61,8 @@ def rounding_words(key: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
 def key_words(key: jax.Array) -> jax.Array:
     """The key of the cipher, uint32 `(2,)`.
 
-    It is drawn from the caller's key: with that key itself, the cipher of a counter could be a key
-    that the caller splits off.
+    It is drawn from the caller's key. With that key itself, the cipher of a counter could equal a
+    key that the caller splits off.
     """
     return jax.random.bits(key, (2,), jnp.uint32)
 

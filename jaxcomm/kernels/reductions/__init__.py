@@ -1,13 +1,13 @@
 """The largest magnitude along the last axis, the sum, running sums, and whether all is finite.
 
 The first two have two formulations each, one per platform. XLA on CPU reduces the last axis one
-element after the other, and sums by library calls, for which it first materializes the operand. On
+element after another, and sums by library calls, for which it first materializes the operand. On
 CPU the axis is folded instead, in loops of vector instructions that XLA fuses with what makes the
 operand: 8 rows of 32 neighbours become one row, the row becomes one number, and this repeats until
 few numbers are left. On other platforms both are plain reductions.
 
-XLA on CPU compiles a running sum to six to ten loops, one for each power of 16. Here it is a single
-loop there, which doubles the length of the sums each time.
+XLA on CPU compiles a running sum to six to ten loops, one for each power of 16. On CPU, the version
+here is a single loop, which doubles the length of the sums each time.
 """
 
 import functools
@@ -22,7 +22,7 @@ _ROWS, _LANES = 8, 32
 _FEW_LANES = 8  # for an axis that is shorter than that
 _MANY_ROWS = 64
 _ROW = 1024  # values that GPUs reduce at once
-_FEW = 2**14  # values that are reduced plainly: a fold takes longer to compile
+_FEW = 2**14  # up to this many values are reduced plainly: a fold takes longer to compile
 _MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
 _INFINITIES = {jnp.dtype(jnp.bfloat16): 0x7F80, jnp.dtype(jnp.float16): 0x7C00}
 
@@ -33,8 +33,8 @@ Join = Callable[[jax.Array, jax.Array], jax.Array]
 def largest(x: jax.Array) -> jax.Array:
     """The bit patterns of the largest magnitudes.
 
-    Bit patterns have the order of the magnitudes on every backend: denormals are not taken for
-    zero, infinity is above all finite values, and NaN is above infinity.
+    Bit patterns have the order of the magnitudes on every backend: denormals do not count as zero,
+    infinity is above all finite values, and NaN is above infinity.
 
     Args:
       x: float32 array `(..., n)`.
@@ -60,8 +60,8 @@ def total(x: jax.Array) -> jax.Array:
     """The sums; the order of summation differs between platforms.
 
     The sum of a row does not depend on how many rows are summed at once, because all devices must
-    have the same bits of a block's scale. So short rows are folded too, which `largest`, as it does
-    not round, reduces plainly.
+    have the same bits of a block's scale. So short rows are folded too; `largest` does not round,
+    and reduces them plainly.
 
     Args:
       x: float32 array `(..., n)`.
@@ -81,7 +81,7 @@ def total(x: jax.Array) -> jax.Array:
 
 
 def sum_in_order(rows: jax.Array) -> jax.Array:
-    """The sum of the rows, `(N, n)` to `(n,)`, added in their order.
+    """The sum of the rows, `(N, n)` to `(n,)`, added in order.
 
     Many rows are added in a loop, so that programs do not grow with the number of devices.
     """
@@ -99,7 +99,7 @@ def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
 
     Args:
       x: int32 array, not empty along the axis.
-      axis: of x.
+      axis: the axis of x.
 
     Returns:
       int32 array of the shape of x.
@@ -110,9 +110,9 @@ def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
 
 
 def count_up_to(ascending: jax.Array, x: jax.Array) -> jax.Array:
-    """How many of the values in ascending order are at most x, for each x along the last axis.
+    """How many of the ascending values are at most x, for each x along the last axis.
 
-    A search by halves for each: in a loop on CPU, which compiles faster; elsewhere without one, so
+    A binary search for each: on CPU in a loop, which compiles faster; elsewhere without one, so
     that XLA fuses it with what uses the result.
 
     Args:
@@ -142,7 +142,7 @@ def count_up_to(ascending: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Whether all elements of all arrays are finite; float32 vectors are looked at fastest."""
+    """Whether all elements of all arrays are finite; float32 vectors are checked fastest."""
     arrays = [x for x in arrays if x.size]
     if not arrays:
         return jnp.bool_(True)
@@ -151,14 +151,14 @@ def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
 
 def _one_by_one(*arrays: jax.Array) -> jax.Array:
     checks = jnp.stack([_is_finite(x) for x in arrays])
-    # Else every loop that uses the flag would hold the checks of all arrays, and so be compiled.
+    # Otherwise every loop that uses the flag would contain, and compile, the checks of all arrays.
     return computed_once(jnp.sum(checks, dtype=jnp.float32)) == len(checks)
 
 
 def _at_once(*arrays: jax.Array) -> jax.Array:
-    """The same, in about one kernel an array, where XLA takes two and a comparison for each."""
+    """The same in about one kernel per array, where XLA uses two and a comparison for each."""
     parts = [_rows_are_finite(x) if x.ndim == 1 else _is_finite(x)[None] for x in arrays]
-    # Without the barrier XLA would reduce each array to one element, and then join them.
+    # Without the barrier XLA would reduce each array to one element and then join them.
     return jnp.all(jax.lax.optimization_barrier(jnp.concatenate(parts)))
 
 
@@ -169,10 +169,10 @@ def _rows_are_finite(x: jax.Array) -> jax.Array:
 
 
 def computed_once(x: jax.Array) -> jax.Array:
-    """x, float32, which XLA then does not compute anew for each use on CPU.
+    """x, float32, such that XLA on CPU does not compute it anew for each use.
 
-    XLA computes cheap operations again for each use, and removes barriers before that. It does not
-    compute a division by an array again; one by a scalar becomes a product. NaN stays NaN.
+    XLA recomputes cheap operations for each use, and removes barriers before that. It does not
+    recompute a division by an array; a division by a scalar becomes a product. NaN stays NaN.
     """
     return jax.lax.platform_dependent(
         x, cpu=lambda x: x / jnp.where(x == x, 1.0, jnp.nan), default=lambda x: x
@@ -181,12 +181,12 @@ def computed_once(x: jax.Array) -> jax.Array:
 
 def _is_finite(x: jax.Array) -> jax.Array:
     if x.ndim == 1 and x.dtype == jnp.float32:
-        return largest(x) < INFINITY  # on CPU several times as fast
+        return largest(x) < INFINITY  # several times as fast on CPU
     return jnp.all(_finite(x))
 
 
 def _finite(x: jax.Array) -> jax.Array:
-    """Of each element; of 16 bits by bits, as XLA on GPUs may look at what was rounded instead."""
+    """Whether each element is finite; 16-bit ones by bits, as XLA on GPUs may skip rounding."""
     if x.dtype not in _INFINITIES:
         return jnp.isfinite(x)
     magnitude = jax.lax.bitcast_convert_type(x, jnp.uint16) & 0x7FFF
@@ -205,9 +205,9 @@ def _doubled(sums: jax.Array, axis: int) -> jax.Array:
 
 
 def _fold(x: jax.Array, join: Join, last: Callable[[jax.Array, Join], jax.Array]) -> jax.Array:
-    """The uint32 along the last axis joined, in an order of its own; 0 is neutral.
+    """The uint32 along the last axis joined, in a particular order; 0 is neutral.
 
-    `last` joins the few along the last axis.
+    `last` joins the few values that remain along the last axis.
     """
     *lead, n = x.shape
     lanes = _LANES if n >= _ROWS * _LANES else _FEW_LANES
@@ -216,7 +216,8 @@ def _fold(x: jax.Array, join: Join, last: Callable[[jax.Array, Join], jax.Array]
         return _reduced(x, join)
     axis, tile = len(lead), rows * lanes
     whole = n // tile * tile
-    # The barriers keep XLA from merging the steps into one reduction, as slow as a plain one.
+    # The barriers keep XLA from merging the steps into one reduction, which is as slow as a plain
+    # one.
     tiles = x[..., :whole].reshape(*lead, whole // tile, rows, lanes)
     folded = jax.lax.reduce(tiles, jnp.uint32(0), join, (axis + 1,))
     folded = last(jax.lax.optimization_barrier(folded), join)
@@ -236,7 +237,7 @@ def _halved(x: jax.Array, join: Join) -> jax.Array:
 
 
 def _sum_of_patterns(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The sum of floats in bit patterns; as a sum of floats XLA would hand it to a library."""
+    """The sum of floats as bit patterns; XLA would hand a sum of floats to a library."""
     return _patterns(_floats(a) + _floats(b))
 
 

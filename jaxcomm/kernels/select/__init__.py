@@ -1,11 +1,11 @@
 """Selection of the largest entries and their compaction, in few passes over the data.
 
-A threshold divides the entries: those with `|x| >= threshold` are selected, infinities too, and
-never zeros or NaN.
+A threshold selects the entries with `|x| >= threshold`, including infinities, but never zeros or
+NaN.
 
-`compaction` is the specification; on CPU, counting has a formulation of its own. There are GPU
-kernels in Triton for compaction. `selection` chooses. `threshold` counts on CPUs, and sorts few
-entries on GPUs.
+`compaction` is the specification; on CPU, counting has its own formulation. For compaction there
+are GPU kernels in Triton; `selection` chooses. `threshold` counts on CPUs, and sorts few entries on
+GPUs.
 """
 
 from jaxcomm.kernels.select.compaction import Selected, narrow

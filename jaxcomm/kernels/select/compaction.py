@@ -1,8 +1,8 @@
 """The plain version of compaction, which is the specification.
 
 A pass over x makes a bit for each entry. Everything after it works on these words, and on as many
-slots as there is space for entries. A second pass finds the entries that tie at the threshold, only
-where some of them have to go.
+slots as there is room for entries. A second pass finds the entries that tie at the threshold, but
+only if some of them must be left out.
 """
 
 import functools
@@ -29,7 +29,7 @@ class Selected(NamedTuple):
     Attributes:
       values: float32 array `(capacity,)`: the entries, then zeros.
       indices: int32 array `(capacity,)`: their indices in x, and n where there is no entry.
-      count: int32 scalar: the number of selected entries, also of those beyond the capacity.
+      count: int32 scalar: the number of selected entries, including those beyond the capacity.
     """
 
     values: jax.Array
@@ -60,13 +60,13 @@ def compact_band(x: jax.Array, low: jax.Array, past: jax.Array, capacity: int) -
 
 
 def narrow(found: Selected, threshold: jax.Array, most: int, n: int) -> Selected:
-    """Of all entries of a vector, the ones that `compact` would take from it.
+    """From all nonzero entries of a vector, the ones that `compact` would take.
 
     Args:
-      found: every entry of the vector that is not zero, as `compact` has found them.
+      found: every entry of the vector that is not zero, as returned by `compact`.
       threshold: float32 scalar, positive.
-      most: how many entries are selected at most, not fewer than are above the threshold; of those
-        that tie at it, the last are then not selected.
+      most: how many entries are selected at most, not fewer than are above the threshold; surplus
+        entries that tie at it are dropped from the end.
       n: the length of the vector.
 
     Returns:
@@ -85,13 +85,12 @@ def narrow(found: Selected, threshold: jax.Array, most: int, n: int) -> Selected
 
 
 def _words_in(x: jax.Array, low: jax.Array, past: jax.Array) -> jax.Array:
-    # Without this barrier and the next XLA repeats some passes over the words for each of their
-    # uses.
+    # Without this barrier and the next, XLA repeats some passes over the words for each use.
     return jax.lax.optimization_barrier(words_in(x, low, past))
 
 
 def _compact_words(x: jax.Array, words: jax.Array, before: jax.Array, capacity: int) -> Selected:
-    """The entries of x that have a bit in `words`, of which so many come before each chunk."""
+    """The entries of x that have a bit in `words`; `before` counts them before each chunk."""
     slot = jnp.arange(capacity, dtype=jnp.int32)
     places = functools.partial(jax.lax.platform_dependent, words, before, slot)
     place = places(cpu=_places_by_marks, default=_places_by_search)
@@ -130,8 +129,8 @@ def _places_by_marks(words: jax.Array, before: jax.Array, slot: jax.Array) -> ja
     """The place in x of the s-th entry, for each slot s; arbitrary beyond the last entry.
 
     Every chunk marks the slot of its first entry, and an empty chunk marks the slot of the next
-    entry. So the number of marks up to and at a slot is the number of chunks that begin there or
-    before, and the last of these chunks holds the entry.
+    entry. So the number of marks at or before a slot is the number of chunks that begin there or
+    earlier, and the last of these chunks holds the entry.
     """
     marks = jnp.zeros_like(slot).at[before[:-1]].add(1, mode="drop")
     chunk = jax.lax.optimization_barrier(reductions.running_sum(marks) - 1)

@@ -7,7 +7,7 @@ MOST = 2**16
 
 
 def hashed(indices: jax.Array, step: jax.Array, below: int) -> jax.Array:
-    """For each index one of 0 to `below` - 1, another one in each step.
+    """For each index a number from 0 to `below` - 1, a different one in each step.
 
     Args:
       indices: int32 array of any shape.

@@ -1,8 +1,8 @@
 """Bands of magnitudes: the number of elements in a band, and a bit for each element in it.
 
 Magnitudes are compared as bit patterns of float32 without the sign. As unsigned integers, these
-have the order of the magnitudes. That holds for denormals, which XLA's CPU backend takes for zero
-in arithmetic, and the pattern of infinity is the largest except for those of NaN. A band holds the
+have the order of the magnitudes. This includes denormals, which XLA's CPU backend treats as zero in
+arithmetic, and the pattern of infinity is the largest except for those of NaN. A band holds the
 patterns that are at least `low` and below `past`.
 """
 
@@ -43,7 +43,7 @@ def words_in(x: jax.Array, low: jax.Array, past: jax.Array) -> jax.Array:
       uint32 array `(ceil(n / CHUNK), LANES)`. Bit b of word j of chunk c belongs to element
       `c CHUNK + b LANES + j`, and is zero beyond the last element.
     """
-    # Only the short last chunk is padded: padding x would copy it.
+    # Only the short last chunk is padded, because padding x would copy it.
     whole = x.size // CHUNK * CHUNK
     parts = [x[:whole], jnp.pad(x[whole:], (0, -x.size % CHUNK))]
     words = [_pack(part, low, past) for part in parts if part.size]
@@ -91,7 +91,7 @@ def _joined_by_halves(inside: jax.Array) -> jax.Array:
     rows = inside.reshape(-1, 2, CHUNK // LANES // 2, LANES).astype(jnp.uint32)
     place = jax.lax.broadcasted_iota(jnp.uint32, rows.shape, 2)
     halves = jax.lax.reduce_or(rows << place, axes=(2,))
-    # A sum of what has no bit in common: XLA would join two reductions by "or" into one.
+    # A sum of words without common bits: XLA would join two reductions by "or" into one.
     half = jax.lax.broadcasted_iota(jnp.uint32, halves.shape, 1)
     return jnp.sum(halves << 16 * half, axis=1, dtype=jnp.uint32)
 

@@ -46,9 +46,9 @@ def compact(
       threshold: float32 scalar. One that is not positive selects everything but zeros and NaN,
         which no threshold selects. NaN selects nothing.
       capacity: the number of slots for entries, at least 1; it may exceed n.
-      at_most: how many entries are selected at most, not fewer than are above the threshold. Of
-        those that tie at the threshold, the last in the order above are then not selected. With
-        `threshold_for(x, k)` and k, the entries are exactly k, or all but zeros and NaN.
+      at_most: how many entries are selected at most, not fewer than are above the threshold.
+        Surplus entries that tie at the threshold are dropped from the end, in the order above. With
+        `threshold_for(x, k)` and k, exactly k entries are selected, or all but zeros and NaN.
       implementation: "xla", "triton" (on NVIDIA GPUs), or another option of `_implementations`;
         None is the fastest that was timed.
 
@@ -57,7 +57,8 @@ def compact(
 
     Raises:
       TypeError: for another dtype.
-      ValueError: if x is not a vector, the threshold no scalar, or the capacity not positive.
+      ValueError: if x is not a vector, the threshold is not a scalar, or the capacity is not
+        positive.
       NotImplementedError: for an implementation that does not exist here.
     """
     x, threshold = _arguments("compact", x, threshold)

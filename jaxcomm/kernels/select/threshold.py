@@ -20,12 +20,13 @@ _ROW = 128  # patterns whose digits a byte can count
 _SAMPLE = 2**17
 _SIGMAS = 4
 _SLACK = 8  # room for k/8 more: the threshold ignores the lower 16 bits of patterns
-# For near ones: how many of a sample should reach it, and the least of x for each of the sample.
+# For near thresholds: how many values of a sample should reach it, and the least number of values
+# of x for each of the sample.
 _RANK, _LEAST_STRIDE = 1000, 5
-_RUN = 8  # neighbours in a sample: memory is read in sectors of so many values
+_RUN = 8  # neighbours in a sample: memory is read in sectors of this many values
 # Entries that a GPU sorts at once: passes over fewer would each be shorter than their launch.
 _SORTED = 2**20
-_FEW = 8  # on a GPU, all that may be among the largest are sorted if they are 1/8 of x or less
+_FEW = 8  # on a GPU, all candidates for the largest are sorted if they are 1/8 of x or less
 
 Kths = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -33,16 +34,16 @@ Kths = Callable[[jax.Array, jax.Array], jax.Array]
 def threshold_for(
     x: jax.Array, k: int, *, implementation: _implementations.Option = None
 ) -> jax.Array:
-    """The k-th largest `|x|`, exactly; as a threshold it selects k entries and those that tie.
+    """The exact k-th largest `|x|`; as a threshold it selects k entries and those that tie.
 
     If fewer than k entries are neither zero nor NaN, the result is the smallest positive float,
     2^-149, which selects all of them. Compare it as `compact` does: in arithmetic some backends
-    take denormals for zero.
+    treat denormals as zero.
 
     A sample gives two thresholds with the k-th magnitude almost surely between them. The entries of
     x between them are compacted, and the k-th magnitude is searched for among these alone. On GPUs
-    all entries above the lower of the two are compacted, and sorted. The search takes all of x
-    where the sample was misleading, or too many entries are equal.
+    all entries above the lower of the two are compacted, and sorted. The search uses all of x if
+    the sample was misleading, or if too many entries are equal.
 
     Args:
       x: float32 array `(n,)`. NaN counts as zero.
@@ -66,16 +67,17 @@ def threshold_for(
 def threshold_near(
     x: jax.Array, k: int, number: jax.Array, *, implementation: _implementations.Option = None
 ) -> jax.Array:
-    """A threshold that about k of `|x|` reach; exactly that of `threshold_for` for a short x.
+    """A threshold that about k of `|x|` reach; for a short x exactly that of `threshold_for`.
 
-    Of a long one a sample is searched, in which about 1000 should reach it, by the first 16 bits of
-    the patterns. Of normal values 1 to 3 % more than k reach it on average, give or take 3 %.
-    All backends find the same.
+    For a long x a sample is searched by the first 16 bits of the patterns, for a threshold that
+    about 1000 of the sample reach. For normal values, 1 to 3 % more than k reach it on average,
+    give or take 3 %. All backends find the same threshold.
 
     Args:
       x: as in `threshold_for`, with its errors.
       k: likewise.
-      number: int32 scalar, of the sample; with another in each step, no place is left out for long.
+      number: int32 scalar, the number of the sample; with another in each step, no place is left
+        out for long.
       implementation: as in `threshold_for`.
 
     Returns:
@@ -123,7 +125,7 @@ def _by_sorting(x: jax.Array, k: int, implementation: _implementations.Option) -
     capacity = k + k // _SLACK + math.ceil(2 * spread / sample.size * x.size)
     least = jax.lax.bitcast_convert_type(low, jnp.float32)
     above = compact(x, least, capacity, implementation=implementation)
-    # Below the pattern 1 there are only zeros, so with `low` at 1 fewer than k entries will do.
+    # Below the pattern 1 there are only zeros, so with `low` at 1 fewer than k entries are enough.
     found = ((above.count >= k) | (low == 1)) & (above.count <= capacity)
     among = _kth(_sorted, patterns_of(above.values), k)
     return jax.lax.cond(found, lambda: among, lambda: _counted(patterns_of(x), k))
@@ -134,7 +136,7 @@ def _kth_in_band(
 ) -> jax.Array:
     """The result of `_kth`, for many entries: those between two thresholds are searched.
 
-    `all_of` takes all of them, where the sample was misleading.
+    `all_of` searches all of them if the sample was misleading.
     """
     sample, rank, spread = _sample_of(x, k)
     low, high = _between(kths, sample, rank, spread)
@@ -176,7 +178,7 @@ def _between(
 ) -> tuple[jax.Array, jax.Array]:
     """The patterns `spread` ranks below and above a rank; at the ends 1 and infinity's pattern."""
     below, above = math.ceil(rank + spread), math.floor(rank - spread)
-    # Both in one search, at ranks that there are; where there is none, its result is not used.
+    # Both in one search, at ranks that exist; where a rank does not exist, its result is not used.
     low, high = kths(patterns, jnp.asarray([min(below, patterns.size), max(above, 1)], jnp.int32))
     low = low if below <= patterns.size else jnp.uint32(1)
     high = high if above >= 1 else jnp.uint32(PAST_INFINITY - 1)
@@ -218,8 +220,8 @@ def _digits(patterns: jax.Array, ranks: jax.Array) -> jax.Array:
 def _counted(patterns: jax.Array, k: int) -> jax.Array:
     """`_kth` for GPUs, digit by digit too, in few kernels a digit and without a loop.
 
-    In a branch that is not taken it costs nothing: all of it can be part of a CUDA graph. What
-    cannot, as sorting, makes the host wait in every step, to learn which branch it is.
+    In a branch that is not taken it costs nothing, because all of it can be part of a CUDA graph.
+    What cannot, such as sorting, makes the host wait in every step to learn which branch it is.
     """
     prefix = jnp.uint32(0)
     for shift in range(32 - _DIGIT, -1, -_DIGIT):
@@ -235,7 +237,7 @@ def _counted(patterns: jax.Array, k: int) -> jax.Array:
 def _counts_of_digits(patterns: jax.Array, prefix: jax.Array, shift: int) -> list[jax.Array]:
     """How many patterns there are with each next digit after a prefix, int32 scalars.
 
-    The last counts all that are larger too, up to infinity's; smaller ones are in none.
+    The last also counts all larger ones, up to infinity's; smaller ones are in none.
     """
     inside = (patterns >= prefix) & (patterns < PAST_INFINITY)
     digit = jnp.minimum((patterns - prefix) >> shift, 2**_DIGIT - 1)
@@ -249,7 +251,7 @@ def _counts_of_digits(patterns: jax.Array, prefix: jax.Array, shift: int) -> lis
 
 
 def _sums(arrays: Sequence[jax.Array], axis: int) -> list[jax.Array]:
-    """The sums of arrays of one shape along an axis, which read what they are made of once."""
+    """The sums of arrays of one shape along an axis, reading their inputs once."""
     zeros = [jnp.zeros_like(x, shape=()) for x in arrays]
     join = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]  # noqa: E731
     return jax.lax.reduce(list(arrays), zeros, join, (axis,))

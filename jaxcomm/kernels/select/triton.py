@@ -1,8 +1,8 @@
 """Compaction as two Triton kernels, which read x once and otherwise move only selected entries.
 
-The first kernel takes x in tiles. For each tile it counts the selected entries, and lists their
-places in the tile. XLA computes the sums of the counts. The second kernel finds for each slot the
-tile of its entry in these sums, by halves, and takes the entry out of x.
+The first kernel takes x in tiles. For each tile it counts the selected entries and lists their
+places in the tile. XLA computes the running sums of the counts. The second kernel finds the tile of
+each slot's entry by binary search in these sums, and reads the entry from x.
 
 The kernels are in Triton because Mosaic GPU cannot store to a computed address for each element.
 """
@@ -47,7 +47,7 @@ def compact(
 ) -> Selected:
     """The same result as `compaction.compact`; `interpret` runs it on CPU, in tests.
 
-    Where too many entries tie, which is rare, the plain version takes some out.
+    Where too many entries tie, which is rare, the plain version removes some.
 
     Raises:
       NotImplementedError: for more elements or slots than the kernels can number.
@@ -59,7 +59,7 @@ def compact(
             f'{x.size} and {capacity}; cut the array, or use "xla" or None.'
         )
     low = jnp.reshape(lowest_for(threshold), 1)
-    # Of the list of a tile, only what is filled is written, and read.
+    # Only the filled part of a tile's list is written and read.
     shapes = [(tiles * TILE, jnp.uint16), (tiles, jnp.int32)]
     listed, counts = _call(_select, [x, low], shapes, tiles, interpret)
     before = jnp.concatenate(
