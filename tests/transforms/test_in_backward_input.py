@@ -32,12 +32,12 @@ BAD_LOSS = {
     r"parameter blocks/w is to be exchanged in the backward pass; begin the body": lambda p, b: (
         scanned(p, b, lambda x, layer: (x @ layer["w"], None))
     ),
-    "went through jaxcomm.exchanged before": lambda p, b: scanned(p, b, twice_in_a_body),
+    "went through jaxcomm.exchanged already": lambda p, b: scanned(p, b, twice_in_a_body),
     r"blocks/b has shape \(3, 6\) in jaxcomm.exchanged, and that of one layer is": unsliced,
     "without parameter blocks/b": lambda p, b: scanned(
         p, b, lambda x, layer: (x @ jaxcomm.exchanged({"w": layer["w"]})["w"], None)
     ),
-    "cast and scale parameters behind jaxcomm.exchanged": lambda p, b: scanned(
+    "cast and scale parameters after jaxcomm.exchanged": lambda p, b: scanned(
         {**p, "blocks": jax.tree.map(lambda x: x.astype(jnp.bfloat16), p["blocks"])}, b
     ),
     "blocks/b has 2; give it one layer at a time": lambda p, b: scanned(
