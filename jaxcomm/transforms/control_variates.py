@@ -25,7 +25,7 @@ class ControlVariatesState(NamedTuple):
     """The state of `control_variates`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       step: int32, steps since the last exchange.
       average: the sum of each device's gradients in these steps divided by `every`, for each leaf.
         float32, with a leading device axis, sharded over the axis; inside `jax.shard_map`, this

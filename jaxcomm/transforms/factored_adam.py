@@ -46,7 +46,7 @@ class FactoredAdamState(NamedTuple):
     """The state of `factored_adam`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       count: int32, the steps taken; steps that were not finite do not count.
       momentum: float32, shaped and sharded as the parameters, equal on all devices, in units of the
         root mean square of the gradients.

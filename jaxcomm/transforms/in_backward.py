@@ -251,8 +251,8 @@ class _InBackward:
                     raise ValueError(f"parameter {paths[i]} is attached already; attach it once.")
                 if jnp.shape(leaves[i])[:1] != (size,):
                     raise ValueError(
-                        f"parameter {paths[i]} has shape {jnp.shape(leaves[i])}, but the state of "
-                        f"its exchange is for {size} layers; call tx.init again on these parameters."
+                        f"parameter {paths[i]} has shape {jnp.shape(leaves[i])}, and the state of "
+                        f"its exchange is for {size} layers; call tx.init on these parameters."
                     )
             part = jax.tree.structure(part_of(params, is_chosen))
             shapes = {paths[i]: jnp.shape(leaves[i])[1:] for i in chosen}

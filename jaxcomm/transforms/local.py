@@ -23,7 +23,7 @@ class LocalState(NamedTuple):
     """The state of `local`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       structure: the structure of the inner transformation's state.
       inner: the arrays of that state on every device, with a leading device axis, sharded over the
         axis; inside `jax.shard_map`, this device's only.

@@ -20,7 +20,7 @@ class LocalStepsState(NamedTuple):
     """The state of `local_steps`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       fragments: which leaf is exchanged when.
       tree: the structure of the parameters.
       step: int32, the steps taken.

@@ -47,7 +47,7 @@ class LowRankMeanState(NamedTuple):
     """The state of `low_rank_mean`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       step: int32, from which new columns are drawn.
       residual: the part of each device's gradients that is in no update yet, for each compressed
         leaf. float32, with a leading device axis, sharded over the axis; inside `jax.shard_map`,

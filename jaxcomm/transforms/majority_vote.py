@@ -48,7 +48,7 @@ class MajorityVoteState(NamedTuple):
     """The state of `majority_vote`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       step: int32, from which the coins are drawn.
       residual: with error feedback, the part of each device's gradients that its votes have not
         expressed, for each compressed leaf; else empty. float32, with a leading device axis,

@@ -56,7 +56,7 @@ class MeanState(NamedTuple):
     """The state of `mean`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       step: int32, from which the keys are made.
       residual: with error feedback, the part of each device's gradients that is in no update yet,
         for each compressed leaf; else empty. The mean of the residuals over devices is what the

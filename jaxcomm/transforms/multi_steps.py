@@ -25,7 +25,7 @@ class MultiStepsState(NamedTuple):
     """The state of `multi_steps`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       mini_step: int32, how many gradients the accumulator holds.
       accumulated: float32, their mean on each device.
       inner: the state of the inner transformation.

@@ -14,7 +14,7 @@ from jaxcomm.transforms._wrappers import refuse_wrappers
 
 
 class NoExchangeState(NamedTuple):
-    """The state of `no_exchange`: no arrays, only what `init` saw of the parameters."""
+    """The state of `no_exchange`: no arrays, only what `init` recorded about the parameters."""
 
     layout: Layout
     roles = frozenset({_roles.MEANS})

@@ -59,7 +59,7 @@ class OneBitAdamState(NamedTuple):
     """The state of `one_bit_adam`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       buckets: which leaves travel together.
       count: int32, the steps taken; steps that were not finite do not count.
       m: float32 momentum, shaped and sharded as the parameters, equal on all devices.

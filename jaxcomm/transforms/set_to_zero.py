@@ -14,7 +14,7 @@ from jaxcomm.transforms._scheme import Scheme, exchange
 
 
 class SetToZeroState(NamedTuple):
-    """The state of `set_to_zero`: no arrays, only what `init` saw of the parameters."""
+    """The state of `set_to_zero`: no arrays, only what `init` recorded about the parameters."""
 
     layout: Layout
     roles = frozenset({_roles.ZEROS})

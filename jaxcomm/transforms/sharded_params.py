@@ -24,7 +24,7 @@ class ShardedState(NamedTuple):
     """The state of `sharded`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       scheme: how they are gathered, and their gradients exchanged.
       step: int32, from which the keys are made.
       residual: with error feedback, the part of each device's gradients that is in no update yet,

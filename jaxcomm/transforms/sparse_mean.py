@@ -74,7 +74,7 @@ class SparseMeanState(NamedTuple):
     """The state of `sparse_mean`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       step: int32, the number of sparse steps.
       residual: the part of each device's gradients that is in no update yet, for each compressed
         leaf. float32, with a leading device axis, sharded over the axis; inside `jax.shard_map`,

@@ -369,7 +369,7 @@ def test_bad_numbers(options: Any, message: str) -> None:
             "a chain with other transformations; give the exchange alone",
         ),
         (optax.sgd(0.1), jaxcomm.set_to_zero("data"), 1, "the frozen part of an optax.partition"),
-        (optax.sgd(0.1), MEAN, 6, "fragments=6 do not divide 4 parameters"),
+        (optax.sgd(0.1), MEAN, 6, "fragments=6 is more than the 4 param"),
     ],
 )
 def test_bad_parts(inner: Any, exchange: Any, fragments: int, message: str) -> None:

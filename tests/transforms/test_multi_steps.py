@@ -119,7 +119,7 @@ def test_k_must_be_a_positive_integer(k: Any) -> None:
 
 
 def test_an_inner_transformation_without_an_exchange_is_refused(mesh8: Any) -> None:
-    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="put jaxcomm.mean into it"):
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="put jaxcomm.mean inside it"):
         jaxcomm.multi_steps(optax.sgd(0.1), 2).init({"w": jnp.zeros(3)})
 
 
