@@ -62,7 +62,7 @@ def shares_of(batch: Any, world: int, axis_name: AxisName) -> Any:
 def refuse_unplaced(batch: Any, axis_name: AxisName) -> None:
     """Raises if a leaf was never on the mesh, so that other processes may hold other rows of it.
 
-    Such a leaf would be taken for the whole batch, and each process would lose most of its rows.
+    Such a leaf would be mistaken for the whole batch, and each process would lose most of its rows.
     Only arrays that were placed, and what is computed from them, name a mesh in their type.
     """
     if jax.process_count() == 1:

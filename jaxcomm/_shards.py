@@ -100,7 +100,7 @@ def out_specs(params: Any, default: PartitionSpec) -> Any:
 
 
 def entering(params: Any) -> Any:
-    """What one device sees of the parameters of the global view: residuals of its own."""
+    """What one device sees of the parameters of the global view: its own residuals only."""
     return _map(lambda x: _each(x, _same, _first, _same), _same, params)
 
 

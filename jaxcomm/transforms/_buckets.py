@@ -141,7 +141,7 @@ def _concatenated(vectors: list[jax.Array], size: int | None) -> jax.Array:
 
 
 def _concatenated_once(vectors: list[jax.Array], size: int | None) -> jax.Array:
-    """`_concatenated` for GPUs, behind a barrier.
+    """`_concatenated` for GPUs, followed by a barrier.
 
     Without it, each kernel of the codec would compute all sums again. The kernel for a leaf's next
     residual would read other leaves too, and could not write in place.
@@ -219,8 +219,8 @@ def in_row_major(x: jax.Array, whole: int = 0) -> jax.Array:
 
     On NVIDIA GPUs, gradients of convolutions do. XLA would convert each state that is added to such
     a gradient to that layout and back, and copy states that it could not write in place. Arrays of
-    fewer than four axes stay as they are: the barrier would keep XLA from hiding some of what is
-    sent behind the products that make them.
+    fewer than four axes stay as they are: the barrier would keep the products that make them from
+    hiding some of what is sent.
 
     Args:
       x: an array of which only the first `whole` axes may be sharded over an axis that is not

@@ -101,7 +101,7 @@ def layout_of(
     if isinstance(params, optax.LookaheadParams):
         raise ValueError(
             "optax.lookahead keeps two copies of the parameters, and an exchange before it in a "
-            "chain would take both for the model's. Put the chain inside it: "
+            "chain would treat both as the model's. Put the chain inside it: "
             "optax.lookahead(optax.chain(jaxcomm.mean(...), optimizer), ...)."
         )
     if type(params).__name__ == "_ParamsPlaceholder":  # of optax; it is not public
@@ -327,8 +327,8 @@ def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
         raise ValueError(
             f"parameter {name} is sharded over {axis_name!r}; data-parallel parameters are equal "
             "on all of its devices. Place them with jaxcomm.replicate, shard over another axis, or "
-            "put the exchange inside jaxcomm.sharded (FSDP), in a chain without local, multi_steps,"
-            " control_variates or local_steps (jaxcomm.accumulate takes care of microbatches)."
+            "put the exchange inside jaxcomm.sharded (FSDP), in a chain without local, "
+            "multi_steps, control_variates or local_steps (microbatches: jaxcomm.accumulate)."
         )
     return restrict(spec, further)
 

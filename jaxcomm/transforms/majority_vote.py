@@ -239,7 +239,7 @@ def _known(algorithm: str | algorithms.Algorithm) -> algorithms.Algorithm:
     """The algorithm; a ValueError for what cannot carry votes."""
     chosen = algorithms.from_name(algorithm)
     if chosen.name == "native":
-        raise ValueError("XLA has no majority vote of its own; choose another algorithm.")
+        raise ValueError("XLA has no native majority vote; choose another algorithm.")
     return chosen
 
 

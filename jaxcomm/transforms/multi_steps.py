@@ -55,8 +55,8 @@ def multi_steps(
 
     Raises:
       ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
-        over several axes, or if an optimizer with moments follows in the chain: it would take the
-        zeros of the steps in between for gradients.
+        over several axes, or if an optimizer with moments follows in the chain: it would mistake
+        the zeros of the steps in between for gradients.
 
     Wire: that of `inner` in one step of `every`, in a branch of a conditional; else nothing.
 
@@ -74,7 +74,7 @@ def multi_steps(
         if every > 1 and (moments := moments_behind(params)):
             raise ValueError(
                 f"an optimizer that keeps {', '.join(sorted(moments))} follows multi_steps in the "
-                "chain, and would take the zeros of the steps in between for gradients. Put it "
+                "chain, and would mistake the zeros of the steps in between for gradients. Put it "
                 "inside: "
                 "jaxcomm.multi_steps(optax.chain(exchange, optimizer), every)."
             )

@@ -119,11 +119,11 @@ def zeros_per_bucket(
     """A float32 vector of zeros on every device for each bucket of leaves.
 
     Args:
-      layout: what `init` sees of the parameters.
+      layout: what `init` recorded about the parameters.
       params: the parameters.
       buckets: indices of leaves; those of a bucket are sharded over the same further axes, and
-        every shard has a vector of its own.
-      size: from the number of a bucket's values on one device to the length of its vector.
+        every shard has its own vector.
+      size: a function from the number of a bucket's values on one device to its vector's length.
     """
     sizes = [size(values_of(layout, bucket)) for bucket in buckets]
     return zeros_per_group(layout, params, buckets, sizes)

@@ -163,7 +163,7 @@ def _spread(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
 def _dealt(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
     """Parts of a bucket, joined and dealt out again: device i owns part i.
 
-    Where further axes split the bucket's leaves, each shard has a bucket of its own.
+    Where further axes split the bucket's leaves, each shard has its own bucket.
     """
     axis = _device_axis(spec)
     split = spec[axis + 1] if len(spec) > axis + 1 else None

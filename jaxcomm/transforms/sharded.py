@@ -47,9 +47,9 @@ def sharded(
     scan, inside `jax.checkpoint`: then only one layer at a time is whole, in the forward and in
     the backward pass.
 
-    Under plain `jax.jit` arrays are global, so everything after it in the chain sees the whole
-    gradient: `optax.clip_by_global_norm` clips by the norm of all shards. Inside your own
-    `jax.shard_map`, what follows sees shards, and may only compute element by element.
+    Under plain `jax.jit` arrays are global, so what follows in the chain sees the whole gradient:
+    `optax.clip_by_global_norm` clips by the norm of all shards. Inside your own `jax.shard_map`, it
+    sees shards, and may only compute element by element.
 
     With error feedback, every device keeps the errors of its own messages for the whole gradient:
     a float32 copy of all parameters, N times what its shards take. There is no second hop, so

@@ -115,9 +115,9 @@ def sparse_mean(
     """Replaces local gradients by the mean of their largest values over a mesh axis.
 
     A value that is not in the update stays in its device's residual, which is added to the next
-    gradients. Without momentum correction, the updates of all steps and the mean of the residuals
-    add up to the mean of the gradients. Leaves of at most one dimension (as in `jaxcomm.mean`) are
-    averaged exactly.
+    gradients. Without momentum correction, the updates and the mean of the residuals add up, over
+    all steps, to the mean of the gradients. Leaves of at most one dimension (as in `jaxcomm.mean`)
+    are averaged exactly.
 
     With momentum correction, each device accumulates its momentum instead of its gradients and
     selects from that sum, so that values that wait keep their momentum. Where a value was sent, its
@@ -138,7 +138,7 @@ def sparse_mean(
       dense_steps: the number of steps before the first sparse step, which take the float32 mean of
         the gradients; with momentum correction, of the momenta.
       measure_xi: whether the report has the distance to the true top-k. This is meant for studies:
-        it takes float32 means of everything.
+        it costs float32 means of everything.
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
       bucket_mib: the maximum size of a bucket, in MiB of float32 gradients; k is counted per
         bucket. The default is larger than that of `jaxcomm.mean`, because messages are small and
@@ -347,7 +347,7 @@ class _Exchange:
         counts = (result.selected, result.delivered, result.applied)
         counts = jnp.stack([*(c.astype(jnp.float32) for c in counts), *distance])
         residual = result.errors if self.error_feedback else None
-        # Factor masking: where a value was sent, its momentum starts anew.
+        # Factor masking: where a value was sent, its momentum restarts from zero.
         masked = None if self.momentum is None else jnp.where(result.taken, 0.0, velocity)
         return result.mean, _Bucket(residual, masked, after[None], counts)
 

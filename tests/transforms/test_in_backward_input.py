@@ -33,7 +33,7 @@ BAD_LOSS = {
         scanned(p, b, lambda x, layer: (x @ layer["w"], None))
     ),
     "went through jaxcomm.exchanged already": lambda p, b: scanned(p, b, twice_in_a_body),
-    r"blocks/b has shape \(3, 6\) in jaxcomm.exchanged, and that of one layer is": unsliced,
+    r"blocks/b has shape \(3, 6\) in jaxcomm.exchanged, but in one layer it is": unsliced,
     "without parameter blocks/b": lambda p, b: scanned(
         p, b, lambda x, layer: (x @ jaxcomm.exchanged({"w": layer["w"]})["w"], None)
     ),
@@ -110,7 +110,7 @@ def test_bad_arguments_and_states() -> None:
         with pytest.raises(ValueError, match="blocks/b is exchanged where its gradient is each"):
             jax.eval_shape(jax.grad(scanned), exchange.attach(params, state), batch())
         fewer = {**params, "blocks": jax.tree.map(lambda x: x[:2], params["blocks"])}
-        with pytest.raises(ValueError, match=r"blocks/b has shape \(2, 6\), and the state .* of 3"):
+        with pytest.raises(ValueError, match=r"blocks/b has shape \(2, 6\), and the .* for 3"):
             exchange.attach(fewer, state)
         with pytest.raises(ValueError, match="found 0; pass what tx.init"):
             exchange.attach(params, optax.sgd(0.1).init(params))

@@ -324,7 +324,7 @@ def test_a_state_of_other_parameters_or_another_mesh_is_refused() -> None:
         (optax.flatten, r"optax.flatten\(optimizer\)"),
         (
             lambda tx: optax.conditionally_transform(tx, lambda step: step > 3),
-            "change the exchange by jaxcomm.stages",
+            "change the exchange with jaxcomm.stages",
         ),
         (
             lambda tx: optax.conditionally_mask(tx, lambda step: step > 3),
