@@ -1,7 +1,7 @@
 """Communication-efficient data-parallel training for JAX.
 
 The contents, in reading order: the mesh, gradients that stay local, the transformations that
-exchange them, what these are made of, what they sent, and what to take on a network.
+exchange them, what these are made of, what they sent, and which of them to use on a network.
 """
 
 from jaxcomm import codecs, plan

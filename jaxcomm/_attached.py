@@ -4,16 +4,16 @@ How it works, for a stack of L layers that `jax.lax.scan` goes through:
 
 1. `attach` of `jaxcomm.in_backward` puts the state of the exchange next to the parameters: every
    leaf of the stack becomes an `Attached`, whose arrays all have a leading axis of L. What slices
-   the parameters, as a scan does, slices the state alike.
+   the parameters, as a scan does, also slices the state.
 2. `exchanged`, in the body of the loop, takes the parameters of one layer out again. It is the
    identity, except for its backward pass, which exchanges the gradient of the layer, and returns
    the finished update as the gradient of the parameters and the next state as that of the state. A
    loop stacks both, as it stacks every gradient.
-3. Gradients have the dtypes of what they are of, and integers have none. So integers of the state
-   are carried as float32 numbers of 16 bits each, which are exact.
+3. A gradient has the dtype of what it is taken of, and integers have no gradient. So integers of
+   the state are carried as float32 numbers of 16 bits each, which are exact.
 
-The number of the layer is carried too: keys follow from it. Its gradient is 1, so that a sum of
-other than one exchange is noticed.
+The number of the layer is carried too, as keys are derived from it. Its gradient is 1, so that it
+shows if a layer was not exchanged exactly once.
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ class Stack:
 
     Attributes:
       axis_name: the axis of the exchange.
-      paths: of the leaves.
+      paths: the paths of the leaves.
       layer: their shapes in one layer.
       carried: the number of axes and the dtype of each carried array of one layer.
       specs: how these are sharded, stacked, in the global view.
       on_layer: what a device does with the gradients of one layer.
-      microbatches: how many the gradient of a step is the mean of.
+      microbatches: the number of microbatches that the gradient of a step is the mean of.
     """
 
     axis_name: AxisName
@@ -63,7 +63,7 @@ class Attached:
 
     Attributes:
       value: the parameter, or its finished update.
-      carried: with the first leaf of a stack, the state of the exchange; else empty.
+      carried: for the first leaf of a stack, the state of the exchange; else empty.
       total: the sum of the gradients of earlier microbatches, float32; None if there are none.
       stack: the layers that it belongs to.
       number: which leaf of them it is.
@@ -94,7 +94,7 @@ class Attached:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("stack", "number"):  # asked of one being copied
             raise AttributeError(name)
-        raise AttributeError(f"{self._unused()} (It has no {name!r} before.)")
+        raise AttributeError(f"{self._unused()} (Before that, it has no {name!r}.)")
 
     def _unused(self) -> str:
         return (
@@ -136,10 +136,10 @@ def last_of(tree: Any, totals: Any, microbatches: int) -> Any:
 
 
 def nan_if_skipped(grads: Any, totals: Any) -> Any:
-    """The gradients of the last microbatch, from which no layer may be left out.
+    """The gradients of the last microbatch, from which no layer may be missing.
 
-    A layer that it left out was not exchanged, and the sums of the microbatches before would be
-    lost. Its count becomes NaN on all devices, as that of an update that is not finite.
+    A layer that is missing was not exchanged, and the sums of the earlier microbatches would be
+    lost. Its count becomes NaN on all devices, as for an update that is not finite.
     """
     lost: dict[int, list[jax.Array]] = {}
 
@@ -181,7 +181,7 @@ def with_attached(tree: Any, of: Any) -> Any:
 def map_leaves(
     plain: Callable[..., Any], attached: Callable[..., Any], tree: Any, *rest: Any
 ) -> Any:
-    """As `jax.tree.map`, with a function for each kind of leaf."""
+    """Like `jax.tree.map`, with a function for each kind of leaf."""
 
     def of(x: Any, *others: Any) -> Any:
         return (attached if is_attached(x) else plain)(x, *others)
@@ -192,24 +192,24 @@ def map_leaves(
 def exchanged(layer: Any) -> Any:
     """The parameters of one layer, whose gradient is exchanged inside the backward pass.
 
-    Call it once for each layer, first thing in the body of `jax.lax.scan`, `nnx.scan` or a Python
-    loop, inside or outside of `jax.checkpoint`, and compute with what it returns. Then a layer's
-    gradient travels while the gradients of the layers before it are computed, where after the loop
-    there would be nothing left to compute. A parameter that is used several times is exchanged
-    once, after the sum, if all uses are of one call's result. It is exchanged once also if the
-    layer is recomputed.
+    Call it once for each layer, at the start of the body of `jax.lax.scan`, `nnx.scan` or a Python
+    loop, inside or outside `jax.checkpoint`, and compute with what it returns. Then a layer's
+    gradient travels while the gradients of the layers before it are computed; after the loop,
+    nothing would be left to compute. A parameter that is used several times is exchanged once,
+    after the sum of its gradients, if all uses are of one call's result. It is also exchanged only
+    once if the layer is recomputed.
 
     Args:
       layer: the pytree of one layer's parameters, from what `attach` of `jaxcomm.in_backward`
-        returned. Parameters that are not attached come back as they are, so that a model can be
-        evaluated by the same code.
+        returned. Parameters that are not attached are returned unchanged, so that the same code
+        can evaluate a model.
 
     Returns:
       The same parameters, as plain arrays.
 
     Raises:
-      ValueError: for a part of a layer, for layers that are still stacked, or if something was done
-        to the parameters before: cast them behind this call.
+      ValueError: for a part of a layer, for layers that are still stacked, or for parameters that
+        were changed before: cast them after this call.
 
     Wire: in the backward pass, that of the exchange that `jaxcomm.in_backward` was given.
     """
@@ -256,7 +256,7 @@ def _as_local(value: Any, stack: Stack) -> Any:
     if not _axes.is_manual(stack.axis_name):
         raise ValueError(
             f"parameter {stack.paths[0]} is exchanged where its gradient is each device's own: "
-            f"take gradients by jaxcomm.value_and_grad(loss_fn, {stack.axis_name!r}), or inside of "
+            f"take gradients by jaxcomm.value_and_grad(loss_fn, {stack.axis_name!r}), or inside "
             "jax.shard_map. To evaluate the loss, use parameters that are not attached."
         )
     if not _axes.checks_on(stack.axis_name):
@@ -289,24 +289,24 @@ def _stack_of(nodes: Sequence[Attached]) -> Stack:
         if jnp.shape(node.value) != shape:
             raise ValueError(
                 f"parameter {node.path} has shape {jnp.shape(node.value)} in jaxcomm.exchanged, "
-                f"and that of one layer is {shape}; call it inside the loop, on one layer."
+                f"but in one layer it is {shape}; call it inside the loop, on one layer."
             )
     if any(node.used for node in nodes):
         raise ValueError(
-            f"the layer of {stack.paths[0]} went through jaxcomm.exchanged before; call it once, "
+            f"the layer of {stack.paths[0]} went through jaxcomm.exchanged already; call it once, "
             "and use its result several times: then the sum of the gradients is exchanged."
         )
     kinds = [(jnp.ndim(x), jnp.result_type(x)) for x in nodes[0].carried]
     if kinds != list(stack.carried):
         raise ValueError(
             f"the state of the exchange of {stack.paths[0]} was changed together with the "
-            "parameters; cast and scale parameters behind jaxcomm.exchanged, not before it."
+            "parameters; cast and scale parameters after jaxcomm.exchanged, not before it."
         )
     return stack
 
 
 def to_floats(tree: Any) -> Arrays:
-    """The arrays of a state as float arrays, which gradients can have the dtypes of."""
+    """The arrays of a state as float arrays, whose dtypes gradients can have."""
     return [_to_float(x) for x in jax.tree.leaves(tree)]
 
 

@@ -31,7 +31,7 @@ def names_of(axis_name: AxisName) -> tuple[str, ...]:
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which `x` is typed as different from device to device.
 
-    Empty where the checks of `jax.shard_map` are off, and outside of it.
+    Empty where the checks of `jax.shard_map` are off, and outside it.
     """
     return frozenset(jax.typeof(x).mat.varying)
 
@@ -44,7 +44,7 @@ def checks_on(axis_name: AxisName) -> bool:
 def checked_names(axis_name: AxisName) -> frozenset[str]:
     """The axes over which a result that differs from device to device has to be typed as varying.
 
-    None of them where the surrounding `jax.shard_map` does not check.
+    Empty where the surrounding `jax.shard_map` does not check.
     """
     return frozenset(names_of(axis_name) if checks_on(axis_name) else ())
 
@@ -66,7 +66,7 @@ def as_varying(x: Any, axes: frozenset[str]) -> Any:
 
 
 def varying_alike(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays, all typed as varying over the axes over which any of them does."""
+    """The arrays, all typed as varying over every axis over which any of them varies."""
     axes = frozenset().union(*map(varying_axes, arrays))
     return [as_varying(x, axes) for x in arrays]
 
@@ -97,10 +97,10 @@ def explicit_axes() -> frozenset[str]:
 
 
 def as_typed(spec: PartitionSpec, axis_name: AxisName, rank: int) -> PartitionSpec:
-    """The spec of an array as the type of what a step returns spells it.
+    """The spec of an array, spelled as in the type of what a step returns.
 
-    Along Explicit axes every dimension is named. What comes in must be spelled alike, or the second
-    step compiles once more.
+    Along Explicit axes every dimension is named. What enters must be spelled the same way, or the
+    second step compiles again.
     """
     if not explicit_axes().issuperset(names_of(axis_name)):
         return spec
@@ -117,7 +117,7 @@ def current_mesh() -> jax.sharding.AbstractMesh:
     if mesh.empty:
         raise ValueError(
             "no mesh is set; call jax.set_mesh(jaxcomm.data_mesh()) first, "
-            "or use `with jax.set_mesh(mesh):`. It holds for one thread: each needs its own."
+            "or use `with jax.set_mesh(mesh):`. A mesh is set for one thread: each needs its own."
         )
     return mesh
 
@@ -141,7 +141,7 @@ def axis_size(axis_name: AxisName) -> int:
 def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     """`jax.lax.ppermute` between devices as `jax.lax.axis_index` numbers them.
 
-    Over several axes `axis_index` counts in the order of their tuple, and `ppermute` in that of the
+    Over several axes, `axis_index` counts in the order of their tuple, `ppermute` in that of the
     mesh.
 
     Args:
@@ -165,7 +165,7 @@ def unchecked(f: Callable[..., Any]) -> Callable[..., Any]:
     """`f` in the same fully manual region with the checks of `jax.shard_map` off.
 
     A `shard_map` over no further axis moves nothing. Its results are typed as equal on all
-    devices of every axis, so the caller vouches for that, or casts them back with `as_varying`.
+    devices of every axis: the caller ensures that they are, or casts them back with `as_varying`.
     """
     spec = PartitionSpec()
     return jax.shard_map(f, in_specs=spec, out_specs=spec, check_vma=False)

@@ -1,4 +1,4 @@
-"""The leaves of a batch: how rows are dealt to devices, and what is refused."""
+"""The leaves of a batch: how rows are dealt to devices, and which batches are refused."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ def name_in_batch(path: Any) -> str:
 def check_rows(batch: Any) -> None:
     """Raises a ValueError if leaves have different numbers of rows.
 
-    All leaves are cut over the devices, and a table that every example looks into would be cut too.
-    Random keys may have other numbers, such as one for each device.
+    All leaves are split over the devices, and a table that all examples read would be split too.
+    Random keys may have another number of rows, such as one for each device.
     """
     leaves = jax.tree.leaves(batch)
     if len({np.shape(leaf)[0] for leaf in leaves}) == 1:
@@ -34,7 +34,7 @@ def check_rows(batch: Any) -> None:
         raise ValueError(
             f"{one} has {few} rows, and {other} has {most}: rows are dealt to devices, and those "
             "of an example belong together. Pass what every device shares, such as a table, as a "
-            "further argument after the batch; what belongs to an example has one row for each."
+            "further argument after the batch; other leaves have one row for each example."
         )
 
 
@@ -60,9 +60,9 @@ def shares_of(batch: Any, world: int, axis_name: AxisName) -> Any:
 
 
 def refuse_unplaced(batch: Any, axis_name: AxisName) -> None:
-    """Raises if a leaf never was on the mesh and other processes may hold other rows of it.
+    """Raises if a leaf was never on the mesh, so that other processes may hold other rows of it.
 
-    Such a leaf would be taken for the whole batch, so that each process lost most of its rows.
+    Such a leaf would be mistaken for the whole batch, and each process would lose most of its rows.
     Only arrays that were placed, and what is computed from them, name a mesh in their type.
     """
     if jax.process_count() == 1:

@@ -15,9 +15,9 @@ class NamedBranch(NamedTuple):
 
     Attributes:
       conditional: the instruction's name in the program.
-      number: of the branch; 0 is the false one, 1 the true one.
-      name: what users call it, such as "multi_steps: exchange".
-      every: it is taken once in so many times; 0 if the program does not say.
+      number: the number of the branch; 0 is the false one, 1 the true one.
+      name: the name for users, such as "multi_steps: exchange".
+      every: the branch is taken once in `every` times; 0 if the program does not say.
     """
 
     conditional: str
@@ -28,11 +28,11 @@ class NamedBranch(NamedTuple):
 
 @contextlib.contextmanager
 def named(names: Sequence[str], every: Sequence[int] = ()) -> Iterator[None]:
-    """Around a `jax.lax.cond` or `jax.lax.switch` that exchanges: names for its branches, or "".
+    """Names the branches of a `jax.lax.cond` or `jax.lax.switch` that exchanges.
 
     Args:
-      names: of the branches, the false one first.
-      every: for each branch, it is taken once in so many times; 0 where that is not known.
+      names: the names of the branches, the false one first; "" for none.
+      every: each branch is taken once in so many times; 0 where that is not known.
 
     Raises:
       ValueError: where the exchange could meet others, see `refuse_cached_programs`.

@@ -1,9 +1,9 @@
 """Programs that jax reads from its compilation cache, and that XLA on CPU then runs out of order.
 
 XLA's CPU backend runs whatever is ready, and keeps the collectives of a program in order by edges
-between them. A program that was read back from its serialized form has none between collectives
-inside of a conditional or a loop and those outside. Then one process waits for a message of the one
-while another sends a message of the other.
+between them. A program that was read back from its serialized form has no edges between collectives
+inside a conditional or a loop and those outside. Then one process may wait for a message of one
+collective while another process sends a message of the other.
 """
 
 import jax
@@ -23,8 +23,8 @@ def refuse_cached_programs(exchange: str) -> None:
     if all(kept) and jax.process_count() > 1 and jax.default_backend() == "cpu":
         raise ValueError(
             f"{exchange}, and XLA on CPU loses the order of such exchanges in programs that come "
-            f"from jax's compilation cache ({folder}): processes would take each other's messages "
-            "for other ones. Switch the cache off: "
+            f"from jax's compilation cache ({folder}): processes would mistake each other's "
+            "messages. Switch the cache off: "
             'jax.config.update("jax_enable_compilation_cache", False), or set '
             "JAX_ENABLE_COMPILATION_CACHE=false."
         )

@@ -1,4 +1,4 @@
-"""What differs between jax versions: the one file that may look at `jax.__version__`."""
+"""What differs between versions of jax: the only file that may look at `jax.__version__`."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""What a loss function may take, and what it may return."""
+"""Checks of what a loss function takes and what it returns."""
 
 import functools
 import inspect
@@ -19,10 +19,10 @@ _AVERAGED = (jnp.integer, jnp.floating, jnp.bool_)
 
 
 def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
-    """What a loss function returned, apart; aux is () if there is none.
+    """The loss and aux that a loss function returned; aux is () if there is none.
 
     Raises:
-      TypeError: if it is not what `has_aux` says, or aux is not made of real numbers.
+      TypeError: if they are not what `has_aux` says, or aux is not made of real numbers.
     """
     if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
         raise TypeError(
@@ -38,28 +38,28 @@ def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
         dtype = getattr(leaf, "dtype", type(leaf))
         if jnp.issubdtype(dtype, jax.dtypes.prng_key):
             raise TypeError(
-                f"aux{jax.tree_util.keystr(path)} is a random key, of which there is no mean over "
-                "devices; give the loss another key in every step, and return only what else "
-                "changes, such as nnx.state(model, nnx.BatchStat)."
+                f"aux{jax.tree_util.keystr(path)} is a random key, which has no mean over devices; "
+                "give the loss another key in every step, and return only what else changes, such "
+                "as nnx.state(model, nnx.BatchStat)."
             )
         if not any(jnp.issubdtype(dtype, kind) for kind in _AVERAGED):
             raise TypeError(
-                f"aux{jax.tree_util.keystr(path)} is {dtype}, and the mean over devices is taken "
+                f"aux{jax.tree_util.keystr(path)} is {dtype}, but the mean over devices is taken "
                 "in float32, of real numbers only; leave it out of aux."
             )
     return loss, aux
 
 
 def refuse_rows(aux: Any, aux_of: Callable[[Any], Any], batch: Any, axis_name: Any) -> None:
-    """Raises if aux has a row for each example, as a mean over devices would mix them.
+    """Raises if aux has a row for each example, as a mean over devices would mix examples.
 
-    A number of features can be the number of rows by chance, so the loss is traced with twice as
-    many rows, where any leaf has as many.
+    A number of features can equal the number of rows by chance. So if any leaf has as many rows,
+    the loss is traced again with twice as many.
 
     Args:
       aux: what the loss returned.
-      aux_of: from another batch to its aux.
-      batch: one device's, or one microbatch.
+      aux_of: a function from another batch to its aux.
+      batch: one device's batch, or one microbatch.
       axis_name: the mesh axis, for the message.
     """
     rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
@@ -80,7 +80,7 @@ def refuse_rows(aux: Any, aux_of: Callable[[Any], Any], batch: Any, axis_name: A
         text = (
             f"aux{jax.tree_util.keystr(path)} has a row for each example, {n} on each device, and "
             "aux is a mean over devices, which would mix different examples. Return what you want "
-            "to know of them, such as their mean, or the rows of all devices: "
+            "to know about them, such as their mean, or the rows of all devices: "
             f"jax.lax.all_gather(x, {axis_name!r}, tiled=True)."
         )
         if other is None:
@@ -90,7 +90,7 @@ def refuse_rows(aux: Any, aux_of: Callable[[Any], Any], batch: Any, axis_name: A
 
 
 def refuse_statistics(params: Any) -> None:
-    """Raises if Flax NNX variables are among the parameters that a loss changes, not a gradient."""
+    """Raises for Flax NNX variables among the parameters that the loss changes, not a gradient."""
     if (nnx := sys.modules.get("flax.nnx")) is None:
         return
     changed = (nnx.BatchStat, nnx.RngState, nnx.Cache)
@@ -114,7 +114,7 @@ def warn_of_rows(
     kwargs: dict[str, Any],
     world: int,
 ) -> None:
-    """Warns of an array beside the batch that has as many rows: it is not split over devices.
+    """Warns of an argument with as many rows as the batch: it is not split over devices.
 
     Trees are left alone: statistics and other states have any number of rows.
     """
@@ -130,15 +130,15 @@ def warn_of_rows(
         is_array = isinstance(arg, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
         if is_array and arg.shape and arg.shape[0] in rows:
             warnings.warn(
-                f"{name} has as many rows as the batch, {arg.shape[0]}, and goes whole "
-                f"to each of the {world} devices: only the batch, argument 2, is split. Give what "
-                "belongs to its rows in it, such as loss(params, (x, y)).",
+                f"{name} has as many rows as the batch, {arg.shape[0]}, but goes whole "
+                f"to each of the {world} devices: only the batch, argument 2, is split. Put what "
+                "belongs to its rows in the batch, as in loss(params, (x, y)).",
                 stacklevel=users_line(),
             )
 
 
 def _closed_over(f: Callable[..., Any]) -> dict[str, Any]:
-    """What a function was given where it was made, by name."""
+    """The values that a function closes over, by name."""
     if isinstance(f, functools.partial):
         return f.keywords | _closed_over(f.func)
     if not inspect.isfunction(f) or f.__closure__ is None:
@@ -164,12 +164,12 @@ def check_loss(
 ) -> None:
     """Raises if the loss is the same on all devices by construction.
 
-    Under a `vmap` that wants an unmapped result, only a loss can be traced that does not use its
-    batch or, where the `vmap` binds the axis name, that was reduced over the axis. Where the checks
-    of shard_map are on, types tell of reductions. A loss as it should be cannot be traced here; its
-    other errors come back in the real trace.
+    Under a `vmap` that requires an unmapped result, a loss can be traced only if it does not use
+    its batch or, where the `vmap` binds the axis name, was reduced over the axis. Where the checks
+    of shard_map are on, types show reductions. A correct loss cannot be traced here; its other
+    errors are raised in the real trace.
     """
-    # Nothing is closed over: jax would take what a failed trace holds for a leak.
+    # Nothing is closed over: jax would report what a failed trace holds as a leak.
     inputs = params, args
 
     def loss(inputs: tuple[Any, Any], batch: Any) -> Any:
@@ -190,8 +190,8 @@ def check_loss(
             raise ValueError(already_reduced(axis_name))
     if _traces(of_two, inputs, batch):
         raise ValueError(
-            "the loss does not depend on the batch, so that all devices have the same gradient "
-            "and nothing is to be exchanged. loss_fn(params, batch) must use what it is given."
+            "the loss does not depend on the batch, so all devices have the same gradient and "
+            "there is nothing to exchange. loss_fn(params, batch) must use what it is given."
         )
 
 
@@ -230,10 +230,10 @@ def _traces(f: Callable[..., Any], *args: Any) -> bool:
 
 
 def already_reduced(axis_name: AxisName) -> str:
-    """What to say of a loss that was reduced over the axis."""
+    """The message for a loss that was reduced over the axis."""
     return (
         f"the loss is already reduced over {axis_name!r}, so its gradient is not this device's "
         "own. Return the mean over the examples that loss_fn is given; jaxcomm.value_and_grad "
         "averages the loss over devices itself. A loss that compares rows of all devices returns "
-        "the terms of this device's own: docs/recipes.md, A loss over the global batch."
+        "the terms of this device's rows: docs/recipes.md, A loss over the global batch."
     )

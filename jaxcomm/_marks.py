@@ -1,13 +1,13 @@
-"""The dtype of local gradients, with which nothing computes before they are exchanged.
+"""The dtype of local gradients, which no arithmetic accepts before they are exchanged.
 
-The gradient of one device must not reach a parameter, nor an optimizer, that all devices share. So
-it has a dtype of its own, which jax refuses in all arithmetic: added to a parameter, clipped or
-scaled it is a TypeError that says what it is, in every view, framework and wrapper. What only moves
-values (reshape, select, `jax.lax.scan`, shardings, `jax.jit`) takes it as any other array.
+The gradient of one device must not reach a parameter or an optimizer that all devices share. So it
+has its own dtype, which jax refuses in all arithmetic: to add it to a parameter, clip it or scale
+it raises a TypeError that names it, in every view, framework and wrapper. What only moves values
+(reshape, select, `jax.lax.scan`, shardings, `jax.jit`) treats it like any other array.
 
 jax calls such dtypes extended, and its public way to define one is a PRNG implementation, whose
 arrays are "keys". Nothing about these is random: a key is the bits of one value, in a uint32. The
-compiler removes the conversions there and back, which a test reads out of compiled programs.
+compiler removes the conversions in both directions, as a test checks in compiled programs.
 """
 
 import functools
@@ -28,14 +28,14 @@ _TAGS = {
     "takes it, and clipping and the like go into its inner optimizer",
     FINISHED: "gradient in {}, exchanged in the backward pass, with the state of its exchange: the "
     "jaxcomm.in_backward that attached it comes first in a chain",
-    OWN_PARAMETER: "each device's own parameters in {}, which no device may take for the model's: "
+    OWN_PARAMETER: "each device's own parameters in {}, which are not the model's: only "
     "jaxcomm.value_and_grad takes them; evaluate and save the shared parameters",
 }
 _UNSIGNED = {"float32": jnp.uint32, "bfloat16": jnp.uint16, "float16": jnp.uint16}
 
 
 def _refuse(*_: Any) -> Any:
-    raise TypeError(f"a {_TAGS[GRADIENT].format('any dtype')}; it is no random key.")
+    raise TypeError(f"a {_TAGS[GRADIENT].format('any dtype')}; it is not a random key.")
 
 
 _IMPLEMENTATIONS = {
@@ -54,23 +54,23 @@ _IMPLEMENTATIONS = {
 
 
 def mark_local(grads: Any) -> Any:
-    """Says that gradients are each device's own, so that nothing uses them before an exchange.
+    """Marks gradients as each device's own, so that nothing can use them before an exchange.
 
-    `jaxcomm.value_and_grad` does that by itself; this is for gradients that were made otherwise.
-    Inside of a `jax.shard_map` that checks types, `jax.grad` of parameters that are equal on all
-    devices returns the sum over devices: make them vary with `jax.lax.pcast` before.
+    `jaxcomm.value_and_grad` does this by itself; use it for gradients made in another way. Inside a
+    `jax.shard_map` that checks types, `jax.grad` with respect to parameters that are equal on all
+    devices returns the sum over devices: first make the parameters vary with `jax.lax.pcast`.
 
     Args:
-      grads: a pytree of float32, bfloat16 or float16 arrays: local gradients inside of
-        `jax.shard_map`; under plain `jax.jit` with a leading device axis.
+      grads: a pytree of float32, bfloat16 or float16 arrays: local gradients inside
+        `jax.shard_map`; under plain `jax.jit`, gradients with a leading device axis.
 
     Returns:
       The pytree with the same shapes and an opaque dtype, for the `update` of a transformation of
-      jaxcomm. Inside of one `jax.jit` this costs nothing; as an argument or a result of one, 16-bit
-      gradients take 32 bits. Leaves of other dtypes, and those that are marked, are as they were.
+      jaxcomm. Inside one `jax.jit` the mark costs nothing; as arguments or results of one, 16-bit
+      gradients take 32 bits. Leaves of other dtypes, and those already marked, are unchanged.
 
     Raises:
-      TypeError: where it is differentiated.
+      TypeError: if it is differentiated.
 
     Wire: nothing.
 
@@ -85,9 +85,9 @@ def mark_local(grads: Any) -> Any:
 
 
 def mark(tree: Any, kind: str) -> Any:
-    """`mark_local` for one of the kinds of what is local.
+    """`mark_local`, for any of the kinds above.
 
-    Bits have no derivative. Without a rule of its own, that of a gradient would be zero silently.
+    Bits have no derivative: without a rule that raises, that of a gradient would silently be zero.
     """
     marked = jax.custom_jvp(functools.partial(jax.tree.map, functools.partial(_mark, kind=kind)))
     marked.defjvp(_refuse_derivatives)
@@ -96,11 +96,11 @@ def mark(tree: Any, kind: str) -> Any:
 
 def _refuse_derivatives(*_: Any) -> Any:
     raise TypeError(
-        "local gradients have no derivative of their own: take a second one of the loss, such as "
-        "jax.jvp(jax.grad(loss_fn), ...), inside of loss_fn or of a jax.shard_map, and mark the "
+        "local gradients cannot be differentiated: take second derivatives of the loss, such as "
+        "jax.jvp(jax.grad(loss_fn), ...), inside loss_fn or inside a jax.shard_map, and mark the "
         "result with jaxcomm.mark_local. For the first derivative of the loss alone, differentiate "
         "loss_fn itself. In place of flax's DynamicScale, multiply the loss by a scale in loss_fn, "
-        "and put optax.scale(1 / scale) behind the exchange."
+        "and put optax.scale(1 / scale) after the exchange."
     )
 
 
@@ -111,7 +111,7 @@ def unmark_local(grads: Any) -> Any:
       grads: a pytree of local gradients, such as those of `jaxcomm.value_and_grad`.
 
     Returns:
-      The pytree of float arrays; leaves that are not marked are as they were. After computing with
+      The pytree of float arrays; leaves that are not marked are unchanged. After computing with
       them, mark them again with `jaxcomm.mark_local`.
 
     Wire: nothing.

@@ -1,4 +1,4 @@
-"""Values and gradients of a batch in microbatches: their mean, with the memory of one."""
+"""Values and gradients of a batch in microbatches: their mean, in the memory of one."""
 
 import functools
 import math
@@ -21,7 +21,8 @@ def accumulated(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Cal
         batches = jax.tree.map(lambda x: _split(x, microbatches), batch)
         if attached_in(params):
             return _exchanged_last(of_part, microbatches, params, batches, *args)
-        # Residuals are of a step: what a microbatch adds to its gradient weighs 1 / microbatches.
+        # Residuals are of a step; added to the gradient of a microbatch, they are weighted by
+        # 1 / microbatches.
         params = _shards.scaled_residuals(params, microbatches)
         total, start, state = _sums(of_part, params, batches, *args)
         means = jax.tree.map(lambda t, o: (t / microbatches).astype(mean_dtype(o)), total, start)
@@ -50,10 +51,10 @@ def _exchanged_last(
 def _sums(
     value_and_grad_fn: Callable[..., Any], params: Any, batches: Any, *args: Any
 ) -> tuple[Any, Any, Any]:
-    """The float32 sums over microbatches, the types of what one returns, and the state behind them.
+    """The float32 sums over microbatches, the types of what one returns, and the state after them.
 
     What an exchange of shards keeps in the backward pass goes from one microbatch to the next. All
-    go through the loop: one in front of it would be compiled once more.
+    microbatches go through the loop: one before it would be compiled a second time.
     """
 
     def of_one() -> Any:
@@ -63,7 +64,7 @@ def _sums(
     if not (isinstance(start, tuple) and len(start) == 2):
         raise TypeError(
             "accumulate takes what jaxcomm.value_and_grad(loss_fn, ...) returned, got a function "
-            f"that returns no loss and gradients, but {type(start).__name__}."
+            f"that returns not loss and gradients, but {type(start).__name__}."
         )
 
     if {GRADIENT, OWN_GRADIENT} & {kind_of(leaf) for leaf in jax.tree.leaves(start)}:
@@ -102,13 +103,13 @@ def _split(x: jax.Array, microbatches: int) -> jax.Array:
             f"{explicit} devices of the Explicit axes that they are spread over; change the batch "
             "size or the number of microbatches."
         )
-    # Every microbatch has rows from all over the batch. Where an automatic axis spreads rows too,
-    # as in HSDP, each lies on all of its devices then, and nothing moves.
+    # Every microbatch has rows from all over the batch. Where an automatic axis also spreads rows,
+    # as in HSDP, each microbatch then lies on all of its devices, and nothing moves.
     return x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:]).swapaxes(0, 1)
 
 
 def _devices_of_rows(x: jax.Array) -> int:
-    """Over how many devices the type of an array spreads its rows, along Explicit axes."""
+    """The number of devices over which an array's type spreads its rows, along Explicit axes."""
     sharding = jax.typeof(x).sharding
     first = sharding.spec[0] if len(sharding.spec) else None
     names = (first,) if isinstance(first, str) else first or ()

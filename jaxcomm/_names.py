@@ -13,7 +13,7 @@ def from_table(
 
     Args:
       option: what the user passed.
-      table: from names to factories.
+      table: a table from names to factories.
       kind: the base class of what factories make.
       what: how users call the kind, such as "codec".
       example: a call of a factory, such as "jaxcomm.codecs.bfloat16()".

@@ -14,9 +14,9 @@ class Message(NamedTuple):
     """What the collectives of a part of a program send.
 
     Attributes:
-      name: "bucket", "exempt", "gathered", "gradient", or of a method's own: "squares" of
+      name: "bucket", "exempt", "gathered", "gradient", or a method's own name: "squares" of
         `factored_adam`, "dense" of `one_bit_adam`.
-      leaves: the leaves, as numbers of the layout or as paths.
+      leaves: the leaves, as their numbers in the layout or as paths.
     """
 
     name: str
@@ -25,12 +25,12 @@ class Message(NamedTuple):
 
 Notes = dict[int, Any]  # by number
 NOTES: contextvars.ContextVar[Notes | None] = contextvars.ContextVar("notes", default=None)
-_numbers = itertools.count()  # of the process: a trace that jax kept has those of an earlier call
+_numbers = itertools.count()  # never reused: a trace that jax kept has those of an earlier call
 
 
 @contextlib.contextmanager
 def noted(what: Any) -> Iterator[None]:
-    """A note on all that is traced here; nothing where nobody reads notes."""
+    """Attaches a note to all that is traced here; no effect where notes are not read."""
     notes = NOTES.get()
     if notes is None:
         yield
@@ -50,7 +50,7 @@ def read(scope: str, notes: Notes) -> list[Any]:
     numbers = [int(number) for number in re.findall(r"note\[(\d+)\]", scope)]
     if not notes.keys() >= set(numbers):
         raise ValueError(
-            "a part of tx.update is compiled by a jax.jit of its own and was traced before, so "
-            "what it sends cannot be named; explain the transformation without that jax.jit."
+            "a part of tx.update has its own jax.jit and was traced before, so what it sends "
+            "cannot be named; explain the transformation without that jax.jit."
         )
     return [notes[number] for number in numbers]

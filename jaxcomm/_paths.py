@@ -1,4 +1,4 @@
-"""Paths in pytrees, as people write them."""
+"""Paths in pytrees, in readable form."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def require_float(name: str, dtype: Any) -> None:
 
 
 def require_arrays(tree: Any, what: str) -> None:
-    """Raises a TypeError for a leaf that is no array and no number.
+    """Raises a TypeError for a leaf that is neither an array nor a number.
 
     Args:
       tree: a pytree.
@@ -40,7 +40,7 @@ def require_arrays(tree: Any, what: str) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(leaf, _NUMBERS) and not hasattr(leaf, "dtype"):
             raise TypeError(
-                f"{what} {path_name(path)} is {leaf!r}, which is no array. Keep the arrays in a "
-                "tree of their own, as nnx.split or eqx.partition(model, eqx.is_inexact_array) do, "
-                "and put both together inside of the loss."
+                f"{what} {path_name(path)} is {leaf!r}, which is not an array. Keep the arrays in "
+                "a separate tree, as nnx.split or eqx.partition(model, eqx.is_inexact_array) do, "
+                "and join both inside the loss."
             )

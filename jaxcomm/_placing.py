@@ -1,7 +1,7 @@
-"""Values that every process has onto a mesh of several processes.
+"""Places values that every process has on a mesh of several processes.
 
-`jax.device_put` compares them by gathering the arrays of all processes on every device, so a model
-would have to fit there as often as there are processes. Here their checksums are compared.
+`jax.device_put` compares them by gathering the arrays of all processes on every device, which would
+have to hold one model per process. Here their checksums are compared.
 """
 
 import zlib
@@ -21,18 +21,18 @@ from jaxcomm._numbers import are_keys
 def place(
     names: Sequence[str], leaves: Sequence[Any], shardings: Sequence[NamedSharding]
 ) -> list[jax.Array]:
-    """The leaves on their meshes, in buffers of their own.
+    """The leaves on the mesh, in new buffers.
 
     Args:
-      names: of the leaves, for messages.
+      names: the names of the leaves, for messages.
       leaves: arrays that each process has as a whole, equal in all of them, or global arrays.
-      shardings: of the leaves, over one mesh.
+      shardings: the shardings of the leaves, over one mesh.
 
     Returns:
       The arrays.
 
     Raises:
-      ValueError: for leaves that are not equal in all processes, if all have devices of the mesh.
+      ValueError: for leaves that differ between processes, if all have devices in the mesh.
     """
     leaves = [_strong(x) for x in leaves]
     keys = {i: jax.random.key_impl(x) for i, x in enumerate(leaves) if are_keys(x)}
@@ -44,7 +44,7 @@ def place(
         return placed
     several = [i for i, s in enumerate(shardings) if not s.is_fully_addressable]
     values = {i: _as_numpy(leaves[i]) for i in several if _is_whole(leaves[i])}
-    # What `jnp` makes where a mesh is set is typed as equal everywhere, which nobody has checked.
+    # What `jnp` makes where a mesh is set is typed as equal everywhere, but nothing checked it.
     here = {i: np.asarray(leaves[i].addressable_data(0)) for i in several if _is_typed(leaves[i])}
     compared = dict(sorted((values | here).items()))
     if compared and _all_take_part(shardings[several[0]]):
@@ -60,7 +60,7 @@ def place(
 
 
 def _strong(leaf: Any) -> Any:
-    """The leaf in a dtype of its own, as a step returns it: else the second step compiles anew."""
+    """The leaf with a strong dtype, as a step returns it: else the second step compiles again."""
     if isinstance(leaf, bool | int | float | complex):
         return np.asarray(leaf, jnp.result_type(leaf))
     if getattr(leaf, "weak_type", False):
@@ -103,7 +103,7 @@ def _as_numpy(leaf: Any) -> np.ndarray:
 
 
 def _all_take_part(sharding: NamedSharding) -> bool:
-    """Whether the mesh has devices of every process: else some do not come here."""
+    """Whether the mesh has devices of every process: otherwise some do not call this."""
     return len({d.process_index for d in sharding.device_set}) == jax.process_count()
 
 
@@ -124,6 +124,6 @@ def _require_same(sums: Sequence[int], what: Sequence[str]) -> None:
         return
     other, which = np.argwhere(differs)[0]
     raise ValueError(
-        f"process {other} has other {what[which]} than process 0, and all need the same; make "
+        f"process {other} has other {what[which]} than process 0, but all need the same; make "
         "them from the same seed, or read them from the same file."
     )

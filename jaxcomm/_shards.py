@@ -1,8 +1,8 @@
 """Parameters that are split over the axis of their exchange, on their way into a loss.
 
 A `ShardedParam` holds what the exchange of a parameter needs where the parameter is gathered. Its
-gradient has the same structure: what arrives in `residual` is the next residual, and in `tick` how
-often the parameter was gathered. So state leaves the backward pass as the gradient of the old.
+gradient has the same structure: `residual` holds the next residual, and `tick` how often the
+parameter was gathered. So new state leaves the backward pass as the gradient of the old state.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class ShardedParam:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "place":  # asked of one that is being copied
             raise AttributeError(name)
-        raise AttributeError(f"{self._cure()} (It has no {name!r} before.)")
+        raise AttributeError(f"{self._cure()} (Before that, it has no {name!r}.)")
 
     def _cure(self) -> str:
         return (
@@ -79,7 +79,7 @@ def is_sharded(x: Any) -> bool:
 
 
 def in_specs(params: Any, default: PartitionSpec) -> Any:
-    """How `jax.shard_map` splits parameters; those that are not sharded as `default` says."""
+    """How `jax.shard_map` splits parameters; those that are not sharded, by `default`."""
 
     def of(x: ShardedParam) -> ShardedParam:
         own = PartitionSpec(x.place.axis_name)
@@ -100,7 +100,7 @@ def out_specs(params: Any, default: PartitionSpec) -> Any:
 
 
 def entering(params: Any) -> Any:
-    """What one device sees of the parameters of the global view: residuals of its own."""
+    """What one device sees of the parameters of the global view: its own residuals only."""
     return _map(lambda x: _each(x, _same, _first, _same), _same, params)
 
 
@@ -150,8 +150,8 @@ def with_state(params: Any, state: State) -> Any:
 def next_state(state: State, grads: Any) -> State:
     """The state for the next microbatch: the residuals that this one left.
 
-    A layer that the microbatch did not gather keeps its residual, and one that it gathered twice
-    has none.
+    A layer that the microbatch did not gather keeps its residual; for one that it gathered twice,
+    the residual is NaN.
     """
 
     def next_tick(tick: jax.Array) -> jax.Array:
@@ -171,7 +171,7 @@ def next_state(state: State, grads: Any) -> State:
 
 
 def without_residuals(tree: Any) -> Any:
-    """Sharded parameters or gradients that hold no residual."""
+    """Sharded parameters or gradients, without their residuals."""
     return _map(lambda x: dataclasses.replace(x, residual=None), _same, tree)
 
 
@@ -183,7 +183,7 @@ def with_residuals(tree: Any, state: State) -> Any:
 
 
 def scaled_residuals(tree: Any, factor: float) -> Any:
-    """Sharded parameters or gradients with residuals so many times as large."""
+    """Sharded parameters or gradients, with residuals multiplied by `factor`."""
     return _map(lambda x: _each(x, _same, lambda r: factor * r, _same), _same, tree)
 
 
@@ -201,7 +201,7 @@ def _each(
     residual: Callable[[Any], Any],
     tick: Callable[[Any], Any],
 ) -> ShardedParam:
-    """A function on each part that is there."""
+    """Applies a function to each part that is not None."""
     return ShardedParam(
         value(x.value),
         None if x.residual is None else residual(x.residual),

@@ -9,7 +9,7 @@ _LIBRARIES = ("jaxcomm", "jax", "optax", "flax")
 
 
 def users_line() -> int:
-    """The `stacklevel` with which the caller's `warnings.warn` names a line of no library."""
+    """The `stacklevel` with which the caller's `warnings.warn` names a line outside libraries."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_folders()):
         frame, level = frame.f_back, level + 1

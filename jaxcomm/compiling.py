@@ -1,4 +1,4 @@
-"""What the compiler has to be told, so that exchanges travel while gradients are computed."""
+"""Compiler options that let exchanges travel while gradients are computed."""
 
 from typing import Any
 
@@ -6,21 +6,21 @@ import jax
 
 _GPUS = ("gpu", "cuda", "rocm")
 _OVERLAP: dict[str, bool | int] = {"xla_gpu_enable_latency_hiding_scheduler": True}
-# XLA would join the reduce-scatters of a layer within groups behind its last gradient. The exchange
-# between groups comes after them, and would find nothing to travel behind.
+# XLA would join a layer's reduce-scatters within groups, to start them after its last gradient. The
+# exchange between groups follows them, and no computation would be left to hide it.
 _IN_GROUPS: dict[str, bool | int] = {"xla_gpu_reduce_scatter_combine_threshold_bytes": 1}
 
 
 def compiler_options() -> dict[str, bool | int]:
     """Options for the `jax.jit` of a training step: `jax.jit(step, compiler_options=...)`.
 
-    On GPUs they ask for XLA's latency-hiding scheduler. Below compute capability 9.0 it is off
-    by default, and every collective is waited for as soon as it has begun. On a mesh of several
-    axes, such as groups of devices (HSDP), they keep reduce-scatters from being joined.
+    On GPUs they turn on XLA's latency-hiding scheduler. Below compute capability 9.0 it is off by
+    default, and the program waits for every collective as soon as it starts. On a mesh of several
+    axes, such as groups of devices (HSDP), they also keep reduce-scatters from being joined.
 
     Returns:
-      A dict for the platform of the current mesh, or without one of the default device; empty
-      where nothing has to be said.
+      A dict for the platform of the current mesh, or of the default device if no mesh is set;
+      empty where no option is needed.
 
     Example:
       >>> import jax, jaxcomm

@@ -65,12 +65,12 @@ class ValueAndGrad:
         return dataclasses.replace(self, loss_fn=loss_fn)._of(params, batch, *arrays)
 
     def _of(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
-        """The same, where all further arguments are arrays."""
+        """`__call__`, where all further arguments are arrays."""
         world = _axes.axis_size(self.axis_name)
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
         own, params = OWN_PARAMETER in kinds, unmark_local(params)
         _paths.require_arrays(params, "parameter")
-        refuse_statistics(params)  # it knows more of a counter than its dtype
+        refuse_statistics(params)  # first: its message for a counter says more than its dtype
         for path, leaf in jax.tree_util.tree_leaves_with_path(values_of(params)):
             _paths.require_float(_paths.path_name(path), jnp.result_type(leaf))
         self._check_attached(params)
@@ -119,7 +119,7 @@ class ValueAndGrad:
             if node.stack.axis_name != self.axis_name:
                 raise ValueError(
                     f"parameter {node.path} is exchanged over {node.stack.axis_name!r} in the "
-                    f"backward pass, and gradients are taken over {self.axis_name!r}; name the "
+                    f"backward pass, but gradients are taken over {self.axis_name!r}; name the "
                     "same axis in both."
                 )
 
@@ -168,37 +168,37 @@ def _bound(
 def value_and_grad(
     loss_fn: Callable[..., Any], axis_name: AxisName, *, has_aux: bool = False
 ) -> ValueAndGrad:
-    """As `jax.value_and_grad`, but every device keeps the gradient of its own share of the batch.
+    """Like `jax.value_and_grad`, but each device keeps the gradient of its own share of the batch.
 
     Under plain `jax.jit` with a mesh set, the batch is global and sharded over the axis, and the
-    gradients have a leading device axis; this costs no memory, as each device holds its own.
-    Inside `jax.shard_map` batch and gradients are local. The dtype of gradients is opaque, so that
-    nothing uses them before they are exchanged; `jaxcomm.unmark_local` gives their values.
+    gradients have a leading device axis. This costs no memory: each device holds only its own.
+    Inside `jax.shard_map`, batch and gradients are local. Gradients have an opaque dtype, so that
+    nothing can use them before they are exchanged; `jaxcomm.unmark_local` returns their values.
 
     Args:
       loss_fn: `loss_fn(params, batch, *args, **kwargs)` returns the mean loss over the examples it
-        is given, or that and auxiliary values. It sees one device's share; the axis name is bound
-        in it, so `jax.lax.axis_index(axis_name)` and, for synchronised batch norm, `jax.lax.pmean`
-        work.
+        is given, with `has_aux` also auxiliary values. It sees one device's share. The axis name
+        is bound inside it, so `jax.lax.axis_index(axis_name)` and, for synchronised batch norm,
+        `jax.lax.pmean` work.
       axis_name: the mesh axis, or axes, over which the batch is spread.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
 
     Returns:
       `f(params, batch, *args, **kwargs)`, which returns `(loss, grads)` or `((loss, aux), grads)`.
       `params` are shared, or each device's own from `jaxcomm.local_params`. Loss and aux are means
-      over the devices, equal on all of them. Integer aux becomes float32, in which counts above
-      2^24 are rounded; what is float64 has the precision of float32. The leaves of `batch` have a
-      common leading axis of examples; further arguments go to every device as they are, also those
-      that are no arrays, such as `train=True`. So a dropout key among them is the same on all
-      devices, and so would be the masks: begin `loss_fn` with `key = jax.random.fold_in(key,
+      over the devices, equal on all of them. Integer aux becomes float32, which rounds counts above
+      2^24; float64 values keep only float32 precision. The leaves of `batch` have a common leading
+      axis of examples. Every device is given all further arguments unchanged, including those that
+      are not arrays, such as `train=True`. So a dropout key among them is the same on all devices,
+      and the masks would be equal too: begin `loss_fn` with `key = jax.random.fold_in(key,
       jax.lax.axis_index(axis_name))`.
 
     Raises:
-      ValueError: when called, if no mesh is set, the batch does not divide over the devices or is
-        one process's own, the loss was already averaged over the axis or does not depend on the
-        batch, or aux has a row for each example.
+      ValueError: when called, if no mesh is set, the batch does not divide over the devices or
+        belongs to one process only, the loss was already averaged over the axis or does not depend
+        on the batch, or aux has a row for each example.
       TypeError: when called, if aux is not made of real numbers, `loss_fn` does not return what
-        `has_aux` says, or a parameter is neither float32, bfloat16 nor float16; and where the
+        `has_aux` says, or a parameter is neither float32, bfloat16 nor float16; also if the
         gradients are differentiated again.
 
     Wire: one float32 all-reduce of the loss and all of aux.
@@ -220,23 +220,23 @@ def value_and_grad(
 
 
 def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Callable[..., Any]:
-    """Goes through a batch in microbatches, with the memory of one.
+    """Processes a batch in microbatches, in the memory of one.
 
     Args:
       value_and_grad_fn: what `jaxcomm.value_and_grad` or, inside `jax.shard_map`,
         `jax.value_and_grad` returned.
-      microbatches: how many. Each device's share of the batch must divide by it.
+      microbatches: their number; it must divide each device's share of the batch.
 
     Returns:
       A function with the arguments of `value_and_grad_fn`: loss, aux and gradients are means over
       the microbatches, accumulated in float32. Further arguments are passed unchanged to every
-      microbatch. For dropout that differs, make the number of an example a leaf of the batch, and
-      fold the first one into the key.
+      microbatch. For dropout that differs between microbatches, make the examples' numbers a leaf
+      of the batch, and fold the first one into the key.
 
     Raises:
       ValueError: if `microbatches` is not a positive integer; when called, if the batch does not
         divide.
-      TypeError: when called, if the function returns something else.
+      TypeError: when called, if `value_and_grad_fn` does not return a loss and gradients.
 
     Wire: that of `value_and_grad_fn`, once for all microbatches of `jaxcomm.value_and_grad`.
 
@@ -281,7 +281,7 @@ def backward_order(
       Paths such as "layers/0/kernel", for the `bucket_order` of `jaxcomm.mean`.
 
     Raises:
-      TypeError: for another function.
+      TypeError: if `f` is anything else.
 
     Wire: nothing.
 
@@ -312,7 +312,7 @@ def backward_order(
 
 
 def _position(jaxpr: Any, var: Any) -> tuple[int, ...]:
-    """Which equation makes a value, not counting those that only recast one; then which in it."""
+    """The equation that makes a value, past those with one operand; then the one inside it."""
     maker = {id(out): i for i, eqn in enumerate(jaxpr.eqns) for out in eqn.outvars}
     while (at := maker.get(id(var), -1)) >= 0:
         eqn = jaxpr.eqns[at]
@@ -356,9 +356,9 @@ def _mean_over(tree: Any, axis_name: AxisName) -> Any:
 
 
 def _spread(x: Any, axis_name: AxisName) -> Any:
-    """A leaf of the batch with its examples over the axis, where types say where they are.
+    """A leaf of the batch with its examples spread over the axis, where types show shardings.
 
-    What numpy made is on no devices yet. Other shardings stay as they are.
+    A numpy array is on no device yet. Other shardings stay as they are.
     """
     first, *rest = jax.typeof(x).sharding.spec
     names = (first,) if isinstance(first, str) else first or ()

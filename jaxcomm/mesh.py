@@ -1,4 +1,4 @@
-"""The mesh, and getting parameters and batches onto it."""
+"""The mesh, and how parameters and batches are placed on it."""
 
 import functools
 import math
@@ -19,8 +19,8 @@ from jaxcomm._placing import place
 def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of one axis over all devices of all processes.
 
-    Where there are several processes, call `jax.distributed.initialize` first: without it each
-    process sees only its own devices.
+    With several processes, call `jax.distributed.initialize` first: without it, each process sees
+    only its own devices.
 
     Args:
       axis_name: the name of the axis.
@@ -30,7 +30,7 @@ def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> 
       The mesh, for `jax.set_mesh`.
 
     Raises:
-      ValueError: for no devices.
+      ValueError: if `devices` is empty.
 
     Example:
       >>> import jax, jaxcomm
@@ -41,7 +41,7 @@ def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> 
     devices = jax.devices() if devices is None else devices
     if not len(devices):
         raise ValueError("data_mesh needs at least one device, got devices=[].")
-    # Not `jax.make_mesh`: it sorts GPUs, and refuses those of several machines.
+    # Not `jax.make_mesh`: it reorders GPUs, and refuses those of several machines.
     return Mesh(np.asarray(devices, object), (axis_name,), axis_types=(AxisType.Auto,))
 
 
@@ -52,15 +52,15 @@ def replicate(tree: Any) -> Any:
       tree: a pytree of arrays; every process passes equal values.
 
     Returns:
-      The pytree with each array replicated over the mesh, in buffers of its own: donating it to
-      a step leaves what was passed as it is.
+      The pytree with each array replicated over the mesh, in new buffers: donating them to a step
+      leaves the arrays that were passed intact.
 
     Raises:
-      TypeError: for a leaf that is no array and no number.
-      ValueError: if no mesh is set, or processes do not have the same values; where only some of
-        them have devices of the mesh, values are not compared.
+      TypeError: for a leaf that is neither an array nor a number.
+      ValueError: if no mesh is set, or processes hold different values. Values are not compared
+        if only some of the processes have devices in the mesh.
 
-    Wire: between processes a checksum of each array.
+    Wire: a checksum of each array, between processes.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -74,7 +74,7 @@ def replicate(tree: Any) -> Any:
     mesh, explicit = jax.sharding.get_mesh(), _axes.explicit_axes()
 
     def sharding(x: Any) -> NamedSharding:
-        # As the type of what a step returns spells it, or the second step compiles once more.
+        # Spelled like the type of what a step returns, or the second step would compile again.
         return NamedSharding(mesh, PartitionSpec(*[None] * np.ndim(x) if explicit else ()))
 
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -86,23 +86,23 @@ def replicate(tree: Any) -> Any:
 def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
     """Joins the batches of all processes into one, sharded over an axis.
 
-    A thread that prefetches batches needs a `with jax.set_mesh(mesh):` of its own.
+    A thread that prefetches batches needs its own `with jax.set_mesh(mesh):`.
 
     Args:
-      local_batch: a pytree of arrays with a common leading axis: this process's examples, as many
-        on each of its devices, random keys among them. Every process passes equal shapes.
+      local_batch: a pytree of arrays with a common leading axis: this process's examples, equally
+        many for each of its devices. Random keys are allowed. Every process passes equal shapes.
       axis_name: the mesh axis, or axes, that the examples are spread over.
 
     Returns:
-      The pytree of global arrays, whose leading axis is the sum over all processes; the rows of a
-      process lie on its own devices. `jaxcomm.value_and_grad` refuses a batch that did not come
-      this way, but it cannot detect a local batch that `jnp` made while a mesh was set, or that was
-      changed afterwards: rows of it are then lost.
+      The pytree of global arrays, which have the rows of all processes; those of a process lie on
+      its own devices. `jaxcomm.value_and_grad` refuses a batch that was not made this way. It
+      cannot detect a local batch that `jnp` made while a mesh was set, or that was changed
+      afterwards: some of its rows are then lost.
 
     Raises:
-      ValueError: if no mesh is set, it has no such axis, the local leading axis is not a multiple
-        of the number of local devices along it or not that of all leaves, or other processes have
-        a part of the batch: it is global already.
+      ValueError: if no mesh is set or it has no such axis; if the local leading axis differs
+        between leaves, or is not a multiple of the number of local devices along the mesh axis; or
+        if the batch is global already, so that other processes hold a part of it.
 
     Wire: nothing.
 
@@ -154,8 +154,8 @@ def _refuse(local_batch: Any, local: int, axis_name: AxisName) -> None:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise ValueError(
             f"{_paths.path_name(path) or 'the batch'} is global already: it spans devices of "
-            "other processes, as all that jnp makes does while a mesh is set; pass this "
-            "process's own rows as a numpy array, or random keys that were made before that."
+            "other processes, as do all arrays that jnp makes while a mesh is set; pass this "
+            "process's own rows as a numpy array, or random keys made before the mesh was set."
         )
     if not np.ndim(leaf):
         raise ValueError(

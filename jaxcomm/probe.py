@@ -1,11 +1,11 @@
-"""What messages and codes cost on these devices, as a file that the planner reads.
+"""Measures what messages and codes cost on these devices, in a file that the planner reads.
 
     python -m jaxcomm.probe [--out=costs.yaml] [--cluster=CLUSTER.yaml] [--simulate=N]
         [--coordinator=HOST:PORT --processes=N --process=I]
 
-Every process of a job runs it; with neither flags nor a scheduler that jax knows it is one process
-with the devices of this machine. `--simulate=4` takes 4 simulated CPU devices. With a cluster, what
-messages reach of its rates is measured too.
+Run it in every process of a job. With neither flags nor a scheduler that jax knows, it is one
+process with the devices of this machine. `--simulate=4` uses 4 simulated CPU devices. With a
+cluster, it also measures what share of the links' rates messages reach.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from jaxcomm import plan
 from jaxcomm.plan.costs import SIZES
 from jaxcomm.plan.files import pyyaml
 
-# How many processes Open MPI, MPICH and Intel MPI, and PyTorch's launchers have started.
+# Where Open MPI, MPICH and Intel MPI, and PyTorch's launchers say how many processes they started.
 SIZES_BY_STARTERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE")
 
 
@@ -55,7 +55,7 @@ def _join_as_started() -> None:
     """Joins the processes that a scheduler has started.
 
     Raises:
-      ValueError: for one of several that jax cannot find the others of; it would probe itself.
+      ValueError: if jax cannot find the other processes; this one would probe itself alone.
     """
     started = [f"{n}={os.environ[n]}" for n in SIZES_BY_STARTERS if os.environ.get(n, "1") != "1"]
     if not started and "SLURM_STEP_ID" not in os.environ:
@@ -64,8 +64,8 @@ def _join_as_started() -> None:
         jax.distributed.initialize()
     except (ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{' '.join(started) or 'SLURM'} says that this is one of several processes, and jax "
-            f"does not find the others ({error}); add --coordinator=HOST:PORT --processes=N "
+            f"{' '.join(started) or 'SLURM'} says that this is one of several processes, but jax "
+            f"cannot find the others ({error}); add --coordinator=HOST:PORT --processes=N "
             "--process=I"
         ) from error
 

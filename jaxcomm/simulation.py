@@ -13,18 +13,18 @@ _COUNT_FLAG = r"\s*--xla_force_host_platform_device_count=\S*"
 def simulate_devices(count: int) -> None:
     """Makes jax show this many CPU devices in this process, on any number of cores.
 
-    Call it before anything runs on a device. It chooses the CPU, sets the number of its devices,
-    and gives XLA's thread pool two threads for each of them (the variable NPROC, unless it is
-    higher). By default the pool has a thread for each core: where there are more devices than that,
-    a loop that runs ahead of its results leaves a device without a thread, and XLA ends the
-    process, after a minute, with "Expected 8 threads to join the rendezvous".
+    Call it before anything runs on a device. It selects the CPU, sets the number of its devices,
+    and gives XLA's thread pool two threads for each of them (by the environment variable NPROC,
+    unless that is higher). By default the pool has one thread per core. With more devices than
+    cores, a loop that runs ahead of its results leaves a device without a thread, and after a
+    minute XLA ends the process with "Expected 8 threads to join the rendezvous".
 
     Args:
       count: the number of devices.
 
     Raises:
       ValueError: if `count` is not a positive integer.
-      RuntimeError: if jax has started its backend: this comes too late.
+      RuntimeError: if jax has started its backend already.
 
     Example:
       >>> import jaxcomm
@@ -40,6 +40,6 @@ def simulate_devices(count: int) -> None:
             "before any array is made; in a notebook, restart the kernel."
         ) from error
     jax.config.update("jax_platforms", "cpu")
-    # jax refuses to be told the number twice.
+    # jax refuses to be given the number twice.
     os.environ["XLA_FLAGS"] = re.sub(_COUNT_FLAG, "", os.environ.get("XLA_FLAGS", ""))
     os.environ["NPROC"] = str(max(2 * count, int(os.environ.get("NPROC") or 0)))

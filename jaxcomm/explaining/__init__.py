@@ -1,6 +1,6 @@
 """What a chain does with each parameter, read from its trace; nothing is compiled.
 
-A loss that uses every parameter stands for the model's. One step with it is traced, and its
+A loss that uses every parameter stands in for the model's. One step with it is traced, and its
 collectives are found in the jaxpr. The library leaves notes beside them (`jaxcomm._notes`): which
 leaves of which layout, in which bucket, in which format. What has no note is small: flags, scales,
 the loss.
@@ -40,32 +40,32 @@ from jaxcomm.transforms.per_device import PerDevice
 from jaxcomm.wire._report import SHARE, Bytes, exact
 
 _FEEDBACK = (
-    "error feedback: below int4 the momentum of SGD in front of it, jaxcomm.local(axis, "
-    "optax.trace(0.9, nesterov=True)), and with Adam the mean in jaxcomm.factored_adam"
+    "error feedback: below int4 the momentum of SGD before it, jaxcomm.local(axis, "
+    "optax.trace(0.9, nesterov=True)), and with Adam the mean inside jaxcomm.factored_adam"
 )
 
 
-_OPTIMIZER = "it is the optimizer: nothing that keeps moments goes behind it"
+_OPTIMIZER = "it is the optimizer: nothing that keeps moments goes after it"
 
 
 _NEEDS: dict[type, tuple[str, str]] = {
-    MeanState: ("mean", "any optimizer behind it"),
+    MeanState: ("mean", "any optimizer after it"),
     MajorityVoteState: (
         "majority_vote",
         "SGD with a rate for signs; data that are alike on all devices, or "
         "jaxcomm.control_variates before it",
     ),
-    SparseMeanState: ("sparse_mean", "SGD behind it; dense_steps= for a warm-up"),
-    LowRankMeanState: ("low_rank_mean", "SGD behind it; dense_steps= for a warm-up"),
+    SparseMeanState: ("sparse_mean", "SGD after it; dense_steps= for a warm-up"),
+    LowRankMeanState: ("low_rank_mean", "SGD after it; dense_steps= for a warm-up"),
     OneBitAdamState: ("one_bit_adam", f"{_OPTIMIZER}; its first steps are dense"),
     FactoredAdamState: ("factored_adam", f"{_OPTIMIZER}; no warm-up"),
-    ControlVariatesState: ("control_variates", "jaxcomm.majority_vote behind it"),
-    LocalState: ("local", "an exchange behind it"),
+    ControlVariatesState: ("control_variates", "jaxcomm.majority_vote after it"),
+    LocalState: ("local", "an exchange after it"),
     LocalStepsState: (
         "local_steps",
-        "gradients at jaxcomm.local_params(state); nothing behind it: its optimizers are inside",
+        "gradients at jaxcomm.local_params(state); nothing after it: its optimizers are inside",
     ),
-    MultiStepsState: ("multi_steps", "to be around the whole chain"),
+    MultiStepsState: ("multi_steps", "to wrap the whole chain"),
     StagesState: ("stages", "what each of its stages needs"),
     InBackwardState: ("in_backward", "attach() and jaxcomm.exchanged in the loss"),
     ShardedState: (
@@ -78,13 +78,13 @@ _NEEDS: dict[type, tuple[str, str]] = {
 
 
 def explain(tx: Any, params: Any) -> Explanation:
-    """Says which parameters travel how, in how many bytes, and what a chain needs.
+    """Shows how each parameter travels, in how many bytes, and what a chain needs.
 
     Nothing is compiled.
 
     Bytes are those of the program as it is traced, for one step with every branch listed.
     `jaxcomm.wire_report` reads what the compiler made of a whole step, and is the number to trust:
-    it has what the optimizer behind `jaxcomm.sharded` sends, and what each microbatch does.
+    it includes what the optimizer after `jaxcomm.sharded` sends, and what each microbatch sends.
 
     Args:
       tx: a transformation of jaxcomm, alone or in a chain, as `tx.update` is called in a step.
@@ -96,7 +96,7 @@ def explain(tx: Any, params: Any) -> Explanation:
       `needs`. `wire.per_step` has the average over a run.
 
     Raises:
-      TypeError: if `tx` is no transformation.
+      TypeError: if `tx` is not a transformation.
       ValueError: if no mesh is set, nothing in `tx` exchanges gradients, or `tx.init` refuses the
         parameters.
 
@@ -121,9 +121,9 @@ def explain(tx: Any, params: Any) -> Explanation:
       A device sends at most 6,630 bytes in a step, 1.59 a value; a float32 mean 6.00.
       State on a device: 16,384 bytes that differ from device to device, 4 others.
       <BLANKLINE>
-      First in the chain: the exchange, after jaxcomm.local at most. What it needs:
-      - mean: error feedback: below int4 the momentum of SGD in front of it, jaxcomm.local(axis,
-        optax.trace(0.9, nesterov=True)), and with Adam the mean in jaxcomm.factored_adam
+      First in the chain: the exchange; only jaxcomm.local may come before it. What it needs:
+      - mean: error feedback: below int4 the momentum of SGD before it, jaxcomm.local(axis,
+        optax.trace(0.9, nesterov=True)), and with Adam the mean inside jaxcomm.factored_adam
     """
     mesh = _checked(tx, params)
     notes: _notes.Notes = {}
@@ -166,7 +166,7 @@ def _checked(tx: Any, params: Any) -> jax.sharding.Mesh:
         raise ValueError(f"there are no parameters in {params!r}; pass the pytree of them.")
     _axes.current_mesh()
     if _axes.manual_axes():
-        raise ValueError("explain traces a whole step: call it outside of jax.shard_map.")
+        raise ValueError("explain traces a whole step: call it outside jax.shard_map.")
     return jax.sharding.get_mesh()
 
 
@@ -202,7 +202,7 @@ def _path(layout: Layout | None, leaf: Any) -> str:
 
 
 def _form(noted: Any, devices: int, layout: Layout | None) -> str:
-    """A format and an algorithm, as people write them; "" where no note names them."""
+    """A format and an algorithm, in readable form; "" where no note names them."""
     if noted is None or isinstance(noted, str):
         return noted or ""
     what, algorithm = noted
@@ -244,7 +244,7 @@ def _dense_bytes(layouts: list[Layout], sent: set[str]) -> Bytes:
 
 
 def _leaves(params: Any, messages: tuple[Sent, ...]) -> tuple[Leaf, ...]:
-    """Each parameter, and the messages that it is in."""
+    """The parameters, each with the messages that carry it."""
     leaves = []
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         name = _paths.path_name(path)
@@ -256,7 +256,7 @@ def _leaves(params: Any, messages: tuple[Sent, ...]) -> tuple[Leaf, ...]:
 
 
 def _memory(state: Any, specs: Any, mesh: jax.sharding.Mesh) -> tuple[int, int]:
-    """Bytes of state on a device: its own, and those that are equal on all or split."""
+    """Bytes of state on a device: its own state, and what is equal on all devices or split."""
 
     def on_a_device(x: Any, spec: Any) -> int:
         axes = [name for part in spec if part for name in ((part,) if type(part) is str else part)]

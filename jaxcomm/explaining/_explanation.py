@@ -1,4 +1,4 @@
-"""What was found of a chain, and how it is shown."""
+"""What was found out about a chain, and how it is shown."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ class Leaf(NamedTuple):
       path: such as "layers/0/kernel".
       shape: its global shape.
       travels: in which formats, by which algorithms; "not sent" if it is frozen.
-      messages: the names of those that it is in.
+      messages: the names of the messages that carry it.
     """
 
     path: str
@@ -27,13 +27,13 @@ class Leaf(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """A message: what some leaves travel in together.
+    """A message, in which some leaves travel together.
 
     Attributes:
       name: such as "bucket 2", "exempt" or "flags, loss".
       form: the format and the algorithm.
       leaves: the paths of the leaves.
-      hops: (operation, times, bytes that a device sends in them at most), in order.
+      hops: (operation, times, the most bytes that any device sends in them), in order.
       by_device: bytes that each device of the mesh sends.
       branch: (conditional, branch) pairs that lead to it; () if it is sent in every step.
       when: what these branches are called.
@@ -49,7 +49,7 @@ class Sent(NamedTuple):
 
     @property
     def sent(self) -> Bytes:
-        """Bytes that the device that sends most sends."""
+        """The bytes of the device that sends most."""
         return max(self.by_device)
 
 
@@ -58,7 +58,7 @@ class Explanation:
     """What `explain` found; `print` shows it.
 
     Attributes:
-      devices: of the mesh.
+      devices: the number of devices of the mesh.
       leaves: the parameters.
       messages: what one step sends.
       wire: the same as a `WireReport`, whose `per_step` is the average over a run.
@@ -79,7 +79,7 @@ class Explanation:
 
     @property
     def bytes_max(self) -> Bytes:
-        """Bytes of the device that sends most, in the step in which it does."""
+        """The bytes of the device that sends most, in the step in which it sends most."""
         return self.wire.bytes_max
 
     def __str__(self) -> str:
@@ -101,8 +101,8 @@ class Explanation:
             f"State on a device: {self.own_bytes:,} bytes that differ from device to device, "
             f"{self.shared_bytes:,} others.",
             "",
-            f"First in the chain: the exchange, after jaxcomm.local at most. What it needs"
-            f"{':' if self.needs else ' beside that: nothing.'}",
+            f"First in the chain: the exchange; only jaxcomm.local may come before it. What it "
+            f"needs{':' if self.needs else ' besides: nothing.'}",
         ]
         needs = (textwrap.wrap(f"- {': '.join(x)}", 90, subsequent_indent="  ") for x in self.needs)
         return "\n".join([*lines, *(line for wrapped in needs for line in wrapped)])
@@ -122,7 +122,7 @@ class Explanation:
         """What a step sends on average, where the program says how often it takes each branch."""
         try:
             mean = self.wire.per_step()
-        except ValueError:  # a share is that of a run, such as of its dense steps
+        except ValueError:  # a share depends on the run, such as that of its dense steps
             return []
         if mean == self.bytes_max:
             return []
@@ -134,7 +134,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def _leaf_rows(leaves: tuple[Leaf, ...]) -> Iterator[tuple[str, ...]]:
-    """A row for each leaf; those that differ in the numbers of their paths alone share one."""
+    """A row for each leaf; leaves whose paths differ only in their numbers share one."""
     rows: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for leaf in leaves:
         key = (re.sub(r"\d+", "*", leaf.path), str(leaf.shape), leaf.travels)
@@ -146,7 +146,7 @@ def _leaf_rows(leaves: tuple[Leaf, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _ranges(names: list[str]) -> str:
-    """Names that differ in their numbers alone as one, such as "bucket 1-3"."""
+    """Names that differ only in their numbers as one, such as "bucket 1-3"."""
     found: dict[str, list[int]] = {}
     for name in names:
         kind, _, number = name.partition(" ")

@@ -39,7 +39,7 @@ _OPERATIONS = {
 class Collective(NamedTuple):
     """A collective of the jaxpr: where it is, what it sends, and how often.
 
-    `conditions` has for each conditional of `branch` its number of branches, and those with names.
+    For each conditional in `branch`, `conditions` has its number of branches and the named ones.
     """
 
     scope: str
@@ -55,7 +55,7 @@ class Collective(NamedTuple):
 
 
 def wire_of(collectives: Sequence[Collective], devices: int) -> WireReport:
-    """The report of these collectives: adds them up as those of compiled programs."""
+    """The report of these collectives, added up as those of compiled programs are."""
     conditionals: dict[str, int] = {}
     named: dict[NamedBranch, None] = {}
     for c in collectives:
@@ -80,7 +80,7 @@ def wire_of(collectives: Sequence[Collective], devices: int) -> WireReport:
 
 
 def nodes_of(tree: Any, kinds: Any) -> list[Any]:
-    """The nodes of these types, the outermost first, and those inside of them."""
+    """The nodes of these types, the outermost first, including those inside one another."""
     is_one = lambda x: isinstance(x, kinds)  # noqa: E731
     found = []
     for node in filter(is_one, jax.tree.leaves(tree, is_leaf=is_one)):
@@ -117,7 +117,7 @@ def trace(tx: Any, params: Any, state: Any, axis_name: Any) -> Any:
 
 
 def _total(params: Any, stacks: list[str]) -> jax.Array:
-    """The sum of all parameters; stacks are gone through layer by layer."""
+    """The sum of all parameters; a scan goes through stacks layer by layer."""
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: hasattr(x, "stack"))
     leaves = {_paths.path_name(path): x for path, x in found}
     total = jnp.zeros((), jnp.float32)
@@ -168,7 +168,7 @@ def collectives_in(
 
 
 def _groups(eqn: Any, mesh: dict[str, int]) -> tuple[tuple[int, ...], ...]:
-    """The devices that exchange with each other; of a permute (source, target) pairs."""
+    """The groups of devices that exchange with each other; for a permute, (source, target)."""
     axes = eqn.params.get("axes", eqn.params.get("axis_name"))
     names = axes if isinstance(axes, tuple) else (axes,)
     own = [list(mesh).index(name) for name in names]

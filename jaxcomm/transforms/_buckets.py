@@ -21,10 +21,10 @@ Bucket = tuple[int, ...]
 _SHORT = 2**14  # values
 _CONVOLUTION = 4  # axes of a kernel, two of them in space
 _MOST = 2**32  # bytes of leaves that are joined: int32 counts their values, with room to spare
-_EVEN = 64  # XLA on CPU concatenates sums of multiples of so many values well, without padding
+_EVEN = 64  # XLA on CPU concatenates sums well, without padding, if this divides their lengths
 
-# Set where a layer is exchanged by itself, inside of the backward pass: the layer's number, from
-# which keys follow; 0 in `init`.
+# Set where a layer is exchanged by itself, inside the backward pass: the layer's number, from which
+# keys are derived; 0 in `init`.
 LAYER: contextvars.ContextVar[jax.Array | int | None]
 LAYER = contextvars.ContextVar("layer", default=None)
 
@@ -49,8 +49,8 @@ def by_appearance(layout: Layout, chosen: Bucket, order: Sequence[str] | None) -
     Args:
       layout: the leaves.
       chosen: the leaves to sort, as indices.
-      order: paths of leaves, first gradient first; leaves it does not name come last. None is the
-        tree's order reversed.
+      order: paths of leaves, first gradient first; leaves that it does not name come last. None is
+        the tree's order reversed.
     """
     rank = {path: i for i, path in enumerate(order or ())}
     return tuple(sorted(reversed(chosen), key=lambda i: rank.get(layout.leaves[i].path, len(rank))))
@@ -62,11 +62,11 @@ def buckets_of(
     """Groups leaves in the order in which their gradients appear.
 
     A bucket is closed before it would exceed the limit, so a larger leaf travels by itself. Every
-    bucket is a concatenation of whole leaves of its own: slices of one concatenation of all would
+    bucket is its own concatenation of whole leaves: slices of one concatenation of all leaves would
     make the first bucket wait for the last gradient.
 
-    Inside of the backward pass of a loop, the buckets of a layer are filled from its last gradient
-    on, and the last holds two thirds of the limit: few products are left for it to travel behind.
+    Inside the backward pass of a loop, the buckets of a layer are filled starting from its last
+    gradient, and the last holds two thirds of the limit: few products are left to hide it.
 
     Leaves that are sharded over a further axis never share a bucket with others: what is equal
     along that axis must be rounded alike along it.
@@ -99,11 +99,11 @@ def buckets_of(
 
 
 def key_of(key: jax.Array, layout: Layout, leaves: Bucket) -> jax.Array:
-    """A key of its own for a bucket, or a leaf: no two of them round alike.
+    """A separate key for each bucket, or leaf: no two of them round alike.
 
-    It follows from the paths of the leaves, so it differs between the transformations of an
-    `optax.partition` too; from the layer, inside of the backward pass; and from the shard, where
-    the leaves are sharded over a further axis. It is equal on all devices of the exchange's axis.
+    It is derived from the paths of the leaves, so it also differs between the transformations of an
+    `optax.partition`; from the layer, inside the backward pass; and from the shard, where the
+    leaves are sharded over a further axis. It is equal on all devices of the exchange's axis.
     """
     paths = "\n".join(layout.leaves[i].path for i in leaves)
     key = jax.random.fold_in(key, zlib.crc32(paths.encode()))
@@ -115,7 +115,7 @@ def key_of(key: jax.Array, layout: Layout, leaves: Bucket) -> jax.Array:
 
 
 def joined(parts: Mapping[Any, jax.Array], size: int | None = None) -> jax.Array:
-    """The arrays as one float32 vector, with zeros behind them if a size is given."""
+    """The arrays as one float32 vector, padded with zeros to `size` if it is given."""
     return _concatenated([_flat(part) for part in parts.values()], size)
 
 
@@ -141,10 +141,10 @@ def _concatenated(vectors: list[jax.Array], size: int | None) -> jax.Array:
 
 
 def _concatenated_once(vectors: list[jax.Array], size: int | None) -> jax.Array:
-    """`_concatenated` for GPUs, behind a barrier.
+    """`_concatenated` for GPUs, followed by a barrier.
 
-    Without it each kernel of the codec would compute all sums again. That of the next residual of a
-    leaf would read other leaves too, and could not write in place.
+    Without it, each kernel of the codec would compute all sums again. The kernel for a leaf's next
+    residual would read other leaves too, and could not write in place.
     """
     return jax.lax.optimization_barrier(_concatenated(vectors, size))
 
@@ -162,7 +162,7 @@ def _written(vectors: list[jax.Array], size: int) -> jax.Array:
 def split(
     vector: jax.Array, parts: Mapping[Any, Any], used_once: bool = False
 ) -> dict[Any, jax.Array]:
-    """The reverse of `joined`, in the shapes of `parts`; whether one loop alone uses each piece."""
+    """The reverse of `joined`, in the shapes of `parts`; `used_once` if one loop uses a piece."""
     shapes = [part.shape for part in parts.values()]
     cut = functools.partial(_cut, shapes=shapes)
     if any(map(_is_short, shapes)) and not used_once:
@@ -183,10 +183,10 @@ def _cut(
     shapes: list[tuple[int, ...]],
     each: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> list[jax.Array]:
-    """The pieces; `each` is done to short ones.
+    """The pieces; `each` is applied to short ones.
 
-    XLA on CPU would cut them anew in every loop that uses them. It compiles loops with equal bodies
-    once, but each piece begins elsewhere: hundreds of short leaves would take many seconds.
+    XLA on CPU would cut them again in every loop that uses them. It compiles loops with equal
+    bodies once, but each piece starts elsewhere: hundreds of short leaves would take many seconds.
     """
     stops = itertools.accumulate(map(math.prod, shapes))
     pieces = [
@@ -215,17 +215,17 @@ def bytes_of(bucket_mib: Any) -> int:
 
 
 def in_row_major(x: jax.Array, whole: int = 0) -> jax.Array:
-    """The same, in the order in memory that states have, also where gradients have another.
+    """The same array, in the memory layout of states, where gradients may have another one.
 
-    On NVIDIA GPUs gradients of convolutions do. XLA would bring each state that is added to one
-    into that order, and back, and copy states that it could not write in place. Arrays of fewer
-    than four axes stay as they are: the barrier would keep XLA from hiding some of what is sent
-    behind the products that make them.
+    On NVIDIA GPUs, gradients of convolutions do. XLA would convert each state that is added to such
+    a gradient to that layout and back, and copy states that it could not write in place. Arrays of
+    fewer than four axes stay as they are: the barrier would keep the products that make them from
+    hiding some of what is sent.
 
     Args:
-      x: an array of which no other axis than the first `whole` is sharded over an axis that is not
-        manual: it would be gathered.
-      whole: the leading axes to keep.
+      x: an array of which only the first `whole` axes may be sharded over an axis that is not
+        manual; others would be gathered.
+      whole: the number of leading axes to keep.
     """
 
     def flat_and_back(x: jax.Array) -> jax.Array:

@@ -1,27 +1,27 @@
-"""The protocol of an exchange: what every method does around the collective that is its own.
+"""The protocol of an exchange: what every method does around its own collective.
 
 A step of a method, for L leaves of gradients on N devices:
 
-1. `local_leaves` checks the gradients (one for each parameter, local, not yet averaged) and takes
-   off the mark that no arithmetic accepts.
+1. `local_leaves` checks the gradients (one for each parameter, local, not yet averaged) and
+   removes the mark that no arithmetic accepts.
 2. `on_every_device` runs the rest device by device, in one region for both views: the global view
    (plain `jax.jit`; gradients and per-device state have a leading device axis) and the manual view
-   (inside the user's `jax.shard_map`). A method's exchange need not know which of them it is.
+   (inside the user's `jax.shard_map`). A method's exchange need not know which view it is in.
 3. `exchange_buckets` exchanges the large leaves bucket by bucket, each by the method's own
    collective, in the order in which their gradients appear. Buckets take turns: bucket b + 1 waits
-   for bucket b, so that XLA neither joins them nor starts all of them behind the last gradient.
-   (On CPU XLA drops such waits before it orders collectives, and mixes the rounds of buckets.)
+   for bucket b, so that XLA neither joins them nor starts all of them after the last gradient.
+   (On CPU, XLA drops such waits before it orders collectives, and mixes the rounds of buckets.)
    Inside the backward pass of a loop, what a hop of a sparse mean brings waits for a gradient that
-   is computed meanwhile: the first hop for the first leaf of the next bucket, the second for the
-   leaf behind that. The first hop of the last bucket waits for the last exempt leaf.
-4. In the end one float32 all-reduce takes the mean of everything small (exempt leaves, scales),
+   is computed meanwhile: the first hop for the first leaf of the next bucket, the second hop for
+   the leaf after that. The first hop of the last bucket waits for the last exempt leaf.
+4. At the end, one float32 all-reduce takes the mean of everything small (exempt leaves, scales),
    with a flag: how many devices hold a gradient, or a next residual, that is not finite. A mean
    that carries these values needs no flag: where its results are finite, its residuals are too.
-5. The results are equal on all devices, so each device looks at them by itself: sums of finite
+5. The results are equal on all devices, so each device checks them by itself: sums of finite
    gradients can overflow too.
 6. `updates_of` makes the update NaN on every device if anything was not finite, also in the dtype
-   of the gradients, and `kept_if` leaves residuals as they were before the step. So every device
-   takes the step, or none does.
+   of the gradients, and `kept_if` leaves residuals as they were before the step. So either every
+   device takes the step, or none does.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ Result = jax.Array | dict[int, jax.Array]
 # and equal on all devices, and anything that the method keeps of it.
 OnBucket = Callable[[int, dict[int, jax.Array]], tuple[Result, Any]]
 
-# What of a bucket shows that something is not finite; see `exchange_buckets`.
+# Which part of a bucket shows that something is not finite; see `exchange_buckets`.
 LookAt = Literal["results", "state", "parts"]
 
 _SHORT = 2**14  # values
@@ -66,7 +66,7 @@ FLAG, TAG = "not finite", "tag of the key"
 
 
 class Exchanged(NamedTuple):
-    """What an exchange ends with, on each device.
+    """The result of an exchange, on each device.
 
     Attributes:
       buckets: the result of each bucket, float32, equal on all devices.
@@ -86,27 +86,27 @@ def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
 
     Raises:
       ValueError: for gradients that are not those of the layout's parameters, or not local; and
-        inside of an optax wrapper that would break the exchange.
+        inside an optax wrapper that would break the exchange.
     """
     refuse_wrappers()
     if any(map(is_sharded, jax.tree.leaves(updates, is_leaf=is_sharded))):
         raise ValueError(
             "these gradients are of jaxcomm.sharded_params and were exchanged in the backward pass "
-            "already; put the exchange into jaxcomm.sharded(...)."
+            "already; put the exchange inside jaxcomm.sharded(...)."
         )
     if attached := attached_in(updates):
         raise ValueError(
             f"the gradient of {attached[0].path} was exchanged in the backward pass. Exchange once "
             "in a chain: the jaxcomm.in_backward that attached it comes first. What changes local "
-            "gradients goes into it, as in jaxcomm.in_backward(optax.chain(jaxcomm.local(...), "
-            "exchange), layers); microbatches are added up by jaxcomm.accumulate."
+            "gradients goes inside it, as in jaxcomm.in_backward(optax.chain(jaxcomm.local(...), "
+            "exchange), layers); jaxcomm.accumulate adds up microbatches."
         )
     grads, treedef = jax.tree.flatten(updates)
     if OWN_GRADIENT in {kind_of(g) for g in grads}:
         raise ValueError(
-            "these gradients were taken at each device's own parameters, and their exchange would "
-            "mix them up; give them to the jaxcomm.local_steps that the parameters are of. What "
-            "changes gradients before it, such as clipping, belongs into its inner optimizer."
+            "these gradients were taken at each device's own parameters, and an exchange would mix "
+            "them up; give them to the jaxcomm.local_steps that has these parameters. What changes "
+            "gradients before it, such as clipping, belongs in its inner optimizer."
         )
     check_gradients(grads, layout)
     own = 0 if _axes.is_manual(layout.axis_name) else 1  # the device axis, else none
@@ -131,10 +131,10 @@ def on_every_device(
     Args:
       on_device: what one device does; it sees no device axis.
       grads: the gradients, as they are in the current view.
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       own: state of each device.
       shared: a pytree of arrays that are equal on all devices.
-      further_results: how many arrays `on_device` returns behind those of the leaves, equal on all
+      further_results: how many arrays `on_device` returns after those of the leaves, equal on all
         devices of the mesh.
 
     Returns:
@@ -168,7 +168,7 @@ def on_every_device(
             check_vma=False,
         )(grads, [list(part.values) for part in own], shared, LAYER.get())
     if is_manual:
-        # Without checks the region's results are typed as equal everywhere: say what varies.
+        # Without checks, the region's results are typed as equal everywhere: restore what varies.
         names = _axes.names_of(layout.axis_name)
         leaves = [
             _axes.as_varying(x, _axes.varying_axes(g).difference(names))
@@ -202,11 +202,11 @@ def exchange_buckets(
       buckets: which leaves travel together, in order.
       on_bucket: how the method exchanges a bucket.
       small: what is averaged exactly, in float32; leaves in the order of their gradients.
-      look_at: where to look for what is not finite in buckets: "results", which every device sees;
+      look_at: where to look for non-finite values of buckets: "results", which every device sees;
         "state", also the next state; "parts", also what travels. The last two send a flag.
       axis_name: the mesh axis.
       equal_key: a key that must be equal on all devices; if it is not, `finite` is False.
-      results_are_finite: whether the results of buckets are finite whatever happens, as signs are.
+      results_are_finite: whether the results of buckets are always finite, as signs are.
       state_of: the part of what `on_bucket` keeps that is state.
 
     Wire: that of `on_bucket` for each bucket; one float32 all-reduce of all small arrays, the flag
@@ -233,14 +233,14 @@ def exchange_buckets(
         local += [parts[i] for i in itertools.chain(*buckets) if look_at == "parts"]
         small[FLAG] = 1 - all_finite(as_vectors(local)).astype(jnp.float32)
     if equal_key is not None:
-        # Integers and their squares: a variance is zero only if all are equal. They have 10 bits,
-        # or fewer on many devices, so that all sums of squares are exact. Where one device of very
-        # many has another one, its variance is small: so there are several.
+        # Integers and their squares: the variance is zero only if all are equal. They have 10 bits,
+        # or fewer on many devices, so that all sums of squares are exact. If one of very many
+        # devices has another tag, the variance is small, so several tags are compared.
         bits = min(10, 1 + (24 - (jax.lax.axis_size(axis_name) - 1).bit_length()) // 2)
         drawn = jax.random.bits(equal_key, (_TAGS,), jnp.uint32) >> (32 - bits)
         tags = drawn.astype(jnp.float32) - 2 ** (bits - 1)
         small[TAG] = jnp.stack([tags, jnp.square(tags)])
-    # The flag needs the last gradient. A bucket behind it could not travel while gradients are
+    # The flag needs the last gradient. A bucket after it could not travel while gradients are
     # computed, so the flag comes last.
     exact, finite, computed = {}, jnp.bool_(True), []
     if small:
@@ -264,9 +264,9 @@ def exchange_buckets(
 def as_vectors(arrays: Sequence[jax.Array]) -> Arrays:
     """Vectors, which XLA on CPU reduces several times as fast as matrices.
 
-    Short ones of a dtype are joined: on CPU an operation takes as long to start as they do. In a
-    region that is manual over all axes this moves nothing; elsewhere it would gather leaves that
-    are sharded over an automatic axis.
+    Short ones of a dtype are joined: on CPU, to start an operation takes as long as to reduce one.
+    In a region that is manual over all axes this moves nothing; elsewhere it would gather leaves
+    that are sharded over an automatic axis.
     """
     vectors = [x.reshape(-1) for x in arrays]
     short: dict[Any, Arrays] = {}
@@ -300,11 +300,11 @@ def on_further_axes(finite: jax.Array, axis_name: AxisName) -> jax.Array:
 def in_turn(
     parts: dict[Any, jax.Array], results: list[Any]
 ) -> tuple[dict[Any, jax.Array], list[Any]]:
-    """The parts of the next exchange and the results of those before, unchanged, in this order.
+    """The parts of the next exchange and the results of the earlier ones, unchanged, in this order.
 
-    The parts cannot be used before the last result is there. XLA joins collectives that do not
-    wait for each other, up to a size of its own, and on GPUs it starts all of them behind the last
-    gradient. As XLA drops outputs of a barrier that nobody uses, use what this returns for both.
+    The parts cannot be used before the last result is available. XLA joins collectives that do not
+    wait for each other, up to a size that it chooses, and on GPUs it starts all of them after the
+    last gradient. XLA drops unused outputs of a barrier, so use what this returns for both.
     """
     if not results:
         return parts, results
@@ -340,10 +340,10 @@ def updates_of(
 def within_range(
     results: Mapping[int, jax.Array], left: Mapping[int, jax.Array], grads: Arrays
 ) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
-    """Results that float16 can hold, where gradients have it, and the residuals that follow.
+    """Results within the range of float16, for float16 gradients, and the residuals that follow.
 
     What waits in a float32 residual can outgrow float16. It would overflow in every step from then
-    on, so what is beyond the range goes into the residuals of all devices, whose mean it is.
+    on, so the excess is added to the residuals of all devices, and thus to their mean.
     """
     results, left = dict(results), dict(left)
     for i in left:
@@ -355,10 +355,10 @@ def within_range(
 
 
 def kept_if(finite: jax.Array, new: Sequence[jax.Array], old: Sequence[jax.Array]) -> Arrays:
-    """The next per-device state: as it was if the step is not taken.
+    """The next per-device state: unchanged if the step is not taken.
 
     It is chosen in the shape in which it is kept, with its device axis. Otherwise XLA on CPU would
-    not write it in place of the old one, but elsewhere, and copy it.
+    not write it over the old one, but elsewhere, and copy it.
     """
     return [jnp.where(finite, a[None], b[None])[0] for a, b in zip(new, old, strict=True)]
 

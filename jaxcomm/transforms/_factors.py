@@ -1,8 +1,8 @@
 """Mean squares of gradients by rows and columns, which all devices know exactly.
 
 The squares of a matrix are kept as the means R of its rows and C of its columns, and stand for
-R C^T / mean(R). A parameter of more dimensions has such a pair at each place of the leading ones.
-Squares of vectors, biases and norms stay as they are, also where layers are stacked.
+R C^T / mean(R). A parameter with more dimensions has such a pair at each position of the leading
+ones. Squares of vectors, biases and norms are kept in full, also where layers are stacked.
 """
 
 import functools
@@ -25,8 +25,8 @@ class _Squares(NamedTuple):
     """The mean of a parameter's squared gradients, by its last two dimensions.
 
     Attributes:
-      rows: float32, the mean over the last dimension; of a vector its squares.
-      columns: float32, the mean over the last but one; of a vector ().
+      rows: float32, the mean over the last dimension; for a vector its squares.
+      columns: float32, the mean over the last but one; for a vector ().
     """
 
     rows: Any
@@ -65,10 +65,10 @@ def next_squares_and_roots(
 
     Args:
       grads: local gradients, as they are in the current view.
-      layout: of the parameters.
-      old: float32 vector, the rows and columns of one parameter behind those of the other.
-      decay: of the mean.
-      seen: float32, the number of gradients in the result, for its start at zero.
+      layout: the layout of the parameters.
+      old: float32 vector, the rows and columns of one parameter after those of the other.
+      decay: the decay of the mean.
+      seen: float32, the number of gradients in the result, to correct for its start at zero.
 
     Returns:
       A vector like `old`, equal on all devices; and for each leaf float32 roots, corrected for the
@@ -140,7 +140,7 @@ def _own_part(whole: jax.Array, names: Names, local: tuple[int, ...]) -> jax.Arr
 def _in_place(part: jax.Array, whole: Any, names: Names, size: int) -> jax.Array:
     """A zero array of the full size with this device's part in its place.
 
-    The part is divided by the number of devices that hold it, before these are added up: a sum of
+    The part is divided by the number of devices that hold it before they are added up: a sum of
     large squares could overflow.
     """
     shards = math.prod(_axes.axis_size(axes) for axes in names if axes)

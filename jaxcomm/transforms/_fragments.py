@@ -18,7 +18,7 @@ class Fragments:
     of: tuple[int, ...]
 
     def part(self, tree: Any, number: int) -> Any:
-        """A fragment of a tree, with `optax.MaskedNode` for the other leaves; all if it is one."""
+        """A fragment of a tree, with `optax.MaskedNode` for other leaves; the only one is whole."""
         if max(self.of) == 0:
             return tree
         leaves, treedef = jax.tree.flatten(tree)
@@ -34,7 +34,7 @@ class Fragments:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of fragments."""
         return max(self.of) + 1
 
     def offset(self, number: int, every: int) -> int:
@@ -51,8 +51,8 @@ def dealt(layout: Layout, count: int) -> Fragments:
     filled = filled_leaves(layout)
     if len(filled) < count:
         raise ValueError(
-            f"fragments={count} do not divide {len(filled)} parameters, which are exchanged whole; "
-            f"take at most {len(filled)}."
+            f"fragments={count} is more than the {len(filled)} parameters, which are exchanged "
+            f"whole; use at most {len(filled)}."
         )
     sizes = [0] * count
     of = [0] * len(layout.leaves)

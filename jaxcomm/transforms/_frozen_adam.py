@@ -1,4 +1,4 @@
-"""The arithmetic of Adam with a variance that is frozen after a warm-up, as 1-bit Adam has it."""
+"""The arithmetic of Adam with a variance that is frozen after a warm-up, as in 1-bit Adam."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ class FrozenAdam:
         steps, stability = self.dense_steps, self.variance_stability
         if steps is None and stability is None:
             raise ValueError(
-                "give an end of the warm-up: total_steps (of the run), dense_steps, or "
+                "say when the warm-up ends: give total_steps (of the run), dense_steps, or "
                 "variance_stability (such as 0.96)."
             )
         if steps is not None:
@@ -46,7 +46,7 @@ class FrozenAdam:
             check_number("variance_stability", stability, lambda x: 0 < x <= 1, "in (0, 1]")
 
     def require(self, params: Any) -> None:
-        """Raises a ValueError if the weights shall decay and are not there."""
+        """Raises a ValueError if the weights are to decay and are missing."""
         if self.weight_decay and params is None:
             raise ValueError(
                 "weight decay needs the parameters: call tx.update(grads, state, params)."
@@ -54,7 +54,7 @@ class FrozenAdam:
 
     @property
     def norms_kept(self) -> int:
-        """How many steps lie between the norms of v that are compared; 0 if none are."""
+        """The number of steps between the norms of v that are compared; 0 if none are."""
         return 0 if self.variance_stability is None else round(1 / (1 - self.b2))
 
     def m(self, m: jax.Array, g: jax.Array) -> jax.Array:
@@ -66,7 +66,7 @@ class FrozenAdam:
         return self.b2 * v + (1 - self.b2) * jnp.square(g)
 
     def rate(self, count: jax.Array) -> jax.Array:
-        """The learning rate of the step behind `count` steps."""
+        """The learning rate of the step after `count` steps."""
         rate = self.learning_rate
         return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
 
@@ -74,7 +74,7 @@ class FrozenAdam:
         """What to add to the parameters; `state` is that of `one_bit_adam` before the step."""
         rate, count = self.rate(state.count), state.count + 1
         seen = jnp.where(state.frozen_at > 0, state.frozen_at, count)  # gradients that v has seen
-        # Factors, as XLA joins two divisions in a row, and that of `computed_once` is to stay.
+        # Factors, as XLA merges two divisions in a row, and that of `computed_once` must stay.
         more_m = 1 / (1 - self.b1 ** count.astype(jnp.float32))
         more_v = 1 / (1 - self.b2 ** seen.astype(jnp.float32))
         steps = [
@@ -106,8 +106,8 @@ class FrozenAdam:
 def _norm(v: Arrays, layout: Layout) -> jax.Array:
     """The L1 norm of v, equal on all devices."""
     mesh, own = _axes.current_mesh(), _axes.names_of(layout.axis_name)
-    # In the manual view we see parts of leaves that are sharded over further axes. What `init` has
-    # not seen as sharded weighs less; what counts is that all devices get the same.
+    # In the manual view we see parts of leaves that are sharded over further axes. A leaf that was
+    # not sharded in `init` weighs less; what matters is that all devices get the same norm.
     further = _axes.manual_axes().difference(own)
     norm = jnp.zeros((), jnp.float32)
     for x, leaf in zip(v, layout.leaves, strict=True):

@@ -1,4 +1,4 @@
-"""What `init` writes down about the parameters, and `update` checks gradients against."""
+"""What `init` records about the parameters, and `update` checks gradients against."""
 
 import contextvars
 import dataclasses
@@ -20,16 +20,16 @@ from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import marked_dtype
 
-# How parameters are sharded, by path, for `init` where their types do not tell.
+# How parameters are sharded, by path, for `init` where their types do not show it.
 GIVEN_SPECS: contextvars.ContextVar[dict[str, PartitionSpec]] = contextvars.ContextVar("specs")
 # Patterns of paths of leaves whose leading axis counts layers.
 STACKED: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("stacked")
 # All paths that patterns may name, where `init` is given a part of the parameters.
 PATHS: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("paths", default=())
-# How frameworks call what has one number for each feature: a bias, or the scale of a norm. Stacked
-# for a scan over layers, or shaped (heads, head width), it has several dimensions all the same.
+# What frameworks call a leaf with one number for each feature: a bias, or the scale of a norm.
+# Stacked for a scan over layers, or shaped (heads, head width), it still has several dimensions.
 VECTORS = ("bias", "scale", "offset", "beta", "gamma")
-# Of a norm, the last two names: "layers/0/input_layernorm/weight", "h/0/ln_1/weight".
+# The last two names of a norm's weight: "layers/0/input_layernorm/weight", "h/0/ln_1/weight".
 _NORMS = re.compile(r"(.*norm(_?\d+)?|ln([\d_].*)?)/weight", re.IGNORECASE)
 
 
@@ -68,7 +68,7 @@ class Layout:
     leaves: tuple[Leaf, ...]
 
 
-# Which leaves travel in float32: patterns in addition to the default rule, or another rule.
+# Which leaves travel in float32: patterns in addition to the default rule, or a rule instead of it.
 Exempt = Sequence[str] | Callable[[str, tuple[int, ...]], bool]
 
 
@@ -88,8 +88,8 @@ def layout_of(
         leaves of at most one dimension, an axis of layers not counted, and to those with the usual
         names of biases and norms; or a function of path and shape that decides about all.
       bucket_order: paths of leaves, to be checked.
-      spec_of: from a leaf, its path and the axis to how it is sharded; None looks at the leaf, and
-        refuses one that is sharded over the axis.
+      spec_of: a function from a leaf, its path and the axis to its spec; None looks at the leaf,
+        and refuses one that is sharded over the axis.
 
     Raises:
       TypeError: for leaves that are not float32, bfloat16 or float16.
@@ -100,8 +100,8 @@ def layout_of(
     nodes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     if isinstance(params, optax.LookaheadParams):
         raise ValueError(
-            "optax.lookahead keeps two copies of the parameters, and behind an exchange in a chain "
-            "this would take both for the model's. Put the chain into it: "
+            "optax.lookahead keeps two copies of the parameters, and an exchange before it in a "
+            "chain would treat both as the model's. Put the chain inside it: "
             "optax.lookahead(optax.chain(jaxcomm.mean(...), optimizer), ...)."
         )
     if type(params).__name__ == "_ParamsPlaceholder":  # of optax; it is not public
@@ -160,9 +160,9 @@ def fits(path: str, patterns: Sequence[str]) -> bool:
 
 
 def check_names(axis_name: AxisName, exempt: Exempt, bucket_order: Sequence[str] | None) -> None:
-    """Raises, when a transformation is made, unless all are names or lists of names.
+    """Raises, when a transformation is made, unless these are names or lists of names.
 
-    `exempt` may be a function.
+    `exempt` may also be a function.
     """
     _axes.names_of(axis_name)
     if not callable(exempt):
@@ -172,7 +172,7 @@ def check_names(axis_name: AxisName, exempt: Exempt, bucket_order: Sequence[str]
 
 
 def require_strings(given: Any, name: str, what: str) -> None:
-    """Raises a TypeError for what is no list of strings: a string, None, a number."""
+    """Raises a TypeError for what is not a list of strings: a string, None, a number."""
     if isinstance(given, str):
         raise TypeError(f"{name} must be a list of {what}, got {given!r}; write [{given!r}].")
     if not isinstance(given, Collection) or not all(isinstance(x, str) for x in given):
@@ -198,7 +198,7 @@ def check_patterns(
 
 
 def _check_order(order: Sequence[str], paths: Sequence[str], is_part: bool) -> None:
-    """Raises for a name that is no path; a part of `optax.partition` may be given those of all."""
+    """Raises for a name that is not a path; a part of `optax.partition` may be given all paths."""
     wrong = [] if is_part else [name for name in order if name not in paths]
     if wrong:
         raise ValueError(
@@ -221,7 +221,7 @@ def local_shape(leaf: Leaf) -> tuple[int, ...]:
 
 
 def axis_of(state: Any, who: str) -> AxisName:
-    """The one axis that the transformations of a state exchange over; `who` is for messages.
+    """The one axis over which the transformations of a state exchange; `who` is for messages.
 
     Raises:
       ValueError: if there is none, or more than one.
@@ -231,14 +231,14 @@ def axis_of(state: Any, who: str) -> AxisName:
     if len(axes) != 1:
         raise ValueError(
             f"{who} needs inner transformations that exchange over one axis, found "
-            f"{sorted(map(str, axes)) or 'none'}; put jaxcomm.mean into it"
+            f"{sorted(map(str, axes)) or 'none'}; put jaxcomm.mean inside it"
             f"{', or use optax.MultiSteps' if who == 'multi_steps' else ''}."
         )
     return axes.pop()
 
 
 def leaf_paths(state: Any) -> set[str]:
-    """The paths of the parameters that the transformations of a state know."""
+    """The paths of the parameters that the transformations of a state cover."""
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout))
     return {leaf.path for node in nodes if isinstance(node, Layout) for leaf in node.leaves}
 
@@ -255,7 +255,7 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
         raise ValueError(
             f"the state was made for {len(layout.leaves)} parameters and got {len(grads)} "
             "gradients; call tx.init again on these parameters. Labels and masks that are "
-            "functions see gradients too, which have a device axis in front: give their results, "
+            "functions also see gradients, which have a leading device axis: give their results, "
             "label_fn(params)."
         )
     if layout.world != _axes.axis_size(axis):
@@ -286,8 +286,8 @@ def _check_local(grad: Any, leaf: Leaf, axis: AxisName) -> None:
         )
     if not _axes.checks_on(axis) and marked_dtype(grad) is None:
         raise ValueError(
-            f"the gradient of {leaf.path} may be exchanged already: with check_vma=False types do "
-            f"not tell. Exchange once in a chain. Make the gradient with "
+            f"the gradient of {leaf.path} may be exchanged already: with check_vma=False types "
+            f"cannot tell. Exchange once in a chain. Make the gradient with "
             f"jaxcomm.value_and_grad(loss_fn, {axis!r}), or, if it is this device's own, give "
             "tx.update what jaxcomm.mark_local(grads) returns."
         )
@@ -312,8 +312,8 @@ def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
     if hidden and name not in given:
         raise ValueError(
             f"cannot see inside jax.jit how parameter {name} is sharded over {sorted(further)}; "
-            "use jaxcomm.with_param_specs(tx, specs), or call tx.init(params) outside of jax.jit, "
-            "on placed parameters."
+            "use jaxcomm.with_param_specs(tx, specs), or call tx.init(params) outside jax.jit, on "
+            "placed parameters."
         )
     sharding = getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
     seen = sharding.spec if isinstance(sharding, NamedSharding) and not hidden else None
@@ -326,15 +326,15 @@ def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
     if names_in(spec).intersection(own) and _axes.axis_size(axis_name) > 1:
         raise ValueError(
             f"parameter {name} is sharded over {axis_name!r}; data-parallel parameters are equal "
-            "on all devices of it. Place them with jaxcomm.replicate, shard over another axis, or "
-            "put the exchange into jaxcomm.sharded (FSDP), in a chain with no local, multi_steps, "
-            "control_variates or local_steps (microbatches go by jaxcomm.accumulate)."
+            "on all of its devices. Place them with jaxcomm.replicate, shard over another axis, or "
+            "put the exchange inside jaxcomm.sharded (FSDP), in a chain without local, "
+            "multi_steps, control_variates or local_steps (microbatches: jaxcomm.accumulate)."
         )
     return restrict(spec, further)
 
 
 def restrict(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
-    """The spec without any axis but these, and without trailing Nones."""
+    """The spec with these axes only, and without trailing Nones."""
     kept = [tuple(n for n in _entry(entry) if n in axes) for entry in spec]
     while kept and not kept[-1]:
         kept.pop()

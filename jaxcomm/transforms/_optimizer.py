@@ -1,4 +1,4 @@
-"""What the methods share that are optimizer and exchange in one."""
+"""What the methods that are optimizer and exchange in one have in common."""
 
 from collections.abc import Callable
 from typing import Any
@@ -49,7 +49,7 @@ def replicated(make: Callable[[], Any], axis_name: AxisName) -> Any:
 
 
 def zeros_like_params(params: Any, layout: Layout) -> Any:
-    """Float32 zeros, shaped and placed as the parameters, equal on all devices of the axis."""
+    """Float32 zeros, shaped and placed like the parameters, equal on all devices of the axis."""
     leaves, treedef = jax.tree.flatten(params)
     if _axes.is_manual(layout.axis_name):
         own = _axes.names_of(layout.axis_name)

@@ -1,7 +1,7 @@
-"""What the updates of a transformation are: its state says it, in an attribute `roles`.
+"""What the updates of a transformation are: its state says so, in an attribute `roles`.
 
-A method that is made of another one asks: the mean of `jaxcomm.factored_adam` may be any mean, but
-no vote, and no chain that ends with an optimizer.
+A method that is built on another one asks: the mean of `jaxcomm.factored_adam` may be any mean, but
+not a vote, and not a chain that ends with an optimizer.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ _INSTEAD = {
     SIGNS: 'a vote, whose updates are signs; in one bit, jaxcomm.mean("data", "scaled_sign", '
     "error_feedback=True) takes a mean",
     FINISHED: "an optimizer; give the exchange alone",
-    IN_BACKWARD: "one in the backward pass, behind which there is no local gradient",
+    IN_BACKWARD: "one in the backward pass, after which there is no local gradient",
     ZEROS: "jaxcomm.set_to_zero; give it the frozen part of an optax.partition",
-    OTHER: "a chain with other transformations; give the exchange alone, as clipping and the like "
-    "belong to the optimizer",
+    OTHER: "a chain with other transformations; give the exchange alone: clipping and the like "
+    "belong with the optimizer",
 }
 
 
@@ -34,7 +34,7 @@ def roles_of(state: Any) -> frozenset[str]:
 
 
 def require_means(state: Any, who: str) -> None:
-    """Raises a ValueError unless the state is of what takes means; `who` is for the message."""
+    """Raises a ValueError unless a state belongs to a mean; `who` is for the message."""
     for role, instead in _INSTEAD.items():
         if role in roles_of(state):
             raise ValueError(f"{who} needs an exchange of means, and got {instead}.")

@@ -1,4 +1,4 @@
-"""How an exchange works, said in a way that others can carry out: `jaxcomm.sharded` does."""
+"""How an exchange works, in a form that others can carry out: `jaxcomm.sharded` does."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,10 +24,10 @@ class Scheme:
       axis_name: the mesh axis.
       reduction: what messages mean, without a key; None where nothing is exchanged.
       algorithm: who talks to whom.
-      seed: of random rounding and coins.
-      bucket_bytes: float32 bytes that travel together at most.
-      bucket_order: of leaves that are exchanged together, empty if none was given.
-      signs: whether the updates are signs, those of exempt leaves too.
+      seed: the seed for random rounding and coins.
+      bucket_bytes: the most float32 bytes that travel together.
+      bucket_order: the order of leaves that the user gave; empty if none was given.
+      signs: whether the updates are signs, also those of exempt leaves.
       frozen: whether the updates are zero.
       gather: the format in which shards are gathered.
     """
@@ -47,7 +47,7 @@ class Exchange(optax.GradientTransformation):
     """A transformation that says how it exchanges.
 
     Attributes:
-      scheme: how.
+      scheme: how it exchanges.
       exempt: which leaves travel in float32.
     """
 

@@ -1,4 +1,4 @@
-"""What `sharded` writes down about parameters: how each of them is split."""
+"""What `sharded` records about parameters: how each of them is split."""
 
 import math
 from typing import Any
@@ -20,15 +20,15 @@ def layout_of(params: Any, scheme: Scheme, exempt: Exempt) -> Layout:
     """Reads the layout off parameters, in either view; the specs are those over the axis.
 
     Raises:
-      ValueError: for a mesh with further axes, or a leaf that is not split as it has to be.
+      ValueError: for a mesh with further axes, or a leaf that is not split as required.
     """
     axis_name = scheme.axis_name
     world, mesh = _axes.axis_size(axis_name), _axes.current_mesh()
     further = [name for name in mesh.axis_names if name not in _axes.names_of(axis_name)]
     if math.prod(mesh.shape[name] for name in further) > 1:
         raise ValueError(
-            f"sharded takes a mesh of the axes {axis_name!r} alone, and this one has "
-            f"{', '.join(map(repr, further))} too. Exchange over all of them, "
+            f"sharded takes a mesh of the axes {axis_name!r} alone, and this one also has "
+            f"{', '.join(map(repr, further))}. Exchange over all of them, "
             f"{mesh.axis_names}, or shard parameters over {further[0]!r} only and exchange "
             "without jaxcomm.sharded."
         )
@@ -103,8 +103,8 @@ def _check(leaf: Leaf, layout: Layout, scheme: Scheme) -> None:
     named = [names for names in split if names]
     if layout.world > 1 and named != [several(own)]:
         raise ValueError(
-            f"parameter {leaf.path} is split by {leaf.spec}, and sharded needs one dimension over "
-            f"{layout.axis_name!r}; jaxcomm.shard(params, {layout.axis_name!r}) places it so."
+            f"parameter {leaf.path} is split by {leaf.spec}, but sharded needs one dimension over "
+            f"{layout.axis_name!r}; place it with jaxcomm.shard(params, {layout.axis_name!r})."
         )
     if leaf.shape[dim] % layout.world:
         raise ValueError(
@@ -115,7 +115,7 @@ def _check(leaf: Leaf, layout: Layout, scheme: Scheme) -> None:
     if leaf.stacked and dim == -len(leaf.shape):
         raise ValueError(
             f"parameter {leaf.path} is split along its axis of layers, which jax.lax.scan slices; "
-            "name the layers to jaxcomm.shard(params, axis, layers=[...]) too."
+            "also name the layers in jaxcomm.shard(params, axis, layers=[...])."
         )
 
 
@@ -129,8 +129,8 @@ def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
     if hidden and name not in given:
         raise ValueError(
             f"cannot see here how parameter {name} is split over {axis_name!r}; use "
-            "jaxcomm.with_param_specs(tx, params) with params of jaxcomm.shard, or call "
-            "tx.init(params) on them outside of jax.jit and jax.shard_map."
+            "jaxcomm.with_param_specs(tx, params) with params from jaxcomm.shard, or call "
+            "tx.init(params) on them outside jax.jit and jax.shard_map."
         )
     if hidden:
         spec = given[name]

@@ -1,4 +1,4 @@
-"""Parts of a pytree of parameters that are stacks of layers, and the states of their layers."""
+"""Stacks of layers in a pytree of parameters, and the states of their layers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -50,7 +50,8 @@ def layers_in(params: Any, of: Sequence[int | None], stacks: Sequence[str]) -> t
     """The number of layers of each stack.
 
     Raises:
-      ValueError: for a path that is no subtree, and leaves that are not stacks of as many layers.
+      ValueError: for a path that is not a subtree, and for leaves that are not stacks of equally
+        many layers.
     """
     leaves, paths, sizes = jax.tree.leaves(params), paths_of(params), []
     for number, stack in enumerate(stacks):
@@ -58,7 +59,7 @@ def layers_in(params: Any, of: Sequence[int | None], stacks: Sequence[str]) -> t
         if not own:
             raise ValueError(
                 f"in_backward names {stack!r}, which is no subtree of the parameters, or lies in "
-                f"one that is named before; the paths are {', '.join(paths[:10])}"
+                f"one that was named before it; the paths are {', '.join(paths[:10])}"
                 f"{', ...' if len(paths) > 10 else ''}."
             )
         size = next(iter(own.values()))[:1]
@@ -73,7 +74,7 @@ def layers_in(params: Any, of: Sequence[int | None], stacks: Sequence[str]) -> t
 
 
 def first_layer(leaf: Any, path: str) -> Any:
-    """One layer of a parameter, as the `init` of an exchange is to see it.
+    """One layer of a parameter, as the `init` of an exchange should see it.
 
     Raises:
       ValueError: for layers that lie on different devices.
@@ -86,7 +87,7 @@ def first_layer(leaf: Any, path: str) -> Any:
         if first is not None:
             raise ValueError(
                 f"parameter {path} is sharded by {sharding.spec}, so its layers lie on different "
-                "devices, and each device goes through all of them; shard another of its axes."
+                "devices, but each device goes through all of them; shard another of its axes."
             )
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*rest[: leaf.ndim - 1]))
     else:
@@ -95,12 +96,12 @@ def first_layer(leaf: Any, path: str) -> Any:
 
 
 def is_own(node: Any) -> bool:
-    """Whether a node of a state is what each device keeps."""
+    """Whether a node of a state is per-device state."""
     return isinstance(node, PerDevice)
 
 
 def stacked(node: Any, size: int) -> Any:
-    """The state of so many layers, from that of one."""
+    """The state of `size` layers, from that of one."""
 
     def broadcast(arrays: Sequence[Any]) -> list[jax.Array]:
         return [jnp.broadcast_to(x, (size, *jnp.shape(x))) for x in arrays]
@@ -148,7 +149,7 @@ def is_nan(update: jax.Array) -> jax.Array:
 
 
 def none_of(flags: Sequence[jax.Array]) -> jax.Array:
-    """Whether no flag is set, typed as equal on all devices, which it is."""
+    """Whether no flag is set; typed as equal on all devices, which it is."""
     found = jnp.any(jnp.stack(_axes.varying_alike([jnp.any(flag) for flag in flags])))
     axes = tuple(sorted(_axes.varying_axes(found)))
     return ~(jax.lax.pmax(found.astype(jnp.int32), axes) == 1 if axes else found)

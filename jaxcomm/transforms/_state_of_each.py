@@ -1,4 +1,4 @@
-"""The state of any optax transformation, one on every device."""
+"""The state of any optax transformation, one copy on every device."""
 
 import dataclasses
 from typing import Any
@@ -17,12 +17,12 @@ from jaxcomm.transforms.per_device import PerDevice, made_sharded
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """How the arrays of the inner state hang together.
+    """How the arrays of the inner state fit together.
 
     Attributes:
-      treedef: of the inner state.
-      empty: for each of its arrays None, or what it is if it has no elements: those are not kept,
-        because XLA does not keep them sharded.
+      treedef: the tree of the inner state.
+      empty: for each of its arrays None, or its type if it has no elements: such arrays are not
+        kept, because XLA does not keep them sharded.
     """
 
     treedef: Any
@@ -41,7 +41,7 @@ class Structure:
 
 
 def on_each_device(state: Any, layout: Layout) -> tuple[Structure, PerDevice]:
-    """A state that every device starts with, and how its arrays hang together."""
+    """A state that every device starts with, and how its arrays fit together."""
     state = jax.tree.map(_as_array, state)
     leaves, treedef = jax.tree.flatten(state)
     empty = [None if x.size else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
@@ -62,8 +62,7 @@ def is_sound(updates: Any, new: Arrays, old: Arrays, own: PerDevice, layout: Lay
     """Whether a step's updates are finite on one device, and its state where it was before.
 
     An optimizer may hide what is not finite: Lion's update is a sign and Adam's a quotient, while
-    their averages keep it for ever. What a state starts with may be infinite, such as the best loss
-    so far.
+    their averages keep it forever. The initial state may be infinite, such as a best loss so far.
     """
     whole, rest = [], []
     for a, b, spec in zip(new, old, own.specs, strict=True):
@@ -75,7 +74,7 @@ def is_sound(updates: Any, new: Arrays, old: Arrays, own: PerDevice, layout: Lay
 
 
 def equal_on_shards(finite: jax.Array, layout: Layout) -> jax.Array:
-    """A device's flag, equal on all shards of its parameters, in the manual view."""
+    """A device's flag, made equal on all shards of its parameters, in the manual view."""
     further = _axes.manual_axes().difference(_axes.names_of(layout.axis_name))
     if not further or not _axes.is_manual(layout.axis_name):
         return finite
@@ -85,13 +84,13 @@ def equal_on_shards(finite: jax.Array, layout: Layout) -> jax.Array:
 
 
 def _as_array(x: Any) -> jax.Array:
-    """Also for what only has a shape, where `state_spec` asks for the shapes of a state."""
+    """An array, also from a mere shape, where `state_spec` asks for the shapes of a state."""
     is_shape = isinstance(x, jax.ShapeDtypeStruct)
     return jnp.zeros(x.shape, x.dtype) if is_shape else jnp.asarray(x)
 
 
 def _specs_of(state: Any, layout: Layout) -> Any:
-    """How the inner state is sharded: what mirrors a parameter as it is, with a device axis.
+    """How the inner state is sharded: what mirrors a parameter like it, with a device axis.
 
     Its path ends in the parameter's, and the shapes are equal; shapes alone would mix up
     parameters that are sharded over different dimensions.

@@ -1,4 +1,4 @@
-"""Checks that a state is what it has to be, such as of the transformation that it is passed to."""
+"""Checks of states, such as whether one belongs to the transformation that it is passed to."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax
 from jaxcomm.transforms._buckets import split_off_empty, split_off_exempt
 from jaxcomm.transforms._layout import Exempt, Layout, is_exempt
 
-_CURE = "Make tx as that of the run that saved the state, or begin anew with tx.init(params)."
+_CURE = "Make tx as in the run that saved the state, or start over with tx.init(params)."
 
 
 def require_state(
@@ -25,11 +25,11 @@ def require_state(
     Args:
       state: what `update` was given.
       kind: the class of the transformation's states.
-      exempt: its option.
+      exempt: the transformation's option.
       kept: for each field of the state, whether it holds one array per compressed leaf; otherwise
         it is empty.
-      rule: what else the transformation exempts.
-      kept_of_all: as `kept`, of fields with one array per leaf that has values.
+      rule: the layout with what else the transformation exempts.
+      kept_of_all: as `kept`, for fields with one array per leaf that has values.
     """
     if not isinstance(state, kind):
         raise ValueError(f"expected a {kind.__name__}, got a {type(state).__name__}. {_CURE}")
@@ -54,11 +54,11 @@ def require_state(
 
 
 def require_no_exchange(state: Any, who: str, alone: str, place: str) -> None:
-    """Raises a ValueError if the state of `inner` is of something that exchanges.
+    """Raises a ValueError if `inner` exchanges.
 
     Args:
-      state: of `inner`.
-      who: what it is the `inner` of.
+      state: the state of `inner`.
+      who: the transformation that `inner` is given to.
       alone: an example of what it may be.
       place: where the exchange belongs.
     """

@@ -1,4 +1,4 @@
-"""Refuses optax wrappers that would break a synchronised step, and names the cure."""
+"""Refuses optax wrappers that would break a synchronised step, and names the fix."""
 
 import functools
 import sys
@@ -22,24 +22,24 @@ _CURES = {
     ),
     "MultiSteps": (
         "optax.MultiSteps keeps one accumulator for all devices, but gradients are local before "
-        "they are exchanged. Use jaxcomm.multi_steps(inner, every), or for microbatches, also of "
-        "sharded parameters, jaxcomm.accumulate."
+        "they are exchanged. Use jaxcomm.multi_steps(inner, every), or for microbatches (also with "
+        "sharded parameters) jaxcomm.accumulate."
     ),
     "flatten": (
-        "optax.flatten joins all leaves, and what is exempt, in which bucket a leaf travels and "
-        "which row it is of is lost. Put it around the optimizer only: "
+        "optax.flatten joins all leaves, which loses which of them are exempt, in which bucket "
+        "they travel and where their rows are. Put it around the optimizer only: "
         "optax.chain(jaxcomm.mean(...), optax.flatten(optimizer))."
     ),
     "conditionally_mask": (
         "optax.conditionally_mask would hide local gradients in some steps. Put it around the "
-        "optimizer only, or change the exchange by jaxcomm.stages."
+        "optimizer only, or change the exchange with jaxcomm.stages."
     ),
     "conditionally_transform": (
         "optax.conditionally_transform would leave local gradients as they are in some steps. Put "
-        "it around the optimizer only, or change the exchange by jaxcomm.stages."
+        "it around the optimizer only, or change the exchange with jaxcomm.stages."
     ),
 }
-# What would look at local gradients, in front of the exchange; the dtype of these cannot refuse it.
+# What would look at local gradients before the exchange, and their dtype cannot refuse.
 _IN_FRONT = {
     "zero_nans": (
         "optax.zero_nans cannot see local gradients, and would change nothing. Give it those of "
@@ -55,10 +55,10 @@ _VARIANCES = {"nu", "sum_of_squares", "e_g", "v_row", "exp_avg_sq"}
 
 
 def with_extra_args(tx: Any, who: str, argument: str) -> optax.GradientTransformationExtraArgs:
-    """A transformation that takes further arguments, as optax makes it.
+    """The transformation, made by optax to take further arguments.
 
     Raises:
-      TypeError: for what is no transformation, such as a factory that was not called.
+      TypeError: for what is not a transformation, such as a factory that was not called.
     """
     if not isinstance(tx, optax.GradientTransformation):
         call = "; call it" if callable(tx) else ""
@@ -72,11 +72,11 @@ def with_extra_args(tx: Any, who: str, argument: str) -> optax.GradientTransform
 def refuse_wrappers() -> None:
     """Raises if an optax wrapper that cannot work is calling.
 
-    The dtype of local gradients refuses these too, but cannot name the cure. A wrapper hides what
-    it does from the transformation inside it, so this asks the call stack, at trace time only.
+    The dtype of local gradients refuses these too, but cannot name the fix. A wrapper hides what
+    it does from the transformation inside it, so this looks at the call stack, at trace time only.
 
     Raises:
-      ValueError: with the cure.
+      ValueError: with the fix.
     """
     _warn_unless_chains_are_seen()
     for wrapper in _CURES.keys() & _optax_callers():
@@ -88,7 +88,7 @@ def refuse_wrappers() -> None:
 
 @functools.cache
 def _warn_unless_chains_are_seen() -> None:
-    """Warns, once, of an optax whose chains are made in another way than is known here."""
+    """Warns, once, of an optax that makes chains in another way than is known here."""
     seen: list[int] = []
     before = len(list(_optax_frames()))  # of the user's own chain
 
@@ -105,15 +105,15 @@ def _warn_unless_chains_are_seen() -> None:
     if sorted(filter(None, seen)) != [1] * 4:
         warnings.warn(
             f"optax {optax.__version__} makes chains in another way than this version of jaxcomm "
-            "knows, so nothing warns of a wrong order: put the exchange first, after jaxcomm.local "
-            "at most, and no optimizer behind one_bit_adam or factored_adam.",
+            "knows, so nothing warns of a wrong order: put the exchange first, with only "
+            "jaxcomm.local before it, and no optimizer after one_bit_adam or factored_adam.",
             UserWarning,
             stacklevel=users_line(),
         )
 
 
 def moments_behind(params: Any) -> set[str]:
-    """Which moments of gradients the transformations keep that follow in the same optax chains.
+    """The moments of gradients kept by the transformations that follow in the same optax chains.
 
     A member of a chain is not told what follows it, so this looks at the call stack, in `init`.
 
@@ -132,7 +132,7 @@ def moments_behind(params: Any) -> set[str]:
 
 
 def _members(frame: FrameType) -> tuple[list[Init], list[Init]]:
-    """The `init` of the members before and behind the caller, if this is that of an optax chain."""
+    """The `init`s of the members before and after the caller, if the frame is an optax chain's."""
     name, own, members, here = frame.f_code.co_qualname, frame.f_locals, [], None
     if name == _CHAIN_INIT and frame.f_back is not None:
         members = list(frame.f_back.f_locals.get("init_fns", ()))
@@ -160,8 +160,8 @@ def refuse_all_behind(name: str, cure: str) -> None:
     for frame in _optax_frames():
         for init in _members(frame)[1]:
             raise ValueError(
-                f"{_as_user_wrote(init)} follows {name} in the chain, whose updates are "
-                f"finished. {cure}"
+                f"{_as_user_wrote(init)} follows {name} in the chain, but the updates of {name} "
+                f"are final. {cure}"
             )
 
 
@@ -169,18 +169,18 @@ def refuse_optimizer_behind(params: Any, name: str) -> None:
     """Raises, in `init` of a method that is an optimizer, if another one follows in its chain."""
     if moments := moments_behind(params):
         raise ValueError(
-            f"{name} is an optimizer, and another one follows it in the chain, which keeps "
-            f"{', '.join(sorted(moments))}. Its updates are finished: remove the other one."
+            f"{name} is an optimizer, and another one, which keeps {', '.join(sorted(moments))}, "
+            f"follows it in the chain. The updates of {name} are final: remove the other one."
         )
 
 
 def warn_of_a_variance_behind(params: Any, exchange: str) -> None:
-    """Warns, in `init`, of few bytes with error feedback in front of an optimizer like Adam."""
+    """Warns, in `init`, of few bytes with error feedback before an optimizer like Adam."""
     if moments_behind(params) & _VARIANCES:
         warnings.warn(
             f"{exchange} with error feedback is in front of an optimizer that keeps a variance, "
             "such as Adam. Error feedback is for optimizers that are linear in the gradient "
-            "(arXiv:2102.02888): few bits lose accuracy here. Put the mean into the optimizer, "
+            "(arXiv:2102.02888): few bits lose accuracy here. Put the mean inside the optimizer, "
             "jaxcomm.factored_adam(jaxcomm.mean(...), learning_rate, nesterov=True); or, where "
             "devices' data are alike, the optimizer in front, jaxcomm.local(axis_name, "
             "optax.scale_by_adam(nesterov=True)); or send int4 or more bits.",

@@ -25,11 +25,11 @@ class ControlVariatesState(NamedTuple):
     """The state of `control_variates`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       step: int32, steps since the last exchange.
-      average: the sum of each device's gradients in these steps, over `every`, for each leaf.
-        float32, with a leading device axis, sharded over the axis; inside `jax.shard_map` this
-        device's.
+      average: the sum of each device's gradients in these steps divided by `every`, for each leaf.
+        float32, with a leading device axis, sharded over the axis; inside `jax.shard_map`, this
+        device's only.
       correction: what each device adds to its gradients; likewise.
       inner: the state of the mean.
     """
@@ -48,32 +48,31 @@ def control_variates(
     """Corrects local gradients by their recent difference from the mean.
 
     Where devices hold different data, most of them may agree on a sign that the mean does not
-    have. Every few steps, the devices exchange the mean of their gradients since the last time.
-    Until the next exchange each device adds the difference between that mean and its own average to
-    its gradients. These corrections add up to zero over devices, so the mean of the gradients does
-    not change, but each device votes on something nearer to it.
+    have. Every few steps, the devices exchange the mean of their gradients since the last exchange.
+    Until the next one, each device adds the difference between that mean and its own average to its
+    gradients. These corrections add up to zero over devices, so the mean of the gradients does not
+    change, but each device votes on something closer to it.
 
     The rounding errors of `inner` are the same on all devices, so they bias the gradients that the
     devices vote on; error feedback in `inner` corrects that later.
 
-    Values that are not finite are left out of the averages and passed on to the exchange behind,
-    which makes the update NaN.
+    Values that are not finite are left out of the averages and passed on to the next exchange in
+    the chain, which makes the update NaN.
 
     Args:
       inner: the exchange that takes the mean: a `jaxcomm.mean`.
-      every: the number of steps between two exchanges, whose gradients are averaged. Before the
-        first exchange gradients are not corrected.
+      every: the number of steps from one exchange to the next, whose gradients are averaged. Before
+        the first exchange, gradients are not corrected.
 
     Returns:
-      A transformation for the place before `jaxcomm.majority_vote`, and before a `jaxcomm.local`:
-      it takes local gradients and returns local gradients. Every device keeps two float32 copies
-      of them.
+      A transformation to put before `jaxcomm.majority_vote`, and before a `jaxcomm.local`: it takes
+      and returns local gradients. Every device keeps two float32 copies of them.
 
     Raises:
       ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
-        over several axes, or is no mean.
+        over several axes, or is not a mean.
 
-    Wire: that of `inner` every so many steps, in a branch of a conditional; else nothing.
+    Wire: that of `inner` in one step of `every`, in a branch of a conditional; else nothing.
 
     Example:
       >>> import jaxcomm, optax

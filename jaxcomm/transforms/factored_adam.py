@@ -6,10 +6,10 @@ How a step works, for a matrix with gradients G_i on devices i:
    decaying means over steps and devices, and P = sqrt(R C^T / mean(R)) is the same on all devices.
    They all divide by it: U_i = G_i / P.
 2. Device i adds its U_i to the momentum m that all share: x_i = b1 m + (1 - b1) U_i.
-3. `exchange` takes the mean of the x_i, in as few bits as it may. Its result is the next m, and
-   the update is -rate m.
+3. `exchange` takes the mean of the x_i, in few bits. Its result is the next m, and the update is
+   -rate m.
 
-With Nesterov's momentum the look ahead is what travels: x_i = b1^2 m + (1 - b1^2) U_i. The mean u
+With Nesterov's momentum, the look-ahead is what travels: x_i = b1^2 m + (1 - b1^2) U_i. The mean u
 is the update, so each residual moves the weights once, and the next m is (b1 m + u) / (1 + b1).
 
 Everything before the exchange is linear in the gradient, except for P. All devices share P, and it
@@ -46,7 +46,7 @@ class FactoredAdamState(NamedTuple):
     """The state of `factored_adam`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       count: int32, the steps taken; steps that were not finite do not count.
       momentum: float32, shaped and sharded as the parameters, equal on all devices, in units of the
         root mean square of the gradients.
@@ -76,28 +76,28 @@ def factored_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """Adam in few bits without a dense warm-up: the momentum that all devices share is exchanged.
 
-    It is optimizer and exchange in one: its updates are finished, and no optimizer belongs behind
-    it. The exchange of the example sends one bit a value on each hop, and a scale for 128 values.
+    It is optimizer and exchange in one: its updates are final, and no optimizer belongs after it.
+    The exchange in the example sends one bit a value on each hop, and a scale for 128 values.
 
-    The root mean square of a matrix is the product of a factor for its rows and one for its columns
-    (Adafactor), which all devices share exactly. So they all divide their gradients by the same
-    numbers before they send anything, and need no dense steps to learn these numbers. A convolution
-    has such factors at each place of its kernel, and stacked layers have them in each layer. Biases
-    and norms, as `jaxcomm.mean` tells them, have the squares of all their values.
+    The root mean square of a matrix is the product of a row factor and a column factor (Adafactor),
+    which all devices share exactly. So they all divide their gradients by the same numbers before
+    they send anything, and need no dense steps to learn these numbers. A convolution has such
+    factors at each position of its kernel, and stacked layers have them in each layer. Biases and
+    norms (recognised as in `jaxcomm.mean`) keep the squares of all their values.
 
-    With `nesterov=True` a transformer ended lower, with one bit as in float32
+    With `nesterov=True`, a transformer ended with a lower loss, with one bit as in float32
     (`python -m benchmarks.pareto`).
 
     Quotients are clipped at 1/sqrt(1-b2), a bound that Adam's never exceed. The exchange waits for
     the rows and columns of all gradients, so it does not overlap with the backward pass.
 
-    If any gradient on any device is not finite, or its square, or the learning rate, every update
-    on every device is NaN and the state stays as it was. If an update is beyond its 16 bits, all
-    are NaN too, and the residuals of that step are lost.
+    If any gradient on any device, its square or the learning rate is not finite, every update on
+    every device is NaN and the state stays as it was. If an update overflows its 16 bits, all are
+    NaN too, and the residuals of that step are lost.
 
     Args:
-      exchange: what takes the mean of momenta: a `jaxcomm.mean` whose errors are fed back, or
-        another exchange that takes means.
+      exchange: the exchange that takes the mean of momenta: a `jaxcomm.mean` with error feedback,
+        or another exchange of means.
       learning_rate: a number, or a schedule of `count`.
       b1: decay of the momentum, in [0, 1).
       b2: decay of the mean squares, in [0, 1).
@@ -105,7 +105,7 @@ def factored_adam(
       weight_decay: decoupled, as in `optax.adamw`; the update needs the parameters then.
       mask: which leaves decay, as in `optax.adamw`: a tree of bools with the structure of the
         parameters or a prefix of it, or a function from parameters to one; None is all.
-      nesterov: whether the momentum looks ahead, as that of `optax.adam(nesterov=True)`.
+      nesterov: whether the momentum looks ahead, as in `optax.adam(nesterov=True)`.
 
     Returns:
       A transformation whose `update` takes local gradients (from `jaxcomm.value_and_grad`) in
@@ -113,12 +113,12 @@ def factored_adam(
 
     Raises:
       TypeError, ValueError: at once for bad arguments; by `init` if `exchange` exchanges nothing or
-        over several axes, or is no mean, or if an optimizer follows in the same `optax.chain`; by
-        `update` if weight decay lacks the parameters, or the mask does not fit them.
+        over several axes, or is not a mean, or if an optimizer follows in the same `optax.chain`;
+        by `update` if weight decay lacks the parameters, or the mask does not fit them.
 
-    Wire: that of `exchange`, and one float32 all-reduce over all axes of the mesh of a + b values
-    for a matrix of a x b, and of all values of biases and norms. Where leaves are sharded over a
-    further axis, a flag over it.
+    Wire: that of `exchange`, and one float32 all-reduce over all mesh axes: of a + b values for an
+    a x b matrix, and of all values of biases and norms. Where leaves are sharded over a further
+    axis, also a flag over that axis.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -143,9 +143,9 @@ def factored_adam(
 
     Differs from the paper: 1-bit Adam sends the momentum of gradients and divides by a variance
     that is frozen after a dense stage. Here gradients are divided first, by factors that are never
-    frozen. The squares are those of each device's gradients, and Adam's are those of their mean,
-    which are smaller; so learning rates are up to twice as large here. Adafactor has no momentum by
-    default, cuts updates by their root mean square, and takes relative learning rates.
+    frozen. The squares are those of each device's gradients; Adam's are those of their mean, which
+    are smaller. So learning rates are up to twice as large here. Adafactor has no momentum by
+    default, clips updates by their root mean square, and takes relative learning rates.
     """
     if not isinstance(exchange, optax.GradientTransformation):
         raise TypeError(
@@ -187,8 +187,8 @@ def factored_adam(
             g, ahead = g.astype(jnp.float32), range(g.ndim - m.ndim)  # of devices, or none
             m, root = jnp.expand_dims(m, ahead), jnp.expand_dims(root, ahead)
             quotient = jnp.where(root != 0, jnp.clip(g / (root + eps), -bound, bound), 0.0)
-            # A square that is not finite, and a sum of finite ones that is not, must not come into
-            # the squares of any device. An exchange that is given NaN keeps its residuals.
+            # A square that is not finite, or a sum of finite ones that is not, must not enter the
+            # squares of any device. An exchange that is given NaN keeps its residuals.
             good = jnp.isfinite(jnp.square(g)) & jnp.isfinite(root) & jnp.isfinite(rate)
             quotient = jnp.where(good, quotient, jnp.nan)
             return kept * m + (1 - kept) * quotient
@@ -221,13 +221,13 @@ def factored_adam(
 def _momentum_and_steps(
     last: Arrays, means: Arrays, b1: float, seen: jax.Array, nesterov: bool
 ) -> tuple[Arrays, Arrays]:
-    """The next momentum, and the steps of the first ones corrected, as optax does.
+    """The next momentum, and the steps, with optax's correction for the start at zero.
 
     Args:
-      last: the momentum before.
+      last: the previous momentum.
       means: what the exchange returned.
       b1: the decay of the momentum.
-      seen: float32, the gradients in it, this one included.
+      seen: float32, the number of gradients in the momentum, this one included.
       nesterov: whether the means are looks ahead.
     """
     correction = 1 / (1 - b1**seen)
@@ -240,7 +240,7 @@ def _momentum_and_steps(
 
 
 def _are_finite(means: Arrays, updates: Arrays, layout: Layout) -> jax.Array:
-    """Whether what arrived is finite, and the updates, which may overflow in 16 bits."""
+    """Whether the means are finite, and the updates too, which may overflow in 16 bits."""
     finite = _all_finite_everywhere(means, layout)
     if any(u.dtype.itemsize < 4 for u in updates):
         finite &= _all_finite_everywhere(updates, layout)

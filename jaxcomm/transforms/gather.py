@@ -1,4 +1,4 @@
-"""Whole parameters from shards, and on the way back shards of the exchanged gradient.
+"""Whole parameters from shards, and in the backward pass shards of the exchanged gradient.
 
 To autodiff `gather` is the identity; it also communicates. For one bucket of leaves on N devices:
 
@@ -36,13 +36,13 @@ _THERE, _BACK = 0, 1  # what a key is for: gathering shards, or the gradient
 
 @dataclasses.dataclass(frozen=True)
 class _Bucket:
-    """Leaves that travel together; static, so that `jax.custom_vjp` can be told.
+    """Leaves that travel together; static, as `jax.custom_vjp` requires.
 
     Attributes:
-      scheme: how.
-      exempt: whether in float32.
-      paths: of the leaves.
-      dims: the dimension that is split of each, counted from the end.
+      scheme: how they travel.
+      exempt: whether they travel in float32.
+      paths: the paths of the leaves.
+      dims: for each leaf the dimension that is split, counted from the end.
     """
 
     scheme: Scheme
@@ -54,33 +54,33 @@ class _Bucket:
 def gather(params: Any, *, within: AxisName | None = None) -> Any:
     """Whole parameters from the shards of all devices; backward, shards of the mean gradient.
 
-    Call it in the loss, where parameters are needed: for each layer inside of `jax.lax.scan` and
+    Call it in the loss, where parameters are needed: for each layer inside `jax.lax.scan` and
     `jax.checkpoint`, so that a device holds one whole layer at a time. `jax.checkpoint` gathers
-    again in the backward pass; the gradient is exchanged once all the same. Gather a parameter
-    once and use the result as often as you like: with error feedback, or in two calls of one
+    again in the backward pass; the gradient is still exchanged only once. Gather a parameter once
+    and use the result as often as you like: with error feedback, or in two calls of one
     microbatch, gathering twice would mix up its state, and makes the update NaN.
 
     Args:
       params: a pytree of what `jaxcomm.sharded_params` returned, or a part of it, or the slice
-        that `jax.lax.scan` makes of a stack. Arrays come back as they are, so that a model with
-        `gather` in it can also be evaluated under plain `jax.jit`, or trained on parameters that
-        are replicated. Outside of `jax.shard_map`, along Explicit axes, they come back replicated.
+        that `jax.lax.scan` makes of a stack. Arrays are returned unchanged, so that a model with
+        `gather` in it can also be evaluated under plain `jax.jit`, or trained on replicated
+        parameters. Outside `jax.shard_map`, along Explicit axes, they are returned replicated.
       within: an automatic axis over which `jaxcomm.shard(params, within)` has split plain arrays,
-        beside that of the exchange (HSDP). They become whole in each group of devices along it, and
-        their gradients leave in shards. A mesh without this axis changes nothing.
+        in addition to that of the exchange (HSDP). They become whole in each group of devices along
+        it, and their gradients leave in shards. On a mesh without this axis it has no effect.
 
     Returns:
       The pytree of whole arrays, in the dtypes of the parameters and equal on all devices.
 
     Raises:
-      ValueError: for a slice of a stack whose layers are what is split, for parameters that were
-        cast before, and where `within` is Explicit or runs device by device, or the mesh has a
-        further automatic axis of several devices, over which tensors may be split.
+      ValueError: for a slice of a stack that is split along its layers; for parameters that were
+        cast before; if `within` is Explicit or runs device by device; or if the mesh has a further
+        automatic axis of several devices, over which tensors may be split.
 
     Wire: forward, for each bucket of n values, N-1 messages of ceil(n/N) values in the format
-    `gather=` of `jaxcomm.sharded`, each time that it runs; backward, once, N-1 such messages in
-    that of the exchange. What is exempt and split travels in float32 both ways. Along `within` it
-    is XLA's all-gather, and a reduce-scatter or all-reduce backward, in the dtype of the arrays.
+    `gather=` of `jaxcomm.sharded`, each time it runs; backward, once, N-1 such messages in that of
+    the exchange. What is exempt and split travels in float32 both ways. Along `within` it is XLA's
+    all-gather and, backward, a reduce-scatter or all-reduce, in the dtype of the arrays.
     """
     if within is not None:
         return _whole_within(params, within)
@@ -114,8 +114,8 @@ def _whole_within(params: Any, axis_name: AxisName) -> Any:
         return gather(params)
     if _axes.manual_axes().intersection(_axes.names_of(axis_name)):
         raise ValueError(
-            f"gather(within={axis_name!r}) leaves the gathering to XLA, and this code runs device "
-            "by device along it. Name the axis over which parameters are split, and take "
+            f"gather(within={axis_name!r}) leaves the gathering to XLA, but this code runs device "
+            "by device along that axis. Name the axis over which parameters are split, and take "
             "gradients over another one."
         )
     if _axes.explicit_axes().intersection(_axes.names_of(axis_name)):
@@ -129,7 +129,7 @@ def _whole_within(params: Any, axis_name: AxisName) -> Any:
     if further:
         raise ValueError(
             f"gather(within={axis_name!r}) makes parameters whole over all automatic axes, and "
-            f"{further[0]!r} may split them too. Say for each parameter how it is to lie: "
+            f"{further[0]!r} may split them too. Say for each parameter how it is to be sharded: "
             "jax.lax.with_sharding_constraint(x, its spec without the axis)."
         )
     pairs, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_sharded)
@@ -148,7 +148,7 @@ def _whole_within(params: Any, axis_name: AxisName) -> Any:
 
 
 def _further_axes(axis_name: AxisName) -> list[str]:
-    """The automatic axes of several devices beside these."""
+    """The other automatic axes with several devices."""
     mesh, own = jax.sharding.get_abstract_mesh(), _axes.names_of(axis_name)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     automatic = [name for name, kind in kinds if kind == AxisType.Auto]
@@ -157,7 +157,7 @@ def _further_axes(axis_name: AxisName) -> list[str]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_group(spec: PartitionSpec, x: jax.Array) -> jax.Array:
-    """An array that is whole on every device of a group, and its gradient in shards."""
+    """The array, whole on every device of a group; its gradient, in shards."""
     del spec
     return jax.lax.with_sharding_constraint(x, PartitionSpec())
 
@@ -187,7 +187,7 @@ def _buckets_of(leaves: list[Any]) -> list[tuple[_Bucket, list[int]]]:
         if {x.dtype for x in jax.tree.leaves((leaf.residual, leaf.tick))} != {jnp.dtype("float32")}:
             raise ValueError(
                 f"the state of parameter {place.path} was changed together with it; cast and scale "
-                "parameters behind jaxcomm.gather, not before it."
+                "parameters after jaxcomm.gather, not before it."
             )
         kind, dims[i] = (place.scheme, place.exempt), place.dim
         size = 4 * leaf.value.size * jax.lax.axis_size(place.axis_name)
@@ -285,7 +285,7 @@ def _exchanged(
                 rows, axis, reduction, algorithm
             )
     if scheme.signs:
-        # Votes are finite whatever happens; who has seen something else says so in its own shard.
+        # Votes are always finite; a device that sees other values marks its own shard with NaN.
         finite = all_finite([rows.reshape(-1)])
         mine = jnp.where(finite, jnp.sign(mine) if bucket.exempt else mine, jnp.nan)
     shards, left, start = [], [], 0
@@ -293,8 +293,8 @@ def _exchanged(
         stop = start + g.size // world
         shard, most = mine[start:stop], float(jnp.finfo(g.dtype).max)
         if errors is not None and most < float(jnp.finfo(jnp.float32).max) / 2:
-            # What waits in float32 can outgrow float16, and would then overflow in every step. Its
-            # owner keeps what is beyond: of a mean over N devices, N times as much.
+            # What waits in float32 can outgrow float16, and would then overflow in every step. The
+            # owner keeps the excess: for a mean over N devices, N times as much.
             shard = jnp.clip(shard, -most, most)
             errors = errors.at[me, start:stop].add(world * (mine[start:stop] - shard))
         shards.append(shard.reshape(shape).astype(g.dtype))

@@ -1,10 +1,10 @@
 """The exchange of scanned layers inside the backward pass, as an optax transformation.
 
-`jaxcomm._attached` says how a layer is exchanged where it is used. Here is what goes around it: the
-states of all layers, the parameters that are no part of a stack and are exchanged as ever, and the
-step, which all of them take or none: whether it is finite is known only after the first layer,
-which comes last in the backward pass. So nothing is applied before `update` has seen the flags of
-all layers, and it keeps all states as they were if one of them is not finite.
+`jaxcomm._attached` says how a layer is exchanged where it is used. This module does the rest: it
+keeps the states of all layers, exchanges the parameters outside the stacks as usual, and lets all
+of them take the step, or none. Whether a step is finite is known only after the first layer, which
+comes last in the backward pass. So `update` applies nothing before it has seen the flags of all
+layers, and keeps all states as they were if one of them is not finite.
 """
 
 import dataclasses
@@ -71,11 +71,11 @@ class InBackwardState(NamedTuple):
 
 
 class InBackward(optax.GradientTransformationExtraArgs):
-    """What `in_backward` returns: an optax transformation, with `attach` beside.
+    """What `in_backward` returns: an optax transformation with the method `attach`.
 
-    It stands in a chain where an exchange stands. In each step, `attach` gives the state to the
-    backward pass, which exchanges the layers. Then `update` takes their means from it, exchanges
-    all other gradients, and puts both together, or makes all NaN if one gradient is not finite.
+    It takes the place of an exchange in a chain. In each step, `attach` passes the state to the
+    backward pass, which exchanges the layers. Then `update` collects their means, exchanges all
+    other gradients, and joins both, or makes all updates NaN if one gradient is not finite.
     """
 
     _made: "_InBackward"
@@ -85,14 +85,14 @@ class InBackward(optax.GradientTransformationExtraArgs):
 
         Args:
           params: the parameters.
-          state: the state of this transformation, or of a chain that has it.
+          state: the state of this transformation, or of a chain that contains it.
 
         Returns:
-          The pytree of the parameters, for `jaxcomm.value_and_grad`. Its layers have to go through
+          The pytree of the parameters, for `jaxcomm.value_and_grad`. Its layers must go through
           `jaxcomm.exchanged` in the loss.
 
         Raises:
-          ValueError: if the state is not that of this transformation, or of other parameters.
+          ValueError: if the state belongs to another transformation, or to other parameters.
 
         Wire: nothing.
         """
@@ -102,42 +102,42 @@ class InBackward(optax.GradientTransformationExtraArgs):
 def in_backward(exchange: optax.GradientTransformation, layers: Sequence[str]) -> InBackward:
     """Exchanges the gradients of scanned layers inside the backward pass, one layer at a time.
 
-    The gradient of a stack of layers exists only when `jax.lax.scan` has gone through all of them,
-    and then nothing is left to compute while it travels. With this transformation each layer is
-    exchanged in the loop, behind the backward pass of the layers before it. Name the stacks, let
-    each layer go through `jaxcomm.exchanged` where it is used, and give `exchange.attach(params,
+    The gradient of a stack of layers exists only after `jax.lax.scan` has gone through all of them,
+    and then nothing is left to compute while it travels. With this transformation, each layer is
+    exchanged inside the loop, hidden by the backward pass of the layers before it. Name the stacks,
+    pass each layer through `jaxcomm.exchanged` where it is used, and give `exchange.attach(params,
     state)` to `jaxcomm.value_and_grad`, as in the example.
 
-    Every layer is exchanged as if it were a model of its own, so buckets do not span layers. All
-    other parameters are exchanged by `update`, in the same way. Give the exchange the
-    `bucket_order` that `jaxcomm.backward_order` finds: within a layer it decides what travels
-    behind which products. Buckets are filled from a layer's last gradient on, and the last bucket
-    holds two thirds of `bucket_mib`. Best is room for a layer in three buckets; in two where many
-    kernels lie between the hops of a method, as in sparse means.
+    Each layer is exchanged as if it were a whole model, so buckets do not span layers. All other
+    parameters are exchanged by `update`, in the same way. Give the exchange the `bucket_order` that
+    `jaxcomm.backward_order` finds: within a layer it decides which products hide which bucket.
+    Buckets are filled starting from a layer's last gradient, and the last bucket holds two thirds
+    of `bucket_mib`. Best is room for a layer in three buckets, or in two where a method runs many
+    kernels between its hops, as sparse means do.
 
     The new state of a layer leaves the backward pass as the gradient of the old one. So error
     feedback, momentum and thresholds work in `jax.lax.scan`, `nnx.scan`, `jax.checkpoint` and
     Python loops. `jaxcomm.accumulate` exchanges in the last microbatch only; if that one leaves out
-    a layer which others used, the update is NaN. A layer whose gradient is zero takes part like all
-    others. If no gradient reaches a layer at all, because the loss
-    does not use it, it is not exchanged: its update is zero, and its state stays as it was.
+    a layer that others used, the update is NaN. A layer whose gradient is zero takes part like all
+    others. If no gradient reaches a layer at all, because the loss does not use it, it is not
+    exchanged: its update is zero, and its state stays as it was.
 
     If any gradient on any device is not finite, every update on every device is NaN and the whole
-    state stays as it was, counters included. Layers that were exchanged before are not applied
-    either, because `update` comes after the whole backward pass. The same happens where a layer
-    went through several calls of `jaxcomm.exchanged`, whose states do not add up. Further arguments
-    of `update`, such as `value`, reach the exchange of the other parameters alone.
+    state stays as it was, counters included. Layers that were already exchanged are not applied
+    either, because `update` comes after the whole backward pass. The same happens if a layer went
+    through several calls of `jaxcomm.exchanged`, whose states do not add up. Further arguments of
+    `update`, such as `value`, reach only the exchange of the other parameters.
 
     Args:
       exchange: how gradients are exchanged: `jaxcomm.mean`, `jaxcomm.majority_vote` or another
-        method, also a chain of `jaxcomm.local` and a method.
+        method, or a chain of `jaxcomm.local` and a method.
       layers: the paths of the stacks, such as ["blocks"] or ["encoder/blocks", "decoder/blocks"].
         All leaves below a path have a common leading axis of layers.
 
     Returns:
-      A transformation used as `exchange` is, with the method `attach(params, state)`. What it gives
-      to `jaxcomm.value_and_grad` has as many leaves more as the state. Every array of a
-      stack's state has a leading axis of layers.
+      A transformation used as `exchange` is, with the method `attach(params, state)`. The pytree
+      that `attach` returns has the leaves of the state in addition to the parameters. Every array
+      of a stack's state has a leading axis of layers.
 
     Raises:
       TypeError: at once, if `layers` is not a list of paths.
@@ -145,7 +145,7 @@ def in_backward(exchange: optax.GradientTransformation, layers: Sequence[str]) -
         `jaxcomm.exchanged` and `update` if a parameter is exchanged twice, in part, or not at all.
 
     Wire: that of `exchange` for one layer, once for each layer, and that of `exchange` for all
-    other parameters; of several microbatches, an int32 for each layer.
+    other parameters; with several microbatches, also an int32 for each layer.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -252,7 +252,7 @@ class _InBackward:
                 if jnp.shape(leaves[i])[:1] != (size,):
                     raise ValueError(
                         f"parameter {paths[i]} has shape {jnp.shape(leaves[i])}, and the state of "
-                        f"its exchange is of {size} layers; call tx.init again on these parameters."
+                        f"its exchange is for {size} layers; call tx.init on these parameters."
                     )
             part = jax.tree.structure(part_of(params, is_chosen))
             shapes = {paths[i]: jnp.shape(leaves[i])[1:] for i in chosen}
@@ -271,7 +271,7 @@ class _InBackward:
         kinds = tuple((x.ndim - 1, x.dtype) for x in carried)
         specs = (PartitionSpec(), *specs_of(state, axis_name))
         paths, layer = tuple(shapes), tuple(shapes.values())
-        # A stack is static: another one in the next step would be compiled anew.
+        # A stack is static: another one in the next step would make jax compile again.
         leaves, structure = jax.tree.flatten(like)
         what = (part, paths, layer, kinds, structure, tuple((x.shape, x.dtype) for x in leaves))
         if what in self.known:
@@ -331,7 +331,7 @@ def _is_state(node: Any) -> bool:
 
 
 def _check_place(path: str, leaf: Any, in_backward: bool) -> None:
-    """Raises unless a gradient was exchanged where it has to be."""
+    """Raises unless a gradient was exchanged where it should be."""
     if in_backward and not is_attached(leaf):
         raise ValueError(
             f"the gradient of {path} was not exchanged in the backward pass; give "

@@ -1,4 +1,4 @@
-"""Any optax transformation, on every device's own gradients."""
+"""Any optax transformation, applied to each device's own gradients."""
 
 from typing import Any, NamedTuple
 
@@ -23,10 +23,10 @@ class LocalState(NamedTuple):
     """The state of `local`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
-      structure: of the inner transformation's state.
-      inner: the arrays of that state, those of every device: with a leading device axis, sharded
-        over the axis; inside `jax.shard_map` this device's.
+      layout: what `init` recorded about the parameters.
+      structure: the structure of the inner transformation's state.
+      inner: the arrays of that state on every device, with a leading device axis, sharded over the
+        axis; inside `jax.shard_map`, this device's only.
     """
 
     layout: Layout
@@ -40,35 +40,34 @@ def local(
 ) -> optax.GradientTransformationExtraArgs:
     """Applies a transformation to each device's own gradients, before they are exchanged.
 
-    Local momentum for Signum is `jaxcomm.local("data", optax.trace(0.9))`, clipping on every
-    device `jaxcomm.local("data", optax.clip_by_global_norm(1.0))`. Without `local`, a
-    transformation before the exchange takes the gradients of all devices for one gradient, in the
-    global view.
+    Local momentum for Signum is `jaxcomm.local("data", optax.trace(0.9))`; clipping on every device
+    is `jaxcomm.local("data", optax.clip_by_global_norm(1.0))`. In the global view, a transformation
+    before the exchange without `local` would treat the gradients of all devices as one gradient.
 
     If an update or the state of `inner` is no longer finite on any device, the state of every
-    device stays as it was and that device's updates are NaN, so that all skip the step: a NaN costs
-    one step and does not stay in a momentum, nor does an infinity that a sign would hide.
+    device stays as it was and that device's updates are NaN, so that all skip the step. A NaN costs
+    one step and does not stay in a momentum; nor does an infinity that a sign would hide.
 
     Random numbers of `inner`, such as those of `optax.add_noise`, are the same on every device.
 
-    In the manual view `inner` sees what the device holds. Where parameters are sharded over a
-    further axis these are shards, and a norm is not that of the whole gradient: clip in the global
-    view.
+    In the manual view (inside `jax.shard_map`), `inner` sees what the device holds. Where
+    parameters are sharded over a further axis, it sees shards, and a norm is not that of the whole
+    gradient: clip in the global view.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
       inner: a transformation that exchanges nothing.
 
     Returns:
-      A transformation for the place before `jaxcomm.mean` or `jaxcomm.majority_vote`. Every device
-      has a state of its own.
+      A transformation to put before `jaxcomm.mean` or `jaxcomm.majority_vote`. Every device has its
+      own state.
 
     Raises:
-      TypeError, ValueError: at once if `inner` is no transformation; by `init` if it exchanges;
+      TypeError, ValueError: at once if `inner` is not a transformation; by `init` if it exchanges;
         else as `jaxcomm.mean`.
 
-    Wire: one flag, an int32; where leaves are sharded over a further axis, another one over that
-    axis, in the global view one for each leaf.
+    Wire: one flag, an int32; where leaves are sharded over a further axis, another flag over that
+    axis (in the global view, one for each leaf).
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm, optax
@@ -85,7 +84,7 @@ def local(
 
     def init_fn(params: Any) -> Any:
         layout, state = layout_of(params, axis_name), inner.init(params)
-        require_no_exchange(state, "local", "optax.trace(0.9)", "behind it in the chain")
+        require_no_exchange(state, "local", "optax.trace(0.9)", "after it in the chain")
         structure, own = on_each_device(state, layout)
         return LocalState(layout, structure, own)
 

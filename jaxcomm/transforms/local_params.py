@@ -1,4 +1,4 @@
-"""Each device's own parameters, where it takes steps of its own."""
+"""Each device's own parameters, where devices take their own steps."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ class LocalStepsState(NamedTuple):
     """The state of `local_steps`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       fragments: which leaf is exchanged when.
       tree: the structure of the parameters.
       step: int32, the steps taken.
       params: each device's own parameters, with a leading device axis, sharded over the axis;
-        inside `jax.shard_map` this device's.
-      structure: of the inner state.
-      inner: the arrays of the inner state, those of every device; likewise.
+        inside `jax.shard_map`, this device's only.
+      structure: the structure of the inner state.
+      inner: the arrays of the inner state on every device; likewise.
       taken: with a delay, each device's own parameters when its pseudo-gradient was taken; else
-        nothing.
+        empty.
       exchange: the state of the exchange of each fragment.
       outer: the state of the outer optimizer of each fragment, equal on all devices.
     """
@@ -55,10 +55,10 @@ def local_params(state: Any) -> Any:
 
     Returns:
       The pytree of the parameters, with a leading device axis under plain `jax.jit`, in a dtype
-      that no arithmetic accepts. `jaxcomm.unmark_local` gives the values, to look at.
+      that no arithmetic accepts. `jaxcomm.unmark_local` returns the values, to look at.
 
     Raises:
-      ValueError: if there is no such state, or several, or it is of a part of the parameters.
+      ValueError: if there is no such state, or several, or it covers a part of the parameters.
 
     Wire: nothing.
     """
@@ -73,9 +73,9 @@ def local_params(state: Any) -> Any:
     own = own_tree(found[0], jax.tree.leaves(found[0].params.values))
     if any(isinstance(x, optax.MaskedNode) for x in jax.tree.leaves(own, is_leaf=_is_masked)):
         raise ValueError(
-            "this jaxcomm.local_steps has a part of the parameters only, and a model needs all. "
-            "Freeze the others inside of it, in the inner and in the outer optimizer: "
-            "optax.partition({..., 'frozen': optax.set_to_zero()}, labels) each."
+            "this jaxcomm.local_steps has only a part of the parameters, and a model needs all. "
+            "Freeze the others inside it, in the inner and in the outer optimizer alike: "
+            "optax.partition({..., 'frozen': optax.set_to_zero()}, labels)."
         )
     return mark(own, OWN_PARAMETER)
 

@@ -1,6 +1,6 @@
-"""Local SGD and DiLoCo: devices take steps of their own, and exchange how far they came.
+"""Local SGD and DiLoCo: devices take their own steps, and exchange how far they have moved.
 
-Device w has parameters p_w of its own; the shared parameters s are equal on all devices.
+Device w has its own parameters p_w; the shared parameters s are equal on all devices.
 
     every step         p_w <- p_w + inner(gradient of device w at p_w)
     every H steps      d_w = s - p_w              the pseudo-gradient
@@ -10,13 +10,13 @@ Device w has parameters p_w of its own; the shared parameters s are equal on all
 
 With `fragments=P` the leaves are dealt to P fragments, and every H/P steps one of them is
 exchanged. With `delay=D` the pseudo-gradient of a fragment is taken D steps before it is exchanged.
-Then it needs nothing of the step in which it travels, and what a device did in these steps stays:
+Then it needs nothing of the step in which it travels, and a device keeps its steps since then:
 
     D steps before     q_w = p_w
     exchange           d_w = s - q_w,  s <- s + outer(d),  p_w <- s + (p_w - q_w)
 
 The shared parameters are those of the training loop: what `update` returns is added to them, and
-they are what is evaluated and saved. Each device's own are in the state, and `local_params` gives
+they are what is evaluated and saved. Each device's own are in the state, and `local_params` returns
 them in a dtype that only `jaxcomm.value_and_grad` takes.
 """
 
@@ -51,58 +51,58 @@ def local_steps(
     fragments: int = 1,
     delay: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets every device take steps of its own, and exchanges how far they came: DiLoCo.
+    """Lets every device take its own steps, and exchanges how far they have moved: DiLoCo.
 
-    Each device trains parameters of its own with an optimizer of its own, on its own gradients,
-    and nothing is sent. Every so many steps the devices exchange the difference between the shared
-    parameters and theirs. The outer optimizer takes the mean of these for a gradient, and all
-    devices go on from the shared parameters that it arrives at. Local SGD is
+    Each device trains its own parameters with its own optimizer on its own gradients, and nothing
+    is sent. Once in `every` steps, the devices exchange the difference between the shared
+    parameters and theirs. The outer optimizer treats the mean difference as a gradient, and all
+    devices continue from the updated shared parameters. Local SGD is
     `outer=optax.sgd(1.0)`; DiLoCo is the outer optimizer of the example.
 
     The parameters of the training loop are the shared ones: evaluate and save these. Between
     exchanges their updates are zero. Gradients are taken at the devices' own parameters, which the
     state holds and `jaxcomm.local_params` returns.
 
-    Fewest bytes with Adam: signs with feedback in every 4th step, as `few_bytes` in the example.
-    The residual of the signs is about as large as a device's movement since the last exchange. So
-    the devices take small steps, and the momentum of the outer optimizer carries on what they
-    share.
+    Fewest bytes with Adam: exchange signs with feedback in every 4th step, as `few_bytes` does in
+    the example. The residual of the signs is about as large as a device's movement since the last
+    exchange. So the devices take small steps, and the momentum of the outer optimizer accumulates
+    what they have in common.
 
-    A device whose update or state would not be finite does not take that step; the others do. If
-    the outer update is not finite, it is NaN on every device, and all parameters and states stay as
+    A device whose update or state would not be finite skips that step; the others take it. If the
+    outer update is not finite, it is NaN on every device, and all parameters and states stay as
     they were.
 
-    Give `init` the parameters that training starts from: the devices' own begin as copies of them.
+    Give `init` the parameters that training starts from: the devices' own start as copies of them.
 
     Args:
       inner: each device's optimizer. It exchanges nothing; clipping belongs in it, too.
-      every: the number of steps H between two exchanges of a leaf. The learning rates of both
-        optimizers depend on it.
-      outer: the optimizer that takes the mean difference for a gradient.
+      every: the number of steps H from one exchange of a leaf to the next. The learning rates of
+        both optimizers depend on it.
+      outer: the optimizer that treats the mean difference as a gradient.
       exchange: how the differences are exchanged, such as a `jaxcomm.mean` with any codec and error
-        feedback, or `jaxcomm.low_rank_mean`. It has a state of its own for each fragment, so with
-        several its `exempt` cannot name paths; it may be a function of path and shape.
-      fragments: in how many parts the leaves are exchanged, one every `every / fragments` steps, so
-        that the peak falls (streaming DiLoCo). Leaves are dealt whole, the largest first, each to
-        the fragment with fewest values.
+        feedback, or `jaxcomm.low_rank_mean`. It has a separate state for each fragment, so with
+        several fragments its `exempt` cannot name paths; it may be a function of path and shape.
+      fragments: the number of parts in which the leaves are exchanged, one part every
+        `every / fragments` steps, which lowers the peak (streaming DiLoCo). Leaves are dealt whole,
+        the largest first, each to the fragment with the fewest values.
       delay: how many steps before its exchange a pseudo-gradient is taken, less than `every`. With
-        1, what travels in a step does not depend on what the step computes. It costs one copy of
-        the parameters on each device.
+        1, what travels in a step does not depend on what the step computes. A delay costs one copy
+        of the parameters on each device.
 
     Returns:
-      A transformation that is the whole optimizer: nothing belongs behind it. Every device keeps
+      A transformation that is the whole optimizer: nothing belongs after it. Every device keeps
       its own parameters and inner state.
 
     Raises:
       ValueError: at once for bad numbers; by `init` if `inner` exchanges, `exchange` does not or is
-        no mean, or there are more fragments than leaves; by `update` without the shared
-        parameters, and for gradients that were taken at these.
+        not a mean, or there are more fragments than leaves; by `update` without the shared
+        parameters, and for gradients that were taken at them.
 
     Wire: that of `exchange` for a fragment, in one step of `every / fragments`, in a branch of a
-    conditional; else nothing but the mean of the loss of `jaxcomm.value_and_grad`, if it is used.
+    conditional; else only the mean of the loss, if `jaxcomm.value_and_grad` is used.
 
     Example:
-      Local SGD, a step of its own on each device between two exchanges:
+      Local SGD, with an exchange in every 2nd step:
 
       >>> import jax, jax.numpy as jnp, jaxcomm, optax
       >>> def loss_fn(w, batch):
@@ -117,7 +117,7 @@ def local_steps(
       ...         _, grads = f(jaxcomm.local_params(state), batch)
       ...         updates, state = jax.jit(tx.update)(grads, state, w)
       ...         w = optax.apply_updates(w, updates)
-      >>> w  # the devices came to 3 and to 6
+      >>> w  # the devices arrived at 3 and 6
       Array([4.5], dtype=float32)
 
       DiLoCo, four bits a value in every 32nd step; and one bit in every 4th for Adam:
@@ -151,9 +151,9 @@ def local_steps(
       A. Douillard et al., "Streaming DiLoCo with overlapping communication: Towards a Distributed
       Free Lunch", 2025, arXiv:2501.18512.
 
-    Differs from the paper: with a delay, a device keeps what it did since its pseudo-gradient was
-    taken; streaming DiLoCo mixes its parameters with the shared ones by a factor. Fragments are of
-    leaves of about equal sizes, not of whole layers. Any exchange takes the place of the mean.
+    Differs from the paper: with a delay, a device keeps its steps since its pseudo-gradient was
+    taken; streaming DiLoCo mixes its parameters with the shared ones by a factor. Fragments have
+    about equal sizes and consist of leaves, not of whole layers. Any exchange can replace the mean.
     """
     _check_counts(every, fragments, delay)
     inner, outer, exchange = (
@@ -241,7 +241,7 @@ def _inner_steps(
     state: LocalStepsState,
     extra_args: dict[str, Any],
 ) -> LocalStepsState:
-    """Every device's own step; one whose update or state would not be finite stays where it is."""
+    """Each device's own step; skipped by one whose update or state would not be finite."""
 
     def one(grads: Any, params: Any, leaves: Arrays) -> tuple[Arrays, Arrays]:
         old = state.structure.state_of(leaves)
@@ -267,7 +267,7 @@ def _inner_steps(
 
 
 def _take(state: LocalStepsState, number: jax.Array, every: int) -> LocalStepsState:
-    """With the parameters of the fragment whose pseudo-gradient is of this step."""
+    """The state with `taken` renewed for the fragment whose pseudo-gradient is of this step."""
     offsets = [state.fragments.offset(k, every) for k in range(state.fragments.count)]
     now = [number % every == offset % every for offset in offsets]
     filled = filled_leaves(state.layout)
@@ -323,7 +323,7 @@ def _exchange_fragment(
 
 
 def _float32(params: Any) -> Any:
-    """What the outer optimizer sees of parameters: the differences that it takes are float32."""
+    """The parameters as the outer optimizer sees them: its gradients are float32."""
 
     def wide(p: Any) -> Any:
         is_shape = isinstance(p, jax.ShapeDtypeStruct)
@@ -351,8 +351,8 @@ def _check_counts(every: Any, fragments: Any, delay: Any) -> None:
             raise ValueError(f"local_steps needs {name} to be an integer >= {least}, got {x!r}.")
     if every % fragments:
         raise ValueError(
-            f"fragments={fragments} do not divide every={every}: one of them is exchanged every "
-            "so many steps. Choose fragments that do."
+            f"fragments={fragments} does not divide every={every}: one of them is exchanged every "
+            "`every / fragments` steps. Choose a number that divides it."
         )
     if delay >= every:
         raise ValueError(f"delay must be less than every={every}, got {delay}.")

@@ -47,13 +47,13 @@ class LowRankMeanState(NamedTuple):
     """The state of `low_rank_mean`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       step: int32, from which new columns are drawn.
-      residual: what of each device's gradients is in no update yet, for each compressed leaf.
-        float32, with a leading device axis, sharded over the axis; inside `jax.shard_map` this
-        device's.
-      factors: for each compressed leaf the last Q, b r m values in a row; float32 with a device
-        axis too, although equal on all devices.
+      residual: the part of each device's gradients that is in no update yet, for each compressed
+        leaf. float32, with a leading device axis, sharded over the axis; inside `jax.shard_map`,
+        this device's only.
+      factors: for each compressed leaf the last Q, as a vector of b r m values; float32, with a
+        device axis too, although equal on all devices.
     """
 
     layout: Layout
@@ -78,38 +78,37 @@ def low_rank_mean(
 ) -> optax.GradientTransformation:
     """Replaces local gradients by their mean, projected to a few directions: PowerSGD.
 
-    A leaf is a matrix M of m inputs and n outputs. Devices exchange the means of two thin ones, of
-    `rank` columns each: P of n rows, which is made orthonormal, and Q = M P of m rows. The update
-    is Q P^T. The next step starts from this Q, so that P turns towards the directions in which the
-    mean gradient is largest. What the update lacks of a device's gradients stays in its residual,
-    which is added to the next ones. Over all steps, the updates and the mean of the residuals add
-    up to the mean of the gradients, in any of its codecs. This suits SGD, with or without momentum
-    behind it. In front of Adam it loses accuracy: `init` warns of an optimizer that keeps a
-    variance, if both are in the same `optax.chain` or `optax.named_chain`.
+    A leaf is a matrix M of m inputs and n outputs. Devices exchange the means of two thin matrices
+    with `rank` columns each: P with n rows, which is made orthonormal, and Q = M P with m rows. The
+    update is Q P^T. The next step starts from this Q, so that P turns towards the directions in
+    which the mean gradient is largest. What the update lacks of a device's gradient stays in its
+    residual, which is added to the next gradient. Over all steps, the updates and the mean of the
+    residuals add up to the mean of the gradients, whatever the codec. This suits SGD, with or
+    without momentum after it. Before Adam it loses accuracy: `init` warns of an optimizer that
+    keeps a variance, if both are in the same `optax.chain` or `optax.named_chain`.
 
     A leaf is compressed if (m + n) rank < m n. All others, and those of at most one dimension (as
     in `jaxcomm.mean`), travel together in float32. The axes of a leaf are split into inputs and
     outputs where m + n is smallest: a convolution's kernel (height, width, in, out) before its last
-    axis, a projection to attention heads (width, heads, head width) behind its first. A leaf that
-    is sharded over a further axis is a matrix for each shard. Layers that are stacked for
-    `jax.lax.scan` are a matrix each if `jaxcomm.with_layer_axis` says so.
+    axis, a projection to attention heads (width, heads, head width) after its first. A leaf that is
+    sharded over a further axis is one matrix per shard. Layers that are stacked for `jax.lax.scan`
+    are one matrix each if `jaxcomm.with_layer_axis` names them.
 
     If any gradient on any device is not finite, every update on every device is NaN, and residuals
     and factors stay as they were.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
-      rank: the number of columns of P and Q. Vogels et al. take 1 to 4 for networks of
-        convolutions and LSTMs; transformers need more.
+      rank: the number of columns of P and Q. Vogels et al. use 1 to 4 for convolutional networks
+        and LSTMs; transformers need more.
       codec: the format of P and Q, as in `jaxcomm.mean`; not random_k, int2 or scaled_sign.
-        Rounding P costs nothing but a slightly other direction, and the errors of Q join the
-        residual.
+        Rounding P only changes the direction slightly, and the errors of Q join the residual.
       algorithm: who talks to whom, as in `jaxcomm.mean`.
-      dense_steps: the number of steps with the float32 mean before the first compressed step.
+      dense_steps: the number of steps with a float32 mean before the first compressed step.
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
-      seed: the seed of the first Q, and of codecs that round at random.
-      bucket_mib: MiB of float32 gradients that a bucket holds at most. A bucket is two messages,
-        one after the other, so the default is larger than that of `jaxcomm.mean`.
+      seed: the seed for the first Q, and for codecs that round at random.
+      bucket_mib: the maximum size of a bucket, in MiB of float32 gradients. A bucket is two
+        messages, one after the other, so the default is larger than that of `jaxcomm.mean`.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
       implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.
@@ -122,9 +121,9 @@ def low_rank_mean(
       TypeError, ValueError: at once for bad arguments; by `init` if the rank compresses no leaf;
         else as `jaxcomm.mean`.
 
-    Wire: for each bucket two means, as `jaxcomm.pmean` takes them: of rank n and of rank m values,
-    added up over its leaves. Once a step, one float32 all-reduce of all other leaves and, with
-    another codec than float32, of one flag; on a mesh of several axes, one int32 over the others.
+    Wire: for each bucket two means, each as by `jaxcomm.pmean`: one of rank n and one of rank m
+    values, summed over its leaves. Once a step, one float32 all-reduce of all other leaves and,
+    unless the codec is float32, of one flag; on a mesh of several axes, one int32 over the others.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -145,9 +144,9 @@ def low_rank_mean(
       Orthogonalization Process", Computers and Mathematics with Applications 50, 2005.
 
     Differs from the paper: a device's residual is what the projection drops of its own gradient,
-    not its gradient less the mean; both have the same mean, and this one stays small where devices
-    differ. Small matrices are not compressed. Columns of Q are scaled to the same size, and those
-    of zeros drawn anew, as they would stay zero. Each projection of Gram-Schmidt is done twice.
+    not its gradient minus the mean; both have the same mean, but the former stays small where
+    devices differ. Small matrices are not compressed. Columns of Q are scaled to the same size, and
+    zero columns are drawn again, as they would stay zero. Gram-Schmidt does each projection twice.
     The published package (epfml/powersgd) sends P in one step and Q in the next.
     """
     check_names(axis_name, exempt, bucket_order)
@@ -157,7 +156,7 @@ def low_rank_mean(
     codec = codecs.from_name(codec)
     if isinstance(codec, RandomK) or codec.needs_error_feedback:
         raise ValueError(
-            f"{codec.name} says too little of a basis; choose float32, bfloat16, int8, int4 or "
+            f"{codec.name} keeps too little of a basis; choose float32, bfloat16, int8, int4 or "
             "another codec of all values, and a lower rank for fewer bytes."
         )
     is_float32 = codec == codecs.float32()
@@ -223,7 +222,7 @@ class _Exchange:
             if start.size != (due := self.rank * math.prod(_matrices(layout.leaves[i])[:2])):
                 raise ValueError(
                     f"the state has {start.size} numbers of {layout.leaves[i].path}'s factor, "
-                    f"expected {due} at rank {self.rank}: it is one of another rank."
+                    f"expected {due} at rank {self.rank}: it was made with another rank."
                 )
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[Any, Any]:
@@ -277,7 +276,7 @@ def _in_shapes(
 def _matrices(leaf: Leaf) -> tuple[int, int, int]:
     """(b, m, n): a leaf on one device as b matrices of m inputs and n outputs.
 
-    A stack of layers has one for each.
+    A stack of layers has one matrix for each layer.
     """
     shape = local_shape(leaf)
     b, shape = (shape[0], shape[1:]) if leaf.stacked else (1, shape)
@@ -288,7 +287,7 @@ def _low_rank_layout(layout: Layout, rank: int) -> Layout:
     """The layout in which leaves that the rank does not make smaller are exempt too.
 
     Raises:
-      ValueError: if no leaf is compressed that could be.
+      ValueError: if the rank compresses none of the leaves that could be compressed.
     """
     leaves = tuple(dataclasses.replace(x, exempt=not _compressed(x, rank)) for x in layout.leaves)
     could = [x for x in layout.leaves if not (x.exempt or len(x.shape) < 2 or 0 in x.shape)]
@@ -297,7 +296,7 @@ def _low_rank_layout(layout: Layout, rank: int) -> Layout:
         raise ValueError(
             f"rank {rank} compresses no parameter: the largest, {largest.path} of shape "
             f"{largest.shape}, would take (rows + columns) * rank values, which are no fewer than "
-            f"it has. {'Choose a lower rank' if rank > 1 else 'Take jaxcomm.mean'}."
+            f"it has. {'Choose a lower rank' if rank > 1 else 'Use jaxcomm.mean'}."
         )
     return dataclasses.replace(layout, leaves=leaves)
 

@@ -48,11 +48,11 @@ class MajorityVoteState(NamedTuple):
     """The state of `majority_vote`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       step: int32, from which the coins are drawn.
-      residual: with error feedback, what of each device's gradients its votes have not expressed,
-        for each compressed leaf; else nothing. float32, with a leading device axis, sharded over
-        the axis; inside `jax.shard_map` this device's.
+      residual: with error feedback, the part of each device's gradients that its votes have not
+        expressed, for each compressed leaf; else empty. float32, with a leading device axis,
+        sharded over the axis; inside `jax.shard_map`, this device's only.
     """
 
     layout: Layout
@@ -82,17 +82,17 @@ def majority_vote(
     Leaves of at most one dimension (as in `jaxcomm.mean`) are averaged exactly in float32 and
     replaced by the signs of their means, so that one learning rate fits all leaves.
 
-    One bit has no code for zero, so the vote of a zero gradient is a choice. With zeros="random" a
-    parameter without gradient does a random walk; with zeros="abstain" it does not move.
+    One bit has no code for zero, so the vote of a zero gradient is a choice. With zeros="random", a
+    parameter without gradient does a random walk; with zeros="abstain", it does not move.
 
     With error feedback, a device votes with the signs of its gradient plus its residual. Its next
     residual is that sum minus the signs times the mean magnitude of the leaf. The update is the
     vote times the mean of the devices' scales, so it has the size of a gradient; the updates of
     exempt leaves are then their means. Where a leaf is sharded over a further axis, each shard has
-    a scale of its own.
+    its own scale.
 
-    Votes are biased where the devices' data differ, with and without error feedback. In that case
-    put `jaxcomm.control_variates` before the vote, or take `jaxcomm.mean("data",
+    Votes are biased where the devices' data differ, with and without error feedback. In that case,
+    put `jaxcomm.control_variates` before the vote, or use `jaxcomm.mean("data",
     codec="scaled_sign", error_feedback=True)`, which is not biased and sends 2(N-1)/N bits a
     coordinate.
 
@@ -104,14 +104,14 @@ def majority_vote(
       algorithm: "circulant", "ring", "two_way_ring", "halving_doubling", "direct" or an algorithm
         such as `jaxcomm.algorithms.direct(aggregator=0)`; None is "direct" on up to 16 devices, and
         "circulant" on more; between CPU processes short vectors take fewer rounds.
-      ties: the result of an equal number of votes: "random" (a fair coin that all devices share),
-        "zero", "positive" or "negative".
+      ties: the result if both signs have equally many votes: "random" (a fair coin that all devices
+        share), "zero", "positive" or "negative".
       zeros: the vote of a zero: "random" (a fair coin of each device) or "abstain".
       error_feedback: whether each device keeps what its votes do not express.
-      seed: the seed of the coins.
+      seed: the seed for the coins.
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
-      bucket_mib: MiB of float32 gradients that a bucket holds at most. A bucket takes several hops,
-        so the default is larger than that of `jaxcomm.mean`.
+      bucket_mib: the maximum size of a bucket, in MiB of float32 gradients. A bucket takes several
+        hops, so the default is larger than that of `jaxcomm.mean`.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
 
@@ -122,13 +122,13 @@ def majority_vote(
     Raises:
       ValueError, TypeError: at once for bad arguments; else as `jaxcomm.mean`.
 
-    Wire: a message of k devices has ceil(log2(k+1)) bits a coordinate. The result has one bit, or
-    two if it can be zero (ties="zero" at an even number of devices, or zeros="abstain", which also
-    doubles the bits of the votes). Bits a coordinate: direct 2(N-1)/N; for N = 2^q devices
+    Wire: a message with votes of k devices has ceil(log2(k+1)) bits a coordinate. The result has
+    one bit, or two if it can be zero (ties="zero" at an even number of devices, or zeros="abstain",
+    which also doubles the bits of votes). Bits a coordinate: direct 2(N-1)/N; for N = 2^q devices
     halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, ring log2 N and two_way_ring
-    log2 N - 1 + (log2 N + 1)/N, and circulant, of most device counts above 16, little more than
-    direct. Exempt leaves travel in one float32 all-reduce, with one flag or, with error feedback,
-    the scales; on a mesh of several axes one int32 goes over the others.
+    log2 N - 1 + (log2 N + 1)/N, and circulant, for most device counts above 16, little more than
+    direct. Exempt leaves travel in one float32 all-reduce, together with a flag or, with error
+    feedback, the scales; on a mesh of several axes, one int32 travels over the others.
 
     Example:
       >>> import jaxcomm, optax
@@ -143,7 +143,7 @@ def majority_vote(
       Schemes", ICML 2019, arXiv:1901.09847.
 
     Differs from the paper: ties are decided by a fair coin by default; in the paper one sign always
-    wins. The learning rate is no part of the residual, unlike in EF-signSGD. Devices vote on signs
+    wins. The learning rate is not part of the residual, unlike in EF-signSGD. Devices vote on signs
     instead of averaging scaled signs: only votes can be all-reduced in few bits.
     """
     check_names(axis_name, exempt, bucket_order)
@@ -216,7 +216,7 @@ def majority_vote(
 
 
 def _mean_magnitude(x: jax.Array) -> jax.Array:
-    """Divided before they are added: a sum that overflows would do so in every later step."""
+    """Divided before the sum: a sum that overflows would do so in every later step too."""
     return jnp.sum(jnp.abs(x) * np.float32(1 / x.size))
 
 
@@ -239,7 +239,7 @@ def _known(algorithm: str | algorithms.Algorithm) -> algorithms.Algorithm:
     """The algorithm; a ValueError for what cannot carry votes."""
     chosen = algorithms.from_name(algorithm)
     if chosen.name == "native":
-        raise ValueError("XLA has no majority vote of its own; choose another algorithm.")
+        raise ValueError("XLA has no native majority vote; choose another algorithm.")
     return chosen
 
 

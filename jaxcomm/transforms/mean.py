@@ -49,19 +49,19 @@ from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_beh
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
 
 _LARGE = 2**18  # elements of a leaf that is not joined with others
-_ENOUGH_FOR_ADAM = 4  # bits a value that error feedback in front of Adam needs, as measured
+_ENOUGH_FOR_ADAM = 4  # bits a value that error feedback before Adam needs, as measured
 
 
 class MeanState(NamedTuple):
     """The state of `mean`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       step: int32, from which the keys are made.
-      residual: with error feedback, what of each device's gradients is in no update yet, for each
-        compressed leaf; else nothing. The mean of the residuals over devices is what the updates
-        still lack. float32, with a leading device axis, sharded over the axis; inside
-        `jax.shard_map` this device's.
+      residual: with error feedback, the part of each device's gradients that is in no update yet,
+        for each compressed leaf; else empty. The mean of the residuals over devices is what the
+        updates still lack. float32, with a leading device axis, sharded over the axis; inside
+        `jax.shard_map`, this device's only.
     """
 
     layout: Layout
@@ -85,33 +85,33 @@ def mean(
 ) -> optax.GradientTransformation:
     """Replaces local gradients by their mean over a mesh axis.
 
-    Put it into a chain once, before the optimizer. Transformations behind it see the mean, so
+    Put it in a chain once, before the optimizer. Transformations after it see the mean, so
     clipping there works as usual:
     `optax.chain(jaxcomm.mean("data"), optax.clip_by_global_norm(1.0), optax.adam(1e-3))`. A
-    transformation in front of it must be wrapped in `jaxcomm.local`.
+    transformation before it must be wrapped in `jaxcomm.local`.
 
     Leaves of at most one dimension (norms, biases) travel together in float32, by XLA's own
-    all-reduce; so do larger ones by the names bias, scale, offset, beta, gamma, and the weight of a
+    all-reduce; so do larger ones named bias, scale, offset, beta or gamma, and the weight of a
     norm. All other leaves are exchanged in buckets; a bucket is one message per hop.
 
     With `error_feedback=True`, each device keeps the rounding errors of its own messages, on every
     hop, and adds them to its next gradients. The owner of a block also keeps N times the rounding
     error of the encoded mean. Over all steps, the updates and the mean of the residuals add up to
-    the mean of the gradients, except for what 16-bit updates round off. What comes late this way, a
-    momentum behind the exchange repeats, and Adam is not linear in it (H. Tang et al., 2021). So
-    with fewer bits than int4 put SGD's momentum in front, `jaxcomm.local(axis_name,
-    optax.trace(0.9, nesterov=True))`, and with Adam the mean into `jaxcomm.factored_adam`. `init`
-    warns of fewer than 4 bits with feedback in front of an optimizer that keeps a variance, if both
-    are in the same `optax.chain` or `optax.named_chain`; elsewhere nothing warns. If a codec's
-    error can exceed the value (`Codec.variance`), residuals may grow without end; a UserWarning
-    says so.
+    the mean of the gradients, except for what 16-bit updates round off. Fed-back errors arrive
+    late: a momentum after the exchange repeats them, and Adam is not linear in them (H. Tang et
+    al., 2021). So with fewer bits than int4, put SGD's momentum before the mean,
+    `jaxcomm.local(axis_name, optax.trace(0.9, nesterov=True))`; with Adam, put the mean inside
+    `jaxcomm.factored_adam`. `init` warns of fewer than 4 bits with feedback before an optimizer
+    that keeps a variance, but only if both are in the same `optax.chain` or `optax.named_chain`.
+    If a codec's error can exceed the value (`Codec.variance`), residuals may grow without bound; a
+    UserWarning says so.
 
     If any gradient on any device is not finite, every update on every device is NaN, and the
     residuals stay as they were. `optax.apply_if_finite` around the optimizer then skips the step on
     all devices. The same happens with random_k if devices were given different seeds.
 
-    Under `jax.shard_map` with `check_vma=False` nothing can check that the axis is the one of
-    `jaxcomm.value_and_grad`: with another one, devices would go apart.
+    Under `jax.shard_map` with `check_vma=False`, nothing can check that the axis is that of
+    `jaxcomm.value_and_grad`: with another one, devices would diverge.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
@@ -123,13 +123,13 @@ def mean(
         rounds), "two_way_ring" for cnat on 3 to 8 devices and "circulant" on more than 32; "direct"
         for everything else.
       error_feedback: whether each device keeps the errors of its messages, in one float32 copy of
-        the gradients; "first_hop" keeps no error of the second hop: rounding of means is lost.
+        the gradients; "first_hop" keeps only those of the first hop: rounding of means is lost.
       second_hop: the codec of the mean in the all-gather; None is `codec`.
       exempt: which leaves travel in float32. Patterns of paths such as ["head/*"] add to those
         above; a function of path and shape decides about all leaves.
-      seed: the seed of codecs that round or draw at random.
-      bucket_mib: MiB of float32 gradients that a bucket holds at most; a larger leaf has a bucket
-        of its own. Smaller buckets start earlier, larger ones spend less time on latency.
+      seed: the seed for codecs that round or draw at random.
+      bucket_mib: the maximum size of a bucket, in MiB of float32 gradients; a larger leaf has its
+        own bucket. Smaller buckets start earlier, larger ones spend less time on latency.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
       implementation: which version of a kernel runs where there are several: None, "xla", "mosaic",
@@ -149,7 +149,7 @@ def mean(
 
     Wire: for each bucket of n elements, that of `jaxcomm.pmean`. Once a step, one float32
     all-reduce of all exempt elements, and on a mesh of several axes one int32 over the other axes.
-    With random_k a flag and a tag of the key go along.
+    With random_k, a flag and a tag of the key travel with it.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -259,8 +259,8 @@ def _bits(codec: codecs.Codec, values: int = 2**16) -> float:
 def _split_off_small(layout: Layout, is_plain: bool) -> tuple[Bucket, Bucket]:
     """The leaves that travel in buckets, and the others.
 
-    A plain mean sends exempt leaves like all others, with one latency. In a loop their gradients
-    come behind all products, which on GPUs hide the buckets that do not wait for them.
+    A plain mean sends exempt leaves like all others, to save a latency. In a loop their gradients
+    come after all products, which on GPUs hide the buckets that do not wait for these gradients.
     """
     in_a_loop = LAYER.get() is not None and not _device.is_between_cpu_processes()
     return split_off_empty(layout) if is_plain and not in_a_loop else split_off_exempt(layout)
@@ -269,8 +269,8 @@ def _split_off_small(layout: Layout, is_plain: bool) -> tuple[Bucket, Bucket]:
 def plain_mean(parts: dict[int, jax.Array], axis_name: AxisName) -> dict[int, jax.Array]:
     """XLA's own float32 mean of a bucket's leaves; only small ones are joined for it.
 
-    Joining a large leaf would take as long as reducing it. Exempt leaves are sent alike, so they
-    are among them: together all take the latency of one all-reduce.
+    Joining a large leaf would take as long as reducing it. Exempt leaves are sent the same way and
+    are included, so that all leaves together take the latency of one all-reduce.
     """
     small = {i: part for i, part in parts.items() if part.size < _LARGE}
     large = {i: part.astype(jnp.float32) for i, part in parts.items() if i not in small}

@@ -25,9 +25,9 @@ class MultiStepsState(NamedTuple):
     """The state of `multi_steps`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       mini_step: int32, how many gradients the accumulator holds.
-      accumulated: float32, the mean of these on each device.
+      accumulated: float32, their mean on each device.
       inner: the state of the inner transformation.
     """
 
@@ -43,20 +43,20 @@ def multi_steps(
 ) -> optax.GradientTransformationExtraArgs:
     """Averages the gradients of several steps on each device, then exchanges and applies them once.
 
-    It is `optax.MultiSteps` for local gradients: in the steps between, the updates are zero and
+    It is `optax.MultiSteps` for local gradients: in the steps in between, the updates are zero and
     nothing is sent. `jaxcomm.accumulate` does the same for the microbatches of one step.
 
     Args:
       inner: a chain of an exchange and the optimizer.
-      every: how many steps there are to an exchange.
+      every: the number of steps per exchange.
 
     Returns:
       A transformation used as `inner` is. It keeps one float32 copy of the gradients per device.
 
     Raises:
       ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
-        over several axes, or if an optimizer with moments follows in the chain, which would take
-        the zeros of the steps between for gradients.
+        over several axes, or if an optimizer with moments follows in the chain: it would mistake
+        the zeros of the steps in between for gradients.
 
     Wire: that of `inner` in one step of `every`, in a branch of a conditional; else nothing.
 
@@ -73,9 +73,9 @@ def multi_steps(
         refuse_wrappers()
         if every > 1 and (moments := moments_behind(params)):
             raise ValueError(
-                f"an optimizer follows multi_steps in the chain, which keeps "
-                f"{', '.join(sorted(moments))} and would take the zeros of the steps between for "
-                "gradients. Put it inside: "
+                f"an optimizer that keeps {', '.join(sorted(moments))} follows multi_steps in the "
+                "chain, and would mistake the zeros of the steps in between for gradients. Put it "
+                "inside: "
                 "jaxcomm.multi_steps(optax.chain(exchange, optimizer), every)."
             )
         state = inner.init(params)
@@ -113,7 +113,7 @@ def multi_steps(
 
 
 def _add(grads: list[jax.Array], state: MultiStepsState) -> dict[int, jax.Array]:
-    """The running means with one more gradient, by index of the leaf; none of empty leaves."""
+    """The running means with one more gradient, by index of the leaf; empty leaves have none."""
     weight = 1 / (state.mini_step + 1).astype(jnp.float32)
     return {
         i: old + (grads[i].reshape(old.shape).astype(jnp.float32) - old) * weight

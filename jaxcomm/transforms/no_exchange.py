@@ -14,7 +14,7 @@ from jaxcomm.transforms._wrappers import refuse_wrappers
 
 
 class NoExchangeState(NamedTuple):
-    """The state of `no_exchange`: no arrays, only what `init` saw of the parameters."""
+    """The state of `no_exchange`: no arrays, only what `init` recorded about the parameters."""
 
     layout: Layout
     roles = frozenset({_roles.MEANS})
@@ -23,10 +23,10 @@ class NoExchangeState(NamedTuple):
 def no_exchange(axis_name: AxisName) -> optax.GradientTransformation:
     """Leaves every device with its own gradients: for measuring, and as a control.
 
-    A step with it is the same step without communication, so the difference in time to `mean` is
-    what communication costs. The updates are typed as equal on all devices, but they are not:
+    A step with it is the same step without communication, so the time that `mean` adds is what
+    communication costs. The updates are typed as equal on all devices, but they are not:
     parameters drift apart, and training on them is the control for what communication is worth.
-    A device's own copy is `x.addressable_shards[i].data`; jax takes all copies for one array.
+    A device's own copy is `x.addressable_shards[i].data`; jax treats all copies as one array.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.

@@ -59,7 +59,7 @@ class OneBitAdamState(NamedTuple):
     """The state of `one_bit_adam`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       buckets: which leaves travel together.
       count: int32, the steps taken; steps that were not finite do not count.
       m: float32 momentum, shaped and sharded as the parameters, equal on all devices.
@@ -69,7 +69,8 @@ class OneBitAdamState(NamedTuple):
       server_error: for each bucket, each device's second-hop error, of the chunk that it owns:
         float32 (devices, that length over N), likewise.
       frozen_at: int32, the value of `count` at which the dense steps ended; 0 before.
-      norms: float32, the last 1/(1-b2) norms of v in a ring, with `variance_stability`; else ().
+      norms: float32, with `variance_stability` a ring buffer of the last 1/(1-b2) norms of v;
+        else ().
     """
 
     layout: Layout
@@ -102,19 +103,19 @@ def one_bit_adam(
 ) -> optax.GradientTransformation:
     """Adam on the mean of local gradients; after some dense steps its momentum travels in one bit.
 
-    It is optimizer and exchange in one: its updates are final, and neither `jaxcomm.mean` nor
-    `optax.adam` belongs beside it. `jaxcomm.local("data", optax.clip_by_global_norm(1.0))` may
-    stand before it.
+    It is optimizer and exchange in one: its updates are final, so neither `jaxcomm.mean` nor
+    `optax.adam` belongs in its chain. `jaxcomm.local("data", optax.clip_by_global_norm(1.0))` may
+    come before it.
 
     In the dense steps it is `optax.adamw` on the exact mean. Then the variance v is frozen for all
-    leaves. From there on, each device adds its own gradient to the common momentum m, and the next
-    common momentum is the mean of the results, exchanged as signs and scales with the errors of
+    leaves. From then on, each device adds its own gradient to the shared momentum m, and the next
+    shared momentum is the mean of the results, exchanged as signs and scales with the errors of
     both hops fed back (`one_bit_mean`). Leaves of at most one dimension keep their exact float32
     mean.
 
     A coordinate whose v is 0 when v is frozen never had a gradient. Its momentum would still be
-    decoded as plus or minus a scale and then divided by eps, so it is not updated any more, except
-    by weight decay. Where v is tiny, a larger eps bounds the step.
+    decoded as plus or minus a scale and then divided by eps, so it is no longer updated, except by
+    weight decay. Where v is tiny, a larger eps bounds the step.
 
     If any gradient on any device is not finite, every update on every device is NaN and the state
     stays as it was. The exchange of a bucket begins once all gradients of that bucket exist.
@@ -128,28 +129,28 @@ def one_bit_adam(
       weight_decay: decoupled, as in `optax.adamw`; the update needs the parameters then.
       mask: which leaves decay, as in `optax.adamw`: a tree of bools with the structure of the
         parameters or a prefix of it, or a function from parameters to one; None is all.
-      total_steps: the steps of the run, of which the first 15 % are dense: the share of the paper's
-        BERT-Large. v is frozen then.
-      dense_steps: the number of steps before v is frozen, in place of `total_steps`.
+      total_steps: the steps of the run, of which the first 15 % are dense, as for the paper's
+        BERT-Large; then v is frozen.
+      dense_steps: the number of steps before v is frozen, instead of `total_steps`.
       variance_stability: a number in (0, 1]; the paper's is 0.96. v is frozen once its L1 norm and
         that of 1/(1-b2) steps ago, both corrected for their start at 0, have a ratio (smaller over
         larger) of at least this number. So v is frozen after 1/(1-b2) steps at the earliest: 1000
         for the default b2. The warm-up of the learning rate should end before. With `total_steps`
-        or `dense_steps` v is frozen at their step if it is not stable by then; alone it may never
-        be.
+        or `dense_steps`, v is frozen at that step if it is not stable by then; without, it may
+        never be frozen.
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
-      bucket_mib: MiB of float32 gradients that a bucket holds at most.
+      bucket_mib: the maximum size of a bucket, in MiB of float32 gradients.
       bucket_order: paths of leaves in the order in which their gradients appear, as
-        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order. A run that
-        goes on needs that of the run before: errors lie in buckets.
+        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order. A resumed run
+        needs the order of the run before: errors are kept by bucket.
 
     Returns:
       A transformation whose `update` takes local gradients (from `jaxcomm.value_and_grad`) in
       either view, and returns what `optax.apply_updates` takes, bitwise equal on all devices.
 
     Raises:
-      TypeError, ValueError: at once for bad arguments; by `init` if an optimizer with moments of
-        its own follows in the same `optax.chain`; by `update` if weight decay lacks the parameters,
+      TypeError, ValueError: at once for bad arguments; by `init` if an optimizer with its own
+        moments follows in the same `optax.chain`; by `update` if weight decay lacks the parameters,
         or the mask does not fit them; else as `jaxcomm.mean`.
 
     Wire: for each bucket of b blocks, 2(N-1) messages of 33 uint32 words for each of ceil(b/N)
@@ -175,7 +176,7 @@ def one_bit_adam(
 
     Differs from the paper: the scale is the paper's, L2 norm / sqrt(n), but each block of 1024
     values of a leaf has one, not the whole momentum. With a common scale, leaves whose gradients
-    are small beside others' would get steps that are far too large: Adam divides each by its own
+    are smaller than others' would get steps that are far too large: Adam divides each by its own
     variance. Leaves of at most one dimension (as in `jaxcomm.mean`) are not compressed. Both
     moments are corrected for their start at 0; v keeps the correction of the step at which it was
     frozen. The test of stability compares corrected norms and rejects growth too; the paper tests
@@ -253,8 +254,8 @@ def one_bit_adam(
 def _require_same(buckets: tuple[Bucket, ...], saved: _Buckets) -> None:
     if buckets != saved.of:
         raise ValueError(
-            "the state's errors are of other buckets. Make tx with the bucket_order and the "
-            "bucket_mib of the run that saved the state, or begin anew with tx.init(params)."
+            "the state's errors belong to other buckets. Make tx with the bucket_order and the "
+            "bucket_mib of the run that saved the state, or start over with tx.init(params)."
         )
 
 
@@ -326,10 +327,10 @@ def _exchange(
 
 
 def _written(finite: jax.Array, new: Arrays, old: Arrays) -> Arrays:
-    """The next moments, or those before.
+    """The next moments, or the old ones if something was not finite.
 
-    They are computed once, so that XLA on CPU writes them in the places of the old ones: a loop
-    that computed them anew, for the step, would need these too, and so copies of them.
+    They are computed once, so that XLA on CPU writes them over the old ones: a second loop that
+    recomputed them for the step would need the old ones too, and so a copy of them.
     """
     pairs = zip(new, old, strict=True)
     return [computed_once(jnp.where(finite, *pair)) for pair in pairs]
@@ -364,6 +365,6 @@ def _out_of_blocks(vector: jax.Array, parts: Mapping[int, jax.Array]) -> dict[in
 
 
 def _chosen(taken: jax.Array, new: PerDevice, old: PerDevice) -> PerDevice:
-    """The next errors; those before, where the step is not taken or was dense."""
+    """The next errors; the old ones, where the step is not taken or was dense."""
     pairs = zip(new.values, old.values, strict=True)
     return next_of(old, [jnp.where(taken, *pair) for pair in pairs])

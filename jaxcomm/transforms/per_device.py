@@ -24,8 +24,8 @@ class PerDevice:
     Attributes:
       values: the arrays; none of them is empty, because XLA does not keep those sharded.
       specs: how they are sharded, the leading axis included.
-      are_shares: whether each device has a part of a vector, as owners of blocks have.
-      shards: of vectors of buckets, over how many further devices the leaves of each are split.
+      are_shares: whether each device has a part of a vector, as owners of blocks do.
+      shards: for vectors of buckets, over how many further devices the leaves of each are split.
     """
 
     values: list[jax.Array]
@@ -49,15 +49,15 @@ def next_of(own: PerDevice, values: Sequence[jax.Array]) -> PerDevice:
 def require_own(own: PerDevice, layout: Layout) -> None:
     """Raises a ValueError unless each device sees its own part of per-device state.
 
-    Passed to `jax.shard_map` as replicated, it would be taken for one device's, and what the others
-    keep would be lost.
+    If it were passed to `jax.shard_map` as replicated, one device's state would be used for all,
+    and that of the others would be lost.
     """
     is_manual = _axes.is_manual(layout.axis_name)
     expected = 1 if is_manual else layout.world
     for x in own.values:
         if x.shape[0] != expected:
             raise ValueError(
-                f"the state of each device has a leading axis of {x.shape[0]} here, expected "
+                f"per-device state has a leading axis of {x.shape[0]} here, expected "
                 f"{expected}: it differs from device to device and cannot be replicated. "
                 "Give jax.shard_map the specs of jaxcomm.state_spec(tx, params, mesh), in in_specs "
                 "and out_specs, in place of PartitionSpec(); in jax.pmap make the state inside, by "
@@ -67,9 +67,9 @@ def require_own(own: PerDevice, layout: Layout) -> None:
         spread = names_in(PartitionSpec(*jax.typeof(x).sharding.spec[:1]))
         if not is_manual and not names & _axes.explicit_axes() <= spread:
             raise ValueError(
-                "the state of each device lies whole on every device, but it differs from device "
-                "to device. Pass what tx.init returned as it is, without jaxcomm.replicate or "
-                "jax.device_put; jaxcomm.state_spec(tx, params, mesh) says how it lies."
+                "per-device state was replicated, but it differs from device to device. Pass what "
+                "tx.init returned as it is, without jaxcomm.replicate or jax.device_put; "
+                "jaxcomm.state_spec(tx, params, mesh) says how it is sharded."
             )
 
 
@@ -99,7 +99,7 @@ def made_sharded(
     """Arrays of the global view, made where they belong; no device makes the others' part.
 
     Their shardings are spelled as a compiled step returns them, or its second call would compile
-    once more: by types on a mesh of Explicit axes, elsewhere without axes of one device.
+    again: by types on a mesh of Explicit axes, elsewhere without axes of one device.
     """
     mesh, explicit = _axes.current_mesh(), _axes.explicit_axes()
 
@@ -119,11 +119,11 @@ def zeros_per_bucket(
     """A float32 vector of zeros on every device for each bucket of leaves.
 
     Args:
-      layout: what `init` sees of the parameters.
+      layout: what `init` recorded about the parameters.
       params: the parameters.
       buckets: indices of leaves; those of a bucket are sharded over the same further axes, and
-        every shard has a vector of its own.
-      size: from the number of a bucket's values on one device to the length of its vector.
+        every shard has its own vector.
+      size: a function from the number of a bucket's values on one device to its vector's length.
     """
     sizes = [size(values_of(layout, bucket)) for bucket in buckets]
     return zeros_per_group(layout, params, buckets, sizes)
@@ -154,7 +154,7 @@ def zeros_per_group(
 
 
 def _shards(leaf: Leaf) -> int:
-    """In how many parts a leaf is sharded over further axes."""
+    """The number of parts into which further axes split a leaf."""
     return math.prod(_axes.axis_size(axis) for axis in names_in(leaf.spec))
 
 
@@ -175,8 +175,8 @@ def state_spec(
     Returns:
       The pytree of `tx.init(params)` with a `PartitionSpec` for each array. Per-device state has
       its leading axis sharded over the mesh axis. An array that mirrors a parameter, such as a
-      momentum (its path ends in the parameter's path, and the shapes are equal), is sharded as the
-      parameter. The rest is replicated.
+      momentum (its path ends in the parameter's path, and the shapes are equal), is sharded like
+      the parameter. The rest is replicated.
 
     Raises:
       TypeError, ValueError: those of `tx.init`, such as for a mesh without its axis.

@@ -17,30 +17,30 @@ from jaxcomm.transforms.per_device import PerDevice
 
 
 def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> Any:
-    """The state of a run that goes on with another number of devices.
+    """The state of a run that continues on another number of devices.
 
-    What differs from device to device becomes its mean over the old devices, on every new one. So
-    the mean of the residuals over devices, which the updates still lack, stays as it was, and each
-    device's own parameters under `jaxcomm.local_steps` start where the old ones were on average.
-    Counters stay. Devices' shares of a bucket, such as the second errors of `jaxcomm.one_bit_adam`,
-    are joined and dealt out anew, so that they stay as they were too.
+    State that differs from device to device becomes, on every new device, its mean over the old
+    ones. So the mean of the residuals over devices, which the updates still lack, stays as it was,
+    and each device's own parameters under `jaxcomm.local_steps` start at the average of the old
+    ones. Counters stay. Devices' shares of a bucket, such as the second-hop errors of
+    `jaxcomm.one_bit_adam`, are joined and dealt out again, so they stay as they were too.
 
     Args:
-      tx: the transformation of the new run, made as that of the old one.
-      state: the state of the old run, as numpy arrays, or as arrays that this process holds all
-        of; also as the lists and dictionaries that orbax restores.
-      params: the parameters, placed on the mesh that is set. Every other axis of it, such as one
-        that splits parameters, is as long as in the old run. Lists and dictionaries do not say how
-        long it was: there another length puts the vectors of buckets in wrong places, such as the
-        errors of `jaxcomm.one_bit_adam`.
+      tx: the transformation of the new run, made like that of the old one.
+      state: the state of the old run, as numpy arrays or as arrays that this process holds in full;
+        also as the lists and dictionaries that orbax restores.
+      params: the parameters, placed on the current mesh. Every other axis of that mesh, such as one
+        that splits parameters, must be as long as in the old run. Lists and dictionaries do not
+        record its length: there, another length silently misplaces the vectors of buckets, such as
+        the errors of `jaxcomm.one_bit_adam`.
 
     Returns:
-      A state as `tx.init(params)` returns, with the numbers of the old one.
+      A state like that of `tx.init(params)`, with the numbers of the old one.
 
     Raises:
-      ValueError: if the state is that of another transformation, of parameters that further axes
-        split over another number of devices (if it has the types of a state), or of arrays of which
-        this process holds a part.
+      ValueError: if the state is that of another transformation, or has arrays of which this
+        process holds only a part; or, for a state with its own types, if further axes split the
+        parameters over another number of devices.
 
     Wire: nothing.
 
@@ -60,7 +60,7 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
     if old or any(x is None for _, x in pairs):
         raise ValueError(
             "the state is not one of this transformation: they hold different arrays. Make tx as "
-            "that of the run that saved the state."
+            "in the run that saved the state."
         )
     nodes = jax.tree.leaves(state, is_leaf=_is_own)  # a state from a file has none of its own
     _check_shards([x for _, x in new if _is_own(x)], list(filter(_is_own, nodes)))
@@ -72,12 +72,12 @@ def _is_own(x: Any) -> bool:
 
 
 def _name(path: Any) -> str:
-    """A path alike in tuples and their fields, and in the lists and dictionaries of a file."""
+    """A path that is the same for named tuples and for the lists and dictionaries of a file."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _taken(old: dict[str, Any], name: str, is_own: bool) -> Any:
-    """What an old state has in a place, taken out of it: an array, or those of each device."""
+    """What an old state has at a path, removed from it: an array, or those of each device."""
     if not is_own:
         return old.pop(name, None)
     found = []
@@ -87,7 +87,7 @@ def _taken(old: dict[str, Any], name: str, is_own: bool) -> Any:
 
 
 def _check_shards(new: list[PerDevice], old: list[PerDevice]) -> None:
-    """Raises if vectors of buckets are of leaves that further axes split otherwise."""
+    """Raises if further axes split the leaves of buckets in another way."""
     for here, there in zip(new, old, strict=False):
         if len(here.shards) == len(there.shards) and here.shards != there.shards:
             raise ValueError(
@@ -103,13 +103,13 @@ def _resized(new: Any, old: Any) -> Any:
         if isinstance(old, jax.Array) and not old.is_fully_addressable:
             kind = [(x.shape, x.dtype, x.sharding) for x in (old, new)]
             if kind[0] == kind[1]:
-                return old  # split over processes, of which none has all of it
+                return old  # split over processes, none of which has all of it
         return _on_numbers(_same, new, old)
     if len(old) != len(new.values):
         raise ValueError(
             f"the state is not one of this transformation: it keeps {len(old)} arrays for "
             f"each device where this one has {len(new.values)}, as with other error_feedback or "
-            "exempt. Make tx as that of the run that saved the state."
+            "exempt. Make tx as in the run that saved the state."
         )
     resize = _dealt if new.are_shares else _spread
     triples = zip(new.values, old, new.specs, strict=True)
@@ -121,7 +121,7 @@ def _on_numbers(f: Callable[[Any, np.ndarray], jax.Array], new: Any, old: Any) -
     """`f` of a new array and an old one; for random keys, of the numbers that they are made of."""
     if isinstance(old, jax.Array) and not (old.is_fully_addressable or old.is_fully_replicated):
         raise ValueError(
-            f"the state has an array of shape {old.shape} of which this process holds a part. "
+            f"the state has an array of shape {old.shape} of which this process holds only a part. "
             "Bring it together: jax.experimental.multihost_utils.process_allgather(state, "
             "tiled=True), or let orbax restore whole arrays, on every device of the mesh."
         )
@@ -132,7 +132,7 @@ def _on_numbers(f: Callable[[Any, np.ndarray], jax.Array], new: Any, old: Any) -
 
 
 def _same(new: Any, old: np.ndarray) -> jax.Array:
-    """The old numbers, of which all devices have the same."""
+    """The old numbers, which are the same on all devices."""
     if old.shape != jnp.shape(new):
         raise _other(old.shape, jnp.shape(new))
     return _placed(old, new)
@@ -161,9 +161,9 @@ def _spread(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
 
 
 def _dealt(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
-    """Parts of a bucket, joined and dealt out anew: device i owns part i.
+    """Parts of a bucket, joined and dealt out again: device i owns part i.
 
-    Where further axes split the bucket's leaves, each shard has a bucket of its own.
+    Where further axes split the bucket's leaves, each shard has its own bucket.
     """
     axis = _device_axis(spec)
     split = spec[axis + 1] if len(spec) > axis + 1 else None
@@ -173,7 +173,7 @@ def _dealt(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
     stacks, devices, length = new.shape[:axis], new.shape[axis], new.shape[-1] // shards
     parts = np.swapaxes(old.reshape(*stacks, old.shape[axis], shards, -1), axis, axis + 1)
     parts = parts.reshape(*stacks, shards, -1)
-    # What is behind the bucket's end is zero.
+    # What lies beyond the bucket's end is zero.
     joined = np.zeros((*stacks, shards, devices * length), old.dtype)
     size = min(parts.shape[-1], joined.shape[-1])
     joined[..., :size] = parts[..., :size]

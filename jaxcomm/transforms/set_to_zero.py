@@ -1,4 +1,4 @@
-"""Freezing: gradients that nobody exchanges, and that move nothing."""
+"""Freezing: gradients that are not exchanged, and that move nothing."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from jaxcomm.transforms._scheme import Scheme, exchange
 
 
 class SetToZeroState(NamedTuple):
-    """The state of `set_to_zero`: no arrays, only what `init` saw of the parameters."""
+    """The state of `set_to_zero`: no arrays, only what `init` recorded about the parameters."""
 
     layout: Layout
     roles = frozenset({_roles.ZEROS})
@@ -24,9 +24,9 @@ def set_to_zero(axis_name: AxisName) -> optax.GradientTransformation:
     """Replaces local gradients by zero updates, without an exchange: for frozen parameters.
 
     It is `optax.set_to_zero` for local gradients: what `optax.partition` gives it is not sent.
-    Behind the exchange `optax.set_to_zero` freezes too, but what it throws away was sent. The
-    optimizer belongs into the part that is trained: weight decay behind the partition moves the
-    frozen part.
+    After the exchange, `optax.set_to_zero` freezes too, but what it discards was sent. The
+    optimizer belongs inside the trained part: weight decay after the partition moves the frozen
+    part.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.

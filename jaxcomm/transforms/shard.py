@@ -19,24 +19,24 @@ def shard(
 ) -> Any:
     """Places parameters so that each device holds 1/N of every large one (FSDP, ZeRO-3).
 
-    A leaf is split along its largest dimension that N divides, the last one of equals. Leaves that
-    travel in float32 (of at most one dimension, and `exempt`) are replicated.
+    A leaf is split along its largest dimension that N divides, the last of several equal ones.
+    Leaves that travel in float32 (of at most one dimension, and `exempt`) are replicated.
 
     Args:
       params: a pytree of arrays, or of `jax.ShapeDtypeStruct`s; every process passes equal values.
       axis_name: the mesh axis, or axes, of the N devices.
-      exempt: as in `jaxcomm.mean`, to which the same is given.
+      exempt: as in `jaxcomm.mean`; give both the same.
       layers: patterns of paths of leaves whose leading axis counts layers, the same as for
         `jaxcomm.with_layer_axis`; that axis is not split.
 
     Returns:
-      The pytree on the mesh that is set; of structs, the structs with shardings.
+      The pytree placed on the current mesh; for structs, the structs with shardings.
 
     Raises:
       ValueError: if no mesh is set, it has no such axis, or N divides no dimension of a leaf; the
-        error names the leaf. Also if processes do not have the same values.
+        error names the leaf. Also if processes hold different values.
 
-    Wire: between processes a checksum of each array.
+    Wire: a checksum of each array, between processes.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -46,7 +46,7 @@ def shard(
       (P(None, 'data'), P())
     """
     world, mesh = _axes.axis_size(axis_name), jax.sharding.get_mesh()
-    # Without axes of one device, as a step spells what it returns.
+    # Without axes of one device, as in the type of what a step returns.
     over = tuple(name for name in _axes.names_of(axis_name) if mesh.shape[name] > 1)
     over = over[0] if len(over) == 1 else over
     explicit = _axes.explicit_axes().issuperset(_axes.names_of(axis_name))
@@ -82,7 +82,7 @@ def shard(
 def _split(
     name: str, shape: tuple[int, ...], axis_name: AxisName, world: int, first: int
 ) -> PartitionSpec:
-    """The spec of a leaf, of which the dimensions before `first` stay whole."""
+    """The spec of a leaf whose dimensions before `first` stay whole."""
     dim = split_dim_of(shape, world, first)
     if dim is None:
         raise ValueError(

@@ -33,25 +33,25 @@ Arrays = list[jax.Array]
 def sharded(
     exchange: optax.GradientTransformation, gather: str | codecs.Codec = "float32"
 ) -> optax.GradientTransformation:
-    """Makes an exchange one of parameters that are split over its axis (FSDP, ZeRO-3).
+    """Applies an exchange to parameters that are split over its axis (FSDP, ZeRO-3).
 
-    Each device keeps 1/N of the parameters and, behind this in the chain, 1/N of the optimizer's
-    state. In the loss, `jaxcomm.gather` makes parameters whole for as long as they are needed. Its
+    Each device keeps 1/N of the parameters and 1/N of the state of the optimizer after this in the
+    chain. In the loss, `jaxcomm.gather` makes parameters whole for as long as they are needed. Its
     backward pass reduce-scatters their gradients in the format of `exchange`, so that each device
     ends with its own shard of the mean. This transformation then only finishes the step: it
-    averages what is not split, and lets all devices agree whether everything was finite.
+    averages what is not split, and lets all devices agree on whether everything was finite.
 
-    Four lines differ from training on replicated parameters: this one, and three that place them
-    with `jaxcomm.shard`, give the loss `jaxcomm.sharded_params(params, state)`, and gather in it.
-    Where layers are scanned, `jaxcomm.gather` each layer in the body of the scan, inside of
-    `jax.checkpoint`: then one layer at a time is whole, in the forward pass and in the backward
-    pass.
+    Four lines differ from training on replicated parameters: this one, and three that place the
+    parameters with `jaxcomm.shard`, give the loss `jaxcomm.sharded_params(params, state)`, and
+    gather in the loss. Where layers are scanned, `jaxcomm.gather` each layer in the body of the
+    scan, inside `jax.checkpoint`: then only one layer at a time is whole, in the forward and in
+    the backward pass.
 
-    Under plain `jax.jit` arrays are global, so everything behind it in the chain sees all of the
-    gradient: `optax.clip_by_global_norm` clips by the norm of all shards. Inside of your own
-    `jax.shard_map` it sees shards, and may only compute element by element.
+    Under plain `jax.jit` arrays are global, so what follows in the chain sees the whole gradient:
+    `optax.clip_by_global_norm` clips by the norm of all shards. Inside your own `jax.shard_map`, it
+    sees shards, and may only compute element by element.
 
-    With error feedback every device keeps the errors of its own messages for the whole gradient:
+    With error feedback, every device keeps the errors of its own messages for the whole gradient:
     a float32 copy of all parameters, N times what its shards take. There is no second hop, so
     `error_feedback=True` and "first_hop" are the same here.
 
@@ -61,9 +61,9 @@ def sharded(
     Args:
       exchange: how gradients travel: `jaxcomm.mean`, `jaxcomm.majority_vote` without error
         feedback, or `jaxcomm.set_to_zero`, which gathers frozen parameters and sends no gradient;
-        `jaxcomm.no_exchange` is the control. An `algorithm` None is "direct" here, which rounds
-        each value once, and "native" for float32. Leaves that it exempts, and that are not split,
-        are averaged in float32.
+        `jaxcomm.no_exchange` is the control. `algorithm=None` means "direct" here, which rounds
+        each value once, and "native" for float32. Exempt leaves that are not split are averaged in
+        float32.
       gather: the codec in which shards are gathered. All devices decode the same bits, so they
         compute with the same weights; each shard itself stays as it is.
 
@@ -72,9 +72,9 @@ def sharded(
       `jaxcomm.sharded_params`, and returns updates in the shapes and shardings of the parameters.
 
     Raises:
-      TypeError, ValueError: at once for another exchange, and for a format that cannot gather; by
-        `init` for a leaf that is neither split nor exempt, one that is split otherwise, or a mesh
-        with further axes; by `update` for gradients that were not gathered.
+      TypeError, ValueError: at once for any other exchange, and for a format that cannot gather; by
+        `init` for a leaf that is neither split nor exempt or is split in another way, and for a
+        mesh with further axes; by `update` for gradients that were not gathered.
 
     Wire: for each bucket of n values, backward (N-1) messages of ceil(n/N) values in the format
     of `exchange`, and forward (N-1) in that of `gather`, twice where `jax.checkpoint` gathers
@@ -101,15 +101,15 @@ def sharded(
       G. Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model
       Training", 2023, arXiv:2306.10209.
 
-    Differs from the paper: ZeRO++ quantizes gradients without error feedback, and in four bits
-    alone; here the format is a choice. `docs/sharded.md` has its three parts.
+    Differs from the paper: ZeRO++ quantizes gradients without error feedback, and only to four
+    bits; here the format is a choice. `docs/sharded.md` has its three parts.
     """
     if not isinstance(exchange, Exchange):
         raise TypeError(
             "sharded takes what jaxcomm.mean, jaxcomm.majority_vote, jaxcomm.set_to_zero or "
-            f"jaxcomm.no_exchange returned, got {_name_of(exchange)}; the optimizer goes behind: "
+            f"jaxcomm.no_exchange returned, got {_name_of(exchange)}; the optimizer goes after it: "
             'optax.chain(jaxcomm.sharded(jaxcomm.mean("data", "bfloat16")), optax.adamw(1e-3)). '
-            "Sparse and low-rank methods cannot be sharded; for few bytes take "
+            "Sparse and low-rank methods cannot be sharded; for few bytes use "
             'jaxcomm.mean("data", "int4", error_feedback=True), or "scaled_sign" there with SGD.'
         )
     scheme, exempt = _checked(exchange.scheme, gather), exchange.exempt
@@ -144,7 +144,7 @@ def _checked(scheme: Scheme, gather: str | codecs.Codec) -> Scheme:
 
     Raises:
       TypeError: for a seed in an array.
-      ValueError: for an exchange or a codec that cannot do that.
+      ValueError: for an exchange or a codec that shards cannot use.
     """
     codec = codecs.from_name(gather)
     if isinstance(scheme.seed, jax.Array):
@@ -154,7 +154,7 @@ def _checked(scheme: Scheme, gather: str | codecs.Codec) -> Scheme:
         )
     if codec.needs_error_feedback or isinstance(codec, RandomK):
         raise ValueError(
-            f"parameters cannot be gathered in {codec.name}, which does not hold them; take "
+            f"parameters cannot be gathered in {codec.name}, which does not represent them; use "
             "float32, bfloat16, int8 or another codec that works without error feedback."
         )
     reduction, algorithm = scheme.reduction, scheme.algorithm
@@ -166,10 +166,10 @@ def _checked(scheme: Scheme, gather: str | codecs.Codec) -> Scheme:
     if reduction is None and scheme.signs:
         raise ValueError(
             "majority_vote with error feedback needs the scale of a whole leaf, and cannot be "
-            'sharded; take jaxcomm.mean(..., "scaled_sign", error_feedback=True), or no feedback.'
+            'sharded; use jaxcomm.mean(..., "scaled_sign", error_feedback=True), or no feedback.'
         )
     if isinstance(reduction, RandomKMean):
-        raise ValueError("random_k draws from whole buckets and cannot be sharded; take int4.")
+        raise ValueError("random_k draws from whole buckets and cannot be sharded; use int4.")
     if isinstance(reduction, CodedMean) and reduction.second_hop != reduction.codec:
         raise ValueError(
             "second_hop is the format of the mean on its way back, and nothing travels back to "
@@ -230,13 +230,13 @@ def _on_every_device(grads: list[ShardedParam], state: ShardedState) -> tuple[Ar
 
 
 def _finished(state: ShardedState, grads: list[ShardedParam], old: Arrays) -> tuple[Arrays, Arrays]:
-    """What is not split, averaged; NaN for all if anything is not finite; the next residuals.
+    """The updates, all NaN if anything is not finite, and the next residuals.
 
     Args:
-      state: the state of before.
+      state: the state before the step.
       grads: shards of the exchanged gradient, and local gradients of what is not split; with them,
         what the exchange left as residuals, and how often each layer was gathered.
-      old: the residuals of before.
+      old: the residuals before the step.
     """
     scheme, axis = state.scheme, state.layout.axis_name
     values, split_up = [g.value for g in grads], [g.place.dim is not None for g in grads]
@@ -267,7 +267,7 @@ def _finished(state: ShardedState, grads: list[ShardedParam], old: Arrays) -> tu
     ]
     kept = []
     for g, count, before in zip(with_state, counts, old, strict=True):
-        # A layer that was not gathered has not sent anything: it still owes what it owed.
+        # A layer that was not gathered has sent nothing: its residual stays as it was.
         used = (count > 0).reshape(*count.shape, *[1] * (before.ndim - count.ndim))
         kept.append(jnp.where(finite & used, g.residual, before))
     return results, kept

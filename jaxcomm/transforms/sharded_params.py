@@ -16,7 +16,7 @@ from jaxcomm.transforms._scheme import Scheme
 from jaxcomm.transforms._shard_layout import keeps_residual, split_dim
 from jaxcomm.transforms.per_device import PerDevice, require_own
 
-_LAYERS = 4096  # the most layers of nested scans; a longer axis is none of layers
+_LAYERS = 4096  # the most layers of nested scans; a longer axis does not count layers
 _STEPS = 2**24  # what float32 counts to
 
 
@@ -24,12 +24,12 @@ class ShardedState(NamedTuple):
     """The state of `sharded`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       scheme: how they are gathered, and their gradients exchanged.
       step: int32, from which the keys are made.
-      residual: with error feedback, what of each device's gradients is in no update yet, as long
-        as the whole parameters on every device; else nothing. float32, with a leading device axis,
-        sharded over the axis; inside `jax.shard_map` this device's.
+      residual: with error feedback, the part of each device's gradients that is in no update yet,
+        as long as the whole parameters on every device; else empty. float32, with a leading device
+        axis, sharded over the axis; inside `jax.shard_map`, this device's only.
     """
 
     layout: Layout
@@ -48,8 +48,8 @@ def sharded_params(params: Any, state: Any) -> Any:
 
     Returns:
       The pytree of the parameters, with a node for each of them that only `jaxcomm.gather` takes.
-      `jaxcomm.value_and_grad` differentiates at it, and `tx.update` takes the gradients. Parameters
-      that another exchange of the state has, such as one of `optax.partition`, stay as they are.
+      Pass it to `jaxcomm.value_and_grad`, and the gradients to `tx.update`. Parameters that another
+      exchange of the state has, such as one of `optax.partition`, are returned unchanged.
 
     Raises:
       ValueError: if there is no such state, or a parameter is exchanged twice or not at all.
@@ -85,7 +85,7 @@ def sharded_params(params: Any, state: Any) -> Any:
             if is_attached(value) or name in others:
                 return value
             raise ValueError(
-                f"parameter {name} is exchanged by nobody: tx was initialised on "
+                f"no exchange has parameter {name}: tx was initialised on "
                 f"{', '.join(list(known)[:10])}. Freeze it with "
                 "jaxcomm.sharded(jaxcomm.set_to_zero(axis)), or call tx.init again."
             )
@@ -96,7 +96,7 @@ def sharded_params(params: Any, state: Any) -> Any:
 
 
 def _leaves_of(state: ShardedState) -> list[ShardedParam]:
-    """All that is known of the parameters of a state but their values."""
+    """All that is known of the parameters of a state, except their values."""
     layout, own = state.layout, state.residual
     if layout.world != _axes.axis_size(layout.axis_name):
         raise ValueError(
@@ -120,8 +120,8 @@ def _leaves_of(state: ShardedState) -> list[ShardedParam]:
 def _tick(step: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The step, the layer and the microbatch, for each index along all axes that a scan may slice.
 
-    The first axis always counts; for scans inside of scans also the next ones but the last two, as
-    long as their product is at most `_LAYERS`.
+    The first axis always counts; for nested scans, so do the next ones except the last two, as long
+    as their product is at most `_LAYERS`.
     """
     rows = shape[:1] if len(shape) > 1 else ()
     for size in shape[1:-2]:

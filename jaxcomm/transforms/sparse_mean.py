@@ -58,7 +58,7 @@ class SparseReport(NamedTuple):
       k: the number of values to select.
       selected: the number of values above a device's threshold, averaged over devices.
       delivered: the number of selected values that fit into messages, averaged over devices.
-      applied: the number of values that the update has.
+      applied: the number of values in the update.
       xi: with `measure_xi`, the distance between the update and the k largest values of the exact
         mean (of gradients plus residuals), over the norm of the mean gradient; else 0.
     """
@@ -74,15 +74,15 @@ class SparseMeanState(NamedTuple):
     """The state of `sparse_mean`.
 
     Attributes:
-      layout: what `init` saw of the parameters.
+      layout: what `init` recorded about the parameters.
       step: int32, the number of sparse steps.
-      residual: what of each device's gradients is in no update yet, for each compressed leaf.
-        float32, with a leading device axis, sharded over the axis; inside `jax.shard_map` this
-        device's.
+      residual: the part of each device's gradients that is in no update yet, for each compressed
+        leaf. float32, with a leading device axis, sharded over the axis; inside `jax.shard_map`,
+        this device's only.
       velocity: with momentum correction, each device's momentum, of exempt leaves too; likewise.
       thresholds: for each bucket, float32[devices, 1], sharded over the axis; each device's
         threshold for the next step.
-      report: of the last step.
+      report: the report of the last step.
     """
 
     layout: Layout
@@ -115,14 +115,14 @@ def sparse_mean(
     """Replaces local gradients by the mean of their largest values over a mesh axis.
 
     A value that is not in the update stays in its device's residual, which is added to the next
-    gradients. Over all steps, the updates and the mean of the residuals add up to the mean of the
-    gradients, without momentum correction. Leaves of at most one dimension (as in `jaxcomm.mean`)
+    gradients. Without momentum correction, the updates and the mean of the residuals add up, over
+    all steps, to the mean of the gradients. Leaves of at most one dimension (as in `jaxcomm.mean`)
     are averaged exactly.
 
-    With momentum correction, each device adds up its momentum instead of its gradients and selects
-    from that sum, so that values that wait keep their momentum. Where a value was sent, its sum and
-    its momentum start from zero. Exempt leaves and dense steps have the same momentum, of which
-    nothing is cleared. The optimizer then has none of its own:
+    With momentum correction, each device accumulates its momentum instead of its gradients and
+    selects from that sum, so that values that wait keep their momentum. Where a value was sent, its
+    sum and its momentum restart from zero. Exempt leaves and dense steps use the same momentum,
+    which they never clear. The optimizer then has none of its own:
     `optax.chain(jaxcomm.sparse_mean("data", 0.01, momentum_correction=0.9), optax.sgd(lr))`.
 
     If any gradient on any device is not finite, every update on every device is NaN, and residuals,
@@ -134,15 +134,15 @@ def sparse_mean(
       algorithm: "oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussiank" or one with options,
         such as `jaxcomm.sparse.oktopk(values="bfloat16", recompute_every=128)`.
       error_feedback: whether residuals are kept; without them, values that are not sent are lost.
-      momentum_correction: the decay of each device's momentum in [0, 1), or None.
-      dense_steps: the number of steps with the float32 mean before the first sparse step; with
-        momentum correction, that of the momenta.
-      measure_xi: whether the report has the distance to the true top-k. It is meant for studies: it
-        takes float32 means of everything.
+      momentum_correction: the decay, in [0, 1), of each device's momentum, or None.
+      dense_steps: the number of steps before the first sparse step, which take the float32 mean of
+        the gradients; with momentum correction, of the momenta.
+      measure_xi: whether the report has the distance to the true top-k. This is meant for studies:
+        it costs float32 means of everything.
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
-      bucket_mib: MiB of float32 gradients that a bucket holds at most; k is counted per bucket. The
-        default is larger than that of `jaxcomm.mean`, because messages are small and every bucket
-        takes seconds to compile.
+      bucket_mib: the maximum size of a bucket, in MiB of float32 gradients; k is counted per
+        bucket. The default is larger than that of `jaxcomm.mean`, because messages are small and
+        every bucket takes seconds to compile.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
       implementation: which version of a kernel runs where there are several, as in `jaxcomm.mean`.
@@ -155,7 +155,7 @@ def sparse_mean(
 
     Wire: for each bucket that of the algorithm; one float32 all-reduce of all exempt elements and
     one flag; one of 5 numbers for the report; on a mesh of several axes, one int32 over the others.
-    With `measure_xi` two float32 all-reduces of each bucket more.
+    With `measure_xi`, two more float32 all-reduces of each bucket.
 
     Example:
       >>> import jaxcomm, optax
@@ -168,9 +168,9 @@ def sparse_mean(
       S. Li and T. Hoefler, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP
       2022, arXiv:2201.07598.
 
-    Differs from the paper: bytes and owners as `jaxcomm.sparse.oktopk` says. Momentum correction
-    and factor masking are those of Lin et al.; their clipping and their rising density are not
-    here.
+    Differs from the paper: in bytes and owners, as `jaxcomm.sparse.oktopk` says. Momentum
+    correction and factor masking are those of Lin et al.; their clipping and their rising density
+    are left out.
     """
     check_names(axis_name, exempt, bucket_order)
     chosen = sparse.from_name(algorithm)
@@ -192,12 +192,12 @@ def sparse_mean(
         full, _ = split_off_empty(layout)
         velocity = NOTHING if m is None else zeros_per_device(layout, params, full)
         buckets = exchange.buckets(layout, large)
-        for bucket in buckets:  # of one leaf, where it is as long as this
+        for bucket in buckets:  # one that is as long as this has one leaf
             if (values := values_of(layout, bucket)) > select.MOST:
                 path = layout.leaves[bucket[0]].path
                 raise ValueError(
-                    f"a sparse mean is of at most 2^31 - 256 values, and {path} has {values} on a "
-                    f'device; shard it over a further axis, or leave it out by exempt=["{path}"].'
+                    f"a sparse mean takes at most 2^31 - 256 values, and {path} has {values} on a "
+                    f'device; shard it over a further axis, or leave it out: exempt=["{path}"].'
                 )
         thresholds = zeros_per_bucket(layout, params, buckets, lambda n: 1)
         report = SparseReport(*[jnp.zeros((), jnp.float32) for _ in SparseReport._fields])
@@ -282,7 +282,7 @@ class _Exchange:
                 i: part.astype(jnp.float32) + (self.momentum * old[i] if i in old else 0.0)
                 for i, part in parts.items()
             }
-            # Else XLA on GPUs, for kernels of convolutions, adds them again for the next momenta.
+            # Without this, XLA on GPUs adds those of convolutions again for the next momenta.
             return {i: in_row_major(x) for i, x in sums.items()}
 
         small = moved({i: grads[i] for i in exempt_})
@@ -347,7 +347,7 @@ class _Exchange:
         counts = (result.selected, result.delivered, result.applied)
         counts = jnp.stack([*(c.astype(jnp.float32) for c in counts), *distance])
         residual = result.errors if self.error_feedback else None
-        # Factor masking: where a value was sent, its momentum starts anew.
+        # Factor masking: where a value was sent, its momentum restarts from zero.
         masked = None if self.momentum is None else jnp.where(result.taken, 0.0, velocity)
         return result.mean, _Bucket(residual, masked, after[None], counts)
 
@@ -371,7 +371,7 @@ def _distance(
 
 
 def _check(error_feedback: Any, measure_xi: Any, m: Any) -> None:
-    """Raises a ValueError for what is none of the options of a sparse mean."""
+    """Raises a ValueError for bad options of a sparse mean."""
     if not isinstance(error_feedback, bool):
         raise ValueError(f"error_feedback must be True or False, got {error_feedback!r}.")
     if not isinstance(measure_xi, bool):
@@ -380,7 +380,7 @@ def _check(error_feedback: Any, measure_xi: Any, m: Any) -> None:
         raise ValueError(f"momentum_correction must be None or a number in [0, 1), got {m!r}.")
     if m is not None and not error_feedback:
         raise ValueError(
-            "momentum_correction is for values that wait, and with error_feedback=False none does: "
-            "put jaxcomm.local(axis, optax.trace(0.9)) before jaxcomm.sparse_mean, or give the "
-            "optimizer a momentum."
+            "momentum_correction is for values that wait, and with error_feedback=False no value "
+            "waits: put jaxcomm.local(axis, optax.trace(0.9)) before jaxcomm.sparse_mean, or give "
+            "the optimizer a momentum."
         )

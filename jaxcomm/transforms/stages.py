@@ -1,4 +1,4 @@
-"""One way of exchanging gradients after another: dense at first, sparser later."""
+"""Ways of exchanging gradients one after another: dense at first, sparser later."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -46,25 +46,25 @@ class StagesState(NamedTuple):
 def stages(
     *plan: tuple[int, optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
-    """Exchanges gradients in one way after another, such as with fewer and fewer levels.
+    """Exchanges gradients in several ways one after another, such as with fewer and fewer levels.
 
     All stages are branches of one compiled program, chosen by the step, so a plan should be short.
     A stage hands its state, residuals included, to the next one if both states have the same
     structure and shapes: give every `jaxcomm.mean` of a plan the same `error_feedback` and
-    `exempt`. The optimizer belongs behind the stages, where all of them share its state.
+    `exempt`. The optimizer belongs after the stages, where all of them share its state.
 
     Args:
-      *plan: the first step of each stage, and what it does, in order; the first is step 0.
+      *plan: for each stage, in order, the pair (first step, transformation); the first is step 0.
 
     Returns:
       A transformation used as those of the plan are.
 
     Raises:
-      TypeError: for a stage that is no such pair.
+      TypeError: for a stage that is not such a pair.
       ValueError: if the steps do not ascend from 0; by `init` if a stage would end with a residual,
         or with an optimizer's moments, that the next has no place for.
 
-    Wire: that of the stage, in a branch of a conditional.
+    Wire: that of the current stage, in a branch of a conditional.
 
     Example:
       >>> import jaxcomm
@@ -126,18 +126,17 @@ def dense_first(
     """Exchanges gradients in full for some steps, and then as `inner` does.
 
     Args:
-      inner: how gradients are exchanged after these steps; the optimizer belongs behind
-        `dense_first`.
+      inner: the exchange after these steps; the optimizer belongs after `dense_first`.
       steps: how many steps are dense; 0 is none.
-      dense: how gradients are exchanged in these steps; None is `jaxcomm.mean` in float32 over the
-        axis of `inner`.
+      dense: the exchange in these steps; None is `jaxcomm.mean` in float32 over the axis of
+        `inner`.
 
     Returns:
       A transformation used as `inner` is.
 
     Raises:
-      ValueError: for a negative number of steps; by `init` as `stages`, and without `dense` if
-        `inner` is more than an exchange, or has the momentum of the optimizer.
+      ValueError: for a negative number of steps; by `init` as for `stages`, and without `dense`
+        also if `inner` is more than an exchange, or has the momentum of the optimizer.
 
     Wire: that of `dense`, then that of `inner`, in the branches of a conditional.
 
@@ -160,16 +159,16 @@ def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientT
         axis_name = axis_of(state, "dense_first")
         if _roles.roles_of(state) & {_roles.FINISHED, _roles.OTHER}:
             raise ValueError(
-                "dense_first puts a mean in the place of all of inner, and this inner is more than "
-                "an exchange. Put the optimizer behind it: optax.chain(jaxcomm.dense_first("
-                "exchange, steps), optimizer); or say what the first steps do with dense=."
+                "dense_first replaces all of inner by a mean, and this inner is more than an "
+                "exchange. Put the optimizer after it: optax.chain(jaxcomm.dense_first("
+                "exchange, steps), optimizer); or say with dense= what the first steps do."
             )
         _refuse_in_backward(state, "dense_first")
         if _roles.MOMENTA in _roles.roles_of(state):
             raise ValueError(
                 "inner takes means of the devices' momenta, and a float32 mean of gradients in its "
-                "place would have no momentum: give jaxcomm.sparse_mean(..., momentum_correction="
-                "..., dense_steps=...), whose dense steps have the same one."
+                "place would have no momentum: use jaxcomm.sparse_mean(..., momentum_correction="
+                "..., dense_steps=...), whose dense steps have the same momentum."
             )
         return mean(axis_name).init(params)
 
@@ -183,9 +182,9 @@ def _refuse_in_backward(state: Any, who: str) -> None:
     """Raises if the state is that of an exchange in the backward pass."""
     if _roles.IN_BACKWARD in _roles.roles_of(state):
         raise ValueError(
-            f"{who} exchanges local gradients, of which an exchange in the backward pass leaves "
-            f"none. Put it inside: jaxcomm.in_backward(jaxcomm.{who}(...), layers). Parameters of "
-            "jaxcomm.sharded are exchanged alike in all steps."
+            f"{who} exchanges local gradients, and an exchange in the backward pass leaves none of "
+            f"them. Put it inside: jaxcomm.in_backward(jaxcomm.{who}(...), layers). Parameters of "
+            "jaxcomm.sharded are exchanged the same way in all steps."
         )
 
 
@@ -197,24 +196,24 @@ def _is_stage(stage: Any) -> bool:
 
 
 def _look_alike(a: Any, b: Any) -> bool:
-    """Whether a stage can go on with the state of another."""
+    """Whether a stage can continue with the state of another."""
     types = [[(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(s)] for s in (a, b)]
     return jax.tree.structure(a) == jax.tree.structure(b) and types[0] == types[1]
 
 
 def _refuse_to_lose(state: Any) -> None:
-    """Raises if the state of a stage that ends holds what the next one would begin without."""
+    """Raises if the state of a stage that ends holds what the next one would lose."""
     if _roles.FINISHED in _roles.roles_of(state) or _arrays_of_others(state):
         raise ValueError(
             "a stage would end with the state of an optimizer, such as moments or a count, that "
-            "the next stage has no place for. Put the optimizer behind the stages: "
+            "the next stage has no place for. Put the optimizer after the stages: "
             "optax.chain(jaxcomm.stages(...), optimizer)."
         )
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerDevice))
     if any(isinstance(node, PerDevice) and node.values for node in nodes):
         raise ValueError(
-            "a stage would end with state of each device, such as a residual, that the next stage "
-            "has no place for. Only stages of one kind hand it on: give all error_feedback=True "
+            "a stage would end with per-device state, such as a residual, that the next stage has "
+            "no place for. Only stages of the same kind pass it on: give all error_feedback=True "
             "and the same exempt leaves (a float32 mean too: it then sends what is left), or the "
             "same rank; or put jaxcomm.local before the stages."
         )

@@ -1,4 +1,4 @@
-"""Layers that `jax.lax.scan` goes through: leaves whose leading axis counts layers."""
+"""Stacked layers for `jax.lax.scan`: leaves whose leading axis counts layers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +14,12 @@ from jaxcomm.transforms._wrappers import with_extra_args
 def with_layer_axis(
     tx: optax.GradientTransformation, layers: Sequence[str]
 ) -> optax.GradientTransformationExtraArgs:
-    """Says that the leading axis of some leaves counts layers, as `jax.lax.scan` wants them.
+    """Declares that the leading axis of some leaves counts layers, as `jax.lax.scan` needs it.
 
-    A stack of biases or norms is then exempt, as each of them is, and `jaxcomm.low_rank_mean` takes
-    a stack of kernels for as many matrices. Without it, stacks are told by the usual names of
-    biases and norms alone ("bias", "scale", "offset", "beta", "gamma", "norm1/weight").
+    A stack of biases or norms is then exempt, as each of them is, and `jaxcomm.low_rank_mean`
+    treats a stack of kernels as one matrix per layer. Without it, stacks of biases and norms are
+    recognised only by their usual names ("bias", "scale", "offset", "beta", "gamma",
+    "norm1/weight").
 
     Args:
       tx: a transformation, usually the whole chain.
@@ -29,7 +30,7 @@ def with_layer_axis(
 
     Raises:
       TypeError: at once for a string in place of a list.
-      ValueError: by `init`, for a pattern that fits no parameter, or one without an axis.
+      ValueError: by `init`, for a pattern that fits no parameter, or fits one without axes.
 
     Wire: that of `tx`.
 

@@ -1,4 +1,4 @@
-"""`init` inside of `jax.jit`, for parameters that are sharded over further axes."""
+"""`init` inside `jax.jit`, for parameters that are sharded over further axes."""
 
 from typing import Any
 
@@ -16,10 +16,11 @@ def with_param_specs(
 ) -> optax.GradientTransformationExtraArgs:
     """Lets `tx.init` be traced where parameters are sharded over further, automatic mesh axes.
 
-    `tx.init` has to know how parameters are sharded, as residuals and momenta are sharded alike.
-    Outside of `jax.jit` it looks at the parameters; inside, types do not tell. The state of a large
-    model is made inside: `jax.jit(tx.init, out_shardings=...)` and `jax.eval_shape(tx.init, ...)`
-    need this around `tx`. If all axes are Explicit, or there is only one, they do not.
+    `tx.init` has to know how parameters are sharded, as residuals and momenta are sharded the same
+    way. Outside `jax.jit` it looks at the parameters; inside, their types do not show it. The state
+    of a large model is made inside: `jax.jit(tx.init, out_shardings=...)` and
+    `jax.eval_shape(tx.init, ...)` need this around `tx`, unless all axes are Explicit or there is
+    only one.
 
     Args:
       tx: a transformation, usually the whole chain.
@@ -31,7 +32,7 @@ def with_param_specs(
 
     Raises:
       TypeError: at once for other leaves of `specs`.
-      ValueError: by `init`, for a parameter without a spec or with another one.
+      ValueError: by `init`, for a parameter whose spec is missing or differs.
 
     Wire: that of `tx`.
 

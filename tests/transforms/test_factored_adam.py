@@ -256,10 +256,10 @@ def test_bad_input_raises() -> None:
         with_momentum = optax.chain(optax.clip(1.0), optax.sgd(0.1, momentum=0.9))
         for behind in (optax.adam(0.1), optax.adafactor(0.1), optax.adan(0.1), with_momentum):
             for made in (tx, jaxcomm.one_bit_adam("data", 0.1, dense_steps=1)):
-                with pytest.raises(ValueError, match="Its updates are finished"):
+                with pytest.raises(ValueError, match="_adam are final"):
                     optax.chain(made, behind).init(params)
-                with pytest.raises(ValueError, match="Its updates are finished"):
+                with pytest.raises(ValueError, match="_adam are final"):
                     optax.chain(optax.chain(made), behind).init(params)
-                with pytest.raises(ValueError, match="Its updates are finished"):
+                with pytest.raises(ValueError, match="_adam are final"):
                     optax.named_chain(("a", made), ("b", behind)).init(params)
         optax.chain(jaxcomm.local("data", optax.trace(0.9)), tx, optax.scale(0.1)).init(params)

@@ -32,12 +32,12 @@ BAD_LOSS = {
     r"parameter blocks/w is to be exchanged in the backward pass; begin the body": lambda p, b: (
         scanned(p, b, lambda x, layer: (x @ layer["w"], None))
     ),
-    "went through jaxcomm.exchanged before": lambda p, b: scanned(p, b, twice_in_a_body),
-    r"blocks/b has shape \(3, 6\) in jaxcomm.exchanged, and that of one layer is": unsliced,
+    "went through jaxcomm.exchanged already": lambda p, b: scanned(p, b, twice_in_a_body),
+    r"blocks/b has shape \(3, 6\) in jaxcomm.exchanged, but in one layer it is": unsliced,
     "without parameter blocks/b": lambda p, b: scanned(
         p, b, lambda x, layer: (x @ jaxcomm.exchanged({"w": layer["w"]})["w"], None)
     ),
-    "cast and scale parameters behind jaxcomm.exchanged": lambda p, b: scanned(
+    "cast and scale parameters after jaxcomm.exchanged": lambda p, b: scanned(
         {**p, "blocks": jax.tree.map(lambda x: x.astype(jnp.bfloat16), p["blocks"])}, b
     ),
     "blocks/b has 2; give it one layer at a time": lambda p, b: scanned(
@@ -110,7 +110,7 @@ def test_bad_arguments_and_states() -> None:
         with pytest.raises(ValueError, match="blocks/b is exchanged where its gradient is each"):
             jax.eval_shape(jax.grad(scanned), exchange.attach(params, state), batch())
         fewer = {**params, "blocks": jax.tree.map(lambda x: x[:2], params["blocks"])}
-        with pytest.raises(ValueError, match=r"blocks/b has shape \(2, 6\), and the state .* of 3"):
+        with pytest.raises(ValueError, match=r"blocks/b has shape \(2, 6\), and the .* for 3"):
             exchange.attach(fewer, state)
         with pytest.raises(ValueError, match="found 0; pass what tx.init"):
             exchange.attach(params, optax.sgd(0.1).init(params))

@@ -340,7 +340,7 @@ def test_a_run_goes_on_with_another_number_of_devices() -> None:
         ({"every": 2.0}, "every to be an integer >= 1, got 2.0"),
         ({"every": True}, "got True"),
         ({"every": 4, "fragments": 0}, "fragments to be an integer >= 1"),
-        ({"every": 4, "fragments": 3}, "fragments=3 do not divide every=4"),
+        ({"every": 4, "fragments": 3}, "fragments=3 does not divide every=4"),
         ({"every": 4, "delay": -1}, "delay to be an integer >= 0"),
         ({"every": 4, "delay": 4}, "delay must be less than every=4"),
     ],
@@ -369,7 +369,7 @@ def test_bad_numbers(options: Any, message: str) -> None:
             "a chain with other transformations; give the exchange alone",
         ),
         (optax.sgd(0.1), jaxcomm.set_to_zero("data"), 1, "the frozen part of an optax.partition"),
-        (optax.sgd(0.1), MEAN, 6, "fragments=6 do not divide 4 parameters"),
+        (optax.sgd(0.1), MEAN, 6, "fragments=6 is more than the 4 param"),
     ],
 )
 def test_bad_parts(inner: Any, exchange: Any, fragments: int, message: str) -> None:

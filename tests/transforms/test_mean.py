@@ -275,7 +275,7 @@ def test_parameters_sharded_over_the_data_axis_are_refused() -> None:
 
 
 def test_init_inside_jit_cannot_see_a_further_axis() -> None:
-    with jax.set_mesh(VIEWS[3].mesh(4)), pytest.raises(ValueError, match="outside of jax.jit"):
+    with jax.set_mesh(VIEWS[3].mesh(4)), pytest.raises(ValueError, match="outside jax.jit"):
         jax.jit(jaxcomm.mean("data").init)({"w": jnp.zeros((8, 2))})
 
 
@@ -324,7 +324,7 @@ def test_a_state_of_other_parameters_or_another_mesh_is_refused() -> None:
         (optax.flatten, r"optax.flatten\(optimizer\)"),
         (
             lambda tx: optax.conditionally_transform(tx, lambda step: step > 3),
-            "change the exchange by jaxcomm.stages",
+            "change the exchange with jaxcomm.stages",
         ),
         (
             lambda tx: optax.conditionally_mask(tx, lambda step: step > 3),

@@ -185,7 +185,7 @@ def test_local_steps_of_a_part_name_the_way(mesh8: Any) -> None:
     parts = {"trained": local_steps(optax.sgd(0.1)), "frozen": jaxcomm.set_to_zero("data")}
     with jax.set_mesh(mesh8):
         state = optax.partition(parts, LABELS).init(jaxcomm.replicate(PARAMS))
-        with pytest.raises(ValueError, match="Freeze the others inside of it"):
+        with pytest.raises(ValueError, match="Freeze the others inside it"):
             jaxcomm.local_params(state)
         inner = optax.partition({"trained": optax.sgd(0.1), "frozen": optax.set_to_zero()}, LABELS)
         jaxcomm.local_params(local_steps(inner).init(jaxcomm.replicate(PARAMS)))

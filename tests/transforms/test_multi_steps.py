@@ -119,7 +119,7 @@ def test_k_must_be_a_positive_integer(k: Any) -> None:
 
 
 def test_an_inner_transformation_without_an_exchange_is_refused(mesh8: Any) -> None:
-    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="put jaxcomm.mean into it"):
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="put jaxcomm.mean inside it"):
         jaxcomm.multi_steps(optax.sgd(0.1), 2).init({"w": jnp.zeros(3)})
 
 
@@ -130,7 +130,7 @@ def test_an_optimizer_behind_would_see_zeros(
     mean = jaxcomm.mean("data")
     with jax.set_mesh(mesh8):
         params = jaxcomm.replicate({"w": jnp.ones((8, 8))})
-        with pytest.raises(ValueError, match="zeros of the steps between.*Put it inside: jaxcomm"):
+        with pytest.raises(ValueError, match="zeros of the steps in between.*Put it inside: jax"):
             optax.chain(jaxcomm.multi_steps(mean, 4), optimizer).init(params)
         jaxcomm.multi_steps(optax.chain(mean, optimizer), 4).init(params)
         optax.chain(jaxcomm.multi_steps(mean, 4), optax.sgd(0.1)).init(params)

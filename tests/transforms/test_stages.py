@@ -134,7 +134,7 @@ INT8, SGD = jaxcomm.mean("data", "int8"), optax.sgd(0.1)
                 (0, optax.chain(jaxcomm.mean("data"), optax.trace(0.9))),
                 (2, optax.chain(jaxcomm.low_rank_mean("data", 1), optax.trace(0.9))),
             ),
-            "Put the optimizer behind the stages",
+            "Put the optimizer after the stages",
         ),
         (
             lambda: jaxcomm.stages(

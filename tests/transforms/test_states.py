@@ -21,7 +21,7 @@ MAKE: dict[str, Make] = {
     "adam": lambda **options: jaxcomm.one_bit_adam("data", 1e-3, dense_steps=2, **options),
 }
 FEEDBACK, NONE = {"error_feedback": True}, {"error_feedback": False}
-KEPT = "the state has {} arrays of {}, expected {}.*Make tx as that of the run"
+KEPT = "the state has {} arrays of {}, expected {}.*Make tx as in the run"
 
 
 def update(tx: optax.GradientTransformation, state: Any) -> Any:
@@ -80,5 +80,5 @@ def test_errors_of_other_buckets_are_refused(make_mesh: Any) -> None:
         params = jaxcomm.replicate({name: jnp.zeros((8, 8)) for name in grads})
         state = jaxcomm.one_bit_adam("data", 0.1, dense_steps=1).init(params)
         other = jaxcomm.one_bit_adam("data", 0.1, dense_steps=1, bucket_order=["a", "c"])
-        with pytest.raises(ValueError, match="errors are of other buckets.*bucket_order"):
+        with pytest.raises(ValueError, match="errors belong to other buckets.*bucket_order"):
             other.update(jaxcomm.global_batch(grads, "data"), state, params)
