@@ -26,6 +26,7 @@ from jaxcomm import plan
 
 NAME = "benchmarks.seed_majority"
 PAPER = "1.8 to 2.4"  # how many times faster than the 1-bit exchange the paper's ring is
+PARAMS = 1e6
 METHODS = (
     "float32/ring",
     "bfloat16/ring",
@@ -38,6 +39,7 @@ METHODS = (
     "vote/halving_doubling",
     "vote/circulant",
     "vote/hierarchical",
+    "vote/two_clusters",
 )
 
 
@@ -55,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--topologies", default="chain,clusters")
     parser.add_argument("--hosts", type=count, default=16)
     parser.add_argument("--rate", default="10", help="Mbit/s of every link")
-    parser.add_argument("--params", type=values, default=1e6)
+    parser.add_argument("--params", type=values, default=PARAMS)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--seconds", type=positive, default=600)
@@ -75,6 +77,8 @@ def run(args: argparse.Namespace) -> None:
         with Network(made) as network:
             rows = Lab(network).rows(command, args.seconds)
         part = f"{made.name} of {args.hosts} hosts"
+        if args.params != PARAMS:
+            part += f", {args.params / 1e6:g} M values"
         show(part, args, rows)
         keep(args.out, NAME, part, rows, rate=args.rate, params=args.params, paper=PAPER)
 
@@ -141,6 +145,7 @@ def case_of(method: str, x: Any) -> Collective:
     algorithms = {
         "1-bit": both_hops_all_to_all(),
         "hierarchical": jaxcomm.algorithms.hierarchical(near=direct, far=direct),
+        "two_clusters": jaxcomm.algorithms.two_clusters(),
     }
     chosen = algorithms.get(algorithm) or jaxcomm.algorithms.BY_NAME[algorithm]()
     votes = Majority("negative", "random", jax.random.key(0))

@@ -19,11 +19,11 @@ def accumulated(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Cal
     def on_batch(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         of_part = functools.partial(value_and_grad_fn, **kwargs)
         batches = jax.tree.map(lambda x: _split(x, microbatches), batch)
-        if attached_in(params):
-            return _exchanged_last(of_part, microbatches, params, batches, *args)
         # Residuals are of a step; added to the gradient of a microbatch, they are weighted by
         # 1 / microbatches.
         params = _shards.scaled_residuals(params, microbatches)
+        if attached_in(params):
+            return _exchanged_last(of_part, microbatches, params, batches, *args)
         total, start, state = _sums(of_part, params, batches, *args)
         means = jax.tree.map(lambda t, o: (t / microbatches).astype(mean_dtype(o)), total, start)
         return _shards.scaled_residuals(_shards.with_residuals(means, state), 1 / microbatches)
@@ -36,15 +36,19 @@ def _exchanged_last(
 ) -> Any:
     """Gradients that are local in all microbatches but the last, which exchanges their mean."""
     before, last = (jax.tree.map(lambda x, i=i: x[i], batches) for i in (slice(-1), -1))
-    (value, grads), _, _ = _sums(value_and_grad_fn, detached(params), before, *args)
-    last_params = last_of(params, grads, microbatches)
+    (value, grads), _, state = _sums(value_and_grad_fn, detached(params), before, *args)
+    last_params = last_of(_shards.with_state(params, state), grads, microbatches)
     last_value, last_grads = value_and_grad_fn(last_params, last, *args)
+    state = _shards.next_state(state, last_grads)
+    last_grads = _shards.without_residuals(last_grads)
 
     def mean(out: Any, total: Any, _: Any = None) -> jax.Array:
         return ((total + _in_float32(out)) / microbatches).astype(mean_dtype(out))
 
     last_grads = nan_if_skipped(last_grads, grads)
-    grads = map_leaves(mean, lambda node, _, of: finished(node, of), last_grads, grads, params)
+    of_each = last_grads, grads, _shards.without_residuals(params)
+    grads = map_leaves(mean, lambda node, _, of: finished(node, of), *of_each)
+    grads = _shards.scaled_residuals(_shards.with_residuals(grads, state), 1 / microbatches)
     return jax.tree.map(mean, last_value, value), grads
 
 

@@ -236,3 +236,21 @@ def test_errors_say_what_to_write() -> None:
         jaxcomm.explain(inner, shapes())  # has notes of its own
         with pytest.raises(ValueError, match="explain the transformation without that"):
             jaxcomm.explain(compiled, shapes())
+
+
+@pytest.mark.standard_promotion  # of optax
+def test_what_update_is_given_by_name() -> None:
+    plateau = optax.contrib.reduce_on_plateau()
+    tx = optax.chain(jaxcomm.mean("data", "int8"), optax.adam(1e-3), plateau)
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        params = {"w": jnp.ones((64, 64))}
+        found = jaxcomm.explain(tx, params, value=jnp.float32(1))
+        assert found.bytes_max == jaxcomm.explain(jaxcomm.mean("data", "int8"), params).bytes_max
+
+
+def test_a_stack_that_is_one_array() -> None:
+    exchange = jaxcomm.in_backward(jaxcomm.mean("data", "int8"), ["w"])
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        found = jaxcomm.explain(exchange, {"w": jnp.zeros((3, 64, 64)), "x": jnp.zeros((8, 8))})
+    assert [leaf.path for leaf in found.leaves] == ["w", "x"]
+    assert all("int8" in leaf.travels for leaf in found.leaves)

@@ -63,7 +63,7 @@ def rand_augment(**options: Any) -> CropFlip:
 # (`train.pictures`), so only `further` of a CropFlip is left to do.
 AUGMENTATIONS: dict[str, Callable[..., CropFlip | None]] = {
     "none": lambda: None,
-    "crop_flip": CropFlip,
+    "crop_flip": lambda: CropFlip(),
     "rand_augment": rand_augment,
 }
 

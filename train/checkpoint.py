@@ -8,6 +8,7 @@ damaged later is noticed. All processes must see the same directory.
 import functools
 import json
 import math
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +31,7 @@ from train.workdir import write_whole
 
 CHECKPOINTS = "checkpoints"  # In the directory of a run.
 UNFINISHED = ".orbax-checkpoint-tmp"  # What orbax appends to the name while it writes.
+METRICS = Path("metrics", "metrics")  # Orbax's own, in a checkpoint: the results of its test.
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's own, JSON; it gets its last line after the digests.
 
 # Devices that hold the same array each write a slice of it, cut out by a program that is compiled
@@ -56,8 +58,9 @@ def where_to_continue(directory: Path, resume: bool, restarted: bool) -> int | N
         find = functools.partial(_steps, directory)
         steps = find()
         if resume or restarted:
-            whole = _last_whole(directory, find, move=True)
+            _drop_unsealed_metrics(directory)
             _move_unreadable(directory)
+            whole = _last_whole(directory, find, move=True)
     newest = steps[-1] if steps else None
     found = [-1 if step is None else step for step in (newest, whole)]
     newest, whole = multihost_utils.broadcast_one_to_all(np.array(found, np.int32)).tolist()
@@ -138,11 +141,19 @@ def _last_whole(directory: Path, find: Callable[[], list[int]], move: bool) -> i
     return None
 
 
+def _drop_unsealed_metrics(directory: Path) -> None:
+    """Drops metrics whose writing was cut off: `Checkpoints.score` adds them, then seals them."""
+    for step in _steps(directory):
+        folder = directory / str(step)
+        if (folder / METRICS.parent).exists() and not digests.has(folder, METRICS):
+            shutil.rmtree(folder / METRICS.parent)
+
+
 def _move_unreadable(directory: Path) -> None:
     """Moves checkpoints whose metrics are cut: orbax reads those of all, and would fail."""
     for step in _steps(directory):
         folder = directory / str(step)
-        if (folder / "metrics").exists() and _tested(folder) is None:
+        if (folder / METRICS.parent).exists() and _tested(folder) is None:
             print(
                 f"checkpoint {step} is damaged (its metrics cannot be read): it is moved to "
                 f"{_move(folder)}",
@@ -263,7 +274,7 @@ class Checkpoints:
         self._manager.wait_until_finished()
         folder = self._directory / str(step)
         if jax.process_index() == 0 and _tested(folder) is None:
-            write_whole(folder / "metrics" / "metrics", json.dumps(tested))
+            write_whole(folder / METRICS, json.dumps(tested))
             digests.seal(folder)
         multihost_utils.sync_global_devices(f"score {step}")
         self._manager.reload()
@@ -366,6 +377,6 @@ def _score(best: str, tested: Mapping[str, float]) -> float:
 def _tested(folder: Path) -> dict[str, float] | None:
     """The results of a checkpoint's test that orbax has kept."""
     try:
-        return json.loads((folder / "metrics" / "metrics").read_text())
+        return json.loads((folder / METRICS).read_text())
     except (OSError, ValueError):
         return None

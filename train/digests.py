@@ -15,6 +15,14 @@ def seal(folder: Path) -> None:
     write_whole(folder / FILE, json.dumps(table, indent=1, sort_keys=True) + "\n")
 
 
+def has(folder: Path, file: Path) -> bool:
+    """Whether a file of a folder was sealed; also if nobody can say, as the digests are damaged."""
+    try:
+        return str(file) in json.loads((folder / FILE).read_text())
+    except (OSError, ValueError):
+        return True
+
+
 def damage(folder: Path) -> str | None:
     """What is wrong with a sealed folder, in a few words; None if no bit has changed."""
     try:

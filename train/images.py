@@ -10,6 +10,7 @@ import tensorflow_datasets as tfds
 from train.errors import UserError
 
 Batch = dict[str, np.ndarray]
+AT_ONCE = 1024  # rows whose labels are read at once
 
 
 class Images:
@@ -30,6 +31,11 @@ class Images:
     unit = "images"
 
     def __init__(self, builder: Any, config: Any):
+        if "label" not in builder.info.features:
+            raise UserError(
+                f"config.data: the images of {config.name} have no labels, but "
+                f"{', '.join(builder.info.features)}; choose a data set for classification"
+            )
         if None in builder.info.features["image"].shape and not config.image_size:
             raise UserError(
                 f"images of {config.name} have many sizes; set --config.data.image_size=224, or "
@@ -41,7 +47,11 @@ class Images:
     def labels(self, split: str) -> np.ndarray:
         """The labels of all images of a split, without decoding the images."""
         self._size(split, "train_split")
-        return read(self._builder, split, images=False)["label"]
+        source = open_split(self._builder, split, images=False)
+        starts = range(0, len(source), AT_ONCE)  # a row comes with its image, as it is stored
+        blocks = [range(start, min(start + AT_ONCE, len(source))) for start in starts]
+        found = [row["label"] for block in blocks for row in source.__getitems__([*block])]
+        return np.array(found, np.int32)
 
     def train_rows(self, split: str) -> int:
         """How many images there are for training."""
@@ -100,20 +110,13 @@ def open_split(builder: Any, split: str, images: bool = True) -> Any:
         raise UserError(f"config.data: {error}") from error
 
 
-def read(
-    builder: Any,
-    split: str,
-    rows: np.ndarray | None = None,
-    images: bool = True,
-) -> Batch:
-    """Decodes rows of a split (all of them by default), with or without the images."""
-    source = open_split(builder, split, images)
-    rows = np.arange(len(source)) if rows is None else rows
-    examples = source.__getitems__(rows.tolist())
-    batch = {"label": np.array([example["label"] for example in examples], np.int32)}
-    if images:
-        batch["image"] = np.stack([example["image"] for example in examples])
-    return batch
+def read(builder: Any, split: str, rows: np.ndarray) -> Batch:
+    """Decodes rows of a split."""
+    examples = open_split(builder, split).__getitems__(rows.tolist())
+    return {
+        "label": np.array([example["label"] for example in examples], np.int32),
+        "image": np.stack([example["image"] for example in examples]),
+    }
 
 
 def _bytes(value: Any) -> bytes:

@@ -22,7 +22,6 @@ scheduler do.
 import contextlib
 import os
 import runpy
-import signal
 import socket
 import sys
 import tempfile
@@ -35,12 +34,9 @@ from absl import flags
 from train import streams
 from train.distributed import STARTERS, VISIBLE, check_port, has_gpus, started_as
 from train.errors import UserError, choose
-from train.signals import ENDED
-from train.supervise import Asked, supervise
+from train.supervise import FINAL, Asked, supervise
 
 TOGETHER = ("coordinator", "num_processes", "process_id")
-# Statuses of `python -m train` after which a restart would not help or is not wanted.
-FINAL = (0, 2, 3, ENDED + signal.SIGINT)
 
 
 class Launch(NamedTuple):

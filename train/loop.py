@@ -111,6 +111,7 @@ def train(
                     with recorder.pause("checkpoint"):
                         checkpoints.save(number, now, run.rows.train, tested)
             if stop and not recorder.lost:
+                profile.close(now)
                 complete(checkpoints, recorder)
                 report.stopped(number, workdir)
                 return None

@@ -55,6 +55,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--config", default="configs/digits_resnet.py")
     args = parser.parse_args()
+    if args.steps <= WARM:
+        parser.error(f"--steps must be above {WARM}, the steps that warm up, got {args.steps}")
     config = runpy.run_path(args.config)["get_config"]()
     shrink(config, args.steps)
     with tempfile.TemporaryDirectory() as workdir:

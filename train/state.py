@@ -28,22 +28,25 @@ class TrainState(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """An optimizer in two parts.
+    """An optimizer in three parts.
 
     Attributes:
       step: from gradients to a step; each device's own with `config.sync.local_optimizer`.
-      rest: the learning rate, and what the parameters add to the step.
+      decay: what the parameters add to the step.
+      rate: the learning rate. It counts skipped steps too, so that it is that of the step's number.
     """
 
     step: optax.GradientTransformation
-    rest: optax.GradientTransformation
+    decay: optax.GradientTransformation
+    rate: optax.GradientTransformation
 
 
 def sgd(config: Any, rate: optax.Schedule) -> Optimizer:
     """Nesterov momentum with the weight decay inside the gradient, as ResNets are trained."""
     decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
     momentum = optax.trace(config.momentum, nesterov=True)
-    return Optimizer(optax.chain(decay, momentum), optax.scale_by_learning_rate(rate))
+    step = optax.chain(decay, momentum)
+    return Optimizer(step, optax.identity(), optax.scale_by_learning_rate(rate))
 
 
 def adamw(config: Any, rate: optax.Schedule) -> Optimizer:
@@ -51,14 +54,15 @@ def adamw(config: Any, rate: optax.Schedule) -> Optimizer:
     decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
     return Optimizer(
         optax.scale_by_adam(config.momentum, config.b2, nesterov=config.nesterov),
-        optax.chain(decay, optax.scale_by_learning_rate(rate)),
+        decay,
+        optax.scale_by_learning_rate(rate),
     )
 
 
 def scale(config: Any, rate: optax.Schedule) -> Optimizer:
     """The learning rate alone, after a method of `train.sync` that is an optimizer itself."""
     del config
-    return Optimizer(optax.identity(), optax.scale_by_schedule(rate))
+    return Optimizer(optax.identity(), optax.identity(), optax.scale_by_schedule(rate))
 
 
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "scale": scale}
@@ -97,6 +101,11 @@ def make_optimizer(config: Any, steps: int) -> Optimizer:
 def skipping(*parts: optax.GradientTransformation) -> optax.GradientTransformation:
     """A chain that skips updates that are not finite; the recorder counts them and ends the run."""
     return optax.apply_if_finite(optax.chain(*parts), np.iinfo(np.int32).max)
+
+
+def whole(optimizer: Optimizer) -> optax.GradientTransformation:
+    """All parts of an optimizer; it skips steps that are not finite, but the rate counts them."""
+    return optax.chain(skipping(optimizer.step, optimizer.decay), optimizer.rate)
 
 
 def schedule(config: Any, steps: int) -> optax.Schedule:

@@ -49,4 +49,6 @@ class _WhileRead(io.FileIO):
 
 def _surviving(stream: TextIO, descriptor: int) -> TextIO:
     file = io.BufferedWriter(_WhileRead(os.dup(descriptor), "w"))
-    return io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=True)
+    # A name that the terminal cannot show is no reason to fail.
+    errors = "backslashreplace" if stream.errors == "strict" else stream.errors
+    return io.TextIOWrapper(file, stream.encoding, errors, line_buffering=True)

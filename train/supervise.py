@@ -12,6 +12,8 @@ from pathlib import Path
 
 from train.signals import ENDED, LAUNCHER
 
+# Statuses of `python -m train` after which a restart would not help or is not wanted.
+FINAL = (0, 2, 3, ENDED + signal.SIGINT)
 LAST_LINES = 15
 POLL_SECONDS = 0.01
 # Between SIGTERM, which makes processes save, and their end: Kubernetes and SLURM wait for 30 s.
@@ -106,11 +108,9 @@ def wait(running: list[subprocess.Popen], names: Sequence[str], logs: Path, aske
     """Waits until all processes have ended well or the first has failed, and says which."""
     while asked.signal is None:
         statuses = [process.poll() for process in running]
-        # A process that a signal has ended has a negative status and comes first: others may have
-        # failed because it was missing.
-        failed = sorted((status, rank) for rank, status in enumerate(statuses) if status)
+        failed = [(status, rank) for rank, status in enumerate(statuses) if status]
         if failed:
-            status, rank = failed[0]
+            status, rank = min(failed, key=_cause)
             lost = silent(running, logs) if status == -signal.SIGABRT else []
             end_all(running)  # Otherwise the bar of process 0 could be written after the report.
             report(names[rank], status, logs / f"{rank}.log", lost)
@@ -119,16 +119,33 @@ def wait(running: list[subprocess.Popen], names: Sequence[str], logs: Path, aske
             return 0
         time.sleep(POLL_SECONDS)
     print("launch: " + ASKED[asked.signal], file=sys.stderr)
-    saved = asked.signal == signal.SIGTERM and terminated(running, names)
+    saved = asked.signal == signal.SIGTERM and terminated(running, names, asked)
     return 0 if saved else ENDED + asked.signal
 
 
-def terminated(running: list[subprocess.Popen], names: Sequence[str]) -> bool:
-    """Asks all processes to save and end, and waits; returns whether all have ended well."""
+def _cause(failed: tuple[int, int]) -> tuple[int, int, int]:
+    """Orders processes that have failed: others may have failed because the first was missing.
+
+    First come those that a signal has ended, which have negative statuses; then those that would
+    fail again after a restart.
+    """
+    status, rank = failed
+    kinds = (status < 0, status in FINAL)
+    return 2 - 2 * kinds[0] - kinds[1], status, rank
+
+
+def terminated(running: list[subprocess.Popen], names: Sequence[str], asked: Asked) -> bool:
+    """Asks all processes to save and end, and waits; returns whether all have ended well.
+
+    Another signal, such as Ctrl-C, ends the wait.
+    """
     for process in running:
         process.terminate()
     deadline = time.monotonic() + GRACE_SECONDS
     while any(process.poll() is None for process in running) and time.monotonic() < deadline:
+        if asked.signal != signal.SIGTERM:
+            print("launch: " + ASKED[asked.signal], file=sys.stderr)
+            return False
         time.sleep(POLL_SECONDS)
     late = [name for name, x in zip(names, running, strict=True) if x.poll() is None]
     if late:

@@ -16,7 +16,7 @@ import jaxcomm
 from train.calls import read_call
 from train.errors import UserError, choose
 from train.models.transformer import SPLIT, STACK
-from train.state import Optimizer, decayed, skipping
+from train.state import Optimizer, decayed, skipping, whole
 
 AXIS = "data"
 
@@ -223,7 +223,10 @@ def algorithms(method: str) -> Mapping[str, Callable[..., Any]]:
     if method == "majority_vote":
         dense = jaxcomm.algorithms.BY_NAME
         return {name: dense[name] for name in dense if name != "native"}  # XLA has no votes
-    return jaxcomm.algorithms.BY_NAME if "algorithm" in names else CALLS["algorithm"]
+    if "algorithm" not in names:
+        return CALLS["algorithm"]
+    dense = jaxcomm.algorithms.BY_NAME
+    return {name: dense[name] for name in dense if name != "two_clusters"}  # which is for votes
 
 
 def chained(
@@ -236,8 +239,8 @@ def chained(
     """
     if config.get("local_optimizer"):
         own = jaxcomm.local(AXIS, optimizer.step)
-        return optax.chain(optax.chain(own, exchange), skipping(optimizer.rest))
-    return optax.chain(exchange, skipping(*optimizer))
+        return optax.chain(optax.chain(own, exchange), skipping(optimizer.decay), optimizer.rate)
+    return optax.chain(exchange, whole(optimizer))
 
 
 def state_of_exchange(config: Any, opt_state: Any) -> Any:
@@ -266,7 +269,7 @@ def joined(
     outer = optax.sgd(config.outer_rate, config.outer_momentum or None, nesterov)
     try:
         return jaxcomm.local_steps(
-            skipping(*optimizer), config.every, outer, exchange, fragments=config.fragments
+            whole(optimizer), config.every, outer, exchange, fragments=config.fragments
         )
     except ValueError as error:
         raise UserError(f"config.sync: {error}") from error

@@ -27,8 +27,9 @@ FREE += ("network.", "profile.")
 
 def new(name: str) -> Path:
     """A new folder for a run that was given none; all processes agree on it."""
-    seconds = int(multihost_utils.broadcast_one_to_all(np.uint32(time.time())))
-    return Path("workdir", name, time.strftime("%Y%m%d-%H%M%S", time.localtime(seconds)))
+    now = np.array(time.localtime()[:6], np.int32)  # machines may be in different time zones
+    year, month, day, *clock = multihost_utils.broadcast_one_to_all(now).tolist()
+    return Path("workdir", name, "{}{:02}{:02}-{:02}{:02}{:02}".format(year, month, day, *clock))
 
 
 @contextlib.contextmanager

@@ -30,6 +30,8 @@ class Codec:
       name: the short form that factories accept as a string.
       largest: the largest finite magnitude of the format, if sums of gradients may exceed it; None
         if the range is that of float32.
+      has_fixed_range: whether larger magnitudes than a fixed one are clipped to it, so that a mean
+        may not scale values for another codec.
       needs_error_feedback: whether a mean in this format is useless without error feedback.
     """
 
@@ -38,6 +40,7 @@ class Codec:
     )
     name: ClassVar[str]
     largest: ClassVar[float | None] = None
+    has_fixed_range: ClassVar[bool] = False
     needs_error_feedback: ClassVar[bool] = False
 
     @property

@@ -95,6 +95,7 @@ class CnatFixed(Cnat):
     """
 
     LOWEST, HIGHEST = -50, 10
+    has_fixed_range = True
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to uint8 `(..., n)`."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.algorithms._default import Default
+from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.reductions import CodedMean, RandomKMean, Reduction
 from jaxcomm.kernels import _implementations
 
@@ -58,7 +60,10 @@ def mean_of(
             "feedback is biased; use jaxcomm.mean(..., error_feedback=True), or "
             "jaxcomm.majority_vote for signs alone."
         )
-    for used in (sent, back):
+    near = chosen.near_codec if isinstance(chosen, Hierarchical) else None
+    on_the_wire = [sent, back] if near is None else [near, sent, back]
+    _check_ranges(on_the_wire)
+    for used in on_the_wire:
         if error_feedback and used.variance >= 1:
             warnings.warn(
                 f"{used.name} can be off by more than the value itself (its variance is up to "
@@ -81,6 +86,17 @@ def _sent_as(names: set[str]) -> str:
     if names == {"cnat"}:
         return "cnat"
     return "8 bits" if names == {"int8"} else "codes"
+
+
+def _check_ranges(used: Sequence[codecs.Codec]) -> None:
+    """Raises a ValueError for a codec of a fixed range beside one that values are scaled for."""
+    fixed = [codec for codec in used if codec.has_fixed_range]
+    scaled = [codec for codec in used if codec.largest is not None]
+    if fixed and scaled:
+        raise ValueError(
+            f"{fixed[0]} is for values of a fixed range, and a mean in {scaled[0].name} scales "
+            "them to the range of that format; use another codec for one of the hops."
+        )
 
 
 def _check_native(
@@ -151,7 +167,9 @@ def all_reduce_with_residual(
         nothing = jnp.zeros_like(x)
         return nothing, (nothing if reduction.keeps_errors else None)
     reduction, n = reduction.for_this_device(axis_name), x.size
-    x = jnp.pad(x, (0, reduction.padded(n, jax.lax.axis_size(axis_name)) - n))
+    world = jax.lax.axis_size(axis_name)
+    x = jnp.pad(x, (0, reduction.padded(n, world) - n))
+    x = reduction.filled(x, n, world)
     with noted((reduction, algorithm)):
         prepared = reduction.prepare(x, axis_name)
         result, errors = algorithm.all_reduce(prepared, axis_name, reduction)

@@ -77,7 +77,7 @@ _NEEDS: dict[type, tuple[str, str]] = {
 }
 
 
-def explain(tx: Any, params: Any) -> Explanation:
+def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
     """Shows how each parameter travels, in how many bytes, and what a chain needs.
 
     Nothing is compiled.
@@ -90,6 +90,7 @@ def explain(tx: Any, params: Any) -> Explanation:
       tx: a transformation of jaxcomm, alone or in a chain, as `tx.update` is called in a step.
       params: the parameters, as arrays or as `jax.ShapeDtypeStruct`s such as those of
         `jax.eval_shape`; with shardings where they are sharded.
+      **extra_args: what `tx.update` is given by name in a step, such as `value`, as arrays.
 
     Returns:
       An `Explanation`: print it, or read its `leaves`, `messages`, `bytes_max`, `own_bytes` and
@@ -137,7 +138,7 @@ def explain(tx: Any, params: Any) -> Explanation:
                 "nothing in this chain exchanges gradients; put jaxcomm.mean or another method "
                 "first: optax.chain(jaxcomm.mean('data'), optimizer)."
             )
-        program = trace(tx, params, state, layouts[0].axis_name)
+        program = trace(tx, params, state, layouts[0].axis_name, extra_args)
     finally:
         _notes.NOTES.reset(token)
     collectives = list(collectives_in(program, dict(mesh.shape)))

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,7 +89,7 @@ def nodes_of(tree: Any, kinds: Any) -> list[Any]:
     return found
 
 
-def trace(tx: Any, params: Any, state: Any, axis_name: Any) -> Any:
+def trace(tx: Any, params: Any, state: Any, axis_name: Any, extra_args: Mapping[str, Any]) -> Any:
     """The jaxpr of a step whose loss uses all parameters."""
     made = [note for note in (_notes.NOTES.get() or {}).values() if hasattr(note, "attach")]
     attached = list({id(note): note for note in made}.values())
@@ -108,7 +108,7 @@ def trace(tx: Any, params: Any, state: Any, axis_name: Any) -> Any:
         if nodes_of(state, LocalStepsState):
             at = local_params(state)
         value, grads = value_and_grad(loss, axis_name)(at, batch)
-        return value, tx.update(grads, state, params)
+        return value, tx.update(grads, state, params, **extra_args)
 
     # Placed, as batches of several processes are.
     rows = jax.NamedSharding(_axes.current_mesh(), jax.P(axis_name))
@@ -122,7 +122,8 @@ def _total(params: Any, stacks: list[str]) -> jax.Array:
     leaves = {_paths.path_name(path): x for path, x in found}
     total = jnp.zeros((), jnp.float32)
     for stack in stacks:
-        own = {path: leaves.pop(path) for path in [*leaves] if path.startswith(stack + "/")}
+        of_stack = [path for path in leaves if f"{path}/".startswith(f"{stack}/")]
+        own = {path: leaves.pop(path) for path in of_stack}
         add = lambda sum_, layer: (sum_ + _sum(exchanged(layer)), None)  # noqa: E731
         total, _ = jax.lax.scan(add, total, own)
     return total + _sum(leaves)

@@ -17,6 +17,8 @@ from jaxcomm.collectives.algorithms.direct import Direct
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.algorithms.native import Native
 from jaxcomm.collectives.algorithms.schedule import counted
+from jaxcomm.collectives.algorithms.two_clusters import TwoClusters, round_of, weights
+from jaxcomm.kernels.bitplanes import planes_for
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,6 +89,8 @@ def steps(
     if isinstance(world, tuple):
         assert isinstance(algorithm, Hierarchical)
         return _joined(_two_levels(algorithm, *world, with_counts))
+    if isinstance(algorithm, TwoClusters):
+        return _joined(_two_clusters(world, with_counts))
     if isinstance(algorithm, Native):
         algorithm = ring()
     there = _there(algorithm, world, with_counts)
@@ -123,6 +127,21 @@ def _back(algorithm: Algorithm, world: int) -> Iterator[Step]:
     for step in reversed(tuple(_there(algorithm, world, False))):
         back = seen.setdefault(id(step.pairs), step.pairs.back)
         yield dataclasses.replace(step, pairs=back, is_result=True)
+
+
+def _two_clusters(world: int, with_counts: bool) -> Iterator[Step]:
+    """Bits of votes, of segments that are as many units long as their weights."""
+    near = world // 2
+    lengths = weights(near)
+    units, bits = 2 * near * sum(lengths), planes_for(near)
+    turns = itertools.chain(lengths, (0, 0, 0))
+    before = itertools.accumulate(turns, lambda last, n: (n, *last[:3]), initial=(0, 0, 0, 0))
+    for a, b, c, d in itertools.islice(before, 1, None):
+        longest = max(2 * a + c + d, bits * b + c)
+        for distance in range(1, near + 1):
+            pairs = round_of(distance, near, a + c + d > 0, b + c > 0)
+            counts = (1,) * longest if with_counts else None
+            yield Step(Pairs(*np.asarray(pairs, int).T), longest, units, counts)
 
 
 def _two_levels(algorithm: Hierarchical, far: int, near: int, with_counts: bool) -> Iterator[Step]:

@@ -50,6 +50,8 @@ def use(cluster: Cluster | None) -> None:
     tried = [algorithms.from_name(name) for name in SCHEDULED]
     tried += [algorithms.halving_doubling(**dimensions)] if dimensions else []
 
+    tried_for_votes = [*tried, *([] if cluster.devices % 2 else [algorithms.two_clusters()])]
+
     @functools.cache
     def seconds(algorithm: Algorithm, reduction: messages.Reduction, values: int) -> float:
         return cluster.network_of(algorithm).exchange(algorithm, reduction, values).seconds
@@ -58,7 +60,8 @@ def use(cluster: Cluster | None) -> None:
         known = _as_messages(reduction, world)
         if known is None or world != cluster.devices:
             return usual
-        those = [a.for_means for a in tried] if isinstance(known, messages.Coded) else tried
+        is_mean = isinstance(known, messages.Coded)
+        those = [a.for_means for a in tried] if is_mean else tried_for_votes
         fastest = min(those, key=lambda algorithm: seconds(algorithm, known, values))
         gains = seconds(fastest, known, values) <= _GAIN * seconds(usual, known, values)
         return fastest if gains else usual

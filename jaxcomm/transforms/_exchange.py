@@ -268,7 +268,7 @@ def as_vectors(arrays: Sequence[jax.Array]) -> Arrays:
     In a region that is manual over all axes this moves nothing; elsewhere it would gather leaves
     that are sharded over an automatic axis.
     """
-    vectors = [x.reshape(-1) for x in arrays]
+    vectors = [x.reshape(-1) for x in arrays if x.size]  # empty ones say nothing
     short: dict[Any, Arrays] = {}
     for x in vectors:
         if x.size < _SHORT:

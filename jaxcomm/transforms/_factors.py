@@ -61,7 +61,8 @@ def next_squares_and_roots(
     """The decaying mean squares with this step's gradients in them, and their roots.
 
     Rows and columns are whole on every device, also those of leaves that are sharded over further
-    axes. Each device puts its part in its place, and one all-reduce over all axes adds them up.
+    axes. Each device puts its part in its place, and one all-reduce over the axis and those further
+    ones adds them up.
 
     Args:
       grads: local gradients, as they are in the current view.
@@ -74,8 +75,11 @@ def next_squares_and_roots(
       A vector like `old`, equal on all devices; and for each leaf float32 roots, corrected for the
       start at zero, in the shape of the parameter in the current view.
     """
-    mesh, filled = _axes.current_mesh(), _filled(layout)
-    size, every_axis = math.prod(mesh.shape.values()), tuple(sorted(mesh.axis_names))
+    filled = _filled(layout)
+    # A region that is manual over further axes may have other parameters along them.
+    split_over = [name for _, leaf in filled for names in _names(leaf) for n in names for name in n]
+    every_axis = tuple(sorted({*_axes.names_of(layout.axis_name), *split_over}))
+    size = _axes.axis_size(every_axis)
     shapes = {i: _shapes(leaf) for i, leaf in filled}
     if not filled:
         return old, [jnp.zeros(leaf.shape, jnp.float32) for leaf in layout.leaves]

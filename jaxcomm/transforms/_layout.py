@@ -155,8 +155,13 @@ def is_vector(path: str, shape: tuple[int, ...], stacked: bool) -> bool:
 
 
 def fits(path: str, patterns: Sequence[str]) -> bool:
-    """Whether a path fits one of the patterns."""
-    return any(path == pattern or fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+    """Whether a path fits one of the patterns.
+
+    `path_name` leaves out the `.value` of a Flax variable, and cannot tell it from a field `value`
+    of another class: so `attn` also fits "attn/value" and "attn/*".
+    """
+    spelled = path, f"{path}/value", f"{path}/*"
+    return any(p in spelled or fnmatch.fnmatchcase(path, p) for p in patterns)
 
 
 def check_names(axis_name: AxisName, exempt: Exempt, bucket_order: Sequence[str] | None) -> None:

@@ -116,9 +116,9 @@ def factored_adam(
         over several axes, or is not a mean, or if an optimizer follows in the same `optax.chain`;
         by `update` if weight decay lacks the parameters, or the mask does not fit them.
 
-    Wire: that of `exchange`, and one float32 all-reduce over all mesh axes: of a + b values for an
-    a x b matrix, and of all values of biases and norms. Where leaves are sharded over a further
-    axis, also a flag over that axis.
+    Wire: that of `exchange`, and one float32 all-reduce of a + b values for an a x b matrix, and of
+    all values of biases and norms. Where leaves are sharded over a further axis, it goes over that
+    axis too, and so does a flag.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm

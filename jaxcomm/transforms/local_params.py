@@ -8,6 +8,7 @@ import jax
 import optax
 
 from jaxcomm import _axes
+from jaxcomm._axes import AxisName
 from jaxcomm._marks import OWN_PARAMETER, mark
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._fragments import Fragments
@@ -95,4 +96,11 @@ def own_tree(state: LocalStepsState, values: Sequence[jax.Array]) -> Any:
         None if e is None else jax.ShapeDtypeStruct((state.layout.world, *e.shape), e.dtype)
         for e in state.tree.empty
     ]
-    return dataclasses.replace(state.tree, empty=tuple(empty)).state_of(list(values))
+    tree = dataclasses.replace(state.tree, empty=tuple(empty)).state_of(list(values))
+    explicit = set(_axes.names_of(axis_name)) & _axes.explicit_axes()
+    return jax.tree.map(lambda x: x if x.size or not explicit else _over(x, axis_name), tree)
+
+
+def _over(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """An array whose type says that its first axis is spread over an Explicit axis."""
+    return jax.sharding.reshard(x, jax.P(axis_name))

@@ -25,7 +25,7 @@ from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _implementations
 from jaxcomm.kernels.random_bits import seeded_key
 from jaxcomm.transforms import _roles
-from jaxcomm.transforms._buckets import buckets_of, bytes_of, key_of, split_off_exempt
+from jaxcomm.transforms._buckets import LAYER, buckets_of, bytes_of, key_of, split_off_exempt
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
@@ -36,7 +36,15 @@ from jaxcomm.transforms._exchange import (
     updates_of,
     within_range,
 )
-from jaxcomm.transforms._layout import Exempt, Layout, Leaf, check_names, layout_of, local_shape
+from jaxcomm.transforms._layout import (
+    PATHS,
+    Exempt,
+    Layout,
+    Leaf,
+    check_names,
+    layout_of,
+    local_shape,
+)
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
 from jaxcomm.transforms.per_device import PerDevice, zeros_per_device, zeros_per_group
@@ -171,7 +179,9 @@ def low_rank_mean(
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         warn_of_a_variance_behind(params, "low_rank_mean")
-        layout = _low_rank_layout(layout_of(params, axis_name, exempt, bucket_order), rank)
+        whole = layout_of(params, axis_name, exempt, bucket_order)
+        layout = _low_rank_layout(whole, rank)
+        _check_rank(whole, layout, rank)
         large, _ = split_off_exempt(layout)
         sizes = [rank * math.prod(_matrices(layout.leaves[i])[:2]) for i in large]
         starts = zeros_per_group(layout, params, [(i,) for i in large], sizes)
@@ -284,21 +294,27 @@ def _matrices(leaf: Leaf) -> tuple[int, int, int]:
 
 
 def _low_rank_layout(layout: Layout, rank: int) -> Layout:
-    """The layout in which leaves that the rank does not make smaller are exempt too.
-
-    Raises:
-      ValueError: if the rank compresses none of the leaves that could be compressed.
-    """
+    """The layout in which leaves that the rank does not make smaller are exempt too."""
     leaves = tuple(dataclasses.replace(x, exempt=not _compressed(x, rank)) for x in layout.leaves)
-    could = [x for x in layout.leaves if not (x.exempt or len(x.shape) < 2 or 0 in x.shape)]
-    if could and all(leaf.exempt for leaf in leaves):
-        largest = max(could, key=lambda leaf: math.prod(leaf.shape))
-        raise ValueError(
-            f"rank {rank} compresses no parameter: the largest, {largest.path} of shape "
-            f"{largest.shape}, would take (rows + columns) * rank values, which are no fewer than "
-            f"it has. {'Choose a lower rank' if rank > 1 else 'Use jaxcomm.mean'}."
-        )
     return dataclasses.replace(layout, leaves=leaves)
+
+
+def _check_rank(whole: Layout, layout: Layout, rank: int) -> None:
+    """Raises a ValueError if the rank compresses none of the leaves that could be compressed.
+
+    Of what `in_backward` leaves to a usual exchange, it may compress none.
+    """
+    could = [x for x in whole.leaves if not (x.exempt or len(x.shape) < 2 or 0 in x.shape)]
+    is_rest = PATHS.get() and LAYER.get() is None
+    if not could or is_rest or not all(leaf.exempt for leaf in layout.leaves):
+        return
+    largest = max(could, key=lambda leaf: math.prod(leaf.shape))
+    instead = "Choose a lower rank" if rank > 1 else "Use jaxcomm.mean"
+    raise ValueError(
+        f"rank {rank} compresses no parameter: the largest, {largest.path} of shape "
+        f"{largest.shape}, would take (rows + columns) * rank values, which are no fewer than "
+        f"it has. {instead}, or send them in float32: exempt=[{largest.path!r}]."
+    )
 
 
 def _compressed(leaf: Leaf, rank: int) -> bool:

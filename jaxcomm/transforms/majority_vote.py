@@ -101,9 +101,9 @@ def majority_vote(
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
-      algorithm: "circulant", "ring", "two_way_ring", "halving_doubling", "direct" or an algorithm
-        such as `jaxcomm.algorithms.direct(aggregator=0)`; None is "direct" on up to 16 devices, and
-        "circulant" on more; between CPU processes short vectors take fewer rounds.
+      algorithm: "circulant", "ring", "two_way_ring", "halving_doubling", "direct", "two_clusters"
+        or an algorithm such as `jaxcomm.algorithms.direct(aggregator=0)`; None is "direct" on up to
+        16 devices, and "circulant" on more; between CPU processes short vectors take fewer rounds.
       ties: the result if both signs have equally many votes: "random" (a fair coin that all devices
         share), "zero", "positive" or "negative".
       zeros: the vote of a zero: "random" (a fair coin of each device) or "abstain".

@@ -204,8 +204,10 @@ def mean(
             if is_plain:
                 with noted("float32, native"):
                     return plain_mean(parts, axis_name), None
-            size = reduction.padded(sum(g.size for g in parts.values()), layout.world)
+            n = sum(g.size for g in parts.values())
+            size = reduction.padded(n, layout.world)
             vector = joined_sums(parts, residual, size) if residual else joined(parts, size)
+            vector = reduction.filled(vector, n, layout.world)
             keyed = dataclasses.replace(reduction, key=key_of(key, layout, buckets[number]))
             return collectives.all_reduce_with_residual(vector, axis_name, keyed, chosen)
 

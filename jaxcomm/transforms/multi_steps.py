@@ -124,11 +124,13 @@ def _add(grads: list[jax.Array], state: MultiStepsState) -> dict[int, jax.Array]
 def _zeros_like(updates: Any, grads: list[jax.Array], layout: Layout) -> Any:
     """Zero updates, typed as what the exchange makes of these gradients."""
     leaves, treedef = jax.tree.flatten(updates)
-    zeros = [
-        _axes.as_varying(
-            jnp.zeros_like(u),  # also sharded as u is
-            _axes.varying_axes(g).difference(_axes.names_of(layout.axis_name)),
-        )
-        for u, g in zip(leaves, grads, strict=True)
-    ]
-    return treedef.unflatten(zeros)
+
+    def zeros(update: Any, grad: jax.Array) -> jax.Array:
+        zero = jnp.zeros_like(update)  # also sharded as it is, if all axes are Explicit
+        spec = jax.typeof(grad).sharding.spec[grad.ndim - zero.ndim :]
+        if any(spec):  # along Explicit axes
+            zero = jax.sharding.reshard(zero, jax.P(*spec))
+        further = _axes.varying_axes(grad).difference(_axes.names_of(layout.axis_name))
+        return _axes.as_varying(zero, further)
+
+    return treedef.unflatten([zeros(*pair) for pair in zip(leaves, grads, strict=True)])

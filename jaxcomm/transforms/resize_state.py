@@ -109,7 +109,8 @@ def _resized(new: Any, old: Any) -> Any:
         raise ValueError(
             f"the state is not one of this transformation: it keeps {len(old)} arrays for "
             f"each device where this one has {len(new.values)}, as with other error_feedback or "
-            "exempt. Make tx as in the run that saved the state."
+            "exempt, or on one device, where jaxcomm.sharded splits nothing and has no residuals. "
+            "Make tx as in the run that saved the state, on two devices or more."
         )
     resize = _dealt if new.are_shares else _spread
     triples = zip(new.values, old, new.specs, strict=True)

@@ -136,7 +136,8 @@ def dense_first(
 
     Raises:
       ValueError: for a negative number of steps; by `init` as for `stages`, and without `dense`
-        also if `inner` is more than an exchange, or has the momentum of the optimizer.
+        also if `inner` is more than an exchange, such as a chain with `jaxcomm.local`, or has the
+        momentum of the optimizer.
 
     Wire: that of `dense`, then that of `inner`, in the branches of a conditional.
 
@@ -157,6 +158,12 @@ def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientT
     def init_fn(params: Any) -> Any:
         state = inner.init(params)
         axis_name = axis_of(state, "dense_first")
+        if _roles.LOCAL in _roles.roles_of(state):
+            raise ValueError(
+                "dense_first replaces all of inner by a mean, also what comes before its exchange. "
+                "Put that in front: optax.chain(jaxcomm.local(...), jaxcomm.dense_first(exchange, "
+                "steps)); or say with dense= what the first steps do."
+            )
         if _roles.roles_of(state) & {_roles.FINISHED, _roles.OTHER}:
             raise ValueError(
                 "dense_first replaces all of inner by a mean, and this inner is more than an "

@@ -7,7 +7,7 @@ import jax
 import optax
 
 from jaxcomm import _paths
-from jaxcomm.transforms._layout import STACKED, fits, require_strings
+from jaxcomm.transforms._layout import PATHS, STACKED, fits, require_strings
 from jaxcomm.transforms._wrappers import with_extra_args
 
 
@@ -46,6 +46,8 @@ def with_layer_axis(
     tx = with_extra_args(tx, "with_layer_axis", "tx")
 
     def init_fn(params: Any) -> Any:
+        if PATHS.get():  # inside `in_backward`, whose layers have no such axis
+            return tx.init(params)
         leaves = jax.tree_util.tree_leaves_with_path(params)
         shapes = {_paths.path_name(path): jax.numpy.shape(leaf) for path, leaf in leaves}
         for pattern in layers:

@@ -140,7 +140,9 @@ def test_long_vectors_travel_in_whole_blocks(
     whole = n - 37 + world * even
     reduction, _ = collectives.mean_of(codec, algorithm, error_feedback=True)
     assert reduction.padded(n, world) == whole == reduction.padded(whole, world)
-    assert reduction.padded(n - 38, world) == n - 38  # too short for it
+    short = n - 38  # too short for it; messages that are filled up are equally long
+    equal = -(-short // world) * world
+    assert reduction.padded(short, world) == (equal if codec.needs_error_feedback else short)
     x = normal(world, n)
     result, errors = exchanged(x, mesh, chosen, codec=codec, error_feedback=True)
     assert result.shape == errors.shape == x.shape
@@ -149,4 +151,6 @@ def test_long_vectors_travel_in_whole_blocks(
     padded, _ = exchanged(
         np.concatenate([x, zeros], 1), mesh, chosen, codec=codec, error_feedback=True
     )
-    np.testing.assert_array_equal(result, padded[:, :n])
+    # The zeros do not fill up the last block of a codec that has no code for them.
+    same = n - n % even if codec.needs_error_feedback else n
+    np.testing.assert_array_equal(result[:, :same], padded[:, :same])

@@ -16,6 +16,7 @@ from jaxcomm.collectives.algorithms import (
     halving_doubling,
     hierarchical,
     ring,
+    two_clusters,
 )
 from jaxcomm.plan import Coded, Simulation, Votes, load
 from jaxcomm.plan.fabrics import clusters, star
@@ -82,3 +83,12 @@ def test_two_levels_count_devices_of_both() -> None:
     assert found.sent == sum(planes) * n / 16 / 8
     with pytest.raises(ValueError, match="needs as many hosts; there are 16"):
         made.exchange(ring(), Votes(), n, 8)
+
+
+def test_two_clusters_are_planned_with_the_bits_that_they_send() -> None:
+    """By its programs in tests/collectives/test_two_clusters.py: 2.72 bits a vote of 16 devices."""
+    n = 32 * 16 * 36 * 100
+    found = Simulation(clusters("clusters", 16, 100)).exchange(two_clusters(), Votes(), n)
+    assert found.seconds == pytest.approx(2.722 * n / 100e6, rel=1e-3)
+    assert found.sent == pytest.approx(2.72 / 8 * n, rel=1e-2)
+    assert found.bytes_busiest_link == pytest.approx(2.72 / 8 * n, rel=1e-2)

@@ -83,3 +83,15 @@ def test_a_named_algorithm_is_taken_as_it_is():
 def test_a_name_is_no_cluster():
     with pytest.raises(TypeError, match=r"plan.load_cluster\('star'\)"):
         plan.use("star")
+
+
+def test_long_votes_of_two_clusters_keep_the_link_between_them_busy():
+    votes = jaxcomm.majority_vote("data")
+    usual = sent_by(votes, n=2**20)
+    plan.use(plan.cluster(clusters("rooms", hosts=8, rate="10Mbit")))
+    planned = sent_by(votes, n=2**20)
+    assert "all-to-all" in usual[0] and "all-to-all" not in planned[0]
+    np.testing.assert_array_equal(planned[1], usual[1])
+    named = sent_by(jaxcomm.majority_vote("data", "two_clusters"), n=2**20)
+    assert named[0] == planned[0]
+    np.testing.assert_array_equal(named[1], usual[1])

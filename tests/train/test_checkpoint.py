@@ -138,6 +138,23 @@ def test_a_damaged_test_of_an_old_checkpoint_stops_no_restart(
         where_to_continue(folder, False, False)
 
 
+@pytest.mark.parametrize("written", ["", "{"])
+def test_a_test_that_was_cut_off_costs_no_checkpoint(tmp_path: Path, written: str) -> None:
+    """A run adds a test to the checkpoint of one that was asked to end, and is killed meanwhile."""
+    folder = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(folder, 1, "test_loss")
+    checkpoints.save(1, state_of(5, 1), position())
+    checkpoints.close()
+    (folder / "1" / "metrics").mkdir()
+    (folder / "1" / "metrics" / "metrics.tmp").write_text(written)
+    assert int(restored(folder, state_of(5, 0)).step) == 1
+    again = Checkpoints(folder, 1, "test_loss")
+    again.score(1, {"test_loss": 1.0})
+    again.close()
+    assert where_to_evaluate(folder, "test_loss") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
+
+
 def test_a_half_written_checkpoint_is_not_seen(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(1, state_of(5, 1), position())

@@ -2,6 +2,7 @@
 
 import io
 import multiprocessing
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import tensorflow_datasets as tfds
 from ml_collections import config_dict
 from sklearn.datasets import load_digits
 
-from train import augment, data, digits
+from train import augment, data, digits, images
 from train.errors import UserError
 from train.images import read
 
@@ -304,7 +305,9 @@ def test_a_data_set_that_is_damaged(
         data.load(settings, 32, [0], WORLD, 0)
 
 
-def test_images_that_are_stored_as_png(tmp_path: Path, settings: config_dict.ConfigDict) -> None:
+def test_images_that_are_stored_as_png(
+    tmp_path: Path, settings: config_dict.ConfigDict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A builder that decodes: the labels alone are read without decoding its images."""
 
     class Png(digits.Digits):
@@ -330,6 +333,11 @@ def test_images_that_are_stored_as_png(tmp_path: Path, settings: config_dict.Con
 
     builder = Png(data_dir=str(tmp_path), file_format="array_record")
     builder.download_and_prepare()
-    whole = read(builder, "test")
+    whole = read(builder, "test", np.arange(360))
     assert whole["image"].shape == (360, 8, 8, 1) and whole["image"].dtype == np.uint8
-    assert (whole["label"] == read(builder, "test", images=False)["label"]).all()
+    monkeypatch.setattr(images, "AT_ONCE", 100)
+    rows = images.Images(builder, config_dict.create(name="digits", image_size=0))
+    assert (whole["label"] == rows.labels("test")).all()
+    bears = types.SimpleNamespace(info=types.SimpleNamespace(features={"image": None}))
+    with pytest.raises(UserError, match="the images of bears have no labels, but image; choose"):
+        images.Images(bears, config_dict.create(name="bears", image_size=0))

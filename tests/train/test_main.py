@@ -343,7 +343,7 @@ def without_mean(config: config_dict.ConfigDict) -> None:
         (change("sync.codec", "cnatt"), "config.sync.codec: .* 'cnatt'; did you mean 'cnat'"),
         (change("sync.algorithm", "rung"), "config.sync.algorithm: .*; did you mean 'ring'"),
         (change("sync.algorithm", "oktopk"), "'oktopk'; it is one of native, .*, circulant$"),
-        (votes_by("nativ"), "'nativ'; it is one of direct, ring, two_way_ring, .*, circulant$"),
+        (votes_by("nativ"), "'nativ'; it is one of direct, ring, two_way_ring, .*, two_clusters$"),
         (
             change("optimizer.warmup_steps", 5),
             "warmup_steps=5 is more than config.steps=4: .*=0, or",

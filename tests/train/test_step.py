@@ -179,7 +179,7 @@ def test_evaluation_leaves_padding_out() -> None:
 
 def alone(tx: optax.GradientTransformation) -> state.Optimizer:
     """A transformation as the whole optimizer."""
-    return state.Optimizer(tx, optax.identity())
+    return state.Optimizer(tx, optax.identity(), optax.identity())
 
 
 def optimizer(**fields: Any) -> config_dict.ConfigDict:
@@ -194,7 +194,7 @@ def test_only_weights_decay() -> None:
     zeros = jax.tree.map(jnp.zeros_like, params)
     for name in ("sgd", "adamw"):
         config = optimizer(name=name, warmup_steps=0, weight_decay=0.1)
-        tx = state.skipping(*state.make_optimizer(config, 10))
+        tx = state.whole(state.make_optimizer(config, 10))
         updates, _ = tx.update(zeros, tx.init(params), params)
         assert float(jnp.abs(updates["w1"]).max()) > 0
         assert float(jnp.abs(updates["b1"]).max()) == 0
@@ -240,7 +240,7 @@ def test_methods_that_are_optimizers_decay_weights_only(method: str) -> None:
 
 def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
     config = optimizer(learning_rate=0.5, warmup_steps=4, momentum=0.0, weight_decay=0.0)
-    tx = state.skipping(*state.make_optimizer(config, 12))
+    tx = state.whole(state.make_optimizer(config, 12))
     params = {"w": jnp.ones(())}
     now, rates = tx.init(params), []
     for _ in range(13):
@@ -248,6 +248,21 @@ def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
         rates.append(-float(updates["w"]))
     np.testing.assert_allclose(rates[:5], [0, 0.125, 0.25, 0.375, 0.5], rtol=1e-6)
     assert rates[12] == pytest.approx(0, abs=1e-7) and sorted(rates[4:]) == rates[:3:-1]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "scale"])
+def test_the_learning_rate_is_that_of_the_step_also_after_skipped_ones(name: str) -> None:
+    config = optimizer(name=name, warmup_steps=3, momentum=0.0, weight_decay=0.0)
+    tx = state.whole(state.make_optimizer(config, 8))
+    params = {"w": jnp.ones(())}
+    now, rates = tx.init(params), []
+    for number in range(8):
+        gradient = jnp.nan if number in (1, 2, 5) else 1.0
+        updates, now = tx.update({"w": jnp.asarray(gradient)}, now, params)
+        rates.append(abs(float(updates["w"])))
+    expected = np.array(state.learning_rates(config, 8))
+    expected[[1, 2, 5]] = 0
+    np.testing.assert_allclose(rates, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("limit", [None, 1e-3, 1e3])
@@ -267,7 +282,7 @@ def test_the_mean_gradient_is_clipped_as_plain_optax_does(limit: float | None) -
         updates, own = plain.update(jax.grad(loss)(expected, batch), own, expected)
         expected = optax.apply_updates(expected, updates)
     with jax.set_mesh(jaxcomm.data_mesh()):
-        tx = optax.chain(jaxcomm.mean(sync.AXIS), state.skipping(*state.make_optimizer(config, 4)))
+        tx = optax.chain(jaxcomm.mean(sync.AXIS), state.whole(state.make_optimizer(config, 4)))
         now = state.init(parameters(), tx)
         run = jax.jit(step.make_train_step(step.make_gradient(forward, 0.0, 1), tx))
         for batch in batches(3, 32):
@@ -285,7 +300,7 @@ def test_the_mean_gradient_is_clipped_as_plain_optax_does(limit: float | None) -
 def test_adam_takes_its_b2_from_the_config() -> None:
     params = {"w": jnp.ones((2, 2))}
     for b2 in (0.999, 0.9):
-        tx = state.skipping(*state.make_optimizer(optimizer(name="adamw", b2=b2), 100))
+        tx = state.whole(state.make_optimizer(optimizer(name="adamw", b2=b2), 100))
         _, now = tx.update(params, tx.init(params), params)
         (nu,) = [
             x
@@ -303,7 +318,8 @@ def test_a_step_that_is_not_finite_is_skipped(name: str) -> None:
         exchange = jaxcomm.one_bit_adam("data", 1.0, dense_steps=2)
     else:
         exchange = jaxcomm.mean("data", "int8", error_feedback=True)
-    tx = optax.chain(exchange, state.skipping(*state.make_optimizer(config, 10)))
+    rate = optax.scale(1e-2 if name == "scale" else -1e-2)  # of every step, also after a skip
+    tx = optax.chain(exchange, state.whole(state.make_optimizer(config, 10)._replace(rate=rate)))
     good, bad = batches(4, 32), batches(1, 32)[0]
     bad["image"][3] = 255
 

@@ -1,8 +1,10 @@
 """Processes that belong together: who failed is named, and none is left behind."""
 
+import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,36 @@ def test_who_was_killed_is_named_before_who_failed_for_want_of_it(
     assert "launch: process 3 on node2 failed with signal SIGKILL" in capfd.readouterr().err
 
 
+def test_among_failures_of_one_moment_one_that_would_come_again_counts(tmp_path: Path) -> None:
+    running = [subprocess.Popen(command) for command in python(*map("exit({})".format, (1, 3, 1)))]
+    for process in running:
+        process.wait()
+    status = supervision.wait(running, ["0", "1", "2"], tmp_path, supervision.Asked())
+    assert status == 3 and status in supervision.FINAL
+
+
+def test_ctrl_c_ends_the_wait_for_processes_that_save(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM came first; they would have 25 s."""
+    ready = tmp_path / "ready"
+    deaf = f"import signal, time; signal.signal(15, lambda *_: open({str(ready)!r}, 'w'));"
+    script = (
+        "import sys, pathlib; from train import supervise\n"
+        f"deaf = [sys.executable, '-c', {deaf + ' [time.sleep(9) for _ in range(9)]'!r}]\n"
+        "sys.exit(supervise.supervise([deaf], [{}], '0', pathlib.Path(), supervise.Asked()))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script])
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    while not ready.exists():
+        time.sleep(0.01)
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(10) == 128 + signal.SIGINT and time.monotonic() - started < 5
+    assert "interrupted; all processes end" in capfd.readouterr().err
+
+
 def test_a_killed_process_is_named_with_its_signal(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,7 +157,8 @@ def terminated(process: subprocess.Popen, ready: Path) -> bool:
     """Ends a process by SIGTERM once a file is there."""
     while not ready.exists():
         time.sleep(0.01)
-    return supervision.terminated([process], ["0"])
+    asked = types.SimpleNamespace(signal=signal.SIGTERM)
+    return supervision.terminated([process], ["0"], asked)
 
 
 @pytest.mark.parametrize("own", [0, 1])

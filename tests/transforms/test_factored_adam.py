@@ -263,3 +263,29 @@ def test_bad_input_raises() -> None:
                 with pytest.raises(ValueError, match="_adam are final"):
                     optax.named_chain(("a", made), ("b", behind)).init(params)
         optax.chain(jaxcomm.local("data", optax.trace(0.9)), tx, optax.scale(0.1)).init(params)
+
+
+def test_shards_that_are_made_inside_a_shard_map_have_squares_of_their_own(
+    mesh4x2: jax.sharding.Mesh,
+) -> None:
+    """As with the state of all shards together, made outside."""
+    tx = jaxcomm.factored_adam(jaxcomm.mean("data"), 0.1)
+    axes, spec = ("data", "model"), {"b": jax.P("model")}
+    params = {"b": np.ones(8, np.float32)}
+    grads = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+    grads = grads * np.where(np.arange(8) < 4, 1, 100)
+
+    def update(params: Any, grads: Any, state: Any = None) -> Any:
+        state = tx.init(params) if state is None else state
+        return tx.update(jaxcomm.mark_local({"b": grads[0]}), state, params)[0]
+
+    with jax.set_mesh(mesh4x2):
+        params = jax.device_put(params, jax.NamedSharding(mesh4x2, spec["b"]))
+        states = jaxcomm.state_spec(tx, params, mesh4x2)
+        given = spec, jax.P(*axes)
+        made = [
+            jax.jit(jax.shard_map(update, in_specs=specs, out_specs=spec, check_vma=False))
+            for specs in (given, (*given, states))
+        ]
+        inside, outside = made[0](params, grads), made[1](params, grads, tx.init(params))
+    np.testing.assert_allclose(inside["b"], outside["b"], rtol=1e-6)

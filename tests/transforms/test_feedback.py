@@ -239,6 +239,11 @@ def test_exempt_leaves_are_exact(exempt: Any, compressed: set[str]) -> None:
         ),
         ({"algorithm": "native", "second_hop": "int8"}, ValueError, "one all-reduce in one format"),
         ({"second_hop": "random_k"}, ValueError, "draws once for both hops"),
+        (
+            {"codec": "float16", "second_hop": codecs.cnat("fixed")},
+            ValueError,
+            "for values of a fixed range, and a mean in float16 scales them",
+        ),
         ({"second_hop": "int7"}, ValueError, "unknown codec 'int7'"),
     ],
 )
@@ -275,6 +280,10 @@ def test_errors_that_may_grow_are_warned_of(codec: codecs.Codec) -> None:
         jaxcomm.mean("data", codec, error_feedback=True)
     with pytest.warns(UserWarning, match="errors that are fed back may grow"):
         jaxcomm.mean("data", "int8", second_hop=codec, error_feedback=True)
+    direct = jaxcomm.algorithms.direct()
+    near = jaxcomm.algorithms.hierarchical(near=direct, far=direct, near_codec=codec)
+    with pytest.warns(UserWarning, match="errors that are fed back may grow"):
+        jaxcomm.mean(("far", "near"), "bfloat16", near, error_feedback=True)
     jaxcomm.mean("data", codec)
     jaxcomm.mean("data", codecs.qsgd(levels=7, block_size=32), error_feedback=True)
 
@@ -324,3 +333,20 @@ def test_few_bits_in_front_of_a_variance_say_what_to_take() -> None:
             assert [warning.filename for warning in found] == [__file__], "not a line of optax"
         for tx in good:
             tx.init(params)  # a warning would be an error
+
+
+@pytest.mark.parametrize("codec", ["scaled_sign", "int2"])
+@pytest.mark.parametrize("is_long", [True, False])
+def test_the_last_values_of_a_bucket_wait_no_longer_than_others(codec: str, is_long: bool) -> None:
+    """Their block is filled up; zeros would make its scale, and all that is sent, too small."""
+    block = 1024 if codec == "scaled_sign" else 256
+    # Two values in a block of 1024 or 256, and one in a block of 4.
+    n = WORLD * 64 * block + 2 if is_long else WORLD * (block + 4) - 2
+    tx = jaxcomm.mean("data", codec, error_feedback=True)
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD])):
+        state, update = tx.init({"w": jnp.zeros((2, n // 2))}), jax.jit(tx.update)
+        grads, total = {"w": jnp.ones((WORLD, 2, n // 2))}, 0
+        for _ in range(8):
+            updates, state = update(grads, state)
+            total += np.asarray(updates["w"])
+    np.testing.assert_allclose(total, 8.0, rtol=1e-2)

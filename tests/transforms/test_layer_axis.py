@@ -1,5 +1,6 @@
 """Which leaves are exempt where layers are stacked for a scan."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -143,3 +144,31 @@ def test_bad_patterns(make_mesh: Any) -> None:
             jaxcomm.with_layer_axis(jaxcomm.mean("data"), ["layers/*"]).init(EQUINOX)
         with pytest.raises(ValueError, match="parameter t has no axis that could count layers"):
             jaxcomm.with_layer_axis(jaxcomm.mean("data"), ["*"]).init({"t": jnp.zeros(())})
+
+
+def test_inside_the_backward_pass_a_layer_has_no_such_axis(make_mesh: Any) -> None:
+    inner = jaxcomm.with_layer_axis(jaxcomm.mean("data", "int8"), ["blocks/*"])
+    found = []
+    with jax.set_mesh(make_mesh(WORLD)):
+        for exchange in (inner, jaxcomm.mean("data", "int8")):
+            state = jaxcomm.in_backward(exchange, ["blocks"]).init(EQUINOX)
+            (layers,) = state.layers
+            found.append({leaf.path for leaf in layers.layout.leaves if leaf.exempt})
+    assert found[0] == found[1] and "blocks/mlp/weight" not in found[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Attention:
+    """Whose field `value` is no Flax variable."""
+
+    query: Any
+    value: Any
+
+
+def test_a_field_named_value_fits_patterns(make_mesh: Any) -> None:
+    params = {"attn": Attention(jnp.zeros((8, 8)), jnp.zeros((8, 8))), "out": jnp.zeros((8, 8))}
+    with jax.set_mesh(make_mesh(WORLD)):
+        for pattern, number in (("attn/*", 2), ("attn/value", 1), ("attn/query", 1)):
+            state = jaxcomm.mean("data", "int8", exempt=[pattern]).init(params)
+            assert sum(leaf.exempt for leaf in state.layout.leaves) == number, pattern

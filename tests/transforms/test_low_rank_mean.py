@@ -267,6 +267,12 @@ def test_only_leaves_that_become_smaller_are_compressed(make_mesh: Any) -> None:
         assert [leaf.path for leaf in state.layout.leaves if not leaf.exempt] == ["long"]
         with pytest.raises(ValueError, match=r"rank 3 compresses no parameter: the largest, long"):
             jaxcomm.low_rank_mean("data", 3).init(params)
+        jaxcomm.low_rank_mean("data", 3, exempt=["long"]).init({"long": params["long"]})
+        stacked = {"blocks": jnp.zeros((2, 64, 64)), "head": jnp.zeros((64, 2))}
+        inside = jaxcomm.in_backward(jaxcomm.low_rank_mean("data", 3), ["blocks"])
+        inside.init(stacked)  # of the head nothing is compressed, of the blocks much
+        with pytest.raises(ValueError, match=r"or send them in float32: exempt=\['blocks'\]"):
+            inside.init({**stacked, "blocks": jnp.zeros((2, 64, 2))})
 
 
 def test_dense_steps_first() -> None:

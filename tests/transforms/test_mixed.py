@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import jaxcomm
+from jaxcomm.transforms.per_device import PerDevice
 from transforms.scanned_layers import WIDTH, Params, assert_equal, batch, initial, mesh_of
 
 LABELS = {"blocks": "layers", "embed": "whole", "table": "split"}
@@ -75,3 +76,37 @@ def test_a_parameter_that_two_exchange() -> None:
         plain = jaxcomm.mean("data").init(jaxcomm.replicate(params))
         with pytest.raises(ValueError, match="found none"):
             jaxcomm.sharded_params(params, plain)
+
+
+@pytest.mark.standard_promotion  # optax promotes
+@pytest.mark.parametrize("micro", [1, 4])
+def test_microbatches_keep_the_residuals_of_shards_beside_the_backward_pass(micro: int) -> None:
+    """Updates and residuals add up to the gradients, and each microbatch rounds differently."""
+    mean = jaxcomm.mean("data", "int8", error_feedback=True)
+    exchange, split = jaxcomm.in_backward(mean, ["blocks"]), jaxcomm.sharded(mean)
+    ways = {"layers": exchange, "split": split, "whole": jaxcomm.mean("data")}
+    tx, steps = optax.partition(ways, LABELS), 3
+    with jax.set_mesh(mesh_of()):
+        params = jaxcomm.replicate(weights())
+        params["table"] = jaxcomm.shard({"t": params["table"]}, "data")["t"]
+        state, data = tx.init(params), jaxcomm.global_batch(batch(), "data")
+        gradient = jaxcomm.accumulate(jaxcomm.value_and_grad(loss_fn, "data"), micro)
+
+        @jax.jit
+        def step(params: Params, state: Any) -> Any:
+            at = jaxcomm.sharded_params(exchange.attach(params, state), state)
+            return tx.update(gradient(at, data)[1], state, params)
+
+        total: Any = jax.tree.map(jnp.zeros_like, params)
+        for _ in range(steps):
+            updates, state = step(params, state)
+            total = jax.tree.map(jnp.add, total, updates)
+        plain = jaxcomm.replicate(weights())
+        _, grads = jax.jit(jaxcomm.value_and_grad(loss_fn, "data"))(plain, data)
+        whole = jaxcomm.mean("data")
+        expected, _ = whole.update(grads, whole.init(plain))
+    is_own = lambda x: isinstance(x, PerDevice)  # noqa: E731
+    kept = [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
+    left = [np.asarray(v).mean(0) for x in kept for v in x.values if v.shape[-2:] == TABLE]
+    assert len(left) == 1 and np.abs(left[0]).max() > 0
+    np.testing.assert_allclose(total["table"] + left[0], steps * expected["table"], atol=1e-4)

@@ -134,3 +134,22 @@ def test_an_optimizer_behind_would_see_zeros(
             optax.chain(jaxcomm.multi_steps(mean, 4), optimizer).init(params)
         jaxcomm.multi_steps(optax.chain(mean, optimizer), 4).init(params)
         optax.chain(jaxcomm.multi_steps(mean, 4), optax.sgd(0.1)).init(params)
+
+
+def test_parameters_split_over_an_explicit_axis_beside_an_automatic_one() -> None:
+    kinds = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=kinds, devices=jax.devices()[:4])
+    tx = jaxcomm.multi_steps(jaxcomm.mean("data"), 2)
+    with jax.set_mesh(mesh):
+        params = {"w": jax.device_put(np.ones((8, 16), np.float32), jax.P(None, "model"))}
+        state, x = tx.init(params), jaxcomm.global_batch(np.ones((8, 4), np.float32), "data")
+
+        @jax.jit
+        def step(params: Any, state: Any) -> Any:
+            loss = lambda p, x: jnp.sum(p["w"]) * jnp.mean(x)  # noqa: E731
+            _, grads = jaxcomm.value_and_grad(loss, "data")(params, x)
+            return tx.update(grads, state, params)
+
+        first, state = step(params, state)
+        second, _ = step(params, state)
+    assert (np.asarray(first["w"]) == 0).all() and (np.asarray(second["w"]) == 1).all()

@@ -116,6 +116,13 @@ INT8, SGD = jaxcomm.mean("data", "int8"), optax.sgd(0.1)
             "more than an exchange",
         ),
         (lambda: jaxcomm.dense_first(jaxcomm.factored_adam(INT8, 0.1), 3), "more than an exchange"),
+        # The first steps would lack the momentum.
+        (
+            lambda: jaxcomm.dense_first(
+                optax.chain(jaxcomm.local("data", optax.trace(0.9)), INT8), 3
+            ),
+            r"optax.chain\(jaxcomm.local\(\.\.\.\), jaxcomm.dense_first\(exchange, steps\)\)",
+        ),
         (
             lambda: jaxcomm.dense_first(jaxcomm.multi_steps(INT8, 2), 3),
             r"optax.chain\(jaxcomm.dense_first\(exchange, steps\), optimizer\)",

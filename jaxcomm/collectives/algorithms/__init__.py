@@ -14,6 +14,7 @@ from jaxcomm.collectives.algorithms.halving_doubling import halving_doubling
 from jaxcomm.collectives.algorithms.hierarchical import hierarchical
 from jaxcomm.collectives.algorithms.native import native
 from jaxcomm.collectives.algorithms.ring import ring, two_way_ring
+from jaxcomm.collectives.algorithms.two_clusters import two_clusters
 
 __all__ = [
     "Algorithm",
@@ -25,6 +26,7 @@ __all__ = [
     "hierarchical",
     "native",
     "ring",
+    "two_clusters",
     "two_way_ring",
 ]
 
@@ -37,6 +39,7 @@ BY_NAME: dict[str, Callable[..., Algorithm]] = {
     "two_way_ring": two_way_ring,
     "halving_doubling": halving_doubling,
     "circulant": circulant,
+    "two_clusters": two_clusters,
 }
 
 

@@ -137,4 +137,4 @@ def halving_doubling(
     References:
       R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004.
     """
-    return HalvingDoubling(order, devices_per_switch, grid)
+    return HalvingDoubling(order, devices_per_switch, None if grid is None else tuple(grid))

@@ -19,6 +19,8 @@ from jaxcomm.collectives.algorithms._algorithm import (
 )
 from jaxcomm.collectives.reductions import CodedMean, Prepared, Reduction
 
+NOT_ON_A_LEVEL = ("native", "hierarchical", "two_clusters")  # no reduce-scatter to go on with
+
 
 @dataclasses.dataclass(frozen=True)
 class Hierarchical(Algorithm):
@@ -173,7 +175,7 @@ def hierarchical(
                 f"hierarchical takes algorithms, got the name {algorithm!r}; "
                 f"write jaxcomm.algorithms.{algorithm}()."
             )
-        if not isinstance(algorithm, Algorithm) or algorithm.name in ("native", "hierarchical"):
+        if not isinstance(algorithm, Algorithm) or algorithm.name in NOT_ON_A_LEVEL:
             raise TypeError(
                 f"hierarchical needs a direct, ring, halving_doubling or circulant algorithm for "
                 f"each axis, got {algorithm!r}."
