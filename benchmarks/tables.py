@@ -156,6 +156,7 @@ MAJORITY = {
     "vote/halving_doubling": 'vote, `"halving_doubling"`',
     "vote/circulant": 'vote, `"circulant"`',
     "vote/hierarchical": "vote, `hierarchical`, direct in both halves",
+    "vote/two_clusters": 'vote, `"two_clusters"`',
 }
 
 

@@ -71,4 +71,4 @@ def _as_rst(app, what, name, obj, options, lines):
 
 def setup(app):
     """Sphinx calls this."""
-    app.connect("autodoc-process-docstring", _as_rst, priority=600)  # behind napoleon
+    app.connect("autodoc-process-docstring", _as_rst, priority=600)  # after napoleon

@@ -43,7 +43,7 @@ def test_results_in_the_readme_stand_in_tables_that_are_made_or_checked() -> Non
     assert results_in_prose((ROOT / "README.md").read_text()) == {"6.00", "3.00", "0.19"}
     assert bytes_of_four >= {"6.00", "3.00", "0.19"}
     drawing = (ROOT / "docs/images/one_step.svg").read_text()
-    assert {*re.findall(r">([\d.]+) bytes a weight<", drawing)} == {"6.00", "0.19"}
+    assert {*re.findall(r">([\d.]+) bytes per weight<", drawing)} == {"6.00", "0.19"}
 
 
 def test_a_result_in_prose_is_found() -> None:

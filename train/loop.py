@@ -113,8 +113,7 @@ def train(
             if stop and not recorder.lost:
                 profile.close(now)
                 complete(checkpoints, recorder)
-                report.stopped(number, workdir)
-                return None
+                return report.stopped(number, workdir)
         with recorder.pause("test"):
             profile.close(now)
         tested = tested or tests(config.steps, now)

@@ -143,7 +143,7 @@ def terminated(running: list[subprocess.Popen], names: Sequence[str], asked: Ask
         process.terminate()
     deadline = time.monotonic() + GRACE_SECONDS
     while any(process.poll() is None for process in running) and time.monotonic() < deadline:
-        if asked.signal != signal.SIGTERM:
+        if asked.signal is not None and asked.signal != signal.SIGTERM:
             print("launch: " + ASKED[asked.signal], file=sys.stderr)
             return False
         time.sleep(POLL_SECONDS)

@@ -25,7 +25,7 @@ _MIB = 2**20
 # Arguments of `jaxcomm.algorithms.halving_doubling`, by name.
 Dimensions = tuple[tuple[str, Any], ...]
 FEEDBACK = "error feedback"
-FEW_BITS = f"{FEEDBACK} behind jaxcomm.local of the optimizer, or factored_adam"
+FEW_BITS = f"{FEEDBACK} after jaxcomm.local of the optimizer, or factored_adam"
 
 
 @dataclasses.dataclass(frozen=True)

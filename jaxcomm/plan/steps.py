@@ -18,7 +18,6 @@ from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.algorithms.native import Native
 from jaxcomm.collectives.algorithms.schedule import counted
 from jaxcomm.collectives.algorithms.two_clusters import TwoClusters, round_of, weights
-from jaxcomm.kernels.bitplanes import planes_for
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,7 +132,7 @@ def _two_clusters(world: int, with_counts: bool) -> Iterator[Step]:
     """Bits of votes, of segments that are as many units long as their weights."""
     near = world // 2
     lengths = weights(near)
-    units, bits = 2 * near * sum(lengths), planes_for(near)
+    units, bits = 2 * near * sum(lengths), near.bit_length()
     turns = itertools.chain(lengths, (0, 0, 0))
     before = itertools.accumulate(turns, lambda last, n: (n, *last[:3]), initial=(0, 0, 0, 0))
     for a, b, c, d in itertools.islice(before, 1, None):

@@ -57,8 +57,8 @@ def gather(params: Any, *, within: AxisName | None = None) -> Any:
     Call it in the loss, where parameters are needed: for each layer inside `jax.lax.scan` and
     `jax.checkpoint`, so that a device holds one whole layer at a time. `jax.checkpoint` gathers
     again in the backward pass; the gradient is still exchanged only once. Gather a parameter once
-    and use the result as often as you like: with error feedback, or in two calls of one
-    microbatch, gathering twice would mix up its state, and makes the update NaN.
+    and use the result as often as you like: gathered twice it is sent twice, and with error
+    feedback the update is NaN, as nobody could tell its two residuals apart.
 
     Args:
       params: a pytree of what `jaxcomm.sharded_params` returned, or a part of it, or the slice

@@ -138,9 +138,9 @@ def local_steps(
       >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
       ...     for tx, every in (diloco, 32), (few_bytes, 4):
       ...         sent = jaxcomm.explain(tx, weights).bytes_max
-      ...         print(f"{float(sent) / weights.size / every:.3f} bytes a weight and step")
-      0.026 bytes a weight and step
-      0.048 bytes a weight and step
+      ...         print(f"{float(sent) / weights.size / every:.3f} bytes per weight and step")
+      0.026 bytes per weight and step
+      0.048 bytes per weight and step
 
     References:
       S. U. Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv:1805.09767.

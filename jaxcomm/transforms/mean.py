@@ -204,10 +204,7 @@ def mean(
             if is_plain:
                 with noted("float32, native"):
                     return plain_mean(parts, axis_name), None
-            n = sum(g.size for g in parts.values())
-            size = reduction.padded(n, layout.world)
-            vector = joined_sums(parts, residual, size) if residual else joined(parts, size)
-            vector = reduction.filled(vector, n, layout.world)
+            vector = _one_vector(parts, residual, reduction, layout.world)
             keyed = dataclasses.replace(reduction, key=key_of(key, layout, buckets[number]))
             return collectives.all_reduce_with_residual(vector, axis_name, keyed, chosen)
 
@@ -243,6 +240,16 @@ def mean(
 
     scheme = Scheme(axis_name, reduction, chosen, seed, limit, tuple(bucket_order or ()))
     return exchange(init_fn, update_fn, scheme, exempt)
+
+
+def _one_vector(
+    parts: dict[int, jax.Array], residual: dict[int, jax.Array], reduction: CodedMean, world: int
+) -> jax.Array:
+    """Gradients, and residuals if there are any, as the vector that is sent, padding included."""
+    n = sum(g.size for g in parts.values())
+    size = reduction.padded(n, world)
+    vector = joined_sums(parts, residual, size) if residual else joined(parts, size)
+    return reduction.filled(vector, n, world)
 
 
 def _fed_back(

@@ -40,7 +40,10 @@ def test_majority(tmp_path: Path) -> None:
     n, out = 400_000, tmp_path / "rows.json"
     flags = ["--hosts=4", "--topologies=clusters", "--rate=100", f"--params={n}", "--repeats=1"]
     rows = rows_of("seed_majority", out, *flags, "--methods=byte/1-bit,byte/ring,vote/ring")
-    sent = {name: row["bytes_busiest_link"] for name, row in rows["clusters of 4 hosts, 0.4 M values"].items()}
+    sent = {
+        name: row["bytes_busiest_link"]
+        for name, row in rows["clusters of 4 hosts, 0.4 M values"].items()
+    }
     # Over the middle: every link of a ring carries log2(4) bits a value; two hosts send a quarter
     # to two others in both hops of the 1-bit exchange.
     for name, bits in {"byte/1-bit": 16, "byte/ring": 16, "vote/ring": 2}.items():

@@ -122,7 +122,7 @@ def test_an_optimizer_leaves_out_what_loses_accuracy_in_front_of_it() -> None:
     slow = plan.cluster(plan.fabrics.star("star", 4, "50Mbit"))
     adam = plan.plan(slow, plan.workload(4e6, 100.0), "any", optimizer="adam")
     assert adam.choice.method.family == "scaled_sign"
-    assert "needs error feedback behind jaxcomm.local of the optimizer, or" in adam.headline
+    assert "needs error feedback after jaxcomm.local of the optimizer, or" in adam.headline
     vote = [Method("vote", "ring")]
     for optimizer, message in (("adam", "vote/ring lost accuracy with 'adam'"), ("lion", "got 'l")):
         with pytest.raises(ValueError, match=message):

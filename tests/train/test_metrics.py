@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from ml_collections import config_dict
 from running import read_lines
@@ -295,3 +296,10 @@ def test_a_full_disk_is_an_error_of_the_step_that_meets_it(small_disk: Path, pat
             for number in range(10_000):
                 recorder._events.scalars({"loss": 1.0}, number)
     assert is_disk_full(caught.value)
+
+
+def test_a_new_folder_is_named_by_the_clock_of_process_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines may be in different time zones."""
+    there = np.array([2026, 1, 2, 3, 4, 5], np.int32)
+    monkeypatch.setattr(workdir.multihost_utils, "broadcast_one_to_all", lambda mine: there)
+    assert workdir.new("digits") == Path("workdir/digits/20260102-030405")

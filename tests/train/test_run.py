@@ -16,7 +16,7 @@ from running import Program, checkpoint_bits, children, read_config, read_lines
 
 from jaxcomm import plan
 from jaxcomm.plan import timing
-from train import agreement, loop, models, predicting, signals, sync
+from train import agreement, loop, models, predicting, profiling, signals, sync
 from train.errors import RunError, UserError
 from train.run import assemble
 
@@ -161,7 +161,12 @@ def test_a_run_that_is_asked_to_stop_is_saved(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also where work after every step is the first to learn of it; the test is made up for."""
+    """Also where work after every step is the first to learn of it; the test is made up for.
+
+    So is a profile that has begun.
+    """
+    monkeypatch.setattr(profiling, "BEFORE", 0)
+    config.profile.steps = 9
     config.update_from_flattened_dict(TINY_RESNET)
     config.steps = config.eval_every = config.checkpoint.every = config.inspect.every = 10**5
     config.update_from_flattened_dict({every: 1})
@@ -170,7 +175,8 @@ def test_a_run_that_is_asked_to_stop_is_saved(
     assert loop.train(config, tmp_path, 0.0) is None
     step = int(capsys.readouterr().out.split("stopped after step ")[1].split(",")[0])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
-    assert step <= 2
+    assert step <= 2 and len(list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))) == 1
+    config.profile.steps = 0
     signals.stop.clear()
     config.checkpoint.resume = True
     for config.steps in (step + 1, step + 2):  # the test at the end of the first stays

@@ -34,3 +34,11 @@ def test_what_a_disk_has_no_room_for_is_still_an_error() -> None:
     command = f'PYTHONPATH={ROOT} {sys.executable} -c "{program}" > /dev/full'
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert ended.returncode != 0 and "No space left on device" in ended.stderr
+
+
+def test_a_name_that_the_terminal_cannot_show_is_no_error() -> None:
+    program = "from train import streams; streams.outlive_readers(); print(chr(233))"
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "\\xe9\n"), ended.stderr

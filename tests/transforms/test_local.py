@@ -241,3 +241,22 @@ def test_along_explicit_axes() -> None:
     for update in updates.values():
         wanted = np.broadcast_to(1.5 * np.float32([[2], [3], [4], [5]]), update.shape)
         np.testing.assert_allclose(update, wanted, rtol=1e-6)
+
+
+def test_empty_parameters_along_an_explicit_axis() -> None:
+    kinds = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=kinds, devices=jax.devices()[:4])
+    local = jaxcomm.local("data", optax.clip_by_global_norm(1.0))
+    steps = jaxcomm.local_steps(optax.sgd(0.1), 2, optax.sgd(1.0), jaxcomm.mean("data"))
+    with jax.set_mesh(mesh):
+        params = jaxcomm.replicate({"w": jnp.ones((8, 8)), "e": jnp.zeros((0, 4))})
+        x = jaxcomm.global_batch(np.ones((8, 4), np.float32), "data")
+        for tx, at in ((local, lambda p, s: p), (steps, lambda p, s: jaxcomm.local_params(s))):
+
+            def step(params: Any, state: Any, tx: Any = tx, at: Any = at) -> Any:
+                loss = lambda p, x: jnp.sum(p["w"]) * jnp.mean(x)  # noqa: E731
+                _, grads = jaxcomm.value_and_grad(loss, "data")(at(params, state), x)
+                return tx.update(grads, state, params)
+
+            updates, _ = jax.jit(step)(params, tx.init(params))
+            assert np.isfinite(np.asarray(jaxcomm.unmark_local(updates)["w"])).all()
