@@ -65,7 +65,8 @@ def sharded(
         each value once, and "native" for float32. Exempt leaves that are not split are averaged in
         float32.
       gather: the codec in which shards are gathered. All devices decode the same bits, so they
-        compute with the same weights; each shard itself stays as it is.
+        compute with the same weights; each shard itself stays as it is. In float16, weights above
+        65504 become infinite.
 
     Returns:
       A transformation whose `update` takes the gradients of `jaxcomm.value_and_grad` at

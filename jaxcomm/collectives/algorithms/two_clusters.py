@@ -18,8 +18,8 @@ decide. A segment takes four turns, and each turn starts the next segment:
 A turn has m rounds, in which each device sends one message to each other device of its cluster and
 one across. A device is node 1 to m of its cluster, and node 0 is the other cluster. In round d,
 node j sends to node j + d modulo m+1: node m+1-d sends across, to node d there. So node j counts
-two blocks, its own and that of node m+1-j of the other cluster, and no two devices send to each
-other at once.
+two blocks, its own and that of node m+1-j of the other cluster. If m is even, no two devices send
+to each other in a round.
 """
 
 import dataclasses
@@ -203,6 +203,7 @@ def _exchanged(sent: dict[int, _Message], place: _Place) -> dict[int, _Message]:
             before = message = _sending.ppermute(message, place.axis_name, pairs)
         at = (place.node - distance) % (m + 1)
         arrived = jax.lax.dynamic_update_slice_in_dim(arrived, message, at, 0)
+    # What follows the last of these ends is padding.
     nears = jnp.split(arrived[1:], _ends(message.near.shape[1] for message in sent.values()), 1)
     acrosses = jnp.split(arrived[0], _ends(message.across.size for message in sent.values()))
     return {number: _Message(*parts) for number, *parts in zip(sent, nears, acrosses, strict=False)}
