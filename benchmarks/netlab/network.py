@@ -5,7 +5,8 @@ are static. Shaping was seen to be fair to several streams: HTB with a class for
 than 128 bytes, which are mostly acknowledgements, and a queue of 256 KB for the others, under
 cubic. TCP hands packets of up to 64 KB to a veth pair, which would arrive as a whole, where a real
 card cuts them into packets of 1,500 bytes. On slow links messages that take turns then wait for
-each other, so a packet is at most a millisecond long, or 1,500 bytes.
+each other, so there a packet is at most a millisecond long, or 1,500 bytes. On faster ones that
+would cost CPU time, which a card does not.
 
 Names begin with `jxl` and the number of a file in OWNERS, which names the process that made them.
 A process that is asked to end removes its own. What one that was killed has left behind is removed
@@ -40,7 +41,7 @@ ON_ITS_OWN = ["sh", "-c", f'mount --bind {_RANDOM}/uuid {_RANDOM}/boot_id && exe
 PREFIX = "jxl"
 QUEUE_BYTES = 256 * 1024
 SEGMENT_BYTES = 1500
-LONGEST_MS = 1.0
+LONGEST_MS, SLOW = 1.0, 100.0  # of a packet, on links of fewer Mbit/s
 SMALL = 128  # bytes; shorter packets go first
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 RATES = (0.1, 10_000.0)  # Mbit/s; beyond them a veth pair is the limit, not its shaping
@@ -335,8 +336,9 @@ def _shape(inside: Any, index: int, mbit: float | None) -> None:
     from pyroute2.netlink.rtnl.tcmsg import plugins
 
     plugins.setdefault("bfifo", plugins["pfifo"])  # pyroute2 lacks it; its settings are the same
-    segments = max(1, int(1000 * mbit * LONGEST_MS / (8 * SEGMENT_BYTES)))
-    inside.link("set", index=index, gso_max_segs=segments)
+    if mbit < SLOW:
+        segments = max(1, int(1000 * mbit * LONGEST_MS / (8 * SEGMENT_BYTES)))
+        inside.link("set", index=index, gso_max_segs=segments)
     rate = f"{mbit * 1000:.0f}kbit"
     inside.tc("add", "htb", index, 0x10000, default=0x20)
     inside.tc("add-class", "htb", index, 0x10001, parent=0x10000, rate=rate, ceil=rate)
