@@ -156,6 +156,7 @@ def majority_vote(
         if error_feedback:
             warn_of_a_variance_behind(params, "a majority vote")
         layout = layout_of(params, axis_name, exempt, bucket_order)
+        chosen.require_world(layout.world)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
         return MajorityVoteState(layout, jnp.zeros((), jnp.int32), residual)

@@ -37,7 +37,7 @@ def sent_words(words: int, world: int, there: int, back: int) -> int:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 4, 6, 8])
+@pytest.mark.parametrize("world", [1, 2, 4, 6, 8])
 @pytest.mark.parametrize("n", [1, 33, 3000])
 def test_the_oracles_vote(make_mesh: MakeMesh, world: int, n: int) -> None:
     tie, zero = TIES[n % 4], "abstain" if n == 3000 else "random"
@@ -45,6 +45,9 @@ def test_the_oracles_vote(make_mesh: MakeMesh, world: int, n: int) -> None:
     x, shared, own = problem(world, n)
     expected = oracles.majority(x, tie, zero, shared, own)
     np.testing.assert_array_equal(program(x), np.broadcast_to(expected, x.shape))
+    if world == 1:
+        assert jaxcomm.wire_report(program).bytes_max == 0
+        return
     there, back = 1 + (zero == "abstain"), 1 + (zero == "abstain" or tie == "zero")
     sent = jaxcomm.wire_report(program).bytes_max
     assert sent == 4 * sent_words(-(-n // 32), world, there, back)
@@ -105,6 +108,8 @@ def test_what_it_is_not_for(make_mesh: MakeMesh) -> None:
         jaxcomm.algorithms.hierarchical(near=near, far=two_clusters())
     with pytest.raises(ValueError, match='even number of devices, .*got 3; .*"two_way_ring"'):
         compiled_vote(make_mesh(3), two_clusters(), "random", "random", 8)
+    with jax.set_mesh(make_mesh(3)), pytest.raises(ValueError, match="even number of devices"):
+        jaxcomm.majority_vote("data", "two_clusters").init({"w": jnp.zeros((8, 8))})
     vote = jaxcomm.sharded(jaxcomm.majority_vote("data", "two_clusters"), "float32")
     with (
         jax.set_mesh(make_mesh(4)),

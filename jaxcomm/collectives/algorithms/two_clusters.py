@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives import _sending
 from jaxcomm.collectives.algorithms._algorithm import Algorithm, length, message_id
+from jaxcomm.collectives.algorithms.direct import Direct
 from jaxcomm.collectives.reductions import Majority, Prepared, Reduction
 from jaxcomm.kernels import _device
 from jaxcomm.kernels.bitplanes import planes_for
@@ -51,6 +52,14 @@ class TwoClusters(Algorithm):
 
     name = "two_clusters"
 
+    def require_world(self, world: int) -> None:
+        """See `Algorithm.require_world`: an even number, or a single device."""
+        if world > 1 and world % 2:
+            raise ValueError(
+                "two_clusters needs an even number of devices, half of them in each cluster, got "
+                f'{world}; choose another algorithm, such as "two_way_ring".'
+            )
+
     def require_own_blocks(self, world: int) -> None:
         """See `Algorithm.require_own_blocks`: a device owns a block of each segment."""
         raise ValueError(
@@ -68,6 +77,10 @@ class TwoClusters(Algorithm):
     ) -> tuple[Any, Any]:
         """See `Algorithm.all_reduce`."""
         assert isinstance(reduction, Majority)  # others ask `for_means`
+        world = jax.lax.axis_size(axis_name)
+        self.require_world(world)
+        if world == 1:  # no message
+            return Direct().all_reduce(prepared, axis_name, reduction)
         place = _Place.on(axis_name)
         words = length(prepared.vector)
         lengths = block_lengths(words, place.near)
@@ -110,11 +123,6 @@ class _Place(NamedTuple):
     @classmethod
     def on(cls, axis_name: AxisName) -> "_Place":
         world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-        if world % 2:
-            raise ValueError(
-                "two_clusters needs an even number of devices, half of them in each cluster, got "
-                f'{world}; choose another algorithm, such as "two_way_ring".'
-            )
         near = world // 2
         return cls(axis_name, near, me // near, me % near + 1)
 
