@@ -81,17 +81,21 @@ def test_ctrl_c_ends_the_wait_for_processes_that_save(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """SIGTERM came first; they would have 25 s."""
-    ready = tmp_path / "ready"
-    deaf = f"import signal, time; signal.signal(15, lambda *_: open({str(ready)!r}, 'w'));"
+    up, asked = tmp_path / "up", tmp_path / "asked"
+    deaf = (
+        f"import signal, time; signal.signal(15, lambda *_: open({str(asked)!r}, 'w'));"
+        f"open({str(up)!r}, 'w');"
+    )
     script = (
         "import sys, pathlib; from train import supervise\n"
-        f"deaf = [sys.executable, '-c', {deaf + ' [time.sleep(9) for _ in range(9)]'!r}]\n"
+        f"deaf = [sys.executable, '-c', {deaf + ' [time.sleep(0.1) for _ in range(900)]'!r}]\n"
         "sys.exit(supervise.supervise([deaf], [{}], '0', pathlib.Path(), supervise.Asked()))"
     )
     process = subprocess.Popen([sys.executable, "-c", script])
-    time.sleep(1.0)
+    while not up.exists():
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
-    while not ready.exists():
+    while not asked.exists():
         time.sleep(0.01)
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -166,7 +170,8 @@ def test_sigterm_succeeds_if_all_end_well(tmp_path: Path, own: int) -> None:
     ready = tmp_path / "ready"
     source = (
         f"import os, pathlib, signal, time; signal.signal(15, lambda *_: os._exit({own}));"
-        f"pathlib.Path({str(ready)!r}).touch(); time.sleep(60)"
+        # Several sleeps: a signal just before one is handled only after it.
+        f"pathlib.Path({str(ready)!r}).touch(); [time.sleep(0.1) for _ in range(600)]"
     )
     process = subprocess.Popen([sys.executable, "-c", source])
     assert terminated(process, ready) == (own == 0)
