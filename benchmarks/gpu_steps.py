@@ -39,7 +39,7 @@ from benchmarks.arguments import count, new_file, one_of, several
 from benchmarks.device_time import keep, launch_alone, machine, recorded, refused
 from train.step import make_forward, make_loss
 
-STEPS = 5  # in a round
+WARM, STEPS = 25, 5  # steps before all rounds, in which residuals grow, and in a round
 PROFILED = 2  # steps
 SCALES: dict[str, dict[str, dict[str, Any]]] = {
     "resnet50": {
@@ -207,7 +207,7 @@ def measured(model: Model, methods: list[str], repeats: int) -> list[dict[str, A
         list(pool.map(Step.compile, steps[1:]))
         print(f"{len(steps)} programs compiled in {time.perf_counter() - start:.0f} s", flush=True)
     for step in steps:
-        step.run(2)
+        step.run(WARM)
     for _ in range(repeats):  # in turn, so that other load meets all of them
         for step in steps:
             step.time()

@@ -76,14 +76,15 @@ def kernels() -> tuple[list[str], list[list[str]]]:
 
 def steps() -> tuple[list[str], list[list[str]]]:
     """What a method adds to a step, in per cent of it: its time, and that of its kernels."""
-    found = json.loads((RESULTS / "gpu_steps_h100.json").read_text())
+    found = json.loads((RESULTS / "gpu_steps_h200.json").read_text())
     rows = []
     for method, name in STEPS.items():
         cells = []
         for model in ("resnet50", "transformer"):
             row = next((row for row in found[model] if row["method"] == method), None)
             cells += _shares(row)
-        rows.append([name, *cells])
+        if any(cells):
+            rows.append([name, *cells])
     heads = ["ResNet-50", "its kernels", "transformer", "its kernels"]
     return ["", *heads], rows
 

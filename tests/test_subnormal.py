@@ -43,5 +43,5 @@ def test_an_optimizer_whose_gradients_have_died_away() -> None:
             first = jax.random.normal(jax.random.key(0), (1, 64, 32))
             update = jax.jit(tx.update)
             for step in range(1500):
-                updates, state = update(first * (step == 0), state)
+                updates, state = update(first * float(step == 0), state)
             assert np.isfinite(updates).all()

@@ -1,6 +1,7 @@
 """Entries of sparse vectors: values and their offsets."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +66,9 @@ class Entries:
         parts.append(offsets.astype(jnp.uint16))
         if self.blocks:
             block = jnp.where(offsets < self.width, offsets // BLOCK, self.blocks)
-            ends = reductions.count_up_to(block, _each(self.blocks, block.shape[:-1]))
-            counts = jnp.diff(ends, axis=-1, prepend=0)
+            by_ends = functools.partial(_counts_by_ends, blocks=self.blocks)
+            searched = functools.partial(_counts_by_search, blocks=self.blocks)
+            counts = jax.lax.platform_dependent(block, cpu=searched, default=by_ends)
             parts += _words(counts.astype(jnp.uint32), 2)
         return jnp.concatenate(parts, -1)
 
@@ -82,7 +84,7 @@ class Entries:
         offsets = low.astype(jnp.int32)
         if self.blocks:
             per_block = _joined(jnp.split(counts, 2, axis=-1)).astype(jnp.int32)
-            starts = jnp.cumsum(per_block, axis=-1, dtype=jnp.int32)[..., :-1]
+            starts = reductions.running_sum(per_block, axis=per_block.ndim - 1)[..., :-1]
             slot = _each(slots, starts.shape[:-1])
             offsets += reductions.count_up_to(starts, slot) * BLOCK
         return values, jnp.where(values == 0, self.width, offsets)
@@ -97,6 +99,27 @@ def check_values(values: str) -> None:
 def _each(number: int, lead: tuple[int, ...]) -> jax.Array:
     """0, 1, ... along the last axis, int32 `(*lead, number)`."""
     return jnp.broadcast_to(jnp.arange(number, dtype=jnp.int32), (*lead, number))
+
+
+def _counts_by_search(block: jax.Array, blocks: int) -> jax.Array:
+    """From ascending blocks `(..., c)`, how many entries each has, int32 `(..., blocks)`."""
+    ends = reductions.count_up_to(block, _each(blocks, block.shape[:-1]))
+    return jnp.diff(ends, axis=-1, prepend=0)
+
+
+def _counts_by_ends(block: jax.Array, blocks: int) -> jax.Array:
+    """The same for GPUs, in one kernel: the first and the last entry of a block know its ends."""
+    changes = block[..., 1:] != block[..., :-1]
+    end = jnp.ones((*block.shape[:-1], 1), bool)
+    first, last = jnp.concatenate([end, changes], -1), jnp.concatenate([changes, end], -1)
+    slot = _each(block.shape[-1], block.shape[:-1])
+    share = jnp.where(last, slot + 1, 0) - jnp.where(first, slot, 0)
+    place = jnp.where(first | last, block, blocks)
+
+    def add(place: jax.Array, share: jax.Array) -> jax.Array:
+        return jnp.zeros(blocks, jnp.int32).at[place].add(share, mode="drop")
+
+    return jnp.vectorize(add, signature="(c),(c)->(b)")(place, share)
 
 
 def _words(x: jax.Array, number: int) -> list[jax.Array]:

@@ -193,10 +193,10 @@ def _picoseconds(**of: float) -> dict[str, tuple[float, float]]:
 
 # CPU, on two cores of a current x86 server: codes by `python -m jaxcomm.probe --simulate=2`,
 # medians of three runs; messages as between the four processes of `benchmarks.planner`. GPU: codes
-# as in steps of one H100 on a mesh of one (`python -m benchmarks.gpu_steps`), with fp8 as int8,
-# int2 as int4, and all sparse means but Ok-Topk as TopkA; these two in ResNet-50, the others in the
-# transformer. Messages are estimated, not measured: tens of microseconds for one over TCP, and 400
-# GB/s within a machine, or less if the file says so.
+# as in steps of one H200 on a mesh of one (`python -m benchmarks.gpu_steps`), with fp8 as int8,
+# int2 as int4, and TopkDSA and gTopk as TopkA; sparse means in ResNet-50, the others in the
+# transformer, float32 on an H100. Messages are estimated, not measured: tens of microseconds for
+# one over TCP, and 400 GB/s within a machine, or less if the file says so.
 DEFAULTS = {
     "cpu": Costs(
         source=f"defaults for a CPU, {_NOT_MEASURED}",
@@ -240,18 +240,19 @@ DEFAULTS = {
         call=5e-5,
         local=_picoseconds(
             float32=1.7,
-            bfloat16=4.4,
-            float16=4.4,
-            int8=5.1,
-            fp8_e4m3=5.1,
-            cnat=11,
-            int4=14,
-            int2=14,
-            scaled_sign=15,
-            vote=4.4,
-            oktopk=64,
-            **dict.fromkeys(("topk_allgather", "topk_dsa", "gtopk", "gaussiank"), 95),
-            **dict.fromkeys(("powersgd1", "powersgd2", "powersgd4"), 33),
+            bfloat16=3.2,
+            float16=3.2,
+            int8=4.2,
+            fp8_e4m3=4.2,
+            cnat=9.1,
+            int4=10,
+            int2=10,
+            scaled_sign=12,
+            vote=4.1,
+            oktopk=34,
+            gaussiank=31,
+            **dict.fromkeys(("topk_allgather", "topk_dsa", "gtopk"), 76),
+            **dict.fromkeys(("powersgd1", "powersgd2", "powersgd4"), 27),
         ),
     ),
 }

@@ -18,7 +18,7 @@ A step of a method, for L leaves of gradients on N devices:
    with a flag: how many devices hold a gradient, or a next residual, that is not finite. A mean
    that carries these values needs no flag: where its results are finite, its residuals are too.
 5. The results are equal on all devices, so each device checks them by itself: sums of finite
-   gradients can overflow too.
+   gradients can overflow too. The flag of a sparse mean covers them: few of its values are new.
 6. `updates_of` makes the update NaN on every device if anything was not finite, also in the dtype
    of the gradients, and `kept_if` leaves residuals as they were before the step. So either every
    device takes the step, or none does.
@@ -58,7 +58,7 @@ Result = jax.Array | dict[int, jax.Array]
 OnBucket = Callable[[int, dict[int, jax.Array]], tuple[Result, Any]]
 
 # Which part of a bucket shows that something is not finite; see `exchange_buckets`.
-LookAt = Literal["results", "state", "parts"]
+LookAt = Literal["results", "own", "parts"]
 
 _SHORT = 2**14  # values
 _TAGS = 8
@@ -193,7 +193,6 @@ def exchange_buckets(
     axis_name: AxisName,
     equal_key: jax.Array | None = None,
     results_are_finite: bool = False,
-    state_of: Callable[[Any], Any] = lambda kept: kept,
 ) -> Exchanged:
     """Exchanges buckets in turn, then everything small and the flag.
 
@@ -203,11 +202,11 @@ def exchange_buckets(
       on_bucket: how the method exchanges a bucket.
       small: what is averaged exactly, in float32; leaves in the order of their gradients.
       look_at: where to look for non-finite values of buckets: "results", which every device sees;
-        "state", also the next state; "parts", also what travels. The last two send a flag.
+        "parts", also what travels; "own", only at `finite` of what `on_bucket` keeps, a bool array
+        for everything. The last two send a flag.
       axis_name: the mesh axis.
       equal_key: a key that must be equal on all devices; if it is not, `finite` is False.
       results_are_finite: whether the results of buckets are always finite, as signs are.
-      state_of: the part of what `on_bucket` keeps that is state.
 
     Wire: that of `on_bucket` for each bucket; one float32 all-reduce of all small arrays, the flag
     if there is one and, with a key, a tag of it; on a mesh of several axes, one int32 over the
@@ -228,9 +227,11 @@ def exchange_buckets(
         results.append(result)
         kept.append(rest)
     small = {key: behind.arrays[key] for key in small}
-    if look_at != "results":
-        local = jax.tree.leaves([state_of(k) for k in kept])
-        local += [parts[i] for i in itertools.chain(*buckets) if look_at == "parts"]
+    if look_at == "own":
+        local = [k.finite for k in kept] or [jnp.ones(1, bool)]
+        small[FLAG] = 1 - jnp.all(jnp.concatenate(local)).astype(jnp.float32)
+    elif look_at == "parts":
+        local = [parts[i] for i in itertools.chain(*buckets)] + jax.tree.leaves(kept)
         small[FLAG] = 1 - all_finite(as_vectors(local)).astype(jnp.float32)
     if equal_key is not None:
         # Integers and their squares: the variance is zero only if all are equal. They have 10 bits,
@@ -255,7 +256,7 @@ def exchange_buckets(
         means, means_of_squares = exact.pop(TAG)
         variances = means_of_squares - jnp.square(means)
         finite &= jnp.all(variances < 0.25)  # the same on every device
-    if not results_are_finite:
+    if look_at != "own" and not results_are_finite:
         computed += jax.tree.leaves(results)
     finite = on_further_axes(finite & all_finite(as_vectors(computed)), axis_name)
     return Exchanged(results, kept, exact, finite)

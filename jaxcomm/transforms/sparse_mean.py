@@ -15,6 +15,7 @@ from jaxcomm._notes import noted
 from jaxcomm._numbers import is_real
 from jaxcomm.collectives import sparse
 from jaxcomm.kernels import _implementations, select
+from jaxcomm.kernels.reductions import finite_parts
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
     Bucket,
@@ -239,12 +240,14 @@ class _Bucket(NamedTuple):
       velocity: float32 vector, the next momentum; None without momentum correction.
       threshold: float32[1], the next one.
       counts: float32[5]: the counts of `SparseResult`, and the two numbers of `_distance`.
+      finite: bool array, true everywhere if x, the mean and what this device keeps are finite.
     """
 
     residual: jax.Array | None
     velocity: jax.Array | None
     threshold: jax.Array
     counts: jax.Array
+    finite: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,10 +300,8 @@ class _Exchange:
             buckets,
             on_bucket,
             small=small,
-            # What is not finite stays in the residual, or makes it NaN, or is in a dense mean.
-            look_at="state" if self.error_feedback else "parts",
+            look_at="own",
             axis_name=self.axis_name,
-            state_of=lambda kept: (kept.residual, kept.velocity),
         )
         means = done.exact | by_leaf(done.buckets, buckets, grads)
         residual, velocity = {}, {}
@@ -337,7 +338,11 @@ class _Exchange:
                 mean = collectives.all_reduce(x, self.axis_name, reduction, native)
             residual = jnp.zeros_like(x) if self.error_feedback else None
             counts = jnp.array([x.size, x.size, x.size, 0, 0], jnp.float32)
-            return mean, _Bucket(residual, velocity, threshold, counts)
+            # The mean carries what is not finite.
+            return mean, _Bucket(residual, velocity, threshold, counts, finite_parts(mean))
+        # Not of the errors, which are written over x: they would be read once more.
+        finite = finite_parts(x)
+        x, finite = jax.lax.optimization_barrier((x, finite))
         with noted(f"{self.algorithm.name}, density {self.algorithm.density:g}"):
             result, after = self.algorithm.exchange(x, threshold[0], step, self.axis_name)
         distance = [jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)]
@@ -349,7 +354,8 @@ class _Exchange:
         residual = result.errors if self.error_feedback else None
         # Factor masking: where a value was sent, its momentum restarts from zero.
         masked = None if self.momentum is None else jnp.where(result.taken, 0.0, velocity)
-        return result.mean, _Bucket(residual, masked, after[None], counts)
+        finite = jnp.concatenate([finite, *map(finite_parts, result.witnesses)])
+        return result.mean, _Bucket(residual, masked, after[None], counts, finite)
 
 
 def _report(k: int, counts: jax.Array) -> jax.Array:

@@ -10,7 +10,9 @@ from jaxcomm.codecs.entries import Entries
 @pytest.mark.parametrize("values", ["float32", "bfloat16"])
 @pytest.mark.parametrize("width", [1, 2**16, 2**16 + 1, 5 * 2**16, 2**24 + 3])
 @pytest.mark.parametrize("filled", [0, 1, 60, 64])
-def test_round_trip_and_bytes(values: str, width: int, filled: int) -> None:
+def test_round_trip_and_bytes(
+    monkeypatch: pytest.MonkeyPatch, values: str, width: int, filled: int
+) -> None:
     entries, slots, rng = Entries(values, width), 64, np.random.default_rng(width)
     filled = min(filled, width)
     offsets = np.full((3, slots), width, np.int32)
@@ -28,6 +30,10 @@ def test_round_trip_and_bytes(values: str, width: int, filled: int) -> None:
     np.testing.assert_array_equal(got, entries.rounded(x))
     np.testing.assert_array_equal(places, offsets)
     np.testing.assert_allclose(got, x, rtol=0 if values == "float32" else 2**-8)
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
+    np.testing.assert_array_equal(jax.jit(lambda *a: entries.encode(*a))(x, offsets), payload)
+    on_gpu = jax.jit(lambda payload: entries.decode(payload))(payload)
+    jax.tree.map(np.testing.assert_array_equal, on_gpu, (got, places))
 
 
 def test_a_value_that_rounds_to_zero_counts_in_its_block() -> None:

@@ -43,6 +43,9 @@ def test_running_sums(shape: tuple[int, ...], axis: int) -> None:
     np.testing.assert_array_equal(found, np.cumsum(x, axis, dtype=np.int32), strict=True)
     rows = jax.jit(jax.vmap(lambda x: reductions.running_sum(x, axis)))(np.stack([x, -x]))
     np.testing.assert_array_equal(rows[1], -np.asarray(found))
+    if x.size * x.shape[axis] <= reductions._PAIRS:  # as GPUs do it
+        each = jax.jit(lambda x: reductions._each_summed(x, axis))(x)
+        np.testing.assert_array_equal(each, found, strict=True)
 
 
 @pytest.mark.parametrize("place", [0, 255, 256, 300, 999])
@@ -85,6 +88,18 @@ def test_gpus_find_what_is_finite_in_every_shape(shape: tuple[int, ...]) -> None
     for value in (np.inf, np.nan):
         x.reshape(-1)[-1] = value
         assert not find(jnp.asarray(x), *others)
+
+
+@pytest.mark.parametrize("n", [1, 1024, 2500])
+def test_parts_are_finite(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    x = jnp.full(n, -jnp.finfo(jnp.float32).max)
+    for _ in ("own", "GPU"):
+        assert reductions.finite_parts(x).all()
+        for place in (0, n - 1):
+            for value in (jnp.inf, -jnp.inf, jnp.nan):
+                assert not reductions.finite_parts(x.at[place].set(value)).all()
+        on_gpu = lambda *args, default, **_: default(*args)  # noqa: E731
+        monkeypatch.setattr(jax.lax, "platform_dependent", on_gpu)
 
 
 @pytest.mark.newest

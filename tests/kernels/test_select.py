@@ -256,30 +256,6 @@ def test_gpus_pack_and_place_alike() -> None:
             np.testing.assert_array_equal(found[filled], marks[filled])
 
 
-def test_a_threshold_near_the_kth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a long vector that of a sample, and the same on GPUs; never too high for equal values."""
-    n, k = 2**19, 2**19 // 20
-    rng = np.random.default_rng(0)
-    normal = rng.standard_normal(n).astype(np.float32)
-    columns = normal * np.exp(0.5 * rng.standard_normal(512).astype(np.float32)).repeat(n // 512)
-    vectors = [normal, normal**3, columns, columns.reshape(512, -1).T.reshape(-1)]
-    vectors += [np.full(n, 1.234, np.float32), np.where(normal > 2.5, normal, 0)]
-    found = [select.threshold_near(jnp.asarray(x), k, jnp.int32(7)) for x in vectors]
-    counts = [
-        np.sum(magnitudes(x) >= magnitudes(np.float32([t])))
-        for x, t in zip(vectors, found, strict=True)
-    ]
-    assert all(0.9 * k < count < 1.15 * k for count in counts[:4])
-    assert counts[4] == n  # all are equal
-    assert found[5] == TINY  # fewer than k are not zero
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
-    on_gpu = [select.threshold_near(jnp.asarray(x), k, jnp.int32(7)) for x in vectors]
-    np.testing.assert_array_equal(on_gpu, found)
-    short = normal[:9000]
-    exact = select.threshold_near(jnp.asarray(short), 90, jnp.int32(7))
-    assert bits_of(exact) == bits_of(kth(short, 90))
-
-
 def every_function(x: jax.Array) -> tuple[jax.Array, ...]:
     t = select.threshold_for(x, x.size // 50)
     whole = select.compact(x, t, x.size // 40, x.size // 50)

@@ -1,5 +1,6 @@
 """`jaxcomm.sparse_mean`: its laws, in both views, for every algorithm."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -64,6 +65,39 @@ def test_updates_and_residuals_add_up_to_the_gradients(algorithm: str, view: Vie
             owed = residual[name].astype(np.float64).mean(0) if name in LARGE else 0
             np.testing.assert_allclose(applied[name] + owed, wanted[name], atol=1e-5)
         assert 0 < (np.asarray(updates["head"]) != 0).mean() < 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [(name, "float32") for name in sparse.BY_NAME]
+    + [(name, "bfloat16") for name in sparse.BY_NAME if name != "gtopk"],  # which refuses it
+)
+def test_what_overflows_does_not_stay(name: str, values: str) -> None:
+    """Sums over devices, rounding to 16 bits, and residuals: the step is skipped, or all is finite.
+
+    The largest float32 rounds to infinity in bfloat16, and two devices may send opposite ones.
+    """
+    rng = np.random.default_rng(0)
+    most = np.finfo(np.float32).max
+    batches = [gradients(WORLD, seed) for seed in range(8)]
+    for batch, share in zip(batches, (1, 0.999, 0.6, 0.3, 1, 1, 1e-3, 0), strict=True):
+        huge = rng.random(batch["head"].shape) < 0.05
+        sign = np.sign(batch["head"])
+        batch["head"] = np.where(huge, share * most * sign, batch["head"]).astype(np.float32)
+    algorithm = dataclasses.replace(sparse.BY_NAME[name](), values=values)
+    tx = jaxcomm.sparse_mean("data", 0.1, algorithm)
+    before: Any = {leaf: np.zeros((WORLD, *SHAPES[leaf]), np.float32) for leaf in LARGE}
+    skipped = 0
+    for updates, state in run(GLOBAL, tx, batches):
+        residual = kept(state.residual)
+        if nan_everywhere(updates):
+            skipped += 1
+            jax.tree.map(np.testing.assert_array_equal, residual, before)
+        else:
+            assert all(np.isfinite(u).all() for u in updates.values())
+            assert all(np.isfinite(r).all() for r in residual.values())
+        before = residual
+    assert 0 < skipped < len(batches)
 
 
 def test_momentum_correction() -> None:

@@ -7,6 +7,7 @@ begin. In the next step other devices own these places.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -98,8 +99,24 @@ def _ranks(owner: jax.Array, world: int) -> jax.Array:
     alike = groups[:, :, None] == groups[:, None, :]
     before = jnp.tril(jnp.ones((_GROUP, _GROUP), bool), -1)[None]
     rank = jnp.sum(alike & before, axis=2, dtype=jnp.int32)
+    scattered = functools.partial(_in_earlier_groups, world=world)
+    at_once = functools.partial(_in_earlier_groups_at_once, world=world)
+    default = at_once if world <= _GROUP else scattered
+    rank += jax.lax.platform_dependent(groups, cpu=scattered, default=default)
+    return rank.reshape(-1)[: owner.size]
+
+
+def _in_earlier_groups(groups: jax.Array, world: int) -> jax.Array:
+    """How many entries of earlier groups have the owner of each entry, `(groups, entries)`."""
     group = jnp.arange(groups.shape[0], dtype=jnp.int32)[:, None]
     counts = jnp.zeros((groups.shape[0], world), jnp.int32).at[group, groups].add(1, mode="drop")
     earlier = reductions.running_sum(counts) - counts
-    rank += earlier.at[group, groups].get(mode="fill", fill_value=0)
-    return rank.reshape(-1)[: owner.size]
+    return earlier.at[group, groups].get(mode="fill", fill_value=0)
+
+
+def _in_earlier_groups_at_once(groups: jax.Array, world: int) -> jax.Array:
+    """The same for few owners, in fewer kernels: each entry is compared with all of them."""
+    is_of = groups[:, :, None] == jax.lax.broadcasted_iota(jnp.int32, (1, 1, world), 2)
+    counts = jnp.sum(is_of, axis=1, dtype=jnp.int32)
+    earlier = reductions.running_sum(counts) - counts
+    return jnp.sum(jnp.where(is_of, earlier[:, None], 0), axis=2, dtype=jnp.int32)

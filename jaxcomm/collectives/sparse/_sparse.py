@@ -12,6 +12,7 @@ is added to its next gradient.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -37,6 +38,8 @@ class SparseResult(NamedTuple):
       selected: int32, the number of this device's values that were selected.
       delivered: int32, the number of selected values that had room in a message.
       applied: int32, the number of values in the mean; equal on all devices.
+      witnesses: float32 vectors; if x and they are finite on all devices, the mean and the errors
+        are too.
     """
 
     mean: jax.Array
@@ -45,6 +48,7 @@ class SparseResult(NamedTuple):
     selected: jax.Array
     delivered: jax.Array
     applied: jax.Array
+    witnesses: Sequence[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,13 +119,14 @@ class SparseAllReduce:
 
         These are the values above the last threshold. A new threshold is found if it is due, or if
         the last is off or lets more values pass than there is room for. Were the surplus cut by
-        place, values at the end of x would never be sent where there are always too many.
+        place, values at the end of x would never be sent where there are always too many. In a long
+        x the values are counted in a sample.
         """
         k = self.k(x.size)
         if self.recompute_every == 1:
             return self.largest(x, k, capacity)
         is_due = step % self.recompute_every == 0
-        is_bad = is_due | self._is_bad(select.count_at_least(x, last), k, capacity)
+        is_bad = is_due | self._is_bad(select.count_near(x, last, k, step), k, capacity)
         threshold = self.replaced_if(is_bad, x, k, last, step)
         return self.compact(x, threshold, capacity), threshold
 
@@ -134,9 +139,7 @@ class SparseAllReduce:
             near = select.threshold_near(x, k, step, implementation=self.implementation)
             return jnp.maximum(near, SMALLEST)
 
-        # On GPUs a sample is searched by sorting, which cannot be part of a CUDA graph. In a
-        # branch, the host would wait for the device in every step, for longer than the search
-        # takes.
+        # On GPUs a branch takes longer than the search, also if it is not taken.
         return jax.lax.platform_dependent(
             x,
             cpu=lambda x: jax.lax.cond(is_bad, anew, lambda _: last, x),

@@ -68,7 +68,8 @@ class Gtopk(SparseAllReduce):
         errors = take_out(x, mine.values, mine.places, survived)
         delivered = jnp.minimum(found.count, k)
         applied = jnp.sum(best.places < n, dtype=jnp.int32)
-        outcome = SparseResult(mean, errors, errors != x, found.count, delivered, applied)
+        counts = found.count, delivered, applied
+        outcome = SparseResult(mean, errors, errors != x, *counts, [best.values])
         return outcome, self.scaled(threshold, found.count, k)
 
     def _largest_k(

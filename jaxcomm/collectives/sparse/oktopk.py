@@ -30,9 +30,9 @@ class OkTopk(SparseAllReduce):
 
     The threshold aims at k values. It is found at least every `recompute_every` steps, and re-used
     in between unless the number of values above it is off by more than `tolerance`. In a long
-    vector it is that of a sample, which a few percent more or fewer than k values reach. With a
-    `tolerance` above 3/2, or None, it is scaled a little before it is found anew. A value that is
-    not in the mean, because it is too small or has no room, stays in its device's residual.
+    vector both are those of a sample: a few percent more or fewer than k values reach the
+    threshold. With a `tolerance` above 3/2, or None, it is scaled a little before it is found anew.
+    A value that is not in the mean, because it is too small or has no room, stays in its device's residual.
 
     Every N places in a row have N owners, which change from step to step. So an owner gets about
     k/N of each device's values, give or take the square root of that, wherever they lie. From
@@ -75,10 +75,12 @@ class OkTopk(SparseAllReduce):
         errors = take_out(x, sent.values, sent.places, take(mean, sent.places) != 0)
         taken = errors != x
         rounding = large.values - entries.rounded(large.values)
-        errors = errors.at[owners.places(me, large.indices)].add(rounding, mode="drop")
+        owned = owners.places(me, large.indices)
+        errors = errors.at[owned].add(rounding, mode="drop")
         delivered = jnp.sum(sent.places < n, dtype=jnp.int32)
         applied = jnp.sum(values != 0, dtype=jnp.int32)
-        outcome = SparseResult(mean, errors, taken, found.count, delivered, applied)
+        witnesses = [jnp.concatenate([values.reshape(-1), take(errors, owned)])]
+        outcome = SparseResult(mean, errors, taken, found.count, delivered, applied, witnesses)
         return outcome, self.scaled(threshold, found.count, k)
 
     def _largest_sums(self, sums: jax.Array, filled: int, share: int) -> select.Selected:

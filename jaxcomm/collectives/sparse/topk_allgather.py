@@ -12,6 +12,7 @@ from jaxcomm.collectives.sparse._sparse import (
     SparseAllReduce,
     SparseResult,
     add_lists,
+    take,
     take_out,
 )
 from jaxcomm.kernels import select
@@ -57,7 +58,8 @@ def gathered(
     errors = take_out(x, rounded, found.indices, jnp.ones(rounded.shape, bool))
     claimed = jnp.zeros(x.shape, bool).at[places.reshape(-1)].set(True, mode="drop")
     delivered, applied = jnp.minimum(found.count, room), jnp.sum(claimed, dtype=jnp.int32)
-    return SparseResult(mean, errors, errors != x, found.count, delivered, applied)
+    witnesses = [take(mean, places.reshape(-1))]
+    return SparseResult(mean, errors, errors != x, found.count, delivered, applied, witnesses)
 
 
 def topk_allgather(

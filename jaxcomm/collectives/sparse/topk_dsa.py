@@ -57,7 +57,8 @@ class TopkDsa(SparseAllReduce):
         mean = rows[owners.of(places), places // world] / world
         delivered = jnp.sum(sent.places < n, dtype=jnp.int32)
         applied = jnp.sum(mean != 0, dtype=jnp.int32)
-        outcome = SparseResult(mean, errors, taken, found.count, delivered, applied)
+        counts = found.count, delivered, applied
+        outcome = SparseResult(mean, errors, taken, *counts, witnesses=[mean, errors])
         return outcome, self.scaled(threshold, found.count, self.k(n))
 
     def _gather(

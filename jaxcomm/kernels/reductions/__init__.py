@@ -11,6 +11,7 @@ here is a single loop, which doubles the length of the sums each time.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -22,6 +23,7 @@ _ROWS, _LANES = 8, 32
 _FEW_LANES = 8  # for an axis that is shorter than that
 _MANY_ROWS = 64
 _ROW = 1024  # values that GPUs reduce at once
+_PAIRS = 2**23  # values and sums that GPUs add up in one kernel, which makes no use of other sums
 _FEW = 2**14  # up to this many values are reduced plainly: a fold takes longer to compile
 _MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
 _INFINITIES = {jnp.dtype(jnp.bfloat16): 0x7F80, jnp.dtype(jnp.float16): 0x7C00}
@@ -105,15 +107,16 @@ def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
       int32 array of the shape of x.
     """
     cpu = functools.partial(_doubled, axis=axis)
-    plain = functools.partial(jnp.cumsum, axis=axis, dtype=x.dtype)
-    return jax.lax.platform_dependent(x, cpu=cpu, default=plain)
+    is_short = x.size * x.shape[axis] <= _PAIRS
+    default = functools.partial(_each_summed if is_short else _cumsum, axis=axis)
+    return jax.lax.platform_dependent(x, cpu=cpu, default=default)
 
 
 def count_up_to(ascending: jax.Array, x: jax.Array) -> jax.Array:
     """How many of the ascending values are at most x, for each x along the last axis.
 
-    A binary search for each: on CPU in a loop, which compiles faster; elsewhere without one, so
-    that XLA fuses it with what uses the result.
+    On CPU a binary search for each. Elsewhere, where it would be a chain of short kernels, the
+    values are compared with every tenth, say, and then with the ten that follow.
 
     Args:
       ascending: int32 array `(..., m)`, not empty along the last axis.
@@ -122,23 +125,33 @@ def count_up_to(ascending: jax.Array, x: jax.Array) -> jax.Array:
     Returns:
       int32 array of the shape of x, from 0 to m.
     """
+    ascending, x = _axes.varying_alike([ascending, x])
+    return jax.lax.platform_dependent(ascending, x, cpu=_searched, default=_searched_twice)
+
+
+def _searched(ascending: jax.Array, x: jax.Array) -> jax.Array:
+    """A binary search for each, in a loop."""
     m = ascending.shape[-1]
     steps = m.bit_length()
-    ascending, x = _axes.varying_alike([ascending, x])
 
-    def step(i: int | jax.Array, found: jax.Array, ascending: jax.Array, x: jax.Array) -> jax.Array:
+    def step(i: jax.Array, found: jax.Array) -> jax.Array:
         more = found + (1 << (steps - 1 - i))
         there = jnp.take_along_axis(ascending, jnp.minimum(more, m) - 1, -1, mode="clip")
         return jnp.where((more <= m) & (there <= x), more, found)
 
-    def in_a_loop(*given: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, steps, lambda i, found: step(i, found, *given), zeros)
+    return jax.lax.fori_loop(0, steps, step, jnp.zeros_like(x))
 
-    def at_once(*given: jax.Array) -> jax.Array:
-        return functools.reduce(lambda found, i: step(i, found, *given), range(steps), zeros)
 
-    zeros = jnp.zeros_like(x)
-    return jax.lax.platform_dependent(ascending, x, cpu=in_a_loop, default=at_once)
+def _searched_twice(ascending: jax.Array, x: jax.Array) -> jax.Array:
+    """A search among few values in a row each, then one between two of them, in two kernels."""
+    m = ascending.shape[-1]
+    width = math.isqrt(m - 1) + 1
+    last = ascending[..., width - 1 :: width]
+    start = width * jnp.sum(last[..., None, :] <= x[..., None], axis=-1, dtype=jnp.int32)
+    place = start[..., None] + jax.lax.broadcasted_iota(jnp.int32, (*x.shape, width), x.ndim)
+    flat = jnp.minimum(place, m - 1).reshape(*x.shape[:-1], -1)
+    there = jnp.take_along_axis(ascending, flat, -1, mode="clip").reshape(place.shape)
+    return start + jnp.sum((place < m) & (there <= x[..., None]), axis=-1, dtype=jnp.int32)
 
 
 def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -147,6 +160,17 @@ def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
     if not arrays:
         return jnp.bool_(True)
     return jax.lax.platform_dependent(*arrays, cpu=_one_by_one, default=_at_once)
+
+
+def finite_parts(x: jax.Array) -> jax.Array:
+    """Whether parts of a float32 vector are finite, in one pass; for `jnp.all` of several vectors.
+
+    Returns:
+      bool array, true everywhere if and only if x is finite.
+    """
+    shape = (-(-x.size // _ROW),)
+    at_once = lambda x: jnp.broadcast_to(_is_finite(x), shape)  # noqa: E731
+    return jax.lax.platform_dependent(x, cpu=at_once, default=_rows_are_finite)
 
 
 def _one_by_one(*arrays: jax.Array) -> jax.Array:
@@ -202,6 +226,19 @@ def _doubled(sums: jax.Array, axis: int) -> jax.Array:
         return sums + jax.lax.dynamic_slice_in_dim(padded, n - (1 << i), n, axis)
 
     return jax.lax.fori_loop(0, (n - 1).bit_length(), double, sums)
+
+
+def _cumsum(x: jax.Array, axis: int) -> jax.Array:
+    return jnp.cumsum(x, axis=axis, dtype=x.dtype)
+
+
+def _each_summed(x: jax.Array, axis: int) -> jax.Array:
+    """Running sums of few values, each on its own, for GPUs: one kernel instead of several."""
+    x = jnp.moveaxis(x, axis, -1)
+    to, of = (jax.lax.broadcasted_iota(jnp.int32, (x.shape[-1],) * 2, i) for i in (0, 1))
+    up_to = (of <= to).reshape((1,) * (x.ndim - 1) + of.shape)
+    sums = jnp.sum(jnp.where(up_to, x[..., None, :], 0), axis=-1, dtype=x.dtype)
+    return jnp.moveaxis(sums, -1, axis)
 
 
 def _fold(x: jax.Array, join: Join, last: Callable[[jax.Array, Join], jax.Array]) -> jax.Array:

@@ -12,7 +12,7 @@ from jaxcomm.kernels.select.compaction import Selected, narrow
 from jaxcomm.kernels.select.hashing import hashed
 from jaxcomm.kernels.select.magnitudes import CHUNK
 from jaxcomm.kernels.select.selection import MOST, compact, count_at_least
-from jaxcomm.kernels.select.threshold import threshold_for, threshold_near
+from jaxcomm.kernels.select.threshold import count_near, threshold_for, threshold_near
 
 __all__ = [
     "CHUNK",
@@ -20,6 +20,7 @@ __all__ = [
     "Selected",
     "compact",
     "count_at_least",
+    "count_near",
     "hashed",
     "narrow",
     "threshold_for",

@@ -11,7 +11,12 @@ from jaxcomm import _axes
 from jaxcomm.kernels import _implementations
 from jaxcomm.kernels.select.compaction import compact_band
 from jaxcomm.kernels.select.hashing import MOST, hashed
-from jaxcomm.kernels.select.magnitudes import PAST_INFINITY, count_from, patterns_of
+from jaxcomm.kernels.select.magnitudes import (
+    PAST_INFINITY,
+    count_from,
+    lowest_for,
+    patterns_of,
+)
 from jaxcomm.kernels.select.selection import compact, require_vector
 
 _DIGIT = 4  # bits of the result that one pass over the data finds
@@ -84,17 +89,48 @@ def threshold_near(
       float32 scalar, positive.
     """
     x = _argument("threshold_near", x, k)
-    stride = _stride(x.size, math.ceil(_RANK * x.size / k))
-    if stride < _LEAST_STRIDE:
+    sample = _near(x, k, number)
+    if sample is None:
         return threshold_for(x, k, implementation=implementation)
-    sample = _one_in(stride, _RUN, x, number)
     rank = max(1, round(k * sample.size / x.size))
     pattern = jax.lax.platform_dependent(
-        jax.lax.optimization_barrier(sample),
-        cpu=lambda x: _kth(_digits, patterns_of(x) & ~jnp.uint32(2**16 - 1), rank),
-        default=lambda x: _kth_of_halves(patterns_of(x), rank),
+        sample & ~jnp.uint32(2**16 - 1),
+        cpu=lambda patterns: _kth(_digits, patterns, rank),
+        default=lambda patterns: _counted_at_once(patterns, rank),
     )
     return jax.lax.bitcast_convert_type(jnp.maximum(pattern, 1), jnp.float32)
+
+
+def count_near(x: jax.Array, threshold: jax.Array, k: int, number: jax.Array) -> jax.Array:
+    """About how many of `|x|` reach a threshold that about k reach; exactly, for a short x.
+
+    For a long x they are counted in the sample of `threshold_near`, and the result is off by 3 % at
+    about k, give or take.
+
+    Args:
+      x: as in `threshold_near`, with its errors.
+      threshold: float32 scalar.
+      k: as in `threshold_near`.
+      number: likewise.
+
+    Returns:
+      int32 scalar.
+    """
+    x = _argument("count_near", x, k)
+    sample = _near(x, k, number)
+    low = lowest_for(threshold)[None]
+    if sample is None:
+        return count_from(patterns_of(x), low)[0]
+    count = count_from(sample, low)[0].astype(jnp.float32)
+    return jnp.round(count * (x.size / sample.size)).astype(jnp.int32)
+
+
+def _near(x: jax.Array, k: int, number: jax.Array) -> jax.Array | None:
+    """The patterns of a sample of which about _RANK are among the k largest; None for a short x."""
+    stride = _stride(x.size, math.ceil(_RANK * x.size / k))
+    if stride < _LEAST_STRIDE:
+        return None
+    return patterns_of(jax.lax.optimization_barrier(_one_in(stride, _RUN, x, number)))
 
 
 def _argument(name: str, x: jax.Array, k: int) -> jax.Array:
@@ -215,6 +251,17 @@ def _digits(patterns: jax.Array, ranks: jax.Array) -> jax.Array:
 
     zeros = _axes.as_varying(jnp.zeros(ranks.shape, jnp.uint32), _axes.varying_axes(patterns))
     return jax.lax.fori_loop(0, 32 // _DIGIT, step, zeros)
+
+
+def _counted_at_once(patterns: jax.Array, k: int) -> jax.Array:
+    """`_kth` for GPUs, of few patterns without their lower halves: three digits of 5 bits."""
+    prefix, real = jnp.uint32(0), patterns < PAST_INFINITY
+    for shift in (26, 21, 16):
+        lows = prefix + (jnp.arange(1, 32, dtype=jnp.uint32) << shift)
+        reached = (patterns[None] >= lows[:, None]) & real[None]
+        enough = jnp.sum(reached, axis=1, dtype=jnp.int32) >= k
+        prefix += jnp.sum(enough, dtype=jnp.uint32) << shift
+    return prefix
 
 
 def _counted(patterns: jax.Array, k: int) -> jax.Array:

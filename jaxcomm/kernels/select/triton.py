@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from jaxcomm import _axes
+from jaxcomm.kernels import reductions
 from jaxcomm.kernels.select import compaction
 from jaxcomm.kernels.select.compaction import Selected
 from jaxcomm.kernels.select.magnitudes import (
@@ -62,9 +63,7 @@ def compact(
     # Only the filled part of a tile's list is written and read.
     shapes = [(tiles * TILE, jnp.uint16), (tiles, jnp.int32)]
     listed, counts = _call(_select, [x, low], shapes, tiles, interpret)
-    before = jnp.concatenate(
-        [jnp.zeros_like(counts, shape=(1,)), jnp.cumsum(counts, dtype=jnp.int32)]
-    )
+    before = jnp.concatenate([jnp.zeros_like(counts, shape=(1,)), reductions.running_sum(counts)])
     values, places = _call(
         _arrange,
         [x, listed, before],
