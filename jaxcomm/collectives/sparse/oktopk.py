@@ -32,7 +32,8 @@ class OkTopk(SparseAllReduce):
     in between unless the number of values above it is off by more than `tolerance`. In a long
     vector both are those of a sample: a few percent more or fewer than k values reach the
     threshold. With a `tolerance` above 3/2, or None, it is scaled a little before it is found anew.
-    A value that is not in the mean, because it is too small or has no room, stays in its device's residual.
+    A value that is not in the mean, because it is too small or has no room, stays in its device's
+    residual.
 
     Every N places in a row have N owners, which change from step to step. So an owner gets about
     k/N of each device's values, give or take the square root of that, wherever they lie. From
