@@ -22,8 +22,9 @@ Matrices are stored transposed, as in layers: x[b, m, n] with the outputs last, 
 as [b, r, n] and Q as [b, r, m].
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -34,6 +35,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.all_reduce import all_reduce, all_reduce_with_residual
 from jaxcomm.collectives.reductions import Reduction
+from jaxcomm.kernels.random_bits import random_bits
 from jaxcomm.kernels.reductions import all_finite
 
 Arrays = list[jax.Array]
@@ -41,6 +43,8 @@ Arrays = list[jax.Array]
 _ROUNDING = 1e-6
 _TINY = jnp.finfo(jnp.float32).tiny
 _EXACT = jax.lax.Precision.HIGHEST
+# On GPUs: columns that are made orthonormal without a loop, and values of bases that are padded.
+_UNROLLED, _PADDED = 8, 2**21
 
 
 class LowRankResult(NamedTuple):
@@ -51,11 +55,13 @@ class LowRankResult(NamedTuple):
       factors: float32[b, r, m], Q, equal on all devices: the start of the next step.
       lacks: float32[b, m, n], the part of this device's matrices that the mean lacks: the means of
         the matrices are `means` plus the mean of `lacks` over devices.
+      bounded: bool, equal on all devices: if it is true, the means are finite.
     """
 
     means: Arrays
     factors: Arrays
     lacks: Arrays
+    bounded: jax.Array
 
 
 def projected_mean(
@@ -75,7 +81,7 @@ def projected_mean(
       axis_name: the mesh axis.
       bases: how the mean of P is computed; its errors change the basis, and lose nothing.
       factors: how the mean of Q is computed. If it keeps errors, they are in `lacks`. If it does
-        not, the means are not finite wherever `lacks` is not finite on one of the devices.
+        not, `bounded` is false where `lacks` is not finite on one of the devices.
       algorithm: who talks to whom, in both means.
 
     Wire: that of two means by the algorithm, of sum(b r n) and of sum(b r m) values.
@@ -101,7 +107,11 @@ def projected_mean(
     if errors is not None:
         lacks = lacks_of(_split(message - errors, own))
     qs = _split(mean, own)
-    return LowRankResult([_product(q, p) for q, p in zip(qs, ps, strict=True)], qs, lacks)
+    means = [_product(q, p) for q, p in zip(qs, ps, strict=True)]
+    # Instead of the means, which are many values: P is at most 1, so no sum of r products is more.
+    most = jnp.finfo(jnp.float32).max / (2 * starts[0].shape[1])
+    bounded = jnp.all(jnp.abs(mean) <= most)
+    return LowRankResult(means, qs, lacks, bounded)
 
 
 def sides(shape: Sequence[int]) -> tuple[int, int]:
@@ -118,25 +128,59 @@ def orthonormal(bases: Sequence[jax.Array]) -> Arrays:
 
     Gram-Schmidt with every projection done twice. The result is as orthogonal as that of a QR
     decomposition (L. Giraud et al., 2005), and needs no library. A column in the span of earlier
-    ones becomes zero, and a zero column stays zero. One loop handles all bases of about one length,
-    padded with zeros. If all were padded to the longest, many short ones beside a long one would
-    each take its memory.
+    ones becomes zero, and a zero column stays zero. Bases of similar length are padded with zeros
+    and handled at once: on CPU those of about one length, in one loop; on GPUs, where each kernel
+    takes microseconds, as many as need little memory, and few columns without a loop.
     """
-    groups: dict[int, list[int]] = {}
-    for i, p in enumerate(bases):
-        groups.setdefault(p.shape[-1].bit_length(), []).append(i)
+    alike = functools.partial(_in_groups, f=_by_columns, groups_of=_of_one_length)
+    few = functools.partial(_in_groups, f=_by_columns_at_once, groups_of=_of_little_padding)
+    is_short = bases[0].shape[1] <= _UNROLLED
+    return jax.lax.platform_dependent(list(bases), cpu=alike, default=few if is_short else alike)
+
+
+def _in_groups(
+    bases: Sequence[jax.Array],
+    f: Callable[[int, jax.Array], jax.Array],
+    groups_of: Callable[[Sequence[jax.Array]], list[list[int]]],
+) -> Arrays:
+    """Applies f to the number of each group and its bases, padded to the longest of them."""
     found = {}
-    for group in groups.values():
-        found |= dict(zip(group, _orthonormal_alike([bases[i] for i in group]), strict=True))
+    for number, group in enumerate(groups_of(bases)):
+        n = max(bases[i].shape[-1] for i in group)
+        wide = [jnp.pad(bases[i], ((0, 0), (0, 0), (0, n - bases[i].shape[-1]))) for i in group]
+        done = f(number, jnp.concatenate(wide))
+        ends = np.cumsum([bases[i].shape[0] for i in group])[:-1]
+        pieces = jnp.split(done, ends)
+        found |= {i: x[..., : bases[i].shape[-1]] for i, x in zip(group, pieces, strict=True)}
     return [found[i] for i in range(len(bases))]
 
 
-def _orthonormal_alike(bases: Sequence[jax.Array]) -> Arrays:
-    """The same, of bases whose lengths differ by less than a factor of two."""
-    n = max(p.shape[-1] for p in bases)
-    padded = [jnp.pad(p, ((0, 0), (0, 0), (0, n - p.shape[-1]))) for p in bases]
-    # Squares of very small or very large columns would leave float32's range.
-    p = _scaled(jnp.concatenate(padded))
+def _of_one_length(bases: Sequence[jax.Array]) -> list[list[int]]:
+    """Groups whose lengths differ by less than a factor of two."""
+    groups: dict[int, list[int]] = {}
+    for i, p in enumerate(bases):
+        groups.setdefault(p.shape[-1].bit_length(), []).append(i)
+    return list(groups.values())
+
+
+def _of_little_padding(bases: Sequence[jax.Array]) -> list[list[int]]:
+    """Few groups: each has few values when padded, or at most twice those of its bases."""
+    groups: list[list[int]] = []
+    padded = size = longest = 0
+    for i in sorted(range(len(bases)), key=lambda i: -bases[i].shape[-1]):
+        p = bases[i]
+        padded, size = padded + p.size // max(p.shape[-1], 1) * longest, size + p.size
+        if groups and padded <= max(_PADDED, 2 * size):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+            padded, size, longest = p.size, p.size, p.shape[-1]
+    return groups
+
+
+def _by_columns(_: int, p: jax.Array) -> jax.Array:
+    """Gram-Schmidt in a loop over columns, float32[b, r, n]."""
+    p = _scaled(p)  # squares of very small or very large columns would leave float32's range
 
     def column(j: jax.Array, done: jax.Array) -> jax.Array:
         v = jax.lax.dynamic_index_in_dim(p, j, axis=1, keepdims=False)
@@ -144,14 +188,37 @@ def _orthonormal_alike(bases: Sequence[jax.Array]) -> Arrays:
         for _ in range(2):
             along = jnp.sum(done * v[:, None], axis=-1, keepdims=True)
             v = v - jnp.sum(done * along, axis=1)
-        after = _norm(v)
-        # NaN is not dropped: it compares as false.
-        v = jnp.where(after <= _ROUNDING * before, 0.0, v / after)
-        return jax.lax.dynamic_update_index_in_dim(done, v, j, axis=1)
+        return jax.lax.dynamic_update_index_in_dim(done, _unit(v, before), j, axis=1)
 
-    done = jax.lax.fori_loop(0, p.shape[1], column, jnp.zeros_like(p))
-    ends = np.cumsum([x.shape[0] for x in bases])[:-1]
-    return [x[..., : p.shape[-1]] for x, p in zip(jnp.split(done, ends), bases, strict=True)]
+    return jax.lax.fori_loop(0, p.shape[1], column, jnp.zeros_like(p))
+
+
+def _by_columns_at_once(_: int, p: jax.Array) -> jax.Array:
+    """The same without a loop, in few kernels a column."""
+    p = _scaled(p)
+    done: Arrays = []
+    for j in range(p.shape[1]):
+        v = p[:, j]
+        before, *along = _sums([v * v, *(d * v for d in done)])
+        for i in range(2 if done else 0):
+            along = _sums([d * v for d in done]) if i else along
+            v = v - sum(d * a for d, a in zip(done, along, strict=True))
+        done.append(_unit(v, jnp.sqrt(before)))
+    return jnp.stack(done, axis=1)
+
+
+def _sums(rows: Sequence[jax.Array]) -> Arrays:
+    """The sums of several arrays along the last axis, `(..., 1)`, which read their inputs once."""
+    add = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]  # noqa: E731
+    zeros = [jnp.float32(0)] * len(rows)
+    return [x[..., None] for x in jax.lax.reduce(list(rows), zeros, add, (rows[0].ndim - 1,))]
+
+
+def _unit(v: jax.Array, before: jax.Array) -> jax.Array:
+    """A column of length 1, or zeros if projections left nothing of its length `before`."""
+    after = _norm(v)
+    # NaN is not dropped: it compares as false.
+    return jnp.where(after <= _ROUNDING * before, 0.0, v / after)
 
 
 def with_new_columns(factors: Sequence[jax.Array], key: jax.Array) -> Arrays:
@@ -165,6 +232,12 @@ def with_new_columns(factors: Sequence[jax.Array], key: jax.Array) -> Arrays:
       factors: float32[b, r, m], equal on all devices.
       key: equal on all devices.
     """
+    drawn_if_any = functools.partial(_drawn_if_any, key=key)
+    drawn = functools.partial(_drawn, key=key)
+    return jax.lax.platform_dependent(list(factors), cpu=drawn_if_any, default=drawn)
+
+
+def _drawn_if_any(factors: Sequence[jax.Array], key: jax.Array) -> Arrays:
     flat = [_scaled(q) for q in factors]
     dead = [jnp.max(jnp.abs(q), axis=-1, keepdims=True) <= 0 for q in flat]
 
@@ -174,6 +247,20 @@ def with_new_columns(factors: Sequence[jax.Array], key: jax.Array) -> Arrays:
 
     any_dead = jnp.any(jnp.concatenate([d.reshape(-1) for d in dead]))
     return jax.lax.cond(any_dead, draw, lambda: flat)
+
+
+def _drawn(factors: Sequence[jax.Array], key: jax.Array) -> Arrays:
+    """The same for GPUs, where a branch takes longer than drawing all of them."""
+
+    def in_group(number: int, q: jax.Array) -> jax.Array:
+        scaled = _scaled(q)
+        is_dead = jnp.max(jnp.abs(scaled), axis=-1, keepdims=True) <= 0
+        bits = random_bits(jax.random.fold_in(key, number), q.shape) >> 9
+        odds = 2.0**-22 * (bits.astype(jnp.float32) + 0.5) - 1  # never -1 or 1
+        normal = math.sqrt(2) * jax.lax.erf_inv(odds)
+        return jnp.where(is_dead, normal, scaled)
+
+    return _in_groups(factors, in_group, _of_little_padding)
 
 
 def _scaled(x: jax.Array) -> jax.Array:

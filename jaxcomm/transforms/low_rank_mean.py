@@ -33,6 +33,7 @@ from jaxcomm.transforms._exchange import (
     kept_if,
     local_leaves,
     on_every_device,
+    on_further_axes,
     updates_of,
     within_range,
 )
@@ -235,6 +236,8 @@ class _Exchange:
                     f"expected {due} at rank {self.rank}: it was made with another rank."
                 )
 
+        bounded = [jnp.bool_(True)]  # a flag of each bucket
+
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[Any, Any]:
             keys = jax.random.split(key_of(step_key, layout, buckets[number]), 3)
             sums = {i: g.astype(jnp.float32) + residual[i] for i, g in parts.items()}
@@ -243,6 +246,7 @@ class _Exchange:
                 done = self._on_bucket(matrices, [starts[i] for i in sums], keys)
             shapes = {i: grads[i].shape for i in parts}
             means, lacks = _in_shapes(done.means, shapes), _in_shapes(done.lacks, shapes)
+            bounded.append(done.bounded)
             return means, (lacks, dict(zip(parts, done.factors, strict=True)))
 
         done = exchange_buckets(
@@ -252,12 +256,14 @@ class _Exchange:
             small={i: grads[i] for i in exempt_},
             look_at="parts" if self.factors.keeps_errors else "results",
             axis_name=self.axis_name,
+            results_are_finite=True,  # as the flags say
         )
         means = functools.reduce(dict.__or__, done.buckets, dict(done.exact))
         lacks, factors = ({k: x for kept in done.kept for k, x in kept[j].items()} for j in (0, 1))
         means, lacks = within_range(means, lacks, grads)
         new = [lacks[i] for i in large], [factors[i].reshape(-1) for i in large]
-        updates, finite = updates_of(means, done.finite, grads, self.axis_name)
+        finite = on_further_axes(done.finite & jnp.all(jnp.stack(bounded)), self.axis_name)
+        updates, finite = updates_of(means, finite, grads, self.axis_name)
         return updates, tuple(kept_if(finite, *pair) for pair in zip(new, own, strict=True))
 
     def _on_bucket(self, matrices: Arrays, starts: Arrays, keys: jax.Array) -> LowRankResult:

@@ -153,7 +153,7 @@ def steps(request: pytest.FixtureRequest) -> dict[str, dict]:
 def test_buckets_travel_while_gradients_are_computed(steps: dict[str, dict]) -> None:
     """Only what is last, and has nothing left to travel behind, is waited for at once."""
     waited = {name: row["blocking"] / row["collectives"] for name, row in steps.items()}
-    assert max(waited.values()) <= 0.11, waited
+    assert max(waited.values()) <= 0.12, waited
     shares = {name: row["hidden"] for name, row in steps.items()}
     least = {"one_bit_adam": 0.7}  # on A10s nothing is left to compute behind the last buckets
     assert all(share >= least.get(name, 0.8) for name, share in shares.items()), shares

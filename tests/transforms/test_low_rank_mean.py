@@ -149,7 +149,7 @@ def test_steps_turn_to_the_largest_directions() -> None:
         q, means = [jnp.zeros((1, 2, 12))], x
         for _ in range(12):
             q = low_rank.with_new_columns(q, jax.random.key(0))
-            (means,), q, _ = low_rank.projected_mean([x], q, "data", mean, mean, native)
+            (means,), q, *_ = low_rank.projected_mean([x], q, "data", mean, mean, native)
         return means
 
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1])):
@@ -166,14 +166,58 @@ def test_what_had_no_gradient_has_one_later() -> None:
         assert np.abs(steps[2][0][name]).max() > 0.01
 
 
-def test_columns_are_orthonormal_also_where_they_are_nearly_the_same() -> None:
+def as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
+
+
+def test_gpus_find_the_same_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without loops and branches; new columns are others, so the first step needs a start."""
+    batches, steps, _ = steps_of(GLOBAL)
+    as_on_gpus(monkeypatch)
+    program = Program(GLOBAL, jaxcomm.low_rank_mean("data", RANK), batches[0])
+    start, _ = with_starts(GLOBAL, program.start)
+    for (found, _), (wanted, _) in zip(program.run(*batches, state=start), steps, strict=True):
+        for name in SHAPES:
+            np.testing.assert_allclose(found[name], wanted[name], atol=2e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_new_columns(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
+    """Zeros are drawn, apart for each matrix; the others keep their directions."""
+    if platform == "gpu":
+        as_on_gpus(monkeypatch)
+    rng = np.random.default_rng(8)
+    factors = [rng.standard_normal((2, 3, m)).astype(np.float32) for m in (500, 40, 500)]
+    for q in factors:
+        q[:, 1] = 0
+        q[:, 2] *= 1e-30
+    found = jax.jit(lambda *args: low_rank.with_new_columns(*args))(factors, jax.random.key(0))
+    for q, new in zip(factors, map(np.asarray, found), strict=True):
+        for j in (0, 2):
+            scale = np.abs(new[:, j]).max(-1, keepdims=True)
+            assert (scale > 1 - 1e-6).all() and (scale <= 4).all()
+            largest = np.abs(q[:, j]).max(-1, keepdims=True)
+            np.testing.assert_allclose(new[:, j] / scale, q[:, j] / largest, rtol=1e-6)
+    drawn = np.concatenate([np.asarray(found[i])[:, 1] for i in (0, 2)])
+    assert abs(drawn.mean()) < 5 / drawn.size**0.5
+    assert abs(drawn.std() - 1) < 5 / drawn.size**0.5
+    assert np.abs(np.corrcoef(drawn) - np.eye(4)).max() < 5 / 500**0.5
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_columns_are_orthonormal_also_where_they_are_nearly_the_same(
+    monkeypatch: pytest.MonkeyPatch, platform: str
+) -> None:
+    if platform == "gpu":
+        as_on_gpus(monkeypatch)
     rng = np.random.default_rng(5)
     u, _ = np.linalg.qr(rng.standard_normal((200, 6)))
     v, _ = np.linalg.qr(rng.standard_normal((6, 6)))
     hard = (u * 10.0 ** -np.arange(6) @ v).T[None].astype(np.float32)  # condition 1e5
     twins = np.stack([hard[0, :1].repeat(2, 0)[:, :50]]).astype(np.float32)
     short = np.concatenate([twins, np.zeros((1, 4, 50), np.float32)[:, :4]], axis=1)
-    first, second = jax.jit(low_rank.orthonormal)([jnp.asarray(hard), jnp.asarray(short)])
+    both = [jnp.asarray(hard), jnp.asarray(short)]
+    first, second = jax.jit(lambda bases: low_rank.orthonormal(bases))(both)
     np.testing.assert_allclose(first[0] @ first[0].T, np.eye(6), atol=1e-5)
     projected = np.asarray(first[0]).T @ (np.asarray(first[0]) @ hard[0].T)
     np.testing.assert_allclose(projected, hard[0].T, atol=1e-6)
