@@ -67,6 +67,11 @@ class ValueAndGrad:
     def _of(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
         """`__call__`, where all further arguments are arrays."""
         world = _axes.axis_size(self.axis_name)
+        if not jax.tree.leaves(batch):
+            raise ValueError(
+                f"the batch has no arrays, got {batch!r}; loss_fn(params, batch) takes the rows of a "
+                "device, and further arguments are those that are equal on all devices."
+            )
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
         own, params = OWN_PARAMETER in kinds, unmark_local(params)
         _paths.require_arrays(params, "parameter")

@@ -108,6 +108,21 @@ def test_the_average_is_shown_where_the_program_says_how_often() -> None:
             assert f"On average {mean:,.1f}".removesuffix(".0") in str(found)
 
 
+def test_no_average_is_shown_of_steps_that_send_the_same(make_mesh: Any) -> None:
+    with jax.set_mesh(make_mesh(3)):  # bytes are thirds
+        found = jaxcomm.explain(optax.chain(jaxcomm.mean("data"), optax.sgd(0.1)), shapes())
+    assert "On average" not in str(found)
+
+
+def test_buckets_that_are_no_neighbours_are_no_range() -> None:
+    sizes = {"0": {"a": 256}, "1": {"z": 300}, "2": {"a": 256}}
+    params = jax.tree.map(lambda n: jax.ShapeDtypeStruct((512, n), jnp.float32), sizes)
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        rows = str(jaxcomm.explain(jaxcomm.mean("data", "int8", bucket_mib=0.5), params))
+    (both,) = (row for row in rows.splitlines() if row.startswith("*/a (2)"))
+    assert both.endswith("bucket 1, 3")
+
+
 def test_leaves_buckets_and_state() -> None:
     trained = optax.chain(
         jaxcomm.mean("data", "int8", error_feedback=True, bucket_mib=0.01, exempt=["head/kernel"]),

@@ -97,7 +97,7 @@ def int8(block_size: int = 256, rounding: str = "nearest") -> Int8:
     Returns:
       The codec. A message of n values is uint8 `(n + 4 n / block_size,)`, rounded up. The error of
       a value is at most 1/254 of the largest magnitude in its block, or below 1/127 if rounded at
-      random.
+      random; times 1 + 2^-15, because scales are rounded up.
 
     Raises:
       TypeError, ValueError: for any other arguments.
@@ -119,7 +119,7 @@ def int4(block_size: int = 64, rounding: str = "nearest") -> Int4:
     Returns:
       The codec. A message of n values is uint8 `(n / 2 + 4 n / block_size,)`, rounded up. The error
       of a value is at most 1/14 of the largest magnitude in its block, or below 1/7 if rounded at
-      random.
+      random; times 1 + 2^-15, because scales are rounded up.
 
     Raises:
       TypeError, ValueError: for any other arguments.

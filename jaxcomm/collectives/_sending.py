@@ -65,7 +65,7 @@ def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]
     if not swaps:
         return found
     # No device is both in a swap and in another message, so each needs one of the two results.
-    in_swap = jnp.isin(jax.lax.axis_index(axis_name), jnp.asarray([a for a, _ in swaps]))
+    in_swap = jnp.isin(jax.lax.axis_index(axis_name), jnp.asarray([a for a, _ in swaps], jnp.int32))
     return jnp.where(in_swap, swapped(x, axis_name, swaps), found)
 
 

@@ -124,7 +124,7 @@ class Explanation:
             mean = self.wire.per_step()
         except ValueError:  # a share depends on the run, such as that of its dense steps
             return []
-        if mean == self.bytes_max:
+        if math.isclose(mean, self.bytes_max, rel_tol=1e-9):  # an exact fraction
             return []
         return [f"On average {_number(mean)} bytes a step, {mean / max(values, 1):.2f} a value."]
 
@@ -146,15 +146,21 @@ def _leaf_rows(leaves: tuple[Leaf, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _ranges(names: list[str]) -> str:
-    """Names that differ only in their numbers as one, such as "bucket 1-3"."""
+    """Names that differ only in their numbers as one, such as "bucket 1-3, 5"."""
     found: dict[str, list[int]] = {}
     for name in names:
         kind, _, number = name.partition(" ")
         found.setdefault(kind, []).extend([int(number)] if number else [])
     parts = []
     for kind, numbers in found.items():
-        ends = f"{min(numbers)}-{max(numbers)}" if len(numbers) > 1 else "".join(map(str, numbers))
-        parts.append(f"{kind} {ends}".strip())
+        runs: list[list[int]] = []
+        for number in sorted(numbers):
+            if runs and number == runs[-1][-1] + 1:
+                runs[-1].append(number)
+            else:
+                runs.append([number])
+        shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+        parts.append(f"{kind} {', '.join(shown)}".strip())
     return ", ".join(parts)
 
 

@@ -111,7 +111,7 @@ def _merged_by_all(
             given_alive &= _holds(best, given.places)
     if extra:
         back = tuple((target, source) for source, target in fold)
-        is_given = jnp.isin(me, jnp.asarray([source for source, _ in fold]))
+        is_given = jnp.isin(me, jnp.asarray([source for source, _ in fold], jnp.int32))
         final = _sent(best, n, entries, axis_name, back)
         best = jax.tree.map(lambda a, b: jnp.where(is_given, a, b), final, best)
         # The given list is in the order of places, so the answer is too.
