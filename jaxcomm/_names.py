@@ -1,5 +1,6 @@
 """Options that are given as a name or as an object."""
 
+import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -26,10 +27,15 @@ def from_table(
         return option
     names = ", ".join(table)
     if not isinstance(option, str):
+        name = getattr(option, "__name__", None)
+        if name in table:  # the factory itself, or a dtype
+            example = f"{example.rpartition('.')[0]}.{name}()"
         raise TypeError(
             f"{what} must be a name ({names}) or what a factory returns, got {option!r}; "
             f"a factory must be called: {example}."
         )
     if option not in table:
-        raise ValueError(f"unknown {what} {option!r}; choose one of {names}.")
+        near = difflib.get_close_matches(option.lower(), table, 1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise ValueError(f"unknown {what} {option!r}; choose one of {names}{hint}")
     return table[option]()

@@ -69,8 +69,8 @@ class ValueAndGrad:
         world = _axes.axis_size(self.axis_name)
         if not jax.tree.leaves(batch):
             raise ValueError(
-                f"the batch has no arrays, got {batch!r}; loss_fn(params, batch) takes the rows of a "
-                "device, and further arguments are those that are equal on all devices."
+                f"the batch has no arrays, got {batch!r}; loss_fn(params, batch) takes the rows "
+                "of each device, and further arguments are what is equal on all devices."
             )
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
         own, params = OWN_PARAMETER in kinds, unmark_local(params)

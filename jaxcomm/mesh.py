@@ -30,6 +30,7 @@ def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> 
       The mesh, for `jax.set_mesh`.
 
     Raises:
+      TypeError: if the name is no text, or `devices` are no sequence.
       ValueError: if `devices` is empty.
 
     Example:
@@ -38,7 +39,17 @@ def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> 
       >>> dict(mesh.shape)
       {'data': 2}
     """
+    if not isinstance(axis_name, str):
+        raise TypeError(
+            f'data_mesh takes the name of an axis, such as "data", got {axis_name!r}; devices are '
+            "data_mesh(devices=jax.devices()[:4])."
+        )
     devices = jax.devices() if devices is None else devices
+    if not isinstance(devices, (Sequence, np.ndarray)):
+        raise TypeError(
+            f"data_mesh takes a sequence of devices, got {devices!r}; write "
+            "data_mesh(devices=jax.devices()[:4])."
+        )
     if not len(devices):
         raise ValueError("data_mesh needs at least one device, got devices=[].")
     # Not `jax.make_mesh`: it reorders GPUs, and refuses those of several machines.

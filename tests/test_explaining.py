@@ -114,6 +114,21 @@ def test_no_average_is_shown_of_steps_that_send_the_same(make_mesh: Any) -> None
     assert "On average" not in str(found)
 
 
+def test_a_float32_mean_counts_all_layers_and_whole_leaves() -> None:
+    """Of layers exchanged in the backward pass, and of parameters that are split along the axis."""
+    world = jax.device_count()
+    exchange = jaxcomm.in_backward(jaxcomm.mean("data"), ["blocks"])
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        in_backward = jaxcomm.explain(exchange, shapes())
+        params = jaxcomm.shard({"w": jnp.zeros((12, 64, 64))}, "data", layers=["w"])
+        sharded = jaxcomm.explain(
+            jaxcomm.sharded(jaxcomm.mean("data", "bfloat16"), gather="bfloat16"), params
+        )
+    n = sum(x.size for x in jax.tree.leaves(shapes()))
+    assert in_backward.dense_bytes == pytest.approx(8 * (world - 1) / world * n)
+    assert sharded.dense_bytes == pytest.approx(8 * (world - 1) / world * 12 * 64 * 64)
+
+
 def test_buckets_that_are_no_neighbours_are_no_range() -> None:
     sizes = {"0": {"a": 256}, "1": {"z": 300}, "2": {"a": 256}}
     params = jax.tree.map(lambda n: jax.ShapeDtypeStruct((512, n), jnp.float32), sizes)

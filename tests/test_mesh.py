@@ -110,3 +110,11 @@ def test_shards_are_cut_out_of_no_copy(mesh8: Any, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(jax, "device_put", counted)
         placed = jaxcomm.shard(given, "data")
     assert shapes == [(8,), [(8,), (64, 8)]] and placed["w"].sharding.spec[0] == "data"
+
+
+def test_what_is_no_name_or_no_devices() -> None:
+    for wrong in (4, ["data"]):
+        with pytest.raises(TypeError, match=r'the name of an axis, such as "data", got .*devices='):
+            jaxcomm.data_mesh(wrong)
+    with pytest.raises(TypeError, match=r"a sequence of devices, got 4; write data_mesh\(devices="):
+        jaxcomm.data_mesh(devices=4)

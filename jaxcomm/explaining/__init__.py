@@ -9,6 +9,7 @@ the loss.
 import itertools
 import math
 import operator
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ from jaxcomm.transforms import (
     StagesState,
     state_spec,
 )
-from jaxcomm.transforms._layout import Layout, local_shape
+from jaxcomm.transforms._layout import Layout, names_in
 from jaxcomm.transforms.per_device import PerDevice
 from jaxcomm.wire._report import SHARE, Bytes, exact
 
@@ -144,7 +145,7 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
     collectives = list(collectives_in(program, dict(mesh.shape)))
     messages, wire = _messages(collectives, notes, mesh), wire_of(collectives, mesh.size)
     leaves = _leaves(params, messages)
-    dense = _dense_bytes(layouts, {leaf.path for leaf in leaves if leaf.messages})
+    dense = _dense_bytes(layouts, leaves)
     own, shared = _memory(state, specs, mesh)
     return Explanation(mesh.size, leaves, messages, wire, dense, own, shared, _needs(state))
 
@@ -233,14 +234,20 @@ def _by_device(collectives: list[Collective]) -> tuple[Bytes, ...]:
     return tuple(exact(sum(map(operator.mul, times, column))) for column in columns)
 
 
-def _dense_bytes(layouts: list[Layout], sent: set[str]) -> Bytes:
-    """What a device sends in a float32 mean of these leaves."""
-    shares = {
-        leaf.path: SHARE["all-reduce"](layout.world) * 4 * math.prod(local_shape(leaf))
-        for layout in layouts
-        for leaf in layout.leaves
-        if leaf.path in sent
-    }
+def _dense_bytes(layouts: list[Layout], leaves: tuple[Leaf, ...]) -> Bytes:
+    """What a device sends in a float32 mean of the leaves that have messages.
+
+    Of what is split over further axes, a device has a part. A layout may be that of one layer of a
+    stack, which says how each is split; all layers are counted.
+    """
+    values = {leaf.path: math.prod(leaf.shape) for leaf in leaves if leaf.messages}
+    shares = {}
+    for layout in layouts:
+        for leaf in layout.leaves:
+            further = names_in(leaf.spec).difference(_axes.names_of(layout.axis_name))
+            parts = math.prod(map(_axes.axis_size, further))
+            of_all = Fraction(4 * values.get(leaf.path, 0), parts)
+            shares[leaf.path] = SHARE["all-reduce"](layout.world) * of_all
     return exact(sum(shares.values()))
 
 

@@ -273,11 +273,17 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
         if manual:
             _check_local(grad, leaf, axis)
         elif grad.shape != (layout.world, *leaf.shape):
+            if marked_dtype(grad) is not None and grad.shape[:1] == (layout.world,):
+                raise ValueError(
+                    f"the state was made for {leaf.path} of shape {leaf.shape}, and this gradient "
+                    f"is that of shape {grad.shape[1:]}; call tx.init(params) on these parameters."
+                )
             raise ValueError(
                 f"the gradient of {leaf.path} has shape {grad.shape}, expected "
                 f"{(layout.world, *leaf.shape)}: one for each device along {axis!r}. "
                 f"Make it with jaxcomm.value_and_grad(loss_fn, {axis!r}): a gradient by jax.grad "
-                "is already averaged over the devices. Exchange once in a chain."
+                "is already averaged over the devices, and so is one that another transformation "
+                "in front of this one has exchanged. Exchange once in a chain."
             )
 
 

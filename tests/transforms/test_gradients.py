@@ -328,6 +328,9 @@ def test_a_loss_that_does_not_depend_on_its_batch(
         run = jax.jit(f) if checks is None else in_manual_view(f, mesh, checks)
         with pytest.raises(ValueError, match="the loss does not depend on the batch"):
             run(params, batch)
+        if checks is None:
+            with pytest.raises(ValueError, match="the batch has no arrays, got None"):
+                run(params, None)
 
 
 def test_aux_that_is_no_number(mesh8: Any) -> None:

@@ -235,7 +235,13 @@ def test_gradients_may_be_donated() -> None:
             "axis_name must be the name of a mesh axis or a tuple of names, got 0",
         ),
         ({"axis_name": ("data", "data")}, ValueError, "names an axis twice"),
-        ({"axis_name": "data", "codec": "bf16"}, ValueError, "unknown codec 'bf16'"),
+        (
+            {"axis_name": "data", "codec": "bf16"},
+            ValueError,
+            "unknown codec 'bf16'; .*mean 'bfloat16'",
+        ),
+        ({"axis_name": "data", "codec": jnp.bfloat16}, TypeError, r"jaxcomm.codecs.bfloat16\(\)"),
+        ({"axis_name": "data", "codec": jaxcomm.codecs.qsgd}, TypeError, r"codecs.qsgd\(\)"),
         ({"axis_name": "data", "algorithm": "tree"}, ValueError, "unknown algorithm 'tree'"),
         (
             {"axis_name": ("far", "near"), "algorithm": "hierarchical"},
@@ -285,6 +291,9 @@ def test_gradients_by_jax_grad_are_refused_in_the_global_view() -> None:
         state = tx.init({"w": jnp.zeros((4, 2))})
         with pytest.raises(ValueError, match="a gradient by jax.grad is already averaged"):
             tx.update({"w": jnp.zeros((4, 2))}, state)
+        others = jaxcomm.mark_local({"w": jnp.zeros((4, 4, 3))})
+        with pytest.raises(ValueError, match=r"state was made for w of shape \(4, 2\), .*tx.init"):
+            tx.update(others, state)
 
 
 def test_gradients_that_are_already_summed_are_refused_in_the_manual_view() -> None:

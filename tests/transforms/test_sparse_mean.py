@@ -189,7 +189,8 @@ def test_a_dense_warmup_first() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"density": 0.0}, ValueError, r"density must be in \(0, 1\], such as 0.01, got 0.0"),
+        ({"density": 0.0}, ValueError, r"density must be in \(0, 1\], where 0.01 is 1 %, got 0.0"),
+        ({"density": 1}, ValueError, "density=1 selects all values, .*write 0.01 for 1 %"),
         ({"density": 1.5}, ValueError, "got 1.5"),
         ({"density": "1%"}, TypeError, "density must be a Python number, got '1%'"),
         ({"algorithm": "topk"}, ValueError, "choose one of oktopk, topk_allgather"),

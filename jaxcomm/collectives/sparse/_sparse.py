@@ -85,7 +85,12 @@ class SparseAllReduce:
         if not is_real(self.density):
             raise TypeError(f"density must be a Python number, got {self.density!r}.")
         if not 0 < self.density <= 1:
-            raise ValueError(f"density must be in (0, 1], such as 0.01, got {self.density!r}.")
+            raise ValueError(f"density must be in (0, 1], where 0.01 is 1 %, got {self.density!r}.")
+        if is_integer(self.density):
+            raise ValueError(
+                "density=1 selects all values, and sends more than a float32 mean; write 0.01 for "
+                "1 %, or 1.0 if all are meant."
+            )
         for name, least in (("slack", self.slack), ("scaling", self.scaling)):
             if not (is_real(least) and 1 <= least < math.inf):
                 raise ValueError(f"{name} must be at least 1, got {least!r}.")
