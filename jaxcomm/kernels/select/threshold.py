@@ -267,8 +267,9 @@ def _counted_at_once(patterns: jax.Array, k: int) -> jax.Array:
 def _counted(patterns: jax.Array, k: int) -> jax.Array:
     """`_kth` for GPUs, digit by digit too, in few kernels a digit and without a loop.
 
-    In a branch that is not taken it costs nothing, because all of it can be part of a CUDA graph.
-    What cannot, such as sorting, makes the host wait in every step to learn which branch it is.
+    It is for a branch that is not taken. All of it can be part of a CUDA graph, and then the branch
+    takes 0.1 to 0.2 ms. What cannot, such as sorting, makes the host wait in every step to learn
+    which branch it is.
     """
     prefix = jnp.uint32(0)
     for shift in range(32 - _DIGIT, -1, -_DIGIT):
