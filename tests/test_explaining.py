@@ -9,6 +9,7 @@ import pytest
 
 import jaxcomm
 from jaxcomm import plan
+from jaxcomm.explaining._program import collectives_in
 
 SHAPES = {
     "blocks": {"w": (3, 64, 32), "bias": (3, 32)},
@@ -284,3 +285,21 @@ def test_a_stack_that_is_one_array() -> None:
         found = jaxcomm.explain(exchange, {"w": jnp.zeros((3, 64, 64)), "x": jnp.zeros((8, 8))})
     assert [leaf.path for leaf in found.leaves] == ["w", "x"]
     assert all("int8" in leaf.travels for leaf in found.leaves)
+
+
+def test_collectives_count_by_all_loops_around_them_and_nothing_goes_to_itself() -> None:
+    pairs = [(0, 1), (1, 0), (2, 2)]
+
+    def inner(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jax.lax.ppermute(x, "data", pairs), None
+
+    def outer(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jax.lax.scan(inner, x, length=3)[0], None
+
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(outer, x, length=5)[0]
+
+    mesh, spec = jaxcomm.data_mesh(devices=jax.devices()[:4]), jax.P("data")
+    f = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    (found,) = collectives_in(jax.make_jaxpr(f)(jnp.zeros((4, 8))).jaxpr, dict(mesh.shape))
+    assert (found.times, found.sent) == (3 * 5, (32, 32, 0, 0))

@@ -115,3 +115,13 @@ def test_fragments_of_local_steps() -> None:
 def test_bad_shares(shares: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         report("dense_first").per_step(shares)
+
+
+def test_what_a_loop_sends_counts_by_its_trips() -> None:
+    def step(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 5, lambda _, x: jax.lax.psum(x, "data") / WORLD, x)
+
+    mesh, spec = VIEWS[0].mesh(WORLD), jax.P("data")
+    f = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    found = jaxcomm.wire_report(jax.jit(f).lower(jnp.zeros((WORLD, 64))).compile())
+    assert found.per_step() == found.bytes_max == 5 * 1.5 * 4 * 64

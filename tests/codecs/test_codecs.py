@@ -341,3 +341,11 @@ def test_the_option_reaches_the_kernels_of_a_codec(case: Case) -> None:
     one = dataclasses.replace(codec, implementation=((codec.operations[0], "xla"),))
     assert hash(one) == hash(case.codec)
     jax.eval_shape(one.encode, x, KEY)
+
+
+def test_terngrad_clips_by_the_deviation_of_what_is_not_zero() -> None:
+    """Zeros, such as padding, do not lower it: here it is 1, and nothing is beyond."""
+    x = jnp.zeros(512).at[:64].set(jnp.tile(jnp.array([1.0, -1.0]), 32))
+    codec = codecs.terngrad(clip=1.0)
+    found = codec.decode(codec.encode(x, jax.random.key(0)), 512)
+    np.testing.assert_allclose(found, x, rtol=1e-4)

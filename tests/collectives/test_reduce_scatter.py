@@ -177,3 +177,14 @@ def test_native_is_direct_between_cpu_processes(
     assert ops() == {"reduce-scatter"}
     monkeypatch.setattr(_device, "is_between_cpu_processes", lambda: True)
     assert ops() == {"all-to-all"}
+
+
+def test_devices_round_independently(make_mesh: MakeMesh) -> None:
+    """Equal values become 1 or 2 on each device by itself; one key would make all of them equal."""
+    world = 4
+    reduction, _ = collectives.mean_of(codecs.cnat(), "direct")
+    reduction = dataclasses.replace(reduction, key=jax.random.key(3))
+    x = np.full((world, world, 1024), 1.5, np.float32)
+    rows, _ = scattered(x, make_mesh(world), reduction, algorithms.direct())
+    assert rows.mean() == pytest.approx(1.5, abs=0.02)
+    assert 0.2 / world < rows.var() < 0.3 / world

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 import jaxcomm
 from jaxcomm import sparse
 from pairs import every_pair
-from sparse_table import CASES, DENSITY, N, compiled, exchanged, normal
+from sparse_table import CASES, DENSITY, K, N, compiled, exchanged, normal
 
 MakeMesh = Callable[[int], Mesh]
 
@@ -241,3 +241,10 @@ def test_thresholds_follow_counts() -> None:
     chosen = sparse.oktopk(scaling=1.5)
     found = [float(chosen.scaled(jnp.float32(1), jnp.int32(c), 100)) for c in (66, 67, 125, 126)]
     assert found == pytest.approx([1 / 1.5, 1, 1, 1.5])
+
+
+def test_no_more_is_delivered_than_there_is_room_for(make_mesh: MakeMesh) -> None:
+    """All equal values reach the threshold."""
+    tight = dataclasses.replace(sparse.gaussiank(), slack=1.0)
+    outcome, _ = exchanged(np.ones((2, N), np.float32), make_mesh(2), tight)
+    assert (outcome.selected == N).all() and (outcome.delivered == K).all()

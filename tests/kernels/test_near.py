@@ -75,3 +75,12 @@ def test_wrong_arguments() -> None:
             call(jnp.ones(600), 601)
         with pytest.raises(TypeError, match=r"got bfloat16; write x.astype\(jnp.float32\)"):
             call(jnp.ones(600, jnp.bfloat16), 1)
+
+
+def test_every_step_has_a_sample_of_its_own() -> None:
+    """So no place is left out for long."""
+    n = 2**19
+    x = jnp.asarray(vectors(n)[0])
+    thresholds = [select.threshold_near(x, n // 100, jnp.int32(step)) for step in range(4)]
+    counts = [select.count_near(x, jnp.float32(2.5), n // 100, jnp.int32(i)) for i in range(4)]
+    assert len({float(t) for t in thresholds}) > 1 and len({int(c) for c in counts}) > 1

@@ -158,3 +158,25 @@ def test_the_files_of_the_planners_page_can_be_read(tmp_path: Path) -> None:
         path.write_text(text)
         assert plan.load_cluster(str(path)).devices == 4
     assert len(found) == 2
+
+
+def test_of_sparse_means_only_gtopk_takes_one_cable(tmp_path: Path) -> None:
+    """It goes by pairs; the others are collectives of XLA, for which NCCL takes all cables."""
+    path = tmp_path / "nodes.yaml"
+    path.write_text("fabric: star\nhosts: 4\nrate: 1Gbit")
+    costs = dataclasses.replace(FREE, stripes=True)
+    chosen = [Method(name, "own") for name in ("gtopk", "topk_allgather")]
+    one, two = (
+        {row.method.family: row.exchange for row in predictions(made, load, chosen=chosen)}
+        for load in [plan.workload(4e6, 100.0)]
+        for made in (plan.load_cluster(str(path), {"nodes.nics": n}, costs) for n in (1, 2))
+    )
+    assert two["gtopk"] == one["gtopk"]
+    assert two["topk_allgather"] == pytest.approx(0.5 * one["topk_allgather"])
+
+
+def test_devices_that_are_not_in_the_order_of_their_switches_have_one_level(tmp_path: Path) -> None:
+    text = "fabric: clusters\nhosts: 4\nrate: 1Gbit\nmiddle: 100Mbit\n"
+    for order, levels in (("[0, 1, 2, 3]", (2, 2)), ("[0, 2, 1, 3]", None)):
+        (tmp_path / "rooms.yaml").write_text(f"{text}order: {order}\n")
+        assert plan.load_cluster(str(tmp_path / "rooms.yaml")).levels == levels

@@ -281,3 +281,8 @@ def test_the_usual_algorithm_is_the_default(
         assert found == [_default.Default(sent_as).of(devices, values).name]
         if family != "vote":
             assert collectives.mean_of(family, None)[1] == _default.Default(sent_as)
+
+
+def test_of_several_microbatches_the_last_backward_pass_makes_the_gradients() -> None:
+    load = plan.workload(4e6, step_ms=300.0, accumulate=4)
+    assert [load.ready(share) for share in (0.0, 0.5, 1.0)] == pytest.approx([1.0, 1.1, 1.2])

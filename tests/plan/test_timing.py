@@ -196,3 +196,26 @@ def test_of_methods_predicted_alike_the_default_is_timed(taking: Any) -> None:
     found = planned({FLOAT32: 0.5, other: 0.2, usual: 0.2})
     result, made = taking(found, {FLOAT32: 0.5, other: 0.2, usual: 0.2})
     assert usual in made and result.choice.method == usual
+
+
+def test_only_what_was_timed_is_chosen() -> None:
+    """Not int8, although it is as near as it is good, where three others are timed before it."""
+    third = Method("vote", "circulant")
+    seconds = {VOTE: 0.5, OTHER_VOTE: 0.505, third: 0.507, INT8: 0.51, FLOAT32: 1.5}
+    found = planned(seconds)
+    result = timing.settle(found, lambda methods, _: {m: seconds[m] for m in methods})
+    assert result.choice.method.family == "vote" and result.choice.error == 0
+    assert {row.method for row in result.rows if row.error} == {INT8}
+    for row in result.rows:
+        assert row.efficiency == pytest.approx(found.load.compute_seconds / row.step)
+
+
+def test_the_work_of_a_device_is_not_hidden_also_where_it_takes_longer() -> None:
+    """On GPUs messages are hidden, but for those of the last bucket; all parts take as long."""
+    room = plan.cluster(plan.fabrics.star("room", 8, "100Gbit"), plan.defaults("gpu"))
+    load = plan.workload(25.6e6, 1000.0)
+    found = plan.predict.predictions(room, load, chosen=[INT4])
+    row = next(row for row in found if row.method == INT4)
+    again = plan.predict.with_exchange(room, load, row, 3 * row.exchange, error=0.0)
+    assert row.exposed < row.exchange
+    assert again.exposed == pytest.approx(3 * row.exposed)

@@ -202,3 +202,10 @@ def test_what_cannot_be_instead_of_a_files_setting() -> None:
 )
 def test_rates(text: Any, mbit: float | None) -> None:
     assert rate_of(text) == mbit
+
+
+@pytest.mark.parametrize(("rates", "together"), [((2, 3), 5), ((None, 3), None), ((3, None), None)])
+def test_cables_together_are_as_fast_as_all_of_them(rates: Any, together: float | None) -> None:
+    links = tuple(Link(("h0", "s0"), rate) for rate in rates)
+    (link,) = Topology("one host", ("h0",), ("s0",), links).striped().links
+    assert link.rate == together

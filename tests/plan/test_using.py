@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 import jaxcomm
-from jaxcomm import plan
+from jaxcomm import codecs, collectives, plan
+from jaxcomm.collectives.reductions import Majority
+from jaxcomm.plan import messages, using
 from jaxcomm.plan.fabrics import clusters, star
 
 
@@ -95,3 +97,13 @@ def test_long_votes_of_two_clusters_keep_the_link_between_them_busy():
     named = sent_by(jaxcomm.majority_vote("data", "two_clusters"), n=2**20)
     assert named[0] == planned[0]
     np.testing.assert_array_equal(named[1], usual[1])
+
+
+def test_messages_are_those_of_the_reduction() -> None:
+    mean, _ = collectives.mean_of("int8", None, second_hop="bfloat16")
+    expected = messages.Coded(codecs.int8(), codecs.bfloat16())
+    assert using._as_messages(mean, 4) == expected
+    bits = {("zero", "random", 4): (1, 2), ("zero", "random", 3): (1, 1)}
+    bits |= {("random", "random", 4): (1, 1), ("random", "abstain", 3): (2, 2)}
+    for (ties, zeros, world), votes in bits.items():
+        assert using._as_messages(Majority(ties, zeros, None), world) == messages.Votes(*votes)

@@ -337,3 +337,11 @@ def test_no_checkpoint_without_damage(tmp_path: Path, saved_twice: Path) -> None
     assert where_to_continue(folder, False, True) is None
     with pytest.raises(UserError, match="there is no whole checkpoint in"):
         where_to_continue(folder, True, False)
+
+
+def test_among_equals_the_newest_is_best(tmp_path: Path) -> None:
+    checkpoints, tested = Checkpoints(tmp_path, 2, "test_accuracy"), {"test_accuracy": 0.5}
+    for step in (1, 2):
+        checkpoints.save(step, state_of(5, step), position(), tested)
+    checkpoints.close()
+    assert where_to_evaluate(tmp_path, "test_accuracy") == 2

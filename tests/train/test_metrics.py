@@ -303,3 +303,9 @@ def test_a_new_folder_is_named_by_the_clock_of_process_0(monkeypatch: pytest.Mon
     there = np.array([2026, 1, 2, 3, 4, 5], np.int32)
     monkeypatch.setattr(workdir.multihost_utils, "broadcast_one_to_all", lambda mine: there)
     assert workdir.new("digits") == Path("workdir/digits/20260102-030405")
+
+
+def test_a_step_waits_no_longer_than_it_takes() -> None:
+    parts = Split()
+    parts.step(1.0, waited=2.0)
+    assert parts.line() == {"steps": 1, "input_ms": 1e3, "step_ms": 0.0}

@@ -116,3 +116,19 @@ def test_a_profile_of_some_steps(tmp_path: Path) -> None:
     none = profiling.Profile(tmp_path, 5, 0)
     none.before(16, x)
     assert not none._running
+
+
+def test_what_is_not_finite_is_left_out_of_a_curve() -> None:
+    found = compare.smoothed(np.array([np.nan, 1.0, np.inf, 3.0]))
+    np.testing.assert_array_equal(found, [np.nan, 1.0, 1.0, 2.0])
+
+
+def test_a_device_may_keep_nothing() -> None:
+    norms = {"exchange_residual_norm": 0.0, "exchange_gradient_norm": 2.0}
+    assert report._kept(norms) == "0.00"
+
+
+def test_a_run_by_itself_keeps_the_name_of_its_folder() -> None:
+    none = np.zeros(0)
+    run = compare.Run("runs/digits", none, none, none, none, [], {}, {})
+    assert [named.name for named in compare.named([run])] == ["digits"]

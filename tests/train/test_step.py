@@ -368,3 +368,8 @@ def test_gradients_that_are_not_finite_are_seen_behind_a_finite_loss() -> None:
                 found.append(float(values[step.FINITE]))
                 assert np.isfinite(values["loss"])
         assert found == [1, 0]
+
+
+def test_a_warm_up_as_long_as_the_run_ends_with_its_last_step() -> None:
+    rates = state.learning_rates(optimizer(learning_rate=0.3, warmup_steps=4), 4)
+    np.testing.assert_allclose(rates, [0.0, 0.1, 0.2, 0.3], atol=1e-7)

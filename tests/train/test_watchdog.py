@@ -134,3 +134,24 @@ def test_the_launcher_names_the_process_that_hangs(program: Program, tmp_path: P
     start = launched.index(first)
     assert launched[start + 1] == "launch: last lines of process 1:"
     assert "step 6 has not ended for 8 s; this process waits for its data" in launched[-1]
+
+
+def test_after_a_pause_a_step_has_the_full_time(ends: Ends) -> None:
+    with started(1.5) as dog:
+        dog.ended(1)
+        for _ in range(4):
+            time.sleep(0.5)
+            with dog.paused():
+                pass
+    assert ends.lines == [] and ends.statuses == []
+
+
+def test_every_late_step_is_said_once(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "LATER_SECONDS", 1e9)
+    deadline = time.monotonic() + 20
+    with started(0.05) as dog:
+        for number, step in enumerate((30, 31), 1):
+            dog.ended(step)
+            while len(ends.lines) < number and time.monotonic() < deadline:
+                time.sleep(0.005)
+    assert [line.split(" has not")[0] for line in ends.lines] == ["step 31", "step 32"]

@@ -270,3 +270,22 @@ def test_a_step_of_one_bit_adam_whose_update_is_not_finite_leaves_the_errors() -
     for i in (-2, -1):  # the count stays, and so does the rate
         assert all(np.isnan(u).all() for u in jax.tree.leaves(found[i]) if u.size)
         jax.tree.map(np.testing.assert_array_equal, states[i], before)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        jaxcomm.factored_adam(jaxcomm.mean("data"), 1e6),
+        jaxcomm.one_bit_adam("data", 1e6, dense_steps=2),
+    ],
+    ids=["factored Adam", "1-bit Adam"],
+)
+def test_a_step_of_adam_that_16_bits_cannot_hold_costs_one_step(tx: Any) -> None:
+    """Moments are float32, and finite: it is the update that overflows."""
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        params = {"b": jnp.zeros(3), "w": jnp.zeros((4, 3), jnp.float16)}
+        state = tx.init(params)
+        grads = jax.tree.map(lambda p: jnp.ones((2, *p.shape), p.dtype), params)
+        updates, after = jax.jit(tx.update)(grads, state)
+    assert nan_everywhere(updates) and after.count == 0
+    jax.tree.map(np.testing.assert_array_equal, state_of(after), state_of(state))

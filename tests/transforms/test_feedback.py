@@ -225,6 +225,12 @@ def test_exempt_leaves_are_exact(exempt: Any, compressed: set[str]) -> None:
     assert rounded == compressed
 
 
+DIRECT = jaxcomm.algorithms.direct()
+NEAR_IN_A_FIXED_RANGE = jaxcomm.algorithms.hierarchical(
+    near=DIRECT, far=DIRECT, near_codec=codecs.cnat("fixed")
+)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -241,6 +247,11 @@ def test_exempt_leaves_are_exact(exempt: Any, compressed: set[str]) -> None:
         ({"second_hop": "random_k"}, ValueError, "draws once for both hops"),
         (
             {"codec": "float16", "second_hop": codecs.cnat("fixed")},
+            ValueError,
+            "for values of a fixed range, and a mean in float16 scales them",
+        ),
+        (
+            {"codec": "float16", "algorithm": NEAR_IN_A_FIXED_RANGE},
             ValueError,
             "for values of a fixed range, and a mean in float16 scales them",
         ),

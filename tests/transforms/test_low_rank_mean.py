@@ -267,6 +267,7 @@ def test_two_messages_a_bucket(codec: str) -> None:
         ((3, 3, 64, 128), False, (1, 576, 128)),
         ((512, 8, 64), False, (1, 512, 512)),  # to attention heads
         ((8, 64, 512), False, (1, 512, 512)),  # and back
+        ((2, 3, 2), False, (1, 6, 2)),  # as few as (2, 6): the last cut
         ((12, 30, 40), True, (12, 30, 40)),
         ((12, 512, 8, 64), True, (12, 512, 512)),
     ],
