@@ -45,7 +45,7 @@ def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> 
             "data_mesh(devices=jax.devices()[:4])."
         )
     devices = jax.devices() if devices is None else devices
-    if not isinstance(devices, (Sequence, np.ndarray)):
+    if not hasattr(devices, "__len__"):
         raise TypeError(
             f"data_mesh takes a sequence of devices, got {devices!r}; write "
             "data_mesh(devices=jax.devices()[:4])."
