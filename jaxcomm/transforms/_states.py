@@ -53,7 +53,7 @@ def require_state(
             raise ValueError(f"the state has {found} arrays of {name}, expected {due}. {_CURE}")
 
 
-def require_no_exchange(state: Any, who: str, alone: str, place: str) -> None:
+def require_no_exchange(state: Any, who: str, alone: str, place: str, name: str = "inner") -> None:
     """Raises a ValueError if `inner` exchanges.
 
     Args:
@@ -61,10 +61,11 @@ def require_no_exchange(state: Any, who: str, alone: str, place: str) -> None:
       who: the transformation that `inner` is given to.
       alone: an example of what it may be.
       place: where the exchange belongs.
+      name: that of the argument, if it is another.
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout))
     if any(isinstance(node, Layout) for node in nodes):
         raise ValueError(
-            f"inner exchanges; give {who} what each device does alone, such as {alone}, and the "
+            f"{name} exchanges; give {who} what each device does alone, such as {alone}, and the "
             f"exchange {place}."
         )

@@ -176,6 +176,7 @@ def local_steps(
         parts = [split.part(params, number) for number in range(fragments)]
         states = tuple(exchange.init(part) for part in parts)
         outers = tuple(outer.init(_float32(part)) for part in parts)
+        require_no_exchange(outers, "local_steps", "optax.sgd(1.0)", "as exchange=", "outer")
         step = jnp.zeros((), jnp.int32)
         return LocalStepsState(
             layout, split, tree, step, own, structure, each, taken, states, outers

@@ -379,6 +379,12 @@ def test_bad_parts(inner: Any, exchange: Any, fragments: int, message: str) -> N
         tx.init(params)
 
 
+def test_an_exchange_in_the_outer_optimizer() -> None:
+    tx = jaxcomm.local_steps(optax.sgd(0.1), 6, optax.chain(MEAN, DILOCO), MEAN)
+    with jax.set_mesh(GLOBAL.mesh(WORLD)), pytest.raises(ValueError, match="outer exchanges; give"):
+        tx.init({"w": jnp.zeros((4, 4))})
+
+
 def test_without_the_shared_parameters() -> None:
     training = Training(GLOBAL, Plan(2).tx())
     with (
