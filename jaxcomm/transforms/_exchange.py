@@ -26,12 +26,14 @@ A step of a method, for L leaves of gradients on N devices:
 
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, collectives
@@ -40,6 +42,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm._marks import OWN_GRADIENT, kind_of, unmark_local
 from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
+from jaxcomm._users_line import users_line
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms._buckets import LAYER, Bucket, in_row_major, joined, split
 from jaxcomm.transforms._layout import Layout, check_gradients, names_in, restrict
@@ -109,6 +112,13 @@ def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
             "gradients before it, such as clipping, belongs in its inner optimizer."
         )
     check_gradients(grads, layout)
+    if not isinstance(jnp.zeros(()), Tracer):  # which it is inside of a trace
+        warnings.warn(
+            "tx.update runs outside jax.jit: operations are compiled one by one, in every step. "
+            "Call it in a jitted step, as jax.jit(tx.update).",
+            UserWarning,
+            stacklevel=users_line(),
+        )
     own = 0 if _axes.is_manual(layout.axis_name) else 1  # the device axis, else none
     pairs = zip(unmark_local(grads), layout.leaves, strict=True)
     return [g if names_in(leaf.spec) else in_row_major(g, own) for g, leaf in pairs], treedef

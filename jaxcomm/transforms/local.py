@@ -74,7 +74,7 @@ def local(
       >>> clip = jaxcomm.local("data", optax.clip_by_global_norm(1.0))
       >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
       ...     state = clip.init(jnp.zeros(2))
-      ...     clipped, _ = clip.update(jnp.array([[3.0, 4.0], [0.5, 0.0]]), state)
+      ...     clipped, _ = jax.jit(clip.update)(jnp.array([[3.0, 4.0], [0.5, 0.0]]), state)
       >>> jaxcomm.unmark_local(clipped)
       Array([[0.6, 0.8],
              [0.5, 0. ]], dtype=float32)

@@ -196,6 +196,7 @@ def test_frozen_leaves_send_nothing() -> None:
         assert 2 * 3 / 4 * 4 * 21 <= sent <= 2 * 3 / 4 * (4 * 21 + flag)
 
 
+@pytest.mark.filterwarnings("ignore:tx.update runs outside jax.jit")
 def test_optimizers_of_flax() -> None:
     with jax.set_mesh(VIEWS[0].mesh(WORLD)):
         batch = jaxcomm.global_batch(BATCH, "data")
@@ -275,3 +276,14 @@ def test_the_compiled_step_has_no_conversions(dtype: str, monkeypatch: pytest.Mo
         found = text()
         monkeypatch.setattr(jaxcomm.gradients, "mark", lambda grads, kind: grads)
         assert found == text()
+
+
+def test_an_update_outside_of_jit_is_warned_of() -> None:
+    tx = jaxcomm.mean("data")
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        state, grads = tx.init({"w": jnp.zeros(3)}), jaxcomm.mark_local({"w": jnp.ones((2, 3))})
+        with pytest.warns(UserWarning, match="tx.update runs outside jax.jit") as caught:
+            tx.update(grads, state)
+        assert caught[0].filename == __file__
+        jax.jit(tx.update)(grads, state)
+        jax.jit(lambda state: tx.update(grads, state))(state)  # of constants

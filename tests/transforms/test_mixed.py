@@ -51,7 +51,7 @@ def test_a_tree_with_all_three() -> None:
         updates, state = step(params, state)
         plain = jaxcomm.replicate(weights())
         _, grads = jax.jit(gradient)(plain, data)
-        expected, _ = whole.update(grads, whole.init(plain))
+        expected, _ = jax.jit(whole.update)(grads, whole.init(plain))
         assert_equal(updates, expected, 1e-6)
         assert updates["table"].addressable_shards[0].data.size == np.prod(TABLE) / 4
         # The other order of the two is the same; both for one parameter is an error.
@@ -104,7 +104,7 @@ def test_microbatches_keep_the_residuals_of_shards_beside_the_backward_pass(micr
         plain = jaxcomm.replicate(weights())
         _, grads = jax.jit(jaxcomm.value_and_grad(loss_fn, "data"))(plain, data)
         whole = jaxcomm.mean("data")
-        expected, _ = whole.update(grads, whole.init(plain))
+        expected, _ = jax.jit(whole.update)(grads, whole.init(plain))
     is_own = lambda x: isinstance(x, PerDevice)  # noqa: E731
     kept = [x for x in jax.tree.leaves(state, is_leaf=is_own) if is_own(x)]
     left = [np.asarray(v).mean(0) for x in kept for v in x.values if v.shape[-2:] == TABLE]

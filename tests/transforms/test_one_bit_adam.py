@@ -377,7 +377,7 @@ def test_bad_input_raises() -> None:
             tx.init({"n": jnp.zeros((2, 2), jnp.int32)})
         state = tx.init({"w": jnp.zeros((2, 2))})
         with pytest.raises(ValueError, match=r"call tx.update\(grads, state, params\)"):
-            tx.update({"w": jnp.zeros((2, 2, 2))}, state)
+            jax.jit(tx.update)({"w": jnp.zeros((2, 2, 2))}, state)
         with pytest.raises(ValueError, match="already averaged over the devices"):
             tx.update({"w": jnp.zeros((2, 2))}, state, {"w": jnp.zeros((2, 2))})
 

@@ -81,4 +81,4 @@ def test_errors_of_other_buckets_are_refused(make_mesh: Any) -> None:
         state = jaxcomm.one_bit_adam("data", 0.1, dense_steps=1).init(params)
         other = jaxcomm.one_bit_adam("data", 0.1, dense_steps=1, bucket_order=["a", "c"])
         with pytest.raises(ValueError, match="errors belong to other buckets.*bucket_order"):
-            other.update(jaxcomm.global_batch(grads, "data"), state, params)
+            jax.jit(other.update)(jaxcomm.global_batch(grads, "data"), state, params)
