@@ -112,7 +112,7 @@ def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
             "gradients before it, such as clipping, belongs in its inner optimizer."
         )
     check_gradients(grads, layout)
-    if not isinstance(jnp.zeros(()), Tracer):  # which it is inside of a trace
+    if not isinstance(jnp.zeros((), bool), Tracer):  # which it is inside of a trace
         warnings.warn(
             "tx.update runs outside jax.jit: operations are compiled one by one, in every step. "
             "Call it in a jitted step, as jax.jit(tx.update).",

@@ -230,7 +230,7 @@ def test_methods_that_are_optimizers_decay_weights_only(method: str) -> None:
         params = jaxcomm.replicate(params)
         tx = sync.build(config, (), steps=10)
         grads = jax.tree.map(lambda x: jnp.zeros((2, *x.shape)), params)
-        updates, _ = tx.update(jaxcomm.mark_local(grads), tx.init(params), params)
+        updates, _ = jax.jit(tx.update)(jaxcomm.mark_local(grads), tx.init(params), params)
     assert {name: float(u.max()) for name, u in updates.items()} == {
         "kernel": pytest.approx(-0.1),
         "bias": 0,
