@@ -186,6 +186,7 @@ def test_new_columns(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     """Zeros are drawn, apart for each matrix; the others keep their directions."""
     if platform == "gpu":
         as_on_gpus(monkeypatch)
+        monkeypatch.setattr(low_rank, "_of_little_padding", low_rank._of_one_length)
     rng = np.random.default_rng(8)
     factors = [rng.standard_normal((2, 3, m)).astype(np.float32) for m in (500, 40, 500)]
     for q in factors:
@@ -202,6 +203,8 @@ def test_new_columns(monkeypatch: pytest.MonkeyPatch, platform: str) -> None:
     assert abs(drawn.mean()) < 5 / drawn.size**0.5
     assert abs(drawn.std() - 1) < 5 / drawn.size**0.5
     assert np.abs(np.corrcoef(drawn) - np.eye(4)).max() < 5 / 500**0.5
+    short = np.asarray(found[1])[:, 1]  # of another group
+    assert np.abs(drawn[:, :40] @ short.T).max() < 5 * 40**0.5
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
