@@ -173,6 +173,7 @@ def low_rank_mean(
     factors, _ = collectives.mean_of(
         codec, algorithm, error_feedback=not is_float32, implementation=implementation
     )
+    chosen.require_axes(axis_name)
     exchange = _Exchange(
         axis_name, rank, bases, factors, chosen, bucket_order, bytes_of(bucket_mib), seed
     )

@@ -148,7 +148,7 @@ def majority_vote(
     """
     check_names(axis_name, exempt, bucket_order)
     _check(ties, zeros, seed, error_feedback)
-    chosen = Default("votes") if algorithm is None else _known(algorithm)
+    chosen = Default("votes") if algorithm is None else _known(algorithm, axis_name)
     limit = bytes_of(bucket_mib)
 
     def init_fn(params: Any) -> Any:
@@ -236,11 +236,12 @@ def _decided(
     return {i: jnp.where(x == 0, coins[i], jnp.sign(x)) for i, x in ballots.items()}
 
 
-def _known(algorithm: str | algorithms.Algorithm) -> algorithms.Algorithm:
-    """The algorithm; a ValueError for what cannot carry votes."""
+def _known(algorithm: str | algorithms.Algorithm, axis_name: AxisName) -> algorithms.Algorithm:
+    """The algorithm; a ValueError for what cannot carry votes over these axes."""
     chosen = algorithms.from_name(algorithm)
     if chosen.name == "native":
         raise ValueError("XLA has no native majority vote; choose another algorithm.")
+    chosen.require_axes(axis_name)
     return chosen
 
 

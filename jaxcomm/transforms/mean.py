@@ -179,6 +179,7 @@ def mean(
     reduction, chosen = collectives.mean_of(
         codec, algorithm, second_hop, error_feedback, implementation
     )
+    chosen.require_axes(axis_name)
     limit, sent = bytes_of(bucket_mib), codecs.from_name(codec)
     arriving = sent if second_hop is None else codecs.from_name(second_hop)
     float32 = codecs.float32()

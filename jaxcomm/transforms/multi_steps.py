@@ -66,7 +66,9 @@ def multi_steps(
       >>> tx = jaxcomm.multi_steps(chain, every=4)
     """
     if not is_integer(every) or every < 1:
-        raise ValueError(f"multi_steps needs a positive number of steps, got {every!r}.")
+        raise ValueError(
+            f"multi_steps needs a positive number of steps, got {every!r}; it takes no schedule."
+        )
     inner = with_extra_args(inner, "multi_steps", "inner")
 
     def init_fn(params: Any) -> Any:

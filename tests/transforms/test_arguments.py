@@ -53,6 +53,22 @@ def test_what_is_no_count(every: Any) -> None:
         jaxcomm.multi_steps(MEAN, every)
 
 
+def test_a_schedule_is_no_count() -> None:
+    with pytest.raises(ValueError, match="it takes no schedule"):
+        jaxcomm.multi_steps(MEAN, lambda step: 4)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("factory", [jaxcomm.mean, jaxcomm.majority_vote])
+def test_an_algorithm_of_two_axes_is_given_two(factory: Callable[..., Any]) -> None:
+    ring = jaxcomm.algorithms.ring()
+    algorithm = jaxcomm.algorithms.hierarchical(near=ring, far=ring)
+    factory(("hosts", "devices"), algorithm=algorithm)
+    with pytest.raises(ValueError, match="needs two different mesh axes"):
+        factory("data", algorithm=algorithm)
+    with pytest.raises(ValueError, match="needs two different mesh axes"):
+        jaxcomm.low_rank_mean("data", 2, algorithm=algorithm)
+
+
 @pytest.mark.parametrize("feedback", ["first_hop", 1.0])
 def test_a_vote_has_no_first_hop_alone(feedback: Any) -> None:
     with pytest.raises(ValueError, match="error_feedback of a vote must be True or False"):

@@ -48,6 +48,9 @@ class Algorithm:
         """The block that this device owns after the reduce-scatter."""
         return jax.lax.axis_index(axis_name)
 
+    def require_axes(self, axis_name: AxisName) -> None:
+        """Raises a ValueError for mesh axes that this algorithm does not work over."""
+
     def require_world(self, world: int) -> None:
         """Raises a ValueError for a number of devices that this algorithm does not work for."""
 

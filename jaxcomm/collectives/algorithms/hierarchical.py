@@ -48,6 +48,10 @@ class Hierarchical(Algorithm):
         """See `Algorithm.for_means`."""
         return dataclasses.replace(self, near=self.near.for_means, far=self.far.for_means)
 
+    def require_axes(self, axis_name: AxisName) -> None:
+        """See `Algorithm.require_axes`: two of them."""
+        _far_and_near(axis_name)
+
     def _near_reduction(self, reduction: Reduction) -> Reduction:
         if self.near_codec is None:
             return reduction
