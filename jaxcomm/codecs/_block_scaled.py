@@ -1,6 +1,7 @@
 """Messages in blocks, each with its own scale."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -54,35 +55,50 @@ class BlockScaled(Codec):
         del blocks
         return largest
 
+    @property
+    def width(self) -> int:
+        """The bits of a code, 1 to 8."""
+        raise NotImplementedError
+
     def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
-        """Numbers `(..., size)`, rounded with the words `bits`, to uint8 `(..., code_bytes(size))`.
+        """Numbers, rounded with the words `bits`, to codes, uint8 of the same shape.
 
         A rounding error may make a number exceed `most`.
         """
         raise NotImplementedError
 
-    def numbers(self, codes: jax.Array, size: int) -> jax.Array:
-        """The numbers `(..., size)` that codes stand for; zero bytes stand for zeros."""
-        raise NotImplementedError
-
-    def code_bytes(self, size: int) -> int:
-        """The bytes of the codes of a block."""
+    def numbers(self, codes: jax.Array) -> jax.Array:
+        """The numbers that codes of any shape stand for, float32; zero stands for zero."""
         raise NotImplementedError
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to uint8 `(..., m)`, codes before units."""
-        bits = rounding_words(rounding_key(self, key), x.shape)
-        return layout.encode(x, bits, self.block_size, self._encode_blocks)
+        words = functools.partial(rounding_words, rounding_key(self, key), x.shape)
+        return layout.encode(x, words, self.block_size, self.width, self._encode_blocks)
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
         """uint8 `(..., m)` to float32 `(..., n)`."""
-        return layout.decode(payload, n, self.block_size, self.code_bytes, self.numbers)
+        return layout.decode(payload, n, self._format)
+
+    def decode_and_sum(self, payloads: jax.Array, n: int) -> jax.Array:
+        """uint8 `(N, m)` to float32 `(n,)`."""
+        return layout.decode_and_sum(payloads, n, self._format)
+
+    def sum_with_own(self, payloads: jax.Array, own: jax.Array, place: jax.Array) -> jax.Array:
+        """uint8 `(N, m)` and float32 `(n,)` to float32 `(n,)`."""
+        return layout.sum_with_own(payloads, own, place, self._format)
+
+    def error(self, x: jax.Array, payload: jax.Array) -> jax.Array:
+        """float32 `(..., n)` and its payload to float32 `(..., n)`."""
+        return layout.error(x, payload, self._format)
 
     def message_bytes(self, n: int) -> int:
         """The bytes of the codes, and 4 ceil(n / block_size) of units."""
-        whole, rest = divmod(n, self.block_size)
-        codes = whole * self.code_bytes(self.block_size) + self.code_bytes(rest)
-        return codes + 4 * -(-n // self.block_size)
+        return layout.message_bytes(n, self.block_size, self.width)
+
+    @property
+    def _format(self) -> layout.Format:
+        return layout.Format(self.block_size, self.width, self.numbers)
 
     def _encode_blocks(self, blocks: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
         blocks = self.clipped(blocks)

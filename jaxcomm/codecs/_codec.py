@@ -1,12 +1,15 @@
 """The interface of all wire formats for floats."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
 
 from jaxcomm.kernels import _implementations, reductions
+from jaxcomm.kernels._apart import once
 
+_LONG = 2**16
 EVEN = 256  # values; XLA on CPU makes vector loops of this many
 
 
@@ -85,11 +88,33 @@ class Codec:
 
     def decode_and_sum(self, payloads: jax.Array, n: int) -> jax.Array:
         """The sum, float32 `(n,)`, of the values of N payloads `(N, m)`, added in order."""
-        return reductions.sum_in_order(self.decode(payloads, n))
+        total = lambda payloads: reductions.sum_in_order(self.decode(payloads, n))  # noqa: E731
+        return self.once(total)(payloads)
+
+    def sum_with_own(self, payloads: jax.Array, own: jax.Array, place: jax.Array) -> jax.Array:
+        """`decode_and_sum` with the values `own`, `(n,)`, for those of the payload at `place`."""
+        values = self.decode(payloads, own.size)
+        return reductions.sum_in_order(values.at[place].set(own))
+
+    def error(self, x: jax.Array, payload: jax.Array) -> jax.Array:
+        """What encoding took from x, float32 `(..., n)`: x minus the values of its payload."""
+        return x - self.decode(payload, x.shape[-1])
 
     def message_bytes(self, n: int) -> int:
         """The bytes of the payload of one message of n values, scales included."""
         raise NotImplementedError
+
+    def once(self, f: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+        """f of payloads, such that XLA on CPU does not decode them again for each use of a result.
+
+        That of 16 bits or more costs less than to store the values.
+        """
+        return f if self.bits_per_value >= 16 else once(f)
+
+    @property
+    def bits_per_value(self) -> float:
+        """The bits of a value in a long message, scales included."""
+        return 8 * self.message_bytes(_LONG) / _LONG
 
     def native(self, x: jax.Array) -> jax.Array:
         """Converts float32 to the dtype in which XLA itself can add these values.

@@ -31,19 +31,19 @@ class Fp8(BlockScaled):
         """The largest finite number."""
         return float(jnp.finfo(self.dtype).max)
 
+    @property
+    def width(self) -> int:
+        """Eight."""
+        return 8
+
     def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
         """The bit patterns."""
         del bits
         return float8.round_to_bits(numbers, self.dtype)
 
-    def numbers(self, codes: jax.Array, size: int) -> jax.Array:
+    def numbers(self, codes: jax.Array) -> jax.Array:
         """The patterns' values."""
-        del size
         return float8.widen_bits(codes, self.dtype)
-
-    def code_bytes(self, size: int) -> int:
-        """One byte a value."""
-        return size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ import numpy as np
 from jaxcomm.codecs._block_scaled import BlockScaled, in_units_of_largest
 from jaxcomm.kernels import reductions
 from jaxcomm.kernels.block_quantization import blocks as layout
-from jaxcomm.kernels.block_quantization import packing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +38,14 @@ class Int2(BlockScaled):
         """Three."""
         return 3
 
-    def numbers(self, codes: jax.Array, size: int) -> jax.Array:
-        """-3, -1, 1 or 3."""
-        return 2 * packing.unpack(codes, size, 2).astype(jnp.float32) - 3
+    @property
+    def width(self) -> int:
+        """Two."""
+        return 2
 
-    def code_bytes(self, size: int) -> int:
-        """Two bits a value."""
-        return packing.bytes_for(size, 2)
+    def numbers(self, codes: jax.Array) -> jax.Array:
+        """-3, -1, 1 or 3."""
+        return 2 * codes.astype(jnp.float32) - 3
 
     def _encode_blocks(self, blocks: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
         del bits
@@ -63,7 +63,7 @@ class Int2(BlockScaled):
         unit, _ = layout.unit_and_factor(reductions.largest(blocks), scale, self.most)
         # 0, 1, 2, 3 for -3, -1, 1, 3.
         codes = jnp.where(parts >= 0, 2 + is_far.astype(jnp.uint8), 1 - is_far.astype(jnp.uint8))
-        return packing.pack(codes.astype(jnp.uint8), 2), unit
+        return codes.astype(jnp.uint8), unit
 
 
 def int2(block_size: int = 256) -> Int2:

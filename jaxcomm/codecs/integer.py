@@ -66,6 +66,14 @@ class Integer(Codec):
         """uint8 `(N, m)` to float32 `(n,)`."""
         return integers.decode_and_sum(payloads, n, self.levels, self.block_size)
 
+    def sum_with_own(self, payloads: jax.Array, own: jax.Array, place: jax.Array) -> jax.Array:
+        """uint8 `(N, m)` and float32 `(n,)` to float32 `(n,)`."""
+        return integers.sum_with_own(payloads, own, place, self.levels, self.block_size)
+
+    def error(self, x: jax.Array, payload: jax.Array) -> jax.Array:
+        """float32 `(..., n)` and its payload to float32 `(..., n)`."""
+        return integers.error(x, payload, self.levels, self.block_size)
+
     def message_bytes(self, n: int) -> int:
         """The bytes of 8 or 4 bits a value, and 4 ceil(n / block_size) of units."""
         return integers.message_bytes(n, self.levels, self.block_size)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomm.codecs._block_scaled import BlockScaled, norm_and_unit
 from jaxcomm.codecs._rounding import require_integer
-from jaxcomm.kernels.block_quantization.rounding import bytes_for, pack_levels, unpack_levels
+from jaxcomm.kernels.block_quantization.rounding import level_of, round_to_levels, width_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,17 +55,18 @@ class Qsgd(BlockScaled):
         """The levels."""
         return self.levels
 
+    @property
+    def width(self) -> int:
+        """ceil(log2(2s + 1))."""
+        return width_for(self.levels)
+
     def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
         """Levels, rounded at random."""
-        return pack_levels(numbers, bits, self.levels)
+        return round_to_levels(numbers, bits, self.levels).astype(jnp.uint8)
 
-    def numbers(self, codes: jax.Array, size: int) -> jax.Array:
+    def numbers(self, codes: jax.Array) -> jax.Array:
         """Levels."""
-        return unpack_levels(codes, size, self.levels)
-
-    def code_bytes(self, size: int) -> int:
-        """The bytes of ceil(log2(2s + 1)) bits a value."""
-        return bytes_for(size, self.levels)
+        return level_of(codes, self.levels)
 
 
 def qsgd(levels: int = 7, block_size: int = 512) -> Qsgd:

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jaxcomm.codecs._block_scaled import BlockScaled, in_units_of_largest
 from jaxcomm.kernels import reductions
-from jaxcomm.kernels.block_quantization import packing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +40,19 @@ class ScaledSign(BlockScaled):
         parts, unit = in_units_of_largest(blocks)
         return unit * (reductions.total(jnp.abs(parts)) / blocks.shape[-1])
 
+    @property
+    def width(self) -> int:
+        """One."""
+        return 1
+
     def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
-        """The signs; nothing is rounded."""
+        """1 for what is not negative; nothing is rounded."""
         del bits
-        return packing.pack((numbers >= 0).astype(jnp.uint8), 1)
+        return (numbers >= 0).astype(jnp.uint8)
 
-    def numbers(self, codes: jax.Array, size: int) -> jax.Array:
+    def numbers(self, codes: jax.Array) -> jax.Array:
         """-1 or 1."""
-        return jnp.where(packing.unpack(codes, size, 1) != 0, jnp.float32(1), jnp.float32(-1))
-
-    def code_bytes(self, size: int) -> int:
-        """One bit a value."""
-        return packing.bytes_for(size, 1)
+        return jnp.where(codes != 0, jnp.float32(1), jnp.float32(-1))
 
 
 def scaled_sign(block_size: int = 1024) -> ScaledSign:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxcomm._numbers import is_real
 from jaxcomm.codecs._block_scaled import BlockScaled, norm_and_unit
 from jaxcomm.kernels import reductions
-from jaxcomm.kernels.block_quantization.rounding import bytes_for, pack_levels, unpack_levels
+from jaxcomm.kernels.block_quantization.rounding import level_of, round_to_levels, width_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,17 +67,18 @@ class TernGrad(BlockScaled):
         """One."""
         return 1
 
+    @property
+    def width(self) -> int:
+        """Two."""
+        return width_for(1)
+
     def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
         """-1, 0 or 1, at random."""
-        return pack_levels(numbers, bits, 1)
+        return round_to_levels(numbers, bits, 1).astype(jnp.uint8)
 
-    def numbers(self, codes: jax.Array, size: int) -> jax.Array:
+    def numbers(self, codes: jax.Array) -> jax.Array:
         """-1, 0 or 1."""
-        return unpack_levels(codes, size, 1)
-
-    def code_bytes(self, size: int) -> int:
-        """Two bits a value."""
-        return bytes_for(size, 1)
+        return level_of(codes, 1)
 
 
 def terngrad(block_size: int = 512, clip: float | None = None) -> TernGrad:

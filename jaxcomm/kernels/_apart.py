@@ -18,7 +18,12 @@ def apart(f: Callable[P, T]) -> Callable[P, T]:
     in the order of the use's elements, which may be slow to access. Barriers do not prevent this:
     they are removed before XLA decides. A call that must not be inlined does.
     """
-    compiled = jax.jit(f)
+
+    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
+        with set_xla_metadata(inlineable="true"):  # functions that f calls, such as jnp.where
+            return f(*args, **kwargs)
+
+    compiled = jax.jit(inside)
 
     @functools.wraps(f)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -26,3 +31,8 @@ def apart(f: Callable[P, T]) -> Callable[P, T]:
             return compiled(*args, **kwargs)
 
     return call
+
+
+def once(f: Callable[..., T]) -> Callable[..., T]:
+    """f of arrays; on CPU apart, so that its result is computed once for all uses."""
+    return lambda *args: jax.lax.platform_dependent(*args, cpu=apart(f), default=f)

@@ -16,7 +16,7 @@ from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import Default
 from jaxcomm.collectives.reductions import Majority, check_majority
 from jaxcomm.kernels import bitplanes
-from jaxcomm.kernels.random_bits import seeded_key
+from jaxcomm.kernels.random_bits import random_bits, seeded_key
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
     Bucket,
@@ -230,7 +230,7 @@ def _decided(
         # The coins of a bucket are drawn at once: each draw has to be compiled.
         own = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
         counts = [bitplanes.words_for(ballots[i].size) for i in bucket]
-        words = jnp.split(jax.random.bits(own, (sum(counts),), jnp.uint32), np.cumsum(counts)[:-1])
+        words = jnp.split(random_bits(own, (sum(counts),)), np.cumsum(counts)[:-1])
         for i, drawn in zip(bucket, words, strict=True):
             coins[i] = bitplanes.signs(drawn, ballots[i].size).reshape(ballots[i].shape)
     return {i: jnp.where(x == 0, coins[i], jnp.sign(x)) for i, x in ballots.items()}

@@ -17,7 +17,6 @@ from jaxcomm._numbers import check_seed
 from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _device, _implementations
 from jaxcomm.kernels.random_bits import seeded_key
-from jaxcomm.kernels.reductions import computed_once
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
     LAYER,
@@ -187,7 +186,9 @@ def mean(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
-        if _bits(coarsest := _fed_back(error_feedback, sent, arriving)) < _ENOUGH_FOR_ADAM:
+        if (
+            coarsest := _fed_back(error_feedback, sent, arriving)
+        ).bits_per_value < _ENOUGH_FOR_ADAM:
             warn_of_a_variance_behind(params, f"a mean in {coarsest.name}")
         layout = layout_of(params, axis_name, exempt, bucket_order)
         large, _ = split_off_exempt(layout)
@@ -218,11 +219,8 @@ def mean(
             axis_name=axis_name,
             equal_key=key if reduction.needs_equal_keys else None,
         )
-        vectors = done.buckets
-        if _bits(arriving) < 16:  # Adam uses an update twice, and each use would decode it
-            vectors = [computed_once(vector) for vector in vectors]
         left = by_leaf(done.kept, buckets, grads, are_state=True) if error_feedback else {}
-        means, left = within_range(done.exact | by_leaf(vectors, buckets, grads), left, grads)
+        means, left = within_range(done.exact | by_leaf(done.buckets, buckets, grads), left, grads)
         updates, finite = updates_of(means, done.finite, grads, axis_name)
         return updates, (kept_if(finite, [left[i] for i in residual], old),)
 
@@ -258,12 +256,7 @@ def _fed_back(
 ) -> codecs.Codec:
     """The coarsest codec whose errors are fed back; float32 where none are."""
     of_both = {False: [], "first_hop": [sent]}.get(error_feedback, [sent, arriving])
-    return min(of_both, key=_bits, default=codecs.float32())
-
-
-def _bits(codec: codecs.Codec, values: int = 2**16) -> float:
-    """The bits of a value in a long message, scales included."""
-    return 8 * codec.message_bytes(values) / values
+    return min(of_both, key=lambda codec: codec.bits_per_value, default=codecs.float32())
 
 
 def _split_off_small(layout: Layout, is_plain: bool) -> tuple[Bucket, Bucket]:

@@ -17,6 +17,7 @@ from algorithm_table import CASES, NAMED, SCHEDULED, block_length, vote_planes
 from jaxcomm import collectives
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.reductions import Majority
+from jaxcomm.kernels.random_bits import random_bits
 from pairs import every_pair
 from processes import ROOT, run_processes
 
@@ -51,7 +52,7 @@ def problem(world: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
     def coins(key: jax.Array) -> np.ndarray:
         """Bit b of word j is coordinate b * words + j."""
-        drawn = np.asarray(jax.random.bits(key, (words,), jnp.uint32))
+        drawn = np.asarray(random_bits(key, (words,)))
         return ((drawn[None, :] >> np.arange(32)[:, None]) & 1).astype(bool).reshape(-1)[:n]
 
     return x, coins(shared), np.stack([coins(jax.random.fold_in(own, r)) for r in range(world)])

@@ -69,11 +69,9 @@ class Direct(Algorithm):
                 return reduction.decode_and_merge(arrived, counts, partial), None
         # The device's own block needs no message, so it is merged whole and leaves no error.
         with jax.named_scope("decode"):
-            partials = reduction.decode(arrived, counts, partial)
-        partials = put_block(partials, take_block(partial, me), me)
+            merged = reduction.merge_with_own(arrived, take_block(partial, me), me)
         errors = reduction.first_hop_error(partial, message)
-        errors = put_block(errors, jnp.zeros_like(errors[:1]), me)
-        return reduction.merge_all(partials), errors
+        return merged, put_block(errors, jnp.zeros_like(errors[:1]), me)
 
     def all_gather(self, result: Any, axis_name: AxisName) -> Any:
         """See `Algorithm.all_gather`."""

@@ -112,6 +112,13 @@ class Reduction:
         """
         return self.merge_all(self.decode(messages, counts, like))
 
+    def merge_with_own(self, messages: Any, own: Any, place: jax.Array) -> Any:
+        """The same, with the partial `own` for that of message `place`.
+
+        Only called if `keeps_errors`: a device's own block is merged as it is, and leaves no error.
+        """
+        raise NotImplementedError
+
     def finish(self, partial: Any, replicated: Any, world: int) -> Any:
         """From the partial of all devices to the encoded result."""
         raise NotImplementedError

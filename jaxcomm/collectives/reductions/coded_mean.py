@@ -1,6 +1,7 @@
 """The mean over devices, with any codec on the wire."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -135,14 +136,18 @@ class CodedMean(Reduction):
         del counts
         return self.codec.decode_and_sum(messages, like.shape[-1])[None]
 
+    def merge_with_own(self, messages: jax.Array, own: jax.Array, place: jax.Array) -> jax.Array:
+        """The codec's sum, likewise."""
+        return self.codec.sum_with_own(messages, own.reshape(-1), place)[None]
+
     def finish(self, partial: jax.Array, replicated: None, world: int) -> jax.Array:
         """The encoded mean."""
         del replicated
         return self._encoded(self.second_hop, partial * _reciprocal(world), 0)
 
     def decode_result(self, result: jax.Array, n: int) -> jax.Array:
-        """The decoded mean."""
-        return self.second_hop.decode(result, n)
+        """The decoded mean; Adam uses an update twice."""
+        return self.second_hop.once(functools.partial(self.second_hop.decode, n=n))(result)
 
     def restore(self, vector: jax.Array, shared_scale: Any, n: int) -> jax.Array:
         """Undoes the scaling of `prepare`."""
@@ -151,7 +156,7 @@ class CodedMean(Reduction):
 
     def first_hop_error(self, partial: jax.Array, message: jax.Array) -> jax.Array:
         """What encoding took from a partial."""
-        return partial - self.codec.decode(message, partial.shape[-1])
+        return self.codec.error(partial, message)
 
     def second_hop_error(self, partial: jax.Array, result: jax.Array, world: int) -> jax.Array:
         """N times what encoding took from the mean: the part of the sum that no result holds."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives.reductions._reduction import Prepared, Reduction
 from jaxcomm.kernels import bitplanes
+from jaxcomm.kernels.random_bits import random_bits
 
 TIES = ("random", "zero", "positive", "negative")
 ZEROS = ("random", "abstain")
@@ -155,7 +156,7 @@ def check_majority(ties: str, zeros: str) -> None:
 
 def _coins(key: jax.Array, words: tuple[int, ...]) -> jax.Array:
     """A fair coin for each coordinate, in packed words."""
-    return jax.random.bits(key, words, jnp.uint32)
+    return random_bits(key, words)
 
 
 def _runs(counts: tuple[int, ...]) -> list[tuple[int, int, int]]:

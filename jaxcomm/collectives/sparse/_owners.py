@@ -19,6 +19,7 @@ from jaxcomm.collectives._behind import behind_next
 from jaxcomm.collectives._sending import all_to_all
 from jaxcomm.collectives.sparse._sparse import add_lists
 from jaxcomm.kernels import reductions, select
+from jaxcomm.kernels._apart import once
 
 _GROUP = 32  # entries that are compared with each other
 
@@ -70,8 +71,8 @@ class Owners:
     def deal(self, found: select.Selected, room: int) -> Dealt:
         """The entries for each owner; a row has room for the first `room` of them."""
         is_entry = found.indices < self.n
-        owner = jnp.where(is_entry, self.of(found.indices), self.world)
-        rank = _ranks(owner, self.world)
+        owner = once(self._of_entries)(found.indices)
+        rank = once(functools.partial(_ranks, world=self.world))(owner)
         slots = self.world * room
         slot = jnp.where(is_entry & (rank < room), owner * room + rank, slots)
         values = jnp.zeros(slots, jnp.float32).at[slot].set(found.values, mode="drop")
@@ -87,6 +88,10 @@ class Owners:
         arrived = behind_next(all_to_all(entries.encode(dealt.values, dealt.offsets), axis_name))
         sums = add_lists(jnp.zeros(self.width, jnp.float32), *entries.decode(arrived))
         return sums, dealt._replace(values=entries.rounded(dealt.values))
+
+    def _of_entries(self, indices: jax.Array) -> jax.Array:
+        """The owner of each entry, and N for slots without an entry."""
+        return jnp.where(indices < self.n, self.of(indices), self.world)
 
     def _first(self, offsets: jax.Array) -> jax.Array:
         """The device at which a round begins."""

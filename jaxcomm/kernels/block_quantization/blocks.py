@@ -7,13 +7,17 @@ block size does not divide n.
 There are only plain versions; the Mosaic kernel for whole messages writes the same layout.
 """
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm.kernels.reductions import INFINITY
+from jaxcomm.kernels._apart import apart
+from jaxcomm.kernels.block_quantization import packing
+from jaxcomm.kernels.reductions import INFINITY, sum_in_order
 
 # Bit patterns of 2^-126 and of the largest finite float32.
 LEAST_NORMAL = 0x00800000
@@ -24,16 +28,69 @@ LARGEST_DIVISOR = np.float32(2.0**126)
 _CUT = 8  # bits of float32's mantissa that a unit drops
 
 
-def pieces(n: int, size: int) -> list[tuple[int, int, int]]:
-    """(size, start, stop) of all complete blocks together, and of a short last block."""
-    whole = n // size * size
-    found = [(size, 0, whole), (n - whole, whole, n)]
-    return [piece for piece in found if piece[0] and piece[1] < piece[2]] or found[:1]
+# Codes, uint8 of any shape, to the numbers that they stand for, float32 of that shape.
+Numbers = Callable[[jax.Array], jax.Array]
 
 
-def cut(x: jax.Array, start: int, stop: int, size: int) -> jax.Array:
-    """Elements start to stop of `(..., n)`, as `(..., blocks, size)`."""
-    return x[..., start:stop].reshape(*x.shape[:-1], (stop - start) // size, size)
+class Format(NamedTuple):
+    """How values are written.
+
+    Attributes:
+      size: the values of a block.
+      width: the bits of a code, 1 to 8.
+      numbers: what codes stand for, in units of their block.
+    """
+
+    size: int
+    width: int
+    numbers: Numbers
+
+
+class _Piece(NamedTuple):
+    """All complete blocks of a message together, or its short last block.
+
+    Attributes:
+      size: the values of a block.
+      blocks: how many there are.
+      start: the place of the first value.
+      byte: that of the first byte of codes in the payload.
+      columns: the bytes of codes of a block.
+      unit: the place of the first byte of units.
+    """
+
+    size: int
+    blocks: int
+    start: int
+    byte: int
+    columns: int
+    unit: int
+
+    def of(self, x: jax.Array) -> jax.Array:
+        """Its elements of `(..., n)`, as `(..., blocks, size)`."""
+        return cut(x, self.start, self.blocks, self.size)
+
+    def codes(self, payload: jax.Array) -> jax.Array:
+        """Its packed codes, uint8 `(..., blocks, columns)`."""
+        return cut(payload, self.byte, self.blocks, self.columns)
+
+    def units(self, payload: jax.Array) -> jax.Array:
+        """Its units, float32 `(..., blocks)`."""
+        found = cut(payload, self.unit, self.blocks, 4)
+        return jax.lax.bitcast_convert_type(found, jnp.float32)
+
+
+def _pieces(n: int, size: int, width: int) -> list[_Piece]:
+    whole, rest = divmod(n, size)
+    columns, short = packing.bytes_for(size, width), packing.bytes_for(rest, width)
+    units = whole * columns + short
+    complete = _Piece(size, whole, 0, 0, columns, units)
+    last = _Piece(rest, 1, whole * size, whole * columns, short, units + 4 * whole)
+    return [piece for piece in (complete, last) if piece.size * piece.blocks] or [complete]
+
+
+def cut(x: jax.Array, start: int, blocks: int, size: int) -> jax.Array:
+    """Elements of `(..., n)` from a place on, as `(..., blocks, size)`."""
+    return x[..., start : start + blocks * size].reshape(*x.shape[:-1], blocks, size)
 
 
 def joined(blocks: jax.Array) -> jax.Array:
@@ -41,65 +98,120 @@ def joined(blocks: jax.Array) -> jax.Array:
     return blocks.reshape(*blocks.shape[:-2], blocks.shape[-2] * blocks.shape[-1])
 
 
+def message_bytes(n: int, size: int, width: int) -> int:
+    """The bytes of the payload of n values: codes, and 4 for each block."""
+    return sum(piece.blocks * (piece.columns + 4) for piece in _pieces(n, size, width))
+
+
 def encode(
     x: jax.Array,
-    bits: jax.Array,
+    words: Callable[[], jax.Array],
     size: int,
+    width: int,
     encode_blocks: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]],
 ) -> jax.Array:
     """Encodes messages block by block.
 
     Args:
       x: float32 array `(..., n)`.
-      bits: rounding words of the same shape, or a scalar.
+      words: draws the rounding words: of the shape of x, or a scalar.
       size: the values of a block.
+      width: the bits of a code.
       encode_blocks: maps blocks `(..., b, s)` and their rounding words to codes, uint8
-        `(..., b, c)`, and units, float32 `(..., b)`.
+        `(..., b, s)`, and units, float32 `(..., b)`.
 
     Returns:
       The payloads, uint8 array `(..., m)`.
     """
+
+    def of(piece: _Piece, vector: jax.Array) -> tuple[jax.Array, jax.Array]:
+        bits = words()
+        own = piece.of(bits) if bits.ndim else bits
+        codes, units = encode_blocks(piece.of(vector.reshape(x.shape)), own)
+        return packing.pack(codes, width), units
+
     codes, units = [], []
-    for length, start, stop in pieces(x.shape[-1], size):
-        own = cut(bits, start, stop, length) if bits.ndim else bits
-        code, unit = encode_blocks(cut(x, start, stop, length), own)
-        codes.append(joined(code))
-        units.append(joined(jax.lax.bitcast_convert_type(unit, jnp.uint8)))
+    for piece in _pieces(x.shape[-1], size, width):
+        encoded = functools.partial(of, piece)
+        found = jax.lax.platform_dependent(x.reshape(-1), cpu=apart(encoded), default=encoded)
+        codes.append(joined(found[0]))
+        units.append(joined(jax.lax.bitcast_convert_type(found[1], jnp.uint8)))
     return jnp.concatenate([*codes, *units], axis=-1)
 
 
-def decode(
-    payload: jax.Array,
-    n: int,
-    size: int,
-    code_bytes: Callable[[int], int],
-    numbers: Callable[[jax.Array, int], jax.Array],
-) -> jax.Array:
+def decode(payload: jax.Array, n: int, form: Format) -> jax.Array:
     """Decodes messages: each value is its number times the unit of its block.
 
     Args:
       payload: uint8 array `(..., m)`.
       n: the values of a message.
-      size: the values of a block.
-      code_bytes: maps the values of a block to the bytes of its codes.
-      numbers: maps codes, uint8 `(..., b, c)`, and the block size s to numbers, float32
-        `(..., b, s)`.
+      form: how they are written.
 
     Returns:
       The values, float32 array `(..., n)`.
     """
-    units = cut(payload, payload.shape[-1] - 4 * -(-n // size), payload.shape[-1], 4)
-    units = jax.lax.bitcast_convert_type(units, jnp.float32)
-    values, byte, block = [], 0, 0
-    for length, start, stop in pieces(n, size):
-        count, width = (stop - start) // length, code_bytes(length)
-        codes = cut(payload, byte, byte + count * width, width)
-        unit = units[..., block : block + count, None]
-        values.append(joined(numbers(codes, length) * unit))
-        byte, block = byte + count * width, block + count
-    if len(values) == 1:
-        return values[0]
-    return jax.lax.platform_dependent(*values, cpu=_put_behind, default=_concatenated)
+    return _of_values(lambda values: values, payload, n, form, payload.shape[:-1])
+
+
+def decode_and_sum(payloads: jax.Array, n: int, form: Format) -> jax.Array:
+    """The sum of the values of payloads `(N, m)`, added in order: float32 `(n,)`."""
+    return _of_values(sum_in_order, payloads, n, form, ())
+
+
+def sum_with_own(payloads: jax.Array, own: jax.Array, place: jax.Array, form: Format) -> jax.Array:
+    """The same, with the values `own`, float32 `(n,)`, for those of the payload at `place`."""
+
+    def total(values: jax.Array, own: jax.Array) -> jax.Array:
+        row = jax.lax.broadcasted_iota(jnp.int32, values.shape, 0)
+        return sum_in_order(jnp.where(row == place, own, values))
+
+    return _of_values(total, payloads, own.size, form, (), own)
+
+
+def error(x: jax.Array, payload: jax.Array, form: Format) -> jax.Array:
+    """x, float32 `(..., n)`, minus the values of its payload."""
+    return _of_values(lambda values, x: x - values, payload, x.shape[-1], form, x.shape[:-1], x)
+
+
+def _of_values(
+    f: Callable[..., jax.Array],
+    payload: jax.Array,
+    n: int,
+    form: Format,
+    lead: tuple[int, ...],
+    *arrays: jax.Array,
+) -> jax.Array:
+    """f of the decoded values and of arrays `(..., n)`, in any common shape, as `(*lead, n)`.
+
+    On CPU the values are decoded in the order of the streams of their codes, which XLA compiles to
+    vector loops, and apart from what uses them. Decoding in the order of the values, or fused with
+    what uses them, takes up to 8 times as long.
+    """
+    size, width, numbers = form
+
+    def of(piece: _Piece, in_streams: bool, payload: jax.Array, *arrays: jax.Array) -> jax.Array:
+        codes, units = piece.codes(payload), piece.units(payload)
+        if in_streams:
+            values = numbers(packing.streams(codes, width)) * units[..., None, None]
+        else:
+            values = numbers(packing.unpack(codes, piece.size, width)) * units[..., None]
+        shape = (*lead, *values.shape[payload.ndim - 1 :])
+        return f(values, *(piece.of(x.reshape(*lead, n)).reshape(shape) for x in arrays))
+
+    found = []
+    for piece in _pieces(n, size, width):
+        in_streams = 8 % width == 0 and piece.size * width % 8 == 0
+        on_cpu = apart(functools.partial(of, piece, in_streams))
+        plain = functools.partial(of, piece, False)
+        shape = (*lead, piece.blocks * piece.size)
+        cpu, default = (
+            lambda *args, f=f, shape=shape: f(*args).reshape(shape) for f in (on_cpu, plain)
+        )
+        vectors = [x.reshape(-1) for x in arrays]
+        found.append(jax.lax.platform_dependent(payload, *vectors, cpu=cpu, default=default))
+    if len(found) == 1:
+        return found[0]
+    return jax.lax.platform_dependent(*found, cpu=_put_behind, default=_concatenated)
 
 
 def _concatenated(whole: jax.Array, rest: jax.Array) -> jax.Array:

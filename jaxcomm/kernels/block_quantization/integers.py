@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm.kernels import _implementations
-from jaxcomm.kernels.block_quantization import plain
+from jaxcomm.kernels.block_quantization import blocks, plain
 from jaxcomm.kernels.block_quantization.plain import message_bytes
 
-__all__ = ["decode", "decode_and_sum", "encode", "message_bytes"]
+__all__ = ["decode", "decode_and_sum", "encode", "error", "message_bytes", "sum_with_own"]
 
 
 def encode(
@@ -79,7 +79,7 @@ def decode(payload: jax.Array, n: int, levels: int, size: int) -> jax.Array:
       ValueError: for another number of bytes, and for levels or a size out of range.
     """
     _check_payload(payload, n, levels, size)
-    return plain.decode(payload, n, levels, size)
+    return blocks.decode(payload, n, plain.format_of(levels, size))
 
 
 def decode_and_sum(payloads: jax.Array, n: int, levels: int, size: int) -> jax.Array:
@@ -100,7 +100,25 @@ def decode_and_sum(payloads: jax.Array, n: int, levels: int, size: int) -> jax.A
     _check_payload(payloads, n, levels, size)
     if payloads.ndim != 2 or payloads.shape[0] == 0:
         raise ValueError(f"decode_and_sum takes messages (N, m), got shape {payloads.shape}.")
-    return plain.decode_and_sum(payloads, n, levels, size)
+    return blocks.decode_and_sum(payloads, n, plain.format_of(levels, size))
+
+
+def sum_with_own(
+    payloads: jax.Array, own: jax.Array, place: jax.Array, levels: int, size: int
+) -> jax.Array:
+    """`decode_and_sum` with the values `own`, float32 `(n,)`, for those of payload `place`."""
+    _check_payload(payloads, own.size, levels, size)
+    return blocks.sum_with_own(payloads, own, place, plain.format_of(levels, size))
+
+
+def error(x: jax.Array, payload: jax.Array, levels: int, size: int) -> jax.Array:
+    """What encoding took from x: x, float32 `(..., n)`, minus the values of its payload.
+
+    Raises:
+      As `decode`.
+    """
+    _check_payload(payload, x.shape[-1], levels, size)
+    return blocks.error(x, payload, plain.format_of(levels, size))
 
 
 def _check(levels: int, size: int) -> None:

@@ -69,7 +69,7 @@ def encode(
     if start == n:
         return payload
     bits = jnp.uint32(HALF) if key is None else random_bits(key, x.shape)[..., start:]
-    short = plain.encode_with(x[..., start:], bits, levels, size)
+    short = plain.encode_with(x[..., start:], lambda: bits, levels, size)
     front = (0,) * (x.ndim - 1)
     payload = jax.lax.dynamic_update_slice(payload, short[..., :-4], (*front, byte))
     return jax.lax.dynamic_update_slice(payload, short[..., -4:], (*front, plan.payload - 4))

@@ -95,8 +95,8 @@ def _pack(codes: jax.Array, term: int) -> jax.Array:
     M = _bytes_for(n, term)
     # As in `bitplanes.pack`: complete streams are reduced without a copy, the short one is added.
     whole = n // max(M, 1)
-    streams = codes[..., : whole * M].reshape(*lead, whole, M)
-    packed = jax.lax.reduce_or(streams << _shifts(streams.shape, term), axes=(len(lead),))
+    complete = codes[..., : whole * M].reshape(*lead, whole, M)
+    packed = jax.lax.reduce_or(complete << _shifts(complete.shape, term), axes=(len(lead),))
     rest = codes[..., whole * M :]
     if rest.shape[-1] == 0:
         return packed
@@ -105,12 +105,16 @@ def _pack(codes: jax.Array, term: int) -> jax.Array:
 
 
 def _unpack(packed: jax.Array, n: int, term: int) -> jax.Array:
-    if term == 8:
-        return packed
+    codes = streams(packed, term)
+    *lead, number, M = codes.shape
+    return codes.reshape(*lead, number * M)[..., :n]
+
+
+def streams(packed: jax.Array, term: int) -> jax.Array:
+    """The codes of one term, uint8 `(..., M)` to `(..., 8 / term, M)`: those of a byte, apart."""
     *lead, M = packed.shape
-    streams = jnp.broadcast_to(packed[..., None, :], (*lead, 8 // term, M))
-    codes = (streams >> _shifts(streams.shape, term)) & (2**term - 1)
-    return codes.reshape(*lead, 8 // term * M)[..., :n]
+    copies = jnp.broadcast_to(packed[..., None, :], (*lead, 8 // term, M))
+    return (copies >> _shifts(copies.shape, term)) & (2**term - 1)
 
 
 def _shifts(shape: tuple[int, ...], term: int) -> jax.Array:

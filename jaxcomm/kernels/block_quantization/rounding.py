@@ -1,4 +1,4 @@
-"""Integers from -levels to levels: rounding numbers to them, and packing them.
+"""Integers from -levels to levels: rounding numbers to them, and their codes.
 
 There are only plain versions: XLA fuses them with the operation that makes the numbers, and the
 Mosaic kernel rounds values in its registers with `round_to_levels`.
@@ -7,31 +7,17 @@ Mosaic kernel rounds values in its registers with `round_to_levels`.
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.kernels.block_quantization import packing
-
 
 def width_for(levels: int) -> int:
     """The bits of a code that counts from -levels to levels: ceil(log2(2 levels + 1))."""
     return (2 * levels).bit_length()
 
 
-def bytes_for(n: int, levels: int) -> int:
-    """The bytes of n packed codes."""
-    return packing.bytes_for(n, width_for(levels))
-
-
-def pack_levels(numbers: jax.Array, bits: jax.Array, levels: int) -> jax.Array:
-    """`round_to_levels`, in two's complement and packed: uint8 `(..., bytes_for(n, levels))`."""
-    codes = round_to_levels(numbers, bits, levels).astype(jnp.uint8)
-    return packing.pack(codes, width_for(levels))
-
-
-def unpack_levels(packed: jax.Array, n: int, levels: int) -> jax.Array:
-    """The integers, as float32 `(..., n)`."""
-    width = width_for(levels)
-    code = packing.unpack(packed, n, width)
-    high = jax.lax.bitcast_convert_type(code << (8 - width), jnp.int8)
-    return (high >> (8 - width)).astype(jnp.float32)
+def level_of(codes: jax.Array, levels: int) -> jax.Array:
+    """The integers of codes in two's complement, uint8 of any shape, as float32."""
+    unused = 8 - width_for(levels)
+    high = jax.lax.bitcast_convert_type(codes << unused, jnp.int8)
+    return (high >> unused).astype(jnp.float32)
 
 
 def round_to_levels(numbers: jax.Array, bits: jax.Array, levels: int) -> jax.Array:

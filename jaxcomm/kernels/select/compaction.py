@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm.kernels import reductions
+from jaxcomm.kernels._apart import apart
 from jaxcomm.kernels.select.magnitudes import (
     CHUNK,
     LANES,
@@ -93,7 +94,7 @@ def _compact_words(x: jax.Array, words: jax.Array, before: jax.Array, capacity: 
     """The entries of x that have a bit in `words`; `before` counts them before each chunk."""
     slot = jnp.arange(capacity, dtype=jnp.int32)
     places = functools.partial(jax.lax.platform_dependent, words, before, slot)
-    place = places(cpu=_places_by_marks, default=_places_by_search)
+    place = places(cpu=apart(_places_by_marks), default=_places_by_search)
     filled = slot < before[-1]
     values = jnp.where(filled, x.at[place].get(mode="clip"), jnp.float32(0))
     return Selected(values, jnp.where(filled, place, x.size), before[-1])
