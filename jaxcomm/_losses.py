@@ -114,7 +114,7 @@ def warn_of_rows(
     kwargs: dict[str, Any],
     world: int,
 ) -> None:
-    """Warns of an argument with as many rows as the batch: it is not split over devices.
+    """Warns about an argument with as many rows as the batch: it is not split over devices.
 
     Trees are left alone: statistics and other states have any number of rows.
     """

@@ -1,4 +1,4 @@
-"""Two bits a value: four levels around zero, fitted to each block."""
+"""Two bits per value: four levels around zero, fitted to each block."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from jaxcomm.kernels.block_quantization import packing
 
 @dataclasses.dataclass(frozen=True)
 class Int2(BlockScaled):
-    """2 bits a value, for -3, -1, 1 or 3 units, and the unit of each block.
+    """2 bits per value, for -3, -1, 1 or 3 units, and the unit of each block.
 
     A value has magnitude 3 if it is at least the block's root mean square, else 1. The unit is
     fitted by least squares, so a block x with numbers c loses the share 1 - <x, c>^2 / (|x|^2
@@ -44,7 +44,7 @@ class Int2(BlockScaled):
         return 2 * packing.unpack(codes, size, 2).astype(jnp.float32) - 3
 
     def code_bytes(self, size: int) -> int:
-        """Two bits a value."""
+        """Two bits per value."""
         return packing.bytes_for(size, 2)
 
     def _encode_blocks(self, blocks: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -67,7 +67,7 @@ class Int2(BlockScaled):
 
 
 def int2(block_size: int = 256) -> Int2:
-    """Four levels, 2 bits a value; only with `error_feedback=True`.
+    """Four levels, 2 bits per value; only with `error_feedback=True`.
 
     Args:
       block_size: the values that share a unit of 4 bytes.

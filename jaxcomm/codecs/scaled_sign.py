@@ -12,7 +12,7 @@ from jaxcomm.kernels.block_quantization import packing
 
 @dataclasses.dataclass(frozen=True)
 class ScaledSign(BlockScaled):
-    """1 bit a value, set if the value is not negative, and a scale a block: its mean magnitude.
+    """1 bit per value, set if the value is not negative, and a scale per block: its mean magnitude.
 
     There is no code for zero. A zero among other values decodes to plus the scale, and padding with
     zeros makes the scale of its block smaller. A block loses at most the share 1 - |x|_1^2 / (d
@@ -51,12 +51,12 @@ class ScaledSign(BlockScaled):
         return jnp.where(packing.unpack(codes, size, 1) != 0, jnp.float32(1), jnp.float32(-1))
 
     def code_bytes(self, size: int) -> int:
-        """One bit a value."""
+        """One bit per value."""
         return packing.bytes_for(size, 1)
 
 
 def scaled_sign(block_size: int = 1024) -> ScaledSign:
-    """Scaled signs, 1 bit a value; only with `error_feedback=True`.
+    """Scaled signs, 1 bit per value; only with `error_feedback=True`.
 
     Args:
       block_size: the values that share a scale of 4 bytes.

@@ -68,7 +68,7 @@ def buckets_of(
     Inside the backward pass of a loop, the buckets of a layer are filled starting from its last
     gradient, and the last holds two thirds of the limit: few products are left to hide it.
 
-    Leaves that are sharded over a further axis never share a bucket with others: what is equal
+    Leaves that are sharded over another axis never share a bucket with others: what is equal
     along that axis must be rounded alike along it.
 
     Args:
@@ -103,7 +103,7 @@ def key_of(key: jax.Array, layout: Layout, leaves: Bucket) -> jax.Array:
 
     It is derived from the paths of the leaves, so it also differs between the transformations of an
     `optax.partition`; from the layer, inside the backward pass; and from the shard, where the
-    leaves are sharded over a further axis. It is equal on all devices of the exchange's axis.
+    leaves are sharded over another axis. It is equal on all devices of the exchange's axis.
     """
     paths = "\n".join(layout.leaves[i].path for i in leaves)
     key = jax.random.fold_in(key, zlib.crc32(paths.encode()))

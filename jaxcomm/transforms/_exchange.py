@@ -290,7 +290,7 @@ def as_vectors(arrays: Sequence[jax.Array]) -> Arrays:
 def vectors_in_view(arrays: Arrays, layout: Layout) -> Arrays:
     """`as_vectors` of arrays in the shapes of the parameters, in the current view.
 
-    Those that are sharded over a further axis stay as they are.
+    Those that are sharded over another axis stay as they are.
     """
     is_whole = [not names_in(leaf.spec) for leaf in layout.leaves]
     typed = list(zip(_axes.varying_alike(arrays), is_whole, strict=True))

@@ -105,7 +105,7 @@ def _warn_unless_chains_are_seen() -> None:
     if sorted(filter(None, seen)) != [1] * 4:
         warnings.warn(
             f"optax {optax.__version__} makes chains in another way than this version of jaxcomm "
-            "knows, so nothing warns of a wrong order: put the exchange first, with only "
+            "knows, so nothing warns about a wrong order: put the exchange first, with only "
             "jaxcomm.local before it, and no optimizer after one_bit_adam or factored_adam.",
             UserWarning,
             stacklevel=users_line(),

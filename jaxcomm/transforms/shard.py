@@ -19,13 +19,13 @@ def shard(
 ) -> Any:
     """Places parameters so that each device holds 1/N of every large one (FSDP, ZeRO-3).
 
-    A leaf is split along its largest dimension that N divides, the last of several equal ones.
-    Leaves that travel in float32 (of at most one dimension, and `exempt`) are replicated.
+    A leaf is split along its largest dimension that N divides; among equal ones, the last. Leaves
+    that are sent in float32 (of at most one dimension, and `exempt`) are replicated.
 
     Args:
       params: a pytree of arrays, or of `jax.ShapeDtypeStruct`s; every process passes equal values.
       axis_name: the mesh axis, or axes, of the N devices.
-      exempt: as in `jaxcomm.mean`; give both the same.
+      exempt: as in `jaxcomm.mean`; pass the same to both.
       layers: patterns of paths of leaves whose leading axis counts layers, the same as for
         `jaxcomm.with_layer_axis`; that axis is not split.
 

@@ -47,9 +47,9 @@ def sharded_params(params: Any, state: Any) -> Any:
       state: the state of `jaxcomm.sharded`, or of a chain or partition that has one or more.
 
     Returns:
-      The pytree of the parameters, with a node for each of them that only `jaxcomm.gather` takes.
-      Pass it to `jaxcomm.value_and_grad`, and the gradients to `tx.update`. Parameters that another
-      exchange of the state has, such as one of `optax.partition`, are returned unchanged.
+      The pytree of the parameters, each as a node that only `jaxcomm.gather` accepts. Pass it to
+      `jaxcomm.value_and_grad`, and the gradients to `tx.update`. Parameters that belong to another
+      exchange of the state, such as one of `optax.partition`, are returned unchanged.
 
     Raises:
       ValueError: if there is no such state, or a parameter is exchanged twice or not at all.

@@ -46,7 +46,7 @@ class StagesState(NamedTuple):
 def stages(
     *plan: tuple[int, optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
-    """Exchanges gradients in several ways one after another, such as with fewer and fewer levels.
+    """Exchanges gradients in several ways one after another, such as in fewer and fewer bits.
 
     All stages are branches of one compiled program, chosen by the step, so a plan should be short.
     A stage hands its state, residuals included, to the next one if both states have the same
@@ -57,12 +57,12 @@ def stages(
       *plan: for each stage, in order, the pair (first step, transformation); the first is step 0.
 
     Returns:
-      A transformation used as those of the plan are.
+      A transformation used like those of the plan.
 
     Raises:
       TypeError: for a stage that is not such a pair.
       ValueError: if the steps do not ascend from 0; by `init` if a stage would end with a residual,
-        or with an optimizer's moments, that the next has no place for.
+        or with an optimizer's moments, that the next stage cannot hold.
 
     Wire: that of the current stage, in a branch of a conditional.
 
@@ -123,16 +123,16 @@ def dense_first(
     steps: int,
     dense: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
-    """Exchanges gradients in full for some steps, and then as `inner` does.
+    """Exchanges gradients in float32 for some steps, and then by `inner`.
 
     Args:
       inner: the exchange after these steps; the optimizer belongs after `dense_first`.
-      steps: how many steps are dense; 0 is none.
-      dense: the exchange in these steps; None is `jaxcomm.mean` in float32 over the axis of
+      steps: the number of dense steps; 0 means none.
+      dense: the exchange in these steps; None means `jaxcomm.mean` in float32 over the axis of
         `inner`.
 
     Returns:
-      A transformation used as `inner` is.
+      A transformation used like `inner`.
 
     Raises:
       ValueError: for a negative number of steps; by `init` as for `stages`, and without `dense`

@@ -18,7 +18,7 @@ class Native(Algorithm):
     """One `psum` in the dtype of the codec; how it travels is up to XLA and its backend.
 
     Wire: 2(N-1)/N of the vector where the backend uses a bandwidth-optimal algorithm. XLA's CPU
-    backend promotes bfloat16 to float32, and so sends 4 bytes a value.
+    backend promotes bfloat16 to float32, and so sends 4 bytes per value.
     """
 
     name = "native"

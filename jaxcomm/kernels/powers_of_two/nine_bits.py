@@ -1,7 +1,7 @@
-"""Messages of powers of two in 9 bits a value: every exponent of float32, and a plane of signs.
+"""Messages of powers of two in 9 bits per value: every exponent of float32, and a plane of signs.
 
 A payload is uint8. First comes the exponent field of every value, 255 for infinity. Then come the
-sign bits, packed by `bitplanes.pack`, 4 bytes a word. The sign bit is 1 for negative values; NaN
+sign bits, packed by `bitplanes.pack`, 4 bytes per word. The sign bit is 1 for negative values; NaN
 has the exponent 0 and the sign bit 1.
 """
 
