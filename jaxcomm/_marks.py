@@ -22,8 +22,8 @@ FINISHED = "finished gradient"
 # Errors of jax show a dtype as key<tag>; the tag says what to do.
 _TAGS = {
     GRADIENT: "local gradient in {}, not exchanged: jaxcomm.mean or another exchange comes first "
-    "in a chain, what it leaves out is frozen by jaxcomm.set_to_zero, jaxcomm.local computes on "
-    "each device, jaxcomm.accumulate adds up microbatches",
+    "in a chain; jaxcomm.set_to_zero freezes what it leaves out, jaxcomm.local computes on each "
+    "device, jaxcomm.accumulate adds up microbatches",
     OWN_GRADIENT: "local gradient in {}, at each device's own parameters: only jaxcomm.local_steps "
     "takes it, and clipping and the like go into its inner optimizer",
     FINISHED: "gradient in {}, exchanged in the backward pass, with the state of its exchange: the "

@@ -55,8 +55,8 @@ class ValueAndGrad:
         if batch is _NONE:
             raise TypeError(
                 "the batch is missing: call jaxcomm.value_and_grad(loss_fn, axis)(params, batch), "
-                "with loss_fn(params, batch). Each device is given its rows of the batch; what "
-                "loss_fn closes over goes whole to all of them."
+                "with loss_fn(params, batch). Each device is given its rows of the batch; "
+                "values that loss_fn closes over are passed in full to all devices."
             )
         if not _axes.is_manual(self.axis_name):
             world = _axes.axis_size(self.axis_name)
@@ -70,7 +70,7 @@ class ValueAndGrad:
         if not jax.tree.leaves(batch):
             raise ValueError(
                 f"the batch has no arrays, got {batch!r}; loss_fn(params, batch) takes the rows "
-                "of each device, and further arguments are what is equal on all devices."
+                "of each device; pass values that all devices share as further arguments."
             )
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
         own, params = OWN_PARAMETER in kinds, unmark_local(params)

@@ -176,6 +176,6 @@ def _refuse(local_batch: Any, local: int, axis_name: AxisName) -> None:
     rows = np.shape(leaf)[0]
     raise ValueError(
         f"the local batch has {rows} rows at {_paths.path_name(path) or 'its leaf'}, "
-        f"which do not divide over the {local} local devices of axis {axis_name!r}; "
+        f"which do not divide evenly over the {local} local devices of axis {axis_name!r}; "
         f"pass a positive multiple of {local} rows."
     )

@@ -167,7 +167,7 @@ def explained(error: Exception) -> tuple[int, str | None]:
     if is_out_of_memory(error):
         first = str(error).split("\n")[0]
         return 3, (
-            "a device has not enough memory: raise --config.microbatches, or lower "
+            "a device does not have enough memory: raise --config.microbatches, or lower "
             f"--config.batch_size ({first})"
         )
     if (file := damaged_file(error)) is not None:

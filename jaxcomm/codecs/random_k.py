@@ -127,7 +127,7 @@ def random_k(density: float = 0.1, values: Codec | None = None) -> RandomK:
     if not 0 < density <= 1:
         raise ValueError(f"density must be in (0, 1], such as 0.01, got {density!r}.")
     if density < 2**-30:
-        raise ValueError(f"density must be at least 2^-30, as places are int32, got {density!r}.")
+        raise ValueError(f"density must be at least 2^-30, as indices are int32, got {density!r}.")
     values = Float32() if values is None else values
     if not isinstance(values, Codec) or isinstance(values, RandomK) or values.largest is not None:
         raise TypeError(

@@ -66,9 +66,9 @@ def mean_of(
     for used in on_the_wire:
         if error_feedback and used.variance >= 1:
             warnings.warn(
-                f"{used.name} can be off by more than the value itself (its variance is up to "
-                f"{used.variance:.1f} times the square), so errors that are fed back may grow "
-                "without end; use more levels, smaller blocks, clipping or error_feedback=False.",
+                f"the error of {used.name} can exceed the value itself (its variance is up to "
+                f"{used.variance:.1f} times the square), so residuals may grow without bound; "
+                "use more levels, smaller blocks, clipping or error_feedback=False.",
                 stacklevel=users_line(),
             )
     operations = tuple(dict.fromkeys((*sent.operations, *back.operations)))
@@ -110,8 +110,8 @@ def _check_native(
         )
     if error_feedback and codec != codecs.float32():
         raise ValueError(
-            f"error feedback cannot keep what XLA rounds off in {codec.name}; choose another "
-            'algorithm than native, such as "direct".'
+            f"error feedback cannot keep what XLA rounds off in {codec.name}; choose an "
+            'algorithm other than native, such as "direct".'
         )
     jax.eval_shape(codec.native, jax.ShapeDtypeStruct((1,), jnp.float32))
 

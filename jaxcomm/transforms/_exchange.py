@@ -100,22 +100,23 @@ def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
     if attached := attached_in(updates):
         raise ValueError(
             f"the gradient of {attached[0].path} was exchanged in the backward pass. Exchange once "
-            "in a chain: the jaxcomm.in_backward that attached it comes first. What changes local "
-            "gradients goes inside it, as in jaxcomm.in_backward(optax.chain(jaxcomm.local(...), "
-            "exchange), layers); jaxcomm.accumulate adds up microbatches."
+            "in a chain: the jaxcomm.in_backward that attached it comes first. Transformations of "
+            "local gradients go inside it, as in "
+            "jaxcomm.in_backward(optax.chain(jaxcomm.local(...), exchange), layers); "
+            "jaxcomm.accumulate adds up microbatches."
         )
     grads, treedef = jax.tree.flatten(updates)
     if OWN_GRADIENT in {kind_of(g) for g in grads}:
         raise ValueError(
             "these gradients were taken at each device's own parameters, and an exchange would mix "
-            "them up; give them to the jaxcomm.local_steps that has these parameters. What changes "
-            "gradients before it, such as clipping, belongs in its inner optimizer."
+            "them up; give them to the jaxcomm.local_steps that has these parameters. Clipping "
+            "and other transformations before the exchange belong in its inner optimizer."
         )
     check_gradients(grads, layout)
     if not isinstance(jnp.zeros((), bool), Tracer):  # which it is inside of a trace
         warnings.warn(
             "tx.update runs outside jax.jit: operations are compiled one by one, in every step. "
-            "Call it in a jitted step, as jax.jit(tx.update).",
+            "Call it in a jitted step, such as jax.jit(tx.update).",
             UserWarning,
             stacklevel=users_line(),
         )

@@ -108,7 +108,7 @@ def _check(leaf: Leaf, layout: Layout, scheme: Scheme) -> None:
         )
     if leaf.shape[dim] % layout.world:
         raise ValueError(
-            f"parameter {leaf.path} of shape {leaf.shape} does not divide over the "
+            f"parameter {leaf.path} of shape {leaf.shape} does not divide evenly over the "
             f"{layout.world} devices of {layout.axis_name!r} along the dimension that {leaf.spec} "
             "splits; split another one, pad it, or keep it whole."
         )

@@ -116,8 +116,8 @@ def _whole_within(params: Any, axis_name: AxisName) -> Any:
         return gather(params)
     if _axes.manual_axes().intersection(_axes.names_of(axis_name)):
         raise ValueError(
-            f"gather(within={axis_name!r}) leaves the gathering to XLA, but this code runs device "
-            "by device along that axis. Name the axis over which parameters are split, and take "
+            f"gather(within={axis_name!r}) leaves the gathering to XLA, but that axis is "
+            "manual here. Name the axis over which parameters are split, and take "
             "gradients over another one."
         )
     if _axes.explicit_axes().intersection(_axes.names_of(axis_name)):
@@ -131,7 +131,7 @@ def _whole_within(params: Any, axis_name: AxisName) -> Any:
     if further:
         raise ValueError(
             f"gather(within={axis_name!r}) makes parameters whole over all automatic axes, and "
-            f"{further[0]!r} may split them too. Say for each parameter how it is to be sharded: "
+            f"{further[0]!r} may split them too. Specify the sharding of each parameter: "
             "jax.lax.with_sharding_constraint(x, its spec without the axis)."
         )
     pairs, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_sharded)

@@ -165,8 +165,8 @@ def low_rank_mean(
     codec = codecs.from_name(codec)
     if isinstance(codec, RandomK) or codec.needs_error_feedback:
         raise ValueError(
-            f"{codec.name} keeps too little of a basis; choose float32, bfloat16, int8, int4 or "
-            "another codec of all values, and a lower rank for fewer bytes."
+            f"{codec.name} is too coarse for a basis; choose float32, bfloat16, int8, int4 or "
+            "another codec of all values; for fewer bytes, choose a lower rank."
         )
     is_float32 = codec == codecs.float32()
     bases, chosen = collectives.mean_of(codec, algorithm, implementation=implementation)

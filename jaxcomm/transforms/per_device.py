@@ -69,7 +69,7 @@ def require_own(own: PerDevice, layout: Layout) -> None:
             raise ValueError(
                 "per-device state was replicated, but it differs from device to device. Pass what "
                 "tx.init returned as it is, without jaxcomm.replicate or jax.device_put; "
-                "jaxcomm.state_spec(tx, params, mesh) says how it is sharded."
+                "jaxcomm.state_spec(tx, params, mesh) returns how it is sharded."
             )
 
 

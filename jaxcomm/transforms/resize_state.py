@@ -123,7 +123,7 @@ def _on_numbers(f: Callable[[Any, np.ndarray], jax.Array], new: Any, old: Any) -
     if isinstance(old, jax.Array) and not (old.is_fully_addressable or old.is_fully_replicated):
         raise ValueError(
             f"the state has an array of shape {old.shape} of which this process holds only a part. "
-            "Bring it together: jax.experimental.multihost_utils.process_allgather(state, "
+            "Gather it: jax.experimental.multihost_utils.process_allgather(state, "
             "tiled=True), or let orbax restore whole arrays, on every device of the mesh."
         )
     old = np.asarray(jax.random.key_data(old) if are_keys(old) else old)

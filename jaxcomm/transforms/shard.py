@@ -86,9 +86,9 @@ def _split(
     dim = split_dim_of(shape, world, first)
     if dim is None:
         raise ValueError(
-            f"parameter {name} of shape {shape} has no dimension that divides over the {world} "
-            f"devices of {axis_name!r}. Pad it to a multiple of {world}, or keep it whole on every "
-            f"device: exempt=[{name!r}], here and in the exchange."
+            f"parameter {name} of shape {shape} has no dimension that divides evenly over the "
+            f"{world} devices of {axis_name!r}. Pad it to a multiple of {world}, or keep it whole "
+            f"on every device: exempt=[{name!r}], here and in the exchange."
         )
     return PartitionSpec(*[None] * dim, axis_name)
 

@@ -101,7 +101,7 @@ def _leaves_of(state: ShardedState) -> list[ShardedParam]:
     if layout.world != _axes.axis_size(layout.axis_name):
         raise ValueError(
             f"the state was made for {layout.world} devices along {layout.axis_name!r}, and the "
-            f"mesh now has {_axes.axis_size(layout.axis_name)}; jaxcomm.resize_state makes it fit."
+            f"mesh now has {_axes.axis_size(layout.axis_name)}; jaxcomm.resize_state converts it."
         )
     require_own(own, layout)
     manual = _axes.is_manual(layout.axis_name)

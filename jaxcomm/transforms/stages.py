@@ -160,15 +160,15 @@ def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientT
         axis_name = axis_of(state, "dense_first")
         if _roles.LOCAL in _roles.roles_of(state):
             raise ValueError(
-                "dense_first replaces all of inner by a mean, also what comes before its exchange. "
-                "Put that in front: optax.chain(jaxcomm.local(...), jaxcomm.dense_first(exchange, "
-                "steps)); or say with dense= what the first steps do."
+                "dense_first replaces all of inner by a mean, including what comes before its "
+                "exchange. Put that first: optax.chain(jaxcomm.local(...), jaxcomm.dense_first("
+                "exchange, steps)); or pass the transformation of the first steps as dense=."
             )
         if _roles.roles_of(state) & {_roles.FINISHED, _roles.OTHER}:
             raise ValueError(
                 "dense_first replaces all of inner by a mean, and this inner is more than an "
-                "exchange. Put the optimizer after it: optax.chain(jaxcomm.dense_first("
-                "exchange, steps), optimizer); or say with dense= what the first steps do."
+                "exchange. Put the optimizer after it: optax.chain(jaxcomm.dense_first(exchange, "
+                "steps), optimizer); or pass the transformation of the first steps as dense=."
             )
         _refuse_in_backward(state, "dense_first")
         if _roles.MOMENTA in _roles.roles_of(state):
@@ -213,14 +213,14 @@ def _refuse_to_lose(state: Any) -> None:
     if _roles.FINISHED in _roles.roles_of(state) or _arrays_of_others(state):
         raise ValueError(
             "a stage would end with the state of an optimizer, such as moments or a count, that "
-            "the next stage has no place for. Put the optimizer after the stages: "
+            "the next stage cannot hold. Put the optimizer after the stages: "
             "optax.chain(jaxcomm.stages(...), optimizer)."
         )
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerDevice))
     if any(isinstance(node, PerDevice) and node.values for node in nodes):
         raise ValueError(
-            "a stage would end with per-device state, such as a residual, that the next stage has "
-            "no place for. Only stages of the same kind pass it on: give all error_feedback=True "
+            "a stage would end with per-device state, such as a residual, that the next stage "
+            "cannot hold. Only stages of the same kind pass it on: give all error_feedback=True "
             "and the same exempt leaves (a float32 mean too: it then sends what is left), or the "
             "same rank; or put jaxcomm.local before the stages."
         )

@@ -76,7 +76,7 @@ def test_one_bit_of_what_is_split_within_groups() -> None:
     with jax.set_mesh(mesh):
         check = make_check(split(None), "mean")
         check(split(None), 7)
-        with pytest.raises(RunError, match="of device 5 .* are not those .*: w is the first of 1"):
+        with pytest.raises(RunError, match="of device 5 .* differ from .*: w is the first of 1"):
             check(split(5), 7)
 
 
