@@ -130,7 +130,7 @@ def predicted(
       without: the report of the step without exchange.
       messages_ms: what `messages` add to the step without exchange.
       local_ms: the result of `codes_ms`.
-      gigabits: the gigabits that a device sends in a second; None is what it sends here.
+      gigabits: the gigabits that a device sends in a second; None means what it sends here.
     """
     costs = dataclasses.replace(plan.probe(jax.sharding.get_mesh(), families=()), latency=0.0)
 

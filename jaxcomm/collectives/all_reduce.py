@@ -191,8 +191,8 @@ def pmean(
 ) -> Any:
     """The mean over a mesh axis, like `jax.lax.pmean`, with a chosen format on the wire.
 
-    Each array is exchanged by itself; `jaxcomm.mean` exchanges gradients in buckets. The derivative
-    is that of `jax.lax.pmean`, in float32: rounding is not differentiated.
+    Each array is exchanged separately; `jaxcomm.mean` exchanges gradients in buckets. The
+    derivative is that of `jax.lax.pmean`, in float32: rounding is not differentiated.
 
     Args:
       x: a pytree of float arrays of at most 32 bits, in a region of `jax.shard_map` that is manual
@@ -200,10 +200,10 @@ def pmean(
       axis_name: the mesh axis, or axes.
       codec: a name in `jaxcomm.codecs.BY_NAME`, or a codec.
       algorithm: "native", "direct", "ring", "two_way_ring", "halving_doubling", "circulant" or an
-        algorithm; None is "native" for float32. Between CPU processes it is "ring" for 16 bits and
-        int8 (short vectors take fewer rounds), "two_way_ring" for cnat on 3 to 8 devices, and
+        algorithm; None means "native" for float32. Between CPU processes it is "ring" for 16 bits
+        and int8 (short vectors take fewer rounds), "two_way_ring" for cnat on 3 to 8 devices, and
         "circulant" on more than 32. For everything else it is "direct".
-      second_hop: the format in which the mean is sent back; None is that of `codec`.
+      second_hop: the format in which the mean is sent back; None means that of `codec`.
       key: for codecs that round or draw at random: equal on all devices, different in each call.
       implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.
 

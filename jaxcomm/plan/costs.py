@@ -1,4 +1,4 @@
-"""What messages and codes cost on a machine: defaults, or what `probe` has measured.
+"""What messages and codecs cost on a machine: defaults, or what `probe` has measured.
 
 An exchange of n values by one method takes
 
@@ -24,7 +24,7 @@ _NOT_MEASURED = "not measured here"
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What messages and codes cost, in seconds.
+    """What messages and codecs cost, in seconds.
 
     Attributes:
       source: where the numbers come from.
@@ -177,7 +177,7 @@ def defaults(device: str) -> Costs:
       device: "cpu" or "gpu".
 
     Returns:
-      The costs, whose `source` says so.
+      The costs; their `source` names them as defaults.
 
     Raises:
       ValueError: for another device.

@@ -119,7 +119,7 @@ def low_rank_mean(
       bucket_mib: the maximum size of a bucket, in MiB of float32 gradients. A bucket is two
         messages, one after the other, so the default is larger than that of `jaxcomm.mean`.
       bucket_order: paths of leaves in the order in which their gradients appear, as
-        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+        `jaxcomm.backward_order` finds them; None means the reverse of the tree's order.
       implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.
 
     Returns:

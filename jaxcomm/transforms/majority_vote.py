@@ -114,7 +114,7 @@ def majority_vote(
       bucket_mib: the maximum size of a bucket, in MiB of float32 gradients. A bucket takes several
         hops, so the default is larger than that of `jaxcomm.mean`.
       bucket_order: paths of leaves in the order in which their gradients appear, as
-        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+        `jaxcomm.backward_order` finds them; None means the reverse of the tree's order.
 
     Returns:
       A transformation used like `jaxcomm.mean`. Its updates are +1, -1 or 0; with error feedback,

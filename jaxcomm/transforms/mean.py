@@ -118,10 +118,10 @@ def mean(
       codec: a name in `jaxcomm.codecs.BY_NAME`, such as "bfloat16", "cnat" or "int8", or a codec
         such as `jaxcomm.codecs.qsgd(levels=7)`.
       algorithm: "native", "direct", "ring", "two_way_ring", "halving_doubling", "circulant" or an
-        algorithm such as `jaxcomm.algorithms.halving_doubling(order="far_first")`; None is "native"
-        for float32; between CPU processes "ring" for 16 bits and int8 (short vectors take fewer
-        rounds), "two_way_ring" for cnat on 3 to 8 devices and "circulant" on more than 32; "direct"
-        for everything else.
+        algorithm such as `jaxcomm.algorithms.halving_doubling(order="far_first")`; None means
+        "native" for float32; between CPU processes "ring" for 16 bits and int8 (short vectors take
+        fewer rounds), "two_way_ring" for cnat on 3 to 8 devices and "circulant" on more than 32;
+        "direct" for everything else.
       error_feedback: whether each device keeps the errors of its messages, in one float32 copy of
         the gradients; "first_hop" keeps only those of the first hop, not the rounding errors of the
         means.
@@ -132,7 +132,7 @@ def mean(
       bucket_mib: the maximum size of a bucket, in MiB of float32 gradients; a larger leaf has its
         own bucket. Smaller buckets start earlier; larger ones lose less time to latency.
       bucket_order: paths of leaves in the order in which their gradients appear, as
-        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+        `jaxcomm.backward_order` finds them; None means the reverse of the tree's order.
       implementation: which version of a kernel to use, if there are several: None, "xla", "mosaic",
         "triton", "measure" (time them once on this device), or a mapping from operations to these.
         `docs/kernels.md` lists the operations.

@@ -140,8 +140,8 @@ def one_bit_adam(
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
       bucket_mib: the maximum size of a bucket, in MiB of float32 gradients.
       bucket_order: paths of leaves in the order in which their gradients appear, as
-        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order. A resumed run
-        needs the order of the first run, because errors are kept by bucket.
+        `jaxcomm.backward_order` finds them; None means the reverse of the tree's order. A resumed
+        run needs the order of the first run, because errors are kept by bucket.
 
     Returns:
       A transformation whose `update` takes local gradients (from `jaxcomm.value_and_grad`) in

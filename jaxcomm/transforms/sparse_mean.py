@@ -145,7 +145,7 @@ def sparse_mean(
         bucket. The default is larger than that of `jaxcomm.mean`, because messages are small and
         every bucket takes seconds to compile.
       bucket_order: paths of leaves in the order in which their gradients appear, as
-        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+        `jaxcomm.backward_order` finds them; None means the reverse of the tree's order.
       implementation: which version of a kernel runs where there are several, as in `jaxcomm.mean`.
 
     Returns:

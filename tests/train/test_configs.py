@@ -259,7 +259,9 @@ def test_only_an_optimizer_is_scaled(method: str) -> None:
     """The sign of a gradient is that of the ascent: only optimizers turn it around."""
     config = changed("sync.method", method)
     config.optimizer.name = "scale"
-    with pytest.raises(UserError, match=f"method={method} it would increase .* set --config.optimiz"):
+    with pytest.raises(
+        UserError, match=f"method={method} it would increase .* set --config.optimiz"
+    ):
         check.fit(config, 4)
 
 

@@ -53,7 +53,7 @@ def native() -> Native:
       Error feedback needs float32 here, because what XLA rounds off is lost.
 
     Wire: 2(N-1)/N of the vector, if the backend sends as little as possible. XLA's CPU backend
-    sends bfloat16 as float32. A reduce-scatter alone, such as that of sharded parameters, goes as
-    in `direct` between CPU processes: gloo's own gives up if a process is 30 s late.
+    sends bfloat16 as float32. Between CPU processes, a reduce-scatter alone, such as that of
+    sharded parameters, is that of `direct`: gloo's own fails if a process is 30 s late.
     """
     return Native()

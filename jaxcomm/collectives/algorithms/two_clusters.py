@@ -273,9 +273,9 @@ def _segments(planes: Any, lengths: list[int], place: _Place) -> list[Any]:
 def two_clusters() -> TwoClusters:
     """Votes of two clusters of devices with one slow link between them.
 
-    The first half of the axis is one cluster, the second half the other. Counts within the clusters
-    travel while counts and results of earlier parts of the vector cross between them, in many
-    rounds: it is for long vectors and slow links, on which it takes less time than a ring.
+    The first half of the axis is one cluster, the second half the other. Counts are sent within the
+    clusters while counts and results of earlier parts of the vector cross between them, in many
+    rounds. It is for long vectors and slow links, where it takes less time than a ring.
 
     Returns:
       The algorithm, for `algorithm=` of `jaxcomm.majority_vote`, and for an even number of devices.

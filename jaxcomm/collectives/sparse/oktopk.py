@@ -28,7 +28,7 @@ class OkTopk(SparseAllReduce):
        add what arrives.
     2. All-gather: each owner sends the k/N largest of its sums to everyone.
 
-    The threshold aims at k values. It is found at least every `recompute_every` steps, and re-used
+    The threshold aims at k values. It is found at least every `recompute_every` steps, and reused
     in between unless the number of values above it is off by more than `tolerance`. In a long
     vector both are those of a sample: a few percent more or fewer than k values reach the
     threshold. With a `tolerance` above 3/2, or None, it is scaled a little before it is found anew.

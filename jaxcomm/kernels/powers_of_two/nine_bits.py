@@ -28,7 +28,7 @@ def encode(
       key: a PRNG key to round at random, with a word of `random_bits(key, x.shape)` for each value;
         None rounds to nearest.
       implementation: "xla", "mosaic" (on NVIDIA GPUs), or another option of `_implementations`;
-        None is the fastest that was timed.
+        None means the fastest that was timed.
 
     Returns:
       uint8 array `(..., message_bytes(n))`.
