@@ -275,8 +275,8 @@ def rows_of_batch(
 def shuffled_block(size: int, share: int, seed: tuple[int, int], block: int) -> np.ndarray:
     """The rows of block number `block`, in an endless order of 0 .. size-1 that is new every epoch.
 
-    A whole permutation is drawn at a time. Grain's own `shuffle` draws each index by itself, which
-    takes 80 us an image, more than the gradient of a small model.
+    A whole permutation is drawn at a time. Grain's own `shuffle` draws each index separately, which
+    takes 80 us per image, more than the gradient of a small model.
     """
     positions = block * share + np.arange(share)
     epochs, within = np.divmod(positions, size)

@@ -39,7 +39,7 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
 
     The three arguments go to `jax.distributed`. Without them it asks the scheduler (SLURM, Open MPI
     4). Without a scheduler, this is the only process. With only the coordinator, the numbers come
-    from the environment, where the starter of the processes has set them.
+    from the environment, where the launcher of the processes has set them.
 
     Raises:
       UserError: if only some of the arguments are given, or none in one of several processes whose

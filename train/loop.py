@@ -1,4 +1,4 @@
-"""One run, from the config to its report: read this page first."""
+"""One run, from the config to its report: read this module first."""
 
 import functools
 import math

@@ -24,7 +24,7 @@ from train.errors import (
 )
 from train.mistakes import mistake_in, mistake_in_traceback
 
-# Seconds after a failed write: by then the main thread has raised the error, or waits for ever.
+# Seconds after a failed write: by then the main thread has raised the error, or waits forever.
 STUCK_SECONDS = 5.0
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Output; by default a new folder in workdir/.")

@@ -23,8 +23,8 @@ _CONVOLUTION = 4  # axes of a kernel, two of them in space
 _MOST = 2**32  # bytes of leaves that are joined: int32 counts their values, with room to spare
 _EVEN = 64  # XLA on CPU concatenates sums well, without padding, if this divides their lengths
 
-# Set where a layer is exchanged by itself, inside the backward pass: the layer's number, from which
-# keys are derived; 0 in `init`.
+# Set where a layer is exchanged separately, inside the backward pass: the layer's number, from
+# which keys are derived; 0 in `init`.
 LAYER: contextvars.ContextVar[jax.Array | int | None]
 LAYER = contextvars.ContextVar("layer", default=None)
 
@@ -61,7 +61,7 @@ def buckets_of(
 ) -> tuple[Bucket, ...]:
     """Groups leaves in the order in which their gradients appear.
 
-    A bucket is closed before it would exceed the limit, so a larger leaf travels by itself. Every
+    A bucket is closed before it would exceed the limit, so a larger leaf is sent alone. Every
     bucket is its own concatenation of whole leaves: slices of one concatenation of all leaves would
     make the first bucket wait for the last gradient.
 

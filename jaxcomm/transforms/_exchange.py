@@ -9,15 +9,15 @@ A step of a method, for L leaves of gradients on N devices:
    (inside the user's `jax.shard_map`). A method's exchange need not know which view it is in.
 3. `exchange_buckets` exchanges the large leaves bucket by bucket, each by the method's own
    collective, in the order in which their gradients appear. Buckets take turns: bucket b + 1 waits
-   for bucket b, so that XLA neither joins them nor starts all of them after the last gradient.
-   (On CPU, XLA drops such waits before it orders collectives, and mixes the rounds of buckets.)
-   Inside the backward pass of a loop, what a hop of a sparse mean brings waits for a gradient that
-   is computed meanwhile: the first hop for the first leaf of the next bucket, the second hop for
+   for bucket b, so that XLA neither joins them nor starts all of them after the last gradient. (On
+   CPU, XLA drops such waits before it orders collectives, and mixes the rounds of buckets.) Inside
+   the backward pass of a loop, the result of a hop of a sparse mean waits for a gradient that is
+   computed in the meantime: the first hop for the first leaf of the next bucket, the second hop for
    the leaf after that. The first hop of the last bucket waits for the last exempt leaf.
 4. At the end, one float32 all-reduce takes the mean of everything small (exempt leaves, scales),
    with a flag: how many devices hold a gradient, or a next residual, that is not finite. A mean
    that carries these values needs no flag: where its results are finite, its residuals are too.
-5. The results are equal on all devices, so each device checks them by itself: sums of finite
+5. The results are equal on all devices, so each device checks them locally: sums of finite
    gradients can overflow too. The flag of a sparse mean covers them: few of its values are new.
 6. `updates_of` makes the update NaN on every device if anything was not finite, also in the dtype
    of the gradients, and `kept_if` leaves residuals as they were before the step. So either every

@@ -128,8 +128,8 @@ def oktopk(
     paper has contiguous regions, moves their boundaries every 64 steps, and hands over sums before
     the all-gather where they are unbalanced. Each owner sends its own k/N largest sums, not those
     above a common threshold. A threshold that is far off, or lets more values pass than messages
-    have room for, is found anew at once (with `tolerance=None`, only in the latter case). The
-    threshold of a long vector is that of a sample, not the exact one.
+    have room for, is replaced in the same step (with `tolerance=None`, only in the latter case).
+    The threshold of a long vector is that of a sample, not the exact one.
     """
     return OkTopk(
         values=values,
