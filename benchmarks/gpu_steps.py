@@ -258,7 +258,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.memory and len(args.methods) > 1:
         parser.error("--memory: the allocator keeps one peak; name one method, --methods=int8")
-    warnings.filterwarnings("ignore", message=".*in front of an optimizer that keeps a variance")
+    warnings.filterwarnings("ignore", message=".*before an optimizer that keeps a variance")
     if args.scopes:
         launch_alone()
     jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1]))

@@ -101,7 +101,7 @@ def main() -> None:
         parser.error("--fsdp: the parameters of resnet50 are not split; choose --model=scanned.")
     save = functools.partial(keep, args.out, versions(), "rows", key=KEY)
     refused(parser, save)
-    warnings.filterwarnings("ignore", message=".*in front of an optimizer that keeps a variance")
+    warnings.filterwarnings("ignore", message=".*before an optimizer that keeps a variance")
     first = "float32" if args.model == "resnet50" else "psum"
     mesh, rows = mesh_of(args.target, within=args.fsdp), {}
     with jax.set_mesh(mesh):

@@ -8,7 +8,7 @@ On each machine of a cluster (`docs/training.md` has the other ways to start):
 more with 24 GB each; on fewer, raise `--config.microbatches`. For reference, the group
 normalization paper has 75.9 % with this network in 100 epochs.
 
-Differs from that paper: 90 epochs, batches of 1024, label smoothing, Nesterov's momentum, and a
+Differs from that paper: 90 epochs, batches of 1024, label smoothing, Nesterov momentum, and a
 learning rate that falls as a cosine.
 
 References:

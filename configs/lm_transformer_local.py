@@ -2,8 +2,8 @@ r"""The GPT of lm_transformer, whose devices exchange signs in every fourth step
 
     python -m train.launch --processes=4 -- --config=configs/lm_transformer_local.py
 
-Each device takes four steps of AdamW by itself, with half of the usual momentum. Its change is
-exchanged as scaled signs with error feedback, and is the gradient of an outer SGD with Nesterov's
+Each device takes four AdamW steps on its own, with half of the usual momentum. Its change is
+exchanged as scaled signs with error feedback, and is the gradient of an outer SGD with Nesterov
 momentum. The size follows the name of the file, as in lm_transformer_local.py:nano.
 
 Validation losses with the command in lm_transformer.py, for 0.4 M parameters (seed 0), at 0.060

@@ -1,7 +1,7 @@
 """Communication-efficient data-parallel training for JAX.
 
-The contents, in reading order: the mesh, gradients that stay local, the transformations that
-exchange them, what these are made of, what they sent, and which of them to use on a network.
+The contents, in reading order: the mesh, local gradients, the transformations that exchange them,
+the parts that these are made of, reports of what is sent, and the planner.
 """
 
 from jaxcomm import codecs, plan

@@ -194,9 +194,9 @@ def exchanged(layer: Any) -> Any:
 
     Call it once for each layer, at the start of the body of `jax.lax.scan`, `nnx.scan` or a Python
     loop, inside or outside `jax.checkpoint`, and compute with what it returns. Then a layer's
-    gradient travels while the gradients of the layers before it are computed; after the loop,
-    nothing would be left to compute. A parameter that is used several times is exchanged once,
-    after the sum of its gradients, if all uses are of one call's result. It is also exchanged only
+    gradient is sent while the gradients of the layers before it are computed; after the loop, no
+    computation would be left to hide it. If a parameter is used several times through the result of
+    one call, its gradients are summed first, and it is exchanged once. It is also exchanged only
     once if the layer is recomputed.
 
     Args:
@@ -211,7 +211,7 @@ def exchanged(layer: Any) -> Any:
       ValueError: for a part of a layer, for layers that are still stacked, or for parameters that
         were changed before: cast them after this call.
 
-    Wire: in the backward pass, that of the exchange that `jaxcomm.in_backward` was given.
+    Wire: in the backward pass, that of the exchange that was passed to `jaxcomm.in_backward`.
     """
     leaves, treedef = jax.tree.flatten(layer, is_leaf=is_attached)
     nodes = sorted(filter(is_attached, leaves), key=lambda node: node.number)

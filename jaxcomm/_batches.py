@@ -32,9 +32,9 @@ def check_rows(batch: Any) -> None:
     if len({n for n, _ in rows}) > 1:
         (few, one), *_, (most, other) = sorted(rows)
         raise ValueError(
-            f"{one} has {few} rows, and {other} has {most}: rows are dealt to devices, and those "
-            "of an example belong together. Pass what every device shares, such as a table, as a "
-            "further argument after the batch; other leaves have one row for each example."
+            f"{one} has {few} rows, and {other} has {most}: rows are split over devices, and "
+            "all leaves need the same examples. Pass what every device shares, such as a table, as "
+            "a further argument after the batch; all other leaves have one row per example."
         )
 
 
@@ -50,9 +50,9 @@ def shares_of(batch: Any, world: int, axis_name: AxisName) -> Any:
             )
         if x.shape[0] % world or x.shape[0] == 0:
             raise ValueError(
-                f"{name} has {x.shape[0]} examples, which do not divide over the {world} devices "
-                f"of {axis_name!r}. If it is only this process's share, join the shares with "
-                f"jaxcomm.global_batch(batch, {axis_name!r}) first."
+                f"{name} has {x.shape[0]} examples, which do not divide evenly over the {world} "
+                f"devices of {axis_name!r}. If these are only this process's rows, join all rows "
+                f"with jaxcomm.global_batch(batch, {axis_name!r}) first."
             )
         return jax.ShapeDtypeStruct((x.shape[0] // world, *x.shape[1:]), x.dtype)
 

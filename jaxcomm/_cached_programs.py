@@ -23,7 +23,7 @@ def refuse_cached_programs(exchange: str) -> None:
     if all(kept) and jax.process_count() > 1 and jax.default_backend() == "cpu":
         raise ValueError(
             f"{exchange}, and XLA on CPU loses the order of such exchanges in programs that come "
-            f"from jax's compilation cache ({folder}): processes would mistake each other's "
+            f"from jax's compilation cache ({folder}): processes would misread each other's "
             "messages. Switch the cache off: "
             'jax.config.update("jax_enable_compilation_cache", False), or set '
             "JAX_ENABLE_COMPILATION_CACHE=false."

@@ -114,7 +114,7 @@ def warn_of_rows(
     kwargs: dict[str, Any],
     world: int,
 ) -> None:
-    """Warns of an argument with as many rows as the batch: it is not split over devices.
+    """Warns about an argument with as many rows as the batch: it is not split over devices.
 
     Trees are left alone: statistics and other states have any number of rows.
     """
@@ -130,9 +130,9 @@ def warn_of_rows(
         is_array = isinstance(arg, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
         if is_array and arg.shape and arg.shape[0] in rows:
             warnings.warn(
-                f"{name} has as many rows as the batch, {arg.shape[0]}, but goes whole "
-                f"to each of the {world} devices: only the batch, argument 2, is split. Put what "
-                "belongs to its rows in the batch, as in loss(params, (x, y)).",
+                f"{name} has as many rows as the batch, {arg.shape[0]}, but is passed in full to "
+                f"each of the {world} devices: only the batch, argument 2, is split. Put whatever "
+                "belongs to its rows into the batch, as in loss(params, (x, y)).",
                 stacklevel=users_line(),
             )
 

@@ -22,8 +22,8 @@ FINISHED = "finished gradient"
 # Errors of jax show a dtype as key<tag>; the tag says what to do.
 _TAGS = {
     GRADIENT: "local gradient in {}, not exchanged: jaxcomm.mean or another exchange comes first "
-    "in a chain, what it leaves out is frozen by jaxcomm.set_to_zero, jaxcomm.local computes on "
-    "each device, jaxcomm.accumulate adds up microbatches",
+    "in a chain; jaxcomm.set_to_zero freezes what it leaves out, jaxcomm.local computes on each "
+    "device, jaxcomm.accumulate adds up microbatches",
     OWN_GRADIENT: "local gradient in {}, at each device's own parameters: only jaxcomm.local_steps "
     "takes it, and clipping and the like go into its inner optimizer",
     FINISHED: "gradient in {}, exchanged in the backward pass, with the state of its exchange: the "
@@ -54,11 +54,12 @@ _IMPLEMENTATIONS = {
 
 
 def mark_local(grads: Any) -> Any:
-    """Marks gradients as each device's own, so that nothing can use them before an exchange.
+    """Marks gradients as local, so that nothing can use them before an exchange.
 
-    `jaxcomm.value_and_grad` does this by itself; use it for gradients made in another way. Inside a
-    `jax.shard_map` that checks types, `jax.grad` with respect to parameters that are equal on all
-    devices returns the sum over devices: first make the parameters vary with `jax.lax.pcast`.
+    `jaxcomm.value_and_grad` does this automatically; use it for gradients made in another way.
+    Inside a `jax.shard_map` that checks types, `jax.grad` with respect to parameters that are equal
+    on all devices returns the sum over devices: first make the parameters vary with
+    `jax.lax.pcast`.
 
     Args:
       grads: a pytree of float32, bfloat16 or float16 arrays: local gradients inside
@@ -66,7 +67,7 @@ def mark_local(grads: Any) -> Any:
 
     Returns:
       The pytree with the same shapes and an opaque dtype, for the `update` of a transformation of
-      jaxcomm. Inside one `jax.jit` the mark costs nothing; as arguments or results of one, 16-bit
+      jaxcomm. Inside a `jax.jit` the mark costs nothing; as its arguments or results, 16-bit
       gradients take 32 bits. Leaves of other dtypes, and those already marked, are unchanged.
 
     Raises:
@@ -105,7 +106,7 @@ def _refuse_derivatives(*_: Any) -> Any:
 
 
 def unmark_local(grads: Any) -> Any:
-    """The values of local gradients, to look at or to compute with on each device.
+    """The values of local gradients, to inspect or to compute with on each device.
 
     Args:
       grads: a pytree of local gradients, such as those of `jaxcomm.value_and_grad`.

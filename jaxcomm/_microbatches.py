@@ -97,13 +97,13 @@ def _zeros_like(x: jax.ShapeDtypeStruct) -> jax.Array:
 def _split(x: jax.Array, microbatches: int) -> jax.Array:
     if x.shape[0] % microbatches:
         raise ValueError(
-            f"{x.shape[0]} examples on a device do not divide into {microbatches} "
+            f"{x.shape[0]} examples on a device do not divide evenly into {microbatches} "
             "microbatches; change the batch size or the number of microbatches."
         )
     explicit = _devices_of_rows(x)
     if x.shape[0] // microbatches % explicit:
         raise ValueError(
-            f"the {x.shape[0] // microbatches} rows of a microbatch do not divide over the "
+            f"the {x.shape[0] // microbatches} rows of a microbatch do not divide evenly over the "
             f"{explicit} devices of the Explicit axes that they are spread over; change the batch "
             "size or the number of microbatches."
         )

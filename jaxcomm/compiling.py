@@ -1,4 +1,4 @@
-"""Compiler options that let exchanges travel while gradients are computed."""
+"""Compiler options that let exchanges overlap with the backward pass."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def compiler_options() -> dict[str, bool | int]:
 
     On GPUs they turn on XLA's latency-hiding scheduler. Below compute capability 9.0 it is off by
     default, and the program waits for every collective as soon as it starts. On a mesh of several
-    axes, such as groups of devices (HSDP), they also keep reduce-scatters from being joined.
+    axes, such as groups of devices (HSDP), they also keep reduce-scatters from being merged.
 
     Returns:
       A dict for the platform of the current mesh, or of the default device if no mesh is set;

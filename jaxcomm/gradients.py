@@ -55,8 +55,8 @@ class ValueAndGrad:
         if batch is _NONE:
             raise TypeError(
                 "the batch is missing: call jaxcomm.value_and_grad(loss_fn, axis)(params, batch), "
-                "with loss_fn(params, batch). Each device is given its rows of the batch; what "
-                "loss_fn closes over goes whole to all of them."
+                "with loss_fn(params, batch). Each device is given its rows of the batch; "
+                "values that loss_fn closes over are passed in full to all devices."
             )
         if not _axes.is_manual(self.axis_name):
             world = _axes.axis_size(self.axis_name)
@@ -70,7 +70,7 @@ class ValueAndGrad:
         if not jax.tree.leaves(batch):
             raise ValueError(
                 f"the batch has no arrays, got {batch!r}; loss_fn(params, batch) takes the rows "
-                "of each device, and further arguments are what is equal on all devices."
+                "of each device; pass values that all devices share as further arguments."
             )
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
         own, params = OWN_PARAMETER in kinds, unmark_local(params)
@@ -182,28 +182,28 @@ def value_and_grad(
 
     Args:
       loss_fn: `loss_fn(params, batch, *args, **kwargs)` returns the mean loss over the examples it
-        is given, with `has_aux` also auxiliary values. It sees one device's share. The axis name
-        is bound inside it, so `jax.lax.axis_index(axis_name)` and, for synchronised batch norm,
-        `jax.lax.pmean` work.
+        is given, with `has_aux` also auxiliary values. It receives one device's share. The axis
+        name is bound inside it, so `jax.lax.axis_index(axis_name)` and, for synchronised batch
+        norm, `jax.lax.pmean` work.
       axis_name: the mesh axis, or axes, over which the batch is spread.
       has_aux: whether `loss_fn` returns `(loss, aux)`.
 
     Returns:
       `f(params, batch, *args, **kwargs)`, which returns `(loss, grads)` or `((loss, aux), grads)`.
       `params` are shared, or each device's own from `jaxcomm.local_params`. Loss and aux are means
-      over the devices, equal on all of them. Integer aux becomes float32, which rounds counts above
-      2^24; float64 values keep only float32 precision. The leaves of `batch` have a common leading
-      axis of examples. Every device is given all further arguments unchanged, including those that
-      are not arrays, such as `train=True`. So a dropout key among them is the same on all devices,
-      and the masks would be equal too: begin `loss_fn` with `key = jax.random.fold_in(key,
-      jax.lax.axis_index(axis_name))`.
+      over the devices, equal on all of them. Integer aux becomes float32, which rounds integers
+      above 2^24; float64 values keep only float32 precision. The leaves of `batch` have a common
+      leading axis of examples. All further arguments are passed to every device unchanged,
+      including those that are not arrays, such as `train=True`. So a dropout key among them is the
+      same on all devices, and so would be the masks: begin `loss_fn` with
+      `key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
 
     Raises:
       ValueError: when called, if no mesh is set, the batch does not divide over the devices or
         belongs to one process only, the loss was already averaged over the axis or does not depend
-        on the batch, or aux has a row for each example.
+        on the batch, or aux has one row per example.
       TypeError: when called, if aux is not made of real numbers, `loss_fn` does not return what
-        `has_aux` says, or a parameter is neither float32, bfloat16 nor float16; also if the
+        `has_aux` requires, or a parameter is neither float32, bfloat16 nor float16; also if the
         gradients are differentiated again.
 
     Wire: one float32 all-reduce of the loss and all of aux.
@@ -225,7 +225,7 @@ def value_and_grad(
 
 
 def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Callable[..., Any]:
-    """Processes a batch in microbatches, in the memory of one.
+    """Processes a batch in microbatches, using the memory of one.
 
     Args:
       value_and_grad_fn: what `jaxcomm.value_and_grad` or, inside `jax.shard_map`,
@@ -235,8 +235,8 @@ def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Call
     Returns:
       A function with the arguments of `value_and_grad_fn`: loss, aux and gradients are means over
       the microbatches, accumulated in float32. Further arguments are passed unchanged to every
-      microbatch. For dropout that differs between microbatches, make the examples' numbers a leaf
-      of the batch, and fold the first one into the key.
+      microbatch. For dropout that differs between microbatches, make the indices of the examples a
+      leaf of the batch, and fold the first one into the key.
 
     Raises:
       ValueError: if `microbatches` is not a positive integer; when called, if the batch does not
@@ -276,7 +276,7 @@ def backward_order(
     """The paths of the parameters in the order in which their gradients appear.
 
     Args:
-      f: what `jaxcomm.value_and_grad` returned; it is traced under plain `jax.jit`, not run.
+      f: what `jaxcomm.value_and_grad` returned; it is traced as under plain `jax.jit`, not run.
       params: the parameters, as arrays or `jax.ShapeDtypeStruct`s.
       batch: the global batch, likewise.
       *args: the further arguments, likewise.

@@ -24,13 +24,13 @@ def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> 
 
     Args:
       axis_name: the name of the axis.
-      devices: the devices, in order; None is all of them.
+      devices: the devices, in order; None means all of them.
 
     Returns:
       The mesh, for `jax.set_mesh`.
 
     Raises:
-      TypeError: if the name is no text, or `devices` are no sequence.
+      TypeError: if the name is not a string, or `devices` not a sequence.
       ValueError: if `devices` is empty.
 
     Example:
@@ -63,8 +63,8 @@ def replicate(tree: Any) -> Any:
       tree: a pytree of arrays; every process passes equal values.
 
     Returns:
-      The pytree with each array replicated over the mesh, in new buffers: donating them to a step
-      leaves the arrays that were passed intact.
+      The pytree with each array replicated over the mesh, in new buffers: donating these to a step
+      does not affect the arrays that were passed.
 
     Raises:
       TypeError: for a leaf that is neither an array nor a number.
@@ -100,14 +100,15 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
     A thread that prefetches batches needs its own `with jax.set_mesh(mesh):`.
 
     Args:
-      local_batch: a pytree of arrays with a common leading axis: this process's examples, equally
-        many for each of its devices. Random keys are allowed. Every process passes equal shapes.
+      local_batch: a pytree of arrays with a common leading axis: this process's examples, the same
+        number for each of its devices. Random keys are allowed. Every process passes the same
+        shapes.
       axis_name: the mesh axis, or axes, that the examples are spread over.
 
     Returns:
-      The pytree of global arrays, which have the rows of all processes; those of a process lie on
-      its own devices. `jaxcomm.value_and_grad` refuses a batch that was not made this way. It
-      cannot detect a local batch that `jnp` made while a mesh was set, or that was changed
+      The pytree of global arrays, which have the rows of all processes; the rows of a process are
+      on its own devices. `jaxcomm.value_and_grad` refuses a batch that was not made this way. But
+      it cannot detect a local batch that `jnp` made while a mesh was set, or that was changed
       afterwards: some of its rows are then lost.
 
     Raises:
@@ -176,6 +177,6 @@ def _refuse(local_batch: Any, local: int, axis_name: AxisName) -> None:
     rows = np.shape(leaf)[0]
     raise ValueError(
         f"the local batch has {rows} rows at {_paths.path_name(path) or 'its leaf'}, "
-        f"which do not divide over the {local} local devices of axis {axis_name!r}; "
+        f"which do not divide evenly over the {local} local devices of axis {axis_name!r}; "
         f"pass a positive multiple of {local} rows."
     )

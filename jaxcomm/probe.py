@@ -1,11 +1,11 @@
-"""Measures what messages and codes cost on these devices, in a file that the planner reads.
+"""Measures what messages and codecs cost on these devices, in a file that the planner reads.
 
     python -m jaxcomm.probe [--out=costs.yaml] [--cluster=CLUSTER.yaml] [--simulate=N]
         [--coordinator=HOST:PORT --processes=N --process=I]
 
-Run it in every process of a job. With neither flags nor a scheduler that jax knows, it is one
-process with the devices of this machine. `--simulate=4` uses 4 simulated CPU devices. With a
-cluster, it also measures what share of the links' rates messages reach.
+Run it in every process of a job. Without flags, and without a scheduler that jax knows, it runs as
+one process with the devices of this machine. `--simulate=4` uses 4 simulated CPU devices. With a
+cluster, it also measures which share of the links' rates messages reach.
 """
 
 import argparse

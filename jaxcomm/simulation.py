@@ -1,4 +1,4 @@
-"""Several devices on one CPU: for trying things out, for notebooks and for tests."""
+"""Several devices on one CPU, for experiments, notebooks and tests."""
 
 import os
 import re
@@ -14,10 +14,10 @@ def simulate_devices(count: int) -> None:
     """Makes jax show this many CPU devices in this process, on any number of cores.
 
     Call it before anything runs on a device. It selects the CPU, sets the number of its devices,
-    and gives XLA's thread pool two threads for each of them (by the environment variable NPROC,
-    unless that is higher). By default the pool has one thread per core. With more devices than
-    cores, a loop that runs ahead of its results leaves a device without a thread, and after a
-    minute XLA ends the process with "Expected 8 threads to join the rendezvous".
+    and gives XLA's thread pool two threads per device (by the environment variable NPROC, unless
+    that is higher). By default the pool has one thread per core. With more devices than cores, a
+    loop that runs ahead of its results can leave a device without a thread, and after a minute XLA
+    aborts the process with "Expected 8 threads to join the rendezvous".
 
     Args:
       count: the number of devices.

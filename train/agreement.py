@@ -1,7 +1,7 @@
 """Whether all processes were started with the same run, and see the same directory.
 
-Processes that differ would compile other programs. On GPUs they would then wait for each other for
-ever, and on CPUs their parameters would drift apart.
+Processes that differ would compile different programs. On GPUs they would then wait for each other
+for ever, and on CPUs their parameters would drift apart.
 """
 
 import hashlib

@@ -196,8 +196,8 @@ def fit(config: Any, world: int) -> None:
     method = config.sync.method
     if method in (*OPTIMIZERS, "majority_vote", "none") and config.sync.every > 1:
         raise UserError(
-            f"config.sync.method={method} takes no mean of what devices did in "
-            f"{config.sync.every} steps; take mean, or --config.sync.every=1"
+            f"config.sync.method={method} cannot average what devices did in "
+            f"{config.sync.every} steps; use mean, or --config.sync.every=1"
         )
     every = config.sync.every
     if config.steps % every:
@@ -300,7 +300,7 @@ def _fit_optimizer(config: Any) -> None:
     if method not in OPTIMIZERS and optimizer == "scale":
         raise UserError(
             f"config.optimizer.name=scale only scales what {' or '.join(OPTIMIZERS)} made, and "
-            f"after config.sync.method={method} it would climb the loss; set "
+            f"after config.sync.method={method} it would increase the loss; set "
             "--config.optimizer.name=sgd, or adamw"
         )
     if config.sync.local_optimizer:

@@ -71,8 +71,8 @@ def where_to_continue(directory: Path, resume: bool, restarted: bool) -> int | N
         )
     if resume and not restarted and whole < 0:
         raise UserError(
-            f"checkpoint.resume: there is no whole checkpoint in {directory}; set --workdir to the "
-            "folder of the run to continue"
+            f"checkpoint.resume: there is no complete checkpoint in {directory}; set --workdir to "
+            "the folder of the run to continue"
         )
     return None if whole < 0 else whole
 
@@ -104,7 +104,8 @@ def where_to_evaluate(directory: Path, best: str) -> int:
     if step < 0:
         kind = f" of a run with --config.checkpoint.best={best}" if best else ""
         raise UserError(
-            f"--evaluate: there is no whole checkpoint{kind} in {directory}; set --workdir to the "
+            f"--evaluate: there is no complete checkpoint{kind} in {directory}; set --workdir to "
+            "the "
             "folder of a run" + (", or leave out best for the newest" if best else "")
         )
     return step
@@ -134,7 +135,7 @@ def _last_whole(directory: Path, find: Callable[[], list[int]], move: bool) -> i
             return _last_whole(directory, find, move)
         moved = f"it is moved to {_move(directory / str(step))}, and " if move else ""
         print(
-            f"checkpoint {step} is damaged ({reason}): {moved}the one before it is used, if there "
+            f"checkpoint {step} is damaged ({reason}): {moved}the previous one is used, if there "
             "is one",
             file=sys.stderr,
         )

@@ -15,7 +15,7 @@ WINDOW = 20  # Steps over which a curve is averaged.
 
 
 class Run(NamedTuple):
-    """What a run has left in its directory.
+    """What a run wrote to its directory.
 
     Attributes:
       name: the part of the directory that tells it from the others.

@@ -180,13 +180,13 @@ def open_builder(config: Any) -> Any:
             return PREPARED_HERE[config.name](data_dir)
         except OSError as error:
             if not error.errno:  # TFDS raises it without errno where its own files are missing.
-                raise UserError(f"{unread}it is made anew ({_first_line(error)})") from error
+                raise UserError(f"{unread}it is prepared again ({_first_line(error)})") from error
             raise UserError(
                 f"cannot prepare {config.name} in {data_dir}: {error}; set --config.data.data_dir "
                 "or TFDS_DATA_DIR to a directory that can be written"
             ) from error
         except json_format.ParseError as error:
-            raise UserError(f"{unread}it is made anew ({_first_line(error)})") from error
+            raise UserError(f"{unread}it is prepared again ({_first_line(error)})") from error
     logging.set_verbosity(logging.ERROR)  # TFDS would warn of what is reported below.
     try:
         builder = tfds.builder(config.name, data_dir=data_dir, try_gcs=False)
@@ -275,8 +275,8 @@ def rows_of_batch(
 def shuffled_block(size: int, share: int, seed: tuple[int, int], block: int) -> np.ndarray:
     """The rows of block number `block`, in an endless order of 0 .. size-1 that is new every epoch.
 
-    A whole permutation is drawn at a time. Grain's own `shuffle` draws each index by itself, which
-    takes 80 us an image, more than the gradient of a small model.
+    A whole permutation is drawn at a time. Grain's own `shuffle` draws each index separately, which
+    takes 80 us per image, more than the gradient of a small model.
     """
     positions = block * share + np.arange(share)
     epochs, within = np.divmod(positions, size)

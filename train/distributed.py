@@ -39,7 +39,7 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
 
     The three arguments go to `jax.distributed`. Without them it asks the scheduler (SLURM, Open MPI
     4). Without a scheduler, this is the only process. With only the coordinator, the numbers come
-    from the environment, where the starter of the processes has set them.
+    from the environment, where the launcher of the processes has set them.
 
     Raises:
       UserError: if only some of the arguments are given, or none in one of several processes whose
@@ -118,12 +118,12 @@ def check_alone() -> None:
     """Raises a UserError if this is one of several processes that would each train alone."""
     if (found := started_as(STARTERS)) is not None:
         raise UserError(
-            f"this is process {found[1]} of {found[0]} that were started together, and nothing "
-            "says where process 0 is; add --coordinator=HOST:PORT, with its machine and a free port"
+            f"this is process {found[1]} of {found[0]} that were started together, but the address "
+            "of process 0 is unknown; add --coordinator=HOST:PORT, with its machine and a free port"
         )
     if (pod := os.environ.get(POD, "0")) != "0":
         raise UserError(
-            f"{POD}={pod} is one of several pods, and nothing says where the first is; add "
+            f"{POD}={pod} is one of several pods, but the address of the first is unknown; add "
             f"--coordinator=HOST:PORT --num_processes=N --process_id=${POD}, or leave {POD} out of "
             "the environment (env -u) to train alone"
         )
@@ -153,9 +153,9 @@ def check_own_name(coordinator: str) -> None:
     own = _own_address(name)
     if own is None or own.startswith("127.") or own == "::1":
         raise UserError(
-            f"the name of this machine, {name}, stands for {own or 'nothing'}, where other "
-            f"machines do not find it; replace that by its address in /etc/hosts on every "
-            "machine, including that of process 0"
+            f"the name of this machine, {name}, resolves to {own or 'nothing'}, where other "
+            "machines cannot reach it; replace that by its address in /etc/hosts on every machine, "
+            "including that of process 0"
         )
 
 

@@ -1,6 +1,6 @@
 """Scalars for TensorBoard, written by the calling thread.
 
-A writer with its own thread loses what a full disk refuses, and waits for ever when its queue is
+A writer with its own thread loses what a full disk refuses, and waits forever when its queue is
 full. Here the error reaches the caller.
 """
 

@@ -54,7 +54,7 @@ def make_look(
         overflow              1 if finite gradients became an infinite result, else 0
 
       The last five exist only for methods whose result is a mean or a vote of gradients, exchanged
-      by itself in every step. A vote without scales has no `error`. Gradients of parameters that
+      separately in every step. A vote without scales has no `error`. Gradients of parameters that
       are split over the devices are not inspected.
     """
     by_itself = config.every == 1 and config.method in (*MEANS, VOTE)

@@ -10,8 +10,8 @@ deleted at the end.
 
 The first failure ends the others. With --max_restarts, all of them then start again from the last
 checkpoint, up to R times; a mistake in the config or a full disk would only recur, so it ends the
-run. SIGTERM makes the processes save and end, and the status is 0. Ctrl-C ends them at once. They
-never outlive this program.
+run. SIGTERM makes the processes save and end, and the status is 0. Ctrl-C ends them immediately.
+They never outlive this program.
 
 Variables that must be set before jax starts come from a cluster file, and are printed. Processes
 without a GPU also get settings of glibc that spare page faults. If a machine has several processes,

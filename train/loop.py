@@ -1,4 +1,4 @@
-"""One run, from the config to its report: read this page first."""
+"""One run, from the config to its report: read this module first."""
 
 import functools
 import math
@@ -216,7 +216,7 @@ def require_finite(recorder: metrics.Recorder, tested: dict[str, float]) -> None
     """Raises if the last loss or the test loss is not finite: such a run has failed."""
     if recorder.lost or not math.isfinite(tested["test_loss"]):
         raise RunError(
-            f"at the end the loss is not finite (test loss {tested['test_loss']}): lower "
+            f"the final loss is not finite (test loss {tested['test_loss']}): lower "
             "config.optimizer.learning_rate"
         )
 

@@ -24,7 +24,7 @@ from train.errors import (
 )
 from train.mistakes import mistake_in, mistake_in_traceback
 
-# Seconds after a failed write: by then the main thread has raised the error, or waits for ever.
+# Seconds after a failed write: by then the main thread has raised the error, or waits forever.
 STUCK_SECONDS = 5.0
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Output; by default a new folder in workdir/.")
@@ -167,7 +167,7 @@ def explained(error: Exception) -> tuple[int, str | None]:
     if is_out_of_memory(error):
         first = str(error).split("\n")[0]
         return 3, (
-            "a device has not enough memory: raise --config.microbatches, or lower "
+            "a device does not have enough memory: raise --config.microbatches, or lower "
             f"--config.batch_size ({first})"
         )
     if (file := damaged_file(error)) is not None:

@@ -58,7 +58,7 @@ class Bandwidth(NamedTuple):
     """What one device can send.
 
     Attributes:
-      gigabits: gigabits a second; None for a single device.
+      gigabits: gigabits per second; None for a single device.
       source: where the number comes from.
     """
 

@@ -5,7 +5,7 @@
 One process with one device trains a tiny network, so that what the loop adds shows: making batches,
 metrics, files, the progress bar. Tests, checkpoints, looks and comparisons of replicas are left
 out, because they run only every so many steps. The bare step is the same program, called again and
-again on one batch, its loss read one step late. Times are milliseconds a step, on the wall clock
+again on one batch, its loss read one step late. Times are milliseconds per step, on the wall clock
 and of the CPU; where other programs run, only user CPU time is meaningful.
 """
 
@@ -80,7 +80,7 @@ def shrink(config: Any, steps: int) -> None:
 
 
 def of_loop(config: Any, workdir: Path) -> dict[str, float]:
-    """Milliseconds a step of the whole loop, by clock."""
+    """Milliseconds per step of the whole loop, by clock."""
     Stopwatch.steps = config.steps
     loop.profiling.Profile = Stopwatch
     loop.train(config, workdir, time.perf_counter())

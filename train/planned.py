@@ -35,7 +35,7 @@ def resolved(
 ) -> Any:
     """`config.sync`, or the planner's choice for `method="auto"`.
 
-    The step without exchange, messages and codes are measured, the leading methods of
+    The step without exchange, messages and codecs are measured, the leading methods of
     `config.network.quality` are timed, and the fastest is used. A run that continues keeps the
     choice of its beginning.
 

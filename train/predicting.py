@@ -1,8 +1,8 @@
-"""The time of an exchange, from what its messages and its codes take by themselves.
+"""The time of an exchange, from the times of its messages and its local work alone.
 
 `messages` sends, in a step without exchange, what a step with one sends. So these messages meet the
 same conditions as an exchange: processes that still compute on shared cores. `codes_ms` times the
-exchange by itself.
+exchange alone.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Predicted(NamedTuple):
       latency_ms: the time of messages waiting for each other, and of the first one waiting for
         processes that compute.
       bytes_ms: the time of the bytes that the busiest device sends.
-      local_ms: the time of encoding, decoding, and whatever else a device does by itself.
+      local_ms: the time of encoding, decoding, and all other local work of a device.
     """
 
     latency_ms: float
@@ -81,7 +81,7 @@ def messages(wire: jaxcomm.WireReport, without: jaxcomm.WireReport) -> optax.Gra
 
 
 def codes_ms(exchange: Any, at: Any, params: Any) -> float:
-    """How much longer an exchange takes than its messages, each by itself, in milliseconds.
+    """How much longer an exchange takes than its messages, each alone, in milliseconds.
 
     This is what devices do between messages, and the wait for the slowest: devices that share cores
     cannot all run at once.
@@ -130,7 +130,7 @@ def predicted(
       without: the report of the step without exchange.
       messages_ms: what `messages` add to the step without exchange.
       local_ms: the result of `codes_ms`.
-      gigabits: the gigabits that a device sends in a second; None is what it sends here.
+      gigabits: the gigabits that a device sends in a second; None means what it sends here.
     """
     costs = dataclasses.replace(plan.probe(jax.sharding.get_mesh(), families=()), latency=0.0)
 

@@ -70,7 +70,7 @@ def make_check(params: Any, method: str) -> Callable[[Any, int], None]:
         devices = list(mesh.devices.flat)
         where = ", ".join(f"{i} (process {devices[i].process_index})" for i in odd)
         raise RunError(
-            f"after step {step}, the parameters of device {where} are not those of the others: "
+            f"after step {step}, the parameters of device {where} differ from those of the others: "
             f"{names[int(differs.argmax())]} is the first of {int(differs.sum())} that differ; "
             "continue from the last checkpoint, and check that machine and its checkout",
             status=1,

@@ -33,7 +33,7 @@ def show(summary: dict[str, Any], workdir: Path) -> None:
         "the same step without exchange": f"{s['compute_ms']:.2f} ms",
         "communication": _communication(s),
         "median step while training": _number(s["loop_step_ms"], " ms"),
-        f"{unit} in a second, while training": _number(s[f"{unit}_per_second"], ""),
+        f"{unit} per second, while training": _number(s[f"{unit}_per_second"], ""),
         "waiting for input, while training": _percent(s["input_share"]),
         "scaling efficiency, measured": _measured(s["efficiency"]),
         "communication, predicted": _predicted(s),
@@ -46,7 +46,7 @@ def show(summary: dict[str, Any], workdir: Path) -> None:
             s["interface_bytes_per_param"], f" ({s['interface']})"
         ),
         "result of the exchange against the exact mean": _error(s),
-        "what a device keeps, of the norm of the mean gradient": _kept(s),
+        "residual of a device, over the norm of the mean gradient": _kept(s),
         "ties among votes": "exchange_ties" in s and _percent(s["exchange_ties"]) or None,
         "parameters": f"{s['params']}",
         "seconds": f"{s['seconds']:.1f}",
@@ -78,8 +78,8 @@ def _score(s: dict[str, Any]) -> dict[str, str]:
     if _unit(s) == "images":
         return {"test accuracy": f"{100 * s['test_accuracy']:.2f} % of {s['test_images']} images"}
     return {
-        "test loss": f"{s['test_loss']:.4f} nats a token, of {s['test_tokens']} tokens",
-        "perplexity of a token": f"{_exp(s['test_loss']):.3f}",
+        "test loss": f"{s['test_loss']:.4f} nats per token, of {s['test_tokens']} tokens",
+        "perplexity per token": f"{_exp(s['test_loss']):.3f}",
     }
 
 

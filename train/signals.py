@@ -1,7 +1,7 @@
-"""What signals do to a run: SIGTERM asks it to save and end, Ctrl-C ends it at once.
+"""What signals do to a run: SIGTERM asks it to save and end, Ctrl-C ends it immediately.
 
 Python runs a handler between two instructions of the main thread, which may wait for another
-process in C++ for ever. So a separate thread reads signals from a pipe. It ends the process without
+process in C++ forever. So a separate thread reads signals from a pipe. It ends the process without
 an exception, which would pass through whatever the main thread is doing.
 
 A process also ends with its launcher. It holds the reading end of a pipe, and the launcher alone
@@ -50,8 +50,9 @@ def ask_to_stop() -> None:
 def all_is_saved(alone: bool) -> None:
     """From now on SIGTERM, even one that has just come, ends the process with status 0.
 
-    A process that ended at once would bring down the others, which wait for its messages. So one of
-    several continues until all learn of it in `leave_if`, or ends alone where that takes long.
+    A process that ended immediately would bring down the others, which wait for its messages. So
+    one of several continues until all learn of it in `leave_if`, or ends alone where that takes
+    long.
 
     Args:
       alone: whether this is the only process.

@@ -31,7 +31,7 @@ class Split:
         self._seconds[name] += time.perf_counter() - started
 
     def line(self, compute_ms: float | None = None) -> dict[str, float]:
-        """Returns milliseconds a step since the last line, by `NAME_ms`, and starts anew.
+        """Returns milliseconds per step since the last line, by `NAME_ms`, and starts anew.
 
         Args:
           compute_ms: the time of a step without its exchange, if it was measured. The rest of the

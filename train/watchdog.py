@@ -2,7 +2,7 @@
 
 If one process hangs, say while reading its data, all others wait for it in C++, where no exception
 reaches them. So a thread counts the seconds since the last step ended. After the limit it says what
-this process waits for, and ends it. The process that waits for its own data ends at once, the
+this process waits for, and ends it. The process that waits for its own data ends immediately, the
 others a little later, so the launcher names the process that the others were waiting for.
 
 Work that is expected to take long does not count: everything before the end of the first step, and

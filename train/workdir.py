@@ -37,7 +37,7 @@ def claimed(workdir: Path) -> Iterator[None]:
     """Makes the directory and keeps other runs out of it.
 
     Process 0 does so for all. The lock is of the operating system and ends with the process,
-    however that ends. The file stays and means nothing by itself.
+    however that ends. The file stays, and has no meaning on its own.
 
     Raises:
       UserError: if the directory cannot be written, or another run writes into it.

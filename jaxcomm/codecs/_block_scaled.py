@@ -20,7 +20,7 @@ class BlockScaled(Codec):
 
     Subclasses differ in how they write numbers from -`most` to `most`. The unit is the scale of the
     block over `most`, with its mantissa rounded up to 16 bits; `kernels.block_quantization.blocks`
-    gives the reason and the layout of the payload: codes, then 4 bytes a block for the units.
+    gives the reason and the layout of the payload: codes, then 4 bytes per block for the units.
 
     A block with a value that is not finite gets the unit NaN and decodes to NaN. A block whose unit
     would be below 2^-126, which XLA on CPU treats as zero, decodes to zeros. Larger magnitudes than

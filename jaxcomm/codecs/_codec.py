@@ -123,6 +123,6 @@ class Codec:
           ValueError: if there is no such dtype.
         """
         raise ValueError(
-            f"XLA cannot add {self.name} codes by itself; choose another algorithm than native, "
+            f"XLA cannot add {self.name} codes; choose an algorithm other than native, "
             'such as "direct".'
         )

@@ -11,7 +11,7 @@ from jaxcomm.kernels import bfloat16 as kernel
 
 @dataclasses.dataclass(frozen=True)
 class BFloat16(Codec):
-    """16 bits a value: sign, 8 bits of exponent, 7 of mantissa, rounded to nearest even.
+    """16 bits per value: sign, 8 bits of exponent, 7 of mantissa, rounded to nearest even.
 
     The relative error is at most 2^-8, and the range is float32's up to 3.39e38.
     `kernels.bfloat16` explains why the payload is uint16.
@@ -34,7 +34,7 @@ class BFloat16(Codec):
         return 2 * n
 
     def native(self, x: jax.Array) -> jax.Array:
-        """bfloat16; XLA's CPU backend sends such sums as float32, 4 bytes a value."""
+        """bfloat16; XLA's CPU backend sends such sums as float32, 4 bytes per value."""
         return x.astype(jnp.bfloat16)
 
 

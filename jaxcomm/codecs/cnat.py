@@ -52,7 +52,7 @@ class Cnat(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class CnatWindow(Cnat):
-    """8 bits a value for a window of exponents below the message's largest, and one byte more.
+    """8 bits per value for a window of exponents below the message's largest, and one byte more.
 
     The first byte of the payload is the exponent field t of the largest magnitude of the message,
     rounded up to a power of two: 2^(t - 127). It is 0 if all values are zero. It is 255 if a value
@@ -87,7 +87,7 @@ class CnatWindow(Cnat):
 
 @dataclasses.dataclass(frozen=True)
 class CnatFixed(Cnat):
-    """8 bits a value: sign, a bit that is 0 for zero, and 6 bits of exponent, 2^-50 to 2^10.
+    """8 bits per value: sign, a bit that is 0 for zero, and 6 bits of exponent, 2^-50 to 2^10.
 
     The exponent e is written as e + 50; 62 stands for infinity and 63 for NaN. Magnitudes below
     2^-50 are rounded to 2^-50 or to zero, unbiased to within 2^-32 of it. Magnitudes above 2^10
@@ -126,11 +126,11 @@ class CnatFixed(Cnat):
 
 @dataclasses.dataclass(frozen=True)
 class CnatAll(Cnat):
-    """9 bits a value: every power of two of float32; see `kernels.powers_of_two.nine_bits`."""
+    """9 bits per value: every power of two of float32; see `kernels.powers_of_two.nine_bits`."""
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """Those of messages in 9 bits a value."""
+        """Those of messages in 9 bits per value."""
         return ("nine_bits.encode", "nine_bits.decode_and_sum")
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
@@ -158,7 +158,7 @@ def cnat(exponents: str = "window", rounding: str = "random") -> Cnat:
 
     Args:
       exponents: the exponents that a code can hold: "window", the 127 below the largest magnitude
-        of the message; "fixed", those from -50 to 10; "all", in 9 bits a value instead of 8.
+        of the message; "fixed", those from -50 to 10; "all", in 9 bits per value instead of 8.
       rounding: "random", which is unbiased, or "nearest".
 
     Returns:

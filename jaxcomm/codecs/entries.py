@@ -43,7 +43,7 @@ class Entries:
         return 0 if self.width <= BLOCK else -(-self.width // BLOCK)
 
     def bytes_of(self, slots: int) -> int:
-        """The size of a list: 6 bytes a slot, or 4 in bfloat16, and 4 a block."""
+        """The size of a list: 6 bytes per slot, or 4 in bfloat16, and 4 per block."""
         return 2 * slots * (self.value_words + 1) + 4 * self.blocks
 
     def rounded(self, values: jax.Array) -> jax.Array:

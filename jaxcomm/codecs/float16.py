@@ -10,7 +10,7 @@ from jaxcomm.codecs._codec import Codec
 
 @dataclasses.dataclass(frozen=True)
 class Float16(Codec):
-    """16 bits a value: sign, 5 bits of exponent, 10 of mantissa, rounded to nearest even.
+    """16 bits per value: sign, 5 bits of exponent, 10 of mantissa, rounded to nearest even.
 
     The relative error is at most 2^-11 between 2^-14 and 65504; below 2^-14 the absolute error is
     at most 2^-25. Larger magnitudes become infinite, so `largest` is set and a mean scales its sums

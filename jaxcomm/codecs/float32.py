@@ -9,7 +9,7 @@ from jaxcomm.codecs._codec import Codec
 
 @dataclasses.dataclass(frozen=True)
 class Float32(Codec):
-    """32 bits a value: the value itself. The baseline of every comparison."""
+    """32 bits per value: the value itself. The baseline of every comparison."""
 
     name = "float32"
 

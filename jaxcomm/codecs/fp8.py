@@ -48,7 +48,7 @@ class Fp8(BlockScaled):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8E4M3(Fp8):
-    """8 bits a value, sign, 4 of exponent and 3 of mantissa, and a scale a block; see `Fp8`.
+    """8 bits per value, sign, 4 of exponent and 3 of mantissa, and a scale per block; see `Fp8`.
 
     The relative error is at most 2^-4 down to 2^-6 / 448 of the largest magnitude. Below that the
     absolute error is at most 2^-10 / 448 of it.
@@ -60,7 +60,7 @@ class Fp8E4M3(Fp8):
 
 @dataclasses.dataclass(frozen=True)
 class Fp8E5M2(Fp8):
-    """8 bits a value, sign, 5 of exponent and 2 of mantissa, and a scale a block; see `Fp8`.
+    """8 bits per value, sign, 5 of exponent and 2 of mantissa, and a scale per block; see `Fp8`.
 
     The relative error is at most 2^-3 down to 2^-14 / 57344 of the largest magnitude. Below that
     the absolute error is at most 2^-17 / 57344 of it.

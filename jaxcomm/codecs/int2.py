@@ -1,4 +1,4 @@
-"""Two bits a value: four levels around zero, fitted to each block."""
+"""Two bits per value: four levels around zero, fitted to each block."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from jaxcomm.kernels.block_quantization import blocks as layout
 
 @dataclasses.dataclass(frozen=True)
 class Int2(BlockScaled):
-    """2 bits a value, for -3, -1, 1 or 3 units, and the unit of each block.
+    """2 bits per value, for -3, -1, 1 or 3 units, and the unit of each block.
 
     A value has magnitude 3 if it is at least the block's root mean square, else 1. The unit is
     fitted by least squares, so a block x with numbers c loses the share 1 - <x, c>^2 / (|x|^2
@@ -67,7 +67,7 @@ class Int2(BlockScaled):
 
 
 def int2(block_size: int = 256) -> Int2:
-    """Four levels, 2 bits a value; only with `error_feedback=True`.
+    """Four levels, 2 bits per value; only with `error_feedback=True`.
 
     Args:
       block_size: the values that share a unit of 4 bytes.

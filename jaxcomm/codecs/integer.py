@@ -75,13 +75,13 @@ class Integer(Codec):
         return integers.error(x, payload, self.levels, self.block_size)
 
     def message_bytes(self, n: int) -> int:
-        """The bytes of 8 or 4 bits a value, and 4 ceil(n / block_size) of units."""
+        """The bytes of 8 or 4 bits per value, and 4 ceil(n / block_size) of units."""
         return integers.message_bytes(n, self.levels, self.block_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Integer):
-    """8 bits a value, -127 to 127, and a float32 scale a block; see `Integer`."""
+    """8 bits per value, -127 to 127, and a float32 scale per block; see `Integer`."""
 
     name = "int8"
     levels = 127
@@ -89,7 +89,7 @@ class Int8(Integer):
 
 @dataclasses.dataclass(frozen=True)
 class Int4(Integer):
-    """4 bits a value, -7 to 7, and a float32 scale a block; see `Integer`."""
+    """4 bits per value, -7 to 7, and a float32 scale per block; see `Integer`."""
 
     name = "int4"
     levels = 7

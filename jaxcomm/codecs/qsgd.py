@@ -12,7 +12,7 @@ from jaxcomm.kernels.block_quantization.rounding import level_of, round_to_level
 
 @dataclasses.dataclass(frozen=True)
 class Qsgd(BlockScaled):
-    """ceil(log2(2s + 1)) bits a value and a scale a block: -s to s, in s-ths of the norm.
+    """ceil(log2(2s + 1)) bits per value and a scale per block: -s to s, in s-ths of the norm.
 
     For block v, value i decodes to ||v|| sgn(v_i) xi_i / s, where s |v_i| / ||v|| is rounded at
     random to the integer xi_i below or above it. This is unbiased up to float32's own rounding, and
@@ -70,15 +70,15 @@ class Qsgd(BlockScaled):
 
 
 def qsgd(levels: int = 7, block_size: int = 512) -> Qsgd:
-    """QSGD: unbiased, 4 bits a value by default.
+    """QSGD: unbiased, 4 bits per value by default.
 
     Args:
-      levels: s, from 1 to 127: s = 1 takes 2 bits a value, 3 takes 3, 7 takes 4, and 127 takes 8.
+      levels: s, from 1 to 127: s = 1 takes 2 bits per value, 3 takes 3, 7 takes 4, and 127 takes 8.
       block_size: the values that share a norm; the error grows with its square root.
 
     Returns:
-      The codec. A message of n values is uint8: ceil(log2(2 levels + 1)) bits a value, and 4 bytes
-      for each block. For blocks of d values and s levels,
+      The codec. A message of n values is uint8: ceil(log2(2 levels + 1)) bits per value, and 4
+      bytes for each block. For blocks of d values and s levels,
       `E|Q(v) - v|^2 <= min(d / s^2, sqrt(d) / s) |v|^2`.
 
     Raises:

@@ -97,16 +97,16 @@ class RandomK(Codec):
 
 
 def random_k(density: float = 0.1, values: Codec | None = None) -> RandomK:
-    """Random-k: no indices on the wire; the error averages out only over many steps.
+    """Random-k: sends no indices; the error averages out only over many steps.
 
     Args:
       density: the share of values that are sent, from 2^-30 to 1; 1/density is rounded to a whole
         number.
-      values: the codec of the values; None is float32.
+      values: the codec of the values; None means float32.
 
     Returns:
       The codec. With d the whole number nearest to 1/density, `E|C(x)|^2` is `d |x|^2`. In an
-      all-reduce only the ceil(n/d) values travel; in a message encoded by itself, a key of 8 bytes
+      all-reduce only the ceil(n/d) values are sent; in a separate message, a key of 8 bytes
       precedes them.
 
     Raises:
@@ -127,7 +127,7 @@ def random_k(density: float = 0.1, values: Codec | None = None) -> RandomK:
     if not 0 < density <= 1:
         raise ValueError(f"density must be in (0, 1], such as 0.01, got {density!r}.")
     if density < 2**-30:
-        raise ValueError(f"density must be at least 2^-30, as places are int32, got {density!r}.")
+        raise ValueError(f"density must be at least 2^-30, as indices are int32, got {density!r}.")
     values = Float32() if values is None else values
     if not isinstance(values, Codec) or isinstance(values, RandomK) or values.largest is not None:
         raise TypeError(

@@ -11,7 +11,7 @@ from jaxcomm.kernels import reductions
 
 @dataclasses.dataclass(frozen=True)
 class ScaledSign(BlockScaled):
-    """1 bit a value, set if the value is not negative, and a scale a block: its mean magnitude.
+    """1 bit per value, set if the value is not negative, and a scale per block: its mean magnitude.
 
     There is no code for zero. A zero among other values decodes to plus the scale, and padding with
     zeros makes the scale of its block smaller. A block loses at most the share 1 - |x|_1^2 / (d
@@ -56,7 +56,7 @@ class ScaledSign(BlockScaled):
 
 
 def scaled_sign(block_size: int = 1024) -> ScaledSign:
-    """Scaled signs, 1 bit a value; only with `error_feedback=True`.
+    """Scaled signs, 1 bit per value; only with `error_feedback=True`.
 
     Args:
       block_size: the values that share a scale of 4 bytes.

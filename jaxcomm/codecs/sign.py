@@ -1,4 +1,4 @@
-"""One bit a value, and a scale for every 1024: the wire format of 1-bit Adam.
+"""One bit per value, and a scale for every 1024: the wire format of 1-bit Adam.
 
 These are functions rather than a `Codec`. A block may end in padding, which its scale must not
 count, and a mean in this format needs error feedback.
@@ -28,7 +28,7 @@ def encode_with_feedback(
 
     Returns:
       The payload, uint32 `(..., b * (1 + BLOCK / 32))`: the bits of the scales, each the L2 norm of
-      its block over sqrt(count), then one bit a value, 1 if the value is positive. And the next
+      its block over sqrt(count), then one bit per value, 1 if the value is positive. And the next
       residual, float32 of the shape of x: `x + residual` minus the decoded payload, and zero in the
       padding.
     """

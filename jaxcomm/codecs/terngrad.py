@@ -13,7 +13,7 @@ from jaxcomm.kernels.block_quantization.rounding import level_of, round_to_level
 
 @dataclasses.dataclass(frozen=True)
 class TernGrad(BlockScaled):
-    """2 bits a value and a scale a block: two's complement of -1, 0 and 1, times the scale.
+    """2 bits per value and a scale per block: two's complement of -1, 0 and 1, times the scale.
 
     The scale is the largest magnitude of the block. A value becomes plus or minus the scale with
     probability |value| / scale, and zero otherwise. Without clipping this is unbiased up to
@@ -82,7 +82,7 @@ class TernGrad(BlockScaled):
 
 
 def terngrad(block_size: int = 512, clip: float | None = None) -> TernGrad:
-    """TernGrad: 2 bits a value, unbiased without clipping.
+    """TernGrad: 2 bits per value, unbiased without clipping.
 
     Args:
       block_size: the values that share a scale of 4 bytes.

@@ -1,15 +1,15 @@
 """Messages between devices, sent so that both directions of every link are busy.
 
-Between CPU processes XLA sends through gloo. There, a late process sends its data at once, and the
-announcement of its receive buffer queues behind the data. So two processes that send to each other
-take turns, which takes twice the time of the link. In an all-reduce gloo announces the buffers
-first, and both directions are busy. Two devices that send to each other in a round therefore do an
-all-reduce of their words modulo 2^32, and each subtracts its own.
+Between CPU processes XLA sends through gloo. There, a late process sends its data immediately, and
+the announcement of its receive buffer queues behind the data. So two processes that send to each
+other take turns, which takes twice as long as the link allows. In an all-reduce gloo announces the
+buffers first, and both directions are busy. Two devices that send to each other in a round
+therefore do an all-reduce of their words modulo 2^32, and each subtracts its own.
 
 On GPUs, between the devices of one process, and for short messages, XLA's own operations are used.
 
 Inside `first_only`, programs do all the work of an exchange but send next to nothing. So the work
-can be timed by itself, including the time that devices wait for each other in an exchange.
+can be timed separately, including the time that devices wait for each other in an exchange.
 """
 
 import contextlib

@@ -66,9 +66,9 @@ def mean_of(
     for used in on_the_wire:
         if error_feedback and used.variance >= 1:
             warnings.warn(
-                f"{used.name} can be off by more than the value itself (its variance is up to "
-                f"{used.variance:.1f} times the square), so errors that are fed back may grow "
-                "without end; use more levels, smaller blocks, clipping or error_feedback=False.",
+                f"the error of {used.name} can exceed the value itself (its variance is up to "
+                f"{used.variance:.1f} times the square), so residuals may grow without bound; "
+                "use more levels, smaller blocks, clipping or error_feedback=False.",
                 stacklevel=users_line(),
             )
     operations = tuple(dict.fromkeys((*sent.operations, *back.operations)))
@@ -110,8 +110,8 @@ def _check_native(
         )
     if error_feedback and codec != codecs.float32():
         raise ValueError(
-            f"error feedback cannot keep what XLA rounds off in {codec.name}; choose another "
-            'algorithm than native, such as "direct".'
+            f"error feedback cannot keep what XLA rounds off in {codec.name}; choose an "
+            'algorithm other than native, such as "direct".'
         )
     jax.eval_shape(codec.native, jax.ShapeDtypeStruct((1,), jnp.float32))
 
@@ -191,8 +191,8 @@ def pmean(
 ) -> Any:
     """The mean over a mesh axis, like `jax.lax.pmean`, with a chosen format on the wire.
 
-    Each array is exchanged by itself; `jaxcomm.mean` exchanges gradients in buckets. The derivative
-    is that of `jax.lax.pmean`, in float32: rounding is not differentiated.
+    Each array is exchanged separately; `jaxcomm.mean` exchanges gradients in buckets. The
+    derivative is that of `jax.lax.pmean`, in float32: rounding is not differentiated.
 
     Args:
       x: a pytree of float arrays of at most 32 bits, in a region of `jax.shard_map` that is manual
@@ -200,10 +200,10 @@ def pmean(
       axis_name: the mesh axis, or axes.
       codec: a name in `jaxcomm.codecs.BY_NAME`, or a codec.
       algorithm: "native", "direct", "ring", "two_way_ring", "halving_doubling", "circulant" or an
-        algorithm; None is "native" for float32. Between CPU processes it is "ring" for 16 bits and
-        int8 (short vectors take fewer rounds), "two_way_ring" for cnat on 3 to 8 devices, and
+        algorithm; None means "native" for float32. Between CPU processes it is "ring" for 16 bits
+        and int8 (short vectors take fewer rounds), "two_way_ring" for cnat on 3 to 8 devices, and
         "circulant" on more than 32. For everything else it is "direct".
-      second_hop: the format in which the mean is sent back; None is that of `codec`.
+      second_hop: the format in which the mean is sent back; None means that of `codec`.
       key: for codecs that round or draw at random: equal on all devices, different in each call.
       implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.
 

@@ -1,4 +1,4 @@
-"""The mean over devices in one bit a value on both hops, with the errors of both fed back."""
+"""The mean over devices in one bit per value on both hops, with the errors of both fed back."""
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ def one_bit_mean(
       the mean is arbitrary.
 
     Wire: 2(N-1) messages of 33 uint32 words for each of ceil(n / BLOCK / N) blocks, in one
-    all-to-all and one all-gather: 2(N-1)/N of 1.03 bits a value, padding aside.
+    all-to-all and one all-gather: 2(N-1)/N of 1.03 bits per value, padding aside.
 
     References:
       H. Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's

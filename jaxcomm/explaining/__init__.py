@@ -1,4 +1,4 @@
-"""What a chain does with each parameter, read from its trace; nothing is compiled.
+"""How a chain treats each parameter, read from its trace; nothing is compiled.
 
 A loss that uses every parameter stands in for the model's. One step with it is traced, and its
 collectives are found in the jaxpr. The library leaves notes beside them (`jaxcomm._notes`): which
@@ -79,19 +79,19 @@ _NEEDS: dict[type, tuple[str, str]] = {
 
 
 def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
-    """Shows how each parameter travels, in how many bytes, and what a chain needs.
+    """Shows how each parameter is sent, in how many bytes, and what a chain needs.
 
     Nothing is compiled.
 
     Bytes are those of the program as it is traced, for one step with every branch listed.
-    `jaxcomm.wire_report` reads what the compiler made of a whole step, and is the number to trust:
-    it includes what the optimizer after `jaxcomm.sharded` sends, and what each microbatch sends.
+    `jaxcomm.wire_report` reads the compiled program of a whole step: trust its bytes. They include
+    what the optimizer after `jaxcomm.sharded` sends, and what each microbatch sends.
 
     Args:
       tx: a transformation of jaxcomm, alone or in a chain, as `tx.update` is called in a step.
       params: the parameters, as arrays or as `jax.ShapeDtypeStruct`s such as those of
-        `jax.eval_shape`; with shardings where they are sharded.
-      **extra_args: what `tx.update` is given by name in a step, such as `value`, as arrays.
+        `jax.eval_shape`; with their shardings if they are sharded.
+      **extra_args: the keyword arguments of `tx.update` in a step, such as `value`, as arrays.
 
     Returns:
       An `Explanation`: print it, or read its `leaves`, `messages`, `bytes_max`, `own_bytes` and
@@ -237,7 +237,7 @@ def _by_device(collectives: list[Collective]) -> tuple[Bytes, ...]:
 def _dense_bytes(layouts: list[Layout], leaves: tuple[Leaf, ...]) -> Bytes:
     """What a device sends in a float32 mean of the leaves that have messages.
 
-    Of what is split over further axes, a device has a part. A layout may be that of one layer of a
+    Of what is split over other axes, a device has a part. A layout may be that of one layer of a
     stack, which says how each is split; all layers are counted.
     """
     values = {leaf.path: math.prod(leaf.shape) for leaf in leaves if leaf.messages}

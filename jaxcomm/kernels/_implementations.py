@@ -9,8 +9,8 @@ mapping from operations to these:
     {"integers.encode": "mosaic",
      "select.compact": "triton"}                     one for each; None for those not in it
 
-None is the implementation that was fastest on GPUs of the device's compute capability (`_fastest`),
-if one was timed and the device can run it, and "xla" otherwise.
+None means the implementation that was fastest on GPUs of the device's compute capability
+(`_fastest`), if one was timed and the device can run it, and "xla" otherwise.
 
 A named implementation never falls back to another one. If the operation or the device lacks it, a
 NotImplementedError is raised. `check` finds the first case before anything is traced.

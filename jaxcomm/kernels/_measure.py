@@ -67,7 +67,7 @@ def fastest(
       run: takes the name of an implementation, then arguments.
       args: pytrees of arrays, of which only shapes and dtypes are used.
       static: the operation's other options.
-      sample: makes arguments to time with; None is `random_like`.
+      sample: makes arguments to time with; None means `random_like`.
 
     Returns:
       One of `names`: the choice of process 0, or the plain one on a device that lacks it.

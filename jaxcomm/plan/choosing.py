@@ -56,7 +56,7 @@ class Plan:
 
         Args:
           axis_name: the name of one axis, or of two, (far, near).
-          devices: the devices in the order of the cluster's ranks; None is all of jax's.
+          devices: the devices in the order of the cluster's ranks; None means all of jax's.
 
         Raises:
           ValueError: if the number of devices is not the cluster's.
@@ -130,7 +130,7 @@ class Plan:
         return f", links of {' to '.join(ends)} Mbit/s"
 
     def lines(self, rows: int | None = None) -> list[str]:
-        """The plan as lines of text, with at most `rows` rows of the table; None is all rows.
+        """The plan as lines of text, with at most `rows` rows of the table; None means all rows.
 
         Raises:
           ValueError: for a negative number.
@@ -197,21 +197,21 @@ def plan(
     """Predicts every method on a cluster, and chooses.
 
     The choice is the method of the best quality whose step takes at most 2 % longer than the
-    fastest. A method's effect on accuracy is not predicted: `quality` says what is allowed.
+    fastest. A method's effect on accuracy is not predicted: `quality` sets what is allowed.
 
     Args:
       cluster: `load_cluster("cluster.yaml")`, or `cluster(topology)`.
       load: `workload(params, step_ms)`.
       quality: "exact", "16bit", "unbiased" or "any"; each also allows the ones before it. None is
         "16bit", which trains like float32; with `chosen` it is "any".
-      chosen: the methods to compare; None is all of that quality.
-      reorder: whether devices may get other ranks where that makes a ring faster. The order of
+      chosen: the methods to compare; None means all of that quality.
+      reorder: whether devices may get other ranks if that makes a ring faster. The order of
         halving-doubling's dimensions is chosen in any case.
       optimizer: "sgd" or "adam", to leave out methods that lost accuracy with it; None leaves out
         none.
 
     Returns:
-      The plan: the choice, then all other methods, and a sentence that says what to do.
+      The plan: the choice, then all other methods, and one sentence with the recommendation.
 
     Raises:
       TypeError: for anything but a cluster and a workload, such as the name of a file.

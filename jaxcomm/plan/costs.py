@@ -1,4 +1,4 @@
-"""What messages and codes cost on a machine: defaults, or what `probe` has measured.
+"""What messages and codecs cost on a machine: defaults, or what `probe` has measured.
 
 An exchange of n values by one method takes
 
@@ -24,12 +24,12 @@ _NOT_MEASURED = "not measured here"
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What messages and codes cost, in seconds.
+    """What messages and codecs cost, in seconds.
 
     Attributes:
       source: where the numbers come from.
       latency: the latency of a message, in seconds.
-      per_byte: the least time that a device needs to send a byte, in seconds a byte.
+      per_byte: the least time that a device needs to send a byte, in seconds per byte.
       efficiency: the share of a link's rate that messages reach, in (0, 1].
       half_duplex: whether both directions between two devices share the rate of one.
       swap: additional seconds for a byte that two CPU processes send to each other at once: a swap
@@ -39,12 +39,12 @@ class Costs:
         over one cable.
       overlap: whether the backward pass continues while messages travel.
       call: the fixed cost of an exchange, whatever it sends, in seconds.
-      local: for each family of methods, seconds a value for encoding, merging, decoding, and error
-        feedback or selecting, with all devices of a machine busy, including the time that they wait
-        for each other. Two numbers: for a value among 2^18 and among 2^21, where the fixed cost of
-        operations is spread over more values. A name that ends in "/ring" is for algorithms that
-        decode and encode on the way; without such an entry they are assumed to cost as much as the
-        others.
+      local: for each family of methods, seconds per value for encoding, merging, decoding, and
+        error feedback or selecting, with all devices of a machine busy, including the time that
+        they wait for each other. Two numbers: for a value among 2^18 and among 2^21, where the
+        fixed cost of operations is spread over more values. A name that ends in "/ring" is for
+        algorithms that decode and encode on the way; without such an entry they are assumed to cost
+        as much as the others.
     """
 
     source: str
@@ -66,7 +66,7 @@ class Costs:
             raise ValueError(f"efficiency is a share in (0, 1], got {self.efficiency!r}.")
         for family, pair in self.local.items():
             if not all(0 <= seconds < float("inf") for seconds in pair):
-                raise ValueError(f"{family} takes seconds a value, 0 or more, got {pair!r}.")
+                raise ValueError(f"{family} takes seconds per value, 0 or more, got {pair!r}.")
 
     @property
     def are_measured(self) -> bool:
@@ -149,7 +149,7 @@ def _check_type(file: File, key: str, value: Any) -> None:
         for family, pair in pairs:
             if not isinstance(pair, list) or len(pair) != 2 or not all(map(is_real, pair)):
                 raise file.error(
-                    key, f"{family} takes seconds a value, among {SIZES} of them, got {pair!r}."
+                    key, f"{family} takes seconds per value, among {SIZES} of them, got {pair!r}."
                 )
     elif key == "source":
         if not isinstance(value, str):
@@ -177,7 +177,7 @@ def defaults(device: str) -> Costs:
       device: "cpu" or "gpu".
 
     Returns:
-      The costs, whose `source` says so.
+      The costs; their `source` names them as defaults.
 
     Raises:
       ValueError: for another device.

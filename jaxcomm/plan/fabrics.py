@@ -61,8 +61,8 @@ def chain(
       name: as for `star`.
       hosts: likewise.
       rate: likewise.
-      rates: the rates between switches, in order, or shares of `rate` such as "50%". None is `rate`
-        for all of them.
+      rates: the rates between switches, in order, or shares of `rate` such as "50%". None means
+        `rate` for all of them.
       closed: whether the last switch is linked to the first.
       links_per_host: as for `star`.
 
@@ -115,7 +115,7 @@ def clusters(
       hosts: the number of hosts in all stars together.
       rate: as for `star`.
       groups: the number of stars.
-      middle: the rate between switches; None is `rate`.
+      middle: the rate between switches; None means `rate`.
       links_per_host: as for `star`.
 
     Returns:
@@ -192,7 +192,7 @@ def dln(
       rate: likewise.
       hosts_per_switch: the number of hosts on each switch.
       cables: the number of cables of each shortcut.
-      shortcut: the rate of a cable between switches; None is `rate`.
+      shortcut: the rate of a cable between switches; None means `rate`.
       links_per_host: as for `star`.
 
     Returns:

@@ -248,8 +248,8 @@ class Sent:
 def buckets_of(method: Method, load: Workload, between_cpus: bool) -> tuple[int, ...]:
     """The values of each bucket, in the order of the gradients: whole leaves, as many as fit.
 
-    A larger leaf, such as a stack of layers, travels by itself. Between CPUs XLA joins all of its
-    own all-reduces into one.
+    A larger leaf, such as a stack of layers, is sent alone. Between CPUs XLA joins all of its own
+    all-reduces into one.
     """
     is_joined = (method.family, method.algorithm) == ("float32", "native")
     leaves = load.shapes if is_joined else load.large

@@ -79,7 +79,7 @@ def workload(params: Any, step_ms: float, accumulate: int = 1, exempt: Exempt = 
 
     Args:
       params: a pytree of arrays or of shapes (`jax.eval_shape`); or the number of parameters, which
-        then counts as square matrices, none of them exempt.
+        then stands for square matrices, none of them exempt.
       step_ms: milliseconds of a step without any exchange.
       accumulate: microbatches between two exchanges.
       exempt: which leaves travel in float32 by every method, as in `jaxcomm.mean`.

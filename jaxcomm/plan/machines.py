@@ -49,7 +49,7 @@ class Cluster:
       topology: the network; its hosts are the devices.
       order: the numbers of the devices in the order of their ranks.
       near: how many devices in a row share a machine or a switch; 1 if there are no two levels.
-      costs: the costs of messages and codes.
+      costs: the costs of messages and codecs.
       per_machine: how many devices a machine has.
     """
 
@@ -127,7 +127,7 @@ def cluster(topology: Topology, costs: Costs | None = None) -> Cluster:
 
     Args:
       topology: one from `jaxcomm.plan.fabrics` or `jaxcomm.plan.load`.
-      costs: the costs of messages and codes; None is `defaults("cpu")`.
+      costs: the costs of messages and codecs; None means `defaults("cpu")`.
 
     Returns:
       The cluster, for `jaxcomm.plan.plan`.

@@ -59,7 +59,7 @@ class Coded:
 
     Attributes:
       codec: the codec of partials, such as `jaxcomm.codecs.bfloat16()`.
-      second_hop: the codec of results; None is the same.
+      second_hop: the codec of results; None means the same.
     """
 
     codec: Codec

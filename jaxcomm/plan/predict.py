@@ -137,7 +137,7 @@ def predictions(
       cluster: the devices.
       load: what they exchange.
       quality: the lowest quality that is allowed: "exact", "16bit", "unbiased" or "any".
-      chosen: the methods to predict; None is all of that quality.
+      chosen: the methods to predict; None means all of that quality.
 
     Raises:
       ValueError: for an unknown quality.

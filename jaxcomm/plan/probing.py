@@ -1,4 +1,4 @@
-"""What messages and codes cost in the running job, measured in under a minute."""
+"""What messages and codecs cost in the running job, measured in under a minute."""
 
 import dataclasses
 import functools
@@ -61,21 +61,21 @@ def probe(
     cluster: Cluster | None = None,
     families: Sequence[str] | None = None,
 ) -> Costs:
-    """Measures what messages and codes cost, on all devices of a mesh at once.
+    """Measures what messages and codecs cost, on all devices of a mesh together.
 
-    Every process calls it. Messages are timed between neighbours in rank, all at once, in both
-    directions and in one. Codes are timed in exchanges of two matrices of 1024 x 128 and of 1024 x
-    1024 that send only the first number of each message. All processes run these at once, so that
-    processes that share cores slow each other down and wait for each other, as in training. Where
-    an operation has several implementations, they are timed too, and `implementation="measure"`
-    then uses the fastest.
+    Every process calls it. Messages are timed between neighbours in rank, all together, in both
+    directions and in one. Codecs are timed in exchanges of two matrices of 1024 x 128 and of 1024 x
+    1024 that send only the first number of each message. All processes run these together, so that
+    processes that share cores slow each other down and wait for each other, as in training. If an
+    operation has several implementations, they are timed too, and `implementation="measure"` then
+    uses the fastest.
 
     Args:
-      mesh: a mesh of one axis; None is all devices.
+      mesh: a mesh of one axis; None means all devices.
       cluster: the declared network; `efficiency` is then the share of its rates that messages
         reach. Without it, `efficiency` is the default, and `per_byte` is measured on the link to a
         neighbour.
-      families: the families whose codes are timed; None is all.
+      families: the families whose codecs are timed; None means all.
 
     Returns:
       The costs; `source` names the machine. `Costs.save` writes them to a file.

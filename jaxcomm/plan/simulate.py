@@ -101,7 +101,7 @@ class Simulation:
     Args:
       topology: the network.
       model: what a message costs.
-      hosts: the number of each device's host, in order; None is all hosts in their order.
+      hosts: the number of each device's host, in order; None means all hosts in their order.
 
     Raises:
       ValueError: for hosts that do not exist or are listed twice.
@@ -142,7 +142,7 @@ class Simulation:
           algorithm: who talks to whom.
           reduction: how many bytes messages have, such as `Coded(jaxcomm.codecs.int8())`.
           n: the length of the vector.
-          world: the number of devices, or (far, near) for `hierarchical`; None is all hosts.
+          world: the number of devices, or (far, near) for `hierarchical`; None means all hosts.
 
         Raises:
           ValueError: for a negative number of values, or if there are not as many devices as hosts.

@@ -30,19 +30,19 @@ def timed(found: Plan, devices: Sequence[Any] | None = None) -> Plan:
 
     Timed first are the choice and the methods predicted to take at most 1.3 times the fastest step,
     three in all, XLA's own float32 mean, and the fastest of each quality. Predictions of the others
-    are scaled by the results for their family, or by those for all methods. If one of them then
-    leads, it is timed too, up to eight in all. Methods within 1.3 times the fastest step then
-    exchange random gradients of the workload's shapes again, in turn. Their medians decide as
-    predictions do: the best quality within 2 % of the fastest step. Every process calls this. Each
-    method takes seconds to compile, and a few exchanges.
+    are corrected by the results for their family, or for all methods. If one of them then leads, it
+    is timed too, up to eight in all. Methods within 1.3 times the fastest step then exchange random
+    gradients of the workload's shapes again, in turn. Their medians decide as predictions do: the
+    best quality within 2 % of the fastest step. Every process calls this. Each method takes seconds
+    to compile, and a few exchanges.
 
     Args:
       found: a plan from `plan`.
-      devices: the devices in the order of the cluster's ranks; None is all of jax's.
+      devices: the devices in the order of the cluster's ranks; None means all of jax's.
 
     Returns:
-      The plan with the measured choice first, the same on all processes. Rows that were timed have
-      an `error` of 0. A plan of one device is returned as it is.
+      The plan with the measured choice first, the same on all processes. Timed rows have an `error`
+      of 0. A plan of one device is returned unchanged.
 
     Raises:
       TypeError: for anything but a plan.

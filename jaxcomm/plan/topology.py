@@ -24,7 +24,7 @@ class Link:
 
     Attributes:
       ends: the names of both nodes.
-      rate: Mbit/s in each direction; None is unlimited.
+      rate: Mbit/s in each direction; None means unlimited.
     """
 
     ends: tuple[str, str]

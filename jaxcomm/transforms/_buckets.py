@@ -23,8 +23,8 @@ _CONVOLUTION = 4  # axes of a kernel, two of them in space
 _MOST = 2**32  # bytes of leaves that are joined: int32 counts their values, with room to spare
 _EVEN = 64  # XLA on CPU concatenates sums well, without padding, if this divides their lengths
 
-# Set where a layer is exchanged by itself, inside the backward pass: the layer's number, from which
-# keys are derived; 0 in `init`.
+# Set where a layer is exchanged separately, inside the backward pass: the layer's number, from
+# which keys are derived; 0 in `init`.
 LAYER: contextvars.ContextVar[jax.Array | int | None]
 LAYER = contextvars.ContextVar("layer", default=None)
 
@@ -61,14 +61,14 @@ def buckets_of(
 ) -> tuple[Bucket, ...]:
     """Groups leaves in the order in which their gradients appear.
 
-    A bucket is closed before it would exceed the limit, so a larger leaf travels by itself. Every
+    A bucket is closed before it would exceed the limit, so a larger leaf is sent alone. Every
     bucket is its own concatenation of whole leaves: slices of one concatenation of all leaves would
     make the first bucket wait for the last gradient.
 
     Inside the backward pass of a loop, the buckets of a layer are filled starting from its last
     gradient, and the last holds two thirds of the limit: few products are left to hide it.
 
-    Leaves that are sharded over a further axis never share a bucket with others: what is equal
+    Leaves that are sharded over another axis never share a bucket with others: what is equal
     along that axis must be rounded alike along it.
 
     Args:
@@ -103,7 +103,7 @@ def key_of(key: jax.Array, layout: Layout, leaves: Bucket) -> jax.Array:
 
     It is derived from the paths of the leaves, so it also differs between the transformations of an
     `optax.partition`; from the layer, inside the backward pass; and from the shard, where the
-    leaves are sharded over a further axis. It is equal on all devices of the exchange's axis.
+    leaves are sharded over another axis. It is equal on all devices of the exchange's axis.
     """
     paths = "\n".join(layout.leaves[i].path for i in leaves)
     key = jax.random.fold_in(key, zlib.crc32(paths.encode()))

@@ -9,15 +9,15 @@ A step of a method, for L leaves of gradients on N devices:
    (inside the user's `jax.shard_map`). A method's exchange need not know which view it is in.
 3. `exchange_buckets` exchanges the large leaves bucket by bucket, each by the method's own
    collective, in the order in which their gradients appear. Buckets take turns: bucket b + 1 waits
-   for bucket b, so that XLA neither joins them nor starts all of them after the last gradient.
-   (On CPU, XLA drops such waits before it orders collectives, and mixes the rounds of buckets.)
-   Inside the backward pass of a loop, what a hop of a sparse mean brings waits for a gradient that
-   is computed meanwhile: the first hop for the first leaf of the next bucket, the second hop for
+   for bucket b, so that XLA neither joins them nor starts all of them after the last gradient. (On
+   CPU, XLA drops such waits before it orders collectives, and mixes the rounds of buckets.) Inside
+   the backward pass of a loop, the result of a hop of a sparse mean waits for a gradient that is
+   computed in the meantime: the first hop for the first leaf of the next bucket, the second hop for
    the leaf after that. The first hop of the last bucket waits for the last exempt leaf.
 4. At the end, one float32 all-reduce takes the mean of everything small (exempt leaves, scales),
    with a flag: how many devices hold a gradient, or a next residual, that is not finite. A mean
    that carries these values needs no flag: where its results are finite, its residuals are too.
-5. The results are equal on all devices, so each device checks them by itself: sums of finite
+5. The results are equal on all devices, so each device checks them locally: sums of finite
    gradients can overflow too. The flag of a sparse mean covers them: few of its values are new.
 6. `updates_of` makes the update NaN on every device if anything was not finite, also in the dtype
    of the gradients, and `kept_if` leaves residuals as they were before the step. So either every
@@ -100,22 +100,23 @@ def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
     if attached := attached_in(updates):
         raise ValueError(
             f"the gradient of {attached[0].path} was exchanged in the backward pass. Exchange once "
-            "in a chain: the jaxcomm.in_backward that attached it comes first. What changes local "
-            "gradients goes inside it, as in jaxcomm.in_backward(optax.chain(jaxcomm.local(...), "
-            "exchange), layers); jaxcomm.accumulate adds up microbatches."
+            "in a chain: the jaxcomm.in_backward that attached it comes first. Transformations of "
+            "local gradients go inside it, as in "
+            "jaxcomm.in_backward(optax.chain(jaxcomm.local(...), exchange), layers); "
+            "jaxcomm.accumulate adds up microbatches."
         )
     grads, treedef = jax.tree.flatten(updates)
     if OWN_GRADIENT in {kind_of(g) for g in grads}:
         raise ValueError(
             "these gradients were taken at each device's own parameters, and an exchange would mix "
-            "them up; give them to the jaxcomm.local_steps that has these parameters. What changes "
-            "gradients before it, such as clipping, belongs in its inner optimizer."
+            "them up; give them to the jaxcomm.local_steps that has these parameters. Clipping "
+            "and other transformations before the exchange belong in its inner optimizer."
         )
     check_gradients(grads, layout)
     if not isinstance(jnp.zeros((), bool), Tracer):  # which it is inside of a trace
         warnings.warn(
             "tx.update runs outside jax.jit: operations are compiled one by one, in every step. "
-            "Call it in a jitted step, as jax.jit(tx.update).",
+            "Call it in a jitted step, such as jax.jit(tx.update).",
             UserWarning,
             stacklevel=users_line(),
         )
@@ -290,7 +291,7 @@ def as_vectors(arrays: Sequence[jax.Array]) -> Arrays:
 def vectors_in_view(arrays: Arrays, layout: Layout) -> Arrays:
     """`as_vectors` of arrays in the shapes of the parameters, in the current view.
 
-    Those that are sharded over a further axis stay as they are.
+    Those that are sharded over another axis stay as they are.
     """
     is_whole = [not names_in(leaf.spec) for leaf in layout.leaves]
     typed = list(zip(_axes.varying_alike(arrays), is_whole, strict=True))

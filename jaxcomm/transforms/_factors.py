@@ -76,7 +76,7 @@ def next_squares_and_roots(
       start at zero, in the shape of the parameter in the current view.
     """
     filled = _filled(layout)
-    # A region that is manual over further axes may have other parameters along them.
+    # A region that is manual over other axes may have other parameters along them.
     split_over = [name for _, leaf in filled for names in _names(leaf) for n in names for name in n]
     every_axis = tuple(sorted({*_axes.names_of(layout.axis_name), *split_over}))
     size = _axes.axis_size(every_axis)

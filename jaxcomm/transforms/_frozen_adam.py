@@ -106,7 +106,7 @@ class FrozenAdam:
 def _norm(v: Arrays, layout: Layout) -> jax.Array:
     """The L1 norm of v, equal on all devices."""
     mesh, own = _axes.current_mesh(), _axes.names_of(layout.axis_name)
-    # In the manual view we see parts of leaves that are sharded over further axes. A leaf that was
+    # In the manual view we see parts of leaves that are sharded over other axes. A leaf that was
     # not sharded in `init` weighs less; what matters is that all devices get the same norm.
     further = _axes.manual_axes().difference(own)
     norm = jnp.zeros((), jnp.float32)

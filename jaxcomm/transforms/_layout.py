@@ -106,8 +106,8 @@ def layout_of(
         )
     if type(params).__name__ == "_ParamsPlaceholder":  # of optax; it is not public
         raise ValueError(
-            "optax.tree.map_params(tx, f, state) makes a state without parameters, and that of an "
-            "exchange has their shapes. Map over the optimizer's own state: "
+            "optax.tree.map_params(tx, f, state) makes a state without parameters, but the state "
+            "of an exchange has their shapes. Map over the optimizer's own state: "
             "optax.tree.map_params(optimizer, f, state[1]) in optax.chain(exchange, optimizer)."
         )
     if not nodes:
@@ -118,8 +118,8 @@ def layout_of(
     named = [(_paths.path_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     if twice := [name for name, n in Counter(name for name, _ in named).items() if n > 1]:
         raise ValueError(
-            f"two parameters are called {twice[0]}, as a name with a slash is spelled like a path; "
-            "rename one, so that each can be found again."
+            f"two parameters are called {twice[0]}: a name with a slash looks like a path; rename "
+            "one of them."
         )
     leaves = []
     for name, leaf in named:
@@ -266,7 +266,7 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
     if layout.world != _axes.axis_size(axis):
         raise ValueError(
             f"the state was made for {layout.world} devices along {axis!r}, and the mesh now has "
-            f"{_axes.axis_size(axis)}; jaxcomm.resize_state(tx, state, params) makes one for it."
+            f"{_axes.axis_size(axis)}; jaxcomm.resize_state(tx, state, params) converts it."
         )
     manual = _axes.is_manual(axis)
     for grad, leaf in zip(grads, layout.leaves, strict=True):
@@ -275,15 +275,15 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
         elif grad.shape != (layout.world, *leaf.shape):
             if marked_dtype(grad) is not None and grad.shape[:1] == (layout.world,):
                 raise ValueError(
-                    f"the state was made for {leaf.path} of shape {leaf.shape}, and this gradient "
-                    f"is that of shape {grad.shape[1:]}; call tx.init(params) on these parameters."
+                    f"the state was made for {leaf.path} of shape {leaf.shape}, but this gradient "
+                    f"has shape {grad.shape[1:]}; call tx.init(params) on these parameters."
                 )
             raise ValueError(
                 f"the gradient of {leaf.path} has shape {grad.shape}, expected "
                 f"{(layout.world, *leaf.shape)}: one for each device along {axis!r}. "
                 f"Make it with jaxcomm.value_and_grad(loss_fn, {axis!r}): a gradient by jax.grad "
                 "is already averaged over the devices, and so is one that another transformation "
-                "in front of this one has exchanged. Exchange once in a chain."
+                "before this one has exchanged. Exchange once in a chain."
             )
 
 
@@ -331,8 +331,8 @@ def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
     spec = given.get(name, PartitionSpec()) if seen is None else seen
     if restrict(given.get(name, spec), further) != restrict(spec, further):
         raise ValueError(
-            f"parameter {name} is sharded by {spec}, and jaxcomm.with_param_specs says "
-            f"{given[name]}; give it the spec that the parameter has."
+            f"parameter {name} is sharded by {spec}, but jaxcomm.with_param_specs was given "
+            f"{given[name]}; pass the spec that the parameter has."
         )
     if names_in(spec).intersection(own) and _axes.axis_size(axis_name) > 1:
         raise ValueError(

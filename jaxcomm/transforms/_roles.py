@@ -37,4 +37,4 @@ def require_means(state: Any, who: str) -> None:
     """Raises a ValueError unless a state belongs to a mean; `who` is for the message."""
     for role, instead in _INSTEAD.items():
         if role in roles_of(state):
-            raise ValueError(f"{who} needs an exchange of means, and got {instead}.")
+            raise ValueError(f"{who} needs an exchange of means, got {instead}.")

@@ -20,7 +20,7 @@ def layout_of(params: Any, scheme: Scheme, exempt: Exempt) -> Layout:
     """Reads the layout off parameters, in either view; the specs are those over the axis.
 
     Raises:
-      ValueError: for a mesh with further axes, or a leaf that is not split as required.
+      ValueError: for a mesh with other axes, or a leaf that is not split as required.
     """
     axis_name = scheme.axis_name
     world, mesh = _axes.axis_size(axis_name), _axes.current_mesh()
@@ -108,7 +108,7 @@ def _check(leaf: Leaf, layout: Layout, scheme: Scheme) -> None:
         )
     if leaf.shape[dim] % layout.world:
         raise ValueError(
-            f"parameter {leaf.path} of shape {leaf.shape} does not divide over the "
+            f"parameter {leaf.path} of shape {leaf.shape} does not divide evenly over the "
             f"{layout.world} devices of {layout.axis_name!r} along the dimension that {leaf.spec} "
             "splits; split another one, pad it, or keep it whole."
         )

@@ -26,8 +26,8 @@ _CURES = {
         "sharded parameters) jaxcomm.accumulate."
     ),
     "flatten": (
-        "optax.flatten joins all leaves, which loses which of them are exempt, in which bucket "
-        "they travel and where their rows are. Put it around the optimizer only: "
+        "optax.flatten joins all leaves, so their paths and shapes, which decide what is exempt, "
+        "are lost. Put it around the optimizer only: "
         "optax.chain(jaxcomm.mean(...), optax.flatten(optimizer))."
     ),
     "conditionally_mask": (
@@ -42,8 +42,8 @@ _CURES = {
 # What would look at local gradients before the exchange, and their dtype cannot refuse.
 _IN_FRONT = {
     "zero_nans": (
-        "optax.zero_nans cannot see local gradients, and would change nothing. Give it those of "
-        'each device: jaxcomm.local("data", optax.zero_nans()).'
+        "optax.zero_nans cannot see local gradients, and would change nothing. Apply it to those "
+        'of each device: jaxcomm.local("data", optax.zero_nans()).'
     ),
 }
 # Where optax's chains call their members.
@@ -104,8 +104,8 @@ def _warn_unless_chains_are_seen() -> None:
     optax.named_chain(("a", other), ("b", probe), ("c", other)).init({})
     if sorted(filter(None, seen)) != [1] * 4:
         warnings.warn(
-            f"optax {optax.__version__} makes chains in another way than this version of jaxcomm "
-            "knows, so nothing warns of a wrong order: put the exchange first, with only "
+            f"optax {optax.__version__} builds chains in a way that this version of jaxcomm does "
+            "not know, so a wrong order cannot be detected: put the exchange first, with only "
             "jaxcomm.local before it, and no optimizer after one_bit_adam or factored_adam.",
             UserWarning,
             stacklevel=users_line(),
@@ -175,14 +175,14 @@ def refuse_optimizer_behind(params: Any, name: str) -> None:
 
 
 def warn_of_a_variance_behind(params: Any, exchange: str) -> None:
-    """Warns, in `init`, of few bytes with error feedback before an optimizer like Adam."""
+    """Warns, in `init`, about few bytes with error feedback before an optimizer like Adam."""
     if moments_behind(params) & _VARIANCES:
         warnings.warn(
-            f"{exchange} with error feedback is in front of an optimizer that keeps a variance, "
+            f"{exchange} with error feedback comes before an optimizer that keeps a variance, "
             "such as Adam. Error feedback is for optimizers that are linear in the gradient "
             "(arXiv:2102.02888): few bits lose accuracy here. Put the mean inside the optimizer, "
             "jaxcomm.factored_adam(jaxcomm.mean(...), learning_rate, nesterov=True); or, where "
-            "devices' data are alike, the optimizer in front, jaxcomm.local(axis_name, "
+            "devices' data are alike, the optimizer before the mean, jaxcomm.local(axis_name, "
             "optax.scale_by_adam(nesterov=True)); or send int4 or more bits.",
             UserWarning,
             stacklevel=users_line(),

@@ -47,8 +47,8 @@ def control_variates(
 ) -> optax.GradientTransformationExtraArgs:
     """Corrects local gradients by their recent difference from the mean.
 
-    Where devices hold different data, most of them may agree on a sign that the mean does not
-    have. Every few steps, the devices exchange the mean of their gradients since the last exchange.
+    If devices hold different data, most of them may agree on a sign that differs from that of the
+    mean. Every few steps, the devices exchange the mean of their gradients since the last exchange.
     Until the next one, each device adds the difference between that mean and its own average to its
     gradients. These corrections add up to zero over devices, so the mean of the gradients does not
     change, but each device votes on something closer to it.
@@ -61,8 +61,8 @@ def control_variates(
 
     Args:
       inner: the exchange that takes the mean: a `jaxcomm.mean`.
-      every: the number of steps from one exchange to the next, whose gradients are averaged. Before
-        the first exchange, gradients are not corrected.
+      every: the number of steps from one exchange to the next, over which gradients are averaged.
+        Before the first exchange, gradients are not corrected.
 
     Returns:
       A transformation to put before `jaxcomm.majority_vote`, and before a `jaxcomm.local`: it takes
@@ -72,7 +72,7 @@ def control_variates(
       ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
         over several axes, or is not a mean.
 
-    Wire: that of `inner` in one step of `every`, in a branch of a conditional; else nothing.
+    Wire: that of `inner` in one step of `every`, in a branch of a conditional; otherwise nothing.
 
     Example:
       >>> import jaxcomm, optax

@@ -2,15 +2,15 @@
 
 How a step works, for a matrix with gradients G_i on devices i:
 
-1. The squares of the rows and columns of G_i travel in float32: they are few. R and C are their
-   decaying means over steps and devices, and P = sqrt(R C^T / mean(R)) is the same on all devices.
-   They all divide by it: U_i = G_i / P.
+1. The mean squares of the rows and columns of G_i are sent in float32: they are few. R and C are
+   their decaying means over steps and devices, and P = sqrt(R C^T / mean(R)) is the same on all
+   devices. All devices divide by P: U_i = G_i / P.
 2. Device i adds its U_i to the momentum m that all share: x_i = b1 m + (1 - b1) U_i.
-3. `exchange` takes the mean of the x_i, in few bits. Its result is the next m, and the update is
+3. `exchange` takes the mean of the x_i, in few bits. The result is the next m, and the update is
    -rate m.
 
-With Nesterov's momentum, the look-ahead is what travels: x_i = b1^2 m + (1 - b1^2) U_i. The mean u
-is the update, so each residual moves the weights once, and the next m is (b1 m + u) / (1 + b1).
+With Nesterov momentum, the look-ahead is sent: x_i = b1^2 m + (1 - b1^2) U_i. The mean u is the
+update, so each residual moves the weights once, and the next m is (b1 m + u) / (1 + b1).
 
 Everything before the exchange is linear in the gradient, except for P. All devices share P, and it
 changes slowly, so error feedback works here as it does for SGD. Divided by P, the values of a block
@@ -74,10 +74,10 @@ def factored_adam(
     mask: Any = None,
     nesterov: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam in few bits without a dense warm-up: the momentum that all devices share is exchanged.
+    """Adam in few bits without a dense warm-up: devices exchange their shared momentum.
 
     It is optimizer and exchange in one: its updates are final, and no optimizer belongs after it.
-    The exchange in the example sends one bit a value on each hop, and a scale for 128 values.
+    The exchange in the example sends one bit per value on each hop, and a scale per 128 values.
 
     The root mean square of a matrix is the product of a row factor and a column factor (Adafactor),
     which all devices share exactly. So they all divide their gradients by the same numbers before
@@ -88,8 +88,8 @@ def factored_adam(
     With `nesterov=True`, a transformer ended with a lower loss, with one bit as in float32
     (`python -m benchmarks.pareto`).
 
-    Quotients are clipped at 1/sqrt(1-b2), a bound that Adam's never exceed. The exchange waits for
-    the rows and columns of all gradients, so it does not overlap with the backward pass.
+    Quotients are clipped at 1/sqrt(1-b2), a bound that those of Adam never exceed. The exchange
+    waits for the rows and columns of all gradients, so it does not overlap with the backward pass.
 
     If any gradient on any device, its square or the learning rate is not finite, every update on
     every device is NaN and the state stays as it was. If an update overflows its 16 bits, all are
@@ -102,9 +102,9 @@ def factored_adam(
       b1: decay of the momentum, in [0, 1).
       b2: decay of the mean squares, in [0, 1).
       eps: added to the root mean square, >= 0.
-      weight_decay: decoupled, as in `optax.adamw`; the update needs the parameters then.
+      weight_decay: decoupled, as in `optax.adamw`; `update` then needs the parameters.
       mask: which leaves decay, as in `optax.adamw`: a tree of bools with the structure of the
-        parameters or a prefix of it, or a function from parameters to one; None is all.
+        parameters or a prefix of it, or a function from parameters to such a tree; None means all.
       nesterov: whether the momentum looks ahead, as in `optax.adam(nesterov=True)`.
 
     Returns:
@@ -112,12 +112,13 @@ def factored_adam(
       either view, and returns what `optax.apply_updates` takes, bitwise equal on all devices.
 
     Raises:
-      TypeError, ValueError: at once for bad arguments; by `init` if `exchange` exchanges nothing or
-        over several axes, or is not a mean, or if an optimizer follows in the same `optax.chain`;
-        by `update` if weight decay lacks the parameters, or the mask does not fit them.
+      TypeError, ValueError: immediately for bad arguments; by `init` if `exchange` exchanges
+        nothing, or over several axes, or is not a mean, or if an optimizer follows in the same
+        `optax.chain`; by `update` if weight decay lacks the parameters, or the mask does not fit
+        them.
 
     Wire: that of `exchange`, and one float32 all-reduce of a + b values for an a x b matrix, and of
-    all values of biases and norms. Where leaves are sharded over a further axis, it goes over that
+    all values of biases and norms. Where leaves are sharded over another axis, it goes over that
     axis too, and so does a flag.
 
     Example:

@@ -54,20 +54,21 @@ class _Bucket:
 def gather(params: Any, *, within: AxisName | None = None) -> Any:
     """Whole parameters from the shards of all devices; backward, shards of the mean gradient.
 
-    Call it in the loss, where parameters are needed: for each layer inside `jax.lax.scan` and
+    Call it in the loss, where parameters are used: for each layer inside `jax.lax.scan` and
     `jax.checkpoint`, so that a device holds one whole layer at a time. `jax.checkpoint` gathers
     again in the backward pass; the gradient is still exchanged only once. Gather a parameter once
-    and use the result as often as you like: gathered twice it is sent twice, and with error
-    feedback the update is NaN, as nobody could tell its two residuals apart.
+    and use the result as often as you need: if it is gathered twice, it is sent twice, and with
+    error feedback the update is NaN, because its two residuals cannot be told apart.
 
     Args:
-      params: a pytree of what `jaxcomm.sharded_params` returned, or a part of it, or the slice
-        that `jax.lax.scan` makes of a stack. Arrays are returned unchanged, so that a model with
+      params: the pytree that `jaxcomm.sharded_params` returned, or a part of it, or the slice that
+        `jax.lax.scan` makes of a stack. Arrays are returned unchanged, so that a model with
         `gather` in it can also be evaluated under plain `jax.jit`, or trained on replicated
         parameters. Outside `jax.shard_map`, along Explicit axes, they are returned replicated.
       within: an automatic axis over which `jaxcomm.shard(params, within)` has split plain arrays,
         in addition to that of the exchange (HSDP). They become whole in each group of devices along
-        it, and their gradients leave in shards. On a mesh without this axis it has no effect.
+        that axis, and their gradients are sharded over it again. On a mesh without this axis,
+        `within` has no effect.
 
     Returns:
       The pytree of whole arrays, in the dtypes of the parameters and equal on all devices.
@@ -79,8 +80,9 @@ def gather(params: Any, *, within: AxisName | None = None) -> Any:
 
     Wire: forward, for each bucket of n values, N-1 messages of ceil(n/N) values in the format
     `gather=` of `jaxcomm.sharded`, each time it runs; backward, once, N-1 such messages in that of
-    the exchange. What is exempt and split travels in float32 both ways. Along `within` it is XLA's
-    all-gather and, backward, a reduce-scatter or all-reduce, in the dtype of the arrays.
+    the exchange. Exempt leaves that are split are sent in float32 in both directions. Along
+    `within`: XLA's all-gather and, backward, its reduce-scatter or all-reduce, in the dtype of the
+    arrays.
     """
     if within is not None:
         return _whole_within(params, within)
@@ -114,8 +116,8 @@ def _whole_within(params: Any, axis_name: AxisName) -> Any:
         return gather(params)
     if _axes.manual_axes().intersection(_axes.names_of(axis_name)):
         raise ValueError(
-            f"gather(within={axis_name!r}) leaves the gathering to XLA, but this code runs device "
-            "by device along that axis. Name the axis over which parameters are split, and take "
+            f"gather(within={axis_name!r}) leaves the gathering to XLA, but that axis is "
+            "manual here. Name the axis over which parameters are split, and take "
             "gradients over another one."
         )
     if _axes.explicit_axes().intersection(_axes.names_of(axis_name)):
@@ -129,7 +131,7 @@ def _whole_within(params: Any, axis_name: AxisName) -> Any:
     if further:
         raise ValueError(
             f"gather(within={axis_name!r}) makes parameters whole over all automatic axes, and "
-            f"{further[0]!r} may split them too. Say for each parameter how it is to be sharded: "
+            f"{further[0]!r} may split them too. Specify the sharding of each parameter: "
             "jax.lax.with_sharding_constraint(x, its spec without the axis)."
         )
     pairs, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_sharded)

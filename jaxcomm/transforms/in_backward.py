@@ -3,8 +3,8 @@
 `jaxcomm._attached` says how a layer is exchanged where it is used. This module does the rest: it
 keeps the states of all layers, exchanges the parameters outside the stacks as usual, and lets all
 of them take the step, or none. Whether a step is finite is known only after the first layer, which
-comes last in the backward pass. So `update` applies nothing before it has seen the flags of all
-layers, and keeps all states as they were if one of them is not finite.
+comes last in the backward pass. So `update` applies nothing before it has the flags of all layers,
+and leaves all states as they were if one of them is not finite.
 """
 
 import dataclasses
@@ -103,29 +103,29 @@ def in_backward(exchange: optax.GradientTransformation, layers: Sequence[str]) -
     """Exchanges the gradients of scanned layers inside the backward pass, one layer at a time.
 
     The gradient of a stack of layers exists only after `jax.lax.scan` has gone through all of them,
-    and then nothing is left to compute while it travels. With this transformation, each layer is
+    when no computation is left to hide its exchange. With this transformation, each layer is
     exchanged inside the loop, hidden by the backward pass of the layers before it. Name the stacks,
-    pass each layer through `jaxcomm.exchanged` where it is used, and give `exchange.attach(params,
-    state)` to `jaxcomm.value_and_grad`, as in the example.
+    pass each layer through `jaxcomm.exchanged` where it is used, and pass
+    `exchange.attach(params, state)` to `jaxcomm.value_and_grad`, as in the example.
 
     Each layer is exchanged as if it were a whole model, so buckets do not span layers. All other
-    parameters are exchanged by `update`, in the same way. Give the exchange the `bucket_order` that
+    parameters are exchanged by `update`, in the same way. Pass the exchange the `bucket_order` that
     `jaxcomm.backward_order` finds: within a layer it decides which products hide which bucket.
     Buckets are filled starting from a layer's last gradient, and the last bucket holds two thirds
-    of `bucket_mib`. Best is room for a layer in three buckets, or in two where a method runs many
+    of `bucket_mib`. Ideally, a layer fits in three buckets, or in two if the method runs many
     kernels between its hops, as sparse means do.
 
     The new state of a layer leaves the backward pass as the gradient of the old one. So error
     feedback, momentum and thresholds work in `jax.lax.scan`, `nnx.scan`, `jax.checkpoint` and
     Python loops. `jaxcomm.accumulate` exchanges in the last microbatch only; if that one leaves out
-    a layer that others used, the update is NaN. A layer whose gradient is zero takes part like all
-    others. If no gradient reaches a layer at all, because the loss does not use it, it is not
+    a layer that others used, the update is NaN. A layer whose gradient is zero takes part like any
+    other. If no gradient reaches a layer at all, because the loss does not use it, it is not
     exchanged: its update is zero, and its state stays as it was.
 
     If any gradient on any device is not finite, every update on every device is NaN and the whole
     state stays as it was, counters included. Layers that were already exchanged are not applied
     either, because `update` comes after the whole backward pass. The same happens if a layer went
-    through several calls of `jaxcomm.exchanged`, whose states do not add up. Further arguments of
+    through several calls of `jaxcomm.exchanged`, whose states cannot be added. Further arguments of
     `update`, such as `value`, reach only the exchange of the other parameters.
 
     Args:
@@ -135,14 +135,15 @@ def in_backward(exchange: optax.GradientTransformation, layers: Sequence[str]) -
         All leaves below a path have a common leading axis of layers.
 
     Returns:
-      A transformation used as `exchange` is, with the method `attach(params, state)`. The pytree
-      that `attach` returns has the leaves of the state in addition to the parameters. Every array
-      of a stack's state has a leading axis of layers.
+      A transformation used like `exchange`, with an additional method `attach(params, state)`. The
+      pytree that `attach` returns has the leaves of the state in addition to the parameters. Every
+      array of a stack's state has a leading axis of layers.
 
     Raises:
-      TypeError: at once, if `layers` is not a list of paths.
-      ValueError: by `init` for a path that names no stack, else as `exchange` does; by `attach`,
-        `jaxcomm.exchanged` and `update` if a parameter is exchanged twice, in part, or not at all.
+      TypeError: immediately if `layers` is not a list of paths.
+      ValueError: by `init` for a path that names no stack, otherwise as for `exchange`; by
+        `attach`, `jaxcomm.exchanged` and `update` if a parameter is exchanged twice, in part, or
+        not at all.
 
     Wire: that of `exchange` for one layer, once for each layer, and that of `exchange` for all
     other parameters; with several microbatches, also an int32 for each layer.
@@ -264,7 +265,7 @@ class _InBackward:
     def _stack(
         self, part: Any, shapes: dict[str, tuple[int, ...]], state: Any, size: int
     ) -> tuple[Stack, tuple[jax.Array, ...]]:
-        """A stack, and what its first leaf carries: the number of the layer, and its state."""
+        """A stack, and what its first leaf carries: the index of the layer, and its state."""
         like = jax.tree.map(of_one_layer, state, is_leaf=is_own)
         axis_name = axis_of(state, "in_backward")
         carried = (jnp.arange(size, dtype=jnp.float32), *to_floats(state))

@@ -45,13 +45,13 @@ def local(
     before the exchange without `local` would treat the gradients of all devices as one gradient.
 
     If an update or the state of `inner` is no longer finite on any device, the state of every
-    device stays as it was and that device's updates are NaN, so that all skip the step. A NaN costs
-    one step and does not stay in a momentum; nor does an infinity that a sign would hide.
+    device stays as it was and that device's updates are NaN, so that all skip the step. So a NaN
+    costs one step and does not remain in a momentum; nor does an infinity that a sign would hide.
 
     Random numbers of `inner`, such as those of `optax.add_noise`, are the same on every device.
 
-    In the manual view (inside `jax.shard_map`), `inner` sees what the device holds. Where
-    parameters are sharded over a further axis, it sees shards, and a norm is not that of the whole
+    In the manual view (inside `jax.shard_map`), `inner` sees only what the device holds. Where
+    parameters are sharded over another axis, these are shards, and a norm is not that of the whole
     gradient: clip in the global view.
 
     Args:
@@ -59,14 +59,14 @@ def local(
       inner: a transformation that exchanges nothing.
 
     Returns:
-      A transformation to put before `jaxcomm.mean` or `jaxcomm.majority_vote`. Every device has its
-      own state.
+      A transformation to put before `jaxcomm.mean` or another exchange. Every device has its own
+      state.
 
     Raises:
-      TypeError, ValueError: at once if `inner` is not a transformation; by `init` if it exchanges;
-        else as `jaxcomm.mean`.
+      TypeError, ValueError: immediately, if `inner` is not a transformation; by `init` if it
+        exchanges; otherwise as for `jaxcomm.mean`.
 
-    Wire: one flag, an int32; where leaves are sharded over a further axis, another flag over that
+    Wire: one flag, an int32; where leaves are sharded over another axis, another flag over that
     axis (in the global view, one for each leaf).
 
     Example:

@@ -49,14 +49,14 @@ class LocalStepsState(NamedTuple):
 
 
 def local_params(state: Any) -> Any:
-    """Each device's own parameters, for `jaxcomm.value_and_grad` and nothing else.
+    """Each device's own parameters, only for `jaxcomm.value_and_grad`.
 
     Args:
       state: the state of `jaxcomm.local_steps`, or of a chain that has one.
 
     Returns:
       The pytree of the parameters, with a leading device axis under plain `jax.jit`, in a dtype
-      that no arithmetic accepts. `jaxcomm.unmark_local` returns the values, to look at.
+      that no arithmetic accepts. `jaxcomm.unmark_local` returns the values, for inspection.
 
     Raises:
       ValueError: if there is no such state, or several, or it covers a part of the parameters.

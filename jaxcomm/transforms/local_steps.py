@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: devices take their own steps, and exchange how far they have moved.
+"""Local SGD and DiLoCo: devices take their own steps, and exchange how far they moved.
 
 Device w has its own parameters p_w; the shared parameters s are equal on all devices.
 
@@ -10,14 +10,14 @@ Device w has its own parameters p_w; the shared parameters s are equal on all de
 
 With `fragments=P` the leaves are dealt to P fragments, and every H/P steps one of them is
 exchanged. With `delay=D` the pseudo-gradient of a fragment is taken D steps before it is exchanged.
-Then it needs nothing of the step in which it travels, and a device keeps its steps since then:
+Then it depends on nothing in the step in which it is sent, and a device keeps its steps since then:
 
     D steps before     q_w = p_w
     exchange           d_w = s - q_w,  s <- s + outer(d),  p_w <- s + (p_w - q_w)
 
-The shared parameters are those of the training loop: what `update` returns is added to them, and
-they are what is evaluated and saved. Each device's own are in the state, and `local_params` returns
-them in a dtype that only `jaxcomm.value_and_grad` takes.
+The shared parameters are those of the training loop: what `update` returns is added to them;
+evaluate and save these. Each device's own parameters are in the state, and `local_params` returns
+them in a dtype that only `jaxcomm.value_and_grad` accepts.
 """
 
 from typing import Any
@@ -51,42 +51,43 @@ def local_steps(
     fragments: int = 1,
     delay: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets every device take its own steps, and exchanges how far they have moved: DiLoCo.
+    """Lets every device take its own steps, and exchanges how far they moved: DiLoCo.
 
     Each device trains its own parameters with its own optimizer on its own gradients, and nothing
     is sent. Once in `every` steps, the devices exchange the difference between the shared
-    parameters and theirs. The outer optimizer treats the mean difference as a gradient, and all
-    devices continue from the updated shared parameters. Local SGD is
-    `outer=optax.sgd(1.0)`; DiLoCo is the outer optimizer of the example.
+    parameters and their own. The outer optimizer uses the mean difference as a gradient, and all
+    devices continue from the updated shared parameters. With `outer=optax.sgd(1.0)` this is local
+    SGD; with the outer optimizer of the example, DiLoCo.
 
     The parameters of the training loop are the shared ones: evaluate and save these. Between
     exchanges their updates are zero. Gradients are taken at the devices' own parameters, which the
     state holds and `jaxcomm.local_params` returns.
 
-    Fewest bytes with Adam: exchange signs with feedback in every 4th step, as `few_bytes` does in
-    the example. The residual of the signs is about as large as a device's movement since the last
-    exchange. So the devices take small steps, and the momentum of the outer optimizer accumulates
-    what they have in common.
+    To send the fewest bytes with Adam, exchange signs with feedback in every 4th step, like
+    `few_bytes` in the example. The residual of the signs is about as large as a device's movement
+    since the last exchange. So the devices should take small steps, and the momentum of the outer
+    optimizer accumulates what they have in common.
 
     A device whose update or state would not be finite skips that step; the others take it. If the
     outer update is not finite, it is NaN on every device, and all parameters and states stay as
     they were.
 
-    Give `init` the parameters that training starts from: the devices' own start as copies of them.
+    Call `init` with the initial parameters of the training: the devices' own start as copies of
+    them.
 
     Args:
-      inner: each device's optimizer. It exchanges nothing; clipping belongs in it, too.
+      inner: each device's optimizer. It exchanges nothing; put clipping into it, too.
       every: the number of steps H from one exchange of a leaf to the next. The learning rates of
         both optimizers depend on it.
-      outer: the optimizer that treats the mean difference as a gradient.
+      outer: the optimizer that uses the mean difference as a gradient.
       exchange: how the differences are exchanged, such as a `jaxcomm.mean` with any codec and error
         feedback, or `jaxcomm.low_rank_mean`. It has a separate state for each fragment, so with
         several fragments its `exempt` cannot name paths; it may be a function of path and shape.
       fragments: the number of parts in which the leaves are exchanged, one part every
-        `every / fragments` steps, which lowers the peak (streaming DiLoCo). Leaves are dealt whole,
-        the largest first, each to the fragment with the fewest values.
+        `every / fragments` steps, which lowers the peak (streaming DiLoCo). Whole leaves are
+        assigned, the largest first, each to the fragment with the fewest values.
       delay: how many steps before its exchange a pseudo-gradient is taken, less than `every`. With
-        1, what travels in a step does not depend on what the step computes. A delay costs one copy
+        1, what is sent in a step does not depend on what the step computes. A delay costs one copy
         of the parameters on each device.
 
     Returns:
@@ -94,12 +95,12 @@ def local_steps(
       its own parameters and inner state.
 
     Raises:
-      ValueError: at once for bad numbers; by `init` if `inner` exchanges, `exchange` does not or is
-        not a mean, or there are more fragments than leaves; by `update` without the shared
+      ValueError: immediately, for bad numbers; by `init` if `inner` exchanges, `exchange` does not
+        or is not a mean, or there are more fragments than leaves; by `update` without the shared
         parameters, and for gradients that were taken at them.
 
     Wire: that of `exchange` for a fragment, in one step of `every / fragments`, in a branch of a
-    conditional; else only the mean of the loss, if `jaxcomm.value_and_grad` is used.
+    conditional; in other steps only the mean of the loss, if `jaxcomm.value_and_grad` is used.
 
     Example:
       Local SGD, with an exchange in every 2nd step:
@@ -120,7 +121,7 @@ def local_steps(
       >>> w  # the devices arrived at 3 and 6
       Array([4.5], dtype=float32)
 
-      DiLoCo, four bits a value in every 32nd step; and one bit in every 4th for Adam:
+      DiLoCo, four bits per value in every 32nd step; and one bit in every 4th for Adam:
 
       >>> diloco = jaxcomm.local_steps(
       ...     optax.adamw(1e-3),

@@ -89,18 +89,18 @@ def low_rank_mean(
 
     A leaf is a matrix M of m inputs and n outputs. Devices exchange the means of two thin matrices
     with `rank` columns each: P with n rows, which is made orthonormal, and Q = M P with m rows. The
-    update is Q P^T. The next step starts from this Q, so that P turns towards the directions in
-    which the mean gradient is largest. What the update lacks of a device's gradient stays in its
-    residual, which is added to the next gradient. Over all steps, the updates and the mean of the
-    residuals add up to the mean of the gradients, whatever the codec. This suits SGD, with or
-    without momentum after it. Before Adam it loses accuracy: `init` warns of an optimizer that
-    keeps a variance, if both are in the same `optax.chain` or `optax.named_chain`.
+    update is Q P^T. The next step starts from this Q, so that P converges to the directions in
+    which the mean gradient is largest. The part of a device's gradient that is not in the update
+    stays in its residual, which is added to the next gradient. Over all steps, the updates and the
+    mean of the residuals add up to the mean of the gradients, whatever the codec. This suits SGD,
+    with or without momentum after it. Before Adam it loses accuracy: `init` warns about an
+    optimizer that keeps a variance, if both are in the same `optax.chain` or `optax.named_chain`.
 
     A leaf is compressed if (m + n) rank < m n. All others, and those of at most one dimension (as
-    in `jaxcomm.mean`), travel together in float32. The axes of a leaf are split into inputs and
+    in `jaxcomm.mean`), are sent together in float32. The axes of a leaf are split into inputs and
     outputs where m + n is smallest: a convolution's kernel (height, width, in, out) before its last
     axis, a projection to attention heads (width, heads, head width) after its first. A leaf that is
-    sharded over a further axis is one matrix per shard. Layers that are stacked for `jax.lax.scan`
+    sharded over another axis is one matrix per shard. Layers that are stacked for `jax.lax.scan`
     are one matrix each if `jaxcomm.with_layer_axis` names them.
 
     If any gradient on any device is not finite, every update on every device is NaN, and residuals
@@ -119,19 +119,19 @@ def low_rank_mean(
       bucket_mib: the maximum size of a bucket, in MiB of float32 gradients. A bucket is two
         messages, one after the other, so the default is larger than that of `jaxcomm.mean`.
       bucket_order: paths of leaves in the order in which their gradients appear, as
-        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+        `jaxcomm.backward_order` finds them; None means the reverse of the tree's order.
       implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.
 
     Returns:
-      A transformation used as `jaxcomm.mean` is. Every device keeps one float32 copy of the
+      A transformation used like `jaxcomm.mean`. Every device keeps one float32 copy of the
       compressed leaves, and Q.
 
     Raises:
-      TypeError, ValueError: at once for bad arguments; by `init` if the rank compresses no leaf;
-        else as `jaxcomm.mean`.
+      TypeError, ValueError: immediately, for bad arguments; by `init` if the rank compresses no
+        leaf; otherwise as for `jaxcomm.mean`.
 
     Wire: for each bucket two means, each as by `jaxcomm.pmean`: one of rank n and one of rank m
-    values, summed over its leaves. Once a step, one float32 all-reduce of all other leaves and,
+    values, summed over its leaves. Once per step, one float32 all-reduce of all other leaves and,
     unless the codec is float32, of one flag; on a mesh of several axes, one int32 over the others.
 
     Example:
@@ -165,8 +165,8 @@ def low_rank_mean(
     codec = codecs.from_name(codec)
     if isinstance(codec, RandomK) or codec.needs_error_feedback:
         raise ValueError(
-            f"{codec.name} keeps too little of a basis; choose float32, bfloat16, int8, int4 or "
-            "another codec of all values, and a lower rank for fewer bytes."
+            f"{codec.name} is too coarse for a basis; choose float32, bfloat16, int8, int4 or "
+            "another codec of all values; for fewer bytes, choose a lower rank."
         )
     is_float32 = codec == codecs.float32()
     bases, chosen = collectives.mean_of(codec, algorithm, implementation=implementation)

@@ -75,8 +75,8 @@ def majority_vote(
 ) -> optax.GradientTransformation:
     """Replaces local gradients by the signs on which most devices agree.
 
-    signSGD with majority vote is `optax.chain(jaxcomm.majority_vote("data"), optax.sgd(lr))`.
-    With each device's own momentum before the vote it is Signum:
+    signSGD with majority vote is `optax.chain(jaxcomm.majority_vote("data"), optax.sgd(lr))`. With
+    each device's own momentum before the vote this is Signum:
     `optax.chain(jaxcomm.local("data", optax.trace(0.9)), jaxcomm.majority_vote("data"), ...)`.
 
     Leaves of at most one dimension (as in `jaxcomm.mean`) are averaged exactly in float32 and
@@ -88,12 +88,12 @@ def majority_vote(
     With error feedback, a device votes with the signs of its gradient plus its residual. Its next
     residual is that sum minus the signs times the mean magnitude of the leaf. The update is the
     vote times the mean of the devices' scales, so it has the size of a gradient; the updates of
-    exempt leaves are then their means. Where a leaf is sharded over a further axis, each shard has
+    exempt leaves are then their means. Where a leaf is sharded over another axis, each shard has
     its own scale.
 
     Votes are biased where the devices' data differ, with and without error feedback. In that case,
     put `jaxcomm.control_variates` before the vote, or use `jaxcomm.mean("data",
-    codec="scaled_sign", error_feedback=True)`, which is not biased and sends 2(N-1)/N bits a
+    codec="scaled_sign", error_feedback=True)`, which is not biased and sends 2(N-1)/N bits per
     coordinate.
 
     If any gradient on any device is not finite, every update on every device is NaN and the
@@ -102,33 +102,34 @@ def majority_vote(
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
       algorithm: "circulant", "ring", "two_way_ring", "halving_doubling", "direct", "two_clusters"
-        or an algorithm such as `jaxcomm.algorithms.direct(aggregator=0)`; None is "direct" on up to
-        16 devices, and "circulant" on more; between CPU processes short vectors take fewer rounds.
+        or an algorithm such as `jaxcomm.algorithms.direct(aggregator=0)`; None means "direct" on up
+        to 16 devices, and "circulant" on more; between CPU processes, short vectors use algorithms
+        with fewer rounds.
       ties: the result if both signs have equally many votes: "random" (a fair coin that all devices
         share), "zero", "positive" or "negative".
       zeros: the vote of a zero: "random" (a fair coin of each device) or "abstain".
-      error_feedback: whether each device keeps what its votes do not express.
+      error_feedback: whether each device keeps a residual, what its votes do not express.
       seed: the seed for the coins.
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
       bucket_mib: the maximum size of a bucket, in MiB of float32 gradients. A bucket takes several
         hops, so the default is larger than that of `jaxcomm.mean`.
       bucket_order: paths of leaves in the order in which their gradients appear, as
-        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+        `jaxcomm.backward_order` finds them; None means the reverse of the tree's order.
 
     Returns:
-      A transformation used as `jaxcomm.mean` is. Its updates are +1, -1 or 0, or with error
-      feedback these times a scale for each leaf.
+      A transformation used like `jaxcomm.mean`. Its updates are +1, -1 or 0; with error feedback,
+      these times a scale per leaf.
 
     Raises:
-      ValueError, TypeError: at once for bad arguments; else as `jaxcomm.mean`.
+      TypeError, ValueError: immediately for bad arguments; otherwise as for `jaxcomm.mean`.
 
-    Wire: a message with votes of k devices has ceil(log2(k+1)) bits a coordinate. The result has
+    Wire: a message with votes of k devices has ceil(log2(k+1)) bits per coordinate. The result has
     one bit, or two if it can be zero (ties="zero" at an even number of devices, or zeros="abstain",
-    which also doubles the bits of votes). Bits a coordinate: direct 2(N-1)/N; for N = 2^q devices
-    halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, ring log2 N and two_way_ring
-    log2 N - 1 + (log2 N + 1)/N, and circulant, for most device counts above 16, little more than
-    direct. Exempt leaves travel in one float32 all-reduce, together with a flag or, with error
-    feedback, the scales; on a mesh of several axes, one int32 travels over the others.
+    which also doubles the bits of votes). Bits per coordinate: direct 2(N-1)/N; for N = 2^q devices
+    halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, ring log2 N and two_way_ring log2 N - 1 + (log2 N
+    + 1)/N, and circulant, for most device counts above 16, little more than direct. Exempt leaves
+    are sent in one float32 all-reduce, together with a flag or, with error feedback, the scales; on
+    a mesh of several axes, one int32 is sent over the others.
 
     Example:
       >>> import jaxcomm, optax

@@ -48,7 +48,7 @@ from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_beh
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
 
 _LARGE = 2**18  # elements of a leaf that is not joined with others
-_ENOUGH_FOR_ADAM = 4  # bits a value that error feedback before Adam needs, as measured
+_ENOUGH_FOR_ADAM = 4  # bits per value that error feedback before Adam needs, as measured
 
 
 class MeanState(NamedTuple):
@@ -84,54 +84,55 @@ def mean(
 ) -> optax.GradientTransformation:
     """Replaces local gradients by their mean over a mesh axis.
 
-    Put it in a chain once, before the optimizer. Transformations after it see the mean, so
-    clipping there works as usual:
+    Put it once in a chain, before the optimizer. Transformations after it see the mean, so clipping
+    there works as usual:
     `optax.chain(jaxcomm.mean("data"), optax.clip_by_global_norm(1.0), optax.adam(1e-3))`. A
     transformation before it must be wrapped in `jaxcomm.local`.
 
-    Leaves of at most one dimension (norms, biases) travel together in float32, by XLA's own
-    all-reduce; so do larger ones named bias, scale, offset, beta or gamma, and the weight of a
+    Leaves of at most one dimension (norms, biases) are sent together in float32, by XLA's own
+    all-reduce; so are larger ones named bias, scale, offset, beta or gamma, and the weight of a
     norm. All other leaves are exchanged in buckets; a bucket is one message per hop.
 
     With `error_feedback=True`, each device keeps the rounding errors of its own messages, on every
     hop, and adds them to its next gradients. The owner of a block also keeps N times the rounding
     error of the encoded mean. Over all steps, the updates and the mean of the residuals add up to
-    the mean of the gradients, except for what 16-bit updates round off. Fed-back errors arrive
-    late: a momentum after the exchange repeats them, and Adam is not linear in them (H. Tang et
+    the mean of the gradients, except for the rounding of 16-bit updates. Errors are fed back some
+    steps late: momentum after the exchange repeats them, and Adam is not linear in them (H. Tang et
     al., 2021). So with fewer bits than int4, put SGD's momentum before the mean,
     `jaxcomm.local(axis_name, optax.trace(0.9, nesterov=True))`; with Adam, put the mean inside
-    `jaxcomm.factored_adam`. `init` warns of fewer than 4 bits with feedback before an optimizer
-    that keeps a variance, but only if both are in the same `optax.chain` or `optax.named_chain`.
-    If a codec's error can exceed the value (`Codec.variance`), residuals may grow without bound; a
-    UserWarning says so.
+    `jaxcomm.factored_adam`. `init` warns about fewer than 4 bits with feedback before an optimizer
+    that keeps a variance, but only if both are in the same `optax.chain` or `optax.named_chain`. If
+    a codec's error can exceed the value (`Codec.variance`), residuals may grow without bound, and a
+    UserWarning is issued.
 
     If any gradient on any device is not finite, every update on every device is NaN, and the
     residuals stay as they were. `optax.apply_if_finite` around the optimizer then skips the step on
-    all devices. The same happens with random_k if devices were given different seeds.
+    all devices. Updates are also NaN with random_k if devices have different seeds.
 
-    Under `jax.shard_map` with `check_vma=False`, nothing can check that the axis is that of
-    `jaxcomm.value_and_grad`: with another one, devices would diverge.
+    Under `jax.shard_map` with `check_vma=False`, jaxcomm cannot check that the axis is that of
+    `jaxcomm.value_and_grad`; with a different axis, devices would diverge.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
       codec: a name in `jaxcomm.codecs.BY_NAME`, such as "bfloat16", "cnat" or "int8", or a codec
         such as `jaxcomm.codecs.qsgd(levels=7)`.
       algorithm: "native", "direct", "ring", "two_way_ring", "halving_doubling", "circulant" or an
-        algorithm such as `jaxcomm.algorithms.halving_doubling(order="far_first")`; None is "native"
-        for float32; between CPU processes "ring" for 16 bits and int8 (short vectors take fewer
-        rounds), "two_way_ring" for cnat on 3 to 8 devices and "circulant" on more than 32; "direct"
-        for everything else.
+        algorithm such as `jaxcomm.algorithms.halving_doubling(order="far_first")`; None means
+        "native" for float32; between CPU processes "ring" for 16 bits and int8 (short vectors take
+        fewer rounds), "two_way_ring" for cnat on 3 to 8 devices and "circulant" on more than 32;
+        "direct" for everything else.
       error_feedback: whether each device keeps the errors of its messages, in one float32 copy of
-        the gradients; "first_hop" keeps only those of the first hop: rounding of means is lost.
-      second_hop: the codec of the mean in the all-gather; None is `codec`.
-      exempt: which leaves travel in float32. Patterns of paths such as ["head/*"] add to those
-        above; a function of path and shape decides about all leaves.
+        the gradients; "first_hop" keeps only those of the first hop, not the rounding errors of the
+        means.
+      second_hop: the codec of the mean in the all-gather; None means `codec`.
+      exempt: which leaves are sent in float32. Patterns of paths such as ["head/*"] add to those
+        above; a function of path and shape decides for all leaves.
       seed: the seed for codecs that round or draw at random.
       bucket_mib: the maximum size of a bucket, in MiB of float32 gradients; a larger leaf has its
-        own bucket. Smaller buckets start earlier, larger ones spend less time on latency.
+        own bucket. Smaller buckets start earlier; larger ones lose less time to latency.
       bucket_order: paths of leaves in the order in which their gradients appear, as
-        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
-      implementation: which version of a kernel runs where there are several: None, "xla", "mosaic",
+        `jaxcomm.backward_order` finds them; None means the reverse of the tree's order.
+      implementation: which version of a kernel to use, if there are several: None, "xla", "mosaic",
         "triton", "measure" (time them once on this device), or a mapping from operations to these.
         `docs/kernels.md` lists the operations.
 
@@ -142,13 +143,13 @@ def mean(
       `jax.shard_map`.
 
     Raises:
-      TypeError, ValueError: at once for bad arguments; by `init` for parameters that are not
+      TypeError, ValueError: immediately for bad arguments; by `init` for parameters that are not
         float or sharded over the axis, or when no mesh is set; by `update` for gradients that
         are not local.
 
-    Wire: for each bucket of n elements, that of `jaxcomm.pmean`. Once a step, one float32
+    Wire: for each bucket of n elements, that of `jaxcomm.pmean`. Once per step, one float32
     all-reduce of all exempt elements, and on a mesh of several axes one int32 over the other axes.
-    With random_k, a flag and a tag of the key travel with it.
+    With random_k, the all-reduce includes a flag and a tag of the key.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm

@@ -43,22 +43,22 @@ def multi_steps(
 ) -> optax.GradientTransformationExtraArgs:
     """Averages the gradients of several steps on each device, then exchanges and applies them once.
 
-    It is `optax.MultiSteps` for local gradients: in the steps in between, the updates are zero and
-    nothing is sent. `jaxcomm.accumulate` does the same for the microbatches of one step.
+    This is `optax.MultiSteps` for local gradients: in the steps in between, the updates are zero
+    and nothing is sent. `jaxcomm.accumulate` does the same for the microbatches of one step.
 
     Args:
       inner: a chain of an exchange and the optimizer.
       every: the number of steps per exchange.
 
     Returns:
-      A transformation used as `inner` is. It keeps one float32 copy of the gradients per device.
+      A transformation used like `inner`. It keeps one float32 copy of the gradients per device.
 
     Raises:
       ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
         over several axes, or if an optimizer with moments follows in the chain: it would mistake
         the zeros of the steps in between for gradients.
 
-    Wire: that of `inner` in one step of `every`, in a branch of a conditional; else nothing.
+    Wire: that of `inner` in one step of `every`, in a branch of a conditional; otherwise nothing.
 
     Example:
       >>> import jaxcomm, optax

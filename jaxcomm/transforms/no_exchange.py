@@ -24,18 +24,18 @@ def no_exchange(axis_name: AxisName) -> optax.GradientTransformation:
     """Leaves every device with its own gradients: for measuring, and as a control.
 
     A step with it is the same step without communication, so the time that `mean` adds is what
-    communication costs. The updates are typed as equal on all devices, but they are not:
-    parameters drift apart, and training on them is the control for what communication is worth.
-    A device's own copy is `x.addressable_shards[i].data`; jax treats all copies as one array.
+    communication costs. The updates are typed as equal on all devices, but they are not: parameters
+    drift apart, so such a training run is the control that shows what communication is worth. A
+    device's own copy is `x.addressable_shards[i].data`; jax treats all copies as one array.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
 
     Returns:
-      A transformation used as `jaxcomm.mean` is.
+      A transformation used like `jaxcomm.mean`.
 
     Raises:
-      TypeError, ValueError: as `jaxcomm.mean`.
+      TypeError, ValueError: as for `jaxcomm.mean`.
 
     Wire: nothing.
     """

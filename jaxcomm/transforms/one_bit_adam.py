@@ -101,7 +101,7 @@ def one_bit_adam(
     bucket_mib: float = 8.0,
     bucket_order: Sequence[str] | None = None,
 ) -> optax.GradientTransformation:
-    """Adam on the mean of local gradients; after some dense steps its momentum travels in one bit.
+    """Adam on the mean of local gradients; after some dense steps its momentum is sent in one bit.
 
     It is optimizer and exchange in one: its updates are final, so neither `jaxcomm.mean` nor
     `optax.adam` belongs in its chain. `jaxcomm.local("data", optax.clip_by_global_norm(1.0))` may
@@ -113,9 +113,9 @@ def one_bit_adam(
     both hops fed back (`one_bit_mean`). Leaves of at most one dimension keep their exact float32
     mean.
 
-    A coordinate whose v is 0 when v is frozen never had a gradient. Its momentum would still be
-    decoded as plus or minus a scale and then divided by eps, so it is no longer updated, except by
-    weight decay. Where v is tiny, a larger eps bounds the step.
+    A coordinate whose v is 0 when v is frozen has never had a gradient. Its momentum would still be
+    decoded as plus or minus a scale and then divided by eps, so such a coordinate is no longer
+    updated, except by weight decay. Where v is tiny, a larger eps bounds the step.
 
     If any gradient on any device is not finite, every update on every device is NaN and the state
     stays as it was. The exchange of a bucket begins once all gradients of that bucket exist.
@@ -126,9 +126,9 @@ def one_bit_adam(
       b1: decay of the momentum, in [0, 1).
       b2: decay of the variance, in [0, 1).
       eps: added to the root of the variance, >= 0.
-      weight_decay: decoupled, as in `optax.adamw`; the update needs the parameters then.
+      weight_decay: decoupled, as in `optax.adamw`; `update` then needs the parameters.
       mask: which leaves decay, as in `optax.adamw`: a tree of bools with the structure of the
-        parameters or a prefix of it, or a function from parameters to one; None is all.
+        parameters or a prefix of it, or a function from parameters to such a tree; None means all.
       total_steps: the steps of the run, of which the first 15 % are dense, as for the paper's
         BERT-Large; then v is frozen.
       dense_steps: the number of steps before v is frozen, instead of `total_steps`.
@@ -136,29 +136,28 @@ def one_bit_adam(
         that of 1/(1-b2) steps ago, both corrected for their start at 0, have a ratio (smaller over
         larger) of at least this number. So v is frozen after 1/(1-b2) steps at the earliest: 1000
         for the default b2. The warm-up of the learning rate should end before. With `total_steps`
-        or `dense_steps`, v is frozen at that step if it is not stable by then; without, it may
-        never be frozen.
+        or `dense_steps`, v is frozen at that step at the latest; without, it may never be frozen.
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
       bucket_mib: the maximum size of a bucket, in MiB of float32 gradients.
       bucket_order: paths of leaves in the order in which their gradients appear, as
-        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order. A resumed run
-        needs the order of the run before: errors are kept by bucket.
+        `jaxcomm.backward_order` finds them; None means the reverse of the tree's order. A resumed
+        run needs the order of the first run, because errors are kept by bucket.
 
     Returns:
       A transformation whose `update` takes local gradients (from `jaxcomm.value_and_grad`) in
       either view, and returns what `optax.apply_updates` takes, bitwise equal on all devices.
 
     Raises:
-      TypeError, ValueError: at once for bad arguments; by `init` if an optimizer with its own
+      TypeError, ValueError: immediately for bad arguments; by `init` if an optimizer with its own
         moments follows in the same `optax.chain`; by `update` if weight decay lacks the parameters,
-        or the mask does not fit them; else as `jaxcomm.mean`.
+        or the mask does not fit them; otherwise as for `jaxcomm.mean`.
 
     Wire: for each bucket of b blocks, 2(N-1) messages of 33 uint32 words for each of ceil(b/N)
-    blocks, which is 2(N-1)/N of 1.03 bits a value; a leaf is padded to whole blocks of 1024 values.
-    Once a step, one float32 all-reduce of all exempt values; on a mesh of several axes, one int32
-    over the other axes, and with `variance_stability` one float32. A dense step sends 8(N-1)/N
-    bytes a parameter more, in a branch of a conditional. The bits travel in dense steps too and are
-    discarded: on GPUs XLA does not overlap a collective that is inside a conditional.
+    blocks, which is 2(N-1)/N of 1.03 bits per value; a leaf is padded to whole blocks of 1024
+    values. Once per step, one float32 all-reduce of all exempt values; on a mesh of several axes,
+    one int32 over the other axes, and with `variance_stability` one float32. A dense step sends
+    8(N-1)/N more bytes per parameter, in a branch of a conditional. The bits are also sent in dense
+    steps, and discarded: on GPUs XLA does not overlap a collective that is inside a conditional.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm

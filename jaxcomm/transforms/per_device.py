@@ -1,4 +1,4 @@
-"""State that differs from device to device, and the specs of a whole state."""
+"""State that differs from device to device, and the sharding specs of a whole state."""
 
 import dataclasses
 import math
@@ -69,7 +69,7 @@ def require_own(own: PerDevice, layout: Layout) -> None:
             raise ValueError(
                 "per-device state was replicated, but it differs from device to device. Pass what "
                 "tx.init returned as it is, without jaxcomm.replicate or jax.device_put; "
-                "jaxcomm.state_spec(tx, params, mesh) says how it is sharded."
+                "jaxcomm.state_spec(tx, params, mesh) returns how it is sharded."
             )
 
 
@@ -121,8 +121,8 @@ def zeros_per_bucket(
     Args:
       layout: what `init` recorded about the parameters.
       params: the parameters.
-      buckets: indices of leaves; those of a bucket are sharded over the same further axes, and
-        every shard has its own vector.
+      buckets: indices of leaves; those of a bucket are sharded over the same axes, and every shard
+        has its own vector.
       size: a function from the number of a bucket's values on one device to its vector's length.
     """
     sizes = [size(values_of(layout, bucket)) for bucket in buckets]
@@ -154,7 +154,7 @@ def zeros_per_group(
 
 
 def _shards(leaf: Leaf) -> int:
-    """The number of parts into which further axes split a leaf."""
+    """The number of parts into which other axes split a leaf."""
     return math.prod(_axes.axis_size(axis) for axis in names_in(leaf.spec))
 
 
@@ -164,13 +164,13 @@ def state_spec(
     mesh: jax.sharding.Mesh,
     axis_names: Set[str] | None = None,
 ) -> Any:
-    """How a transformation's state is sharded: the specs to give `jax.shard_map`.
+    """The specs of a transformation's state, to pass to `jax.shard_map`.
 
     Args:
       tx: a transformation, alone or in a chain.
       params: placed parameters, or `jax.ShapeDtypeStruct`s with shardings.
       mesh: the mesh of the `jax.shard_map` that the state is passed to.
-      axis_names: its axes that are manual, as `jax.shard_map` takes them; None is all.
+      axis_names: its axes that are manual, as in `jax.shard_map`; None means all.
 
     Returns:
       The pytree of `tx.init(params)` with a `PartitionSpec` for each array. Per-device state has
@@ -179,7 +179,7 @@ def state_spec(
       the parameter. The rest is replicated.
 
     Raises:
-      TypeError, ValueError: those of `tx.init`, such as for a mesh without its axis.
+      TypeError, ValueError: as for `tx.init`, for example if the mesh lacks the axis.
 
     Wire: nothing.
 

@@ -23,7 +23,7 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
     ones. So the mean of the residuals over devices, which the updates still lack, stays as it was,
     and each device's own parameters under `jaxcomm.local_steps` start at the average of the old
     ones. Counters stay. Devices' shares of a bucket, such as the second-hop errors of
-    `jaxcomm.one_bit_adam`, are joined and dealt out again, so they stay as they were too.
+    `jaxcomm.one_bit_adam`, are joined and redistributed, so they are unchanged too.
 
     Args:
       tx: the transformation of the new run, made like that of the old one.
@@ -39,7 +39,7 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
 
     Raises:
       ValueError: if the state is that of another transformation, or has arrays of which this
-        process holds only a part; or, for a state with its own types, if further axes split the
+        process holds only a part; or, for a state with its own types, if other axes split the
         parameters over another number of devices.
 
     Wire: nothing.
@@ -87,11 +87,11 @@ def _taken(old: dict[str, Any], name: str, is_own: bool) -> Any:
 
 
 def _check_shards(new: list[PerDevice], old: list[PerDevice]) -> None:
-    """Raises if further axes split the leaves of buckets in another way."""
+    """Raises if other axes split the leaves of buckets in another way."""
     for here, there in zip(new, old, strict=False):
         if len(here.shards) == len(there.shards) and here.shards != there.shards:
             raise ValueError(
-                f"further axes split the parameters over {there.shards} devices in the old "
+                f"other axes split the parameters over {there.shards} devices in the old "
                 f"run, and over {here.shards} here; only the axis of the exchange may have another "
                 "length."
             )
@@ -123,7 +123,7 @@ def _on_numbers(f: Callable[[Any, np.ndarray], jax.Array], new: Any, old: Any) -
     if isinstance(old, jax.Array) and not (old.is_fully_addressable or old.is_fully_replicated):
         raise ValueError(
             f"the state has an array of shape {old.shape} of which this process holds only a part. "
-            "Bring it together: jax.experimental.multihost_utils.process_allgather(state, "
+            "Gather it: jax.experimental.multihost_utils.process_allgather(state, "
             "tiled=True), or let orbax restore whole arrays, on every device of the mesh."
         )
     old = np.asarray(jax.random.key_data(old) if are_keys(old) else old)
@@ -164,7 +164,7 @@ def _spread(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
 def _dealt(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
     """Parts of a bucket, joined and dealt out again: device i owns part i.
 
-    Where further axes split the bucket's leaves, each shard has its own bucket.
+    Where other axes split the bucket's leaves, each shard has its own bucket.
     """
     axis = _device_axis(spec)
     split = spec[axis + 1] if len(spec) > axis + 1 else None

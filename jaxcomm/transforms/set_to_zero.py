@@ -23,19 +23,19 @@ class SetToZeroState(NamedTuple):
 def set_to_zero(axis_name: AxisName) -> optax.GradientTransformation:
     """Replaces local gradients by zero updates, without an exchange: for frozen parameters.
 
-    It is `optax.set_to_zero` for local gradients: what `optax.partition` gives it is not sent.
-    After the exchange, `optax.set_to_zero` freezes too, but what it discards was sent. The
-    optimizer belongs inside the trained part: weight decay after the partition moves the frozen
+    This is `optax.set_to_zero` for local gradients: the leaves that `optax.partition` assigns to it
+    are not sent. `optax.set_to_zero` after the exchange also freezes, but its leaves are sent. Put
+    the optimizer inside the trained part: weight decay after the partition would move the frozen
     part.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
 
     Returns:
-      A transformation used as `jaxcomm.mean` is.
+      A transformation used like `jaxcomm.mean`.
 
     Raises:
-      TypeError, ValueError: as `jaxcomm.mean`.
+      TypeError, ValueError: as for `jaxcomm.mean`.
 
     Wire: nothing.
 

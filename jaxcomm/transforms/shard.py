@@ -19,13 +19,13 @@ def shard(
 ) -> Any:
     """Places parameters so that each device holds 1/N of every large one (FSDP, ZeRO-3).
 
-    A leaf is split along its largest dimension that N divides, the last of several equal ones.
-    Leaves that travel in float32 (of at most one dimension, and `exempt`) are replicated.
+    A leaf is split along its largest dimension that N divides; among equal ones, the last. Leaves
+    that are sent in float32 (of at most one dimension, and `exempt`) are replicated.
 
     Args:
       params: a pytree of arrays, or of `jax.ShapeDtypeStruct`s; every process passes equal values.
       axis_name: the mesh axis, or axes, of the N devices.
-      exempt: as in `jaxcomm.mean`; give both the same.
+      exempt: as in `jaxcomm.mean`; pass the same to both.
       layers: patterns of paths of leaves whose leading axis counts layers, the same as for
         `jaxcomm.with_layer_axis`; that axis is not split.
 
@@ -86,9 +86,9 @@ def _split(
     dim = split_dim_of(shape, world, first)
     if dim is None:
         raise ValueError(
-            f"parameter {name} of shape {shape} has no dimension that divides over the {world} "
-            f"devices of {axis_name!r}. Pad it to a multiple of {world}, or keep it whole on every "
-            f"device: exempt=[{name!r}], here and in the exchange."
+            f"parameter {name} of shape {shape} has no dimension that divides evenly over the "
+            f"{world} devices of {axis_name!r}. Pad it to a multiple of {world}, or keep it whole "
+            f"on every device: exempt=[{name!r}], here and in the exchange."
         )
     return PartitionSpec(*[None] * dim, axis_name)
 

@@ -38,28 +38,29 @@ def sharded(
     Each device keeps 1/N of the parameters and 1/N of the state of the optimizer after this in the
     chain. In the loss, `jaxcomm.gather` makes parameters whole for as long as they are needed. Its
     backward pass reduce-scatters their gradients in the format of `exchange`, so that each device
-    ends with its own shard of the mean. This transformation then only finishes the step: it
-    averages what is not split, and lets all devices agree on whether everything was finite.
+    ends with its own shard of the mean. The `update` of this transformation then only finishes the
+    step: it averages what is not split, and makes all devices agree on whether everything was
+    finite.
 
     Four lines differ from training on replicated parameters: this one, and three that place the
-    parameters with `jaxcomm.shard`, give the loss `jaxcomm.sharded_params(params, state)`, and
-    gather in the loss. Where layers are scanned, `jaxcomm.gather` each layer in the body of the
-    scan, inside `jax.checkpoint`: then only one layer at a time is whole, in the forward and in
-    the backward pass.
+    parameters with `jaxcomm.shard`, pass `jaxcomm.sharded_params(params, state)` to the loss, and
+    gather in the loss. If layers are scanned, `jaxcomm.gather` each layer in the body of the scan,
+    inside `jax.checkpoint`: then only one layer at a time is whole, in the forward and in the
+    backward pass.
 
-    Under plain `jax.jit` arrays are global, so what follows in the chain sees the whole gradient:
-    `optax.clip_by_global_norm` clips by the norm of all shards. Inside your own `jax.shard_map`, it
-    sees shards, and may only compute element by element.
+    Under plain `jax.jit` arrays are global, so transformations after it see the whole gradient:
+    `optax.clip_by_global_norm` clips by the norm of all shards. Inside your own `jax.shard_map`,
+    they see shards, and must be elementwise.
 
     With error feedback, every device keeps the errors of its own messages for the whole gradient:
-    a float32 copy of all parameters, N times what its shards take. There is no second hop, so
+    float32 values for all parameters, N times the size of its shards. There is no second hop, so
     `error_feedback=True` and "first_hop" are the same here.
 
     If any gradient on any device is not finite, every update on every device is NaN, and residuals
     stay as they were.
 
     Args:
-      exchange: how gradients travel: `jaxcomm.mean`, `jaxcomm.majority_vote` without error
+      exchange: how gradients are exchanged: `jaxcomm.mean`, `jaxcomm.majority_vote` without error
         feedback, or `jaxcomm.set_to_zero`, which gathers frozen parameters and sends no gradient;
         `jaxcomm.no_exchange` is the control. `algorithm=None` means "direct" here, which rounds
         each value once, and "native" for float32. Exempt leaves that are not split are averaged in
@@ -73,13 +74,13 @@ def sharded(
       `jaxcomm.sharded_params`, and returns updates in the shapes and shardings of the parameters.
 
     Raises:
-      TypeError, ValueError: at once for any other exchange, and for a format that cannot gather; by
-        `init` for a leaf that is neither split nor exempt or is split in another way, and for a
-        mesh with further axes; by `update` for gradients that were not gathered.
+      TypeError, ValueError: immediately, for any other exchange and for a format that cannot
+        gather; by `init` for a leaf that is neither split nor exempt or is split in another way,
+        and for a mesh with other axes; by `update` for gradients that were not gathered.
 
     Wire: for each bucket of n values, backward (N-1) messages of ceil(n/N) values in the format
     of `exchange`, and forward (N-1) in that of `gather`, twice where `jax.checkpoint` gathers
-    again: with bfloat16 for all, 3 (N-1)/N of 2 bytes a value. One float32 all-reduce of what is
+    again: with bfloat16 for all, 3 (N-1)/N of 2 bytes per value. One float32 all-reduce of what is
     not split, and of one flag.
 
     Example:
@@ -103,7 +104,7 @@ def sharded(
       Training", 2023, arXiv:2306.10209.
 
     Differs from the paper: ZeRO++ quantizes gradients without error feedback, and only to four
-    bits; here the format is a choice. `docs/sharded.md` has its three parts.
+    bits; here the format is a choice. `docs/sharded.md` shows all three parts of ZeRO++.
     """
     if not isinstance(exchange, Exchange):
         raise TypeError(

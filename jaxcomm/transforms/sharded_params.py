@@ -47,9 +47,9 @@ def sharded_params(params: Any, state: Any) -> Any:
       state: the state of `jaxcomm.sharded`, or of a chain or partition that has one or more.
 
     Returns:
-      The pytree of the parameters, with a node for each of them that only `jaxcomm.gather` takes.
-      Pass it to `jaxcomm.value_and_grad`, and the gradients to `tx.update`. Parameters that another
-      exchange of the state has, such as one of `optax.partition`, are returned unchanged.
+      The pytree of the parameters, each as a node that only `jaxcomm.gather` accepts. Pass it to
+      `jaxcomm.value_and_grad`, and the gradients to `tx.update`. Parameters that belong to another
+      exchange of the state, such as one of `optax.partition`, are returned unchanged.
 
     Raises:
       ValueError: if there is no such state, or a parameter is exchanged twice or not at all.
@@ -101,7 +101,7 @@ def _leaves_of(state: ShardedState) -> list[ShardedParam]:
     if layout.world != _axes.axis_size(layout.axis_name):
         raise ValueError(
             f"the state was made for {layout.world} devices along {layout.axis_name!r}, and the "
-            f"mesh now has {_axes.axis_size(layout.axis_name)}; jaxcomm.resize_state makes it fit."
+            f"mesh now has {_axes.axis_size(layout.axis_name)}; jaxcomm.resize_state converts it."
         )
     require_own(own, layout)
     manual = _axes.is_manual(layout.axis_name)

@@ -121,9 +121,9 @@ def sparse_mean(
     are averaged exactly.
 
     With momentum correction, each device accumulates its momentum instead of its gradients and
-    selects from that sum, so that values that wait keep their momentum. Where a value was sent, its
-    sum and its momentum restart from zero. Exempt leaves and dense steps use the same momentum,
-    which they never clear. The optimizer then has none of its own:
+    selects from that sum, so that values that wait keep their momentum. Once a value is sent, its
+    sum and its momentum restart from zero. Exempt leaves and dense steps use the same momentum, but
+    never clear it. Use an optimizer without momentum then:
     `optax.chain(jaxcomm.sparse_mean("data", 0.01, momentum_correction=0.9), optax.sgd(lr))`.
 
     If any gradient on any device is not finite, every update on every device is NaN, and residuals,
@@ -138,21 +138,21 @@ def sparse_mean(
       momentum_correction: the decay, in [0, 1), of each device's momentum, or None.
       dense_steps: the number of steps before the first sparse step, which take the float32 mean of
         the gradients; with momentum correction, of the momenta.
-      measure_xi: whether the report has the distance to the true top-k. This is meant for studies:
+      measure_xi: whether the report has the distance to the true top-k. It is meant for studies, as
         it costs float32 means of everything.
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
       bucket_mib: the maximum size of a bucket, in MiB of float32 gradients; k is counted per
         bucket. The default is larger than that of `jaxcomm.mean`, because messages are small and
         every bucket takes seconds to compile.
       bucket_order: paths of leaves in the order in which their gradients appear, as
-        `jaxcomm.backward_order` finds them; None is the reverse of the tree's order.
+        `jaxcomm.backward_order` finds them; None means the reverse of the tree's order.
       implementation: which version of a kernel runs where there are several, as in `jaxcomm.mean`.
 
     Returns:
-      A transformation used as `jaxcomm.mean` is.
+      A transformation used like `jaxcomm.mean`.
 
     Raises:
-      TypeError, ValueError: at once for bad arguments; else as `jaxcomm.mean`.
+      TypeError, ValueError: immediately for bad arguments; otherwise as for `jaxcomm.mean`.
 
     Wire: for each bucket that of the algorithm; one float32 all-reduce of all exempt elements and
     one flag; one of 5 numbers for the report; on a mesh of several axes, one int32 over the others.
@@ -198,7 +198,7 @@ def sparse_mean(
                 path = layout.leaves[bucket[0]].path
                 raise ValueError(
                     f"a sparse mean takes at most 2^31 - 256 values, and {path} has {values} on a "
-                    f'device; shard it over a further axis, or leave it out: exempt=["{path}"].'
+                    f'device; shard it over another axis, or leave it out: exempt=["{path}"].'
                 )
         thresholds = zeros_per_bucket(layout, params, buckets, lambda n: 1)
         report = SparseReport(*[jnp.zeros((), jnp.float32) for _ in SparseReport._fields])

@@ -46,7 +46,7 @@ class StagesState(NamedTuple):
 def stages(
     *plan: tuple[int, optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
-    """Exchanges gradients in several ways one after another, such as with fewer and fewer levels.
+    """Exchanges gradients in several ways one after another, such as in fewer and fewer bits.
 
     All stages are branches of one compiled program, chosen by the step, so a plan should be short.
     A stage hands its state, residuals included, to the next one if both states have the same
@@ -57,12 +57,12 @@ def stages(
       *plan: for each stage, in order, the pair (first step, transformation); the first is step 0.
 
     Returns:
-      A transformation used as those of the plan are.
+      A transformation used like those of the plan.
 
     Raises:
       TypeError: for a stage that is not such a pair.
       ValueError: if the steps do not ascend from 0; by `init` if a stage would end with a residual,
-        or with an optimizer's moments, that the next has no place for.
+        or with an optimizer's moments, that the next stage cannot hold.
 
     Wire: that of the current stage, in a branch of a conditional.
 
@@ -123,16 +123,16 @@ def dense_first(
     steps: int,
     dense: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
-    """Exchanges gradients in full for some steps, and then as `inner` does.
+    """Exchanges gradients in float32 for some steps, and then by `inner`.
 
     Args:
       inner: the exchange after these steps; the optimizer belongs after `dense_first`.
-      steps: how many steps are dense; 0 is none.
-      dense: the exchange in these steps; None is `jaxcomm.mean` in float32 over the axis of
+      steps: the number of dense steps; 0 means none.
+      dense: the exchange in these steps; None means `jaxcomm.mean` in float32 over the axis of
         `inner`.
 
     Returns:
-      A transformation used as `inner` is.
+      A transformation used like `inner`.
 
     Raises:
       ValueError: for a negative number of steps; by `init` as for `stages`, and without `dense`
@@ -160,15 +160,15 @@ def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientT
         axis_name = axis_of(state, "dense_first")
         if _roles.LOCAL in _roles.roles_of(state):
             raise ValueError(
-                "dense_first replaces all of inner by a mean, also what comes before its exchange. "
-                "Put that in front: optax.chain(jaxcomm.local(...), jaxcomm.dense_first(exchange, "
-                "steps)); or say with dense= what the first steps do."
+                "dense_first replaces all of inner by a mean, including what comes before its "
+                "exchange. Put that first: optax.chain(jaxcomm.local(...), jaxcomm.dense_first("
+                "exchange, steps)); or pass the transformation of the first steps as dense=."
             )
         if _roles.roles_of(state) & {_roles.FINISHED, _roles.OTHER}:
             raise ValueError(
                 "dense_first replaces all of inner by a mean, and this inner is more than an "
-                "exchange. Put the optimizer after it: optax.chain(jaxcomm.dense_first("
-                "exchange, steps), optimizer); or say with dense= what the first steps do."
+                "exchange. Put the optimizer after it: optax.chain(jaxcomm.dense_first(exchange, "
+                "steps), optimizer); or pass the transformation of the first steps as dense=."
             )
         _refuse_in_backward(state, "dense_first")
         if _roles.MOMENTA in _roles.roles_of(state):
@@ -213,14 +213,14 @@ def _refuse_to_lose(state: Any) -> None:
     if _roles.FINISHED in _roles.roles_of(state) or _arrays_of_others(state):
         raise ValueError(
             "a stage would end with the state of an optimizer, such as moments or a count, that "
-            "the next stage has no place for. Put the optimizer after the stages: "
+            "the next stage cannot hold. Put the optimizer after the stages: "
             "optax.chain(jaxcomm.stages(...), optimizer)."
         )
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerDevice))
     if any(isinstance(node, PerDevice) and node.values for node in nodes):
         raise ValueError(
-            "a stage would end with per-device state, such as a residual, that the next stage has "
-            "no place for. Only stages of the same kind pass it on: give all error_feedback=True "
+            "a stage would end with per-device state, such as a residual, that the next stage "
+            "cannot hold. Only stages of the same kind pass it on: give all error_feedback=True "
             "and the same exempt leaves (a float32 mean too: it then sends what is left), or the "
             "same rank; or put jaxcomm.local before the stages."
         )

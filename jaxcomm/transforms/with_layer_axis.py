@@ -16,8 +16,8 @@ def with_layer_axis(
 ) -> optax.GradientTransformationExtraArgs:
     """Declares that the leading axis of some leaves counts layers, as `jax.lax.scan` needs it.
 
-    A stack of biases or norms is then exempt, as each of them is, and `jaxcomm.low_rank_mean`
-    treats a stack of kernels as one matrix per layer. Without it, stacks of biases and norms are
+    A stack of biases or norms is then exempt, like a single one, and `jaxcomm.low_rank_mean` treats
+    a stack of kernels as one matrix per layer. Without it, stacks of biases and norms are
     recognised only by their usual names ("bias", "scale", "offset", "beta", "gamma",
     "norm1/weight").
 
@@ -26,10 +26,10 @@ def with_layer_axis(
       layers: patterns of paths, as in `fnmatch`, such as ["blocks/*"].
 
     Returns:
-      A transformation used as `tx` is.
+      A transformation used like `tx`.
 
     Raises:
-      TypeError: at once for a string in place of a list.
+      TypeError: immediately for a string in place of a list.
       ValueError: by `init`, for a pattern that fits no parameter, or fits one without axes.
 
     Wire: that of `tx`.

@@ -1,4 +1,4 @@
-"""`init` inside `jax.jit`, for parameters that are sharded over further axes."""
+"""`init` inside `jax.jit`, for parameters that are sharded over other axes."""
 
 from typing import Any
 
@@ -14,11 +14,11 @@ from jaxcomm.transforms._wrappers import with_extra_args
 def with_param_specs(
     tx: optax.GradientTransformation, specs: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets `tx.init` be traced where parameters are sharded over further, automatic mesh axes.
+    """Lets `tx.init` be traced if parameters are sharded over other, automatic mesh axes.
 
-    `tx.init` has to know how parameters are sharded, as residuals and momenta are sharded the same
-    way. Outside `jax.jit` it looks at the parameters; inside, their types do not show it. The state
-    of a large model is made inside: `jax.jit(tx.init, out_shardings=...)` and
+    `tx.init` has to know how parameters are sharded, because residuals and momenta are sharded the
+    same way. Outside `jax.jit` it looks at the parameters; inside, their types do not show it. So
+    `jax.jit(tx.init, out_shardings=...)`, which makes the state of a large model, and
     `jax.eval_shape(tx.init, ...)` need this around `tx`, unless all axes are Explicit or there is
     only one.
 
@@ -28,10 +28,10 @@ def with_param_specs(
         `jax.ShapeDtypeStruct`s that have shardings.
 
     Returns:
-      A transformation used as `tx` is.
+      A transformation used like `tx`.
 
     Raises:
-      TypeError: at once for other leaves of `specs`.
+      TypeError: immediately for other leaves of `specs`.
       ValueError: by `init`, for a parameter whose spec is missing or differs.
 
     Wire: that of `tx`.

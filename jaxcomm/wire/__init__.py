@@ -1,4 +1,4 @@
-"""Reads the bytes on the wire out of a compiled program.
+"""Reads the bytes on the wire from a compiled program.
 
 The compiler promotes dtypes, combines collectives and adds some of its own. So a program's bytes
 are read from its optimized text.
@@ -26,7 +26,7 @@ def wire_report(compiled: Any) -> WireReport:
         collective-permute    its operand for each pair (this device, another device)
         collective-broadcast  its operand, except the last device: a pipelined chain
 
-    What a custom call or a kernel sends by itself does not appear in a program's text.
+    What a custom call or a kernel sends does not appear in a program's text.
 
     Args:
         compiled: the result of `jitted.lower(*args).compile()`, or its `as_text()`.

@@ -116,11 +116,11 @@ class WireReport:
         return replace(self, collectives=tuple(c for c in self.collectives if c.op in ops))
 
     def by_axes(self, mesh: Any) -> dict[tuple[str, ...], "WireReport"]:
-        """Returns a report for each axis of a mesh, or set of axes, that collectives run along.
+        """Returns a report for each axis of a mesh, or set of axes, along which collectives run.
 
         The key of a collective holds the axes along which its devices differ. With a mesh of
-        ("hosts", "devices"), the entry ("hosts",) is what travels between hosts alone, and the
-        entry ("hosts", "devices") is what travels between all devices at once.
+        ("hosts", "devices"), the entry ("hosts",) is what is sent between hosts alone, and the
+        entry ("hosts", "devices") is what is sent in collectives over all devices.
 
         Args:
             mesh: the mesh that the program was compiled for.

@@ -50,7 +50,7 @@ class TestCosts:
             (
                 "local: {}",
                 "local: {int8: fast}",
-                "int8 takes seconds a value, among",
+                "int8 takes seconds per value, among",
             ),
             ("overlap: false", "overlap: 1", "overlap is true or false, got 1"),
             ("efficiency: 1.0", "efficiency: 2.0", r"efficiency is a share in \(0, 1\], got 2.0"),

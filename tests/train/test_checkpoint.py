@@ -116,7 +116,7 @@ def test_the_best_stays_beside_the_newest(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     save(plain, 1)
     with pytest.raises(
-        UserError, match="no whole checkpoint of a run with --config.checkpoint.best"
+        UserError, match="no complete checkpoint of a run with --config.checkpoint.best"
     ):
         where_to_evaluate(plain, "test_loss")
 
@@ -253,7 +253,7 @@ def test_nothing_to_resume_and_something_in_the_way(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     assert where_to_continue(folder, False, False) is None
     assert where_to_continue(folder, False, True) is None  # The first start saved nothing.
-    with pytest.raises(UserError, match="checkpoint.resume: there is no whole checkpoint in"):
+    with pytest.raises(UserError, match="checkpoint.resume: there is no complete checkpoint in"):
         where_to_continue(folder, True, False)
     save(folder, 1)
     with pytest.raises(UserError, match="has a checkpoint of step 1; continue it with --config.ch"):
@@ -335,7 +335,7 @@ def test_no_checkpoint_without_damage(tmp_path: Path, saved_twice: Path) -> None
     for step in (1, 2):
         cut(folder / str(step) / "digests.json")
     assert where_to_continue(folder, False, True) is None
-    with pytest.raises(UserError, match="there is no whole checkpoint in"):
+    with pytest.raises(UserError, match="there is no complete checkpoint in"):
         where_to_continue(folder, True, False)
 
 

@@ -250,7 +250,7 @@ def test_scale_has_no_momentum_of_nesterov() -> None:
 def test_local_steps_take_means(method: str) -> None:
     config = changed("sync.method", method)
     config.sync.every = 2
-    with pytest.raises(UserError, match=f"{method} takes no mean of what devices did in 2 steps"):
+    with pytest.raises(UserError, match=f"{method} cannot average what devices did in 2 steps"):
         check.fit(config, 4)
 
 
@@ -259,7 +259,9 @@ def test_only_an_optimizer_is_scaled(method: str) -> None:
     """The sign of a gradient is that of the ascent: only optimizers turn it around."""
     config = changed("sync.method", method)
     config.optimizer.name = "scale"
-    with pytest.raises(UserError, match=f"method={method} it would climb .* set --config.optimiz"):
+    with pytest.raises(
+        UserError, match=f"method={method} it would increase .* set --config.optimiz"
+    ):
         check.fit(config, 4)
 
 

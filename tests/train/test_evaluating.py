@@ -109,11 +109,11 @@ def test_damaged_checkpoints_are_passed_over_and_stay(
     workdir, _ = trained
     (workdir / "checkpoints" / "4" / digests.FILE).unlink()
     assert evaluating.evaluate(config, workdir)["step"] == 2
-    said = "checkpoint 4 is damaged (digests.json is missing): the one before it is used, if there"
+    said = "checkpoint 4 is damaged (digests.json is missing): the previous one is used, if there"
     assert capsys.readouterr().err.startswith(said)
     assert (workdir / "checkpoints" / "4").is_dir()
     shutil.rmtree(workdir / "checkpoints" / "2")
-    with pytest.raises(UserError, match="--evaluate: there is no whole checkpoint in .*; set --w"):
+    with pytest.raises(UserError, match="--evaluate: there is no complete checkpoint in .*; set"):
         evaluating.evaluate(config, workdir)
 
 

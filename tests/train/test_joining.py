@@ -39,7 +39,7 @@ def test_a_name_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("own", "message"),
-    [("127.0.1.1", "stands for 127.0.1.1, where other"), (None, "for nothing"), ("10.1.2.3", None)],
+    [("127.0.1.1", "resolves to 127.0.1.1, where"), (None, "to nothing"), ("10.1.2.3", None)],
 )
 def test_a_name_that_others_do_not_find(
     own: str | None, message: str | None, monkeypatch: pytest.MonkeyPatch

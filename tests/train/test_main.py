@@ -260,7 +260,7 @@ def test_a_run_that_is_refused_leaves_the_config_of_the_one_before(
     keep_config(tmp_path, config, resumed=False)
     before = (tmp_path / "config.json").read_text()
     config.seed, config.checkpoint.resume = 77, True
-    with pytest.raises(UserError, match="there is no whole checkpoint"), claimed(tmp_path):
+    with pytest.raises(UserError, match="there is no complete checkpoint"), claimed(tmp_path):
         loop.train(config, tmp_path, 0.0)
     assert (tmp_path / "config.json").read_text() == before
 
@@ -352,7 +352,7 @@ def without_mean(config: config_dict.ConfigDict) -> None:
         (change("data.test_split", "'test'"), "leave out the quotes around it. its splits are"),
         (of_rank_1000, "config.sync: rank 1000 compresses no parameter: .* Choose a lower rank."),
         (change("optimizer.name", "adam"), "config.optimizer.name: .*did you mean 'adamw'"),
-        (change("checkpoint.resume", True), "checkpoint.resume: there is no whole checkpoint in"),
+        (change("checkpoint.resume", True), "checkpoint.resume: there is no complete checkpoint"),
         (change("checkpoint.every", 0), "checkpoint.every is 0; it must be a whole number"),
         (change("checkpoint.best", "loss"), "checkpoint.best is 'loss'; it must be test_loss or t"),
         (change("sync.exempt", (3,)), r"sync.exempt is \(3,\); it must be a tuple of patterns"),

@@ -53,7 +53,7 @@ def test_one_bit_on_some_devices() -> None:
             assert "b is the first of 1" in str(caught.value) and caught.value.status == 1
             assert str(caught.value).endswith("and check that machine and its checkout")
         both = {"a": flipped(good["a"], 3, 1), "b": flipped(good["b"], 3, 1)}
-        message = re.escape("device 2 (process 0), 6 (process 0) are not")
+        message = re.escape("device 2 (process 0), 6 (process 0) differ from")
         with pytest.raises(RunError, match=f"{message}.*: a is the first of 2 that differ"):
             check(placed({2: both, 6: {"b": both["b"]}}), 7)
 
@@ -76,7 +76,7 @@ def test_one_bit_of_what_is_split_within_groups() -> None:
     with jax.set_mesh(mesh):
         check = make_check(split(None), "mean")
         check(split(None), 7)
-        with pytest.raises(RunError, match="of device 5 .* are not those .*: w is the first of 1"):
+        with pytest.raises(RunError, match="of device 5 .* differ from .*: w is the first of 1"):
             check(split(5), 7)
 
 

@@ -102,7 +102,7 @@ def test_a_plot_in_no_format(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_the_perplexity_of_a_run_that_diverged() -> None:
     shown = report._score({"test_tokens": 9, "test_loss": 1e4})
-    assert shown["perplexity of a token"] == "inf"
+    assert shown["perplexity per token"] == "inf"
 
 
 def test_a_profile_of_some_steps(tmp_path: Path) -> None:

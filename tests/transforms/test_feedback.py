@@ -237,7 +237,7 @@ NEAR_IN_A_FIXED_RANGE = jaxcomm.algorithms.hierarchical(
         ({"exempt": "head"}, TypeError, r"write \['head'\]"),
         ({"exempt": ["tail"]}, ValueError, "'tail', which fits no parameter; the paths are bias"),
         ({"error_feedback": "second_hop"}, ValueError, 'True, False or "first_hop"'),
-        ({"codec": "cnat", "algorithm": "native"}, ValueError, "choose another algorithm"),
+        ({"codec": "cnat", "algorithm": "native"}, ValueError, "choose an algorithm other"),
         (
             {"codec": "bfloat16", "algorithm": "native", "error_feedback": True},
             ValueError,
@@ -287,13 +287,13 @@ def test_scaled_signs_need_the_errors(feedback: Any, second_hop: str | None) -> 
 
 @pytest.mark.parametrize("codec", [codecs.qsgd(), codecs.terngrad(), codecs.qsgd(1, 64)])
 def test_errors_that_may_grow_are_warned_of(codec: codecs.Codec) -> None:
-    with pytest.warns(UserWarning, match="errors that are fed back may grow"):
+    with pytest.warns(UserWarning, match="residuals may grow"):
         jaxcomm.mean("data", codec, error_feedback=True)
-    with pytest.warns(UserWarning, match="errors that are fed back may grow"):
+    with pytest.warns(UserWarning, match="residuals may grow"):
         jaxcomm.mean("data", "int8", second_hop=codec, error_feedback=True)
     direct = jaxcomm.algorithms.direct()
     near = jaxcomm.algorithms.hierarchical(near=direct, far=direct, near_codec=codec)
-    with pytest.warns(UserWarning, match="errors that are fed back may grow"):
+    with pytest.warns(UserWarning, match="residuals may grow"):
         jaxcomm.mean(("far", "near"), "bfloat16", near, error_feedback=True)
     jaxcomm.mean("data", codec)
     jaxcomm.mean("data", codecs.qsgd(levels=7, block_size=32), error_feedback=True)

@@ -359,7 +359,7 @@ def test_bad_numbers(options: Any, message: str) -> None:
             optax.sgd(0.1),
             jaxcomm.one_bit_adam("data", 0.1, dense_steps=1),
             1,
-            "local_steps needs an exchange of means, and got an optimizer",
+            "local_steps needs an exchange of means, got an optimizer",
         ),
         (optax.sgd(0.1), jaxcomm.majority_vote("data"), 1, "got a vote, whose updates are signs"),
         (

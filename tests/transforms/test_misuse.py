@@ -305,5 +305,5 @@ def test_an_optax_that_makes_chains_otherwise_is_told(monkeypatch: pytest.Monkey
     """Else nothing would warn of a wrong order any more, and nobody would know."""
     _wrappers._warn_unless_chains_are_seen.__wrapped__()  # this one is known
     monkeypatch.setattr(_wrappers, "_CHAIN_INIT", "chain.<locals>.start")
-    with pytest.warns(UserWarning, match="optax .* makes chains in another way"):
+    with pytest.warns(UserWarning, match="optax .* builds chains in a way"):
         _wrappers._warn_unless_chains_are_seen.__wrapped__()

@@ -230,7 +230,7 @@ SAVE_OR_GO_ON = """
         try:
             jaxcomm.resize_state(tx, state, params)
         except ValueError as error:
-            print("refused" if "holds only a part. Bring it" in str(error) else error)
+            print("refused" if "holds only a part. Gather it" in str(error) else error)
     else:
         whole = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
         like = jax.tree.map(

@@ -84,7 +84,7 @@ def test_partitions_and_wrong_specs() -> None:
 
         other = SPECS | {"head": jax.P("model")}
         with pytest.raises(
-            ValueError, match=r"head is sharded by .*, and jaxcomm.with_param_specs"
+            ValueError, match=r"head is sharded by .*, but jaxcomm.with_param_specs"
         ):
             jaxcomm.with_param_specs(tx, other).init(params)
         few = {"head": SPECS["head"]}

@@ -30,7 +30,8 @@ class HalvingDoubling(Scheduled):
         each ring of switches in both directions, so that every shortcut of a distributed loop
         network carries equally many devices in each round, as nearly as possible.
       devices_per_switch: for "shifted" and "spread": how many neighbouring devices are on a switch.
-      grid: for the same two: the number of switches along each dimension; None is one ring of all.
+      grid: for the same two: the number of switches along each dimension; None means one ring of
+        all.
 
     References:
       R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004.

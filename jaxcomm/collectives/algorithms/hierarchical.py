@@ -34,7 +34,7 @@ class Hierarchical(Algorithm):
     Attributes:
       near: the algorithm between devices that differ in the last axis only.
       far: the algorithm between devices that differ in the first axis only.
-      near_codec: the format of the near reduce-scatter; None is that of the reduction. The near
+      near_codec: the format of the near reduce-scatter; None means that of the reduction. The near
         all-gather passes on what came over the far axis unchanged.
     """
 
@@ -152,8 +152,8 @@ def hierarchical(
       near: such as `jaxcomm.algorithms.direct()`, for devices that differ in the last axis.
       far: such as `jaxcomm.algorithms.circulant()`, for those that differ in the first.
       near_codec: the format of the near reduce-scatter of a mean, such as "bfloat16"; the codec of
-        the mean then applies to the far links alone. None is the codec of the mean. The near
-        all-gather passes on what came over the far links unchanged.
+        the mean then applies to the far links alone. None means the codec of the mean. The near
+        all-gather forwards what came over the far links unchanged.
 
     Returns:
       The algorithm, for `algorithm=`.

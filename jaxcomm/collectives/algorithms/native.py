@@ -18,7 +18,7 @@ class Native(Algorithm):
     """One `psum` in the dtype of the codec; how it travels is up to XLA and its backend.
 
     Wire: 2(N-1)/N of the vector where the backend uses a bandwidth-optimal algorithm. XLA's CPU
-    backend promotes bfloat16 to float32, and so sends 4 bytes a value.
+    backend promotes bfloat16 to float32, and so sends 4 bytes per value.
     """
 
     name = "native"
@@ -53,7 +53,7 @@ def native() -> Native:
       Error feedback needs float32 here, because what XLA rounds off is lost.
 
     Wire: 2(N-1)/N of the vector, if the backend sends as little as possible. XLA's CPU backend
-    sends bfloat16 as float32. A reduce-scatter alone, such as that of sharded parameters, goes as
-    in `direct` between CPU processes: gloo's own gives up if a process is 30 s late.
+    sends bfloat16 as float32. Between CPU processes, a reduce-scatter alone, such as that of
+    sharded parameters, is that of `direct`: gloo's own fails if a process is 30 s late.
     """
     return Native()

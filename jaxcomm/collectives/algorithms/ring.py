@@ -8,7 +8,7 @@ from jaxcomm.collectives.algorithms.schedule import Round, rotations, shift
 
 @dataclasses.dataclass(frozen=True)
 class Ring(Scheduled):
-    """Reduce-scatter and all-gather around a ring, one block a round.
+    """Reduce-scatter and all-gather around a ring, one block per round.
 
     Wire: 2(N-1)/N of the vector in 2(N-1) rounds; partial results are encoded at every hop.
 
@@ -38,7 +38,7 @@ class TwoWayRing(Scheduled):
     come all the way around, and partial sums, which are rounded at every hop, are smaller. Results,
     which are all of one size, keep going left, so messages change direction once.
 
-    Wire: 2(N-1)/N of the vector in 2(N-1) rounds, as `Ring`.
+    Wire: 2(N-1)/N of the vector in 2(N-1) rounds, like `Ring`.
     """
 
     name = "two_way_ring"
@@ -67,8 +67,8 @@ def ring() -> Ring:
     Returns:
       The algorithm. A partial result is decoded, added to and encoded again N-1 times.
 
-    Wire: for a mean, 2(N-1)/N of the vector, in 2(N-1) rounds. For a vote, log2 N bits a coordinate
-    at powers of two.
+    Wire: for a mean, 2(N-1)/N of the vector, in 2(N-1) rounds. For a vote, log2 N bits per
+    coordinate at powers of two.
 
     References:
       P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
@@ -80,8 +80,8 @@ def ring() -> Ring:
 def two_way_ring() -> TwoWayRing:
     """The ring with partial results from both sides: no message covers more than N/2 devices.
 
-    It sends as many messages of as many values as `ring`. Votes take fewer bits, and the errors of
-    means are smaller: for noise in cnat on 8 devices, 1.3 times those of "direct" instead of 1.5
+    It sends the same number of messages and values as `ring`. Votes take fewer bits, and the errors
+    of means are smaller: for noise in cnat on 8 devices, 1.3 times those of "direct" instead of 1.5
     (tests/collectives/test_quantized.py). Messages change direction once, because results continue
     in the second direction.
 
@@ -89,6 +89,6 @@ def two_way_ring() -> TwoWayRing:
       The algorithm. A partial result is decoded, added to and encoded again at most N/2 times.
 
     Wire: for a mean, 2(N-1)/N of the vector, in 2(N-1) rounds. For a vote, log2 N - 1 + (log2
-    N + 1)/N bits a coordinate at powers of two.
+    N + 1)/N bits per coordinate at powers of two.
     """
     return TwoWayRing()

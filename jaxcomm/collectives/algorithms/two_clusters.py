@@ -2,7 +2,7 @@
 
 Devices 0 to m-1 are one cluster, m to 2m-1 the other; all messages between them share one link. A
 count of m votes has b = ceil(log2(m+1)) bits. Each cluster decides half of the coordinates, so
-counts of b/2 bits a coordinate cross the link in each direction, and results of 1/2 bit. Other
+counts of b/2 bits per coordinate cross the link in each direction, and results of 1/2 bit. Other
 algorithms send more across, or leave the link idle: in a ring, counts of few votes cross it too,
 and in `hierarchical` nothing crosses while the clusters count by themselves.
 
@@ -46,7 +46,7 @@ class TwoClusters(Algorithm):
     Messages within a cluster travel at the same time as those across, padded to one length. The
     segments are as long as lets both take equally long (`weights`).
 
-    Wire: with m devices in a cluster, about (b+1)/2 bits a coordinate, b = ceil(log2(m+1)), and a
+    Wire: with m devices in a cluster, about (b+1)/2 bits per coordinate, b = ceil(log2(m+1)), and a
     fill and a drain: 2.33, 2.72 and 3.22 bits for m = 4, 8 and 16, in 8m rounds.
     """
 
@@ -273,14 +273,14 @@ def _segments(planes: Any, lengths: list[int], place: _Place) -> list[Any]:
 def two_clusters() -> TwoClusters:
     """Votes of two clusters of devices with one slow link between them.
 
-    The first half of the axis is one cluster, the second half the other. Counts within the clusters
-    travel while counts and results of earlier parts of the vector cross between them, in many
-    rounds: it is for long vectors and slow links, on which it takes less time than a ring.
+    The first half of the axis is one cluster, the second half the other. Counts are sent within the
+    clusters while counts and results of earlier parts of the vector cross between them, in many
+    rounds. It is for long vectors and slow links, where it takes less time than a ring.
 
     Returns:
       The algorithm, for `algorithm=` of `jaxcomm.majority_vote`, and for an even number of devices.
 
-    Wire: a device sends 2.33, 2.72 and 3.22 bits a coordinate among N = 8, 16 and 32 devices, in
+    Wire: a device sends 2.33, 2.72 and 3.22 bits per coordinate among N = 8, 16 and 32 devices, in
     4N rounds; in each round the link between the clusters carries one message each way.
     """
     return TwoClusters()

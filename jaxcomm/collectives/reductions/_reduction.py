@@ -45,7 +45,7 @@ class Reduction:
     """A function of all devices' vectors that partial results can be merged into.
 
     Between `prepare` and `restore` every array has a leading axis of blocks, and each block is
-    processed by itself.
+    processed separately.
 
     Attributes:
       packed: how many values share an element of what travels.

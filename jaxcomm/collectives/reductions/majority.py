@@ -143,7 +143,7 @@ class Majority(Reduction):
     def native(self, prepared: Prepared, axis_name: AxisName) -> Any:
         """XLA has no majority vote."""
         raise ValueError(
-            "XLA has no majority vote of its own; choose another algorithm than native."
+            "XLA has no majority vote of its own; choose an algorithm other than native."
         )
 
 

@@ -75,7 +75,7 @@ class Gaussiank(SparseAllReduce):
 
 
 def gaussiank(values: str = "float32", slack: float = 1.5) -> Gaussiank:
-    """Gaussiank: TopkA with a threshold estimated from a normal distribution in every step.
+    """Gaussiank: TopkA, with a threshold estimated from a normal distribution in every step.
 
     Args:
       values: "float32" or "bfloat16", on the wire.
@@ -99,5 +99,5 @@ def gaussiank(values: str = "float32", slack: float = 1.5) -> Gaussiank:
     values have only a few magnitudes, the threshold of a normal distribution could be above all of
     them in every step.
     """
-    # No threshold is re-used, so the rules for re-used ones do not matter.
+    # No threshold is reused, so the rules for reused ones do not matter.
     return Gaussiank(values=values, slack=slack, recompute_every=1, scaling=1.0, tolerance=None)

@@ -15,7 +15,7 @@ from jaxcomm.kernels import bitplanes, select
 
 Pairs = tuple[tuple[int, int], ...]
 
-_ROOM = 1.25  # times k: room for the values above a re-used threshold without a tolerance
+_ROOM = 1.25  # times k: room for the values above a reused threshold without a tolerance
 
 
 class _List(NamedTuple):

@@ -28,7 +28,7 @@ class OkTopk(SparseAllReduce):
        add what arrives.
     2. All-gather: each owner sends the k/N largest of its sums to everyone.
 
-    The threshold aims at k values. It is found at least every `recompute_every` steps, and re-used
+    The threshold aims at k values. It is found at least every `recompute_every` steps, and reused
     in between unless the number of values above it is off by more than `tolerance`. In a long
     vector both are those of a sample: a few percent more or fewer than k values reach the
     threshold. With a `tolerance` above 3/2, or None, it is scaled a little before it is found anew.
@@ -128,8 +128,8 @@ def oktopk(
     paper has contiguous regions, moves their boundaries every 64 steps, and hands over sums before
     the all-gather where they are unbalanced. Each owner sends its own k/N largest sums, not those
     above a common threshold. A threshold that is far off, or lets more values pass than messages
-    have room for, is found anew at once (with `tolerance=None`, only in the latter case). The
-    threshold of a long vector is that of a sample, not the exact one.
+    have room for, is replaced in the same step (with `tolerance=None`, only in the latter case).
+    The threshold of a long vector is that of a sample, not the exact one.
     """
     return OkTopk(
         values=values,

@@ -75,10 +75,10 @@ def topk_allgather(
       values: "float32" or "bfloat16", on the wire.
       slack: how many times k entries a message has room for, at least 1.
       recompute_every: steps between new thresholds, which about k values reach; in between, the
-        last one is re-used. With 1 the k largest values are selected in every step.
-      scaling: what a re-used threshold is multiplied or divided by after a step in which more than
+        last one is reused. With 1 the k largest values are selected in every step.
+      scaling: what a reused threshold is multiplied or divided by after a step in which more than
         5/4 k or fewer than 2/3 k values were above it.
-      tolerance: a new threshold is found if the number of values above the re-used one is more
+      tolerance: a new threshold is found if the number of values above the reused one is more
         than `tolerance` times k, or less than k over `tolerance`; with None, only if there are more
         than messages have room for.
 

@@ -142,7 +142,7 @@ def signs(words: jax.Array, n: int) -> jax.Array:
 def _signs(words: jax.Array) -> jax.Array:
     """The signs of all bits, float32 `(..., 32, W)`.
 
-    Compiled by itself on CPU, this becomes loops over the streams, which read and write in order.
+    Compiled separately on CPU, this becomes loops over the streams, which read and write in order.
     Fused with an operation that uses part of the result, it divides by W to find each bit, and is 6
     times as slow.
     """

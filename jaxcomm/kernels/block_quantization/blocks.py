@@ -1,7 +1,7 @@
 """The layout of a payload in blocks, and the unit that each block counts in.
 
 A payload is uint8. First come the codes of every block in order; each block's codes begin at a
-whole byte. Then come the units, float32 and thus 4 bytes a block. The last block is short if the
+whole byte. Then come the units, float32 and thus 4 bytes per block. The last block is short if the
 block size does not divide n.
 
 There are only plain versions; the Mosaic kernel for whole messages writes the same layout.

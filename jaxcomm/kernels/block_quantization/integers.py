@@ -27,7 +27,7 @@ def encode(
       key: a PRNG key to round at random, with a word of `random_bits(key, x.shape)` for each value;
         None rounds to nearest, ties away from zero.
       implementation: "xla", "mosaic" (on NVIDIA GPUs, for widths of 4 and 8 bits), or another
-        option of `_implementations`; None is the fastest that was timed.
+        option of `_implementations`; None means the fastest that was timed.
 
     Returns:
       uint8 array `(..., message_bytes(n, levels, size))`: the integers of each block in two's

@@ -79,7 +79,7 @@ def _plan(messages: int, n: int, levels: int, size: int) -> Plan:
     width = width_for(levels)
     if width not in (4, 8) or size * width % 8:
         raise NotImplementedError(
-            'integers.encode: "mosaic" packs 4 or 8 bits a value and whole bytes a block, '
+            'integers.encode: "mosaic" packs 4 or 8 bits per value and whole bytes per block, '
             f'got {width} bits and blocks of {size}; use "xla" or None.'
         )
     columns = size * width // 8

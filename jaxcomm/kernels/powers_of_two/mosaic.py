@@ -1,4 +1,4 @@
-"""Messages in 9 bits a value in Mosaic: one kernel each way, which reads and writes once."""
+"""Messages in 9 bits per value in Mosaic: one kernel each way, which reads and writes once."""
 
 import functools
 import math

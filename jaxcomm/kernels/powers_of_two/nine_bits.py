@@ -1,7 +1,7 @@
-"""Messages of powers of two in 9 bits a value: every exponent of float32, and a plane of signs.
+"""Messages of powers of two in 9 bits per value: every exponent of float32, and a plane of signs.
 
 A payload is uint8. First comes the exponent field of every value, 255 for infinity. Then come the
-sign bits, packed by `bitplanes.pack`, 4 bytes a word. The sign bit is 1 for negative values; NaN
+sign bits, packed by `bitplanes.pack`, 4 bytes per word. The sign bit is 1 for negative values; NaN
 has the exponent 0 and the sign bit 1.
 """
 
@@ -28,7 +28,7 @@ def encode(
       key: a PRNG key to round at random, with a word of `random_bits(key, x.shape)` for each value;
         None rounds to nearest.
       implementation: "xla", "mosaic" (on NVIDIA GPUs), or another option of `_implementations`;
-        None is the fastest that was timed.
+        None means the fastest that was timed.
 
     Returns:
       uint8 array `(..., message_bytes(n))`.

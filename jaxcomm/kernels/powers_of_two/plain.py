@@ -1,4 +1,4 @@
-"""Messages in 9 bits a value: the plain version, which is the specification.
+"""Messages in 9 bits per value: the plain version, which is the specification.
 
 XLA on GPU moves 4.2 times the necessary bytes to encode and 2.4 times to decode: it writes the
 exponents to memory before it packs the signs after them.

@@ -25,7 +25,7 @@ def exponents(x: jax.Array, bits: jax.Array, *, lowest: jax.Array | None = None)
       bits: uint32 random words of its shape, or the scalar `random_bits.HALF`, which rounds to the
         nearest power, ties up.
       lowest: exponent fields that broadcast to the shape of x, uint32 from 1 to 254. A magnitude
-        below this power is rounded to the power or to zero. None is 1, the field of 2^-126.
+        below this power is rounded to the power or to zero. None means 1, the field of 2^-126.
 
     Returns:
       uint32 array of the shape of x: 0 for zero, e + 127 for 2^e, 255 for infinities and NaN.

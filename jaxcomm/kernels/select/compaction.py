@@ -146,7 +146,7 @@ def _places_by_marks(words: jax.Array, before: jax.Array, slot: jax.Array) -> ja
 
 
 def _places_by_search(words: jax.Array, before: jax.Array, slot: jax.Array) -> jax.Array:
-    """The same for GPUs: each slot looks for its chunk by itself, in a few short kernels."""
+    """The same for GPUs: each slot finds its chunk independently, in a few short kernels."""
     chunk = reductions.count_up_to(before[:-1], slot) - 1
     left = slot - before.at[chunk].get(mode="clip")
     word, lane, done = jnp.zeros_like(left, jnp.uint32), jnp.zeros_like(left), left < 0

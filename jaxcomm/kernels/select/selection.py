@@ -50,7 +50,7 @@ def compact(
         Surplus entries that tie at the threshold are dropped from the end, in the order above. With
         `threshold_for(x, k)` and k, exactly k entries are selected, or all but zeros and NaN.
       implementation: "xla", "triton" (on NVIDIA GPUs), or another option of `_implementations`;
-        None is the fastest that was timed.
+        None means the fastest that was timed.
 
     Returns:
       `Selected` with arrays of `(capacity,)`.
