@@ -15,6 +15,7 @@ that finds them anew. What they send is that of their most expensive step.
 import argparse
 import dataclasses
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -71,10 +72,15 @@ def main() -> None:
     command = [sys.executable, "-m", "benchmarks.exchange", *sys.argv[1:]]
     command += [f"--coordinator={coordinator}"]
     env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     running = [
         subprocess.Popen([*command, f"--rank={rank}"], env=env) for rank in range(args.processes)
     ]
-    sys.exit(max(process.wait() for process in running))
+    try:
+        sys.exit(max(process.wait() for process in running))
+    finally:
+        for process in running:
+            process.kill()
 
 
 def measure(args: argparse.Namespace) -> None:

@@ -276,8 +276,11 @@ def sets_of(case: Case, vectors: list[jax.Array]) -> list[Any]:
     return [first, *(make(vectors[i % len(vectors)]) for i in range(1, wanted))]
 
 
-def compiled(n: int, cases: list[Case]) -> dict[str, list[Timed]]:
-    """The programs for vectors of n values; compiling is most of the work, and takes all cores."""
+def compiled(n: int, cases: list[Case], failed: list[str]) -> dict[str, list[Timed]]:
+    """The programs for vectors of n values; compiling is most of the work, and takes all cores.
+
+    What does not compile is added to `failed`.
+    """
 
     def attempt(case: Case, name: str) -> Timed | None:
         try:
@@ -285,7 +288,7 @@ def compiled(n: int, cases: list[Case]) -> dict[str, list[Timed]]:
         except NotImplementedError as error:
             print(f"{case.name}: {error}")
         except Exception as error:  # the others are worth their time all the same
-            print(f"{case.name}, {name}, {n} values: FAILED, {str(error)[:1000]}")
+            failed.append(f"{case.name}, {name}, {n} values: FAILED, {str(error)[:1000]}")
         return None
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -296,10 +299,12 @@ def compiled(n: int, cases: list[Case]) -> dict[str, list[Timed]]:
     return {name: [t for f in own if (t := f.result())] for name, own in made.items()}
 
 
-def measured(mib: float, repeats: int, cases: list[Case]) -> list[dict[str, Any]]:
-    """All that run at one size, beside the copy, which comes first."""
+def measured(
+    mib: float, repeats: int, cases: list[Case], failed: list[str]
+) -> list[dict[str, Any]]:
+    """All that run at one size, beside the copy, which comes first; others are in `failed`."""
     n = int(mib * 2**18)
-    programs = compiled(n, cases)
+    programs = compiled(n, cases, failed)
     number = max(2, -(-CACHE // (4 * n))) if jax.default_backend() != "cpu" else 1
     normal = jax.jit(lambda i: jax.random.normal(jax.random.key(i), (n,)))
     vectors = [normal(i) for i in range(number)]
@@ -311,11 +316,14 @@ def measured(mib: float, repeats: int, cases: list[Case]) -> list[dict[str, Any]
             try:
                 found = t.check(sets[0], wanted)
             except Exception as error:  # likewise
-                print(f"{case.name}, {t.implementation}, {mib} MiB: FAILED, {str(error)[:1000]}")
+                text = str(error)[:1000]
+                failed.append(f"{case.name}, {t.implementation}, {mib} MiB: FAILED, {text}")
                 continue
             wanted = found if wanted is None else wanted
             t.sets = sets
             timed.append(t)
+    if not timed or timed[0].case.name != "copy":
+        raise SystemExit("\n".join([*failed, "the copy failed: nothing to compare with"]))
     with recorded() as kernels:
         for t in timed:
             t.run(repeats)
@@ -358,8 +366,11 @@ def main() -> None:
     if jax.default_backend() == "cpu":
         print(f"CPU, {len(os.sched_getaffinity(0))} cores: NOT a measurement of GPU kernels")
     print(f"{'':34}{'MiB':>7}{'us':>11}{'GB/s':>9}{'of copy':>8}{'differing':>11}")
+    failed: list[str] = []
     for mib in args.mib:
-        save(measured(mib, args.repeats, cases))
+        save(measured(mib, args.repeats, cases, failed))
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":

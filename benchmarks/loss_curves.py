@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.arguments import count, new_file
+from benchmarks.plots import running_mean
 
 
 def losses(workdir: str) -> np.ndarray:
@@ -31,8 +32,7 @@ def curve(workdirs: list[str], window: int) -> np.ndarray:
     """The mean over runs of their running means."""
     runs = [losses(workdir) for workdir in workdirs]
     length = min(map(len, runs))
-    mean = np.mean([run[:length] for run in runs], axis=0)
-    return np.convolve(mean, np.ones(window) / window, mode="valid")
+    return running_mean(np.mean([run[:length] for run in runs], axis=0), window)
 
 
 def main() -> None:

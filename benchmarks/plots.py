@@ -8,6 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 
 Rows = dict[str, dict[str, Any]]  # method -> rate -> row
 Names = Mapping[str, str]
@@ -110,3 +111,10 @@ def plot_predictions(
     axes.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=100)
+
+
+def running_mean(x: np.ndarray, window: int) -> np.ndarray:
+    """The means of `window` neighbours; a ValueError if there are fewer."""
+    if len(x) < window:
+        raise ValueError(f"a run of {len(x)} steps is shorter than --window={window}.")
+    return np.convolve(x, np.ones(window) / window, mode="valid")

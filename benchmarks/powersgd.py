@@ -61,9 +61,13 @@ def bytes_per_step(rank: int) -> float:
     """What a device sends for each weight in a compressed step, by the rule that both follow."""
     sides = list(zip(WIDTHS, WIDTHS[1:], strict=False))
     thin = [(m + n) * rank if rank else m * n for m, n in sides]
-    assert all(2 * t < m * n for t, (m, n) in zip(thin, sides, strict=True) if rank)
     values = sum(thin) + sum(WIDTHS[1:])
     return 8 * (WORLD - 1) / WORLD * values / (sum(m * n for m, n in sides) + sum(WIDTHS[1:]))
+
+
+def _fits(rank: int) -> bool:
+    """Whether factors of this rank are less than half of every matrix; both leave others whole."""
+    return all(2 * (m + n) * rank < m * n for m, n in zip(WIDTHS, WIDTHS[1:], strict=False))
 
 
 def ours(made: Problem, runs: Sequence[Run], dense: int) -> list[tuple[float, float]]:
@@ -224,6 +228,11 @@ def main() -> None:
     parser.add_argument("--out", type=new_file, default=None)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    most = max(rank for rank in range(1, min(WIDTHS)) if _fits(rank))
+    if max(args.ranks) > most:
+        parser.error(f"--ranks: {max(args.ranks)} leaves matrices as they are; at most {most}")
+    if args.dense < 2:
+        parser.error(f"--dense={args.dense}: at least 2, as PyTorch's hook needs")
     if args.worker:
         theirs(args.worker)
     if not Path(args.peers).exists():

@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from benchmarks.arguments import count, new_file
+from benchmarks.plots import running_mean
 
 # What of a step's report is divided by what.
 RATIOS = {
@@ -53,13 +54,12 @@ def main() -> None:
 
     print(f"{'':28}" + "".join(f"{name:>22}" for name in [*RATIOS, "xi: median", "95 %"]))
     figure, panels = plt.subplots(1, len(RATIOS), figsize=(14, 3.2), layout="constrained")
-    kernel = np.ones(arguments.window) / arguments.window
     for name, run in runs.items():
         numbers = [run[ratio].mean() for ratio in RATIOS]
         numbers += [np.median(run["xi"]), np.quantile(run["xi"], 0.95)]
         print(f"{name:28}" + "".join(f"{number:22.4f}" for number in numbers))
         for panel, ratio in zip(panels, RATIOS, strict=True):
-            curve = np.convolve(run[ratio], kernel, mode="valid")
+            curve = running_mean(run[ratio], arguments.window)
             panel.plot(run["step"][arguments.window - 1 :], curve, label=name, linewidth=1)
             panel.set(xlabel="step", title=ratio)
     panels[-1].legend()

@@ -209,10 +209,12 @@ def oktopk() -> Lines:
     """Volume, the paper's, and ms."""
     found = {int(part.split()[0]): at["rows"] for part, at in parts("seed_oktopk").items()}
     rows = []
-    for cells in zip(*found.values(), strict=True):
+    by_name = [{row["name"]: row for row in rows_of} for rows_of in found.values()]
+    for name in by_name[0]:
+        cells = [of[name] for of in by_name]
         volume = [f"{c['volume']:.2f}" for c in cells]
         paper = [" to ".join(f"{v:.2f}" for v in c["paper"]) for c in cells]
-        rows.append([cells[0]["name"], "volume", *volume])
+        rows.append([name, "volume", *volume])
         rows.append(["", "paper", *paper])
         rows.append(["", "ms", *(f"{c['ms']:.0f}" for c in cells)])
     return table(["", "", *(f"N = {N}" for N in found)], rows)

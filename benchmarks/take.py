@@ -57,7 +57,7 @@ TAKE = (
     ),
     Take(
         "Adam",
-        "each device's Adam by `jaxcomm.local`, then scaled signs",
+        "each device's Nadam by `jaxcomm.local`, then scaled signs",
         adam="local Nadam, scaled_sign",
         step="local_adam",
     ),
@@ -71,7 +71,7 @@ TAKE = (
         "SGD",
         '`jaxcomm.low_rank_mean("data", 4)`',
         "powersgd4",
-        adam="Nadam, PowerSGD, rank 4",
+        adam="PowerSGD, rank 4",
         sgd="PowerSGD, rank 4",
     ),
     Take(
@@ -109,7 +109,7 @@ IN_FLOAT32 = {"Adam": "adam", "SGD": "momentum"}
 
 MARKS = (
     ("*", "- \\*: at one learning rate alone; the loss at the best one may be lower."),
-    ("", "- An empty cell was not run: the row is not for this optimizer."),
+    ("", "- An empty cell: the row is not for this optimizer."),
 )
 
 

@@ -4,6 +4,8 @@
 have to hold one model per process. Here their checksums are compared.
 """
 
+import threading
+import weakref
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm._numbers import are_keys
+
+_MAKE = "make them from the same seed, or read them from the same file"
 
 
 def place(
@@ -45,7 +49,7 @@ def place(
     several = [i for i, s in enumerate(shardings) if not s.is_fully_addressable]
     values = {i: _as_numpy(leaves[i]) for i in several if _is_whole(leaves[i])}
     # What `jnp` makes where a mesh is set is typed as equal everywhere, but nothing checked it.
-    here = {i: np.asarray(leaves[i].addressable_data(0)) for i in several if _is_typed(leaves[i])}
+    here = {i: _here(leaves[i]) for i in several if _is_typed(leaves[i])}
     compared = dict(sorted((values | here).items()))
     if compared and _all_take_part(shardings[several[0]]):
         _require_equal([names[i] for i in compared], list(compared.values()))
@@ -56,7 +60,59 @@ def place(
     for i, x in values.items():
         make = jax.make_array_from_callback
         placed[i] = make(x.shape, shardings[i], x.__getitem__, dtype=x.dtype)
+    for i in compared:
+        _remember(placed[i])
     return [placed[i] for i in range(len(leaves))]
+
+
+def require_equal_everywhere(names: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raises a ValueError if processes hold different values in arrays that each has as a whole.
+
+    Arrays that were compared before, here or by `place`, are not compared again; nothing is, where
+    some process has no device in the current mesh, or under a transformation.
+    """
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or not mesh.is_multi_process or any(isinstance(x, Tracer) for x in leaves):
+        return
+    if not _all_take_part(NamedSharding(mesh, PartitionSpec())):
+        return
+    pairs = zip(names, leaves, strict=True)
+    own = [(n, x) for n, x in pairs if (_is_typed(x) or _is_whole(x)) and not _was_compared(x)]
+    if own:
+        _require_equal([name for name, _ in own], [_here(x) for _, x in own])
+    for _, x in own:
+        _remember(x)
+
+
+def require_equal_shapes(rows: Sequence[np.ndarray], sharding: NamedSharding) -> None:
+    """Raises a ValueError if processes have rows of other shapes or dtypes, or other leaves.
+
+    Nothing is compared in a thread, whose messages could mix with those of the main one.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and _all_take_part(sharding):
+        kinds = "; ".join(f"{x.shape} {x.dtype}" for x in rows)
+        cure = "give every process as many rows"
+        _require_same([zlib.crc32(kinds.encode())], ["shapes of rows"], cure)
+
+
+def _here(leaf: Any) -> np.ndarray:
+    """The values that this process has of an array."""
+    return np.asarray(leaf.addressable_data(0) if isinstance(leaf, jax.Array) else leaf)
+
+
+# Arrays that were found to be equal in all processes, by their ids.
+_COMPARED: dict[int, weakref.ref] = {}
+
+
+def _remember(x: Any) -> None:
+    if isinstance(x, jax.Array):
+        number = id(x)
+        _COMPARED[number] = weakref.ref(x, lambda _: _COMPARED.pop(number, None))
+
+
+def _was_compared(x: Any) -> bool:
+    return (seen := _COMPARED.get(id(x))) is not None and seen() is x
 
 
 def _strong(leaf: Any) -> Any:
@@ -115,7 +171,7 @@ def _require_equal(names: Sequence[str], values: Sequence[np.ndarray]) -> None:
     _require_same([zlib.crc32(x.tobytes()) for x in values], found)
 
 
-def _require_same(sums: Sequence[int], what: Sequence[str]) -> None:
+def _require_same(sums: Sequence[int], what: Sequence[str], cure: str = _MAKE) -> None:
     own = np.asarray([jax.process_index(), *sums], np.uint32)
     rows = np.asarray(multihost_utils.process_allgather(own))
     rows = rows[np.argsort(rows[:, 0])]
@@ -124,6 +180,5 @@ def _require_same(sums: Sequence[int], what: Sequence[str]) -> None:
         return
     other, which = np.argwhere(differs)[0]
     raise ValueError(
-        f"process {other} has other {what[which]} than process 0, but all need the same; make "
-        "them from the same seed, or read them from the same file."
+        f"process {other} has other {what[which]} than process 0, but all need the same; {cure}."
     )

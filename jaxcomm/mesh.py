@@ -13,7 +13,7 @@ from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
 from jaxcomm._batches import check_rows
 from jaxcomm._numbers import are_keys
-from jaxcomm._placing import place
+from jaxcomm._placing import place, require_equal_shapes
 
 
 def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:
@@ -113,10 +113,11 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
 
     Raises:
       ValueError: if no mesh is set or it has no such axis; if the local leading axis differs
-        between leaves, or is not a multiple of the number of local devices along the mesh axis; or
-        if the batch is global already, so that other processes hold a part of it.
+        between leaves, or is not a multiple of the number of local devices along the mesh axis; if
+        the batch is global already, so that other processes hold a part of it; or, in the first
+        call outside of a thread, if processes pass other shapes.
 
-    Wire: nothing.
+    Wire: a checksum of shapes between processes, in the first call for an axis.
 
     Example:
       >>> import jax, jaxcomm, numpy as np
@@ -136,12 +137,18 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
     data = [jax.random.key_data(leaf) if i in keys else leaf for i, leaf in enumerate(leaves)]
     data = [np.asarray(leaf) for leaf in data]
     if mesh.is_multi_process:
+        if sharding not in _ASKED:  # in every step it would cost a message
+            _ASKED.add(sharding)
+            require_equal_shapes(data, sharding)
         placed = [jax.make_array_from_process_local_data(sharding, leaf) for leaf in data]
     else:
         placed = jax.device_put(data, sharding)  # One call for all leaves.
     for i, impl in keys.items():
         placed[i] = jax.random.wrap_key_data(placed[i], impl=impl)
     return jax.tree.unflatten(tree, placed)
+
+
+_ASKED: set[NamedSharding] = set()  # of which processes have compared shapes
 
 
 @functools.lru_cache(maxsize=16)  # Every step of a run asks for the same one.

@@ -10,6 +10,7 @@ cluster, it also measures which share of the links' rates messages reach.
 
 import argparse
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -34,6 +35,10 @@ def main() -> int:
         pyyaml()  # before a minute of measuring
         if not args.coordinator and (args.processes, args.process) != (None, None):
             raise ValueError("--processes and --process need --coordinator=HOST:PORT.")
+        if args.coordinator and not re.fullmatch(r".+:\d+", args.coordinator):
+            raise ValueError(f"--coordinator={args.coordinator}: write HOST:PORT.")
+        if args.coordinator and None in (args.processes, args.process):
+            raise ValueError("--coordinator needs --processes=N and --process=I.")
         if args.simulate is not None:
             jaxcomm.simulate_devices(args.simulate)
         if args.coordinator:

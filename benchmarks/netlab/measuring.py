@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -139,14 +140,15 @@ def guarded(name: str, body: Callable[[], None]) -> int:
 
 def circumstances(program: str) -> dict[str, Any]:
     """What a number means nothing without."""
-    packages = ("jax", "jaxlib", "numpy", "pyroute2")
+    packages = {"jax", "jaxlib", "numpy", "pyroute2"}  # the last one only for networks
+    packages &= set(itertools.chain(*importlib.metadata.packages_distributions().values()))
     return {
         "command": " ".join([f"python -m {program}", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
         "versions": {
             "python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in packages},
+            **{name: importlib.metadata.version(name) for name in sorted(packages)},
         },
     }
 

@@ -59,7 +59,8 @@ def _run(args: argparse.Namespace) -> None:
         if every.choice.method != found.choice.method:
             print(f"with --quality=any: {every.headline}")
     for load in loads[1:]:
-        print(f"with --accumulate={load.accumulate}: {planned(changes, load).headline}")
+        said = f"{planned(changes, load).headline} A step has {load.accumulate} microbatches."
+        print(f"with --accumulate={load.accumulate}: {said}")
     if changes:
         with contextlib.suppress(ValueError):  # the file may be complete only with --set
             print(f"without --set: {planned({}, loads[0]).headline}")

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from jaxcomm.plan.families import QUALITIES, QUALITY, Method, check_optimizer, methods
 from jaxcomm.plan.loads import Workload
-from jaxcomm.plan.machines import Cluster
+from jaxcomm.plan.machines import Cluster, near_of
 from jaxcomm.plan.order import best_dimensions, best_order
 from jaxcomm.plan.predict import BASELINE, Prediction, choose, predictions
 
@@ -103,10 +103,14 @@ class Plan:
         if self.load.exempt_values == self.load.values:
             return ", and all leaves are exempt from compression"
         other = min(others, key=_step_of)
+        lowest = max(QUALITIES.index(row.method.about.quality) for row in others)
+        what = {"16bit": "16 bits", "unbiased": "unbiased formats"}.get(
+            QUALITIES[lowest], "compressing"
+        )
         if other.step >= self.choice.step:
-            return f", and compressing would save nothing ({other.method.name})"
+            return f", and {what} would save nothing ({other.method.name})"
         gained = f"{1 - other.step / self.choice.step:.1%} of a step ({other.method.name})"
-        return f", and compressing would save at most {gained}"
+        return f", and {what} would save at most {gained}"
 
     @property
     def limits(self) -> str:
@@ -234,6 +238,8 @@ def plan(
         raise TypeError(
             f"plan takes a workload, such as plan.workload(25.6e6, step_ms=234), got {load!r}."
         )
+    if wrong := [m for m in chosen or () if not isinstance(m, Method)]:
+        raise TypeError(f"chosen are methods, such as those of plan.methods(), got {wrong[0]!r}.")
     if quality is None:
         quality = QUALITY if chosen is None else "any"
     if quality not in QUALITIES:
@@ -248,7 +254,8 @@ def plan(
     model = cluster.network.model
     if reorder and cluster.devices > 2:
         order = best_order(cluster.topology, model, cluster.order)
-        cluster = dataclasses.replace(cluster, order=order)
+        near = near_of(cluster.topology, order)
+        cluster = dataclasses.replace(cluster, order=order, near=near)
     if chosen is None:
         dimensions = best_dimensions(cluster.topology, model, cluster.order)
         chosen = methods(quality, cluster.levels is not None, dimensions, optimizer)

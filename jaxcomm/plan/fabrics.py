@@ -7,7 +7,7 @@ from typing import Any
 from jaxcomm._numbers import is_integer
 from jaxcomm.plan.topology import Link, Topology
 
-_MOST_HOSTS = 4096
+MOST_HOSTS = 4096
 
 
 def rate_of(text: Any, whole: Any = None) -> float | None:
@@ -263,13 +263,16 @@ def explicit(name: str, hosts: int, links: list[Any], switches: Any = (), rate: 
       The topology.
 
     Raises:
-      ValueError: for a link of another form.
+      ValueError: for a link of another form, or without a rate.
     """
     made = []
     for link in links:
         if not isinstance(link, list) or len(link) not in (2, 3):
             raise ValueError(f"a link is [end, end] or [end, end, rate], got {link!r}.")
-        made += _cables(str(link[0]), str(link[1]), link[2] if len(link) == 3 else rate)
+        own = link[2] if len(link) == 3 else rate
+        if own is None:
+            raise ValueError(f"{link!r} has no rate; add one, such as 1Gbit, or a rate for all.")
+        made += _cables(str(link[0]), str(link[1]), own)
     return Topology(name, _hosts(hosts), tuple(map(str, switches)), tuple(made))
 
 
@@ -313,8 +316,8 @@ def _count(name: str, number: Any) -> int:
 def _hosts(number: Any, least: int = 1) -> tuple[str, ...]:
     if not is_integer(number):
         raise ValueError(f"hosts is a whole number, got {number!r}.")
-    if not least <= number <= _MOST_HOSTS:
-        raise ValueError(f"this fabric has {least} to {_MOST_HOSTS} hosts, got {number!r}.")
+    if not least <= number <= MOST_HOSTS:
+        raise ValueError(f"this fabric has {least} to {MOST_HOSTS} hosts, got {number!r}.")
     return tuple(f"h{i}" for i in range(number))
 
 

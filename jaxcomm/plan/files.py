@@ -76,7 +76,7 @@ def topology_of(
     settings = {**settings, **overrides}
     version = settings.pop("version", VERSION)
     if version != VERSION:
-        wrong = f"the file is version {version}; this jaxcomm reads version {VERSION}."
+        wrong = f"the file is version {version!r}; this jaxcomm reads version {VERSION}."
         raise file.error("version", wrong)
     fabric = settings.pop("fabric", None)
     if not isinstance(fabric, str) or fabric not in FABRICS:
@@ -94,8 +94,12 @@ def topology_of(
     for key, (kinds, what) in _KINDS.items():
         if settings.get(key) is not None and not isinstance(settings[key], kinds):
             raise file.error(key, f"{key} is {what}, got {settings[key]!r}.", overrides)
+    for key in (*_RATES, "links", "hosts"):
+        if key in settings and settings[key] is None:
+            kind = ", such as 1Gbit, or unlimited" if key in _RATES else ""
+            raise file.error(key, f"{key} is empty; give it a value{kind}.", overrides)
     for key in _RATES:
-        if settings.get(key) is not None:
+        if key in settings:
             _check_rate(file, key, settings[key], overrides)
     for i, rate in enumerate(settings.get("rates") or ()):
         _check_rate(file, "rates", rate, overrides, i, settings["rate"])

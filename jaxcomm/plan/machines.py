@@ -21,7 +21,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from jaxcomm.collectives.algorithms.direct import Direct
 from jaxcomm.collectives.algorithms.native import Native
 from jaxcomm.plan import costs as costs_
 from jaxcomm.plan.costs import Costs
-from jaxcomm.plan.fabrics import rate_of
+from jaxcomm.plan.fabrics import MOST_HOSTS, rate_of
 from jaxcomm.plan.files import File, find, topology_of, value_of
 from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.topology import Link, Topology
@@ -88,7 +88,11 @@ class Cluster:
 
     @functools.cached_property
     def _native(self) -> Simulation:
-        return self._network_on(self.topology.striped(), self.native_latency)
+        if self.costs.stripes:
+            return self._network_on(self.topology.striped(), self.native_latency)
+        # In gloo's ring both directions of a pair are busy at once, also on two devices.
+        costs = dataclasses.replace(self.costs, half_duplex=False, swap=0.0)
+        return self._network_on(self.topology, costs.latency, costs)
 
     def network_of(self, algorithm: Algorithm, is_collective: bool = False) -> Simulation:
         """The network for an algorithm.
@@ -98,7 +102,7 @@ class Cluster:
           is_collective: whether XLA's own collectives carry it out, although it is not one of
             XLA's.
         """
-        if self.costs.stripes and isinstance(algorithm, Native):
+        if isinstance(algorithm, Native):
             return self._native
         if self.costs.stripes and (is_collective or isinstance(algorithm, Direct)):
             return self._striped
@@ -116,8 +120,10 @@ class Cluster:
         levels = math.ceil(math.log2(n // self.per_machine)) + (self.per_machine > 1)
         return latency * min(1.0, levels / (n - 1))
 
-    def _network_on(self, topology: Topology, latency: float) -> Simulation:
-        c = self.costs
+    def _network_on(
+        self, topology: Topology, latency: float, costs: Costs | None = None
+    ) -> Simulation:
+        c = costs or self.costs
         model = Model(latency, 0.0, c.half_duplex, c.swap, c.per_byte, c.efficiency)
         return Simulation(topology, model, self.order)
 
@@ -131,9 +137,18 @@ def cluster(topology: Topology, costs: Costs | None = None) -> Cluster:
 
     Returns:
       The cluster, for `jaxcomm.plan.plan`.
+
+    Raises:
+      TypeError: for anything else.
     """
-    n = len(topology.hosts)
-    return Cluster(topology, tuple(range(n)), _near(topology), costs or costs_.defaults("cpu"))
+    if not isinstance(topology, Topology):
+        raise TypeError(
+            "a cluster is made of a topology of plan.fabrics or plan.load, got "
+            f"{topology!r}; a name or a file is read by plan.load_cluster."
+        )
+    _check_costs(costs)
+    order = tuple(range(len(topology.hosts)))
+    return Cluster(topology, order, near_of(topology, order), costs or costs_.defaults("cpu"))
 
 
 def load_cluster(
@@ -153,8 +168,7 @@ def load_cluster(
       TypeError: for costs that were not read with `read_costs`.
       ValueError: for an unknown name or invalid settings, in one line with the file and line.
     """
-    if costs is not None and not isinstance(costs, Costs):
-        raise TypeError(f"costs are those of plan.read_costs({costs!r}), or None, got {costs!r}.")
+    _check_costs(costs)
     file = File(find(name))
     links, others = _sorted_out(overrides or {})
     settings = {**file.settings, **{k: v for k, v in others.items() if "." not in k}}
@@ -179,6 +193,9 @@ def load_cluster(
         wrong = "device chooses default costs, but measured ones are given; leave out one."
         raise file.error("device", wrong, others)
     if "nics" in nodes and settings.get("fabric") != "explicit":
+        if settings.get("links_per_host", nodes["nics"]) != nodes["nics"]:
+            wrong = f"nics is {nodes['nics']}, but links_per_host {settings['links_per_host']}."
+            raise _node_error(file, "nics", wrong, others)
         settings["links_per_host"] = nodes["nics"]
     elif nodes.get("nics", 1) != 1:
         wrong = "an explicit network has its cards in links: list a cable of a host once for each."
@@ -190,6 +207,11 @@ def load_cluster(
     if costs is None:
         costs = _costs_of(file, device, measured, others)
     return _of_machines(file, machines, nodes, order, costs, others)
+
+
+def _check_costs(costs: Any) -> None:
+    if costs is not None and not isinstance(costs, Costs):
+        raise TypeError(f"costs are those of plan.read_costs({costs!r}), or None, got {costs!r}.")
 
 
 def _node_error(file: File, key: str, message: str, given: Mapping[str, Any]) -> ValueError:
@@ -221,6 +243,9 @@ def _of_machines(
 ) -> Cluster:
     """The cluster whose machines are the hosts of a topology."""
     each, number = nodes.get("devices", 1), len(machines.hosts)
+    if each * number > MOST_HOSTS:
+        wrong = f"{number} machines of {each} devices are more than {MOST_HOSTS} devices."
+        raise _node_error(file, "devices", wrong, given)
     if order is None:
         order = list(range(number))
     if not _is_order(order, number):
@@ -241,8 +266,7 @@ def _of_machines(
         )
         raise _node_error(file, "bandwidth", wrong, given)
     if each == 1:
-        near = _near(machines) if order == sorted(order) else 1
-        return Cluster(machines, ranks, near, costs)
+        return Cluster(machines, ranks, near_of(machines, ranks), costs)
     devices = tuple(f"{host}.{i}" for host in machines.hosts for i in range(each))
     links = [Link((f"{h}.{i}", h), inside) for h in machines.hosts for i in range(each)]
     switches = (*machines.hosts, *machines.switches)
@@ -296,7 +320,7 @@ def _changed(topology: Topology, ends: tuple[str, str], rate: Any) -> Topology:
     return dataclasses.replace(topology, links=links)
 
 
-def _near(topology: Topology) -> int:
+def near_of(topology: Topology, order: Sequence[int]) -> int:
     """How many hosts in a row are on one switch, if all switches have equally many."""
     first: dict[int, int] = {}
     for link in topology.links:
@@ -304,7 +328,7 @@ def _near(topology: Topology) -> int:
         for host, other in ((a, b), (b, a)):
             if host < len(topology.hosts):
                 first.setdefault(host, other)
-    switches = [first.get(host, -1) for host in range(len(topology.hosts))]
+    switches = [first.get(host, -1) for host in order]
     starts = np.flatnonzero(np.diff(switches, prepend=-2))
     sizes = set(np.diff(starts, append=len(switches)).tolist())
     in_rows = len(starts) == len(set(switches))

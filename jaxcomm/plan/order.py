@@ -19,15 +19,25 @@ _BYTES = 64e6
 
 
 def best_order(topology: Topology, model: Model, order: tuple[int, ...]) -> tuple[int, ...]:
-    """The given order, or one in which a ring is faster.
+    """The given order, or one in which a ring is faster, or else halving-doubling.
 
     Two orders are tried: by a depth-first walk from a host farthest from the others, which keeps
     the hosts of a switch together, and in the order of the hosts' names.
     """
     tried = [order, tuple(range(len(order))), _walked(topology)]
-    seconds = [Simulation(topology, model, o).seconds(ring(), _BYTES) for o in tried]
-    best = int(np.argmin(seconds))
-    return tried[best] if seconds[best] < _GAIN * seconds[0] else order
+
+    def of_ring(order: tuple[int, ...]) -> float:
+        return Simulation(topology, model, order).seconds(ring(), _BYTES)
+
+    def of_halving_doubling(order: tuple[int, ...]) -> float:
+        return min(seconds for _, seconds in _halving_doublings(topology, model, order))
+
+    for seconds_of in (of_ring, of_halving_doubling):
+        seconds = [seconds_of(o) for o in tried]
+        best = int(np.argmin(seconds))
+        if seconds[best] < _GAIN * seconds[0]:
+            return tried[best]
+    return order
 
 
 def best_dimensions(topology: Topology, model: Model, order: tuple[int, ...]) -> Dimensions:
@@ -42,6 +52,15 @@ def best_dimensions(topology: Topology, model: Model, order: tuple[int, ...]) ->
       model: what messages cost.
       order: the devices in the order of their ranks.
     """
+    found = _halving_doublings(topology, model, order)
+    best, seconds = min(found, key=lambda pair: pair[1])
+    return best if seconds < _GAIN * found[0][1] else ()
+
+
+def _halving_doublings(
+    topology: Topology, model: Model, order: tuple[int, ...]
+) -> list[tuple[Dimensions, float]]:
+    """The candidates of `best_dimensions`, the defaults first, and their seconds."""
     simulation = Simulation(topology, model, order)
     tried: list[Dimensions] = [(), (("order", "far_first"),)]
     if per_switch := _per_switch(topology, order):
@@ -50,9 +69,7 @@ def best_dimensions(topology: Topology, model: Model, order: tuple[int, ...]) ->
             for grid in _grids(len(order) // per_switch)
             for name in ("shifted", "spread")
         ]
-    seconds = [simulation.seconds(halving_doubling(**dict(d)), _BYTES) for d in tried]
-    best = int(np.argmin(seconds))
-    return tried[best] if seconds[best] < _GAIN * seconds[0] else ()
+    return [(d, simulation.seconds(halving_doubling(**dict(d)), _BYTES)) for d in tried]
 
 
 def _per_switch(topology: Topology, order: tuple[int, ...]) -> int | None:

@@ -39,11 +39,14 @@ def seconds_of(report: WireReport, costs: Costs | Cluster) -> float:
       The time, in seconds.
 
     Raises:
+      TypeError: for other costs.
       ValueError: for a loop whose trip count is not in the program.
     """
     if isinstance(costs, Cluster):
         link = 8e-6 / (float(costs.topology.rates.min(initial=np.inf)) * costs.costs.efficiency)
         costs = dataclasses.replace(costs.costs, per_byte=max(costs.costs.per_byte, link))
+    if not isinstance(costs, Costs):
+        raise TypeError(f"costs are those of plan.read_costs, or a cluster, got {costs!r}.")
     return sum(_seconds(collective, costs) for collective in report.collectives)
 
 

@@ -16,7 +16,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxcomm import _axes, _paths
+from jaxcomm import _axes, _paths, _placing
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import marked_dtype
 
@@ -94,7 +94,8 @@ def layout_of(
     Raises:
       TypeError: for leaves that are not float32, bfloat16 or float16.
       ValueError: if no mesh is set, it has no such axis, a leaf is sharded over the axis, its
-        sharding cannot be seen here, a pattern fits no path, or there are no parameters.
+        sharding cannot be seen here, a pattern fits no path, or there are no parameters; if they
+        differ between processes.
     """
     world = _axes.axis_size(axis_name)
     nodes = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
@@ -121,6 +122,7 @@ def layout_of(
             f"two parameters are called {twice[0]}: a name with a slash looks like a path; rename "
             "one of them."
         )
+    _placing.require_equal_everywhere(*map(list, zip(*named, strict=True)))
     leaves = []
     for name, leaf in named:
         dtype = jnp.result_type(leaf)

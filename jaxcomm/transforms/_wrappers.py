@@ -123,11 +123,25 @@ def moments_behind(params: Any) -> set[str]:
     Returns:
       Names of optax, such as "mu" and "trace" for momenta and "nu" for a variance.
     """
+    return _kept_behind(params, _moments_of)
+
+
+def schedules_behind(params: Any) -> set[str]:
+    """The schedules of the transformations that follow in the same optax chains, likewise.
+
+    Returns:
+      Names of optax, such as "scale_by_schedule" and "inject_hyperparams".
+    """
+    return _kept_behind(params, _schedules_of)
+
+
+def _kept_behind(params: Any, of: Callable[[Any], set[str]]) -> set[str]:
+    """What the states of the transformations that follow have, by the nodes of their states."""
     found = set()
     for frame in _optax_frames():
         for state in [jax.eval_shape(init, params) for init in _members(frame)[1]]:
-            nodes = jax.tree.leaves(state, is_leaf=lambda x: _moments_of(x) != set())
-            found = found.union(*map(_moments_of, nodes))
+            nodes = jax.tree.leaves(state, is_leaf=lambda x: of(x) != set())
+            found = found.union(*map(of, nodes))
     return found
 
 
@@ -172,6 +186,11 @@ def refuse_optimizer_behind(params: Any, name: str) -> None:
             f"{name} is an optimizer, and another one, which keeps {', '.join(sorted(moments))}, "
             f"follows it in the chain. The updates of {name} are final: remove the other one."
         )
+    if schedules := schedules_behind(params):
+        raise ValueError(
+            f"{name} is an optimizer, and {', '.join(sorted(schedules))} follows it in the chain. "
+            f"The updates of {name} are final: give the schedule to it, as learning_rate."
+        )
 
 
 def warn_of_a_variance_behind(params: Any, exchange: str) -> None:
@@ -194,6 +213,12 @@ def _moments_of(node: Any) -> set[str]:
     if fields.issuperset({"m", "v", "n", "g"}):  # Adan's
         return {"nu"}
     return (_MOMENTA | _VARIANCES) & fields
+
+
+def _schedules_of(node: Any) -> set[str]:
+    if isinstance(node, optax.ScaleByScheduleState):
+        return {"scale_by_schedule"}
+    return {"inject_hyperparams"} if "hyperparams" in getattr(node, "_fields", ()) else set()
 
 
 def _optax_callers() -> set[str]:

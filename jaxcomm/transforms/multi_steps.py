@@ -17,7 +17,12 @@ from jaxcomm.transforms._layout import (
     filled_leaves,
     layout_of,
 )
-from jaxcomm.transforms._wrappers import moments_behind, refuse_wrappers, with_extra_args
+from jaxcomm.transforms._wrappers import (
+    moments_behind,
+    refuse_wrappers,
+    schedules_behind,
+    with_extra_args,
+)
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own, zeros_per_device
 
 
@@ -55,8 +60,8 @@ def multi_steps(
 
     Raises:
       ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
-        over several axes, or if an optimizer with moments follows in the chain: it would mistake
-        the zeros of the steps in between for gradients.
+        over several axes, or if an optimizer with moments or a schedule follows in the chain: it
+        would count the steps in between.
 
     Wire: that of `inner` in one step of `every`, in a branch of a conditional; otherwise nothing.
 
@@ -73,13 +78,8 @@ def multi_steps(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
-        if every > 1 and (moments := moments_behind(params)):
-            raise ValueError(
-                f"an optimizer that keeps {', '.join(sorted(moments))} follows multi_steps in the "
-                "chain, and would mistake the zeros of the steps in between for gradients. Put it "
-                "inside: "
-                "jaxcomm.multi_steps(optax.chain(exchange, optimizer), every)."
-            )
+        if every > 1:
+            _refuse_behind(params)
         state = inner.init(params)
         layout = layout_of(params, axis_of(state, "multi_steps"))
         own = zeros_per_device(layout, params, filled_leaves(layout))
@@ -112,6 +112,18 @@ def multi_steps(
         return outgoing, MultiStepsState(state.layout, mini_step, accumulated, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _refuse_behind(params: Any) -> None:
+    """Raises, in `init`, if the steps in between would count in what follows in the chain."""
+    kept = sorted(moments_behind(params))
+    if not kept and not (kept := sorted(schedules_behind(params))):
+        return
+    raise ValueError(
+        f"an optimizer with {', '.join(kept)} follows multi_steps in the chain, and would count "
+        "the steps in between, whose updates are zero. Put it inside: "
+        "jaxcomm.multi_steps(optax.chain(exchange, optimizer), every)."
+    )
 
 
 def _add(grads: list[jax.Array], state: MultiStepsState) -> dict[int, jax.Array]:
