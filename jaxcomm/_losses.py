@@ -99,7 +99,7 @@ def refuse_statistics(params: Any) -> None:
         if isinstance(variable, changed):
             where = "return what changes as aux (has_aux=True)."
             if isinstance(variable, nnx.RngState):
-                where = "a key of the step too: layer(x, rngs=nnx.Rngs(dropout=key))."
+                where = "a key of the step too, for nnx.reseed(model, default=key) after nnx.merge."
             raise ValueError(
                 f"the parameters hold a {type(variable).__name__}, whose new value would be lost. "
                 "Split the model: graph, params, rest = nnx.split(model, nnx.Param, ...). Give "

@@ -23,7 +23,7 @@ FINISHED = "finished gradient"
 _TAGS = {
     GRADIENT: "local gradient in {}, not exchanged: jaxcomm.mean or another exchange comes first "
     "in a chain; jaxcomm.set_to_zero freezes what it leaves out, jaxcomm.local computes on each "
-    "device, jaxcomm.accumulate adds up microbatches",
+    "device, jaxcomm.accumulate adds up microbatches, jaxcomm.unmark_local returns the values",
     OWN_GRADIENT: "local gradient in {}, at each device's own parameters: only jaxcomm.local_steps "
     "takes it, and clipping and the like go into its inner optimizer",
     FINISHED: "gradient in {}, exchanged in the backward pass, with the state of its exchange: the "

@@ -60,8 +60,7 @@ def place(
     for i, x in values.items():
         make = jax.make_array_from_callback
         placed[i] = make(x.shape, shardings[i], x.__getitem__, dtype=x.dtype)
-    for i in compared:
-        _remember(placed[i])
+    remember([placed[i] for i in compared])
     return [placed[i] for i in range(len(leaves))]
 
 
@@ -71,17 +70,17 @@ def require_equal_everywhere(names: Sequence[str], leaves: Sequence[Any]) -> Non
     Arrays that were compared before, here or by `place`, are not compared again; nothing is, where
     some process has no device in the current mesh, or under a transformation.
     """
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty or not mesh.is_multi_process or any(isinstance(x, Tracer) for x in leaves):
+    in_a_trace = isinstance(jnp.zeros((), bool), Tracer)
+    if jax.process_count() == 1 or in_a_trace:
         return
-    if not _all_take_part(NamedSharding(mesh, PartitionSpec())):
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or not _all_take_part(NamedSharding(mesh, PartitionSpec())):
         return
     pairs = zip(names, leaves, strict=True)
     own = [(n, x) for n, x in pairs if (_is_typed(x) or _is_whole(x)) and not _was_compared(x)]
     if own:
         _require_equal([name for name, _ in own], [_here(x) for _, x in own])
-    for _, x in own:
-        _remember(x)
+    remember([x for _, x in own])
 
 
 def require_equal_shapes(rows: Sequence[np.ndarray], sharding: NamedSharding) -> None:
@@ -105,10 +104,12 @@ def _here(leaf: Any) -> np.ndarray:
 _COMPARED: dict[int, weakref.ref] = {}
 
 
-def _remember(x: Any) -> None:
-    if isinstance(x, jax.Array):
-        number = id(x)
-        _COMPARED[number] = weakref.ref(x, lambda _: _COMPARED.pop(number, None))
+def remember(leaves: Sequence[Any]) -> None:
+    """Notes that these arrays are equal in all processes."""
+    for x in leaves:
+        if isinstance(x, jax.Array):
+            number = id(x)
+            _COMPARED[number] = weakref.ref(x, lambda _, number=number: _COMPARED.pop(number, None))
 
 
 def _was_compared(x: Any) -> bool:

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxcomm import _placing
 from jaxcomm.collectives import _sending
 from jaxcomm.transforms._buckets import split_off_exempt
 from jaxcomm.transforms.sparse_mean import SparseMeanState
@@ -93,11 +94,13 @@ class Exchange:
 
     def state(self) -> Any:
         """The initial state."""
-        # `jaxcomm.replicate` would compare processes, which do not all get here in the same order.
+        # Processes do not all get here in the same order, so nothing may compare them.
         whole, make = NamedSharding(self.mesh, PartitionSpec()), jax.make_array_from_callback
         with jax.set_mesh(self.mesh):
             zeros = [np.zeros(shape, np.float32) for shape in self.shapes]
-            return self.tx.init([make(x.shape, whole, x.__getitem__) for x in zeros])
+            placed = [make(x.shape, whole, x.__getitem__) for x in zeros]
+            _placing.remember(placed)
+            return self.tx.init(placed)
 
     def lower(self) -> jax.stages.Lowered:
         """Its program, traced."""

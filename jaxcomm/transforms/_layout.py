@@ -122,7 +122,7 @@ def layout_of(
             f"two parameters are called {twice[0]}: a name with a slash looks like a path; rename "
             "one of them."
         )
-    _placing.require_equal_everywhere(*map(list, zip(*named, strict=True)))
+    _placing.require_equal_everywhere([name for name, _ in named], [x for _, x in named])
     leaves = []
     for name, leaf in named:
         dtype = jnp.result_type(leaf)

@@ -9,7 +9,10 @@ import jax
 from jaxcomm.transforms._buckets import split_off_empty, split_off_exempt
 from jaxcomm.transforms._layout import Exempt, Layout, is_exempt
 
-_CURE = "Make tx as in the run that saved the state, or start over with tx.init(params)."
+_CURE = (
+    "Make tx as in the run that saved the state, or start over with tx.init(params); in a chain, "
+    "(tx.init(params)[0], *state[1:]) keeps the state of the optimizer."
+)
 
 
 def require_state(

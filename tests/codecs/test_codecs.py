@@ -349,3 +349,22 @@ def test_terngrad_clips_by_the_deviation_of_what_is_not_zero() -> None:
     codec = codecs.terngrad(clip=1.0)
     found = codec.decode(codec.encode(x, jax.random.key(0)), 512)
     np.testing.assert_allclose(found, x, rtol=1e-4)
+
+
+@each
+@pytest.mark.parametrize("n", [1, 256, 1000, 4096])
+def test_errors_and_sums_are_those_of_the_values(case: Case, n: int) -> None:
+    """What CPUs compute without storing the values, bit for bit."""
+    x = np.stack([sample("normal", n, seed) for seed in range(3)])
+    payload = case.codec.encode(x, KEY)
+    values = np.asarray(case.codec.decode(payload, n))
+    np.testing.assert_array_equal(jax.jit(case.codec.error)(x, payload), x - values)
+
+    def in_order(rows: np.ndarray) -> np.ndarray:
+        return (rows[0] + rows[1]) + rows[2]
+
+    total = jax.jit(case.codec.decode_and_sum, static_argnums=1)(payload, n)
+    np.testing.assert_array_equal(total, in_order(values))
+    own = np.where(np.arange(3)[:, None] == 1, x, values)
+    total = jax.jit(case.codec.sum_with_own)(payload, x[1], jnp.int32(1))
+    np.testing.assert_array_equal(total, in_order(own))

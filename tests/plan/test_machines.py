@@ -59,6 +59,11 @@ STAR = "fabric: star\nhosts: 4\nrate: 1\ndevice: gpu\n"
         ("fabric: star\nhosts: 4\nrate: 1\n", {"gpus.rate": 5}, "gpus.rate: unknown setting"),
         ("fabric: star\nhosts: 4\nrate: 1\n", {"rate": "-3"}, "rate=-3: rate is -3 Mbit/s"),
         ("fabric: explicit\nhosts: 3\nlinks: [[h0, h1, 5]]\n", {}, "no path leads from h0 to h2"),
+        ("fabric: explicit\nhosts: 2\nlinks: [[h0, h1]]\n", {}, r"\['h0', 'h1'\] has no rate"),
+        ("fabric: explicit\nhosts: 2\nlinks:\n", {}, "line 3: links is empty"),
+        ("fabric: star\nhosts: 4\nrate:\n", {}, "line 3: rate is empty; .* or unlimited"),
+        (STAR, {"nodes.devices": "2000"}, "^nodes.devices=2000: .* more than 4096 devices"),
+        (STAR, {"nodes.nics": "2", "links_per_host": "8"}, "nics is 2, but links_per_host 8"),
     ],
 )
 def test_a_wrong_cluster_is_one_line(
@@ -180,3 +185,58 @@ def test_devices_that_are_not_in_the_order_of_their_switches_have_one_level(tmp_
     for order, levels in (("[0, 1, 2, 3]", (2, 2)), ("[0, 2, 1, 3]", None)):
         (tmp_path / "rooms.yaml").write_text(f"{text}order: {order}\n")
         assert plan.load_cluster(str(tmp_path / "rooms.yaml")).levels == levels
+
+
+def test_a_better_order_may_have_two_levels(tmp_path: Path) -> None:
+    """What is planned for shuffled machines is what is planned for sorted ones."""
+    text = "fabric: clusters\nhosts: 12\nrate: 1Gbit\nmiddle: 100Mbit\n"
+    found = []
+    for order in (list(range(12)), [6 * (i % 2) + i // 2 for i in range(12)]):
+        (tmp_path / "rooms.yaml").write_text(f"{text}order: {order}\n")
+        made = plan.load_cluster(str(tmp_path / "rooms.yaml"), costs=FREE)
+        found.append(plan.plan(made, plan.workload(25e6, 1000.0)))
+    assert found[0].choice.method.algorithm == "hierarchical"
+    assert found[0].as_json() == found[1].as_json()
+
+
+def test_an_order_in_which_only_halving_doubling_is_faster(tmp_path: Path) -> None:
+    text = "fabric: dln\nhosts: 8\nrate: 1Gbit\nshortcut: 100Mbit\n"
+    steps = []
+    for order in (list(range(8)), [4, 3, 6, 0, 5, 1, 7, 2]):
+        (tmp_path / "loop.yaml").write_text(f"{text}order: {order}\n")
+        made = plan.load_cluster(str(tmp_path / "loop.yaml"), costs=FREE)
+        steps.append(plan.plan(made, plan.workload(25e6, 234.0)).choice.step)
+    assert steps[1] == pytest.approx(steps[0])
+
+
+def test_the_ring_of_xla_is_no_faster_on_more_hosts() -> None:
+    """Two hosts send to each other at once in it, unlike in messages of their own."""
+    costs, load = plan.defaults("cpu"), plan.workload(25e6, 200.0)
+    assert costs.half_duplex
+    times = []
+    for hosts in (2, 3, 4):
+        made = plan.cluster(plan.fabrics.star("star", hosts, "10Gbit"), costs)
+        times.append(plan.plan(made, load).float32.exchange)
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: plan.cluster("star"),
+        lambda: plan.cluster(plan.fabrics.star("star", 4, 1000), "costs.yaml"),
+        lambda: plan.plan(plan.load_cluster("star"), plan.workload(1e6, 1), chosen=["int8"]),
+    ],
+)
+def test_arguments_of_other_types(make: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"topology of plan.fabrics|plan.read_costs|plan.methods\(\)"
+    ):
+        make()
+
+
+def test_leaves_without_elements_send_nothing() -> None:
+    shapes = {"v": jax.ShapeDtypeStruct((8, 8), "f4"), "z": jax.ShapeDtypeStruct((0, 4), "f4")}
+    assert plan.workload(shapes, 1.0) == plan.workload({"v": shapes["v"]}, 1.0)
+    with pytest.raises(ValueError, match="there are no parameters"):
+        plan.workload({"z": shapes["z"]}, 1.0)

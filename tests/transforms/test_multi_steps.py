@@ -130,7 +130,7 @@ def test_an_optimizer_behind_would_see_zeros(
     mean = jaxcomm.mean("data")
     with jax.set_mesh(mesh8):
         params = jaxcomm.replicate({"w": jnp.ones((8, 8))})
-        with pytest.raises(ValueError, match="zeros of the steps in between.*Put it inside: jax"):
+        with pytest.raises(ValueError, match="count the steps in between.*Put it inside: jax"):
             optax.chain(jaxcomm.multi_steps(mean, 4), optimizer).init(params)
         jaxcomm.multi_steps(optax.chain(mean, optimizer), 4).init(params)
         optax.chain(jaxcomm.multi_steps(mean, 4), optax.sgd(0.1)).init(params)
@@ -153,3 +153,21 @@ def test_parameters_split_over_an_explicit_axis_beside_an_automatic_one() -> Non
         first, state = step(params, state)
         second, _ = step(params, state)
     assert (np.asarray(first["w"]) == 0).all() and (np.asarray(second["w"]) == 1).all()
+
+
+@pytest.mark.parametrize(
+    "follower",
+    [
+        optax.sgd(optax.linear_schedule(0.1, 0.0, 4)),
+        optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
+    ],
+)
+def test_a_schedule_outside_would_count_the_steps_in_between(mesh8: Any, follower: Any) -> None:
+    accumulated, params = jaxcomm.multi_steps(jaxcomm.mean("data"), 4), {"w": jnp.zeros(3)}
+    with jax.set_mesh(mesh8):
+        optax.chain(accumulated, optax.sgd(0.1)).init(params)
+        jaxcomm.multi_steps(optax.chain(jaxcomm.mean("data"), follower), 4).init(params)
+        with pytest.raises(
+            ValueError, match="(scale_by_schedule|inject_hyperparams) follows multi"
+        ):
+            optax.chain(accumulated, follower).init(params)
