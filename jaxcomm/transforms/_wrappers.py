@@ -186,11 +186,6 @@ def refuse_optimizer_behind(params: Any, name: str) -> None:
             f"{name} is an optimizer, and another one, which keeps {', '.join(sorted(moments))}, "
             f"follows it in the chain. The updates of {name} are final: remove the other one."
         )
-    if schedules := schedules_behind(params):
-        raise ValueError(
-            f"{name} is an optimizer, and {', '.join(sorted(schedules))} follows it in the chain. "
-            f"The updates of {name} are final: give the schedule to it, as learning_rate."
-        )
 
 
 def warn_of_a_variance_behind(params: Any, exchange: str) -> None:
