@@ -120,12 +120,21 @@ def _measured(mesh: Mesh, cluster: Cluster | None, families: tuple[str, ...]) ->
         name: _message(mesh, pairs, values)
         for name, pairs in {"one way": one_way, "both ways": both_ways, "shift": shift}.items()
     }
-    half_duplex = large["both ways"] > _TWICE * large["one way"]
+    between_cpus = _device.is_between_cpu_processes()  # where pairs always take turns
+    half_duplex = between_cpus or large["both ways"] > _TWICE * large["one way"]
     all_at_once = large["one way" if n == 2 and half_duplex else "shift"]
     flag = _flag(mesh)
     latencies.append(small())
-    per_byte = max(all_at_once - latencies[-1], 0.0) / (4 * values)
-    swap = _swap(mesh, both_ways, latencies[-1]) if _device.is_between_cpu_processes() else 0.0
+    per_byte = (all_at_once - latencies[-1]) / (4 * values)
+    if per_byte <= 0:
+        warnings.warn(
+            f"a message of {4 * values:,} bytes took no longer than one of {4 * SMALL}: other work "
+            "was done meanwhile. The default cost per byte is used; probe again.",
+            UserWarning,
+            stacklevel=3,
+        )
+        per_byte = usual.per_byte
+    swap = _swap(mesh, both_ways, latencies[-1]) if between_cpus else 0.0
     local = _locals(mesh, families, Model(latencies[-1], 0.0, half_duplex, swap, per_byte))
     latencies.append(small())
     latency = statistics.median(latencies)

@@ -181,6 +181,15 @@ class TestCosts:
         assert sent * per_byte < 60
 
 
+def test_a_message_that_seems_to_cost_nothing(
+    make_mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "_message", lambda *args: 1e-3)
+    with pytest.warns(UserWarning, match="took no longer than one of 4: other work"):
+        found = plan.probe(make_mesh(4), families=[])
+    assert found.per_byte == plan.defaults("cpu").per_byte
+
+
 def test_a_rate_that_messages_belie_is_said() -> None:
     assert probing._efficiency(0.94e-9, 1e-9) == pytest.approx(0.94)
     with pytest.warns(UserWarning, match="reach 1e[+]03 of the rates .* right unit"):
