@@ -94,7 +94,8 @@ class Codec:
     def sum_with_own(self, payloads: jax.Array, own: jax.Array, place: jax.Array) -> jax.Array:
         """`decode_and_sum` with the values `own`, `(n,)`, for those of the payload at `place`."""
         values = self.decode(payloads, own.size)
-        return reductions.sum_in_order(values.at[place].set(own))
+        values = jax.lax.dynamic_update_index_in_dim(values, own, place, axis=0)
+        return reductions.sum_in_order(values)
 
     def error(self, x: jax.Array, payload: jax.Array) -> jax.Array:
         """What encoding took from x, float32 `(..., n)`: x minus the values of its payload."""
