@@ -108,7 +108,7 @@ def version_of_torch(python: str) -> str | None:
     try:
         script = "import torch; print(torch.__version__)"
         done = subprocess.run([python, "-c", script], capture_output=True, text=True)
-    except FileNotFoundError:
+    except OSError:  # no such file, or one that is no program
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 

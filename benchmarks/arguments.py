@@ -25,6 +25,7 @@ def _number(kind: type, what: str, holds: Callable[[float], bool]) -> Reader:
 count = _number(int, "a whole number of at least 1", lambda x: x >= 1)
 whole = _number(int, "a whole number of at least 0", lambda x: x >= 0)
 values = _number(float, "a number of at least 1, such as 8e6", lambda x: 1 <= x < math.inf)
+hundredth = _number(float, "a number of at least 0.01", lambda x: 0.01 <= x < math.inf)
 positive = _number(float, "a number above 0", lambda x: 0 < x < math.inf)
 share = _number(float, "a number above 0 and at most 1", lambda x: 0 < x <= 1)
 at_least_zero = _number(float, "a number of at least 0", lambda x: 0 <= x < math.inf)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks.arguments import count
+from benchmarks.arguments import count, one_of, several
 from jaxcomm import codecs
 from jaxcomm.codecs import Codec
 from jaxcomm.kernels.random_bits import random_bits
@@ -36,7 +36,7 @@ class Row(NamedTuple):
     random: Codec | None
 
 
-def rows(only: str | None) -> list[Row]:
+def rows() -> list[Row]:
     named = [
         ("cnat", lambda rounding: codecs.cnat("window", rounding)),
         ("cnat fixed", lambda rounding: codecs.cnat("fixed", rounding)),
@@ -48,7 +48,7 @@ def rows(only: str | None) -> list[Row]:
     made = {name: make() for name, make in codecs.BY_NAME.items() if name not in dict(named)}
     for name, codec in made.items():
         table.append(Row(name, None, codec) if codec.is_random else Row(name, codec, None))
-    return [row for row in table if only is None or row.name in only.split(",")]
+    return table
 
 
 class Timed:
@@ -134,9 +134,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="time codecs")
     parser.add_argument("--mib", type=count, default=64, help="size of the float32 vector")
     parser.add_argument("--repeats", type=count, default=15, help="rounds; medians are shown")
-    parser.add_argument("--only", help="rows of the table, with commas between them")
+    parser.add_argument(
+        "--only",
+        type=several(one_of(row.name for row in rows())),
+        help="rows of the table, with commas between them",
+    )
     args = parser.parse_args()
-    table = rows(args.only)
+    table = [row for row in rows() if args.only is None or row.name in args.only]
     x = jax.random.normal(jax.random.key(0), (args.mib * 2**18,))
     timed = cases(table, x, jax.random.key(2))
     for _ in range(args.repeats):

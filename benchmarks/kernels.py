@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.arguments import count, new_file, one_of, positive, several
+from benchmarks.arguments import count, hundredth, new_file, one_of, several
 from benchmarks.device_time import (
     Kernel,
     keep,
@@ -344,7 +344,7 @@ def shown(row: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="time kernels beside a copy")
     parser.add_argument(
-        "--mib", type=several(positive), default="1,16,256", help="sizes of the float32 vector"
+        "--mib", type=several(hundredth), default="1,16,256", help="sizes of the float32 vector"
     )
     parser.add_argument("--repeats", type=count, default=20, help="calls; medians are shown")
     parser.add_argument(

@@ -21,6 +21,16 @@ from benchmarks.arguments import count, new_file
 from benchmarks.plots import running_mean
 
 
+def named_run(text: str) -> tuple[str, list[str]]:
+    """A name and the working directories of its runs."""
+    name, _, workdirs = text.partition("=")
+    for workdir in workdirs.split(","):
+        if not Path(workdir, "metrics.jsonl").is_file():
+            wrong = f"expected name=workdir,workdir, got {text!r}: {workdir!r} has no metrics.jsonl"
+            raise argparse.ArgumentTypeError(wrong)
+    return name, workdirs.split(",")
+
+
 def losses(workdir: str) -> np.ndarray:
     """The training loss of every step of a run."""
     with Path(workdir, "metrics.jsonl").open() as file:
@@ -37,13 +47,12 @@ def curve(workdirs: list[str], window: int) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", help="name=workdir,workdir")
+    parser.add_argument("runs", nargs="+", type=named_run, help="name=workdir,workdir")
     parser.add_argument("--out", type=new_file, required=True)
     parser.add_argument("--window", type=count, default=100)
     parser.add_argument("--title", default="")
     arguments = parser.parse_args()
-    named = {name: dirs.split(",") for name, dirs in (run.split("=", 1) for run in arguments.runs)}
-    curves = {name: curve(dirs, arguments.window) for name, dirs in named.items()}
+    curves = {name: curve(dirs, arguments.window) for name, dirs in arguments.runs}
 
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
     first = next(iter(curves.values()))

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import count, new_file, positive, share, values
+from benchmarks.arguments import count, new_file, positive, several, share, values, whole
 from benchmarks.netlab.hosts import run_everywhere
 from benchmarks.netlab.measuring import RESULTS, WORKER_VARIABLES, Lab, guarded, keep
 from benchmarks.netlab.methods import Exchange, shapes_of
@@ -51,7 +51,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--train_rate", default="10", help="Mbit/s of the links of train")
     parser.add_argument("--accuracy", type=share, default=0.97)
     parser.add_argument("--steps", type=count, default=200, help="of a training run at most")
-    parser.add_argument("--seeds", default="0,1,2", help="of the training runs")
+    parser.add_argument(
+        "--seeds", type=several(whole), default="0,1,2", help="of the training runs"
+    )
     parser.add_argument("--width", type=count, default=32, help="of the network that is trained")
     parser.add_argument("--seconds", type=positive, default=600)
     parser.add_argument("--out", type=new_file, default=str(RESULTS / "seed_cnat.json"))
@@ -61,8 +63,8 @@ def parse() -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     for part in args.parts.split(","):
-        if part != "train" and not part.isdigit():
-            raise ValueError(f"a part is a number of workers or train, got {part!r}.")
+        if part != "train" and not (part.isdigit() and int(part) > 1):
+            raise ValueError(f"a part is a number of workers above 1, or train, got {part!r}.")
     for part in args.parts.split(","):
         if part == "train":
             train(args)
@@ -84,7 +86,7 @@ def aggregate(args: argparse.Namespace, hosts: int) -> None:
         row["of_float32"] = rows[0]["ms"] / row["ms"]
         print(
             f"{row['method']:12}{statistics.median(rates):9.2f}{min(rates):9.2f}{max(rates):9.2f}"
-            f"{row['of_float32']:12.2f}{row['over_floor']:12.2f}"
+            f"{row['of_float32']:12.2f}{row['over_floor'] or math.nan:12.2f}"
         )
     keep(args.out, NAME, f"{hosts} workers", rows, rate=args.rate, params=elements)
 
@@ -105,10 +107,10 @@ def train(args: argparse.Namespace) -> None:
     """Seconds to the accuracy, with float32 and with natural compression, for each seed."""
     rows = []
     with Network(plan.load("star", hosts=4, rate=args.train_rate)) as network:
-        for seed in args.seeds.split(","):
+        for seed in args.seeds:
             for codec in ("float32", "cnat"):
-                lines = trained(args, network, codec, int(seed))
-                rows.append({"codec": codec, "seed": int(seed), **reached(lines, args.accuracy)})
+                lines = trained(args, network, codec, seed)
+                rows.append({"codec": codec, "seed": seed, **reached(lines, args.accuracy)})
     print(f"digits, 4 workers, {args.train_rate} Mbit/s, to {100 * args.accuracy:.0f} %")
     for row in rows:
         print(f"{row['codec']:12}" + ", ".join(f"{k} {v}" for k, v in row.items() if k != "codec"))

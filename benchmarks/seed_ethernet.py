@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.arguments import count, new_file, positive
 from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
-from benchmarks.netlab.methods import COMPUTE, Step, warm_of, with_sgd
+from benchmarks.netlab.methods import COMPUTE, Step, check_method, warm_of, with_sgd
 from benchmarks.netlab.network import Network
 from benchmarks.netlab.worker import Jax, measure
 from jaxcomm import plan
@@ -69,6 +69,9 @@ def run(args: argparse.Namespace) -> None:
     for part in args.parts.split(","):
         if part not in PARTS:
             raise ValueError(f"unknown part {part!r}; there are {', '.join(PARTS)}.")
+    for method in args.methods.split(",") if args.methods else ():
+        if method != ADAM:
+            check_method(method.removesuffix(TWICE))
     if "one" in args.parts.split(","):
         rate = rate_for(args)
     else:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.arguments import count, positive
+from benchmarks.arguments import count, hundredth
 from jaxcomm.kernels import select
 
 DENSITIES = (0.001, 0.01, 0.05)
@@ -115,7 +115,7 @@ def table(timed: list[Timed]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="time selection")
-    parser.add_argument("--millions", type=positive, default=25.6, help="entries of the vector")
+    parser.add_argument("--millions", type=hundredth, default=25.6, help="entries of the vector")
     parser.add_argument("--repeats", type=count, default=7, help="rounds; medians are shown")
     args = parser.parse_args()
     rng = np.random.default_rng()

@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import new_file
+from benchmarks.arguments import new_file, one_of
 
 PYTHON = "/usr/bin/python3"
 OUT = "tests/plan/simgrid.json"
@@ -67,7 +67,9 @@ CASES: dict[str, tuple[str, str, list[Any], int]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simgrid_fixtures")
     parser.add_argument("--out", type=new_file, default=OUT)
-    parser.add_argument("--only", help="one case; the others stay as they are in the file")
+    parser.add_argument(
+        "--only", type=one_of(CASES), help="one case; the others stay as they are in the file"
+    )
     args = parser.parse_args()
     out = Path(args.out)
     rows = json.loads(out.read_text())["rows"] if out.exists() else {}

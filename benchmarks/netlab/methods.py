@@ -81,7 +81,7 @@ def axes_of(method: str) -> str | tuple[str, str]:
 def shapes_of(params: int) -> dict[str, tuple[int, int]]:
     """The weights of a perceptron of layers of 1024 x 1024, and a smaller last one."""
     shapes = {f"layer{i:02}": (SIDE, SIDE) for i in range(params // SIDE**2)}
-    rest = params % SIDE**2 // SIDE
+    rest = params % SIDE**2 // SIDE or int(not shapes)  # at least one column
     return shapes | ({f"layer{len(shapes):02}": (SIDE, rest)} if rest else {})
 
 

@@ -22,7 +22,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.arguments import new_file
+from benchmarks.arguments import new_file, several, whole
 from benchmarks.pareto import results
 
 USUAL = "gpt_small"
@@ -34,7 +34,7 @@ def parse() -> argparse.Namespace:
         "--tasks", default="", help=f"of {', '.join(results.TITLES)}; {USUAL} is trained"
     )
     parser.add_argument("--methods", default="", help="names of rows, separate by ;")
-    parser.add_argument("--seeds", default="0,1")
+    parser.add_argument("--seeds", type=several(whole), default="0,1")
     parser.add_argument(
         "--rates", type=int, choices=(1, 2, 3), default=3, help="how many: 1 is the middle one"
     )
@@ -60,8 +60,7 @@ def run(args: argparse.Namespace) -> None:
     chosen = split(args.methods, ";")
     check("task", tasks, list(TABLES))
     check("method", chosen, [name for task in tasks for name in TABLES[task]])
-    seeds = [int(seed) for seed in args.seeds.split(",")]
-    order = [(seed, i) for seed in seeds for i in (1, 0, 2)[: args.rates]]
+    order = [(seed, i) for seed in args.seeds for i in (1, 0, 2)[: args.rates]]
     for seed, i in order:
         for task in tasks:
             for name, method in TABLES[task].items():
