@@ -35,7 +35,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.all_reduce import all_reduce, all_reduce_with_residual
 from jaxcomm.collectives.reductions import Reduction
-from jaxcomm.kernels.random_bits import random_bits
+from jaxcomm.kernels.random_bits import own_key, random_bits
 from jaxcomm.kernels.reductions import all_finite
 
 Arrays = list[jax.Array]
@@ -255,7 +255,7 @@ def _drawn(factors: Sequence[jax.Array], key: jax.Array) -> Arrays:
     def in_group(number: int, q: jax.Array) -> jax.Array:
         scaled = _scaled(q)
         is_dead = jnp.max(jnp.abs(scaled), axis=-1, keepdims=True) <= 0
-        bits = random_bits(jax.random.fold_in(key, number), q.shape) >> 9
+        bits = random_bits(own_key(key, 0, number), q.shape) >> 9
         odds = 2.0**-22 * (bits.astype(jnp.float32) + 0.5) - 1  # never -1 or 1
         normal = math.sqrt(2) * jax.lax.erf_inv(odds)
         return jnp.where(is_dead, normal, scaled)

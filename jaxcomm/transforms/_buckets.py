@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcomm import _axes
 from jaxcomm._numbers import is_real
@@ -98,20 +99,29 @@ def buckets_of(
     return tuple(map(tuple, buckets))
 
 
-def key_of(key: jax.Array, layout: Layout, leaves: Bucket) -> jax.Array:
-    """A separate key for each bucket, or leaf: no two of them round alike.
+def keys_of(key: jax.Array, layout: Layout, buckets: Sequence[Bucket]) -> list[jax.Array]:
+    """A separate key for each bucket: no two of them round alike.
 
     It is derived from the paths of the leaves, so it also differs between the transformations of an
     `optax.partition`; from the layer, inside the backward pass; and from the shard, where the
     leaves are sharded over another axis. It is equal on all devices of the exchange's axis.
+
+    All are drawn at once: XLA on a GPU would spend a kernel, and time to compile, on each.
     """
-    paths = "\n".join(layout.leaves[i].path for i in leaves)
-    key = jax.random.fold_in(key, zlib.crc32(paths.encode()))
-    if (layer := LAYER.get()) is not None:
-        key = jax.random.fold_in(key, layer)
-    for axis in sorted(names_in(layout.leaves[leaves[0]].spec)):
-        key = jax.random.fold_in(key, jax.lax.axis_index(axis))
-    return key
+    paths = ["\n".join(layout.leaves[i].path for i in bucket) for bucket in buckets]
+    hashes = np.array([zlib.crc32(path.encode()) for path in paths], np.uint32)
+    layer = LAYER.get()
+
+    def folded(number: jax.Array) -> jax.Array:
+        own = jax.random.fold_in(key, number)
+        return own if layer is None else jax.random.fold_in(own, layer)
+
+    keys = []
+    for bucket, own in zip(buckets, jax.vmap(folded)(hashes) if paths else (), strict=True):
+        for axis in sorted(names_in(layout.leaves[bucket[0]].spec)):
+            own = jax.random.fold_in(own, jax.lax.axis_index(axis))
+        keys.append(own)
+    return keys
 
 
 def joined(parts: Mapping[Any, jax.Array], size: int | None = None) -> jax.Array:

@@ -24,7 +24,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm._cached_programs import refuse_cached_programs
 from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
-from jaxcomm.kernels.random_bits import seeded_key
+from jaxcomm.kernels.random_bits import own_key, seeded_key
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms._layout import is_exempt
 from jaxcomm.transforms._scheme import Scheme
@@ -247,7 +247,7 @@ def _all_rows(bucket: _Bucket, values: Arrays, ticks: Arrays) -> Arrays:
     key = None
     if codec.is_random:
         key = _key_of(bucket, ticks, _THERE)
-        key = jax.random.fold_in(key, jax.lax.axis_index(scheme.axis_name))
+        key = own_key(key, jax.lax.axis_index(scheme.axis_name))
     row = jnp.concatenate([x.reshape(-1).astype(jnp.float32) for x in values])
     with noted(Message("gathered", bucket.paths)), noted((codec, algorithm)):
         rows = collectives.all_gather(row, scheme.axis_name, codec, algorithm, key)

@@ -25,7 +25,7 @@ from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _implementations
 from jaxcomm.kernels.random_bits import seeded_key
 from jaxcomm.transforms import _roles
-from jaxcomm.transforms._buckets import LAYER, buckets_of, bytes_of, key_of, split_off_exempt
+from jaxcomm.transforms._buckets import LAYER, buckets_of, bytes_of, keys_of, split_off_exempt
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
@@ -238,9 +238,10 @@ class _Exchange:
                 )
 
         bounded = [jnp.bool_(True)]  # a flag of each bucket
+        bucket_keys = keys_of(step_key, layout, buckets)
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[Any, Any]:
-            keys = jax.random.split(key_of(step_key, layout, buckets[number]), 3)
+            keys = jax.random.split(bucket_keys[number], 3)
             sums = {i: g.astype(jnp.float32) + residual[i] for i, g in parts.items()}
             matrices = [sums[i].reshape(_matrices(layout.leaves[i])) for i in sums]
             with noted(f"rank {self.rank}, {self.bases.codec.name}"):

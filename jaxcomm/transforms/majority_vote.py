@@ -16,14 +16,14 @@ from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import Default
 from jaxcomm.collectives.reductions import Majority, check_majority
 from jaxcomm.kernels import bitplanes
-from jaxcomm.kernels.random_bits import random_bits, seeded_key
+from jaxcomm.kernels.random_bits import own_key, random_bits, seeded_key
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
     Bucket,
     buckets_of,
     bytes_of,
     joined,
-    key_of,
+    keys_of,
     split_off_exempt,
 )
 from jaxcomm.transforms._exchange import (
@@ -171,12 +171,14 @@ def majority_vote(
         votes, scales = ballots, {}
         if error_feedback:
             ballots = {i: ballots[i] + r for i, r in zip(large, old, strict=True)}
-            keys = {bucket: key_of(zero_key, layout, bucket) for bucket in buckets}
-            votes = _decided(ballots, zeros, keys, axis_name)
+            keys = keys_of(zero_key, layout, buckets)
+            votes = _decided(ballots, zeros, dict(zip(buckets, keys, strict=True)), axis_name)
             scales = {("scale", i): _mean_magnitude(x) for i, x in ballots.items()}
 
+        tie_keys = keys_of(tie_key, layout, buckets)
+
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, None]:
-            reduction = Majority(ties, zeros, key_of(tie_key, layout, buckets[number]))
+            reduction = Majority(ties, zeros, tie_keys[number])
             return collectives.all_reduce(joined(parts), axis_name, reduction, chosen), None
 
         done = exchange_buckets(
@@ -229,7 +231,7 @@ def _decided(
     coins = {i: jnp.zeros_like(x) for i, x in ballots.items()}
     for bucket, key in keys.items() if zeros == "random" else ():
         # The coins of a bucket are drawn at once: each draw has to be compiled.
-        own = jax.random.fold_in(key, jax.lax.axis_index(axis_name))
+        own = own_key(key, jax.lax.axis_index(axis_name))
         counts = [bitplanes.words_for(ballots[i].size) for i in bucket]
         words = jnp.split(random_bits(own, (sum(counts),)), np.cumsum(counts)[:-1])
         for i, drawn in zip(bucket, words, strict=True):

@@ -25,7 +25,7 @@ from jaxcomm.transforms._buckets import (
     bytes_of,
     joined,
     joined_sums,
-    key_of,
+    keys_of,
     split,
     split_off_empty,
     split_off_exempt,
@@ -200,6 +200,7 @@ def mean(
         large, exempt_ = _split_off_small(layout, is_plain)
         buckets = buckets_of(layout, large, bucket_order, limit)
         key = jax.random.fold_in(seeded_key(seed), step)
+        keys = keys_of(key, layout, buckets)
         (old,) = own
         residual = dict(zip(large, old, strict=True)) if error_feedback else {}
 
@@ -208,7 +209,7 @@ def mean(
                 with noted("float32, native"):
                     return plain_mean(parts, axis_name), None
             vector = _one_vector(parts, residual, reduction, layout.world)
-            keyed = dataclasses.replace(reduction, key=key_of(key, layout, buckets[number]))
+            keyed = dataclasses.replace(reduction, key=keys[number])
             return collectives.all_reduce_with_residual(vector, axis_name, keyed, chosen)
 
         done = exchange_buckets(

@@ -17,7 +17,7 @@ from algorithm_table import CASES, NAMED, SCHEDULED, block_length, vote_planes
 from jaxcomm import collectives
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.reductions import Majority
-from jaxcomm.kernels.random_bits import random_bits
+from jaxcomm.kernels.random_bits import own_key, random_bits
 from pairs import every_pair
 from processes import ROOT, run_processes
 
@@ -47,7 +47,7 @@ def compiled_vote(
 def problem(world: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Values of which a fifth are zero, and the coins that fall."""
     x = np.random.default_rng(n).integers(-2, 3, (world, n)).astype(np.float32)
-    shared, own = jax.random.split(jax.random.key(KEY))
+    key = jax.random.key(KEY)
     words = -(-n // 32)
 
     def coins(key: jax.Array) -> np.ndarray:
@@ -55,7 +55,7 @@ def problem(world: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         drawn = np.asarray(random_bits(key, (words,)))
         return ((drawn[None, :] >> np.arange(32)[:, None]) & 1).astype(bool).reshape(-1)[:n]
 
-    return x, coins(shared), np.stack([coins(jax.random.fold_in(own, r)) for r in range(world)])
+    return x, coins(own_key(key, 0, 1)), np.stack([coins(own_key(key, r, 2)) for r in range(world)])
 
 
 def check(mesh: Mesh, name: str, tie: str, zero: str, n: int) -> None:

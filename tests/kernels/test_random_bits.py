@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxcomm.kernels import random_bits as kernel
-from jaxcomm.kernels.random_bits import random_bits, threefry2x32
+from jaxcomm.kernels.random_bits import own_key, random_bits, threefry2x32
 
 # Known answers of the authors' library Random123, file tests/kat_vectors: rounds, counter, key.
 ONES = 0xFFFFFFFF
@@ -50,7 +50,8 @@ def threefry(key: tuple[int, int], counter: tuple[int, int], rounds: int) -> int
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_words_are_those_of_their_row_and_column(impl: str) -> None:
     key = jax.random.key(5, impl=impl)
-    own = tuple(int(word) for word in jax.random.bits(key, (2,), jnp.uint32))
+    own = jax.random.bits(key, (2,)) if impl == "rbg" else jax.random.key_data(key)
+    own = tuple(int(word) for word in own)
     found = jax.jit(lambda key: random_bits(key, (2, 3, 4)))(key)
     assert found.dtype == jnp.uint32
     wanted = [[threefry(own, (i, row), kernel.ROUNDS) for i in range(4)] for row in range(6)]
@@ -89,3 +90,31 @@ def test_keys_may_be_mapped() -> None:
     keys = jax.random.split(jax.random.key(3), 4)
     mapped = jax.vmap(lambda key: random_bits(key, (7,)))(keys)
     np.testing.assert_array_equal(mapped, np.stack([random_bits(key, (7,)) for key in keys]))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_own_keys_give_independent_words(impl: str) -> None:
+    """Also where the sum of key and counter is nearly the same: 10946 times the first constant."""
+    key, n = jax.random.key(4, impl=impl), 2**18
+    assert jax.random.key_impl(own_key(key, 0)) == "threefry2x32"
+    words = jax.jit(lambda first, second: random_bits(own_key(key, first, second), (n,)))
+    reference, deviation = np.asarray(words(0, 0)), 0.5 / n**0.5
+    for first, second in [(1, 0), (2, 0), (0, 1), (1, 1), (0, 1 << 16), (3, (1 << 16) + 1)]:
+        differing = reference ^ np.asarray(words(first, second))
+        bits = (differing[:, None] >> np.arange(32, dtype=np.uint32)) & 1
+        assert (np.abs(bits.mean(0) - 0.5) < 5 * deviation).all(), (first, second)
+    near = 0x9E3779B9 * 10946 % 2**32
+    differing = reference[near:] ^ np.asarray(words(10946, 0))[: n - near]
+    bits = (differing[:, None] >> np.arange(32, dtype=np.uint32)) & 1
+    assert (np.abs(bits.mean(0) - 0.5) < 5 * 0.5 / (n - near) ** 0.5).all()
+
+
+def test_own_keys_are_composed_of_both_numbers() -> None:
+    key = jax.random.key(5)
+    pairs = [(first, second) for first in range(4) for second in (0, 1, 2, 1 << 16)]
+    data = {tuple(np.asarray(jax.random.key_data(own_key(key, *pair)))) for pair in pairs}
+    assert len(data) == len(pairs)
+    both = own_key(own_key(key, 3), 0, 7)
+    np.testing.assert_array_equal(
+        jax.random.key_data(both), jax.random.key_data(own_key(key, 3, 7))
+    )

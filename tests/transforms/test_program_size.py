@@ -1,6 +1,8 @@
-"""Programs grow with the number of leaves, not with its square, nor with microbatches."""
+"""Programs grow with the number of leaves, not with its square, nor with microbatches or keys."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +35,22 @@ def test_a_leaf_adds_as_much_to_many_as_to_few(name: str) -> None:
     few, more, many = (lines_of(METHODS[name](), leaves) for leaves in (4, 20, 36))
     assert many - more < 1.3 * (more - few)
     assert many < 400 * 36  # random draws of every leaf's own would be 600 lines each
+
+
+@pytest.mark.parametrize(
+    "method", [jaxcomm.majority_vote, functools.partial(jaxcomm.mean, codec="cnat")]
+)
+def test_keys_of_all_buckets_are_drawn_at_once(method: Callable[..., Any]) -> None:
+    """Each is a program of a cipher, which takes a GPU's compiler longer than the exchange."""
+    params = {f"p{i}": jnp.zeros((8, 8)) for i in range(6)}
+    draws = []
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct((2, *p.shape), p.dtype), params)
+        for kib in (64, 0.25):
+            tx = method("data", bucket_mib=kib / 1024)
+            program = jax.jit(tx.update).lower(grads, tx.init(params)).as_text()
+            draws.append(program.count("call @threefry"))
+    assert draws[0] == draws[1] > 0
 
 
 def test_microbatches_are_one_copy_of_the_model() -> None:

@@ -1,5 +1,6 @@
 """Rounding and coins are independent between leaves, partitions, shards and steps."""
 
+import functools
 from typing import Any
 
 import jax
@@ -55,6 +56,18 @@ def test_leaves_of_two_partitions_and_two_steps(name: str) -> None:
     first, second = steps(tx, GLOBAL.mesh(4), {"w": g, "x": g}, {})
     assert np.mean(first["w"] != first["x"]) > 0.1
     assert np.mean(first["w"] != second["w"]) > 0.1
+
+
+@pytest.mark.parametrize("name", ["cnat", "ties of a vote", "zeros of a vote"])
+def test_buckets_of_a_step(name: str) -> None:
+    methods = {
+        "cnat": functools.partial(jaxcomm.mean, codec="cnat"),
+        "ties of a vote": jaxcomm.majority_vote,
+        "zeros of a vote": functools.partial(jaxcomm.majority_vote, error_feedback=True),
+    }
+    g, tx = equal_gradients(name), methods[name]("data", bucket_mib=1e-4)
+    first, _ = steps(tx, GLOBAL.mesh(4), {"w": g, "x": g}, {})
+    assert np.mean(first["w"] != first["x"]) > 0.1
 
 
 @pytest.mark.parametrize("name", [*METHODS, "low rank"])

@@ -12,6 +12,7 @@ import numpy as np
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs import Codec
 from jaxcomm.collectives.reductions._reduction import Prepared, Reduction
+from jaxcomm.kernels.random_bits import own_key
 from jaxcomm.kernels.reductions import sum_in_order
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -41,7 +42,7 @@ class CodedMean(Reduction):
         """With this device's own rounding key: rounding must be independent between devices."""
         if self.key is None:
             return self
-        own = jax.random.fold_in(self.key, jax.lax.axis_index(axis_name))
+        own = own_key(self.key, jax.lax.axis_index(axis_name))
         return dataclasses.replace(self, key=own)
 
     @property
@@ -188,7 +189,7 @@ class CodedMean(Reduction):
                 f"{codec.name} rounds at random and needs a key; give one that is equal on all "
                 "devices and different in every call: jax.random.fold_in(jax.random.key(0), step)."
             )
-        encoded = codec.encode(x, jax.random.fold_in(self.key, message_id))
+        encoded = codec.encode(x, own_key(self.key, 0, message_id))
         # XLA would draw and encode again in the loop that computes the error.
         return jax.lax.optimization_barrier(encoded) if self.keeps_errors else encoded
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives.reductions._reduction import Prepared, Reduction
 from jaxcomm.kernels import bitplanes
-from jaxcomm.kernels.random_bits import random_bits
+from jaxcomm.kernels.random_bits import own_key, random_bits
 
 TIES = ("random", "zero", "positive", "negative")
 ZEROS = ("random", "abstain")
@@ -51,11 +51,11 @@ class Majority(Reduction):
         # Without the barrier, XLA on CPU would fuse this and what follows into one slow loop.
         votes, against = jax.lax.optimization_barrier(bitplanes.pack_both(x))
         assert self.key is not None  # set in every reduction that runs
-        shared, own = jax.random.split(self.key)
+        shared = own_key(self.key, 0, 1)
         if self.zeros == "abstain":
             vector = (votes, against)
         else:
-            own = jax.random.fold_in(own, jax.lax.axis_index(axis_name))
+            own = own_key(self.key, jax.lax.axis_index(axis_name), 2)
             # Neither positive nor negative: a zero or NaN. Each device tosses its own coin.
             vector = (votes | (~against & _coins(own, votes.shape)),)
         return Prepared(vector, _coins(shared, votes.shape) if self.ties == "random" else None)

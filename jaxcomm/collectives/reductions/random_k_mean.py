@@ -10,6 +10,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives.reductions._reduction import Prepared
 from jaxcomm.collectives.reductions.coded_mean import CodedMean
+from jaxcomm.kernels.random_bits import own_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class RandomKMean(CodedMean):
         """With a common key for the places and a rounding key of this device."""
         if self.key is None:
             raise ValueError("random_k draws at random and needs a key, equal on all devices.")
-        common, own = jax.random.split(self.key)
+        common, own = (own_key(self.key, 0, purpose) for purpose in (1, 2))
         drawing = dataclasses.replace(self, key=own, places_key=common)
         return super(RandomKMean, drawing).for_this_device(axis_name)
 
