@@ -1,13 +1,18 @@
-"""Branches of conditionals that have names in the compiled program, for `wire_report` to read."""
+"""Branches of a program that have names when it is compiled, for `wire_report` to read."""
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 
+from jaxcomm import _axes
 from jaxcomm._cached_programs import refuse_cached_programs
+
+T = TypeVar("T")
+_ONCE = "once"
 
 
 class NamedBranch(NamedTuple):
@@ -45,9 +50,80 @@ def named(names: Sequence[str], every: Sequence[int] = ()) -> Iterator[None]:
         yield
 
 
+def if_one_is_due(
+    due: Sequence[jax.Array],
+    names: Sequence[str],
+    every: int,
+    functions: Sequence[Callable[[Any, T], T]],
+    given: Any,
+    state: T,
+) -> T:
+    """`if_due` of several functions, of which at most one is due in a step, each once in `every`.
+
+    Only in the steps in which one is due, what the others would change is copied.
+    """
+    if len(functions) == 1:
+        return if_due(due[0], names[0], every, functions[0], given, state)
+    number = sum(((i + 1) * flag.astype(jnp.int32) for i, flag in enumerate(due)), jnp.int32(0))
+
+    def chosen(given: tuple[Any, jax.Array], state: T) -> T:
+        branches = [lambda _, state: state, *functions]  # as if the loop were not there
+        with named(["", *names], [0, *[every] * len(functions)]):
+            return jax.lax.switch(given[1], branches, given[0], state)
+
+    return if_due(number > 0, "", 1, chosen, (given, number), state)
+
+
+def if_due(
+    due: jax.Array, name: str, every: int, f: Callable[[Any, T], T], given: Any, state: T
+) -> T:
+    """`f(given, state)` in the steps in which it is due, otherwise `state`.
+
+    It is a loop of one turn or none, and counts as a conditional. XLA writes what a loop carries
+    over the old values, but it copies what a branch passes on, on GPUs twice.
+
+    Args:
+      due: bool scalar, equal on all devices.
+      name: the name of f for users, such as "multi_steps: exchange"; "" where a conditional inside
+        of f says when something is sent.
+      every: f is due once in so many steps.
+      f: what exchanges.
+      given: the arrays that f takes; it should not close over large ones.
+      state: what f changes, typed as its result.
+    """
+    leaves, treedef = jax.tree.flatten(given)
+    # XLA moves out of a loop, and thus into every step, what no turn changes. So what f takes comes
+    # out of a barrier together with a flag that a turn changes, typed as it is.
+    groups: dict[frozenset[str], list[int]] = {}
+    for i, x in enumerate(leaves):
+        groups.setdefault(_axes.varying_axes(x), []).append(i)
+    flags = [_axes.as_varying(due, axes) for axes in groups]
+
+    def turn(carry: tuple[jax.Array, list[jax.Array], T]) -> tuple[Any, list[jax.Array], T]:
+        again, flags, state = carry
+        used, own = list(leaves), []
+        for flag, group in zip(flags, groups.values(), strict=True):
+            flag, *tied = jax.lax.optimization_barrier((flag, *[leaves[i] for i in group]))
+            own.append(~flag)
+            for i, x in zip(group, tied, strict=True):
+                used[i] = x
+        return ~again, own, f(treedef.unflatten(used), state)
+
+    with named(["", name], [0, every]) if name else jax.named_scope(_ONCE):
+        return jax.lax.while_loop(lambda carry: carry[0], turn, (due, flags, state))[2]
+
+
+def is_once(op_name: str) -> bool:
+    """Whether a loop is one of `if_due` without a name, by its source location in the program."""
+    return re.search(rf"\b{_ONCE}/while[^/]*$", op_name) is not None
+
+
 def read(conditional: str, op_name: str) -> list[NamedBranch]:
-    """The named branches of a conditional, read from its source location in the program."""
-    found = re.search(r"branches\[([^\]]*)\]/(?:cond|switch)[^/]*$", op_name)
+    """The named branches of a conditional, read from its source location in the program.
+
+    The condition of a loop of `if_due` is its branch 0, and the body branch 1.
+    """
+    found = re.search(r"branches\[([^\]]*)\]/(?:cond|switch|while)[^/]*$", op_name)
     parts = found[1].split("|") if found else []
     named = [(i, *part.partition("=")[::2]) for i, part in enumerate(parts) if part]
     return [NamedBranch(conditional, i, name, int(every or 0)) for i, name, every in named]

@@ -36,6 +36,9 @@ _OPERATIONS = {
 }
 
 
+_CHOICES = ("cond", "while")  # a loop of one turn or none is named as a conditional is
+
+
 class Collective(NamedTuple):
     """A collective of the jaxpr: where it is, what it sends, and how often.
 
@@ -158,11 +161,12 @@ def collectives_in(
                     here, branch, conditions, when, operation, dtype, times, sent, shapes, groups
                 )
         again = times * eqn.params.get("length", 1) if name == "scan" else times
-        names = tuple(_branches.read(str(id(eqn)), f"{here}/cond")) if name == "cond" else ()
+        names = tuple(_branches.read(str(id(eqn)), f"{here}/{name}")) if name in _CHOICES else ()
+        is_choice = name == "cond" or bool(names)
         named, parts = {x.number: x for x in names}, list(_inner(eqn))
         for i, inner in enumerate(parts):
             inside, of, called = branch, conditions, when
-            if name == "cond":
+            if is_choice:
                 inside, of = (*branch, (str(id(eqn)), i)), (*conditions, (len(parts), names))
                 called = ", ".join(filter(None, (when, _branch_name(named.get(i), i))))
             yield from collectives_in(inner, mesh, here, inside, of, called, again)
@@ -193,8 +197,8 @@ def _sent(eqn: Any, groups: tuple[tuple[int, ...], ...], devices: int) -> tuple[
 
 
 def _inner(eqn: Any) -> Iterator[Any]:
-    """The jaxprs that an equation runs."""
-    for value in eqn.params.values():
+    """The jaxprs that an equation runs; the condition of a loop first."""
+    for _, value in sorted(eqn.params.items(), key=lambda pair: pair[0] == "body_jaxpr"):
         for part in value if isinstance(value, tuple | list) else (value,):
             part = getattr(part, "jaxpr", part)
             if hasattr(part, "eqns"):

@@ -117,7 +117,8 @@ def keys_of(key: jax.Array, layout: Layout, buckets: Sequence[Bucket]) -> list[j
         return own if layer is None else jax.random.fold_in(own, layer)
 
     keys = []
-    for bucket, own in zip(buckets, jax.vmap(folded)(hashes) if paths else (), strict=True):
+    drawn = jax.vmap(folded)(jnp.asarray(hashes)) if paths else ()
+    for bucket, own in zip(buckets, drawn, strict=True):
         for axis in sorted(names_in(layout.leaves[bucket[0]].spec)):
             own = jax.random.fold_in(own, jax.lax.axis_index(axis))
         keys.append(own)

@@ -18,7 +18,13 @@ from jaxcomm.transforms._layout import (
     layout_of,
 )
 from jaxcomm.transforms._wrappers import refuse_wrappers, with_extra_args
-from jaxcomm.transforms.per_device import PerDevice, next_of, require_own, zeros_per_device
+from jaxcomm.transforms.per_device import (
+    PerDevice,
+    next_of,
+    require_own,
+    sharded_as_before,
+    zeros_per_device,
+)
 
 
 class ControlVariatesState(NamedTuple):
@@ -118,12 +124,13 @@ def control_variates(
             for i, old in zip(filled, state.average.values, strict=True)
         }
 
-        def exchange() -> tuple[Any, Any]:
+        def exchange(given: tuple[Any, ...], kept: tuple[Any, Any]) -> tuple[Any, Any]:
+            grads, averages, params = given
             local = list(grads)
             for i, average in averages.items():
                 local[i] = average[0] if is_local else average
             local = mark_local(treedef.unflatten(local))
-            means, inner_state = inner.update(local, state.inner, params, **extra_args)
+            means, inner_state = inner.update(local, kept[1], params, **extra_args)
             means = jax.tree.leaves(means)
             # A codec can overflow where no average does.
             means = [means[i][None] for i in averages]
@@ -132,10 +139,10 @@ def control_variates(
             return lacks, inner_state
 
         is_last = state.step == every - 1
-        with _branches.named(["", "control_variates: mean"], [0, every]):
-            correction, inner_state = jax.lax.cond(
-                is_last, exchange, lambda: (state.correction.values, state.inner)
-            )
+        given, kept = (grads, averages, params), (state.correction.values, state.inner)
+        correction, inner_state = _branches.if_due(
+            is_last, "control_variates: mean", every, exchange, given, kept
+        )
         corrected = list(grads)
         for i, c in zip(filled, state.correction.values, strict=True):
             corrected[i] = (own[i] + c).astype(grads[i].dtype).reshape(grads[i].shape)
@@ -144,7 +151,7 @@ def control_variates(
             (state.step + 1) % every,
             next_of(state.average, [jnp.where(is_last, 0.0, a) for a in averages.values()]),
             next_of(state.correction, correction),
-            inner_state,
+            sharded_as_before(inner_state),
         )
         return mark_local(treedef.unflatten(corrected)), state
 

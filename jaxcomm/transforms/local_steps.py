@@ -20,6 +20,8 @@ evaluate and save these. Each device's own parameters are in the state, and `loc
 them in a dtype that only `jaxcomm.value_and_grad` accepts.
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -37,7 +39,7 @@ from jaxcomm.transforms._state_of_each import equal_on_shards, is_sound, on_each
 from jaxcomm.transforms._states import require_no_exchange
 from jaxcomm.transforms._wrappers import refuse_all_behind, refuse_wrappers, with_extra_args
 from jaxcomm.transforms.local_params import LocalStepsState, own_tree
-from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
+from jaxcomm.transforms.per_device import PerDevice, next_of, require_own, sharded_as_before
 
 Arrays = list[jax.Array]
 
@@ -196,21 +198,32 @@ def local_steps(
         if delay:
             state = _take(state, number, every)
 
-        def wait() -> tuple[Any, ...]:
-            return _typed(_zeros(params), params), state.params.values, state.exchange, state.outer
-
-        def fragment(k: int) -> Any:
-            return lambda: _exchange_fragment(exchange, outer, k, params, state, extra_args)
+        def exchanged(k: int, given: tuple[Any, ...], kept: tuple[Any, ...]) -> tuple[Any, ...]:
+            params, taken = given
+            _, own, exchanges, outers = kept
+            before = state._replace(
+                params=dataclasses.replace(state.params, values=own),
+                taken=dataclasses.replace(state.taken, values=taken),
+                exchange=exchanges,
+                outer=outers,
+            )
+            return _exchange_fragment(exchange, outer, k, params, before, extra_args)
 
         offsets = [state.fragments.offset(k, every) + delay for k in range(fragments)]
         due = [(number >= o) & (number % every == o % every) for o in offsets]
-        branch = sum(((k + 1) * d.astype(jnp.int32) for k, d in enumerate(due)), jnp.int32(0))
-        branches = [wait, *(fragment(k) for k in range(fragments))]
-        names = [f"local_steps: fragment {k}" for k in range(fragments)]
-        with _branches.named(["", *names], [0, *[every] * fragments]):
-            updates, own, exchanges, outers = jax.lax.switch(branch, branches)
+        updates, own, exchanges, outers = _branches.if_one_is_due(
+            due,
+            [f"local_steps: fragment {k}" for k in range(fragments)],
+            every,
+            [functools.partial(exchanged, k) for k in range(fragments)],
+            (params, state.taken.values),
+            (_typed(_zeros(params), params), state.params.values, state.exchange, state.outer),
+        )
         state = state._replace(
-            step=number, params=next_of(state.params, own), exchange=exchanges, outer=outers
+            step=number,
+            params=next_of(state.params, own),
+            exchange=sharded_as_before(exchanges),
+            outer=outers,
         )
         return updates, state
 

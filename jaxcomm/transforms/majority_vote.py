@@ -166,16 +166,14 @@ def majority_vote(
         large, exempt_ = split_off_exempt(layout)
         buckets = buckets_of(layout, large, bucket_order, limit)
         zero_key, tie_key = jax.random.split(jax.random.fold_in(seeded_key(seed), step))
-        (old,) = own
+        (old,), tie_keys = own, keys_of(tie_key, layout, buckets)
         ballots = {i: grads[i].astype(jnp.float32) for i in large}
         votes, scales = ballots, {}
         if error_feedback:
             ballots = {i: ballots[i] + r for i, r in zip(large, old, strict=True)}
-            keys = keys_of(zero_key, layout, buckets)
-            votes = _decided(ballots, zeros, dict(zip(buckets, keys, strict=True)), axis_name)
+            keys = dict(zip(buckets, keys_of(zero_key, layout, buckets), strict=True))
+            votes = _decided(ballots, zeros, keys, axis_name)
             scales = {("scale", i): _mean_magnitude(x) for i, x in ballots.items()}
-
-        tie_keys = keys_of(tie_key, layout, buckets)
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, None]:
             reduction = Majority(ties, zeros, tie_keys[number])

@@ -23,7 +23,13 @@ from jaxcomm.transforms._wrappers import (
     schedules_behind,
     with_extra_args,
 )
-from jaxcomm.transforms.per_device import PerDevice, next_of, require_own, zeros_per_device
+from jaxcomm.transforms.per_device import (
+    PerDevice,
+    next_of,
+    require_own,
+    sharded_as_before,
+    zeros_per_device,
+)
 
 
 class MultiStepsState(NamedTuple):
@@ -96,20 +102,23 @@ def multi_steps(
         for i, t in total.items():
             means[i] = (t[0] if is_local else t).astype(grads[i].dtype)
 
-        def exchange() -> tuple[Any, Any]:
+        def exchange(given: tuple[Any, ...], kept: tuple[Any, Any]) -> tuple[Any, Any]:
+            means, params = given
             local = mark_local(treedef.unflatten(means))
-            return inner.update(local, state.inner, params, **extra_args)
+            return inner.update(local, kept[1], params, **extra_args)
 
-        def wait() -> tuple[Any, Any]:
-            return _zeros_like(jax.eval_shape(exchange)[0], grads, state.layout), state.inner
-
-        is_last = state.mini_step == every - 1
-        with _branches.named(["", "multi_steps: exchange"], [0, every]):
-            outgoing, inner_state = jax.lax.cond(is_last, exchange, wait)
+        given, is_last = (means, params), state.mini_step == every - 1
+        shapes = jax.eval_shape(lambda: exchange(given, (None, state.inner))[0])
+        kept = _zeros_like(shapes, grads, state.layout), state.inner
+        outgoing, inner_state = _branches.if_due(
+            is_last, "multi_steps: exchange", every, exchange, given, kept
+        )
         kept = [jnp.where(is_last, 0.0, t) for t in total.values()]
         accumulated = next_of(state.accumulated, kept)
         mini_step = (state.mini_step + 1) % every
-        return outgoing, MultiStepsState(state.layout, mini_step, accumulated, inner_state)
+        return outgoing, MultiStepsState(
+            state.layout, mini_step, accumulated, sharded_as_before(inner_state)
+        )
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

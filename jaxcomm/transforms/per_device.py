@@ -46,6 +46,15 @@ def next_of(own: PerDevice, values: Sequence[jax.Array]) -> PerDevice:
     return dataclasses.replace(own, values=list(values))
 
 
+def sharded_as_before(state: Any) -> Any:
+    """A state whose per-device parts are sharded as they were, behind a conditional too.
+
+    XLA for GPUs would gather what a branch passes on, in float32, on every device.
+    """
+    is_own = lambda x: isinstance(x, PerDevice)  # noqa: E731
+    return jax.tree.map(lambda x: next_of(x, x.values) if is_own(x) else x, state, is_leaf=is_own)
+
+
 def require_own(own: PerDevice, layout: Layout) -> None:
     """Raises a ValueError unless each device sees its own part of per-device state.
 

@@ -20,14 +20,17 @@ _HEAD = re.compile(r"(ENTRY )?%?(\S+) (?:\(.*)?{$")
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?(\S+) = (\(.*?\)|\S+) ([a-z][\w-]*)(\(.*)")
 _ARRAY = re.compile(r"(\w+)\[([^]]*)](?:{([^}]*)})?")
 _TOKEN = re.compile(r""""[^"\\]*(?:\\.[^"\\]*)*"|'[^']*'|[()\[\]{},]""")
-_CALLERS = {  # attributes that name the computations that an instruction runs
-    "while": ("condition", "body"),
-    "conditional": ("branch_computations", "false_computation", "true_computation"),
-    "call": ("to_apply",),
-    "fusion": ("calls",),
-    "async": ("calls",),
-    "custom-call": ("calls", "called_computations"),
-}
+_CALLERS = {"while", "conditional", "call", "fusion", "async", "custom-call"}
+_CALLED = (  # attributes that name the computations that an instruction runs
+    "condition",
+    "body",
+    "branch_computations",
+    "false_computation",
+    "true_computation",
+    "to_apply",
+    "calls",
+    "called_computations",
+)
 
 
 def parse(
@@ -48,11 +51,14 @@ def parse(
                     arrays = list(_arrays(operands, shapes))
                     steps.append(_collective(name, op, arrays, attributes, devices))
                 else:
+                    found = re.search(r'op_name="([^"]*)"', attributes.get("metadata", ""))
+                    made_at = found[1] if found else ""
+                    here = _branches.read(name, made_at)
+                    if op == "while" and (here or _branches.is_once(made_at)):
+                        op = "conditional" if here else "once"
                     called, branches[name] = _called(name, op, attributes, inside)
                     steps += called
-                    made_at = re.search(r'op_name="([^"]*)"', attributes.get("metadata", ""))
-                    if op == "conditional" and made_at:
-                        names += _branches.read(name, made_at[1])
+                    names += here if op == "conditional" else []
             elif op == "send" and "is_host_transfer=true" not in rest:
                 raise ValueError(f"{name} sends from device to device, which is not supported.")
         elif head := _HEAD.match(line.strip()):
@@ -66,7 +72,7 @@ def _called(
     name: str, op: str, attributes: dict[str, str], inside: dict[str, list[Collective]]
 ) -> tuple[list[Collective], int]:
     """What an instruction executes in the computations that it calls, and their number."""
-    callees = re.findall(r"[^\s%,{}]+", " ".join(attributes.get(k, "") for k in _CALLERS[op]))
+    callees = re.findall(r"[^\s%,{}]+", " ".join(attributes.get(k, "") for k in _CALLED))
     # The configuration is JSON, in some versions inside a string.
     config = re.sub(r"[\\\s]", "", attributes.get("backend_config", ""))
     known = re.search(r'"known_trip_count":{"n":"?(\d+)', config)
