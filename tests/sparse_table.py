@@ -120,7 +120,8 @@ def exchanged(
     step: int = 0,
     thresholds: np.ndarray | None = None,
 ) -> tuple[SparseResult, np.ndarray]:
-    """One step: the outcome, with a leading device axis, and the next thresholds.
+    """One step: the outcome, with a leading device axis and a mask of what is taken, and the next
+    thresholds.
 
     The law holds: what is in the mean and what is kept is all there was, and everyone has the same
     mean.
@@ -135,7 +136,9 @@ def exchanged(
     total = outcome.errors.astype(np.float64).sum(0) + world * outcome.mean[0].astype(np.float64)
     scale = np.abs(x).max(initial=1e-30)
     np.testing.assert_allclose(total, x.astype(np.float64).sum(0), atol=2e-6 * world * scale)
-    return outcome, thresholds
+    taken = np.zeros((world, x.shape[1] + 1), bool)
+    np.put_along_axis(taken, outcome.taken, True, axis=1)
+    return outcome._replace(taken=taken[:, :-1]), thresholds
 
 
 def normal(world: int, n: int = N, seed: int = 0) -> np.ndarray:

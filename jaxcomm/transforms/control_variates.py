@@ -125,7 +125,7 @@ def control_variates(
         }
 
         def exchange(given: tuple[Any, ...], kept: tuple[Any, Any]) -> tuple[Any, Any]:
-            grads, averages, params = given
+            grads, averages = given
             local = list(grads)
             for i, average in averages.items():
                 local[i] = average[0] if is_local else average
@@ -138,14 +138,17 @@ def control_variates(
             lacks = [jnp.where(jnp.isfinite(m), x, 0) for m, x in zip(means, lacks, strict=True)]
             return lacks, inner_state
 
-        is_last = state.step == every - 1
-        given, kept = (grads, averages, params), (state.correction.values, state.inner)
-        correction, inner_state = _branches.if_due(
-            is_last, "control_variates: mean", every, exchange, given, kept
-        )
         corrected = list(grads)
         for i, c in zip(filled, state.correction.values, strict=True):
             corrected[i] = (own[i] + c).astype(grads[i].dtype).reshape(grads[i].shape)
+        # First, so that the next corrections can be written over those that are used here.
+        corrected, before = jax.lax.optimization_barrier((corrected, state.correction.values))
+
+        is_last = state.step == every - 1
+        given, kept = (grads, averages), (before, state.inner)
+        correction, inner_state = _branches.if_due(
+            is_last, "control_variates: mean", every, exchange, given, kept
+        )
         state = ControlVariatesState(
             state.layout,
             (state.step + 1) % every,

@@ -353,7 +353,9 @@ class _Exchange:
         counts = jnp.stack([*(c.astype(jnp.float32) for c in counts), *distance])
         residual = result.errors if self.error_feedback else None
         # Factor masking: where a value was sent, its momentum restarts from zero.
-        masked = None if self.momentum is None else jnp.where(result.taken, 0.0, velocity)
+        masked = None
+        if self.momentum is not None:
+            masked = velocity.at[result.taken].set(0.0, mode="drop")
         finite = jnp.concatenate([finite, *map(finite_parts, result.witnesses)])
         return result.mean, _Bucket(residual, masked, after[None], counts, finite)
 

@@ -34,7 +34,7 @@ class SparseResult(NamedTuple):
     Attributes:
       mean: float32[n], equal on all devices.
       errors: float32[n], the part of this device's x that is not in the mean.
-      taken: bool[n], whether this device's value at each place is in the mean.
+      taken: int32[m], the places at which this device's values are in the mean; n for none.
       selected: int32, the number of this device's values that were selected.
       delivered: int32, the number of selected values that had room in a message.
       applied: int32, the number of values in the mean; equal on all devices.
@@ -217,9 +217,15 @@ def add_lists(total: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Ar
     return jax.lax.scan(add, total, (values, indices))[0]
 
 
-def take_out(x: jax.Array, values: jax.Array, indices: jax.Array, taken: jax.Array) -> jax.Array:
-    """x minus the values at these places, where `taken` is true."""
-    return x.at[indices.reshape(-1)].add(-jnp.where(taken, values, 0).reshape(-1), mode="drop")
+def take_out(
+    x: jax.Array, values: jax.Array, indices: jax.Array, taken: jax.Array | bool = True
+) -> tuple[jax.Array, jax.Array]:
+    """x minus the values at these places, where `taken` is true; and these places, n for others.
+
+    A mask of what has changed would keep x beside the result, which XLA else writes over it.
+    """
+    left = x.at[indices.reshape(-1)].add(-jnp.where(taken, values, 0).reshape(-1), mode="drop")
+    return left, jnp.where(taken & (values != 0), indices, x.size).reshape(-1)
 
 
 def take(x: jax.Array, indices: jax.Array) -> jax.Array:

@@ -65,11 +65,11 @@ class Gtopk(SparseAllReduce):
 
         mean = jnp.zeros_like(x).at[best.places].add(best.values, mode="drop") / world
         survived = alive & (mine.places < n)
-        errors = take_out(x, mine.values, mine.places, survived)
+        errors, taken = take_out(x, mine.values, mine.places, survived)
         delivered = jnp.minimum(found.count, k)
         applied = jnp.sum(best.places < n, dtype=jnp.int32)
         counts = found.count, delivered, applied
-        outcome = SparseResult(mean, errors, errors != x, *counts, [best.values])
+        outcome = SparseResult(mean, errors, taken, *counts, [best.values])
         return outcome, self.scaled(threshold, found.count, k)
 
     def _largest_k(

@@ -73,8 +73,8 @@ class OkTopk(SparseAllReduce):
         mean = jnp.zeros(n, jnp.float32).at[places].set(values / world, mode="drop")
 
         # Line 6 of the algorithm: only what is in the mean leaves the residual.
-        errors = take_out(x, sent.values, sent.places, take(mean, sent.places) != 0)
-        taken = errors != x
+        is_applied = take(mean, sent.places) != 0
+        errors, taken = take_out(x, sent.values, sent.places, is_applied)
         rounding = large.values - entries.rounded(large.values)
         owned = owners.places(me, large.indices)
         errors = errors.at[owned].add(rounding, mode="drop")

@@ -55,11 +55,11 @@ def gathered(
     arrived, places = entries.decode(all_gather(payload, axis_name))
     world = jax.lax.axis_size(axis_name)
     mean = add_lists(jnp.zeros_like(x), arrived, places) / world
-    errors = take_out(x, rounded, found.indices, jnp.ones(rounded.shape, bool))
+    errors, taken = take_out(x, rounded, found.indices)
     claimed = jnp.zeros(x.shape, bool).at[places.reshape(-1)].set(True, mode="drop")
     delivered, applied = jnp.minimum(found.count, room), jnp.sum(claimed, dtype=jnp.int32)
     witnesses = [take(mean, places.reshape(-1))]
-    return SparseResult(mean, errors, errors != x, found.count, delivered, applied, witnesses)
+    return SparseResult(mean, errors, taken, found.count, delivered, applied, witnesses)
 
 
 def topk_allgather(

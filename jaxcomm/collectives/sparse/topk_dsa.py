@@ -47,9 +47,7 @@ class TopkDsa(SparseAllReduce):
 
         found, threshold = self.about_k(x, threshold, step, min(n, world * room))
         sums, sent = owners.split_and_reduce(found, room, entries, axis_name)
-        errors = take_out(x, sent.values, sent.places, jnp.ones(sent.places.shape, bool))
-
-        taken = errors != x
+        errors, taken = take_out(x, sent.values, sent.places)
         rows, rounded = self._gather(sums, min(world * room, owners.width), entries, axis_name)
         owned = owners.places(me, jnp.arange(owners.width, dtype=jnp.int32))
         errors = errors.at[owned].add(sums - rounded, mode="drop")
