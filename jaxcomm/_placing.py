@@ -4,6 +4,8 @@
 have to hold one model per process. Here their checksums are compared.
 """
 
+import re
+import textwrap
 import threading
 import weakref
 import zlib
@@ -79,6 +81,7 @@ def require_equal_everywhere(names: Sequence[str], leaves: Sequence[Any]) -> Non
     pairs = zip(names, leaves, strict=True)
     own = [(n, x) for n, x in pairs if (_is_typed(x) or _is_whole(x)) and not _was_compared(x)]
     if own:
+        _require_same([_sum_of_settings()], [_SETTINGS_DIFFER], [_same_settings()])
         _require_equal([name for name, _ in own], [_here(x) for _, x in own])
     remember([x for _, x in own])
 
@@ -86,13 +89,40 @@ def require_equal_everywhere(names: Sequence[str], leaves: Sequence[Any]) -> Non
 def require_equal_shapes(rows: Sequence[np.ndarray], sharding: NamedSharding) -> None:
     """Raises a ValueError if processes have rows of other shapes or dtypes, or other leaves.
 
+    Or if they have made exchanges with other settings, see `note_settings`.
+
     Nothing is compared in a thread, whose messages could mix with those of the main one.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and _all_take_part(sharding):
         kinds = "; ".join(f"{x.shape} {x.dtype}" for x in rows)
-        cure = "give every process as many rows"
-        _require_same([zlib.crc32(kinds.encode())], ["shapes of rows"], cure)
+        sums = [zlib.crc32(kinds.encode()), _sum_of_settings()]
+        cures = ["give every process as many rows", _same_settings()]
+        _require_same(sums, ["shapes of rows", _SETTINGS_DIFFER], cures)
+
+
+# Of the exchanges that were made outside of a trace, as text.
+_SETTINGS: list[str] = []
+_SETTINGS_DIFFER = "settings of exchanges"
+
+
+def note_settings(settings: Any) -> None:
+    """Notes settings that must be equal in all processes, to be compared with the next arrays.
+
+    A process may trace what others do not, such as for a report, so nothing is noted in a trace.
+    """
+    in_a_trace = isinstance(jnp.zeros((), bool), Tracer)
+    if jax.process_count() > 1 and not in_a_trace:
+        _SETTINGS.append(re.sub(r" at 0x[0-9a-f]+", "", repr(settings)))
+
+
+def _sum_of_settings() -> int:
+    return zlib.crc32("\n".join(_SETTINGS).encode())
+
+
+def _same_settings() -> str:
+    own = textwrap.shorten("; ".join(_SETTINGS), 1000)
+    return f"run the same program with the same arguments everywhere, here it says {own}"
 
 
 def _here(leaf: Any) -> np.ndarray:
@@ -172,7 +202,9 @@ def _require_equal(names: Sequence[str], values: Sequence[np.ndarray]) -> None:
     _require_same([zlib.crc32(x.tobytes()) for x in values], found)
 
 
-def _require_same(sums: Sequence[int], what: Sequence[str], cure: str = _MAKE) -> None:
+def _require_same(
+    sums: Sequence[int], what: Sequence[str], cures: Sequence[str] | None = None
+) -> None:
     own = np.asarray([jax.process_index(), *sums], np.uint32)
     rows = np.asarray(multihost_utils.process_allgather(own))
     rows = rows[np.argsort(rows[:, 0])]
@@ -181,5 +213,6 @@ def _require_same(sums: Sequence[int], what: Sequence[str], cure: str = _MAKE) -
         return
     other, which = np.argwhere(differs)[0]
     raise ValueError(
-        f"process {other} has other {what[which]} than process 0, but all need the same; {cure}."
+        f"process {other} has other {what[which]} than process 0, but all need the same; "
+        f"{cures[which] if cures else _MAKE}."
     )

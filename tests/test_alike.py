@@ -1,4 +1,4 @@
-"""What processes must have alike is compared: parameters in `init`, the first rows of a batch."""
+"""What processes must have alike is compared: parameters, the first rows, settings."""
 
 import pytest
 
@@ -50,6 +50,60 @@ ROWS = """
     batch = jaxcomm.global_batch(np.ones((2, 3), np.float32), "data")  # later ones are not compared
     assert batch.shape == (4, 3)
 """
+
+
+SETTINGS = """
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    import jaxcomm
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    rank = jax.process_index()
+    jax.set_mesh(jaxcomm.data_mesh())
+    params = jaxcomm.replicate({"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))})
+    rows = np.ones((2, 3), np.float32)
+
+    made = {
+        "order": lambda: jaxcomm.mean("data", "int8", bucket_order=["b", "a"][:: 1 - 2 * rank]),
+        "codec": lambda: jaxcomm.mean("data", ["bfloat16", "float16"][rank]),
+        "every": lambda: jaxcomm.multi_steps(jaxcomm.mean("data"), 2 + rank),
+        "density": lambda: jaxcomm.sparse_mean("data", [0.1, 0.2][rank]),
+        "rule": lambda: jaxcomm.majority_vote("data", ties=["positive", "random"][rank]),
+        "steps": lambda: jaxcomm.dense_first(jaxcomm.mean("data", "int8"), 3 + rank),
+        "alike": lambda: optax.chain(
+            jaxcomm.local("data", optax.trace(0.9)),
+            jaxcomm.mean("data", "cnat", exempt=lambda path, shape: path == "b"),
+        ),
+        "adam": lambda: jaxcomm.one_bit_adam("data", lambda step: 1e-3, dense_steps=2),
+        "low rank": lambda: jaxcomm.low_rank_mean("data", 1),
+        "local steps": lambda: jaxcomm.local_steps(
+            optax.adam(1e-3), 4, optax.sgd(0.7), jaxcomm.mean("data", "int4", error_feedback=True)
+        ),
+    }
+    for name in {names}:
+        tx = made[name]()
+        jaxcomm.explain(tx, params) if rank else None  # in a trace nothing is noted
+        tx.init(params)
+    try:
+        jaxcomm.global_batch(rows, "data")
+        print("alike")
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("name", ["order", "codec", "every", "density", "rule", "steps"])
+def test_settings_of_exchanges(name: str) -> None:
+    for process in run_processes(2, SETTINGS.replace("{names}", repr([name]))):
+        assert "process 1 has other settings of exchanges than process 0" in process.stdout
+        assert "run the same program" in process.stdout
+
+
+def test_settings_that_are_alike_are_not_refused() -> None:
+    names = ["alike", "adam", "low rank", "local steps"]
+    for process in run_processes(2, SETTINGS.replace("{names}", repr(names))):
+        assert process.stdout.split() == ["alike"]
 
 
 def test_parameters_that_were_not_placed() -> None:

@@ -78,6 +78,7 @@ def layout_of(
     exempt: Exempt = (),
     bucket_order: Sequence[str] | None = None,
     spec_of: Callable[[Any, str, AxisName], PartitionSpec] | None = None,
+    settings: Any = None,
 ) -> Layout:
     """Reads the layout off parameters, in either view.
 
@@ -90,6 +91,7 @@ def layout_of(
       bucket_order: paths of leaves, to be checked.
       spec_of: a function from a leaf, its path and the axis to its spec; None looks at the leaf,
         and refuses one that is sharded over the axis.
+      settings: what else must be equal in all processes.
 
     Raises:
       TypeError: for leaves that are not float32, bfloat16 or float16.
@@ -122,6 +124,7 @@ def layout_of(
             f"two parameters are called {twice[0]}: a name with a slash looks like a path; rename "
             "one of them."
         )
+    _placing.note_settings((axis_name, exempt, bucket_order, settings))
     _placing.require_equal_everywhere([name for name, _ in named], [x for _, x in named])
     leaves = []
     for name, leaf in named:

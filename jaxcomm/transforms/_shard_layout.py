@@ -45,7 +45,11 @@ def layout_of(params: Any, scheme: Scheme, exempt: Exempt) -> Layout:
 
     structs = jax.tree_util.tree_map_with_path(described, params)
     layout = _layout.layout_of(
-        structs, axis_name, exempt, spec_of=lambda leaf, name, axis: leaf.sharding.spec
+        structs,
+        axis_name,
+        exempt,
+        spec_of=lambda leaf, name, axis: leaf.sharding.spec,
+        settings=scheme,
     )
     for leaf in layout.leaves:
         _check(leaf, layout, scheme)

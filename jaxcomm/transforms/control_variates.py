@@ -102,7 +102,7 @@ def control_variates(
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         state = inner.init(params)
-        layout = layout_of(params, axis_of(state, "control_variates"))
+        layout = layout_of(params, axis_of(state, "control_variates"), settings=every)
         _roles.require_means(state, "control_variates")
         average, correction = (
             zeros_per_device(layout, params, filled_leaves(layout)) for _ in range(2)

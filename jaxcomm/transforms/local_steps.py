@@ -171,7 +171,7 @@ def local_steps(
         axis_name = axis_of(exchange_state, "local_steps")
         _roles.require_means(exchange_state, "local_steps")
         require_no_exchange(inner_state, "local_steps", "optax.adamw(1e-3)", "as exchange=")
-        layout = layout_of(params, axis_name)
+        layout = layout_of(params, axis_name, settings=(every, fragments, delay))
         split = dealt(layout, fragments)
         structure, each = on_each_device(inner_state, layout)
         tree, own = on_each_device(params, layout)

@@ -156,7 +156,8 @@ def majority_vote(
         refuse_wrappers()
         if error_feedback:
             warn_of_a_variance_behind(params, "a majority vote")
-        layout = layout_of(params, axis_name, exempt, bucket_order)
+        settings = (ties, zeros, error_feedback, chosen, limit, seed)
+        layout = layout_of(params, axis_name, exempt, bucket_order, settings=settings)
         chosen.require_world(layout.world)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING

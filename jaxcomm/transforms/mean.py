@@ -191,7 +191,8 @@ def mean(
             coarsest := _fed_back(error_feedback, sent, arriving)
         ).bits_per_value < _ENOUGH_FOR_ADAM:
             warn_of_a_variance_behind(params, f"a mean in {coarsest.name}")
-        layout = layout_of(params, axis_name, exempt, bucket_order)
+        settings = (reduction, chosen, limit, seed)
+        layout = layout_of(params, axis_name, exempt, bucket_order, settings=settings)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
         return MeanState(layout, jnp.zeros((), jnp.int32), residual)

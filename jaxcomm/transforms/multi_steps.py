@@ -87,7 +87,7 @@ def multi_steps(
         if every > 1:
             _refuse_behind(params)
         state = inner.init(params)
-        layout = layout_of(params, axis_of(state, "multi_steps"))
+        layout = layout_of(params, axis_of(state, "multi_steps"), settings=every)
         own = zeros_per_device(layout, params, filled_leaves(layout))
         return MultiStepsState(layout, jnp.zeros((), jnp.int32), own, state)
 

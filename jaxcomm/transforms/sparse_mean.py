@@ -187,7 +187,7 @@ def sparse_mean(
         refuse_wrappers()
         if error_feedback:
             warn_of_a_variance_behind(params, f"a mean by {chosen.name}")
-        layout = layout_of(params, axis_name, exempt, bucket_order)
+        layout = layout_of(params, axis_name, exempt, bucket_order, settings=exchange)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
         full, _ = split_off_empty(layout)

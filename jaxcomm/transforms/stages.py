@@ -9,6 +9,7 @@ import optax
 
 from jaxcomm import _branches
 from jaxcomm._numbers import is_integer
+from jaxcomm._placing import note_settings
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._layout import axis_of
 from jaxcomm.transforms._wrappers import refuse_wrappers
@@ -86,6 +87,7 @@ def stages(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
+        note_settings(starts)
         of, kept = [], []
         for state in (tx.init(params) for tx in chain):
             _refuse_in_backward(state, "stages")
