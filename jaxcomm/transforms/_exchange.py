@@ -359,11 +359,21 @@ def within_range(
     """
     results, left = dict(results), dict(left)
     for i in left:
-        most = float(jnp.finfo(grads[i].dtype).max)
-        if most < float(np.finfo(np.float32).max) / 2:
-            near = jnp.clip(results[i], -most, most)
+        if is_narrow(grads[i].dtype):
+            near = clipped(results[i], grads[i].dtype)
             results[i], left[i] = near, left[i] + (results[i] - near)
     return results, left
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether the range of this float dtype is smaller than float32's."""
+    return bool(jnp.finfo(dtype).max < np.finfo(np.float32).max / 2)
+
+
+def clipped(x: jax.Array, dtype: Any) -> jax.Array:
+    """float32 values within the range of a dtype."""
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -most, most) if is_narrow(dtype) else x
 
 
 def kept_if(finite: jax.Array, new: Sequence[jax.Array], old: Sequence[jax.Array]) -> Arrays:

@@ -77,8 +77,8 @@ def layout_of(
     axis_name: AxisName,
     exempt: Exempt = (),
     bucket_order: Sequence[str] | None = None,
-    spec_of: Callable[[Any, str, AxisName], PartitionSpec] | None = None,
     settings: Any = None,
+    spec_of: Callable[[Any, str, AxisName], PartitionSpec] | None = None,
 ) -> Layout:
     """Reads the layout off parameters, in either view.
 
@@ -89,9 +89,9 @@ def layout_of(
         leaves of at most one dimension, an axis of layers not counted, and to those with the usual
         names of biases and norms; or a function of path and shape that decides about all.
       bucket_order: paths of leaves, to be checked.
+      settings: what else must be equal in all processes.
       spec_of: a function from a leaf, its path and the axis to its spec; None looks at the leaf,
         and refuses one that is sharded over the axis.
-      settings: what else must be equal in all processes.
 
     Raises:
       TypeError: for leaves that are not float32, bfloat16 or float16.

@@ -10,7 +10,7 @@ from jaxcomm import _axes, _branches
 from jaxcomm._marks import mark_local
 from jaxcomm._numbers import is_integer
 from jaxcomm.transforms import _roles
-from jaxcomm.transforms._exchange import local_leaves
+from jaxcomm.transforms._exchange import clipped, local_leaves
 from jaxcomm.transforms._layout import (
     Layout,
     axis_of,
@@ -140,7 +140,8 @@ def control_variates(
 
         corrected = list(grads)
         for i, c in zip(filled, state.correction.values, strict=True):
-            corrected[i] = (own[i] + c).astype(grads[i].dtype).reshape(grads[i].shape)
+            near = jnp.where(jnp.isfinite(own[i]), clipped(own[i] + c, grads[i].dtype), own[i])
+            corrected[i] = near.astype(grads[i].dtype).reshape(grads[i].shape)
         # First, so that the next corrections can be written over those that are used here.
         corrected, before = jax.lax.optimization_barrier((corrected, state.correction.values))
 

@@ -181,7 +181,7 @@ def low_rank_mean(
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         warn_of_a_variance_behind(params, "low_rank_mean")
-        whole = layout_of(params, axis_name, exempt, bucket_order, settings=exchange)
+        whole = layout_of(params, axis_name, exempt, bucket_order, exchange)
         layout = _low_rank_layout(whole, rank)
         _check_rank(whole, layout, rank)
         large, _ = split_off_exempt(layout)

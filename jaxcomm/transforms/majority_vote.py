@@ -151,13 +151,14 @@ def majority_vote(
     _check(ties, zeros, seed, error_feedback)
     chosen = Default("votes") if algorithm is None else _known(algorithm, axis_name)
     limit = bytes_of(bucket_mib)
+    reduction = None if error_feedback else Majority(ties, zeros, None)
+    scheme = Scheme(axis_name, reduction, chosen, seed, limit, tuple(bucket_order or ()), True)
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         if error_feedback:
             warn_of_a_variance_behind(params, "a majority vote")
-        settings = (ties, zeros, error_feedback, chosen, limit, seed)
-        layout = layout_of(params, axis_name, exempt, bucket_order, settings=settings)
+        layout = layout_of(params, axis_name, exempt, bucket_order, (ties, zeros, scheme))
         chosen.require_world(layout.world)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
@@ -213,8 +214,6 @@ def majority_vote(
         )
         return treedef.unflatten(votes), MajorityVoteState(state.layout, state.step + 1, residual)
 
-    reduction = None if error_feedback else Majority(ties, zeros, None)
-    scheme = Scheme(axis_name, reduction, chosen, seed, limit, tuple(bucket_order or ()), True)
     return exchange(init_fn, update_fn, scheme, exempt)
 
 

@@ -181,6 +181,7 @@ def mean(
     )
     chosen.require_axes(axis_name)
     limit, sent = bytes_of(bucket_mib), codecs.from_name(codec)
+    scheme = Scheme(axis_name, reduction, chosen, seed, limit, tuple(bucket_order or ()))
     arriving = sent if second_hop is None else codecs.from_name(second_hop)
     float32 = codecs.float32()
     is_plain = chosen.name == "native" and reduction == CodedMean(float32, float32)
@@ -191,8 +192,7 @@ def mean(
             coarsest := _fed_back(error_feedback, sent, arriving)
         ).bits_per_value < _ENOUGH_FOR_ADAM:
             warn_of_a_variance_behind(params, f"a mean in {coarsest.name}")
-        settings = (reduction, chosen, limit, seed)
-        layout = layout_of(params, axis_name, exempt, bucket_order, settings=settings)
+        layout = layout_of(params, axis_name, exempt, bucket_order, scheme)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
         return MeanState(layout, jnp.zeros((), jnp.int32), residual)
@@ -240,7 +240,6 @@ def mean(
         )
         return treedef.unflatten(means), MeanState(state.layout, state.step + 1, residual)
 
-    scheme = Scheme(axis_name, reduction, chosen, seed, limit, tuple(bucket_order or ()))
     return exchange(init_fn, update_fn, scheme, exempt)
 
 

@@ -199,7 +199,7 @@ def one_bit_adam(
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         refuse_optimizer_behind(params, "one_bit_adam")
-        layout = layout_of(params, axis_name, exempt, bucket_order, settings=(adam, limit))
+        layout = layout_of(params, axis_name, exempt, bucket_order, (adam, limit))
         large, _ = split_off_exempt(layout)
         m, v = (zeros_like_params(params, layout) for _ in range(2))
         count, frozen_at = (jnp.zeros((), jnp.int32) for _ in range(2))

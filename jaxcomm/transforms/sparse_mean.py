@@ -32,6 +32,7 @@ from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
     by_leaf,
+    clipped,
     exchange_buckets,
     kept_if,
     local_leaves,
@@ -187,7 +188,7 @@ def sparse_mean(
         refuse_wrappers()
         if error_feedback:
             warn_of_a_variance_behind(params, f"a mean by {chosen.name}")
-        layout = layout_of(params, axis_name, exempt, bucket_order, settings=exchange)
+        layout = layout_of(params, axis_name, exempt, bucket_order, exchange)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
         full, _ = split_off_empty(layout)
@@ -311,6 +312,8 @@ class _Exchange:
             )
             means, residual = within_range(means, residual, grads)
         if self.momentum is not None:
+            # A float32 momentum can outgrow float16: the update is cut, or none would be finite.
+            means |= {i: clipped(means[i], grads[i].dtype) for i in small}
             velocity = small | by_leaf(
                 [kept.velocity for kept in done.kept], buckets, grads, are_state=True
             )

@@ -144,3 +144,17 @@ def test_averages_whose_sum_overflows_correct_nothing() -> None:
     assert nan_everywhere(steps[1][0])
     for updates, _ in steps[2:]:
         assert all(np.isfinite(u).all() for u in updates.values())
+
+
+def test_corrections_stay_within_float16() -> None:
+    tx = optax.chain(
+        jaxcomm.control_variates(jaxcomm.mean("data"), 2),
+        jaxcomm.majority_vote("data", ties="zero"),
+    )
+    half = jnp.full((8, 8), 40000, jnp.float16)
+    grads = jnp.stack([half, -half])
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        state, update = tx.init({"w": jnp.zeros((8, 8), jnp.float16)}), jax.jit(tx.update)
+        for sign in (1, 1, -1, -1):
+            updates, state = update({"w": sign * grads}, state)
+            assert np.isfinite(updates["w"]).all()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -210,3 +211,16 @@ def test_more_values_than_can_be_counted_are_refused_by_init() -> None:
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD])):
         with pytest.raises(ValueError, match=r"embed has 2147483648 on a device; shard it"):
             jax.eval_shape(jaxcomm.sparse_mean("data", 0.01).init, params)
+
+
+def test_a_momentum_that_outgrows_float16_is_cut() -> None:
+    """Of an exempt leaf: its update stays finite in every step, and so do all others."""
+    tx = jaxcomm.sparse_mean("data", 0.5, momentum_correction=0.9)
+    params = {"w": jnp.zeros((8, 8), jnp.float16), "b": jnp.zeros(4, jnp.float16)}
+    grads = {"w": jnp.ones((2, 8, 8), jnp.float16), "b": jnp.full((2, 4), 9000, jnp.float16)}
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        state, update = tx.init(params), jax.jit(tx.update)
+        for _ in range(20):  # towards 90000
+            updates, state = update(grads, state)
+            assert all(np.isfinite(u).all() for u in updates.values())
+    assert (updates["b"] == np.finfo(np.float16).max).all()
