@@ -12,7 +12,7 @@ from jaxcomm import _axes
 from jaxcomm._cached_programs import refuse_cached_programs
 
 T = TypeVar("T")
-_ONCE = "once"
+_ONCE = "jaxcomm_once"
 
 
 class NamedBranch(NamedTuple):

@@ -167,9 +167,9 @@ def all_reduce_with_residual(
         nothing = jnp.zeros_like(x)
         return nothing, (nothing if reduction.keeps_errors else None)
     reduction, n = reduction.for_this_device(axis_name), x.size
-    world = jax.lax.axis_size(axis_name)
-    x = jnp.pad(x, (0, reduction.padded(n, world) - n))
-    x = reduction.filled(x, n, world)
+    blocks = algorithm.blocks(jax.lax.axis_size(axis_name))
+    x = jnp.pad(x, (0, reduction.padded(n, blocks) - n))
+    x = reduction.filled(x, n, blocks)
     with noted((reduction, algorithm)):
         prepared = reduction.prepare(x, axis_name)
         result, errors = algorithm.all_reduce(prepared, axis_name, reduction)

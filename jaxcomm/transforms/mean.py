@@ -209,7 +209,7 @@ def mean(
             if is_plain:
                 with noted("float32, native"):
                     return plain_mean(parts, axis_name), None
-            vector = _one_vector(parts, residual, reduction, layout.world)
+            vector = _one_vector(parts, residual, reduction, chosen.blocks(layout.world))
             keyed = dataclasses.replace(reduction, key=keys[number])
             return collectives.all_reduce_with_residual(vector, axis_name, keyed, chosen)
 
@@ -244,13 +244,13 @@ def mean(
 
 
 def _one_vector(
-    parts: dict[int, jax.Array], residual: dict[int, jax.Array], reduction: CodedMean, world: int
+    parts: dict[int, jax.Array], residual: dict[int, jax.Array], reduction: CodedMean, blocks: int
 ) -> jax.Array:
     """Gradients, and residuals if there are any, as the vector that is sent, padding included."""
     n = sum(g.size for g in parts.values())
-    size = reduction.padded(n, world)
+    size = reduction.padded(n, blocks)
     vector = joined_sums(parts, residual, size) if residual else joined(parts, size)
-    return reduction.filled(vector, n, world)
+    return reduction.filled(vector, n, blocks)
 
 
 def _fed_back(

@@ -112,7 +112,11 @@ def test_oktopk(tmp_path: Path) -> None:
         ("seed_majority", "--methods=votes", "unknown method 'votes'; there are float32/ring"),
         ("seed_majority", "--topologies=stars", "there is no topology 'stars'"),
         ("seed_ethernet", "--parts=three", "unknown part 'three'; there are one, two"),
-        ("seed_cnat", "--parts=some", "a part is a number of workers or train, got 'some'"),
+        (
+            "seed_cnat",
+            "--parts=some",
+            "a part is a number of workers above 1, or train, got 'some'",
+        ),
         ("compile_time", "--methods=votes", "unknown method 'votes'; there are psum, float32"),
         ("planner", "--methods=votes", "unknown method 'votes'; there are float32/native,"),
         ("seed_oktopk", "--methods=top", "unknown method 'top'; there are float32,oktopk,"),

@@ -361,3 +361,14 @@ def test_the_last_values_of_a_bucket_wait_no_longer_than_others(codec: str, is_l
             updates, state = update(grads, state)
             total += np.asarray(updates["w"])
     np.testing.assert_allclose(total, 8.0, rtol=1e-2)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "circulant", "halving_doubling"])
+def test_nor_where_there_are_fewer_blocks_than_devices(algorithm: str) -> None:
+    """Halving-doubling cuts vectors of 7 devices into 4 blocks."""
+    n, tx = 4127, jaxcomm.mean("data", "scaled_sign", algorithm, error_feedback=True)
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:7])):
+        state, update = tx.init({"w": jnp.zeros((1, n))}), jax.jit(tx.update)
+        for _ in range(4):
+            updates, state = update({"w": jnp.ones((7, 1, n))}, state)
+            np.testing.assert_allclose(updates["w"], 1.0, rtol=1e-2)

@@ -58,14 +58,14 @@ class Reduction:
         """Whether each device keeps the errors of its messages (error feedback)."""
         return False
 
-    def padded(self, n: int, world: int) -> int:
+    def padded(self, n: int, blocks: int) -> int:
         """The padded length, n or more, in which vectors of n values travel."""
-        del world
+        del blocks
         return n
 
-    def filled(self, x: jax.Array, n: int, world: int) -> jax.Array:
-        """A vector of `padded(n, world)` values with what its padding should hold: zeros."""
-        del n, world
+    def filled(self, x: jax.Array, n: int, blocks: int) -> jax.Array:
+        """A vector of `padded(n, blocks)` values with what its padding should hold: zeros."""
+        del n, blocks
         return x
 
     def for_this_device(self, axis_name: AxisName) -> "Reduction":

@@ -65,19 +65,19 @@ class CodedMean(Reduction):
         """Whether a result means nothing if the devices were given different keys."""
         return False
 
-    def padded(self, n: int, world: int) -> int:
+    def padded(self, n: int, blocks: int) -> int:
         """A multiple for which messages are fast, where it adds at most a 64th to them.
 
         Otherwise, if the padding is to be filled, a multiple for which messages are equally long.
         """
         even = math.lcm(self.codec.even, self.second_hop.even)
-        multiple = world * even
+        multiple = blocks * even
         if even > 1 and n >= 64 * multiple:
             return -(-n // multiple) * multiple
         needs_filling = self.codec.needs_error_feedback or self.second_hop.needs_error_feedback
-        return -(-n // world) * world if needs_filling else n
+        return -(-n // blocks) * blocks if needs_filling else n
 
-    def filled(self, x: jax.Array, n: int, world: int) -> jax.Array:
+    def filled(self, x: jax.Array, n: int, blocks: int) -> jax.Array:
         """Repeats the values of the last block in the padding after them.
 
         Zeros would make the scale of that block too small, in a codec without a code for zero, and
@@ -86,7 +86,7 @@ class CodedMean(Reduction):
         used = [c for c in (self.codec, self.second_hop) if c.needs_error_feedback]
         if n == x.size or not used:
             return x
-        size, message = max(getattr(c, "block_size", 1) for c in used), x.size // world
+        size, message = max(getattr(c, "block_size", 1) for c in used), x.size // blocks
         start = (n - 1) // message * message  # of the message that the last value is in
         start += (n - 1 - start) // size * size
         repeated = jnp.resize(x[start:n], (x.size - n,))

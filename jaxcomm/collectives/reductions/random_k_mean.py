@@ -55,9 +55,9 @@ class RandomKMean(CodedMean):
         """Always: a sum of values from different places means nothing."""
         return True
 
-    def padded(self, n: int, world: int) -> int:
+    def padded(self, n: int, blocks: int) -> int:
         """Not padded: which places are drawn depends on the length."""
-        del world
+        del blocks
         return n
 
     def prepare(self, x: jax.Array, axis_name: AxisName) -> Prepared:
