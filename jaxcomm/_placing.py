@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm._numbers import are_keys
 
-_MAKE = "make them from the same seed, or read them from the same file"
+_MAKE = "make them from the same seed on devices of one kind, or read them from the same file"
 
 
 def place(
