@@ -60,17 +60,19 @@ def if_one_is_due(
 ) -> T:
     """`if_due` of several functions, of which at most one is due in a step, each once in `every`.
 
-    Only in the steps in which one is due, what the others would change is copied.
+    On GPUs, only in the steps in which one is due, what the others would change is copied.
     """
     if len(functions) == 1:
         return if_due(due[0], names[0], every, functions[0], given, state)
     number = sum(((i + 1) * flag.astype(jnp.int32) for i, flag in enumerate(due)), jnp.int32(0))
 
     def chosen(given: tuple[Any, jax.Array], state: T) -> T:
-        branches = [lambda _, state: state, *functions]  # as if the loop were not there
+        branches = [lambda _, state: state, *functions]  # as if there were no loop around them
         with named(["", *names], [0, *[every] * len(functions)]):
             return jax.lax.switch(given[1], branches, given[0], state)
 
+    if not _are_loops_safe():
+        return chosen((given, number), state)
     return if_due(number > 0, "", 1, chosen, (given, number), state)
 
 
@@ -79,8 +81,8 @@ def if_due(
 ) -> T:
     """`f(given, state)` in the steps in which it is due, otherwise `state`.
 
-    It is a loop of one turn or none, and counts as a conditional. XLA writes what a loop carries
-    over the old values, but it copies what a branch passes on, on GPUs twice.
+    On GPUs it is a loop of one turn or none, and counts as a conditional. XLA writes what a loop
+    carries over the old values, but it copies what a branch passes on twice.
 
     Args:
       due: bool scalar, equal on all devices.
@@ -91,6 +93,9 @@ def if_due(
       given: the arrays that f takes; it should not close over large ones.
       state: what f changes, typed as its result.
     """
+    if not _are_loops_safe():
+        with named(["", name], [0, every]):
+            return jax.lax.cond(due, lambda: f(given, state), lambda: state)
     leaves, treedef = jax.tree.flatten(given)
     # XLA moves out of a loop, and thus into every step, what no turn changes. So what f takes comes
     # out of a barrier together with a flag that a turn changes, typed as it is.
@@ -111,6 +116,15 @@ def if_due(
 
     with named(["", name], [0, every]) if name else jax.named_scope(_ONCE):
         return jax.lax.while_loop(lambda carry: carry[0], turn, (due, flags, state))[2]
+
+
+def _are_loops_safe() -> bool:
+    """Whether collectives in a loop keep their order among those that need nothing of it.
+
+    On CPUs devices would wait for each other for ever: one in the loop, another one outside of it.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "platform", "cpu") != "cpu"
 
 
 def is_once(op_name: str) -> bool:

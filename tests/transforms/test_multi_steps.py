@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import jaxcomm
+from jaxcomm import _branches
 from transforms.both_views import APART, VIEWS, Program, View, by_name, gradients, run
 
 GLOBAL, K = VIEWS[0], 3
@@ -171,3 +172,18 @@ def test_a_schedule_outside_would_count_the_steps_in_between(mesh8: Any, followe
             ValueError, match="(scale_by_schedule|inject_hyperparams) follows multi"
         ):
             optax.chain(accumulated, follower).init(params)
+
+
+@pytest.mark.parametrize("view", [GLOBAL, VIEWS[2]], ids=by_name)
+def test_the_loop_of_gpus_is_the_branch_of_cpus(
+    view: View, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs, collectives of a loop and of what surrounds it would not keep their order."""
+    fed_back = jaxcomm.mean("data", "int8", error_feedback=True)
+    tx = jaxcomm.multi_steps(optax.chain(fed_back, optax.sgd(0.1, momentum=0.9)), 2)
+    batches = [gradients(4, seed) for seed in range(4)]
+    assert "conditional" in str(Program(view, tx, batches[0]).lowered().compile().as_text())
+    branch = run(view, tx, batches)
+    monkeypatch.setattr(_branches, "_are_loops_safe", lambda: True)
+    assert "conditional" not in str(Program(view, tx, batches[0]).lowered().compile().as_text())
+    jax.tree.map(np.testing.assert_array_equal, branch, run(view, tx, batches))
