@@ -2,8 +2,9 @@
 
 `python -m gpu_aot.wrapped TARGET` prints, as one line of JSON, for each wrapper: the bytes that a
 weight sends at most, in the program and as `jaxcomm.explain` says; the names of state that is
-sharded in another way after a step; and how many arrays of the size of a weight are copied in every
-step if the shardings of results are given, so that donated arrays become those of the same name.
+sharded in another way after a step; the temporaries, in copies of the weights; and how many arrays
+of the size of a weight are copied in every step if the shardings of results are given, so that
+donated arrays become those of the same name.
 """
 
 import json
@@ -67,6 +68,7 @@ def report(mesh: Any, tx: Any) -> dict[str, Any]:
     shardings = jax.tree.map(lambda x: x.sharding, (params, state))
     aliased = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
     text = aliased.lower(params, state, x).compile().as_text()
+    size = sum(x.size for x in jax.tree.leaves(params))
     before = jax.tree_util.tree_leaves_with_path(state)
     after = jax.tree.leaves(compiled.output_shardings[1])
     return {
@@ -77,6 +79,7 @@ def report(mesh: Any, tx: Any) -> dict[str, Any]:
             for (path, x), sharding in zip(before, after, strict=True)
             if not x.sharding.is_equivalent_to(sharding, x.ndim)
         ],
+        "temporaries": compiled.memory_analysis().temp_size_in_bytes / (4 * size),
         "copied": len(_COPY.findall(text[text.index("\nENTRY") :])),
     }
 

@@ -74,9 +74,9 @@ def own_key(key: jax.Array, first: int | jax.Array, second: int = 0) -> jax.Arra
     """A key for each pair of numbers below 2^32, at the cost of two additions.
 
     The cipher needs no random keys: consecutive ones give independent words. The numbers are spread
-    so that no sum of key and counter of one pair is that of another. `jax.random.fold_in` runs a
-    cipher for each number, which XLA on a GPU does in kernels for one element. For a key in each
-    bucket, it compiles three times as long as for everything else.
+    so that sums of key and counter are equal only for words that are far apart, and even these are
+    independent. `jax.random.fold_in` runs a cipher for each number. XLA on a GPU does that in
+    kernels for one element, and takes a second to compile those of each bucket.
 
     Args:
       key: a PRNG key, of any of jax's generators.
@@ -86,9 +86,9 @@ def own_key(key: jax.Array, first: int | jax.Array, second: int = 0) -> jax.Arra
     Returns:
       The key, of the generator of `seeded_key`.
     """
-    numbers = (jnp.asarray(number).astype(jnp.uint32) for number in (first, second))
-    moved = [number * jnp.uint32(far) for number, far in zip(numbers, _APART, strict=True)]
-    return jax.random.wrap_key_data(key_words(key) + jnp.stack(moved), impl="threefry2x32")
+    numbers = jnp.stack([jnp.asarray(number, jnp.uint32) for number in (first, second)])
+    moved = numbers * jnp.asarray(_APART, jnp.uint32)
+    return jax.random.wrap_key_data(key_words(key) + moved, impl="threefry2x32")
 
 
 def threefry2x32(
