@@ -118,6 +118,32 @@ def if_due(
         return jax.lax.while_loop(lambda carry: carry[0], turn, (due, flags, state))[2]
 
 
+def replaced_if(
+    due: jax.Array,
+    name: str,
+    f: Callable[[Any], list[jax.Array]],
+    given: Any,
+    otherwise: list[jax.Array],
+) -> list[jax.Array]:
+    """`f(given)` in the steps in which it is due, whenever these are, and else `otherwise`.
+
+    On CPUs, where a branch copies what it passes on, it returns zeros instead.
+
+    Args:
+      due: bool scalar, equal on all devices.
+      name: the name of f for users.
+      f: what exchanges.
+      given: the arrays that f takes.
+      otherwise: arrays that are computed in every step, typed as the result of f.
+    """
+    if _are_loops_safe():
+        return if_due(due, name, 0, lambda given, _: f(given), given, otherwise)
+    with named([name, ""]):
+        zeros = lambda _: [jnp.zeros_like(x) for x in otherwise]  # noqa: E731
+        found = jax.lax.cond(~due, zeros, f, given)
+    return [jnp.where(~due, *pair) for pair in zip(otherwise, found, strict=True)]
+
+
 def _are_loops_safe() -> bool:
     """Whether collectives in a loop keep their order among those that need nothing of it.
 

@@ -37,11 +37,11 @@ def encode_with_feedback(
     # The residual is computed from the bits before packing. The packed words must be complete
     # before they can be read, so using them would take a second kernel.
     positive, each = bitplanes.votes(corrected), _of_each_value(scale)
-    left = corrected - jnp.where(positive, each, -each)
+    left = without_padding(corrected - jnp.where(positive, each, -each), counts)
     bits = jax.lax.bitcast_convert_type(scale, jnp.uint32)
-    left = without_padding(left, counts)
-    # Without the barrier, XLA would pack into the payload, in a kernel that has no room for `left`.
-    words, left = jax.lax.optimization_barrier((bitplanes.pack(positive), left))
+    words, left = jax.lax.platform_dependent(
+        bitplanes.pack(positive), left, cpu=_together, default=_packed_first
+    )
     return jnp.concatenate([bits, words], axis=-1), left
 
 
@@ -57,6 +57,16 @@ def without_padding(x: jax.Array, counts: jax.Array) -> jax.Array:
     place = jax.lax.broadcasted_iota(jnp.int32, (*counts.shape, BLOCK), counts.ndim)
     is_value = place < counts[..., None]
     return jnp.where(is_value.reshape(x.shape), x, jnp.float32(0))
+
+
+def _together(words: jax.Array, left: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """In one pass: XLA would else pack into the payload, in a kernel without room for `left`."""
+    return jax.lax.optimization_barrier((words, left))
+
+
+def _packed_first(words: jax.Array, left: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """For GPUs, where what uses `left` computes it as it writes the next residual."""
+    return jax.lax.optimization_barrier(words), left
 
 
 def _of_each_value(scale: jax.Array) -> jax.Array:

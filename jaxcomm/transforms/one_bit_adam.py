@@ -299,14 +299,9 @@ def _exchange(
             results_are_finite=True,  # checked below, as those of a dense step are
         )
         vectors, one_bit = in_turn(dict(enumerate(kept[0] for kept in done.kept)), done.buckets)
-        with _branches.named(["one_bit_adam: dense", ""]):
-            dense = jax.lax.cond(
-                compressed,
-                lambda v: [jnp.zeros_like(x) for x in v.values()],
-                lambda v: in_float32(v, sent),
-                vectors,
-            )
-        means = [jnp.where(compressed, *pair) for pair in zip(one_bit, dense, strict=True)]
+        means = _branches.replaced_if(
+            ~compressed, "one_bit_adam: dense", lambda v: in_float32(v, sent), vectors, one_bit
+        )
         # The square of a finite gradient may overflow, and v with it.
         squares = [jnp.square(x) for x in (*means, *done.exact.values())]
         finite = on_further_axes(done.finite & all_finite(as_vectors(squares)), axis_name)

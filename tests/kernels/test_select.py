@@ -17,11 +17,10 @@ from jaxcomm.kernels import select
 from jaxcomm.kernels.select import compaction
 from jaxcomm.kernels.select import magnitudes as bands
 from jaxcomm.kernels.select import threshold as search
+from selecting import INFINITY, TINY, assert_selected, bits_of, kth, magnitudes, samples, selected
 
-INFINITY = 0x7F800000
-TINY = np.uint32(1).view(np.float32)
-LARGE = 2**19 + 17  # enough for a sample to be taken
 CHUNK = select.CHUNK
+LARGE = 2**19 + 17  # enough for a sample to be taken
 
 threshold_for = jax.jit(select.threshold_for, static_argnums=1)
 
@@ -40,7 +39,7 @@ def sorting(x: np.ndarray, k: int) -> jax.Array:
 @partial(jax.jit, static_argnums=1)
 def counting(x: np.ndarray, k: int) -> jax.Array:
     """What GPUs do where a sample was misleading."""
-    pattern = search._counted(search.patterns_of(jnp.asarray(x)), k)
+    pattern = search.counted(search.patterns_of(jnp.asarray(x)), k)
     return jax.lax.bitcast_convert_type(jnp.maximum(pattern, 1), jnp.float32)
 
 
@@ -49,58 +48,6 @@ each_search = pytest.mark.parametrize(
 )
 count_at_least = jax.jit(select.count_at_least)
 compact = jax.jit(select.compact, static_argnums=2)
-
-
-def magnitudes(x: np.ndarray) -> np.ndarray:
-    """Integers in the order of `|x|`, with NaN as zero."""
-    patterns = x.view(np.uint32).astype(np.int64) % 2**31
-    return np.where(patterns > INFINITY, 0, patterns)
-
-
-def selected(x: np.ndarray, threshold: float) -> np.ndarray:
-    """The places of `0 < |x| >= threshold`, by chunk, then i mod 8, then i."""
-    found = magnitudes(x)
-    if np.isnan(threshold):
-        return np.zeros(0, int)
-    limit = magnitudes(np.float32([threshold]))[0] if threshold > 0 else 1
-    i = np.flatnonzero((found >= limit) & (found > 0))
-    return i[np.lexsort((i, i % 8, i // CHUNK))]
-
-
-def kth(x: np.ndarray, k: int) -> np.float32:
-    """The k-th largest magnitude, or the smallest that is positive."""
-    pattern = max(np.partition(magnitudes(x), len(x) - k)[len(x) - k], 1)
-    return np.uint32(pattern).view(np.float32)
-
-
-def assert_selected(got: select.Selected, x: np.ndarray, places: np.ndarray, capacity: int) -> None:
-    kept = places[:capacity]
-    space = capacity - len(kept)
-    assert got.values.dtype == jnp.float32
-    assert got.indices.dtype == got.count.dtype == jnp.int32
-    assert got.count == len(places)
-    np.testing.assert_array_equal(got.indices, np.pad(kept, (0, space), constant_values=len(x)))
-    patterns = np.asarray(got.values).view(np.uint32)
-    np.testing.assert_array_equal(patterns, np.pad(x[kept].view(np.uint32), (0, space)))
-
-
-def bits_of(x: jax.Array | np.ndarray) -> int:
-    return int(np.asarray(x).view(np.uint32))
-
-
-def samples(n: int, seed: int) -> list[np.ndarray]:
-    """Vectors that are hard in one way or another."""
-    rng = np.random.default_rng(seed)
-    normal = rng.standard_normal(n).astype(np.float32)
-    sparse = np.where(rng.random(n) < 0.02, normal, 0).astype(np.float32)
-    one = np.zeros(n, np.float32)
-    one[rng.integers(n)] = -3
-    denormal = rng.integers(0, 20, n, dtype=np.uint32).view(np.float32)
-    anything = rng.integers(0, 2**32, n, dtype=np.uint32).view(np.float32)
-    infinite = np.where(rng.random(n) < 0.3, np.float32(-np.inf), normal)
-    ties = rng.integers(-2, 3, n).astype(np.float32)
-    fixed = [np.full(n, value, np.float32) for value in (0.0, -0.0, 1.5, -TINY, np.nan)]
-    return [normal, sparse, one, denormal, anything, infinite, ties, *fixed]
 
 
 LENGTHS = (1, 7, 255, 256, 257, 513, 2000, 30_001)
@@ -204,31 +151,6 @@ def test_threshold_for_large(threshold_for: Callable, k: int) -> None:
         assert bits_of(threshold_for(x, k)) == bits_of(kth(x, k))
 
 
-@every_implementation(select.compact, "triton")
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (300, 7), (2000, 500)])
-def test_at_most_k(n: int, k: int, f: Callable) -> None:
-    """Of those that tie at the k-th the first, so exactly k; or all but zeros and NaN."""
-    compact = jax.jit(f, static_argnums=2)
-    for x in samples(n, n):
-        places = selected(x, threshold := kth(x, k))
-        is_tie = magnitudes(x)[places] == magnitudes(threshold[None])
-        surplus = places[is_tie][max(k - np.sum(~is_tie), 0) :]
-        kept = places[~np.isin(places, surplus)]
-        assert len(kept) == min(k, len(places))
-        for capacity in (k, k + 3):
-            assert_selected(compact(x, threshold, capacity, k), x, kept, capacity)
-
-
-@every_implementation(select.compact, "triton")
-def test_one_too_many_goes(f: Callable) -> None:
-    compact = jax.jit(f, static_argnums=2)
-    for places in ([0, 1, 2], [7, 300, 1000], [255, 256, 999]):
-        x = np.zeros(1001, np.float32)
-        x[places] = -2
-        assert_selected(compact(x, np.float32(2), 3, 2), x, np.asarray(places[:2]), 3)
-        assert_selected(compact(x, np.float32(2), 3, 3), x, np.asarray(places), 3)
-
-
 @pytest.mark.parametrize("count", [bands._count_in_tiles, bands._count_one_by_one])
 @pytest.mark.parametrize("n", [1, 1023, 1024, 5000])
 def test_both_formulations_count(n: int, count: Callable) -> None:
@@ -258,8 +180,10 @@ def test_gpus_pack_and_place_alike() -> None:
 
 def every_function(x: jax.Array) -> tuple[jax.Array, ...]:
     t = select.threshold_for(x, x.size // 50)
-    whole = select.compact(x, t, x.size // 40, x.size // 50)
-    return tuple(leaf[None] for leaf in (t, select.count_at_least(x, t), *whole))
+    whole = select.compact(x, t, x.size // 40)
+    k_largest, least = select.largest(x, x.size // 50, x.size // 40, 1e-30)
+    found = (t, least, select.count_at_least(x, t), *whole, *k_largest)
+    return tuple(leaf[None] for leaf in found)
 
 
 def on_two_devices(f: Callable, mesh: Mesh, n: int) -> tuple[np.ndarray, Any]:
@@ -280,11 +204,12 @@ def test_a_large_threshold_in_shard_map(make_mesh: Callable[[int], Mesh]) -> Non
 def test_in_shard_map(make_mesh: Callable[[int], Mesh]) -> None:
     n = 3000
     x, got = on_two_devices(every_function, make_mesh(2), n)
-    for own, t, count, *found in zip(x, *got, strict=True):
-        assert bits_of(t) == bits_of(kth(own, n // 50))
+    for own, t, least, count, *found in zip(x, *got, strict=True):
+        assert bits_of(t) == bits_of(least) == bits_of(kth(own, n // 50))
         places = selected(own, t)
         assert count == len(places)
-        assert_selected(select.Selected(*found), own, places, n // 40)
+        for leaves in (found[:3], found[3:]):
+            assert_selected(select.Selected(*leaves), own, places, n // 40)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +217,7 @@ def test_in_shard_map(make_mesh: Callable[[int], Mesh]) -> None:
     [
         partial(select.threshold_for, k=LARGE // 100),
         partial(select.count_at_least, threshold=jnp.float32(1)),
-        partial(select.compact, threshold=jnp.float32(1), capacity=5000, at_most=5000),
+        partial(select.compact, threshold=jnp.float32(1), capacity=5000),
     ],
 )
 def test_nothing_is_sorted(f: Callable) -> None:
@@ -371,6 +296,6 @@ def test_what_is_taken_from_a_list_is_what_is_taken_from_the_vector() -> None:
         for k in (1, 300, 2000):
             threshold = np.maximum(kth(np.asarray(listed.values), k), np.finfo(np.float32).tiny)
             found = jax.jit(select.narrow, static_argnums=(2, 3))(listed, threshold, k, x.size)
-            wanted = compact(x, threshold, k, k)
+            wanted = compaction.compact_at_most(jnp.asarray(x), threshold, k, k)
             for a, b in zip(found, wanted, strict=True):
                 np.testing.assert_array_equal(a, b)

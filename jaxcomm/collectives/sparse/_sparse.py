@@ -107,15 +107,9 @@ class SparseAllReduce:
         """How many entries a message that carries one of `parts` equal parts of k has room for."""
         return min(n, max(1, -int(-self.slack * self.k(n) // parts)))
 
-    def compact(
-        self,
-        x: jax.Array,
-        threshold: jax.Array,
-        capacity: int,
-        at_most: int | jax.Array | None = None,
-    ) -> select.Selected:
+    def compact(self, x: jax.Array, threshold: jax.Array, capacity: int) -> select.Selected:
         """`select.compact` in the chosen implementation."""
-        return select.compact(x, threshold, capacity, at_most, implementation=self.implementation)
+        return select.compact(x, threshold, capacity, implementation=self.implementation)
 
     def about_k(
         self, x: jax.Array, last: jax.Array, step: jax.Array, capacity: int
@@ -156,9 +150,8 @@ class SparseAllReduce:
         return self.is_off(count, k) | (count > capacity)
 
     def largest(self, x: jax.Array, k: int, capacity: int) -> tuple[select.Selected, jax.Array]:
-        """The k largest values, among equals those that `compact` keeps, and their threshold."""
-        threshold = self.threshold_for(x, k)
-        return self.compact(x, threshold, capacity, k), threshold
+        """The k largest values, among equals the first that `compact` lists; their threshold."""
+        return select.largest(x, k, capacity, SMALLEST, implementation=self.implementation)
 
     def threshold_for(self, x: jax.Array, k: int) -> jax.Array:
         """The k-th largest magnitude, but never one that XLA may treat as zero."""

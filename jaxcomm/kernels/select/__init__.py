@@ -10,6 +10,7 @@ GPUs.
 
 from jaxcomm.kernels.select.compaction import Selected, narrow
 from jaxcomm.kernels.select.hashing import hashed
+from jaxcomm.kernels.select.largest import largest
 from jaxcomm.kernels.select.magnitudes import CHUNK
 from jaxcomm.kernels.select.selection import MOST, compact, count_at_least
 from jaxcomm.kernels.select.threshold import count_near, threshold_for, threshold_near
@@ -22,6 +23,7 @@ __all__ = [
     "count_at_least",
     "count_near",
     "hashed",
+    "largest",
     "narrow",
     "threshold_for",
     "threshold_near",

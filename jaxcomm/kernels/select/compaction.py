@@ -1,8 +1,8 @@
 """The plain version of compaction, which is the specification.
 
 A pass over x makes a bit for each entry. Everything after it works on these words, and on as many
-slots as there is room for entries. A second pass finds the entries that tie at the threshold, but
-only if some of them must be left out.
+slots as there is room for entries. A second pass finds the entries that tie at the threshold, where
+some of them must be left out.
 """
 
 import functools
@@ -38,20 +38,37 @@ class Selected(NamedTuple):
     count: jax.Array
 
 
-def compact(
-    x: jax.Array, threshold: jax.Array, capacity: int, at_most: jax.Array | None = None
-) -> Selected:
+def compact(x: jax.Array, threshold: jax.Array, capacity: int) -> Selected:
     """Compacts checked arguments; see `selection.compact`."""
+    return compact_band(x, lowest_for(threshold), jnp.uint32(PAST_INFINITY), capacity)
+
+
+def compact_at_most(
+    x: jax.Array, threshold: jax.Array, capacity: int, at_most: jax.Array | int
+) -> Selected:
+    """The entries that `compact` takes, but at most so many.
+
+    Args:
+      x: as for `selection.compact`, as are the threshold and the capacity.
+      threshold: likewise.
+      capacity: likewise.
+      at_most: not fewer than are above the threshold. Surplus entries that tie at it are dropped
+        from the end, in the order of `selection.compact`.
+    """
     low = lowest_for(threshold)
     words = _words_in(x, low, jnp.uint32(PAST_INFINITY))
     before = _count_before(words)
-    if at_most is not None:
-        words, before = jax.lax.cond(
-            before[-1] > at_most,
-            lambda: _without_surplus(words, before[-1], _words_in(x, low, low + 1), at_most),
-            lambda: (words, before),
-        )
-    return _compact_words(x, words, before, capacity)
+
+    def without_surplus(words: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return _without_surplus(words, before[-1], _words_in(x, low, low + 1), at_most)
+
+    def in_branch(words: jax.Array, before: jax.Array) -> tuple[jax.Array, jax.Array]:
+        keep = lambda words, before: (words, before)  # noqa: E731
+        return jax.lax.cond(before[-1] > at_most, without_surplus, keep, words, before)
+
+    # On GPUs a branch takes longer than this pass over x, also if it is not taken.
+    choose = functools.partial(jax.lax.platform_dependent, words, before)
+    return _compact_words(x, *choose(cpu=in_branch, default=without_surplus), capacity)
 
 
 def compact_band(x: jax.Array, low: jax.Array, past: jax.Array, capacity: int) -> Selected:
@@ -101,7 +118,7 @@ def _compact_words(x: jax.Array, words: jax.Array, before: jax.Array, capacity: 
 
 
 def _without_surplus(
-    words: jax.Array, total: jax.Array, ties: jax.Array, at_most: jax.Array
+    words: jax.Array, total: jax.Array, ties: jax.Array, at_most: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
     """The words, of `total` bits, without the last of the ties, so that `at_most` bits are left.
 

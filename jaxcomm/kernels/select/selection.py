@@ -32,7 +32,6 @@ def compact(
     x: jax.Array,
     threshold: jax.Array,
     capacity: int,
-    at_most: int | jax.Array | None = None,
     *,
     implementation: _implementations.Option = None,
 ) -> Selected:
@@ -46,9 +45,6 @@ def compact(
       threshold: float32 scalar. One that is not positive selects everything but zeros and NaN,
         which no threshold selects. NaN selects nothing.
       capacity: the number of slots for entries, at least 1; it may exceed n.
-      at_most: how many entries are selected at most, not fewer than are above the threshold.
-        Surplus entries that tie at the threshold are dropped from the end, in the order above. With
-        `threshold_for(x, k)` and k, exactly k entries are selected, or all but zeros and NaN.
       implementation: "xla", "triton" (on NVIDIA GPUs), or another option of `_implementations`;
         None means the fastest that was timed.
 
@@ -65,23 +61,21 @@ def compact(
     if capacity < 1:
         raise ValueError(f"the capacity is at least 1, got {capacity}.")
 
-    limit = () if at_most is None else (jnp.asarray(at_most, jnp.int32),)
-
-    def run(name: str, x: jax.Array, threshold: jax.Array, *limit: jax.Array) -> Selected:
+    def run(name: str, x: jax.Array, threshold: jax.Array) -> Selected:
         if name == "triton":
             from jaxcomm.kernels.select import triton  # Pallas takes long to import
 
-            return triton.compact(x, threshold, capacity, *limit)
-        return compaction.compact(x, threshold, capacity, *limit)
+            return triton.compact(x, threshold, capacity)
+        return compaction.compact(x, threshold, capacity)
 
     return _implementations.call(
         "select.compact",
         implementation,
         run,
-        (x, threshold, *limit),
+        (x, threshold),
         elements=x.size,
-        static=(capacity.bit_length(), at_most is None),
-        sample=lambda rng: (*_sample(rng, x.size, capacity), jnp.int32(x.size))[: 2 + len(limit)],
+        static=(capacity.bit_length(),),
+        sample=lambda rng: _sample(rng, x.size, capacity),
     )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxcomm import _axes
 from jaxcomm.kernels import _implementations
-from jaxcomm.kernels.select.compaction import compact_band
+from jaxcomm.kernels.select.compaction import Selected, compact_band
 from jaxcomm.kernels.select.hashing import MOST, hashed
 from jaxcomm.kernels.select.magnitudes import (
     PAST_INFINITY,
@@ -152,8 +152,27 @@ def _by_sorting(x: jax.Array, k: int, implementation: _implementations.Option) -
     """For GPUs, where many short passes take longer than sorting."""
     if x.size <= _SORTED:
         return _kth(_sorted, patterns_of(x), k)
-    if k > x.size // _FEW:
-        return _kth_in_band(_sorted, _counted, x, k)
+    if not has_candidates(x.size, k):
+        return _kth_in_band(_sorted, counted, x, k)
+    above, found = candidates(x, k, implementation)
+    among = kth_of_list(above, k)
+    return jax.lax.cond(found, lambda: among, lambda: counted(patterns_of(x), k))
+
+
+def has_candidates(n: int, k: int) -> bool:
+    """Whether a GPU finds the k largest of n entries among `candidates`."""
+    return _SORTED < n and k <= n // _FEW
+
+
+def candidates(
+    x: jax.Array, k: int, implementation: _implementations.Option
+) -> tuple[Selected, jax.Array]:
+    """The entries above a threshold, found in a sample, that a little more than k should reach.
+
+    Returns:
+      The entries, and whether the k largest are all among them; where fewer than k are neither zero
+      nor NaN, whether these are.
+    """
     sample, rank, spread = _sample_of(x, k, _SAMPLE // 2)
     below = math.ceil(rank + spread)
     low = _kth_of_halves(sample, below) if below <= sample.size else jnp.uint32(0)
@@ -162,9 +181,12 @@ def _by_sorting(x: jax.Array, k: int, implementation: _implementations.Option) -
     least = jax.lax.bitcast_convert_type(low, jnp.float32)
     above = compact(x, least, capacity, implementation=implementation)
     # Below the pattern 1 there are only zeros, so with `low` at 1 fewer than k entries are enough.
-    found = ((above.count >= k) | (low == 1)) & (above.count <= capacity)
-    among = _kth(_sorted, patterns_of(above.values), k)
-    return jax.lax.cond(found, lambda: among, lambda: _counted(patterns_of(x), k))
+    return above, ((above.count >= k) | (low == 1)) & (above.count <= capacity)
+
+
+def kth_of_list(entries: Selected, k: int) -> jax.Array:
+    """The pattern of the k-th largest magnitude of a list, 0 if there are fewer."""
+    return _kth(_sorted, patterns_of(entries.values), k)
 
 
 def _kth_in_band(
@@ -179,7 +201,7 @@ def _kth_in_band(
     capacity = math.ceil(3 * spread / sample.size * x.size)
     inside = compact_band(x, low, high + 1, capacity)
     above = count_from(patterns_of(x), high[None] + 1)[0]
-    # As in `_by_sorting`.
+    # As in `candidates`.
     found = (above < k) & ((above + inside.count >= k) | (low == 1)) & (inside.count <= capacity)
     among = _kth(kths, patterns_of(inside.values), k - above)
     return jax.lax.cond(found, lambda: among, lambda: all_of(patterns_of(x), k))
@@ -264,7 +286,7 @@ def _counted_at_once(patterns: jax.Array, k: int) -> jax.Array:
     return prefix
 
 
-def _counted(patterns: jax.Array, k: int) -> jax.Array:
+def counted(patterns: jax.Array, k: int) -> jax.Array:
     """`_kth` for GPUs, digit by digit too, in few kernels a digit and without a loop.
 
     It is for a branch that is not taken. All of it can be part of a CUDA graph, and then the branch

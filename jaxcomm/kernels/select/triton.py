@@ -18,7 +18,6 @@ from jax.experimental.pallas import triton as plt
 
 from jaxcomm import _axes
 from jaxcomm.kernels import reductions
-from jaxcomm.kernels.select import compaction
 from jaxcomm.kernels.select.compaction import Selected
 from jaxcomm.kernels.select.magnitudes import (
     CHUNK,
@@ -42,13 +41,10 @@ def compact(
     x: jax.Array,
     threshold: jax.Array,
     capacity: int,
-    at_most: jax.Array | None = None,
     *,
     interpret: bool = False,
 ) -> Selected:
     """The same result as `compaction.compact`; `interpret` runs it on CPU, in tests.
-
-    Where too many entries tie, which is rare, the plain version removes some.
 
     Raises:
       NotImplementedError: for more elements or slots than the kernels can number.
@@ -71,14 +67,7 @@ def compact(
         -(-capacity // _SLOTS),
         interpret,
     )
-    found = Selected(values, places, before[-1])
-    if at_most is None:
-        return found
-    return jax.lax.cond(
-        found.count > at_most,
-        lambda: compaction.compact(x, threshold, capacity, at_most),
-        lambda: found,
-    )
+    return Selected(values, places, before[-1])
 
 
 def _select(x_ref: Any, low_ref: Any, listed_ref: Any, counts_ref: Any) -> None:
