@@ -40,8 +40,8 @@ from benchmarks.device_time import (
 )
 from jaxcomm import codecs
 from jaxcomm.kernels import bitplanes, select
-from jaxcomm.kernels.block_quantization import integers
-from jaxcomm.kernels.powers_of_two import nine_bits
+from jaxcomm.kernels.block_quantization import fp8, integers
+from jaxcomm.kernels.powers_of_two import nine_bits, window
 from jaxcomm.kernels.random_bits import random_bits
 
 CACHE = 2**28  # bytes; more than the last cache of any GPU of today holds
@@ -112,6 +112,10 @@ def int8_encoded(x: jax.Array, **options: Any) -> jax.Array:
     return integers.encode(x, levels=127, size=256, **options)
 
 
+def e4m3_encoded(x: jax.Array, **options: Any) -> jax.Array:
+    return fp8.encode(x, jnp.float8_e4m3fn, 256, **options)
+
+
 def int8_sum(payloads: jax.Array) -> jax.Array:
     return integers.decode_and_sum(payloads, payloads.shape[1] * 64 // 65, 127, 256)
 
@@ -140,6 +144,8 @@ OPERATIONS = (
     Case("integers.encode", int8_encoded, itself, "mosaic"),
     Case("integers.encode (random)", keyed(int8_encoded), itself, "mosaic"),
     Case("integers.decode_and_sum", int8_sum, payloads(int8_encoded)),
+    Case("fp8.encode", e4m3_encoded, itself, "mosaic"),
+    Case("cnat.encode", keyed(window.encode), itself, "mosaic"),  # random, as cnat is by default
     Case("nine_bits.encode", nine_bits.encode, itself, "mosaic"),
     Case("nine_bits.encode (random)", keyed(nine_bits.encode), itself, "mosaic"),
     Case("nine_bits.decode_and_sum", nine_bits_sum, payloads(nine_bits.encode), "mosaic"),
@@ -177,7 +183,9 @@ def of_codec(name: str) -> tuple[Case, Case]:
 
 
 CODECS = ("bfloat16", "float16", "fp8_e4m3", "int4", "cnat", "scaled_sign")
-CASES = (*OPERATIONS, *(case for name in CODECS for case in of_codec(name)))
+ABOVE = ("fp8_e4m3 encode", "cnat encode")  # are operations with a kernel each
+OF_CODECS = tuple(case for name in CODECS for case in of_codec(name) if case.name not in ABOVE)
+CASES = (*OPERATIONS, *OF_CODECS)
 
 
 class Timed:

@@ -45,11 +45,13 @@ def read(path: Path) -> Times:
 
 
 def fastest() -> str:
-    """The text of `jaxcomm/kernels/fastest.json`."""
+    """The text of `jaxcomm/kernels/fastest.json`; operations that were not timed are not in it."""
     chosen: dict[str, dict[str, list[tuple[int, str]]]] = {}
     for capability, path in MEASURED.items():
         times, of_device = read(path), chosen.setdefault(capability, {})
         for operation, names in sorted(OPERATIONS.items()):
+            if (operation, PLAIN) not in times:
+                continue
             plain = times[operation, PLAIN]
             rows = [(int(mib * 2**18), _best(times, operation, names, mib)) for mib in plain]
             of_device[operation] = sorted(rows)

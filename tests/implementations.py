@@ -9,18 +9,29 @@ import pytest
 
 from jaxcomm.kernels import _device
 
+# Where a folder has several kernels of one name.
+OWN_MODULES = {"jaxcomm.kernels.powers_of_two.window": "window_mosaic"}
 
-def every_implementation(f: Callable[..., Any], kernel: str = "mosaic") -> pytest.MarkDecorator:
+
+Given = Callable[..., tuple[Any, ...]]
+
+
+def every_implementation(
+    f: Callable[..., Any], kernel: str = "mosaic", given: Given | None = None
+) -> pytest.MarkDecorator:
     """Parametrizes f: the plain version; the kernel, interpreted; and both on a GPU.
 
-    The kernel is "mosaic" or "triton".
+    Args:
+      f: an operation.
+      kernel: "mosaic" or "triton".
+      given: what the function of the kernel takes in place of f's arguments; None if the same.
     """
     plain = functools.partial(f, implementation="xla")
     return pytest.mark.parametrize(
         "f",
         [
             pytest.param(plain, id="xla"),
-            pytest.param(interpreted(f, kernel), id=f"{kernel}, interpreted"),
+            pytest.param(interpreted(f, kernel, given), id=f"{kernel}, interpreted"),
             pytest.param(plain, id="xla on GPU", marks=pytest.mark.gpu),
             pytest.param(compiled(f, kernel), id=f"{kernel} on GPU", marks=pytest.mark.gpu),
         ],
@@ -41,12 +52,16 @@ def compiled(f: Callable[..., Any], kernel: str) -> Callable[..., Any]:
     return run
 
 
-def interpreted(f: Callable[..., Any], kernel: str = "mosaic") -> Callable[..., Any]:
+def interpreted(
+    f: Callable[..., Any], kernel: str = "mosaic", given: Given | None = None
+) -> Callable[..., Any]:
     """The kernel of an operation, on CPU: the function of its name in the same folder's module."""
 
     def run(*args: Any) -> Any:
         package = ".".join(f.__module__.split(".")[:3])  # jaxcomm.kernels.<op>
-        g = getattr(importlib.import_module(f"{package}.{kernel}"), f.__name__)
+        module = f"{package}.{OWN_MODULES.get(f.__module__, kernel)}"
+        g = getattr(importlib.import_module(module), f.__name__)
+        args = given(*args) if given else args
         return g(*args, interpret=True if kernel == "triton" else _mosaic_parameters())
 
     return run

@@ -7,13 +7,11 @@ import jax.numpy as jnp
 
 from jaxcomm.codecs._codec import EVEN, Codec
 from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, rounding_key
-from jaxcomm.kernels import reductions
-from jaxcomm.kernels.powers_of_two import nine_bits
+from jaxcomm.kernels.powers_of_two import nine_bits, window
 from jaxcomm.kernels.powers_of_two import rounding as powers
 from jaxcomm.kernels.random_bits import rounding_words
 
 BIAS = 127  # of float32's exponent field
-WINDOW = 127  # the number of exponents that 7 bits hold, besides zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,27 +60,23 @@ class CnatWindow(Cnat):
     2^-32 of that power.
     """
 
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The encoding of messages of a window."""
+        return ("cnat.encode",)
+
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to uint8 `(..., 1 + n)`."""
-        bits = rounding_words(rounding_key(self, key), x.shape)
-        top = powers.ceiling(reductions.largest(x)[..., None])
-        lowest = jnp.maximum(top, jnp.uint32(WINDOW)) - (WINDOW - 1)
-        exponent = powers.exponents(x, bits, lowest=lowest)
-        c = jnp.where(exponent > 0, exponent + WINDOW - top, jnp.uint32(0))
-        return jnp.concatenate([top.astype(jnp.uint8), _signed(x, c, c > 0)], axis=-1)
+        return window.encode(x, rounding_key(self, key), implementation=self.implementation)
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
         """uint8 `(..., 1 + n)` to float32 `(..., n)`."""
         del n
-        top, code = payload[..., :1].astype(jnp.uint32), payload[..., 1:].astype(jnp.uint32)
-        c = code & 0x7F
-        exponent = jnp.where(c > 0, top + c - WINDOW, jnp.uint32(0))
-        value = powers.values(exponent, code >> 7)
-        return jnp.where(top == powers.NONFINITE, jnp.float32(jnp.nan), value)
+        return window.decode(payload)
 
     def message_bytes(self, n: int) -> int:
         """n + 1."""
-        return n + 1
+        return window.message_bytes(n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +100,7 @@ class CnatFixed(Cnat):
         nonfinite = jnp.where(jnp.isnan(x), jnp.uint32(63), jnp.uint32(62))
         number = jnp.where(exponent == powers.NONFINITE, nonfinite, number)
         present = exponent > 0
-        return _signed(x, jnp.where(present, 0x40 | number, jnp.uint32(0)), present)
+        return window.signed(x, jnp.where(present, 0x40 | number, jnp.uint32(0)), present)
 
     def decode(self, payload: jax.Array, n: int) -> jax.Array:
         """uint8 `(..., n)` to float32 `(..., n)`."""
@@ -176,9 +170,3 @@ def cnat(exponents: str = "window", rounding: str = "random") -> Cnat:
     """
     require_choice("exponents", exponents, EXPONENTS)
     return EXPONENTS[exponents](rounding)
-
-
-def _signed(x: jax.Array, code: jax.Array, present: jax.Array) -> jax.Array:
-    """uint8: the sign of x above the seven bits of a code; zero has no sign."""
-    sign = jax.lax.bitcast_convert_type(x, jnp.uint32) >> 31 << 7
-    return jnp.where(present, sign | code, code).astype(jnp.uint8)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jaxcomm.codecs._block_scaled import BlockScaled
 from jaxcomm.kernels import float8
+from jaxcomm.kernels.block_quantization import fp8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,19 +28,20 @@ class Fp8(BlockScaled):
     dtype: ClassVar[Any]
 
     @property
-    def most(self) -> float:
-        """The largest finite number."""
-        return float(jnp.finfo(self.dtype).max)
-
-    @property
     def width(self) -> int:
         """Eight."""
         return 8
 
-    def codes(self, numbers: jax.Array, bits: jax.Array) -> jax.Array:
-        """The bit patterns."""
-        del bits
-        return float8.round_to_bits(numbers, self.dtype)
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """The encoding of messages of 8-bit floats."""
+        return ("fp8.encode",)
+
+    def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
+        """float32 `(..., n)` to uint8 `(..., m)`, codes before units."""
+        del key
+        option = self.implementation
+        return fp8.encode(x, self.dtype, self.block_size, implementation=option)
 
     def numbers(self, codes: jax.Array) -> jax.Array:
         """The patterns' values."""

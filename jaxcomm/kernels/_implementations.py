@@ -26,6 +26,8 @@ import numpy as np
 from jaxcomm.kernels import _device, _fastest, _measure
 
 OPERATIONS: dict[str, tuple[str, ...]] = {
+    "cnat.encode": ("xla", "mosaic"),
+    "fp8.encode": ("xla", "mosaic"),
     "integers.encode": ("xla", "mosaic"),
     "nine_bits.decode_and_sum": ("xla", "mosaic"),
     "nine_bits.encode": ("xla", "mosaic"),

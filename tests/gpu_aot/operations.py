@@ -80,6 +80,7 @@ def operations(n: int) -> dict[str, Operation]:
         ("cnat", codecs.cnat(), 2),
         ("cnat fixed", codecs.cnat("fixed"), 1),
         ("cnat all", codecs.cnat("all"), 1),
+        ("fp8", codecs.fp8_e4m3(), 1),
         ("int8", codecs.int8(), 1),
         ("int8 random", codecs.int8(rounding="random"), 1),
     ):

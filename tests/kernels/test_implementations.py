@@ -103,12 +103,17 @@ def test_a_method_without_kernels_takes_no_other_option(option: Any) -> None:
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_the_table_and_the_kernels_agree(operation: str) -> None:
     """An operation `integers.encode` is a function `encode` in the folder of `integers`."""
-    folders = {"integers": "block_quantization", "nine_bits": "powers_of_two"}
+    modules = {
+        "cnat": "powers_of_two.window_",
+        "fp8": "block_quantization.",
+        "integers": "block_quantization.",
+        "nine_bits": "powers_of_two.",
+    }
     module, _, function = operation.rpartition(".")
-    folder = folders.get(module, module or function)
+    start = modules.get(module, f"{module or function}.")
     for kernel in ("mosaic", "triton"):
         try:
-            found = importlib.import_module(f"jaxcomm.kernels.{folder}.{kernel}")
+            found = importlib.import_module(f"jaxcomm.kernels.{start}{kernel}")
         except ModuleNotFoundError:
             assert kernel not in OPERATIONS[operation]
             continue

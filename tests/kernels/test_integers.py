@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,11 @@ KEY = jax.random.key(5)
 
 
 CODECS = {127: codecs.int8, 7: codecs.int4}
+
+
+def given(x: jax.Array, levels: int, size: int, key: jax.Array | None) -> tuple[Any, ...]:
+    """What the kernel takes."""
+    return x, integers.writing(levels, size), key
 
 
 def there_and_back(
@@ -49,7 +55,7 @@ CASES = [
 ]
 
 
-@every_implementation(integers.encode)
+@every_implementation(integers.encode, given=given)
 @pytest.mark.parametrize(("levels", "size", "shape", "is_random"), CASES)
 def test_equals_the_oracle_and_the_specification(
     levels: int, size: int, shape: tuple[int, ...], is_random: bool, f: Callable
@@ -66,7 +72,7 @@ def test_equals_the_oracle_and_the_specification(
         np.testing.assert_array_equal(found, wanted)
 
 
-@every_implementation(integers.encode)
+@every_implementation(integers.encode, given=given)
 def test_special_values(f: Callable) -> None:
     """Of blocks that are not finite only the unit matters."""
     blocks = np.zeros((16, 256), np.float32)
@@ -127,7 +133,7 @@ def test_what_the_kernel_does_not_do_is_refused(levels: int, size: int, says: st
     from jaxcomm.kernels.block_quantization import mosaic
 
     with pytest.raises(NotImplementedError, match=says):
-        mosaic.encode(jnp.zeros(2 * size), levels, size, None)
+        mosaic.encode(jnp.zeros(2 * size), integers.writing(levels, size), None)
 
 
 def test_bad_arguments() -> None:

@@ -27,6 +27,14 @@ METHODS: dict[str, tuple[Method, set[str]]] = {
         lambda **o: jaxcomm.mean("data", codecs.random_k(0.5, codecs.int4()), **o),
         {"integers.encode"},
     ),
+    "fp8": (
+        lambda **option: jaxcomm.mean("data", "fp8_e4m3", **option),
+        {"fp8.encode"},
+    ),
+    "cnat": (
+        lambda **option: jaxcomm.mean("data", "cnat", **option),
+        {"cnat.encode"},
+    ),
     "cnat in 9 bits": (
         lambda **option: jaxcomm.mean("data", codecs.cnat("all"), **option),
         {"nine_bits.encode", "nine_bits.decode_and_sum"},

@@ -1,13 +1,24 @@
 """Messages as integers of 8 or fewer bits, in blocks whose scale is their largest magnitude."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from jaxcomm.kernels import _implementations
 from jaxcomm.kernels.block_quantization import blocks, plain
-from jaxcomm.kernels.block_quantization.plain import message_bytes
+from jaxcomm.kernels.block_quantization.rounding import level_of, round_to_levels, width_for
 
-__all__ = ["decode", "decode_and_sum", "encode", "error", "message_bytes", "sum_with_own"]
+
+def message_bytes(n: int, levels: int, size: int) -> int:
+    """The bytes of the payload of a message of n values."""
+    return blocks.message_bytes(n, size, width_for(levels))
+
+
+def writing(levels: int, size: int) -> plain.Writing:
+    """How integers are written: in two's complement."""
+    codes = functools.partial(round_to_levels, levels=levels)
+    return plain.Writing("integers.encode", size, width_for(levels), levels, codes)
 
 
 def encode(
@@ -49,8 +60,8 @@ def encode(
         if name == "mosaic":
             from jaxcomm.kernels.block_quantization import mosaic  # Pallas takes long to import
 
-            return mosaic.encode(x, levels, size, key)
-        return plain.encode(x, levels, size, key)
+            return mosaic.encode(x, writing(levels, size), key)
+        return plain.encode(x, writing(levels, size), key)
 
     return _implementations.call(
         "integers.encode",
@@ -79,7 +90,7 @@ def decode(payload: jax.Array, n: int, levels: int, size: int) -> jax.Array:
       ValueError: for another number of bytes, and for levels or a size out of range.
     """
     _check_payload(payload, n, levels, size)
-    return blocks.decode(payload, n, plain.format_of(levels, size))
+    return blocks.decode(payload, n, _format(levels, size))
 
 
 def decode_and_sum(payloads: jax.Array, n: int, levels: int, size: int) -> jax.Array:
@@ -100,7 +111,7 @@ def decode_and_sum(payloads: jax.Array, n: int, levels: int, size: int) -> jax.A
     _check_payload(payloads, n, levels, size)
     if payloads.ndim != 2 or payloads.shape[0] == 0:
         raise ValueError(f"decode_and_sum takes messages (N, m), got shape {payloads.shape}.")
-    return blocks.decode_and_sum(payloads, n, plain.format_of(levels, size))
+    return blocks.decode_and_sum(payloads, n, _format(levels, size))
 
 
 def sum_with_own(
@@ -108,7 +119,7 @@ def sum_with_own(
 ) -> jax.Array:
     """`decode_and_sum` with the values `own`, float32 `(n,)`, for those of payload `place`."""
     _check_payload(payloads, own.size, levels, size)
-    return blocks.sum_with_own(payloads, own, place, plain.format_of(levels, size))
+    return blocks.sum_with_own(payloads, own, place, _format(levels, size))
 
 
 def error(x: jax.Array, payload: jax.Array, levels: int, size: int) -> jax.Array:
@@ -118,7 +129,11 @@ def error(x: jax.Array, payload: jax.Array, levels: int, size: int) -> jax.Array
       As `decode`.
     """
     _check_payload(payload, x.shape[-1], levels, size)
-    return blocks.error(x, payload, plain.format_of(levels, size))
+    return blocks.error(x, payload, _format(levels, size))
+
+
+def _format(levels: int, size: int) -> blocks.Format:
+    return blocks.Format(size, width_for(levels), lambda codes: level_of(codes, levels))
 
 
 def _check(levels: int, size: int) -> None:

@@ -1,6 +1,8 @@
-"""Messages of integers in Mosaic: one kernel reads the values once and writes the payload once."""
+"""Messages in blocks in Mosaic: one kernel reads the values once and writes the payload once."""
 
+import functools
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +19,6 @@ from jaxcomm.kernels._mosaic import (
     rows_layout,
 )
 from jaxcomm.kernels.block_quantization import blocks, plain
-from jaxcomm.kernels.block_quantization.rounding import round_to_levels, width_for
 from jaxcomm.kernels.random_bits import HALF, key_words, random_bits, threefry2x32
 
 _ELEMENTS = 32  # of x that a thread holds in registers, if blocks are short enough
@@ -29,8 +30,7 @@ class Plan(NamedTuple):
 
     Attributes:
       n: the values of a message.
-      size: the values of a block.
-      levels: the largest integer.
+      writing: how values become codes.
       columns: the bytes of a block. A block is `size / columns` streams of as many values, which
         share its bytes as in `packing.pack`.
       units: the byte at which the units of a message begin.
@@ -40,27 +40,32 @@ class Plan(NamedTuple):
     """
 
     n: int
-    size: int
-    levels: int
+    writing: plain.Writing
     columns: int
     units: int
     payload: int
     rows: int
     layout: Any
 
+    @property
+    def size(self) -> int:
+        """The values of a block."""
+        return self.writing.size
+
 
 def encode(
-    x: jax.Array, levels: int, size: int, key: jax.Array | None, *, interpret: Any = None
+    x: jax.Array, writing: plain.Writing, key: jax.Array | None, *, interpret: Any = None
 ) -> jax.Array:
     """The same payload as `plain.encode`; `interpret` as in `launch`.
 
     The plain version encodes a short last block, and its bytes are put into the payload.
     """
     *lead, n = x.shape
+    size = writing.size
     whole, messages = n // size, math.prod(lead)
-    plan = _plan(messages, n, levels, size)
+    plan = _plan(messages, n, writing)
     if messages * whole == 0:
-        return plain.encode(x, levels, size, key)
+        return plain.encode(x, writing, key)
     if whole < plan.rows:
         payload = _few(x, plan, key, interpret)
     else:
@@ -69,39 +74,39 @@ def encode(
     if start == n:
         return payload
     bits = jnp.uint32(HALF) if key is None else random_bits(key, x.shape)[..., start:]
-    short = plain.encode_with(x[..., start:], lambda: bits, levels, size)
+    short = plain.encode_with(x[..., start:], lambda: bits, writing)
     front = (0,) * (x.ndim - 1)
     payload = jax.lax.dynamic_update_slice(payload, short[..., :-4], (*front, byte))
     return jax.lax.dynamic_update_slice(payload, short[..., -4:], (*front, plan.payload - 4))
 
 
-def _plan(messages: int, n: int, levels: int, size: int) -> Plan:
-    width = width_for(levels)
+def _plan(messages: int, n: int, writing: plain.Writing) -> Plan:
+    size, width = writing.size, writing.width
     if width not in (4, 8) or size * width % 8:
         raise NotImplementedError(
-            'integers.encode: "mosaic" packs 4 or 8 bits per value and whole bytes per block, '
+            f'{writing.operation}: "mosaic" packs 4 or 8 bits per value and whole bytes per block, '
             f'got {width} bits and blocks of {size}; use "xla" or None.'
         )
     columns = size * width // 8
-    payload = plain.message_bytes(n, levels, size)
+    payload = writing.message_bytes(n)
     starts = (columns, n, payload) if messages > 1 else (columns,)
     vector = VECTOR if all(start % VECTOR == 0 for start in starts) else 1
     lanes = math.gcd(columns // vector, LANES)
     if size > _MOST * lanes:
         raise NotImplementedError(
-            f'integers.encode: "mosaic" has no room for blocks of {size} in its registers; '
+            f'{writing.operation}: "mosaic" has no room for blocks of {size} in its registers; '
             'take a power of two up to 2048, or use "xla" or None.'
         )
     at_once, layout = rows_layout(lanes, vector)
     rows = at_once * max(1, _ELEMENTS * lanes // size)
     units = payload - 4 * -(-n // size)
-    return Plan(n, size, levels, columns, units, payload, rows, layout)
+    return Plan(n, writing, columns, units, payload, rows, layout)
 
 
 def _padded(plan: Plan) -> Plan:
     """The plan for a message of just as many complete blocks as one program encodes."""
     n = plan.rows * plan.size
-    payload = plain.message_bytes(n, plan.levels, plan.size)
+    payload = plan.writing.message_bytes(n)
     return plan._replace(n=n, units=payload - 4 * plan.rows, payload=payload)
 
 
@@ -110,7 +115,8 @@ def _few(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: Any) -> jax
     whole = plan.n // plan.size
     padded, codes = _padded(plan), whole * plan.columns
     messages = x.size // plan.n
-    require_little_padding("integers.encode", x.size, messages * max(padded.n, padded.payload))
+    most = messages * max(padded.n, padded.payload)
+    require_little_padding(plan.writing.operation, x.size, most)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, padded.n - whole * plan.size)]
     found = _encode_whole(jnp.pad(x[..., : whole * plan.size], padding), padded, key, interpret)
     payload = jnp.zeros((*x.shape[:-1], plan.payload), jnp.uint8)
@@ -123,7 +129,7 @@ def _encode_whole(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: An
     """Encodes all complete blocks; the bytes of a short last block are not written."""
     n, size, columns, rows, layout = plan.n, plan.size, plan.columns, plan.rows, plan.layout
     *lead, _ = x.shape
-    whole = n // size
+    whole, width = n // size, plan.writing.width
     programs = -(-whole // rows)  # of a message
 
     def body(program: jax.Array, x_ref: Any, *refs: Any) -> None:
@@ -131,17 +137,19 @@ def _encode_whole(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: An
         first = jnp.minimum(group * rows, whole - rows)
         read = Rows(x_ref, message * n + first * size, (rows, size), interpret)
         parts = [read.load(start, columns, layout) for start in range(0, size, columns)]
-        unit, factor = _units(parts, plan.levels)
+        unit, factor = _units(parts, plan.writing.most)
         factor = jax.lax.broadcast_in_dim(factor, (rows, columns), (0,))
         factor = plgpu.layout_cast(factor, layout)
-        code = jnp.zeros((), jnp.int32)
+        codes = []
         for i, part in enumerate(parts):
             bits = jnp.uint32(HALF)
             if key is not None:
                 bits = _words(refs[0], message, first * size + i * columns, plan)
-            level = round_to_levels(part * factor, bits, plan.levels)
-            width = 8 * columns // size
-            code |= (level & (2**width - 1)) << (i * width)
+            code = plan.writing.codes(part * factor, bits)
+            if len(parts) > 1:
+                code = (code & (2**width - 1)) << (i * width)
+            codes.append(code)
+        code = functools.reduce(operator.or_, codes)
         *_, out = refs
         start = message * plan.payload
         Rows(out, start + first * columns, (rows, columns), interpret).store(code.astype(jnp.uint8))
@@ -157,13 +165,13 @@ def _encode_whole(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: An
     return payload.reshape(*lead, plan.payload)
 
 
-def _units(parts: list[jax.Array], levels: int) -> tuple[jax.Array, jax.Array]:
+def _units(parts: list[jax.Array], most: float) -> tuple[jax.Array, jax.Array]:
     """The units and factors of the blocks whose streams are given, `(rows,)` each."""
     top = jnp.uint32(0)
     for part in parts:
         top = jnp.maximum(top, jax.lax.bitcast_convert_type(part, jnp.uint32) & 0x7FFFFFFF)
     top = jnp.max(top, axis=1)
-    return blocks.unit_and_factor(top, jax.lax.bitcast_convert_type(top, jnp.float32), levels)
+    return blocks.unit_and_factor(top, jax.lax.bitcast_convert_type(top, jnp.float32), most)
 
 
 def _words(key: Any, message: jax.Array, start: jax.Array, plan: Plan) -> jax.Array:

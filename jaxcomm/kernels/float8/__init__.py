@@ -1,7 +1,8 @@
 """Floats of 8 bits: rounding float32 to their bit patterns, and widening them again.
 
 XLA on CPU converts through other formats, one element after another. The plain versions below work
-on float32's bits instead and give the same patterns. There are no other versions.
+on float32's bits instead and give the same patterns. There are no other versions; the Mosaic kernel
+of blocks rounds values in its registers with `round_to_bits`.
 """
 
 import math
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 NAN = 0x7F
 
@@ -39,9 +41,9 @@ def round_to_bits(x: jax.Array, dtype: Any) -> jax.Array:
     normal = rounded - ((126 + lowest) << mantissa)
     # In a float32 around 2^23 least denormals, the last bit is worth one of them: the addition
     # itself counts them and rounds to even.
-    counter = jnp.float32(2.0 ** (23 + lowest - mantissa))
+    counter = np.float32(2.0 ** (23 + lowest - mantissa))
     counted = jax.lax.bitcast_convert_type(jnp.abs(x) + counter, jnp.uint32)
-    denormal = counted - jax.lax.bitcast_convert_type(counter, jnp.uint32)
+    denormal = counted - counter.view(np.uint32)
     code = jnp.where(magnitude < (127 + lowest) << 23, denormal, normal)
     code = jnp.where(magnitude > 0x7F800000, jnp.uint32(NAN), jnp.minimum(code, jnp.uint32(beyond)))
     return (sign | code).astype(jnp.uint8)

@@ -84,6 +84,7 @@ def _encode(
 
     def body(program: jax.Array, x_ref: Any, *refs: Any) -> None:
         *_, out = refs
+        own = None if key is None else (refs[0][0], refs[0][1])  # once: loads do not pass stores
         message, at = divided(program, slices)
         column = jnp.minimum(at * THREADS, columns - THREADS)
         start, begin = message * size, message * n + column
@@ -93,8 +94,8 @@ def _encode(
             values = [load(x_ref, begin + row * stride, THREADS) for row in rows]
             for row, value in zip(rows, values, strict=True):
                 bits = jnp.uint32(HALF)
-                if key is not None:
-                    bits = _words(refs[0], message, row * width + column)
+                if own is not None:
+                    bits = words_of(own, message, row * width + column)
                 exponent, sign = plain.fields(value, bits)
                 digit = jnp.uint32(1) << row.astype(jnp.uint32)
                 word |= jnp.where(sign, digit, jnp.uint32(0))
@@ -112,11 +113,11 @@ def _encode(
     return payload.reshape(messages, size)
 
 
-def _words(key: Any, message: jax.Array, start: jax.Array) -> jax.Array:
-    """The words of `random_bits` for THREADS values from `start` on."""
+def words_of(key: tuple[jax.Array, jax.Array], message: jax.Array, start: jax.Array) -> jax.Array:
+    """The words of `random_bits` for THREADS values from `start` on, with the words of the key."""
     place = plgpu.broadcasted_iota(jnp.uint32, (THREADS,), 0, layout=line())
     place += start.astype(jnp.uint32)
-    return threefry2x32((key[0], key[1]), (place, message.astype(jnp.uint32)))[0]
+    return threefry2x32(key, (place, message.astype(jnp.uint32)))[0]
 
 
 def _words_of_short(key: jax.Array | None, n: int, messages: int) -> jax.Array:

@@ -1,0 +1,67 @@
+"""Messages as floats of 8 bits, in blocks whose scale is their largest magnitude."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm.kernels import _implementations, float8
+from jaxcomm.kernels.block_quantization import plain
+
+
+def encode(
+    x: jax.Array, dtype: Any, size: int, *, implementation: _implementations.Option = None
+) -> jax.Array:
+    """Floats of 8 bits, followed by the units of the blocks.
+
+    Args:
+      x: float32 array `(..., n)`; leading axes are independent messages.
+      dtype: jnp.float8_e4m3fn or jnp.float8_e5m2, whose largest finite number stands for the
+        largest magnitude of a block.
+      size: the values of a block.
+      implementation: "xla", "mosaic" (on NVIDIA GPUs), or another option of `_implementations`;
+        None means the fastest that was timed.
+
+    Returns:
+      uint8 array `(..., n + 4 ceil(n / size))`: the bit patterns of `float8.round_to_bits`, then
+      the units of `blocks.unit_and_factor`.
+
+    Raises:
+      TypeError: for another dtype of x.
+      ValueError: for a scalar, for another dtype, for a size below 1, or for more elements than the
+        implementation can index.
+      NotImplementedError: for an implementation that does not exist here, or not for this size.
+    """
+    if x.dtype != jnp.float32:
+        raise TypeError(f"encode takes float32, got {x.dtype}; write x.astype(jnp.float32).")
+    if x.ndim == 0:
+        raise ValueError("encode takes messages (..., n), got a scalar; write x.reshape(1).")
+    if size < 1:
+        raise ValueError(f"a block has at least 1 value, got {size}.")
+    form = writing(dtype, size)
+
+    def run(name: str, x: jax.Array) -> jax.Array:
+        if name == "mosaic":
+            from jaxcomm.kernels.block_quantization import mosaic  # Pallas takes long to import
+
+            return mosaic.encode(x, form, None)
+        return plain.encode(x, form, None)
+
+    return _implementations.call(
+        "fp8.encode",
+        implementation,
+        run,
+        (x,),
+        elements=x.size + x.size // size * 4,  # at least those of x and of the payload
+        static=(jnp.dtype(dtype).name, size),
+    )
+
+
+def writing(dtype: Any, size: int) -> plain.Writing:
+    """How floats are written: as their bit patterns, rounded to nearest, ties to even."""
+
+    def codes(numbers: jax.Array, bits: jax.Array) -> jax.Array:
+        del bits
+        return float8.round_to_bits(numbers, dtype)
+
+    return plain.Writing("fp8.encode", size, 8, float(jnp.finfo(dtype).max), codes)
