@@ -57,6 +57,13 @@ def new_file(text: str) -> Path:
     return path
 
 
+def existing_folder(text: str) -> Path:
+    """A folder that exists."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"expected a folder that exists, got {text!r}")
+    return Path(text)
+
+
 def existing_file(text: str) -> Path:
     """A file that can be read."""
     if not Path(text).is_file():

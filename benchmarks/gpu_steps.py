@@ -12,7 +12,8 @@ of a step and its share above `none`'s. Beside it stands the time of all kernels
 profiler records them. --out adds to a file. With --scopes kernels are launched alone, so that the
 profiler knows what they belong to, and the JSON has the largest outside of the gradient. With
 --memory, two steps of one method run, and the allocator's peak stands beside what the compiled
-program says.
+program says. With --lowered, the programs are read from a folder; lowering them takes as long as
+compiling them, and the machine with the GPU need not do it.
 """
 
 import argparse
@@ -24,129 +25,47 @@ import statistics
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import jax
-import numpy as np
-import optax
-from flax import nnx
 
 import jaxcomm
-from benchmarks.aot import resnet, transformer
-from benchmarks.arguments import count, new_file, one_of, several
+from benchmarks.aot import lowered
+from benchmarks.aot.gpu_models import METHODS, MODELS, SCALES, Model, optimizer, step_of
+from benchmarks.arguments import count, existing_folder, new_file, one_of, several
 from benchmarks.device_time import keep, launch_alone, machine, recorded, refused
-from train.step import make_forward, make_loss
 
 WARM, STEPS = 25, 5  # steps before all rounds, in which residuals grow, and in a round
 PROFILED = 2  # steps
-SCALES: dict[str, dict[str, dict[str, Any]]] = {
-    "resnet50": {
-        "tiny": {"rows": 2, "image": 32, "stages": (1, 1)},
-        "full": {"rows": 64, "image": 224, "stages": (3, 4, 6, 3)},
-    },
-    "transformer": {
-        "tiny": {"rows": 1, "layers": 2, "width": 64, "context": 32},
-        "full": {"rows": 8, "layers": 12, "width": 768, "context": 1024},
-    },
-}
-
-Make = Callable[[], optax.GradientTransformation]
-EXCHANGES: dict[str, Make] = {
-    "float32": lambda: jaxcomm.mean("data"),
-    "bfloat16": lambda: jaxcomm.mean("data", "bfloat16"),
-    "cnat": lambda: jaxcomm.mean("data", "cnat"),
-    "cnat_all": lambda: jaxcomm.mean("data", jaxcomm.codecs.cnat("all")),
-    "int8": lambda: jaxcomm.mean("data", "int8"),
-    "int4": lambda: jaxcomm.mean("data", "int4", error_feedback=True),
-    "scaled_sign": lambda: jaxcomm.mean("data", "scaled_sign", error_feedback=True),
-    "vote": lambda: jaxcomm.majority_vote("data"),
-    "vote_direct": lambda: jaxcomm.majority_vote("data", "direct"),
-    "oktopk": lambda: jaxcomm.sparse_mean("data", 0.01),
-    "topk_allgather": lambda: jaxcomm.sparse_mean("data", 0.01, "topk_allgather"),
-    "gaussiank": lambda: jaxcomm.sparse_mean("data", 0.01, "gaussiank"),
-    "int8_plain": lambda: jaxcomm.mean("data", "int8", implementation="xla"),
-    "cnat_all_plain": lambda: jaxcomm.mean(
-        "data", jaxcomm.codecs.cnat("all"), implementation="xla"
-    ),
-    "oktopk_plain": lambda: jaxcomm.sparse_mean("data", 0.01, implementation="xla"),
-    "low_rank": lambda: jaxcomm.low_rank_mean("data", 4),
-}
-
-
-class Model(NamedTuple):
-    """A loss, its parameters, a batch and an optimizer."""
-
-    loss: Callable[..., Any]
-    params: Any
-    batch: Any
-    optimizer: optax.GradientTransformation
-
-
-def resnet50(rows: int, image: int, stages: tuple[int, ...]) -> Model:
-    graph, params = nnx.split(resnet.resnet50(image, stages))
-    loss = make_loss(make_forward(graph, 127.0, 64.0), 0.1)
-    rng = np.random.default_rng(0)
-    batch = {
-        "image": rng.integers(0, 256, (rows, image, image, 3), np.uint8),
-        "label": rng.integers(0, 1000, rows, np.int32),
-    }
-    params = jax.device_get(nnx.to_pure_dict(params))  # else they would count as memory
-    return Model(loss, params, batch, optax.sgd(0.01, momentum=0.9))
-
-
-def scanned(rows: int, layers: int, width: int, context: int) -> Model:
-    shapes = transformer.shapes(layers, width, heads=width // 64, vocabulary=256, context=context)
-    rng = np.random.default_rng(0)
-
-    def drawn(path: Any, shape: Any) -> np.ndarray:
-        if path[-1].key == "scale":
-            return np.ones(shape.shape, np.float32)
-        return 0.02 * rng.standard_normal(shape.shape, np.float32)
-
-    params = jax.tree_util.tree_map_with_path(drawn, shapes)
-    tokens = rng.integers(0, 256, (rows, context + 1), np.int32)
-    loss = lambda params, tokens: (transformer.loss_fn(params, tokens), {})  # noqa: E731
-    return Model(loss, params, tokens, optax.adam(1e-4))
-
-
-MODELS = {"resnet50": resnet50, "transformer": scanned}
-
-
-def optimizer(model: Model, method: str) -> optax.GradientTransformation:
-    if method == "none":
-        return model.optimizer
-    if method == "one_bit_adam":
-        return jaxcomm.one_bit_adam("data", 1e-4, dense_steps=1)
-    return optax.chain(EXCHANGES[method](), model.optimizer)
 
 
 class Step:
-    """The compiled step of a method and the state that it goes on from."""
+    """The step of a method, and the state that it goes on from; compiled by `compile`."""
 
     def __init__(self, model: Model, method: str):
-        self.method = method
-        self.tx = optimizer(model, method)
-        gradient = (
-            jax.value_and_grad(model.loss, has_aux=True)
-            if method == "none"
-            else jaxcomm.value_and_grad(model.loss, "data", has_aux=True)
+        self.method, self.milliseconds = method, list[float]()
+        tx = optimizer(model, method)
+        jitted = jax.jit(
+            step_of(model, tx, exchanges=method != "none"),
+            donate_argnums=(0, 1),
+            compiler_options=jaxcomm.compiler_options(),
         )
-
-        def step(params: Any, state: Any, batch: Any) -> Any:
-            (loss, _), grads = gradient(params, batch)
-            updates, state = self.tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, loss
-
-        self.jitted = jax.jit(
-            step, donate_argnums=(0, 1), compiler_options=jaxcomm.compiler_options()
-        )
-        self.milliseconds: list[float] = []
         self.batch = jaxcomm.global_batch(model.batch, "data")
         self.params = jaxcomm.replicate(model.params)
-        self.state = jaxcomm.replicate(self.tx.init(self.params))
-        self.lowered = self.jitted.lower(self.params, self.state, self.batch)
+        self.state = jaxcomm.replicate(tx.init(self.params))
+        self.lowered = jitted.lower(self.params, self.state, self.batch)
+
+    @classmethod
+    def of_file(cls, path: Path) -> "Step":
+        """A step that `benchmarks.aot.lowered` has lowered; what it goes on from is drawn."""
+        self = cls.__new__(cls)
+        found = lowered.read(path)
+        self.method, self.milliseconds = found.method, []
+        self.lowered = found.lowered
+        self.params, self.state, self.batch = found.arguments
+        return self
 
     def compile(self) -> None:
         self.compiled = self.lowered.compile()
@@ -199,8 +118,7 @@ def said(compiled: Any) -> int:
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
 
 
-def measured(model: Model, methods: list[str], repeats: int) -> list[dict[str, Any]]:
-    steps = [Step(model, method) for method in methods]
+def measured(steps: list[Step], repeats: int) -> list[dict[str, Any]]:
     start = time.perf_counter()
     steps[0].compile()  # alone: the others find what the compiler has tried out for it
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -248,11 +166,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_steps", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", default="resnet50", choices=sorted(MODELS))
-    methods = (*EXCHANGES, "one_bit_adam")
-    parser.add_argument("--methods", type=several(one_of(methods)), default=list(methods))
+    parser.add_argument("--methods", type=several(one_of(METHODS)), default=list(METHODS))
     parser.add_argument("--scale", default="full", choices=("tiny", "full"))
     parser.add_argument("--repeats", type=count, default=5)
     parser.add_argument("--memory", action="store_true", help="of one method")
+    parser.add_argument(
+        "--lowered", type=existing_folder, help="of `python -m benchmarks.aot.lowered`"
+    )
     parser.add_argument("--scopes", action="store_true", help="tell the kernels' scopes")
     parser.add_argument("--out", type=new_file)
     args = parser.parse_args()
@@ -262,13 +182,22 @@ def main() -> None:
     if args.scopes:
         launch_alone()
     jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1]))
-    model = MODELS[args.model](**SCALES[args.model][args.scale])
+    make = lambda: MODELS[args.model](**SCALES[args.model][args.scale])  # noqa: E731
     if args.memory:
-        print(json.dumps(memory(model, args.methods[0])))
+        print(json.dumps(memory(make(), args.methods[0])))
         return
     save = functools.partial(keep, args.out, machine(), args.model, key=("method",))
     refused(parser, save)
-    save(measured(model, ["none", *args.methods], args.repeats))
+    methods = ["none", *args.methods]
+    if args.lowered:
+        paths = [lowered.path_of(args.lowered, args.model, method) for method in methods]
+        if missing := [path for path in paths if not path.exists()]:
+            parser.error(f"--lowered: there is no {missing[0]}; name --methods that were lowered")
+        steps = list(map(Step.of_file, paths))
+    else:
+        model = make()
+        steps = [Step(model, method) for method in methods]
+    save(measured(steps, args.repeats))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ STEPS = {
     "gaussiank": "Gaussiank, 1 %",
     "topk_allgather": "TopkA, 1 %",
     "oktopk": "Ok-Topk, 1 %",
+    "multi_steps": "int4 with feedback, in every 4th step",
 }
 COMPILED = STEPS | {"topk_dsa": "TopkDSA, 1 %", "gtopk": "gTopk, 1 %"}
 
@@ -76,9 +77,9 @@ def kernels() -> tuple[list[str], list[list[str]]]:
     return ["", "", *(f"{mib} MiB" for mib in SIZES), "GB/s at 256 MiB"], rows
 
 
-def steps() -> tuple[list[str], list[list[str]]]:
+def steps(device: str) -> tuple[list[str], list[list[str]]]:
     """What a method adds to a step, in per cent of it: its time, and that of its kernels."""
-    found = json.loads((RESULTS / "gpu_steps_h200.json").read_text())
+    found = json.loads((RESULTS / f"gpu_steps_{device}.json").read_text())
     rows = []
     for method, name in STEPS.items():
         cells = []

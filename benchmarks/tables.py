@@ -329,7 +329,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "digits": lambda: table(*digits.alike()),
     "digits_by_label": lambda: table_or(*digits.by_label(), "None of these runs is kept yet."),
     "gpu_kernels": lambda: table(*on_gpu.kernels()),
-    "gpu_steps": lambda: table(*on_gpu.steps()),
+    **{f"gpu_steps_{x}": lambda x=x: table(*on_gpu.steps(x)) for x in ("h100", "h200")},
     "overlap_h100": lambda: table(*on_gpu.overlap("h100")),
     "overlap_a10": lambda: table(*on_gpu.overlap("a10")),
     "overlap_scanned": lambda: table(*on_gpu.overlap_scanned()),

@@ -60,7 +60,7 @@ def if_one_is_due(
 ) -> T:
     """`if_due` of several functions, of which at most one is due in a step, each once in `every`.
 
-    On GPUs, only in the steps in which one is due, what the others would change is copied.
+    Between GPUs, what the others would change is copied only in the steps in which one is due.
     """
     if len(functions) == 1:
         return if_due(due[0], names[0], every, functions[0], given, state)
@@ -71,7 +71,7 @@ def if_one_is_due(
         with named(["", *names], [0, *[every] * len(functions)]):
             return jax.lax.switch(given[1], branches, given[0], state)
 
-    if not _are_loops_safe():
+    if not _in_a_loop():
         return chosen((given, number), state)
     return if_due(number > 0, "", 1, chosen, (given, number), state)
 
@@ -81,8 +81,8 @@ def if_due(
 ) -> T:
     """`f(given, state)` in the steps in which it is due, otherwise `state`.
 
-    On GPUs it is a loop of one turn or none, and counts as a conditional. XLA writes what a loop
-    carries over the old values, but it copies what a branch passes on twice.
+    Between GPUs it is a loop of one turn or none, and counts as a conditional. XLA writes what a
+    loop carries over the old values; what a branch passes on it copies, with jax 0.10 twice.
 
     Args:
       due: bool scalar, equal on all devices.
@@ -93,7 +93,7 @@ def if_due(
       given: the arrays that f takes; it should not close over large ones.
       state: what f changes, typed as its result.
     """
-    if not _are_loops_safe():
+    if not _in_a_loop():
         with named(["", name], [0, every]):
             return jax.lax.cond(due, lambda: f(given, state), lambda: state)
     leaves, treedef = jax.tree.flatten(given)
@@ -127,7 +127,7 @@ def replaced_if(
 ) -> list[jax.Array]:
     """`f(given)` in the steps in which it is due, whenever these are, and else `otherwise`.
 
-    On CPUs, where a branch copies what it passes on, it returns zeros instead.
+    Where that is a branch, it returns zeros in other steps, instead of copying what it passes on.
 
     Args:
       due: bool scalar, equal on all devices.
@@ -136,7 +136,7 @@ def replaced_if(
       given: the arrays that f takes.
       otherwise: arrays that are computed in every step, typed as the result of f.
     """
-    if _are_loops_safe():
+    if _in_a_loop():
         return if_due(due, name, 0, lambda given, _: f(given), given, otherwise)
     with named([name, ""]):
         zeros = lambda _: [jnp.zeros_like(x) for x in otherwise]  # noqa: E731
@@ -144,14 +144,17 @@ def replaced_if(
     return [jnp.where(~due, *pair) for pair in zip(otherwise, found, strict=True)]
 
 
-def _are_loops_safe() -> bool:
-    """Whether collectives in a loop keep their order among those that need nothing of it.
+def _in_a_loop() -> bool:
+    """Whether what is exchanged in some steps is a loop, rather than a branch.
 
-    On CPUs, control variates before a vote were seen to hang, with 8 weights of 1024 x 1024: one
-    device waited in the loop, the other one outside of it.
+    On CPUs, XLA does not keep the order of collectives in a loop among those that need nothing of
+    it: control variates before a vote were seen to hang, with 8 weights of 1024 x 1024. On a single
+    GPU, where nothing is sent, a branch is part of a CUDA graph, while a loop makes the host wait.
+    Between GPUs it waits for both, and a loop takes less memory.
     """
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return getattr(device, "platform", "cpu") != "cpu"
+    mesh = jax.sharding.get_abstract_mesh()
+    platform = getattr(getattr(mesh, "abstract_device", None), "platform", "cpu")
+    return platform != "cpu" and mesh.size > 1
 
 
 def is_once(op_name: str) -> bool:

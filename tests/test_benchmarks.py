@@ -52,6 +52,8 @@ def test_paths(tmp_path: Path) -> None:
         ("allreduce --params=-1 --rate=50", "--params: expected a number of at least 1"),
         ("allreduce --repeats=0", "--repeats: expected a whole number of at least 1, got '0'"),
         ("kernels --only=pack", "--only: unknown 'pack'; there are copy, bitplanes.add,"),
+        ("gpu_steps --lowered=/nope", "--lowered: expected a folder that exists, got '/nope'"),
+        ("gpu_steps --lowered=tests", "--lowered: there is no tests/resnet50_none.pickle; name"),
         ("gpu_steps --methods=bf16", "--methods: unknown 'bf16'; there are float32, bfloat16,"),
         ("exchange --mib=0", "--mib: expected a whole number of at least 1, got '0'"),
         ("exchange --processes=0", "--processes: expected a whole number of at least 1"),
@@ -103,9 +105,14 @@ def test_a_choice_that_was_the_best_has_no_worst_method() -> None:
 
 def test_what_is_for_gpus_runs_on_cpus(tmp_path: Path) -> None:
     """There it says that it is no measurement, and has no kernel that the profiler records."""
+    lower = f"aot.lowered cpu {tmp_path} --scale=tiny --model=transformer --methods=low_rank"
+    line = [sys.executable, "-m", *f"benchmarks.{lower}".split()]
+    subprocess.run(line, cwd=ROOT, check=True, timeout=200)
+    steps = "gpu_steps --model=transformer --repeats=1"
     for command, last in (
         ("kernels --mib=0.125 --repeats=1 --only=bitplanes.pack", "bitplanes.pack"),
-        ("gpu_steps --scale=tiny --model=transformer --methods=vote --repeats=1", "vote"),
+        (f"{steps} --methods=vote --scale=tiny", "vote"),
+        (f"{steps} --methods=low_rank --lowered={tmp_path}", "low_rank"),
     ):
         out = tmp_path / f"{last}.json"
         line = [sys.executable, "-m", *f"benchmarks.{command} --out={out}".split()]

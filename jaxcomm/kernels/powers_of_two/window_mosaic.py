@@ -36,7 +36,7 @@ def encode(x: jax.Array, key: jax.Array | None, *, interpret: Any = None) -> jax
     at_once = min(_AT_ONCE, rows)
 
     def body(program: jax.Array, x_ref: Any, top_ref: Any, *refs: Any) -> None:
-        *_, out = refs
+        out = refs[-1]
         message, part = divided(program, programs)
         own = None if key is None else (refs[0][0], refs[0][1])  # once: loads do not pass stores
         first = jnp.minimum(part * (rows * THREADS), n - rows * THREADS)
@@ -46,7 +46,7 @@ def encode(x: jax.Array, key: jax.Array | None, *, interpret: Any = None) -> jax
         def _() -> None:
             store(out, start, jnp.broadcast_to(top, (1,)).astype(jnp.uint8))
 
-        def step(i: jax.Array, _: None, *, is_far: bool) -> None:
+        def step(i: jax.Array, _: Any, *, is_far: bool) -> None:
             places = [first + (i * at_once + k) * THREADS for k in range(at_once)]
             values = [load(x_ref, message * n + place, THREADS) for place in places]
             for place, value in zip(places, values, strict=True):

@@ -68,7 +68,8 @@ def compact_at_most(
 
     # On GPUs a branch takes longer than this pass over x, also if it is not taken.
     choose = functools.partial(jax.lax.platform_dependent, words, before)
-    return _compact_words(x, *choose(cpu=in_branch, default=without_surplus), capacity)
+    words, before = choose(cpu=in_branch, default=without_surplus)
+    return _compact_words(x, words, before, capacity)
 
 
 def compact_band(x: jax.Array, low: jax.Array, past: jax.Array, capacity: int) -> Selected:
