@@ -195,8 +195,8 @@ def _picoseconds(**of: float) -> dict[str, tuple[float, float]]:
 # medians of three runs; messages as between the four processes of `benchmarks.planner`. GPU: codes
 # as in steps of one H200 on a mesh of one (`python -m benchmarks.gpu_steps`), with fp8 as int8,
 # int2 as int4, and TopkDSA and gTopk as TopkA; sparse means in ResNet-50, the others in the
-# transformer, float32 and low rank on an H100. Messages are estimated, not measured: tens of microseconds for
-# one over TCP, and 400 GB/s within a machine, or less if the file says so.
+# transformer, float32 and low rank on an H100. Messages are estimated, not measured: tens of
+# microseconds for one over TCP, and 400 GB/s within a machine, or less if the file says so.
 DEFAULTS = {
     "cpu": Costs(
         source=f"defaults for a CPU, {_NOT_MEASURED}",
