@@ -17,6 +17,7 @@ shows if a layer was not exchanged exactly once.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from jax.sharding import PartitionSpec
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm._cached_programs import refuse_cached_programs
+from jaxcomm._order import tied, zero_of
 
 Arrays = list[jax.Array]
 # What a device does in the backward pass: from the local gradients of a layer, its carried arrays
@@ -176,6 +178,23 @@ def specs_of(node: Attached) -> Attached:
 def with_attached(tree: Any, of: Any) -> Any:
     """The tree, with the attached parameters of another one."""
     return map_leaves(lambda x, _: x, lambda _, node: node, tree, of)
+
+
+def after_exchanges(grads: Any, tree: Any) -> Any:
+    """The tree; on CPUs, nothing can be sent of it before the exchanges in the backward pass.
+
+    XLA on CPU does not keep the order of collectives in a loop among those that need nothing of it,
+    so one device may wait in the loop of the layers while another one waits outside of it.
+
+    Args:
+      grads: gradients of one device, with what was exchanged in the backward pass.
+      tree: arrays that are sent later.
+    """
+    counts = [node.carried[0] for node in attached_in(grads) if node.carried]
+    if not counts or _axes.platform() != "cpu":
+        return tree
+    zero = functools.reduce(jnp.maximum, map(zero_of, counts))
+    return jax.tree.map(functools.partial(tied, zero=zero), tree)
 
 
 def map_leaves(

@@ -28,6 +28,12 @@ def names_of(axis_name: AxisName) -> tuple[str, ...]:
     return names
 
 
+def platform() -> str:
+    """The platform of the current mesh; "cpu" if that is not known."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "platform", "cpu")
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which `x` is typed as different from device to device.
 

@@ -152,9 +152,7 @@ def _in_a_loop() -> bool:
     GPU, where nothing is sent, a branch is part of a CUDA graph, while a loop makes the host wait.
     Between GPUs it waits for both, and a loop takes less memory.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    platform = getattr(getattr(mesh, "abstract_device", None), "platform", "cpu")
-    return platform != "cpu" and mesh.size > 1
+    return _axes.platform() != "cpu" and jax.sharding.get_abstract_mesh().size > 1
 
 
 def is_once(op_name: str) -> bool:

@@ -11,7 +11,14 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, _paths, _shards
-from jaxcomm._attached import attached_in, map_leaves, specs_of, values_of, with_attached
+from jaxcomm._attached import (
+    after_exchanges,
+    attached_in,
+    map_leaves,
+    specs_of,
+    values_of,
+    with_attached,
+)
 from jaxcomm._axes import AxisName
 from jaxcomm._batches import check_rows, refuse_unplaced, shares_of
 from jaxcomm._losses import (
@@ -134,7 +141,8 @@ class ValueAndGrad:
             params = map_leaves(lambda p: _axes.as_varying(p, axes), lambda node: node, params)
         differentiate = jax.value_and_grad(self._checked_loss, has_aux=True)
         value, grads = accumulate(differentiate, self.microbatches)(params, batch, *args)
-        loss, aux = _mean_over(value, self.axis_name)
+        grads = map_leaves(functools.partial(after_exchanges, grads), lambda node: node, grads)
+        loss, aux = _mean_over(value, self.axis_name, grads)
         return ((loss, aux) if self.has_aux else loss), grads
 
     def _checked_loss(self, params: Any, batch: Any, *args: Any) -> tuple[jax.Array, Any]:
@@ -346,12 +354,12 @@ def _first(tree: Any) -> Any:
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def _mean_over(tree: Any, axis_name: AxisName) -> Any:
-    """The mean of every leaf over the axis, in one all-reduce."""
+def _mean_over(tree: Any, axis_name: AxisName, grads: Any) -> Any:
+    """The mean of every leaf over the axis, in one all-reduce after those of the backward pass."""
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     axes = _axes.checked_names(axis_name)
     flat = [_axes.as_varying(x, axes).reshape(-1).astype(jnp.float32) for x in leaves]
-    total = jax.lax.pmean(jnp.concatenate(flat), axis_name)
+    total = jax.lax.pmean(after_exchanges(grads, jnp.concatenate(flat)), axis_name)
     pieces = jnp.split(total, np.cumsum([x.size for x in flat])[:-1])
     means = [
         piece.reshape(x.shape).astype(mean_dtype(x))

@@ -21,7 +21,7 @@ FOLDERS = ("jaxcomm", "train", "configs", "tests", "benchmarks")
 
 # Each layer of jaxcomm imports only itself and those to its left; `jaxcomm` itself is __init__.
 # Any layer may import these.
-ANYWHERE = ("_attached", "_axes", "_batches", "_branches", "_cached_programs", "_marks")
+ANYWHERE = ("_attached", "_axes", "_batches", "_branches", "_cached_programs", "_marks", "_order")
 ANYWHERE += (
     "_compat",
     "_losses",

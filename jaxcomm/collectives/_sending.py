@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
+from jaxcomm._order import tied, zero_of
 from jaxcomm.kernels import _device
 
 # Below these sizes latency dominates: bytes to one device, and bytes from one device to all. Where
@@ -126,17 +127,9 @@ def all_gather(message: Any, axis_name: AxisName, *, tiled: bool = False) -> Any
 
 
 def after(arrived: Any, message: Any) -> Any:
-    """The message, which XLA cannot send before something has arrived.
-
-    The dependency is on data, because XLA on CPU drops barriers before it schedules.
-    """
-    word = _as_words(jax.tree.leaves(arrived)[0].reshape(-1)[:1])[0]
-    zero = (word.astype(jnp.float32) * 0.0).astype(jnp.int32)  # XLA cannot know that it is zero
-
-    def one(x: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(x, x[(slice(1),) * x.ndim], (zero,) * x.ndim)
-
-    return jax.tree.map(one, message)
+    """The message, which XLA on CPU cannot send before something has arrived."""
+    zero = zero_of(_as_words(jax.tree.leaves(arrived)[0].reshape(-1)[:1]))
+    return jax.tree.map(functools.partial(tied, zero=zero), message)
 
 
 def swaps_of(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 
 from jaxcomm.kernels._mosaic import THREADS, divided, launch, load, store
-from jaxcomm.kernels.powers_of_two import window
+from jaxcomm.kernels.powers_of_two import plain_window
 from jaxcomm.kernels.powers_of_two.mosaic import words_of
 from jaxcomm.kernels.random_bits import HALF, key_words
 
@@ -22,14 +22,14 @@ _ROWS = 32  # of THREADS values, that a program encodes
 
 
 def encode(x: jax.Array, key: jax.Array | None, *, interpret: Any = None) -> jax.Array:
-    """The same payload as `window.plain_encode`; `interpret` as in `launch`.
+    """The same payload as `plain_window.encode`; `interpret` as in `launch`.
 
     The plain version encodes messages of fewer than THREADS values.
     """
     *lead, n = x.shape
     messages = math.prod(lead)
     if messages == 0 or n < THREADS:
-        return window.plain_encode(x, key)
+        return plain_window.encode(x, key)
     # A power of two, so that the rows of short messages are also loaded several at once.
     rows = min(_ROWS, 1 << (n // THREADS).bit_length() - 1)
     programs = -(-n // (rows * THREADS))  # of a message
@@ -51,17 +51,17 @@ def encode(x: jax.Array, key: jax.Array | None, *, interpret: Any = None) -> jax
             values = [load(x_ref, message * n + place, THREADS) for place in places]
             for place, value in zip(places, values, strict=True):
                 bits = jnp.uint32(HALF) if own is None else words_of(own, message, place)
-                store(out, start + 1 + place, window.codes(value, bits, top, is_far=is_far))
+                store(out, start + 1 + place, plain_window.codes(value, bits, top, is_far=is_far))
 
         # Where the window reaches down to 2^-126, rounding takes fewer operations.
         for is_far in (False, True):
 
-            @pl.when((top > window.WINDOW) == is_far)
+            @pl.when((top > plain_window.WINDOW) == is_far)
             def _(is_far: bool = is_far) -> None:
                 loop = functools.partial(step, is_far=is_far)
                 jax.lax.fori_loop(np.int32(0), np.int32(rows // at_once), loop, None)
 
-    inputs = [x.reshape(-1), window.largest(x).reshape(-1)]
+    inputs = [x.reshape(-1), plain_window.largest(x).reshape(-1)]
     inputs += [] if key is None else [key_words(key)]
     out = jax.ShapeDtypeStruct((messages * (n + 1),), jnp.uint8)
     (payload,) = launch(body, inputs, [out], messages * programs, interpret=interpret)
