@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxcomm
-from jaxcomm import _branches
+from jaxcomm import _axes, _branches
 from transforms.both_views import APART, VIEWS, Program, View, by_name, gradients, run
 
 GLOBAL, K = VIEWS[0], 3
@@ -187,3 +187,12 @@ def test_the_loop_of_gpus_is_the_branch_of_cpus(
     monkeypatch.setattr(_branches, "_in_a_loop", lambda: True)
     assert "conditional" not in str(Program(view, tx, batches[0]).lowered().compile().as_text())
     jax.tree.map(np.testing.assert_array_equal, branch, run(view, tx, batches))
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_a_single_gpu_has_a_branch(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is part of a CUDA graph there, where a loop makes the host wait."""
+    monkeypatch.setattr(_axes, "platform", lambda: "cuda")
+    tx = jaxcomm.multi_steps(jaxcomm.mean("data", "bfloat16"), 2)
+    text = Program(GLOBAL, tx, gradients(world)).lowered().as_text()
+    assert "stablehlo.case" in text and ("stablehlo.while" in text) == (world > 1)
