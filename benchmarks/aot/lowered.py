@@ -57,10 +57,8 @@ def write(path: Path, mesh: Any, model: Model, method: str) -> None:
         spec = jax.P() if method == "none" else jaxcomm.state_spec(tx, params, mesh)
         state = placed(mesh, state, spec)
         arguments = (params, state, placed(mesh, model.batch, jax.P("data")))
-        step, treedefs = (
-            step_of(model, tx, method != "none"),
-            list(map(jax.tree.structure, arguments)),
-        )
+        step = step_of(model, tx, exchanges=method != "none")
+        treedefs = list(map(jax.tree.structure, arguments))
 
         def on_leaves(*leaves: list[jax.Array]) -> Any:
             args = [tree.unflatten(own) for tree, own in zip(treedefs, leaves, strict=True)]
@@ -72,10 +70,8 @@ def write(path: Path, mesh: Any, model: Model, method: str) -> None:
         checks = [export.DisabledSafetyCheck.custom_call(name) for name in _CALLS]
         platform = "cpu" if device.platform == "cpu" else "cuda"
         program = export.export(jitted, platforms=[platform], disabled_checks=checks)(*flat)
-    names = [
-        [(jax.tree_util.keystr(key), x.shape, x.dtype.name) for key, x in _with_paths(argument)]
-        for argument in arguments
-    ]
+    paths = map(jax.tree_util.tree_leaves_with_path, arguments)
+    names = [[(jax.tree_util.keystr(key), x.shape, x.dtype.name) for key, x in p] for p in paths]
     options = jaxcomm.compiler_options()
     blob = zlib.compress(program.serialize(), 9)
     path.write_bytes(pickle.dumps((method, names, options, blob)))
@@ -103,10 +99,6 @@ def _drawn(rng: np.random.Generator, part: int, name: str, shape: Any, dtype: st
     if part == 0 or "factors" in name:  # low ranks start from some columns
         return jax.device_put((0.02 * rng.standard_normal(shape)).astype(dtype))
     return jax.device_put(np.zeros(shape, dtype))
-
-
-def _with_paths(tree: Any) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)
 
 
 def main() -> None:
