@@ -2,14 +2,16 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcomm import _axes
 from jaxcomm._cached_programs import refuse_cached_programs
+from jaxcomm._numbers import is_integer
 
 T = TypeVar("T")
 _ONCE = "jaxcomm_once"
@@ -50,8 +52,44 @@ def named(names: Sequence[str], every: Sequence[int] = ()) -> Iterator[None]:
         yield
 
 
+def known_on_the_host(
+    who: str, extra_args: Mapping[str, Any], count: int = 1
+) -> tuple[list[bool] | None, dict[str, Any]]:
+    """Which exchange is due in this step, if the caller of `update` said so by `due=`.
+
+    Args:
+      who: the transformation, for messages.
+      extra_args: the extra arguments of `update`.
+      count: the exchanges of which at most one is due in a step.
+
+    Returns:
+      A flag for each exchange, or None if the state has to tell; and the other arguments.
+
+    Raises:
+      TypeError: for what is known on the devices only.
+      ValueError: for what is neither False nor an exchange. These are counted from 1, as `jax.jit`
+        has one program for the static arguments 0 and False.
+    """
+    others = dict(extra_args)
+    due = others.pop("due", None)
+    if due is None:
+        return None, others
+    if isinstance(due, jax.Array):
+        raise TypeError(
+            f"{who} takes due= from the host, got {due}; make it a static argument of the step: "
+            "jax.jit(step, static_argnames='due')."
+        )
+    is_bool = isinstance(due, (bool, np.bool_))
+    if not due if is_bool else is_integer(due) and 0 <= due <= count:
+        return [number + 1 == due for number in range(count)], others
+    if is_bool and count == 1:
+        return [True], others
+    kinds = "True or False" if count == 1 else f"a fragment, 1 to {count}, or 0 for none"
+    raise ValueError(f"{who} takes due={kinds}, got {due!r}.")
+
+
 def if_one_is_due(
-    due: Sequence[jax.Array],
+    due: Sequence[jax.Array | bool],
     names: Sequence[str],
     every: int,
     functions: Sequence[Callable[[Any, T], T]],
@@ -61,10 +99,16 @@ def if_one_is_due(
     """`if_due` of several functions, of which at most one is due in a step, each once in `every`.
 
     Between GPUs, what the others would change is copied only in the steps in which one is due.
+    There is no branch if Python bools say which one it is.
     """
+    if all(isinstance(flag, bool) for flag in due):
+        ours = [f for flag, f in zip(due, functions, strict=True) if flag]
+        return ours[0](given, state) if ours else state
     if len(functions) == 1:
         return if_due(due[0], names[0], every, functions[0], given, state)
-    number = sum(((i + 1) * flag.astype(jnp.int32) for i, flag in enumerate(due)), jnp.int32(0))
+    number = jnp.int32(0)
+    for i, flag in enumerate(due):
+        number = jnp.where(flag, i + 1, number)
 
     def chosen(given: tuple[Any, jax.Array], state: T) -> T:
         branches = [lambda _, state: state, *functions]  # as if there were no loop around them
@@ -77,7 +121,7 @@ def if_one_is_due(
 
 
 def if_due(
-    due: jax.Array, name: str, every: int, f: Callable[[Any, T], T], given: Any, state: T
+    due: jax.Array | bool, name: str, every: int, f: Callable[[Any, T], T], given: Any, state: T
 ) -> T:
     """`f(given, state)` in the steps in which it is due, otherwise `state`.
 
@@ -85,7 +129,7 @@ def if_due(
     loop carries over the old values; what a branch passes on it copies, with jax 0.10 twice.
 
     Args:
-      due: bool scalar, equal on all devices.
+      due: bool scalar, equal on all devices; a Python bool makes no branch.
       name: the name of f for users, such as "multi_steps: exchange"; "" where a conditional inside
         of f says when something is sent.
       every: f is due once in so many steps.
@@ -93,6 +137,8 @@ def if_due(
       given: the arrays that f takes; it should not close over large ones.
       state: what f changes, typed as its result.
     """
+    if isinstance(due, bool):
+        return f(given, state) if due else state
     if not _in_a_loop():
         with named(["", name], [0, every]):
             return jax.lax.cond(due, lambda: f(given, state), lambda: state)

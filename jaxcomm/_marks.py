@@ -8,10 +8,13 @@ it raises a TypeError that names it, in every view, framework and wrapper. What 
 jax calls such dtypes extended, and its public way to define one is a PRNG implementation, whose
 arrays are "keys". Nothing about these is random: a key is the bits of one value, in a uint32. The
 compiler removes the conversions in both directions, as a test checks in compiled programs.
+
+The dtype also has the mesh axes over which `jaxcomm.value_and_grad` took a gradient, so that an
+exchange over others is noticed.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,19 +41,32 @@ def _refuse(*_: Any) -> Any:
     raise TypeError(f"a {_TAGS[GRADIENT].format('any dtype')}; it is not a random key.")
 
 
-_IMPLEMENTATIONS = {
-    (name, kind): define_prng_impl(
+class _Mark(NamedTuple):
+    """A dtype: the float dtype of the values, what they are, and the mesh axes, if it has them."""
+
+    name: str
+    kind: str
+    axes: tuple[str, ...]
+
+
+_MARKS: dict[Any, _Mark] = {}  # by their dtypes
+
+
+@functools.cache
+def _implementation(of: _Mark) -> Any:
+    over = f"; they are over {', '.join(of.axes)}" if of.axes else ""
+    made = define_prng_impl(
         key_shape=(1,),
         seed=_refuse,
         split=_refuse,
         random_bits=_refuse,
         fold_in=_refuse,
-        name=f"jaxcomm {kind} in {name}",
-        tag=tag.format(name),
+        name=" ".join(("jaxcomm", of.kind, "in", of.name, *of.axes)),
+        tag=_TAGS[of.kind].format(of.name) + over,
     )
-    for name in _UNSIGNED
-    for kind, tag in _TAGS.items()
-}
+    wrapped = functools.partial(jax.random.wrap_key_data, impl=made)
+    _MARKS[jax.eval_shape(wrapped, jax.ShapeDtypeStruct((1,), jnp.uint32)).dtype] = of
+    return made
 
 
 def mark_local(grads: Any) -> Any:
@@ -85,12 +101,13 @@ def mark_local(grads: Any) -> Any:
     return mark(grads, GRADIENT)
 
 
-def mark(tree: Any, kind: str) -> Any:
-    """`mark_local`, for any of the kinds above.
+def mark(tree: Any, kind: str, axes: tuple[str, ...] = ()) -> Any:
+    """`mark_local`, for any of the kinds above, over these mesh axes; () leaves them open.
 
     Bits have no derivative: without a rule that raises, that of a gradient would silently be zero.
     """
-    marked = jax.custom_jvp(functools.partial(jax.tree.map, functools.partial(_mark, kind=kind)))
+    one = functools.partial(_mark, kind=kind, axes=axes)
+    marked = jax.custom_jvp(functools.partial(jax.tree.map, one))
     marked.defjvp(_refuse_derivatives)
     return marked(tree)
 
@@ -127,37 +144,33 @@ def unmark_local(grads: Any) -> Any:
 
 def marked_dtype(x: Any) -> str | None:
     """The name of the float dtype of a marked array; None if it is not marked."""
-    name, _ = _mark_of(x)
-    return name
+    of = _mark_of(x)
+    return of and of.name
 
 
 def kind_of(x: Any) -> str | None:
     """What a marked array is; None if it is not marked."""
-    _, kind = _mark_of(x)
-    return kind
+    of = _mark_of(x)
+    return of and of.kind
 
 
-def _mark_of(x: Any) -> tuple[str, str] | tuple[None, None]:
-    dtype = getattr(x, "dtype", None)
-    if dtype is None or not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return None, None
-    return next((of for of in _IMPLEMENTATIONS if dtype == _dtype(*of)), (None, None))
+def axes_of(x: Any) -> tuple[str, ...]:
+    """The mesh axes over which a gradient is local; () if it does not say."""
+    of = _mark_of(x)
+    return of.axes if of else ()
 
 
-@functools.cache
-def _dtype(name: str, kind: str) -> Any:
-    """The dtype of marked arrays of a float dtype."""
-    marking = functools.partial(_mark, kind=kind)
-    return jax.eval_shape(marking, jax.ShapeDtypeStruct((), name)).dtype
+def _mark_of(x: Any) -> _Mark | None:
+    return _MARKS.get(getattr(x, "dtype", None))
 
 
-def _mark(x: Any, kind: str) -> Any:
+def _mark(x: Any, kind: str, axes: tuple[str, ...]) -> Any:
     dtype = jnp.result_type(x) if marked_dtype(x) is None else None
     if dtype is None or dtype.name not in _UNSIGNED:
         return x
     bits = jax.lax.bitcast_convert_type(jnp.asarray(x), _UNSIGNED[dtype.name])
     bits = bits.astype(jnp.uint32)[..., None]
-    return jax.random.wrap_key_data(bits, impl=_IMPLEMENTATIONS[dtype.name, kind])
+    return jax.random.wrap_key_data(bits, impl=_implementation(_Mark(dtype.name, kind, axes)))
 
 
 def _unmark(x: Any) -> Any:

@@ -90,7 +90,7 @@ class ValueAndGrad:
         if _axes.is_manual(self.axis_name):
             check_loss(self.loss_fn, values_of(params), batch, args, self.has_aux, self.axis_name)
             value, grads = self._on_one_device(params, batch, *args)
-            return value, _marked(grads, kind)
+            return value, _marked(grads, kind, self.axis_name)
         shares = shares_of(batch, world, self.axis_name)
         refuse_unplaced(batch, self.axis_name)
         check_rows(batch)
@@ -123,7 +123,7 @@ class ValueAndGrad:
             check_vma=False,
         )(params, batch, *args)
         # Not inside the region: at its border an opaque dtype would be gathered over other axes.
-        return value, _marked(grads, kind)
+        return value, _marked(grads, kind, self.axis_name)
 
     def _check_attached(self, params: Any) -> None:
         """Raises if the exchange inside the backward pass is over another axis."""
@@ -344,9 +344,10 @@ def _with_device_axis(out: tuple[Any, Any]) -> tuple[Any, Any]:
     return value, with_attached(_shards.leaving(grads), grads)
 
 
-def _marked(grads: Any, kind: str) -> Any:
-    """The gradients marked: as local, or as exchanged in the backward pass."""
-    return map_leaves(lambda g: mark(g, kind), lambda node: mark(node, FINISHED), grads)
+def _marked(grads: Any, kind: str, axis_name: AxisName) -> Any:
+    """The gradients marked: as local over the axis, or as exchanged in the backward pass."""
+    axes = _axes.names_of(axis_name)
+    return map_leaves(lambda g: mark(g, kind, axes), lambda node: mark(node, FINISHED), grads)
 
 
 def _first(tree: Any) -> Any:

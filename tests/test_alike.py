@@ -77,6 +77,7 @@ SETTINGS = """
         ),
         "adam": lambda: jaxcomm.one_bit_adam("data", lambda step: 1e-3, dense_steps=2),
         "low rank": lambda: jaxcomm.low_rank_mean("data", 1),
+        "a set": lambda: jaxcomm.mean("data", "int8", exempt={"a", "b", "*", "?"}),
         "local steps": lambda: jaxcomm.local_steps(
             optax.adam(1e-3), 4, optax.sgd(0.7), jaxcomm.mean("data", "int4", error_feedback=True)
         ),
@@ -101,7 +102,7 @@ def test_settings_of_exchanges(name: str) -> None:
 
 
 def test_settings_that_are_alike_are_not_refused() -> None:
-    names = ["alike", "adam", "low rank", "local steps"]
+    names = ["alike", "adam", "low rank", "a set", "local steps"]  # sets have other orders
     for process in run_processes(2, SETTINGS.replace("{names}", repr(names))):
         assert process.stdout.split() == ["alike"]
 

@@ -195,7 +195,7 @@ def test_every_method_is_explained_from_shapes() -> None:
             sometimes = " ".join(str(found).split()).partition("Not in every step: ")[2]
             assert bool(sometimes) == any(message.when for message in found.messages)
             if form == "int4, direct":
-                assert "a value (local_steps: fragment 0, 1 step in 8)." in sometimes
+                assert "a value (local_steps: fragment 1, 1 step in 8)." in sometimes
 
 
 @pytest.mark.standard_promotion

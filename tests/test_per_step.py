@@ -97,7 +97,7 @@ def test_fragments_of_local_steps() -> None:
         grads = {name: np.zeros((WORLD, 8, 8), np.float32) for name in params}
         lowered = jax.jit(tx.update).lower(grads, tx.init(params), params)
     found = jaxcomm.wire_report(lowered.compile())
-    names = ["local_steps: fragment 0", "local_steps: fragment 1"]
+    names = ["local_steps: fragment 1", "local_steps: fragment 2"]
     assert sorted(branch.name for branch in found.named) == names
     assert found.per_step() == pytest.approx(float(found.bytes_max) * 2 / 8)
 

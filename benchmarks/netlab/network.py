@@ -41,6 +41,7 @@ ON_ITS_OWN = ["sh", "-c", f'mount --bind {_RANDOM}/uuid {_RANDOM}/boot_id && exe
 PREFIX = "jxl"
 QUEUE_BYTES = 256 * 1024
 SEGMENT_BYTES = 1500
+PATIENCE = 5.0  # seconds for a process, and then its namespace, to end
 LONGEST_MS, SLOW = 1.0, 100.0  # of a packet, on links of fewer Mbit/s
 SMALL = 128  # bytes; shorter packets go first
 ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -286,21 +287,21 @@ def _remove(prefix: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _end(pid: int, seconds: float = 5.0) -> None:
+def _end(pid: int) -> None:
     """Kills a process, and waits until it has ended: it takes a moment."""
     handle = os.pidfd_open(pid)
     try:
         signal.pidfd_send_signal(handle, signal.SIGKILL)
-        select.select([handle], [], [], seconds)
+        select.select([handle], [], [], PATIENCE)
     finally:
         os.close(handle)
 
 
-def _remove_one(name: str, seconds: float = 5.0) -> None:
+def _remove_one(name: str) -> None:
     """A namespace may be busy for a moment after its last process was ended."""
     from pyroute2 import netns
 
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
             return netns.remove(name)

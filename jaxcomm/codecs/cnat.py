@@ -156,8 +156,9 @@ def cnat(exponents: str = "window", rounding: str = "random") -> Cnat:
       rounding: "random", which is unbiased, or "nearest".
 
     Returns:
-      The codec. A message of n values is uint8 `(n + 1,)`, or `(n,)` with "fixed". Rounded at
-      random, `E|C(x) - x|^2 <= 1/8 |x|^2`; rounded to nearest, the relative error is at most 1/3.
+      The codec. A message of n values is uint8 `(n + 1,)`, with "fixed" `(n,)`, and with "all"
+      `(n + 4 ceil(n / 32),)`. Rounded at random, `E|C(x) - x|^2 <= 1/8 |x|^2`; rounded to nearest,
+      the relative error is at most 1/3.
 
     Raises:
       ValueError: for any other argument.

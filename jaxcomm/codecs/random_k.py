@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomm._numbers import is_real
 from jaxcomm.codecs._codec import Codec
+from jaxcomm.codecs._rounding import rounding_key
 from jaxcomm.codecs.float32 import Float32
 
 
@@ -18,7 +19,8 @@ class RandomK(Codec):
     them, all as bytes. In an all-reduce, all devices draw the same places from a common key, so the
     sums have these places too, and only the values are sent, without the key.
 
-    E|C(x)|^2 = stride * |x|^2. A value that is not drawn becomes zero, even if it is not finite.
+    E|C(x)|^2 = stride * |x|^2, which `variance` does not say: with error feedback a mean sends the
+    drawn values without the factor. A value that is not drawn becomes zero, even if not finite.
 
     Attributes:
       stride: the number of neighbours that one value is drawn from.
@@ -69,8 +71,8 @@ class RandomK(Codec):
 
     def encode(self, x: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """float32 `(..., n)` to uint8 `(..., 8 + bytes of the values)`."""
-        if key is None:
-            raise ValueError("random_k draws at random and needs a key: encode(x, key).")
+        key = rounding_key(self, key)
+        assert key is not None
         drawing, rounding = jax.random.split(key)
         words = jax.random.bits(drawing, (2,), jnp.uint32)
         drawn = self.select(x, self.places(_key_of(words), x.shape[-1]))

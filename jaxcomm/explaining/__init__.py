@@ -34,6 +34,7 @@ from jaxcomm.transforms import (
     ShardedState,
     SparseMeanState,
     StagesState,
+    _roles,
     state_spec,
 )
 from jaxcomm.transforms._layout import Layout, names_in
@@ -134,7 +135,7 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
         state = jax.eval_shape(lambda: tx.init(params))
         specs = state_spec(tx, params, mesh)
         layouts = [x for x in nodes_of(state, Layout) if isinstance(x, Layout)]
-        if not layouts:
+        if not layouts or not _roles.exchanges(state):
             raise ValueError(
                 "nothing in this chain exchanges gradients; put jaxcomm.mean or another method "
                 "first: optax.chain(jaxcomm.mean('data'), optimizer)."

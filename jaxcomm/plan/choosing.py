@@ -259,7 +259,7 @@ def plan(
     if chosen is None:
         dimensions = best_dimensions(cluster.topology, model, cluster.order)
         chosen = methods(quality, cluster.levels is not None, dimensions, optimizer)
-    found = predictions(cluster, load, quality, chosen)
+    found = predictions(cluster, load, chosen)
     rows = choose(found, load, cluster.devices, cluster.costs.is_between_cpus)
     return Plan(cluster, load, tuple(rows), given)
 

@@ -14,7 +14,6 @@ from jaxcomm.plan.families import (
     Method,
     Sent,
     buckets_of,
-    methods,
     sent,
     values_of_bucket,
 )
@@ -128,22 +127,14 @@ class Prediction:
         }
 
 
-def predictions(
-    cluster: Cluster, load: Workload, quality: str = "any", chosen: Sequence[Method] | None = None
-) -> list[Prediction]:
-    """What each method costs, the fastest first, XLA's own float32 mean included.
+def predictions(cluster: Cluster, load: Workload, chosen: Sequence[Method]) -> list[Prediction]:
+    """What each of these methods costs, the fastest first, and XLA's own float32 mean.
 
     Args:
       cluster: the devices.
       load: what they exchange.
-      quality: the lowest quality that is allowed: "exact", "16bit", "unbiased" or "any".
-      chosen: the methods to predict; None means all of that quality.
-
-    Raises:
-      ValueError: for an unknown quality.
+      chosen: the methods to predict.
     """
-    if chosen is None:
-        chosen = methods(quality, cluster.levels is not None)
     candidates = list(dict.fromkeys([BASELINE, *chosen]))
     exchanged = _exchanges(cluster, load, candidates)
     base = _seconds(cluster, load, BASELINE, exchanged[BASELINE])

@@ -334,7 +334,7 @@ def _alone(mesh: Mesh) -> Mesh:
     return Mesh(np.array([device]), mesh.axis_names)
 
 
-def _timed(mesh: Mesh, run: Callable[[], Any], repeats: int = REPEATS) -> float:
+def _timed(mesh: Mesh, run: Callable[[], Any], repeats: int) -> float:
     """The median over repeats of the slowest process's seconds; all start at once."""
     return statistics.median(_times(mesh, run, repeats))
 

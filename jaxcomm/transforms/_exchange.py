@@ -75,7 +75,7 @@ class Exchanged(NamedTuple):
       buckets: the result of each bucket, float32, equal on all devices.
       kept: what the method keeps of each bucket.
       exact: the float32 means of the small arrays, by their keys, equal on all devices.
-      finite: whether gradients, results and what is kept are finite, on all devices of the mesh.
+      finite: whether gradients, results and what is kept are finite, on all devices along the axis.
     """
 
     buckets: list[Any]
@@ -220,8 +220,7 @@ def exchange_buckets(
       results_are_finite: whether the results of buckets are always finite, as signs are.
 
     Wire: that of `on_bucket` for each bucket; one float32 all-reduce of all small arrays, the flag
-    if there is one and, with a key, a tag of it; on a mesh of several axes, one int32 over the
-    other axes.
+    if there is one and, with a key, a tag of it.
     """
     results, kept = [], []
     exempt = tuple(key for key in small if isinstance(key, int))
@@ -269,7 +268,7 @@ def exchange_buckets(
         finite &= jnp.all(variances < 0.25)  # the same on every device
     if look_at != "own" and not results_are_finite:
         computed += jax.tree.leaves(results)
-    finite = on_further_axes(finite & all_finite(as_vectors(computed)), axis_name)
+    finite &= all_finite(as_vectors(computed))
     return Exchanged(results, kept, exact, finite)
 
 
@@ -340,12 +339,22 @@ def updates_of(
 ) -> tuple[Arrays, jax.Array]:
     """The updates, in the dtypes of the gradients; NaN on every device if any was not finite.
 
+    Args:
+      results: by leaf.
+      finite: whether they are finite, equal along the axis.
+      grads: all gradients.
+      axis_name: the mesh axis.
+
     Returns:
-      The updates, and whether they are finite: what float32 holds may overflow in 16 bits.
+      The updates, and whether they are finite: what float32 holds may overflow in 16 bits. The flag
+      is equal on all devices.
+
+    Wire: on a mesh of several axes, one int32 over the other axes.
     """
     updates = [results[i].astype(g.dtype) for i, g in enumerate(grads)]
     if narrow := [u for u in updates if u.dtype.itemsize < 4]:
-        finite = on_further_axes(finite & all_finite(as_vectors(narrow)), axis_name)
+        finite &= all_finite(as_vectors(narrow))
+    finite = on_further_axes(finite, axis_name)
     return [jnp.where(finite, u, jnp.nan) for u in updates], finite
 
 

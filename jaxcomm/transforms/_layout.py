@@ -18,7 +18,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomm import _axes, _paths, _placing
 from jaxcomm._axes import AxisName
-from jaxcomm._marks import marked_dtype
+from jaxcomm._marks import axes_of, marked_dtype
+from jaxcomm.transforms import _roles
 
 # How parameters are sharded, by path, for `init` where their types do not show it.
 GIVEN_SPECS: contextvars.ContextVar[dict[str, PartitionSpec]] = contextvars.ContextVar("specs")
@@ -124,7 +125,8 @@ def layout_of(
             f"two parameters are called {twice[0]}: a name with a slash looks like a path; rename "
             "one of them."
         )
-    _placing.note_settings((axis_name, exempt, bucket_order, settings))
+    patterns = exempt if callable(exempt) else sorted(exempt)  # sets differ between processes
+    _placing.note_settings((axis_name, patterns, bucket_order, settings))
     _placing.require_equal_everywhere([name for name, _ in named], [x for _, x in named])
     leaves = []
     for name, leaf in named:
@@ -238,6 +240,8 @@ def axis_of(state: Any, who: str) -> AxisName:
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout))
     axes = {node.axis_name for node in nodes if isinstance(node, Layout)}
+    if not _roles.exchanges(state):
+        axes = set()
     if len(axes) != 1:
         raise ValueError(
             f"{who} needs inner transformations that exchange over one axis, found "
@@ -258,9 +262,16 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
 
     Raises:
       ValueError: for another number of leaves or devices, other shapes, or gradients that are not
-        local: already summed over the axis, or without the leading device axis.
+        local: over another axis, already summed, or without the leading device axis.
     """
     axis = layout.axis_name
+    for over in filter(None, map(axes_of, grads)):
+        if set(over) != set(_axes.names_of(axis)):
+            over = over[0] if len(over) == 1 else over
+            raise ValueError(
+                f"these gradients are local over {over!r}, and the transformation is over "
+                f"{axis!r}; name the axis of jaxcomm.value_and_grad(loss_fn, {over!r}) in both."
+            )
     if len(grads) != len(layout.leaves):
         raise ValueError(
             f"the state was made for {len(layout.leaves)} parameters and got {len(grads)} "

@@ -6,6 +6,8 @@ not a vote, and not a chain that ends with an optimizer.
 
 from typing import Any
 
+import jax
+
 MEANS = "means"
 SIGNS = "signs"
 LOCAL = "local gradients"
@@ -33,8 +35,19 @@ def roles_of(state: Any) -> frozenset[str]:
     return getattr(state, "roles", frozenset({OTHER}))
 
 
+def exchanges(state: Any) -> bool:
+    """Whether any transformation of a state takes local gradients and returns something else."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "roles"))
+    return any(getattr(node, "roles", frozenset()) - {LOCAL} for node in nodes)
+
+
 def require_means(state: Any, who: str) -> None:
     """Raises a ValueError unless a state belongs to a mean; `who` is for the message."""
     for role, instead in _INSTEAD.items():
         if role in roles_of(state):
             raise ValueError(f"{who} needs an exchange of means, got {instead}.")
+    if not exchanges(state):
+        raise ValueError(
+            f"{who} needs an exchange of means, got nothing that exchanges; put jaxcomm.mean into "
+            "it, after what changes local gradients."
+        )

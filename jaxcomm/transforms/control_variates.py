@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxcomm import _axes, _branches
-from jaxcomm._marks import mark_local
+from jaxcomm._marks import GRADIENT, mark, mark_local
 from jaxcomm._numbers import is_integer
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import clipped, local_leaves
@@ -157,6 +157,7 @@ def control_variates(
             next_of(state.correction, correction),
             sharded_as_before(inner_state),
         )
-        return mark_local(treedef.unflatten(corrected)), state
+        axes = _axes.names_of(state.layout.axis_name)
+        return mark(treedef.unflatten(corrected), GRADIENT, axes), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

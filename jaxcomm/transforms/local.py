@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
-from jaxcomm._marks import mark_local
+from jaxcomm._marks import GRADIENT, mark
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import Layout, layout_of
@@ -121,7 +121,8 @@ def local(
         leaves = [
             jnp.where(finite, new, old) for new, old in zip(leaves, state.inner.values, strict=True)
         ]
-        return mark_local(updates), state._replace(inner=next_of(state.inner, leaves))
+        marked = mark(updates, GRADIENT, _axes.names_of(axis_name))
+        return marked, state._replace(inner=next_of(state.inner, leaves))
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

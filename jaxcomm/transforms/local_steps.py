@@ -94,15 +94,21 @@ def local_steps(
 
     Returns:
       A transformation that is the whole optimizer: nothing belongs after it. Every device keeps
-      its own parameters and inner state.
+      its own parameters and inner state. `update(..., due=True)`, or False, decides instead of
+      `every` whether this step exchanges; with several fragments, `due` is the number of one,
+      counted from 1, or 0. This makes no conditional: where steps are jitted, `due` is a static
+      argument, and each of its values has a program. On GPUs, XLA overlaps an exchange only
+      outside of conditionals.
 
     Raises:
+      TypeError: by `update` if `due` is known on the devices only.
       ValueError: immediately, for bad numbers; by `init` if `inner` exchanges, `exchange` does not
         or is not a mean, or there are more fragments than leaves; by `update` without the shared
-        parameters, and for gradients that were taken at them.
+        parameters, for gradients that were taken at them, and for another `due`.
 
     Wire: that of `exchange` for a fragment, in one step of `every / fragments`, in a branch of a
-    conditional; in other steps only the mean of the loss, if `jaxcomm.value_and_grad` is used.
+    conditional, unless `due` is given; in other steps only the mean of the loss, if
+    `jaxcomm.value_and_grad` is used.
 
     Example:
       Local SGD, with an exchange in every 2nd step:
@@ -193,10 +199,9 @@ def local_steps(
             raise ValueError(
                 "local_steps needs the shared parameters: call tx.update(grads, state, params)."
             )
+        known, extra_args = _branches.known_on_the_host("local_steps", extra_args, fragments)
         state = _inner_steps(inner, grads, state, extra_args)
         number = state.step + 1  # of this step
-        if delay:
-            state = _take(state, number, every)
 
         def exchanged(k: int, given: tuple[Any, ...], kept: tuple[Any, ...]) -> tuple[Any, ...]:
             params, taken = given
@@ -210,10 +215,10 @@ def local_steps(
             return _exchange_fragment(exchange, outer, k, params, before, extra_args)
 
         offsets = [state.fragments.offset(k, every) + delay for k in range(fragments)]
-        due = [(number >= o) & (number % every == o % every) for o in offsets]
+        due = known or [(number >= o) & (number % every == o % every) for o in offsets]
         updates, own, exchanges, outers = _branches.if_one_is_due(
             due,
-            [f"local_steps: fragment {k}" for k in range(fragments)],
+            [f"local_steps: fragment {k + 1}" for k in range(fragments)],
             every,
             [functools.partial(exchanged, k) for k in range(fragments)],
             (params, state.taken.values),
@@ -225,7 +230,7 @@ def local_steps(
             exchange=sharded_as_before(exchanges),
             outer=outers,
         )
-        return updates, state
+        return updates, _take(state, every, delay, known) if delay else state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -281,13 +286,20 @@ def _inner_steps(
     )
 
 
-def _take(state: LocalStepsState, number: jax.Array, every: int) -> LocalStepsState:
-    """The state with `taken` renewed for the fragment whose pseudo-gradient is of this step."""
+def _take(
+    state: LocalStepsState, every: int, delay: int, exchanged: list[bool] | None
+) -> LocalStepsState:
+    """The state with `taken` renewed, except for the fragments that wait for their exchange.
+
+    So an exchange before its time, which `due` can ask for, finds the movement until then.
+    """
     offsets = [state.fragments.offset(k, every) for k in range(state.fragments.count)]
-    now = [number % every == offset % every for offset in offsets]
+    waits = [(state.step - offset - 1) % every < delay for offset in offsets]
+    if exchanged:
+        waits = [wait & (not done) for wait, done in zip(waits, exchanged, strict=True)]
     filled = filled_leaves(state.layout)
     values = [
-        jnp.where(now[state.fragments.of[i]], p, t)
+        jnp.where(waits[state.fragments.of[i]], t, p)
         for i, p, t in zip(filled, state.params.values, state.taken.values, strict=True)
     ]
     return state._replace(taken=next_of(state.taken, values))

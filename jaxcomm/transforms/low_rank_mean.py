@@ -33,7 +33,6 @@ from jaxcomm.transforms._exchange import (
     kept_if,
     local_leaves,
     on_every_device,
-    on_further_axes,
     updates_of,
     within_range,
 )
@@ -264,7 +263,7 @@ class _Exchange:
         lacks, factors = ({k: x for kept in done.kept for k, x in kept[j].items()} for j in (0, 1))
         means, lacks = within_range(means, lacks, grads)
         new = [lacks[i] for i in large], [factors[i].reshape(-1) for i in large]
-        finite = on_further_axes(done.finite & jnp.all(jnp.stack(bounded)), self.axis_name)
+        finite = done.finite & jnp.all(jnp.stack(bounded))
         updates, finite = updates_of(means, finite, grads, self.axis_name)
         return updates, tuple(kept_if(finite, *pair) for pair in zip(new, own, strict=True))
 

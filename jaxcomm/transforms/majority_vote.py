@@ -243,6 +243,8 @@ def _known(algorithm: str | algorithms.Algorithm, axis_name: AxisName) -> algori
     if chosen.name == "native":
         raise ValueError("XLA has no native majority vote; choose another algorithm.")
     chosen.require_axes(axis_name)
+    if getattr(chosen, "near_codec", None) is not None:
+        raise ValueError("near_codec is the format of a mean, and votes have none; leave it out.")
     return chosen
 
 

@@ -63,13 +63,18 @@ def multi_steps(
 
     Returns:
       A transformation used like `inner`. It keeps one float32 copy of the gradients per device.
+      `update(..., due=True)`, or False, decides instead of `every` whether this step exchanges,
+      and makes no conditional: where steps are jitted, `due` is a static argument, and there are
+      two programs. On GPUs, XLA overlaps an exchange only outside of conditionals.
 
     Raises:
+      TypeError: by `update` if `due` is known on the devices only.
       ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
         over several axes, or if an optimizer with moments or a schedule follows in the chain: it
-        would count the steps in between.
+        would count the steps in between; by `update` if `due` is no bool.
 
     Wire: that of `inner` in one step of `every`, in a branch of a conditional; otherwise nothing.
+      With `due`, that of `inner` or nothing, and no conditional.
 
     Example:
       >>> import jaxcomm, optax
@@ -96,6 +101,7 @@ def multi_steps(
     ) -> tuple[Any, Any]:
         grads, treedef = local_leaves(updates, state.layout)
         require_own(state.accumulated, state.layout)
+        due, extra_args = _branches.known_on_the_host("multi_steps", extra_args)
         total = _add(grads, state)
         is_local = _axes.is_manual(state.layout.axis_name)
         means = list(grads)
@@ -107,7 +113,8 @@ def multi_steps(
             local = mark_local(treedef.unflatten(means))
             return inner.update(local, kept[1], params, **extra_args)
 
-        given, is_last = (means, params), state.mini_step == every - 1
+        given = means, params
+        is_last = due[0] if due else state.mini_step >= every - 1
         shapes = jax.eval_shape(lambda: exchange(given, (None, state.inner))[0])
         kept = _zeros_like(shapes, grads, state.layout), state.inner
         outgoing, inner_state = _branches.if_due(
@@ -115,7 +122,7 @@ def multi_steps(
         )
         kept = [jnp.where(is_last, 0.0, t) for t in total.values()]
         accumulated = next_of(state.accumulated, kept)
-        mini_step = (state.mini_step + 1) % every
+        mini_step = jnp.where(is_last, 0, state.mini_step + 1)
         return outgoing, MultiStepsState(
             state.layout, mini_step, accumulated, sharded_as_before(inner_state)
         )

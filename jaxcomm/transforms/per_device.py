@@ -122,22 +122,6 @@ def made_sharded(
     return jax.jit(typed, out_shardings=[restrict(s, several | explicit) for s in specs])(*args)
 
 
-def zeros_per_bucket(
-    layout: Layout, params: Any, buckets: Sequence[Sequence[int]], size: Callable[[int], int]
-) -> PerDevice:
-    """A float32 vector of zeros on every device for each bucket of leaves.
-
-    Args:
-      layout: what `init` recorded about the parameters.
-      params: the parameters.
-      buckets: indices of leaves; those of a bucket are sharded over the same axes, and every shard
-        has its own vector.
-      size: a function from the number of a bucket's values on one device to its vector's length.
-    """
-    sizes = [size(values_of(layout, bucket)) for bucket in buckets]
-    return zeros_per_group(layout, params, buckets, sizes)
-
-
 def values_of(layout: Layout, bucket: Sequence[int]) -> int:
     """How many values of a bucket one device has."""
     leaves = [layout.leaves[i] for i in bucket]
@@ -147,7 +131,15 @@ def values_of(layout: Layout, bucket: Sequence[int]) -> int:
 def zeros_per_group(
     layout: Layout, params: Any, groups: Sequence[Sequence[int]], sizes: Sequence[int]
 ) -> PerDevice:
-    """As `zeros_per_bucket`, from the length of each group's vector."""
+    """A float32 vector of zeros on every device for each group of leaves.
+
+    Args:
+      layout: what `init` recorded about the parameters.
+      params: the parameters.
+      groups: indices of leaves; those of a group are sharded over the same axes, and every shard
+        has its own vector.
+      sizes: the length of each vector on one device.
+    """
     leaves, flat, zeros = jax.tree.leaves(params), [], []
     for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
         axes = tuple(sorted(names_in(layout.leaves[group[0]].spec)))

@@ -47,8 +47,8 @@ from jaxcomm.transforms.per_device import (
     NOTHING,
     PerDevice,
     values_of,
-    zeros_per_bucket,
     zeros_per_device,
+    zeros_per_group,
 )
 from jaxcomm.transforms.stages import dense_first
 
@@ -201,7 +201,7 @@ def sparse_mean(
                     f"a sparse mean takes at most 2^31 - 256 values, and {path} has {values} on a "
                     f'device; shard it over another axis, or leave it out: exempt=["{path}"].'
                 )
-        thresholds = zeros_per_bucket(layout, params, buckets, lambda n: 1)
+        thresholds = zeros_per_group(layout, params, buckets, [1] * len(buckets))
         report = SparseReport(*[jnp.zeros((), jnp.float32) for _ in SparseReport._fields])
         step = jnp.zeros((), jnp.int32)
         return SparseMeanState(layout, step, residual, velocity, thresholds, report)

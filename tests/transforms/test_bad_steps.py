@@ -289,3 +289,13 @@ def test_a_step_of_adam_that_16_bits_cannot_hold_costs_one_step(tx: Any) -> None
         updates, after = jax.jit(tx.update)(grads, state)
     assert nan_everywhere(updates) and after.count == 0
     jax.tree.map(np.testing.assert_array_equal, state_of(after), state_of(state))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", [*METHODS, "1-bit Adam"])
+def test_one_flag_along_the_other_axis(method: str, dtype: str) -> None:
+    make = METHODS.get(method, lambda: jaxcomm.one_bit_adam("data", 1e-3, dense_steps=2))
+    grads = {name: g.astype(jnp.dtype(dtype)) for name, g in gradients(2).items()}
+    report = Program(VIEWS[3], make(), grads).report().by_axes(VIEWS[3].mesh(2))["model",]
+    flags = [c for c in report.collectives if c.dtypes == ("s32",)]
+    assert [(c.op, c.shapes) for c in flags] == [("all-reduce", ((),))]

@@ -131,7 +131,15 @@ def test_a_partition_may_have_a_part_of_the_layers(make_mesh: Any) -> None:
     parts = {"a": jaxcomm.mean("data"), "b": jaxcomm.mean("data", "int8")}
     tx = jaxcomm.with_layer_axis(optax.partition(parts, labels), ["blocks/*"])
     with jax.set_mesh(make_mesh(WORLD)):
-        tx.init(EQUINOX)
+        state = tx.init(EQUINOX)
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, jaxcomm.MeanState))
+    parts = [node.layout.leaves for node in nodes if isinstance(node, jaxcomm.MeanState)]
+    found = [{leaf.path: (leaf.stacked, leaf.exempt) for leaf in leaves} for leaves in parts]
+    small = dict.fromkeys(["gain", "ln_2/weight", "norm1/weight"], (True, True))
+    blocks = {
+        f"blocks/{name}": kind for name, kind in (small | {"mlp/weight": (True, False)}).items()
+    }
+    assert found == [blocks, {"head/weight": (False, False)}]
 
 
 def test_bad_patterns(make_mesh: Any) -> None:

@@ -48,6 +48,82 @@ def test_zero_nans_in_front_would_see_nothing(mesh8: Any) -> None:
         optax.chain(jaxcomm.local("data", optax.zero_nans()), mean, optax.zero_nans()).init(params)
 
 
+LOCAL, MEAN = jaxcomm.local("data", optax.trace(0.9)), jaxcomm.mean("data")
+WITHOUT_EXCHANGE: list[tuple[optax.GradientTransformation, str]] = [
+    (jaxcomm.control_variates(LOCAL), "control_variates needs inner.*found none"),
+    (jaxcomm.control_variates(jaxcomm.control_variates(MEAN)), "found none; put jaxcomm.mean"),
+    (jaxcomm.factored_adam(LOCAL, 0.1), "factored_adam.*found none"),
+    (jaxcomm.local_steps(optax.sgd(1.0), 2, optax.sgd(1.0), LOCAL), "local_steps.*found none"),
+    (jaxcomm.multi_steps(optax.chain(LOCAL, optax.sgd(0.1)), 2), "multi_steps.*found none"),
+]
+
+
+@pytest.mark.parametrize(("tx", "message"), WITHOUT_EXCHANGE, ids=lambda x: str(x)[:20])
+def test_what_changes_local_gradients_does_not_exchange_them(
+    mesh8: Any, tx: optax.GradientTransformation, message: str
+) -> None:
+    with jax.set_mesh(mesh8):
+        params = jaxcomm.replicate(PARAMS)
+        with pytest.raises(ValueError, match=message):
+            tx.init(params)
+        with pytest.raises(ValueError, match="nothing in this chain exchanges"):
+            jaxcomm.explain(optax.chain(LOCAL, optax.sgd(0.1)), params)
+
+
+OVER_M: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "mean": lambda: optax.chain(jaxcomm.mean("m"), optax.sgd(0.1)),
+    "local": lambda: optax.chain(jaxcomm.local("m", optax.trace(0.9)), MEAN),
+    "after local": lambda: optax.chain(LOCAL, jaxcomm.mean("m", "int8")),
+    "control variates": lambda: optax.chain(
+        jaxcomm.control_variates(MEAN), jaxcomm.majority_vote(("data", "m"))
+    ),
+    "multi_steps": lambda: jaxcomm.multi_steps(jaxcomm.mean("m"), 2),
+    "local_steps": lambda: jaxcomm.local_steps(
+        optax.sgd(0.1), 2, optax.sgd(1.0), jaxcomm.mean("m")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OVER_M)
+@pytest.mark.parametrize("manual", [False, True])
+def test_gradients_over_one_axis_are_not_exchanged_over_another(name: str, manual: bool) -> None:
+    """The axes are equally long, so shapes do not tell."""
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "m"), devices=jax.devices()[:4])) as mesh:
+        params, tx = jaxcomm.replicate(PARAMS), OVER_M[name]()
+        state, batch = tx.init(params), jaxcomm.global_batch(np.ones((4, 8), np.float32), "data")
+
+        def step(params: Any, state: Any, batch: Any) -> Any:
+            at = jaxcomm.local_params(state) if name == "local_steps" else params
+            _, grads = jaxcomm.value_and_grad(loss_fn, "data")(at, batch)
+            return tx.update(grads, state, params)[0]
+
+        if manual:
+            specs = jax.P(), jaxcomm.state_spec(tx, params, mesh), jax.P("data")
+            step = jax.shard_map(step, in_specs=specs, out_specs=jax.P(), check_vma=False)
+        with pytest.raises(ValueError, match="local over 'data', and the transformation is over"):
+            jax.jit(step)(params, state, batch)
+
+
+@pytest.mark.parametrize("axes", [("data", "m"), ("m", "data")])
+def test_two_axes_have_no_order(axes: tuple[str, str]) -> None:
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "m"), devices=jax.devices()[:4])):
+        params, tx = jaxcomm.replicate(PARAMS), jaxcomm.mean(axes)
+        batch = jaxcomm.global_batch(np.eye(8, dtype=np.float32), ("data", "m"))
+        gradient = jaxcomm.value_and_grad(loss_fn, ("data", "m"))
+        means, _ = jax.jit(lambda s, b: tx.update(gradient(params, b)[1], s))(
+            tx.init(params), batch
+        )
+    wanted = jax.grad(loss_fn)(PARAMS, np.eye(8, dtype=np.float32))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), means, wanted)
+
+
+def test_a_vote_has_no_near_codec() -> None:
+    two = {"near": jaxcomm.algorithms.direct(), "far": jaxcomm.algorithms.ring()}
+    algorithm = jaxcomm.algorithms.hierarchical(**two, near_codec="bfloat16")
+    with pytest.raises(ValueError, match="near_codec is the format of a mean, and votes have none"):
+        jaxcomm.majority_vote(("far", "near"), algorithm)
+
+
 @pytest.mark.parametrize("penalty", ["squares", "norm"])
 def test_arithmetic_on_unfinished_parameters_is_noticed(mesh8: Any, penalty: str) -> None:
     """The leaves of a tree of shards are also the numbers that their keys are made from."""

@@ -67,8 +67,8 @@ class Scheduled(Algorithm):
         schedule = self.schedule(world)
         if [row[0] for row in schedule.order] != list(range(world)) or not all(schedule.owners):
             raise ValueError(
-                f"{self.name} leaves {world} devices {schedule.blocks} blocks, so parameters "
-                "cannot be split over them; choose direct, ring or circulant."
+                f"{self!r} leaves {world} devices {schedule.blocks} blocks, so parameters cannot "
+                "be split over them; choose jaxcomm.algorithms.direct(), ring() or circulant()."
             )
 
     def is_owner(self, axis_name: AxisName) -> Any:

@@ -99,20 +99,20 @@ def _merged_by_all(
     alive = given_alive = jnp.ones(mine.shape, bool)
     given = best
     if extra:
-        given = _sent(best, n, entries, axis_name, fold)
+        given = _sent(best, entries, axis_name, fold)
         best = _merged(best, given, n)
         alive = _holds(best, mine)
         given_alive = _holds(best, given.places)
     for j in range(q):
         pairs = tuple((devices[r], devices[r ^ (1 << j)]) for r in range(2**q))
-        best = _merged(best, _sent(best, n, entries, axis_name, pairs), n)
+        best = _merged(best, _sent(best, entries, axis_name, pairs), n)
         alive &= _holds(best, mine)
         if extra:
             given_alive &= _holds(best, given.places)
     if extra:
         back = tuple((target, source) for source, target in fold)
         is_given = jnp.isin(me, jnp.asarray([source for source, _ in fold], jnp.int32))
-        final = _sent(best, n, entries, axis_name, back)
+        final = _sent(best, entries, axis_name, back)
         best = jax.tree.map(lambda a, b: jnp.where(is_given, a, b), final, best)
         # The given list is in the order of places, so the answer is too.
         answer = _sending.ppermute(bitplanes.pack(given_alive), axis_name, back)
@@ -125,9 +125,9 @@ def _merged_by_all(
     return best, alive
 
 
-def _sent(entries_: _List, n: int, entries: Entries, axis_name: AxisName, pairs: Pairs) -> _List:
+def _sent(mine: _List, entries: Entries, axis_name: AxisName, pairs: Pairs) -> _List:
     """The list of this device's partner; an empty one on devices without a sender."""
-    payload = entries.encode(entries_.values, entries_.places)
+    payload = entries.encode(mine.values, mine.places)
     return _List(*entries.decode(_sending.ppermute(payload, axis_name, pairs)))
 
 

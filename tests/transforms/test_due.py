@@ -1,0 +1,164 @@
+"""`update(..., due=)`: the host says whether a step exchanges; the program has no conditional."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.interpreters import partial_eval
+
+import jaxcomm
+from transforms.both_views import SHAPES, VIEWS, Tree, gradients, place
+
+VIEW, WORLD, RATE = VIEWS[0], 4, 0.1
+INT8 = jaxcomm.mean("data", "int8", error_feedback=True)
+DILOCO = optax.sgd(0.7, momentum=0.9, nesterov=True)
+Due = bool | int | None
+
+
+def accumulated() -> optax.GradientTransformation:
+    return jaxcomm.multi_steps(optax.chain(INT8, optax.sgd(RATE, momentum=0.9)), 3)
+
+
+def local(fragments: int = 1, delay: int = 0, outer: Any = DILOCO, exchange: Any = INT8) -> Any:
+    inner, options = optax.sgd(RATE, momentum=0.5), {"fragments": fragments, "delay": delay}
+    return jaxcomm.local_steps(inner, 4, outer, exchange, **options)
+
+
+def loss_fn(params: Any, batch: Any) -> jax.Array:
+    """Its gradient is the batch."""
+    return sum((jnp.sum(params[name] * batch[name][0]) for name in SHAPES), jnp.float32(0))
+
+
+class Loop:
+    """A training loop whose step has `due` as a static argument."""
+
+    def __init__(self, tx: Any) -> None:
+        self.tx, self.mesh = tx, VIEW.mesh(WORLD)
+        with jax.set_mesh(self.mesh):
+            zeros = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+            self.params = place(VIEW, zeros)
+            self.state = tx.init(self.params)
+        self.step = jax.jit(self._step, static_argnames="due")
+
+    def _step(self, batch: Any, state: Any, params: Any, due: Due = None) -> tuple[Any, Any]:
+        is_local = isinstance(state, jaxcomm.LocalStepsState)
+        at = jaxcomm.local_params(state) if is_local else params
+        _, grads = jaxcomm.value_and_grad(loss_fn, "data")(at, batch)
+        updates, state = self.tx.update(grads, state, params, due=due)
+        return optax.apply_updates(params, updates), state
+
+    def report(self, due: Due) -> jaxcomm.WireReport:
+        with jax.set_mesh(self.mesh):
+            grads = place(VIEW, gradients(WORLD), "data")
+            lowered = self.step.lower(grads, self.state, self.params, due=due)
+            return jaxcomm.wire_report(lowered.compile())
+
+    def run(self, dues: list[Due], grads: list[Tree]) -> None:
+        with jax.set_mesh(self.mesh):
+            for due, own in zip(dues, grads, strict=True):
+                own = place(VIEW, own, "data")
+                self.params, self.state = self.step(own, self.state, self.params, due=due)
+
+
+CASES: dict[str, tuple[Any, list[Due]]] = {
+    "multi_steps": (accumulated, [False, False, True]),
+    "local_steps": (local, [False, False, False, True]),
+    "two fragments": (lambda: local(2), [0, 1, 0, 2]),
+    "a delay": (lambda: local(2, 1), [0, 0, 1, 0, 2, 0, 1, 0]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_says_what_the_state_would(name: str) -> None:
+    make, dues = CASES[name]
+    batches = [gradients(WORLD, seed) for seed in range(len(dues))]
+    told, counting = Loop(make()), Loop(make())
+    told.run(dues, batches)
+    counting.run([None] * len(dues), batches)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, (told.params, told.state), (counting.params, counting.state))
+    assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(told.params) if x.size)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_program_sends_its_part_without_a_conditional(name: str) -> None:
+    make, dues = CASES[name]
+    loop = Loop(make())
+    counting = loop.report(None)
+    assert {True} == {bool(c.branch) for c in counting.collectives}
+    wanted = sorted(report.bytes_max for report in counting.by_branch().values())
+    reports = [loop.report(due) for due in sorted(set(dues))]
+    assert not any(c.branch for report in reports for c in report.collectives)
+    assert sorted(report.bytes_max for report in reports) == wanted
+    assert wanted[0] == 0 < wanted[1]
+
+
+def test_accumulates_until_the_host_says_so() -> None:
+    loop = Loop(jaxcomm.multi_steps(optax.chain(jaxcomm.mean("data"), optax.sgd(1.0)), 3))
+    batches = [gradients(WORLD, seed) for seed in range(6)]
+    loop.run([False] * 4 + [True], batches[:5])
+    mean = np.mean([batch["kernel"] for batch in batches[:5]], (0, 1))
+    np.testing.assert_allclose(loop.params["kernel"], -mean, atol=1e-6)
+    loop.run([True], batches[5:])
+    mean += batches[5]["kernel"].mean(0)
+    np.testing.assert_allclose(loop.params["kernel"], -mean, atol=1e-6)
+    assert int(loop.state.mini_step) == 0
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_an_exchange_at_any_time_keeps_what_the_devices_moved(delay: int) -> None:
+    """Averaging moves no mean: with an outer step of 1 it stays the sum of the mean steps."""
+    loop = Loop(local(2, delay, outer=optax.sgd(1.0), exchange=jaxcomm.mean("data")))
+    dues: list[Due] = [2, 0, 1, 1, 2, 0, 0, 1, 2, 2, 0, 1, 2, 1]
+    batches = [gradients(WORLD, seed) for seed in range(len(dues))]
+    momentum, mean = 0.0, 0.0
+    for due, batch in zip(dues, batches, strict=True):
+        loop.run([due], [batch])
+        momentum = 0.5 * momentum + batch["kernel"].mean(0)
+        mean = mean - RATE * momentum
+        own = jaxcomm.unmark_local(jaxcomm.local_params(loop.state))["kernel"]
+        np.testing.assert_allclose(np.mean(own, 0), mean, atol=1e-5)
+    apart = np.abs(np.asarray(own) - np.asarray(loop.params["kernel"])).max()
+    assert 0 < apart < 1.0
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_with_a_delay_what_is_sent_waits_for_no_gradient(delay: int) -> None:
+    loop = Loop(local(1, delay))
+    with jax.set_mesh(loop.mesh):
+        grads = place(VIEW, gradients(WORLD), "data")
+        traced = jax.make_jaxpr(lambda g: loop._step(g, loop.state, loop.params, due=True)[0])
+        jaxpr = traced(grads).jaxpr
+    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    assert any(used) == (delay == 0)
+
+
+@pytest.mark.parametrize("make", [accumulated, local])
+def test_only_the_host_can_say_it(make: Any) -> None:
+    loop = Loop(make())
+    with jax.set_mesh(loop.mesh):
+        grads = place(VIEW, gradients(WORLD), "data")
+        step: Any = jax.jit(loop._step)
+        with pytest.raises(TypeError, match=r"_steps takes due= from the host.*static_argn"):
+            step(grads, loop.state, loop.params, due=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "due", "message"),
+    [
+        (accumulated, 2, "multi_steps takes due=True or False, got 2"),
+        (accumulated, "yes", "due=True or False, got 'yes'"),
+        (local, 2.0, "local_steps takes due=True or False, got 2.0"),
+        (lambda: local(2), True, "due=a fragment, 1 to 2, or 0 for none, got True"),
+        (lambda: local(2), 3, "due=a fragment, 1 to 2, or 0 for none, got 3"),
+        (lambda: local(2), -1, "got -1"),
+    ],
+)
+def test_what_due_may_be(make: Any, due: Any, message: str) -> None:
+    loop = Loop(make())
+    with pytest.raises(ValueError, match=message):
+        loop.run([due], [gradients(WORLD)])
