@@ -36,6 +36,7 @@ from jaxcomm._marks import (
     GRADIENT,
     OWN_GRADIENT,
     OWN_PARAMETER,
+    axes_of,
     kind_of,
     mark,
     unmark_local,
@@ -80,6 +81,12 @@ class ValueAndGrad:
                 "of each device; pass values that all devices share as further arguments."
             )
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
+        for over in filter(None, map(axes_of, jax.tree.leaves(params))):
+            if over != _axes.names_of(self.axis_name):
+                raise ValueError(
+                    f"these parameters are each device's own over {', '.join(over)}, and gradients "
+                    f"are taken over {self.axis_name!r}; name the axis of the exchange in both."
+                )
         own, params = OWN_PARAMETER in kinds, unmark_local(params)
         _paths.require_arrays(params, "parameter")
         refuse_statistics(params)  # first: its message for a counter says more than its dtype

@@ -266,7 +266,7 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
     """
     axis = layout.axis_name
     for over in filter(None, map(axes_of, grads)):
-        if set(over) != set(_axes.names_of(axis)):
+        if over != _axes.names_of(axis):  # in another order, gradients would move before
             over = over[0] if len(over) == 1 else over
             raise ValueError(
                 f"these gradients are local over {over!r}, and the transformation is over "

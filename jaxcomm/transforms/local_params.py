@@ -78,7 +78,7 @@ def local_params(state: Any) -> Any:
             "Freeze the others inside it, in the inner and in the outer optimizer alike: "
             "optax.partition({..., 'frozen': optax.set_to_zero()}, labels)."
         )
-    return mark(own, OWN_PARAMETER)
+    return mark(own, OWN_PARAMETER, _axes.names_of(found[0].layout.axis_name))
 
 
 def _is_masked(x: Any) -> bool:
