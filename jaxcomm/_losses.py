@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
+from jaxcomm._paths import path_name
 from jaxcomm._users_line import users_line
 
 _AVERAGED = (jnp.integer, jnp.floating, jnp.bool_)
@@ -104,6 +105,44 @@ def refuse_statistics(params: Any) -> None:
                 f"the parameters hold a {type(variable).__name__}, whose new value would be lost. "
                 "Split the model: graph, params, rest = nnx.split(model, nnx.Param, ...). Give "
                 f"`rest` as a further argument, and {where}"
+            )
+
+
+Variables = dict[str, tuple[str, list[Any]]]
+
+
+def variables_of(params: Any) -> Variables:
+    """The Flax NNX variables among the parameters: what they are and hold, by path."""
+    if (nnx := sys.modules.get("flax.nnx")) is None:
+        return {}
+    nodes = jax.tree_util.tree_leaves_with_path(
+        params, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
+    return {
+        path_name(path): (type(node).__name__, jax.tree.leaves(node))
+        for path, node in nodes
+        if isinstance(node, nnx.Variable)
+    }
+
+
+def refuse_changes(params: Any, before: Variables) -> None:
+    """Raises if a loss has changed NNX variables of its parameters: the new values would be lost.
+
+    What it has added, such as an `nnx.Intermediate`, is not there afterwards, which nobody misses
+    in silence.
+
+    Args:
+      params: the parameters after the loss was traced.
+      before: what `variables_of` returned before.
+    """
+    after = variables_of(params)
+    for path, (kind, old) in before.items():
+        _, values = after.get(path, (kind, old))
+        if list(map(id, values)) != list(map(id, old)):
+            raise ValueError(
+                f"the loss changes {path} of the model, a {kind}, and its new value would be lost: "
+                "gradients are taken on every device apart. Return what changes as aux "
+                "(has_aux=True), as docs/recipes.md does with statistics."
             )
 
 

@@ -26,9 +26,11 @@ from jaxcomm._losses import (
     check_loss,
     loss_and_aux,
     over_devices,
+    refuse_changes,
     refuse_rows,
     refuse_statistics,
     stacked,
+    variables_of,
     warn_of_rows,
 )
 from jaxcomm._marks import (
@@ -153,7 +155,9 @@ class ValueAndGrad:
         return ((loss, aux) if self.has_aux else loss), grads
 
     def _checked_loss(self, params: Any, batch: Any, *args: Any) -> tuple[jax.Array, Any]:
+        before = variables_of(params)
         out = self.loss_fn(params, batch, *args)
+        refuse_changes(params, before)
         loss, aux = loss_and_aux(out, self.has_aux)
         if _axes.axis_size(self.axis_name) > 1:
             aux_of = functools.partial(self._aux, params, args=args)

@@ -119,6 +119,7 @@ def layout_of(
             f"there are no parameters in {params!r}, so there is nothing to exchange; pass the "
             "pytree of parameters that is differentiated."
         )
+    _paths.require_arrays(params, "parameter")
     named = [(_paths.path_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     if twice := [name for name, n in Counter(name for name, _ in named).items() if n > 1]:
         raise ValueError(

@@ -40,7 +40,8 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
     Raises:
       ValueError: if the state is that of another transformation, or has arrays of which this
         process holds only a part; or, for a state with its own types, if other axes split the
-        parameters over another number of devices.
+        parameters over another number of devices, or the errors of `jaxcomm.one_bit_adam` lie in
+        other buckets.
 
     Wire: nothing.
 
@@ -64,6 +65,7 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
         )
     nodes = jax.tree.leaves(state, is_leaf=_is_own)  # a state from a file has none of its own
     _check_shards([x for _, x in new if _is_own(x)], list(filter(_is_own, nodes)))
+    _check_buckets(treedef.unflatten([None] * len(new)), state)
     return treedef.unflatten([_resized(*pair) for pair in pairs])
 
 
@@ -95,6 +97,20 @@ def _check_shards(new: list[PerDevice], old: list[PerDevice]) -> None:
                 f"run, and over {here.shards} here; only the axis of the exchange may have another "
                 "length."
             )
+
+
+def _check_buckets(new: Any, old: Any) -> None:
+    """Raises if what lies in vectors of buckets would go to other leaves."""
+
+    def buckets(state: Any) -> list[Any]:
+        nodes = jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "buckets"))
+        return [node.buckets for node in nodes if hasattr(node, "buckets")]
+
+    if any(here != there for here, there in zip(buckets(new), buckets(old), strict=False)):
+        raise ValueError(
+            "the state's errors belong to other buckets. Make tx with the bucket_order and the "
+            "bucket_mib of the run that saved the state."
+        )
 
 
 def _resized(new: Any, old: Any) -> Any:

@@ -33,7 +33,7 @@ def shard(
       The pytree placed on the current mesh; for structs, the structs with shardings.
 
     Raises:
-      TypeError: if `layers` is not a list of patterns.
+      TypeError: if `layers` is not a list of patterns, or a leaf is no array.
       ValueError: if no mesh is set, it has no such axis, or N divides no dimension of a leaf; the
         error names the leaf. Also if processes hold different values.
 
@@ -51,6 +51,7 @@ def shard(
     over = tuple(name for name in _axes.names_of(axis_name) if mesh.shape[name] > 1)
     over = over[0] if len(over) == 1 else over
     explicit = _axes.explicit_axes().issuperset(_axes.names_of(axis_name))
+    _paths.require_arrays(params, "parameter")
     pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
     names = [_paths.path_name(path) for path, _ in pairs]
     check_patterns(layers, names, "layers")

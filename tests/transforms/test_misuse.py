@@ -48,83 +48,6 @@ def test_zero_nans_in_front_would_see_nothing(mesh8: Any) -> None:
         optax.chain(jaxcomm.local("data", optax.zero_nans()), mean, optax.zero_nans()).init(params)
 
 
-LOCAL, MEAN = jaxcomm.local("data", optax.trace(0.9)), jaxcomm.mean("data")
-WITHOUT_EXCHANGE: list[tuple[optax.GradientTransformation, str]] = [
-    (jaxcomm.control_variates(LOCAL), "control_variates needs inner.*found none"),
-    (jaxcomm.control_variates(jaxcomm.control_variates(MEAN)), "found none; put jaxcomm.mean"),
-    (jaxcomm.factored_adam(LOCAL, 0.1), "factored_adam.*found none"),
-    (jaxcomm.local_steps(optax.sgd(1.0), 2, optax.sgd(1.0), LOCAL), "local_steps.*found none"),
-    (jaxcomm.multi_steps(optax.chain(LOCAL, optax.sgd(0.1)), 2), "multi_steps.*found none"),
-]
-
-
-@pytest.mark.parametrize(("tx", "message"), WITHOUT_EXCHANGE, ids=lambda x: str(x)[:20])
-def test_what_changes_local_gradients_does_not_exchange_them(
-    mesh8: Any, tx: optax.GradientTransformation, message: str
-) -> None:
-    with jax.set_mesh(mesh8):
-        params = jaxcomm.replicate(PARAMS)
-        with pytest.raises(ValueError, match=message):
-            tx.init(params)
-        with pytest.raises(ValueError, match="nothing in this chain exchanges"):
-            jaxcomm.explain(optax.chain(LOCAL, optax.sgd(0.1)), params)
-
-
-OVER_M: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "mean": lambda: optax.chain(jaxcomm.mean("m"), optax.sgd(0.1)),
-    "local": lambda: optax.chain(jaxcomm.local("m", optax.trace(0.9)), MEAN),
-    "after local": lambda: optax.chain(LOCAL, jaxcomm.mean("m", "int8")),
-    "control variates": lambda: optax.chain(
-        jaxcomm.control_variates(MEAN), jaxcomm.majority_vote(("data", "m"))
-    ),
-    "multi_steps": lambda: jaxcomm.multi_steps(jaxcomm.mean("m"), 2),
-    "local_steps": lambda: jaxcomm.local_steps(
-        optax.sgd(0.1), 2, optax.sgd(1.0), jaxcomm.mean("m")
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OVER_M)
-@pytest.mark.parametrize("manual", [False, True])
-def test_gradients_over_one_axis_are_not_exchanged_over_another(name: str, manual: bool) -> None:
-    """The axes are equally long, so shapes do not tell."""
-    with jax.set_mesh(mesh := square()):
-        params, tx = jaxcomm.replicate(PARAMS), OVER_M[name]()
-        state, batch = tx.init(params), jaxcomm.global_batch(np.ones((4, 8), np.float32), "data")
-
-        def step(params: Any, state: Any, batch: Any) -> Any:
-            at = jaxcomm.local_params(state) if name == "local_steps" else params
-            _, grads = jaxcomm.value_and_grad(loss_fn, "data")(at, batch)
-            return tx.update(grads, state, params)[0]
-
-        if manual:
-            specs = jax.P(), jaxcomm.state_spec(tx, params, mesh), jax.P("data")
-            step = jax.shard_map(step, in_specs=specs, out_specs=jax.P(), check_vma=False)
-        said = "own over m, and" if name == "local_steps" else "local over 'data', and the trans"
-        with pytest.raises(ValueError, match=said):
-            jax.jit(step)(params, state, batch)
-
-
-def square() -> jax.sharding.Mesh:
-    kinds = (jax.sharding.AxisType.Auto,) * 2
-    return jax.make_mesh((2, 2), ("data", "m"), kinds, devices=jax.devices()[:4])
-
-
-def test_two_axes_are_named_in_one_order() -> None:
-    with jax.set_mesh(square()):
-        params, tx = jaxcomm.replicate(PARAMS), jaxcomm.mean(("data", "m"))
-        batch = jaxcomm.global_batch(np.eye(8, dtype=np.float32), ("data", "m"))
-        gradient = jaxcomm.value_and_grad(loss_fn, ("data", "m"))
-        with pytest.raises(ValueError, match=r"local over \('data', 'm'\), and"):
-            other = jaxcomm.mean(("m", "data"))
-            other.update(gradient(params, batch)[1], other.init(params))
-        means, _ = jax.jit(lambda s, b: tx.update(gradient(params, b)[1], s))(
-            tx.init(params), batch
-        )
-    wanted = jax.grad(loss_fn)(PARAMS, np.eye(8, dtype=np.float32))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), means, wanted)
-
-
 def test_a_vote_has_no_near_codec() -> None:
     two = {"near": jaxcomm.algorithms.direct(), "far": jaxcomm.algorithms.ring()}
     algorithm = jaxcomm.algorithms.hierarchical(**two, near_codec="bfloat16")
@@ -165,6 +88,33 @@ def test_statistics_of_a_module_are_not_lost(mesh8: Any) -> None:
     gradient = jaxcomm.value_and_grad(lambda model, x: model.norm(x).mean(), "data")
     with jax.set_mesh(mesh8), pytest.raises(ValueError, match="hold a BatchStat, .* nnx.split"):
         gradient(model, jnp.ones((8, 8)))
+
+
+class Count(nnx.Variable[Any]):
+    pass
+
+
+class Counting(nnx.Module):
+    def __init__(self) -> None:
+        self.dense, self.calls = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), Count(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array, counts: bool = True) -> jax.Array:
+        if counts:
+            self.calls[...] += 1.0
+        self.seen = nnx.Intermediate(x)
+        return self.dense(x)
+
+
+def test_what_a_module_counts_is_not_lost(mesh8: Any) -> None:
+    def loss(model: Counting, batch: Any, counts: bool) -> jax.Array:
+        return jnp.mean(model(batch, counts) ** 2)
+
+    with jax.set_mesh(mesh8):
+        model, batch = jaxcomm.replicate(Counting()), np.ones((8, 8), np.float32)
+        gradient = jaxcomm.value_and_grad(loss, "data")
+        with pytest.raises(ValueError, match="changes calls of the model, a Count, and its new"):
+            gradient(model, batch, True)
+        assert float(gradient(model, batch, False)[0]) > 0
 
 
 def test_keys_of_a_module_are_drawn_anew(mesh8: Any) -> None:

@@ -1,5 +1,6 @@
 """States on another number of devices: what they owe stays, for every method."""
 
+import functools
 from typing import Any
 
 import jax
@@ -253,3 +254,14 @@ def test_processes_go_on_as_fewer(tmp_path: Any) -> None:
     assert [run[0] for run in runs] == ["refused"] * 3 + ["went on"] * 2
     assert len({run[1] for run in runs}) == 1
     assert float(runs[0][1]) != 0
+
+
+def test_errors_of_other_buckets_are_refused() -> None:
+    """All shapes are equal, but the errors of one leaf would go to the other."""
+    params = {"a": jnp.zeros((32, 64)), "b": jnp.zeros((32, 64))}
+    one_bit = functools.partial(jaxcomm.one_bit_adam, "data", 1e-3, dense_steps=2)
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        saved = jax.tree.map(np.asarray, one_bit(bucket_order=["a", "b"]).init(params))
+        with pytest.raises(ValueError, match="errors belong to other buckets. Make tx with the"):
+            jaxcomm.resize_state(one_bit(bucket_order=["b", "a"]), saved, params)
+        jaxcomm.resize_state(one_bit(bucket_order=["a", "b"]), saved, params)
