@@ -29,7 +29,6 @@ from train.errors import RunError, UserError
 from train.state import TrainState
 from train.workdir import write_whole
 
-CHECKPOINTS = "checkpoints"  # In the directory of a run.
 UNFINISHED = ".orbax-checkpoint-tmp"  # What orbax appends to the name while it writes.
 METRICS = Path("metrics", "metrics")  # Orbax's own, in a checkpoint: the results of its test.
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's own, JSON; it gets its last line after the digests.
@@ -182,6 +181,8 @@ def _damage(folder: Path) -> str | None:
         return f"{METADATA} is missing"
     except ValueError:
         return f"{METADATA} is cut"
+    except OSError as error:
+        return f"{METADATA} cannot be read: {error.strerror}"
     return digests.damage(folder)
 
 

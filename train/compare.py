@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from train.errors import UserError
+from train.workdir import METRICS
 
 WINDOW = 20  # Steps over which a curve is averaged.
 
@@ -49,7 +50,7 @@ def read(workdir: Path) -> Run:
     Raises:
       UserError: if there is none, or no step in it, or a line of something else.
     """
-    path = workdir / "metrics.jsonl"
+    path = workdir / METRICS
     names = ("start", "train", "exchange", "test", "summary")
     lines = _lines(path)
     kinds = {kind: [line for line in lines if line["kind"] == kind] for kind in names}

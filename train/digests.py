@@ -31,6 +31,8 @@ def damage(folder: Path) -> str | None:
         return f"{FILE} is missing"
     except ValueError:
         return f"{FILE} is cut"
+    except OSError as error:
+        return f"{FILE} cannot be read: {error.strerror}"
     for name, (size, checksum) in table.items():
         try:
             found = (folder / name).stat().st_size
@@ -40,6 +42,8 @@ def damage(folder: Path) -> str | None:
                 return f"{name} has other bytes than were written"
         except FileNotFoundError:
             return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
     return None
 
 

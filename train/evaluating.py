@@ -11,7 +11,7 @@ from train import agreement, check, checkpoint, step, sync
 from train.errors import UserError, memory_for
 from train.metrics import finite
 from train.run import MODEL, data_and_model
-from train.workdir import changes, naming_changes
+from train.workdir import CHECKPOINTS, changes, naming_changes
 
 TESTED = ("data.", "model.")  # Fields that a test depends on.
 
@@ -39,7 +39,7 @@ def evaluate(config: Any, workdir: Path) -> dict[str, Any]:
     rows, forward, params = data_and_model(config)
     with naming_changes(workdir, config), memory_for(*MODEL):
         like = sync.place(params, config.sync)
-        saved, params = read(workdir / checkpoint.CHECKPOINTS, config.checkpoint.best, like)
+        saved, params = read(workdir / CHECKPOINTS, config.checkpoint.best, like)
     changed = [change for change in changes(workdir, config) if change.startswith(TESTED)]
     tested = step.make_test(forward, rows.test)(params)
     found = {"step": saved, **tested, f"test_{rows.unit}": rows.test_size}

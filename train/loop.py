@@ -31,7 +31,7 @@ from train import (
 from train.errors import RunError
 from train.run import Run, assemble
 from train.state import TrainState, learning_rates
-from train.workdir import keep_config, keep_data, naming_changes
+from train.workdir import CHECKPOINTS, keep_config, keep_data, naming_changes
 
 
 def train(
@@ -63,7 +63,7 @@ def train(
 
     # Where the run is: at its beginning, or at its last checkpoint.
     now = run.begin()
-    folder, kept = workdir / checkpoint.CHECKPOINTS, config.checkpoint
+    folder, kept = workdir / CHECKPOINTS, config.checkpoint
     checkpoints = checkpoint.Checkpoints(folder, kept.keep, kept.best)
     if saved is not None:
         with naming_changes(workdir, config):
@@ -135,7 +135,7 @@ def train(
 
 def saved_step(config: Any, workdir: Path, restarted: bool) -> int | None:
     """The step of the checkpoint from which the run continues; None if it begins anew."""
-    folder = workdir / checkpoint.CHECKPOINTS
+    folder = workdir / CHECKPOINTS
     saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
     check.steps_left(config.steps, saved)
     return saved

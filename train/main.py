@@ -26,6 +26,7 @@ from train.mistakes import mistake_in, mistake_in_traceback
 
 # Seconds after a failed write: by then the main thread has raised the error, or waits forever.
 STUCK_SECONDS = 5.0
+_CLOSED = "Event loop is closed"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Output; by default a new folder in workdir/.")
 _EVALUATE = flags.DEFINE_boolean(
@@ -127,7 +128,8 @@ def end_where_a_write_fails(after: float = STUCK_SECONDS) -> None:
 
     The main thread raises the error, unless it is waiting for a checkpoint: it then waits for that
     thread, which waits for other processes, which wait for the missing file. The tracebacks of a
-    full disk are not shown, because the error becomes one line.
+    full disk are not shown, because the error becomes one line. Nor are those of TensorStore, for
+    each of whose other writes the event loop is closed that waited for them.
 
     Args:
       after: seconds that the main thread has to raise it.
@@ -148,6 +150,11 @@ def end_where_a_write_fails(after: float = STUCK_SECONDS) -> None:
             later.start()
         return is_other(error)
 
+    def tell(args: Any) -> None:
+        if not (isinstance(args.exc_value, RuntimeError) and _CLOSED in str(args.exc_value)):
+            sys.__unraisablehook__(args)
+
+    sys.unraisablehook = tell
     usual = threading.excepthook
     logging.get_absl_logger().addFilter(look)
     threading.excepthook = lambda args: usual(args) if is_other(args.exc_value) else None

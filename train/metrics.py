@@ -20,6 +20,7 @@ from train.split import Split
 from train.step import FINITE, STOP
 from train.watchdog import Watchdog
 from train.watched import FIELD
+from train.workdir import METRICS
 
 SENT = "bytes_per_param"  # of a step, a key of `known`
 
@@ -79,7 +80,7 @@ class Recorder:
         self._primary = jax.process_index() == 0
         if not self._primary:
             return
-        path = workdir / "metrics.jsonl"
+        path = workdir / METRICS
         before = _keep_lines_until(path, start, again)
         self._sent += [line[SENT] for line in before if line["kind"] == "train" and SENT in line]
         self._file = path.open("a", buffering=1)  # Line by line: a killed run leaves every line.

@@ -19,7 +19,9 @@ from jax.experimental import multihost_utils
 from train.check import flat
 from train.errors import UserError
 
-CONFIG, DATA = "config.json", "data.json"
+CONFIG, DATA, METRICS = "config.json", "data.json", "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+IS_FOLDER = {CONFIG: False, DATA: False, METRICS: False, CHECKPOINTS: True}
 # Fields that may change when a run continues: what is trained does not depend on them.
 FREE = ("checkpoint.", "data.data_dir", "eval_every", "guard.", "inspect.", "measure_steps")
 FREE += ("network.", "profile.")
@@ -40,13 +42,18 @@ def claimed(workdir: Path) -> Iterator[None]:
     however that ends. The file stays, and has no meaning on its own.
 
     Raises:
-      UserError: if the directory cannot be written, or another run writes into it.
+      UserError: if the directory cannot be written, has something else where a run writes, or
+        another run writes into it.
     """
     if jax.process_index() != 0:
         yield
         return
     try:
         workdir.mkdir(parents=True, exist_ok=True)
+        for name, is_folder in IS_FOLDER.items():
+            path, kind = workdir / name, "folder" if is_folder else "file"
+            if path.exists() and path.is_dir() != is_folder:
+                raise UserError(f"{path} is no {kind}, as a run makes it; choose another --workdir")
         lock = (workdir / ".lock").open("a+")
     except OSError as error:
         raise UserError(f"cannot write to --workdir={workdir}: {error}") from error
@@ -82,19 +89,13 @@ def keep_config(workdir: Path, config: Any, resumed: bool) -> None:
       workdir: the directory of the run.
       config: a config of `configs/`.
       resumed: whether the run continues from a checkpoint.
-
-    Raises:
-      UserError: if `config.json` is a directory.
     """
     if jax.process_index() != 0:
         return
     path, text = workdir / CONFIG, config.to_json_best_effort(indent=2) + "\n"
     if resumed and (changed := changes(workdir, config)):
         print(f"the run continues with another config: {', '.join(changed)}", file=sys.stderr)
-    try:
-        write_whole(path, text)
-    except IsADirectoryError as error:
-        raise UserError(f"{path} is a directory; choose another --workdir") from error
+    write_whole(path, text)
 
 
 def keep_data(workdir: Path, config: Any, identity: Mapping[str, str], resumed: bool) -> None:

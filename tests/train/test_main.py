@@ -6,7 +6,9 @@ import os
 import queue
 import re
 import socket
+import sys
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -176,7 +178,12 @@ def test_threads_say_nothing_of_a_full_disk(
     monkeypatch.setattr(threading, "excepthook", lambda args: told.append(args.exc_type))
     monkeypatch.setattr(signals, "end", lambda *_: None)
     monkeypatch.setattr(logging.get_absl_logger(), "filters", [])
+    monkeypatch.setattr(sys, "unraisablehook", None)
+    monkeypatch.setattr(sys, "__unraisablehook__", lambda args: told.append(type(args.exc_value)))
     end_where_a_write_fails()
+    for error in (RuntimeError("Event loop is closed"), RuntimeError("a defect")):
+        sys.unraisablehook(types.SimpleNamespace(exc_value=error))  # pyright: ignore
+    assert told.pop() is RuntimeError and not told
 
     def fail(cause: Exception) -> None:
         try:
@@ -212,6 +219,7 @@ def test_a_run_ends_whose_main_thread_waits_for_a_failed_write(
     ended: queue.Queue[tuple[int, str]] = queue.Queue()
     monkeypatch.setattr(signals, "end", lambda *how: ended.put(how))
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     monkeypatch.setattr(logging.get_absl_logger(), "filters", [])
     end_where_a_write_fails(after=0.0)
     words = "[process=0] Failed to run 2 Handler Commit operations"
@@ -278,10 +286,13 @@ def test_a_run_that_goes_on_names_the_fields_that_changed(
     fields += "sync.exempt=['head/*'] (was [])"
     assert capsys.readouterr().err == f"the run continues with another config: {fields}\n"
     assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").mkdir()
-    with pytest.raises(UserError, match="config.json is a directory; choose another --workdir"):
-        keep_config(tmp_path, config, resumed=True)
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "checkpoints"])
+def test_something_else_where_a_run_writes(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch() if name == "checkpoints" else (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=f"{name} is no .*, as a run makes it; choose another"):
+        claimed(tmp_path).__enter__()
 
 
 def test_a_run_that_goes_on_names_the_data_that_changed(
