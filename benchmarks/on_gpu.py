@@ -32,6 +32,12 @@ STEPS = {
     "oktopk": "Ok-Topk, 1 %",
     "multi_steps": "int4 with feedback, in every 4th step",
 }
+DUE = {
+    "multi_steps": "`multi_steps` of int8, every 4th step",
+    "multi_steps_due": "the same with `due=True`",
+    "local_steps": "`local_steps` of int4, every 32nd step, `delay=1`",
+    "local_steps_due": "the same with `due=True`",
+}
 COMPILED = STEPS | {"topk_dsa": "TopkDSA, 1 %", "gtopk": "gTopk, 1 %"}
 
 Times = dict[tuple[str, str], dict[float, dict[str, Any]]]
@@ -104,10 +110,23 @@ def overlap(target: str) -> tuple[list[str], list[list[str]]]:
     """What travels behind the backward pass of ResNet-50."""
     rows = []
     for row in _overlap("resnet50", target):
+        if row["method"] in DUE:
+            continue
         shares = [f"{row[name]:.2f}" for name in ("hidden", "behind_products")]
         peak = [str(row["peak_mib"]), f"{row['of_first']:.2f}"]
         rows.append([COMPILED[row["method"]], f"{row['sent_mb']:.1f}", *shares, *peak])
     return ["method", "MB sent", "hidden", "behind products", "peak MiB", "of float32's"], rows
+
+
+def due() -> tuple[list[str], list[list[str]]]:
+    """What is exchanged in some steps of ResNet-50, by count and as the host says, on H100s."""
+    rows = []
+    for row in _overlap("resnet50", "h100"):
+        if row["method"] in DUE:
+            sent = f"{row['sent_mb'] + row['conditional_mb']:.1f}"
+            shares = [f"{row[name]:.2f}" for name in ("hidden", "behind_products")]
+            rows.append([DUE[row["method"]], sent, *shares, str(row["peak_mib"])])
+    return ["ResNet-50, step that exchanges", "MB sent", "hidden", "behind products", "MiB"], rows
 
 
 def overlap_scanned() -> tuple[list[str], list[list[str]]]:

@@ -332,7 +332,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     **{f"gpu_steps_{x}": lambda x=x: table(*on_gpu.steps(x)) for x in ("h100", "h200")},
     "overlap_h100": lambda: table(*on_gpu.overlap("h100")),
     "overlap_a10": lambda: table(*on_gpu.overlap("a10")),
-    "overlap_scanned": lambda: table(*on_gpu.overlap_scanned()),
+    **{x: lambda x=x: table(*getattr(on_gpu, x)()) for x in ("overlap_scanned", "due")},
     "overlap_cpu": overlap_cpu,
     "simulated": simulated,
     "planner": lambda: table(*planner.errors_table(planned())),

@@ -68,8 +68,9 @@ def replicate(tree: Any) -> Any:
 
     Raises:
       TypeError: for a leaf that is neither an array nor a number.
-      ValueError: if no mesh is set, or processes hold different values. Values are not compared
-        if only some of the processes have devices in the mesh.
+      ValueError: if no mesh is set, the tree has state of each device, such as residuals, or
+        processes hold different values. Values are not compared if only some of the processes have
+        devices in the mesh.
 
     Wire: a checksum of each array, between processes.
 
@@ -81,6 +82,13 @@ def replicate(tree: Any) -> Any:
       [(3,), (3,)]
     """
     _axes.current_mesh()
+    nodes = jax.tree.leaves(tree, is_leaf=_is_per_device)
+    if any(_is_per_device(x) and jax.tree.leaves(x) for x in nodes):
+        raise ValueError(
+            "replicate takes parameters, got a state with arrays that differ from device to "
+            "device, such as residuals; every step would gather them. Place the parameters alone: "
+            "params = jaxcomm.replicate(params), then tx.init(params), also in TrainState.create."
+        )
     _paths.require_arrays(tree, "leaf")
     mesh, explicit = jax.sharding.get_mesh(), _axes.explicit_axes()
 
@@ -92,6 +100,10 @@ def replicate(tree: Any) -> Any:
     names = [_paths.path_name(path) for path, _ in leaves]
     values = [leaf for _, leaf in leaves]
     return treedef.unflatten(place(names, values, [sharding(x) for x in values]))
+
+
+def _is_per_device(x: Any) -> bool:
+    return hasattr(x, "are_shares")  # of `jaxcomm.transforms.per_device`, which is a layer above
 
 
 def global_batch(local_batch: Any, axis_name: AxisName) -> Any:

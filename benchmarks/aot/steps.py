@@ -1,5 +1,6 @@
 """Training steps for GPUs that need not be there: ResNet-50's, and a scanned transformer's."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +20,30 @@ Exchange = Callable[..., optax.GradientTransformation]
 Gradient = Callable[..., Any]
 LAYERS = ["blocks/*"]
 
+MOMENTUM = optax.sgd(0.1, momentum=0.9)
+
+
+def in_some_steps(inner: Exchange, due: bool | None) -> Exchange:
+    """A method that exchanges in some steps: by its count, or in this step as the host says."""
+
+    def make(**options: Any) -> optax.GradientTransformation:
+        tx = optax.with_extra_args_support(inner(**options))
+        return optax.GradientTransformationExtraArgs(tx.init, functools.partial(tx.update, due=due))
+
+    return make
+
+
+def accumulated(**options: Any) -> optax.GradientTransformation:
+    """int8 in every fourth step."""
+    return jaxcomm.multi_steps(optax.chain(METHODS["int8"](**options), MOMENTUM), 4)
+
+
+def local_steps(**options: Any) -> optax.GradientTransformation:
+    """int4 in every 32nd step, of what the devices moved until the step before."""
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    return jaxcomm.local_steps(MOMENTUM, 32, outer, METHODS["int4"](**options), delay=1)
+
+
 METHODS: dict[str, Exchange] = {
     "float32": lambda **kw: jaxcomm.mean("data", **kw),
     "bfloat16": lambda **kw: jaxcomm.mean("data", "bfloat16", **kw),
@@ -34,8 +59,13 @@ METHODS: dict[str, Exchange] = {
     "topk_dsa": lambda **kw: jaxcomm.sparse_mean("data", 0.01, "topk_dsa", **kw),
     "gtopk": lambda **kw: jaxcomm.sparse_mean("data", 0.01, "gtopk", **kw),
     "gaussiank": lambda **kw: jaxcomm.sparse_mean("data", 0.01, "gaussiank", **kw),
+    "multi_steps": in_some_steps(accumulated, None),
+    "multi_steps_due": in_some_steps(accumulated, True),
+    "local_steps": in_some_steps(local_steps, None),
+    "local_steps_due": in_some_steps(local_steps, True),
 }
-OPTIMIZERS = ("one_bit_adam",)
+IN_SOME_STEPS = ("multi_steps", "multi_steps_due", "local_steps", "local_steps_due")
+OPTIMIZERS = ("one_bit_adam", *IN_SOME_STEPS)
 # In a scan: those that `in_backward` can exchange layer by layer, and that the page compares.
 SCANNED = ("float32", "bfloat16", "cnat", "int8", "scaled_sign", "vote", "oktopk")
 
@@ -65,7 +95,7 @@ def resnet50(mesh: Mesh, method: str, images: int = 64) -> Any:
     batch = placed(mesh, batch, jax.P("data"))
     gradient = make_gradient(make_forward(graph, 127.0, 64.0), 0.1, 1)
     order = jaxcomm.backward_order(gradient, params, batch)
-    tx = in_front_of(method, optax.sgd(0.1, momentum=0.9), bucket_order=order)
+    tx = in_front_of(method, MOMENTUM, bucket_order=order)
     state = placed(mesh, jax.eval_shape(tx.init, params), jaxcomm.state_spec(tx, params, mesh))
     count = placed(mesh, jax.ShapeDtypeStruct((), jnp.int32), everywhere)
     step = make_train_step(gradient, tx)

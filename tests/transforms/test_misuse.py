@@ -40,6 +40,20 @@ def test_nothing_follows_local_steps(mesh8: Any, behind: optax.GradientTransform
         local_steps(optax.chain(optax.clip(1.0), behind)).init(params)
 
 
+def test_a_state_is_not_replicated(mesh8: Any) -> None:
+    """Its residuals would be on all devices, and be gathered in every step."""
+    with jax.set_mesh(mesh8):
+        params = jaxcomm.replicate(PARAMS)
+        for codec, feedback in (("bfloat16", False), ("int8", True)):
+            tx = optax.chain(jaxcomm.mean("data", codec, error_feedback=feedback), optax.sgd(0.1))
+            state = {"params": params, "opt_state": tx.init(params)}
+            if not feedback:
+                jaxcomm.replicate(state)
+                continue
+            with pytest.raises(ValueError, match="replicate takes parameters, got a state with"):
+                jaxcomm.replicate(state)
+
+
 def test_zero_nans_in_front_would_see_nothing(mesh8: Any) -> None:
     with jax.set_mesh(mesh8):
         params, mean = jaxcomm.replicate(PARAMS), jaxcomm.mean("data")
