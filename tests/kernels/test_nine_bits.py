@@ -93,7 +93,7 @@ def test_bad_arguments() -> None:
         nine_bits.encode(jnp.float32(1))
     with pytest.raises(TypeError, match="a payload is uint8, got uint32"):
         nine_bits.decode(jnp.zeros(8, jnp.uint32), 4)
-    with pytest.raises(ValueError, match=r"4 values are n \+ 4 ceil"):
+    with pytest.raises(ValueError, match="4 values are 8 bytes along"):
         nine_bits.decode(jnp.zeros(9, jnp.uint8), 4)
     with pytest.raises(ValueError, match=r"takes messages \(N, m\)"):
         nine_bits.decode_and_sum(jnp.zeros(8, jnp.uint8), 4)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm.kernels import _implementations, float8
+from jaxcomm.kernels._messages import require_messages
 from jaxcomm.kernels.block_quantization import plain
 
 
@@ -32,10 +33,7 @@ def encode(
         implementation can index.
       NotImplementedError: for an implementation that does not exist here, or not for this size.
     """
-    if x.dtype != jnp.float32:
-        raise TypeError(f"encode takes float32, got {x.dtype}; write x.astype(jnp.float32).")
-    if x.ndim == 0:
-        raise ValueError("encode takes messages (..., n), got a scalar; write x.reshape(1).")
+    require_messages(x)
     if size < 1:
         raise ValueError(f"a block has at least 1 value, got {size}.")
     form = writing(dtype, size)

@@ -3,9 +3,9 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from jaxcomm.kernels import _implementations
+from jaxcomm.kernels._messages import require_messages, require_payload
 from jaxcomm.kernels.block_quantization import blocks, plain
 from jaxcomm.kernels.block_quantization.rounding import level_of, round_to_levels, width_for
 
@@ -51,10 +51,7 @@ def encode(
       NotImplementedError: for an implementation that does not exist here, or not for this size.
     """
     _check(levels, size)
-    if x.dtype != jnp.float32:
-        raise TypeError(f"encode takes float32, got {x.dtype}; write x.astype(jnp.float32).")
-    if x.ndim == 0:
-        raise ValueError("encode takes messages (..., n), got a scalar; write x.reshape(1).")
+    require_messages(x)
 
     def run(name: str, x: jax.Array, key: jax.Array | None) -> jax.Array:
         if name == "mosaic":
@@ -143,11 +140,4 @@ def _check(levels: int, size: int) -> None:
 
 def _check_payload(payload: jax.Array, n: int, levels: int, size: int) -> None:
     _check(levels, size)
-    if payload.dtype != jnp.uint8:
-        raise TypeError(f"a payload is uint8, got {payload.dtype}; encode makes them.")
-    if n < 0 or payload.ndim == 0 or payload.shape[-1] != message_bytes(n, levels, size):
-        raise ValueError(
-            f"{n} values of {levels} levels in blocks of {size} are "
-            f"{message_bytes(max(n, 0), levels, size)} bytes along the last axis, got a payload of "
-            f"shape {payload.shape}; pass the n that was encoded."
-        )
+    require_payload(payload, n, message_bytes(max(n, 0), levels, size))

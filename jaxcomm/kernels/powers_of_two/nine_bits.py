@@ -6,9 +6,9 @@ has the exponent 0 and the sign bit 1.
 """
 
 import jax
-import jax.numpy as jnp
 
 from jaxcomm.kernels import _implementations, bitplanes
+from jaxcomm.kernels._messages import require_messages, require_payload
 from jaxcomm.kernels.powers_of_two import plain
 from jaxcomm.kernels.powers_of_two.plain import message_bytes
 
@@ -38,10 +38,7 @@ def encode(
       ValueError: for a scalar, or for more bytes than the implementation can index.
       NotImplementedError: for an implementation that does not exist here.
     """
-    if x.dtype != jnp.float32:
-        raise TypeError(f"encode takes float32, got {x.dtype}; write x.astype(jnp.float32).")
-    if x.ndim == 0:
-        raise ValueError("encode takes messages (..., n), got a scalar; write x.reshape(1).")
+    require_messages(x)
 
     def run(name: str, x: jax.Array, key: jax.Array | None) -> jax.Array:
         if name == "mosaic":
@@ -70,7 +67,7 @@ def decode(payload: jax.Array, n: int) -> jax.Array:
       TypeError: for another dtype.
       ValueError: for another number of bytes.
     """
-    _check(payload, n)
+    require_payload(payload, n, message_bytes(n))
     return plain.decode(payload, n)
 
 
@@ -92,7 +89,7 @@ def decode_and_sum(
       ValueError: for another shape, or for more bytes than the implementation can index.
       NotImplementedError: for an implementation that does not exist here.
     """
-    _check(payloads, n)
+    require_payload(payloads, n, message_bytes(n))
     if payloads.ndim != 2 or payloads.shape[0] == 0:
         raise ValueError(f"decode_and_sum takes messages (N, m), got shape {payloads.shape}.")
 
@@ -107,13 +104,3 @@ def decode_and_sum(
     return _implementations.call(
         "nine_bits.decode_and_sum", implementation, run, (payloads,), elements=elements
     )
-
-
-def _check(payload: jax.Array, n: int) -> None:
-    if payload.dtype != jnp.uint8:
-        raise TypeError(f"a payload is uint8, got {payload.dtype}; encode makes them.")
-    if n < 0 or payload.ndim == 0 or payload.shape[-1] != message_bytes(n):
-        raise ValueError(
-            f"{n} values are n + 4 ceil(n / 32) bytes along the last axis, got a payload of shape "
-            f"{payload.shape}; pass the n that was encoded."
-        )

@@ -7,9 +7,9 @@ finite. Each other byte is a sign bit above 7 bits c, which are 0 for zero and o
 """
 
 import jax
-import jax.numpy as jnp
 
 from jaxcomm.kernels import _implementations
+from jaxcomm.kernels._messages import require_messages
 from jaxcomm.kernels.powers_of_two import plain_window
 from jaxcomm.kernels.powers_of_two.plain_window import decode, message_bytes, signed
 
@@ -39,10 +39,7 @@ def encode(
       ValueError: for a scalar, or for more bytes than the implementation can index.
       NotImplementedError: for an implementation that does not exist here.
     """
-    if x.dtype != jnp.float32:
-        raise TypeError(f"encode takes float32, got {x.dtype}; write x.astype(jnp.float32).")
-    if x.ndim == 0:
-        raise ValueError("encode takes messages (..., n), got a scalar; write x.reshape(1).")
+    require_messages(x)
 
     def run(name: str, x: jax.Array, key: jax.Array | None) -> jax.Array:
         if name == "mosaic":
