@@ -317,9 +317,9 @@ def simulated() -> Lines:
     return table(["network", "algorithm", *head, "64 MiB, over near first", "over bound"], body)
 
 
-def overlap_cpu() -> Lines:
-    """Milliseconds of products and an exchange, alone and together."""
-    (found,) = parts("overlap_cpu").values()
+def milliseconds(name: str) -> Lines:
+    """What an experiment has timed."""
+    (found,) = parts(name).values()
     return table(["", "ms"], [[row["name"], f"{row['ms']:.0f}"] for row in found["rows"]])
 
 
@@ -333,7 +333,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "overlap_h100": lambda: table(*on_gpu.overlap("h100")),
     "overlap_a10": lambda: table(*on_gpu.overlap("a10")),
     **{x: lambda x=x: table(*getattr(on_gpu, x)()) for x in ("overlap_scanned", "due")},
-    "overlap_cpu": overlap_cpu,
+    **{x: lambda x=x: milliseconds(x) for x in ("overlap_cpu", "due_cpu")},
     "simulated": simulated,
     "planner": lambda: table(*planner.errors_table(planned())),
     "planner_choices": lambda: table(*planner.choices_table(planned())),

@@ -35,6 +35,14 @@ def test_a_reader(reader: arguments.Reader, good: dict[str, object], bad: list[s
             reader(text)
 
 
+def test_steps_by_count_and_as_the_host_says(tmp_path: Path) -> None:
+    out = tmp_path / "due.json"
+    line = [sys.executable, "-m", "benchmarks.due", "--params=2e6", "--rounds=1", f"--out={out}"]
+    subprocess.run(line, cwd=ROOT, check=True, timeout=200)
+    (part,) = json.loads(out.read_text())["parts"].values()
+    assert len(part["rows"]) == 8 and all(row["ms"] > 0 for row in part["rows"])
+
+
 def test_paths(tmp_path: Path) -> None:
     new = tmp_path / "new.png"
     assert arguments.new_file(str(new)) == new and arguments.new_file("new.png") == Path("new.png")

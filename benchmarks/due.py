@@ -1,0 +1,117 @@
+"""What a conditional costs on CPU: steps that exchange now and then, by count and as the host says.
+
+    python -m benchmarks.due [--params=4e6] [--rounds=12] [--out=JSON]
+
+A perceptron of layers of 1024 x 1024 on two simulated devices, 8 rows each, with an exchange in
+every 4th step. `by count` is one program, whose conditional exchanges; `due` are two, one for steps
+that exchange and one for the others, chosen by the loop. Steps of both alternate, and times are
+medians. Nothing is sent over a network.
+"""
+
+import argparse
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxcomm
+from benchmarks.arguments import count, new_file, values
+from benchmarks.netlab.measuring import RESULTS, guarded, keep
+from benchmarks.netlab.methods import SIDE, shapes_of
+
+NAME = "benchmarks.due"
+DEVICES, ROWS, EVERY, WARM = 2, 8, 4, 2  # WARM rounds are not timed
+EXCHANGES: dict[str, Callable[[], Any]] = {
+    "multi_steps": lambda: jaxcomm.multi_steps(
+        optax.chain(jaxcomm.mean("data", "int4", error_feedback=True), optax.adam(1e-3)), EVERY
+    ),
+    "local_steps": lambda: jaxcomm.local_steps(
+        optax.adam(1e-3, b1=0.5),
+        EVERY,
+        optax.sgd(1.0, momentum=0.75, nesterov=True),
+        jaxcomm.mean("data", "scaled_sign", error_feedback=True),
+    ),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog=f"python -m {NAME}", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--params", type=values, default="4e6", help="weights of the perceptron")
+    parser.add_argument("--rounds", type=count, default=12, help=f"of {EVERY} steps")
+    parser.add_argument("--out", type=new_file, default=str(RESULTS / "due_cpu.json"))
+    args = parser.parse_args()
+    return guarded("due", lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> None:
+    jaxcomm.simulate_devices(DEVICES)
+    jax.set_mesh(jaxcomm.data_mesh())
+    rows = []
+    for name, make in EXCHANGES.items():
+        found = times(Loop(make(), args.params, None), Loop(make(), args.params, True), args.rounds)
+        rows += [{"name": f"{name}, {kind}", "ms": ms} for kind, ms in found.items()]
+    for row in rows:
+        print(f"{row['name']:40}{row['ms']:8.1f} ms")
+    keep(args.out, NAME, "2 devices", rows, params=args.params, every=EVERY)
+
+
+class Loop:
+    """A training loop; with `told`, it says which steps exchange."""
+
+    def __init__(self, tx: Any, params: float, told: bool | None):
+        shapes, rng = shapes_of(round(params)), np.random.default_rng(0)
+        self.told = told
+        start = {k: rng.standard_normal(s, np.float32) * 0.03 for k, s in shapes.items()}
+        self.params = jaxcomm.replicate(start)
+        self.state = tx.init(self.params)
+        x = rng.standard_normal((DEVICES * ROWS, SIDE), np.float32)
+        self.batch = jaxcomm.global_batch(x, "data")
+
+        def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+            for name in shapes:
+                x = jax.nn.relu(x @ params[name])
+            return jnp.mean(x**2)
+
+        gradient = jaxcomm.value_and_grad(loss_fn, "data")
+
+        @functools.partial(jax.jit, static_argnames="due", donate_argnums=(0, 1))
+        def step(params: Any, state: Any, batch: Any, due: bool | None) -> Any:
+            is_local = isinstance(state, jaxcomm.LocalStepsState)
+            _, grads = gradient(jaxcomm.local_params(state) if is_local else params, batch)
+            updates, state = tx.update(grads, state, params, due=due)
+            return optax.apply_updates(params, updates), state
+
+        self.step = step
+
+    def seconds(self, is_last: bool) -> float:
+        """Of a step."""
+        start = time.perf_counter()
+        due = is_last if self.told else None
+        self.params, self.state = self.step(self.params, self.state, self.batch, due)
+        jax.block_until_ready((self.params, self.state))
+        return time.perf_counter() - start
+
+
+def times(counting: Loop, told: Loop, rounds: int) -> dict[str, float]:
+    """Milliseconds of steps that exchange and of those between, by kind."""
+    found: dict[str, list[float]] = {}
+    for number in range((rounds + WARM) * EVERY):
+        is_last = number % EVERY == EVERY - 1
+        for name, loop in (("by count", counting), ("due", told)):
+            seconds = loop.seconds(is_last)
+            if number >= WARM * EVERY:
+                kind = "a step that exchanges" if is_last else "a step between"
+                found.setdefault(f"{kind}, {name}", []).append(1e3 * seconds)
+    return {name: statistics.median(ms) for name, ms in sorted(found.items())}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
