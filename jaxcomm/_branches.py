@@ -53,7 +53,7 @@ def named(names: Sequence[str], every: Sequence[int] = ()) -> Iterator[None]:
 
 
 def known_on_the_host(
-    who: str, extra_args: Mapping[str, Any], count: int = 1
+    who: str, extra_args: Mapping[str, Any], count: int = 1, name: str = "due"
 ) -> tuple[list[bool] | None, dict[str, Any]]:
     """Which exchange is due in this step, if the caller of `update` said so by `due=`.
 
@@ -61,6 +61,7 @@ def known_on_the_host(
       who: the transformation, for messages.
       extra_args: the extra arguments of `update`.
       count: the exchanges of which at most one is due in a step.
+      name: of the argument.
 
     Returns:
       A flag for each exchange, or None if the state has to tell; and the other arguments.
@@ -71,13 +72,13 @@ def known_on_the_host(
         has one program for the static arguments 0 and False.
     """
     others = dict(extra_args)
-    due = others.pop("due", None)
+    due = others.pop(name, None)
     if due is None:
         return None, others
     if isinstance(due, jax.Array):
         raise TypeError(
-            f"{who} takes due= from the host, got {due}; make it a static argument of the step: "
-            "jax.jit(step, static_argnames='due')."
+            f"{who} takes {name}= from the host, got {due}; make it a static argument of the step: "
+            f"jax.jit(step, static_argnames={name!r})."
         )
     is_bool = isinstance(due, (bool, np.bool_))
     if not due if is_bool else is_integer(due) and 0 <= due <= count:
@@ -85,7 +86,7 @@ def known_on_the_host(
     if is_bool and count == 1:
         return [True], others
     kinds = "True or False" if count == 1 else f"a fragment, 1 to {count}, or 0 for none"
-    raise ValueError(f"{who} takes due={kinds}, got {due!r}.")
+    raise ValueError(f"{who} takes {name}={kinds}, got {due!r}.")
 
 
 def if_one_is_due(

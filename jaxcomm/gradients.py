@@ -218,12 +218,13 @@ def value_and_grad(
       `key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
 
     Raises:
-      ValueError: when called, if no mesh is set, the batch does not divide over the devices or
-        belongs to one process only, the loss was already averaged over the axis or does not depend
-        on the batch, or aux has one row per example.
-      TypeError: when called, if aux is not made of real numbers, `loss_fn` does not return what
-        `has_aux` requires, or a parameter is neither float32, bfloat16 nor float16; also if the
-        gradients are differentiated again.
+      ValueError: when called, if no mesh is set, the batch is empty, does not divide over the
+        devices or belongs to one process only, the loss was already averaged over the axis or does
+        not depend on the batch, aux has one row per example, or the loss changes variables of a
+        Flax NNX model, whose new values would be lost.
+      TypeError: immediately, if `loss_fn` is no function; when called, if aux is not made of real
+        numbers, `loss_fn` does not return what `has_aux` requires, or a parameter is neither
+        float32, bfloat16 nor float16; also if the gradients are differentiated again.
 
     Wire: one float32 all-reduce of the loss and all of aux.
 
@@ -260,7 +261,8 @@ def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Call
     Raises:
       ValueError: if `microbatches` is not a positive integer; when called, if the batch does not
         divide.
-      TypeError: when called, if `value_and_grad_fn` does not return a loss and gradients.
+      TypeError: if `value_and_grad_fn` is no function; when called, if it does not return a loss
+        and gradients.
 
     Wire: that of `value_and_grad_fn`, once for all microbatches of `jaxcomm.value_and_grad`.
 

@@ -23,12 +23,12 @@ LAYERS = ["blocks/*"]
 MOMENTUM = optax.sgd(0.1, momentum=0.9)
 
 
-def in_some_steps(inner: Exchange, due: bool | None) -> Exchange:
-    """A method that exchanges in some steps: by its count, or in this step as the host says."""
+def in_some_steps(inner: Exchange, **said: bool) -> Exchange:
+    """A method of several kinds of steps: by its count, or the kind that the host says."""
 
     def make(**options: Any) -> optax.GradientTransformation:
         tx = optax.with_extra_args_support(inner(**options))
-        return optax.GradientTransformationExtraArgs(tx.init, functools.partial(tx.update, due=due))
+        return optax.GradientTransformationExtraArgs(tx.init, functools.partial(tx.update, **said))
 
     return make
 
@@ -44,6 +44,11 @@ def local_steps(**options: Any) -> optax.GradientTransformation:
     return jaxcomm.local_steps(MOMENTUM, 32, outer, METHODS["int4"](**options), delay=1)
 
 
+def one_bit_adam(**options: Any) -> optax.GradientTransformation:
+    """Its dense steps have passed."""
+    return jaxcomm.one_bit_adam("data", 1e-3, dense_steps=100, **options)
+
+
 METHODS: dict[str, Exchange] = {
     "float32": lambda **kw: jaxcomm.mean("data", **kw),
     "bfloat16": lambda **kw: jaxcomm.mean("data", "bfloat16", **kw),
@@ -53,19 +58,20 @@ METHODS: dict[str, Exchange] = {
     "scaled_sign": lambda **kw: jaxcomm.mean("data", "scaled_sign", error_feedback=True, **kw),
     "vote": lambda **kw: jaxcomm.majority_vote("data", **kw),
     "low_rank": lambda **kw: jaxcomm.low_rank_mean("data", 4, **kw),
-    "one_bit_adam": lambda **kw: jaxcomm.one_bit_adam("data", 1e-3, dense_steps=100, **kw),
+    "one_bit_adam": one_bit_adam,
     "oktopk": lambda **kw: jaxcomm.sparse_mean("data", 0.01, "oktopk", **kw),
     "topk_allgather": lambda **kw: jaxcomm.sparse_mean("data", 0.01, "topk_allgather", **kw),
     "topk_dsa": lambda **kw: jaxcomm.sparse_mean("data", 0.01, "topk_dsa", **kw),
     "gtopk": lambda **kw: jaxcomm.sparse_mean("data", 0.01, "gtopk", **kw),
     "gaussiank": lambda **kw: jaxcomm.sparse_mean("data", 0.01, "gaussiank", **kw),
-    "multi_steps": in_some_steps(accumulated, None),
-    "multi_steps_due": in_some_steps(accumulated, True),
-    "local_steps": in_some_steps(local_steps, None),
-    "local_steps_due": in_some_steps(local_steps, True),
+    "multi_steps": accumulated,
+    "multi_steps_due": in_some_steps(accumulated, due=True),
+    "local_steps": local_steps,
+    "local_steps_due": in_some_steps(local_steps, due=True),
+    "one_bit_adam_bits": in_some_steps(one_bit_adam, dense=False),
 }
-IN_SOME_STEPS = ("multi_steps", "multi_steps_due", "local_steps", "local_steps_due")
-OPTIMIZERS = ("one_bit_adam", *IN_SOME_STEPS)
+OPTIMIZERS = ("one_bit_adam", "one_bit_adam_bits")
+OPTIMIZERS += ("multi_steps", "multi_steps_due", "local_steps", "local_steps_due")
 # In a scan: those that `in_backward` can exchange layer by layer, and that the page compares.
 SCANNED = ("float32", "bfloat16", "cnat", "int8", "scaled_sign", "vote", "oktopk")
 

@@ -89,8 +89,12 @@ class FrozenAdam:
             ]
         return [-rate * step for step in steps]
 
-    def end_of_warmup(self, v: Arrays, count: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-        """The next `frozen_at` and `norms`."""
+    def end_of_warmup(
+        self, v: Arrays, count: jax.Array, state: Any, frozen: jax.Array | bool
+    ) -> tuple[jax.Array, Any]:
+        """The next `frozen_at` and `norms`; `frozen` is True if the host says so."""
+        if frozen is True:  # perhaps before its time
+            return jnp.where(state.frozen_at > 0, state.frozen_at, state.count), state.norms
         threshold, ended, norms = self.variance_stability, jnp.bool_(False), ()
         if threshold is not None:
             norm = _norm(v, state.layout) / (1 - self.b2 ** count.astype(jnp.float32))

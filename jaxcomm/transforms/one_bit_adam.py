@@ -100,7 +100,7 @@ def one_bit_adam(
     exempt: Exempt = (),
     bucket_mib: float = 8.0,
     bucket_order: Sequence[str] | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Adam on the mean of local gradients; after some dense steps its momentum is sent in one bit.
 
     It is optimizer and exchange in one: its updates are final, so neither `jaxcomm.mean` nor
@@ -146,6 +146,9 @@ def one_bit_adam(
     Returns:
       A transformation whose `update` takes local gradients (from `jaxcomm.value_and_grad`) in
       either view, and returns what `optax.apply_updates` takes, bitwise equal on all devices.
+      `update(..., dense=True)`, or False, decides instead of the state whether this step is dense,
+      and makes no conditional: where steps are jitted, `dense` is a static argument, and there are
+      two programs. v changes in dense steps only.
 
     Raises:
       TypeError, ValueError: immediately for bad arguments; by `init` if an optimizer with its own
@@ -158,6 +161,7 @@ def one_bit_adam(
     one int32 over the other axes, and with `variance_stability` one float32. A dense step sends
     8(N-1)/N more bytes per parameter, in a branch of a conditional. The bits are also sent in dense
     steps, and discarded: on GPUs XLA does not overlap a collective that is inside a conditional.
+    With `dense`, a step sends either, outside of conditionals.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -185,14 +189,7 @@ def one_bit_adam(
     another method: it sends two means for each tensor and a byte for each sign.
     """
     check_names(axis_name, exempt, bucket_order)
-    if total_steps is not None:
-        if dense_steps is not None:
-            raise ValueError(
-                f"give total_steps or dense_steps, got {total_steps!r} and {dense_steps!r}."
-            )
-        check_number("total_steps", total_steps, is_count, "a whole number >= 1")
-        dense_steps = math.ceil(_DENSE_SHARE * total_steps)
-    end = dense_steps, variance_stability
+    end = _dense_steps(total_steps, dense_steps), variance_stability
     adam = FrozenAdam(learning_rate, b1, b2, eps, weight_decay, mask, *end)
     limit = bytes_of(bucket_mib)
 
@@ -213,41 +210,60 @@ def one_bit_adam(
         kept = (count, m, v, worker, server, frozen_at, norms)
         return OneBitAdamState(layout, _Buckets(buckets), *kept)
 
-    def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
         require_state(state, OneBitAdamState, exempt, {})
+        known, _ = _branches.known_on_the_host("one_bit_adam", extra_args, name="dense")
         grads, treedef = local_leaves(updates, state.layout)
         adam.require(params)
         old_m, old_v = jax.tree.leaves(state.m), jax.tree.leaves(state.v)
         large, _ = split_off_exempt(state.layout)
         buckets = buckets_of(state.layout, large, bucket_order, limit)
         _require_same(buckets, state.buckets)
-        frozen, count, leaves = state.frozen_at > 0, state.count + 1, range(len(grads))
+        frozen = not known[0] if known else state.frozen_at > 0
+        count, leaves = state.count + 1, range(len(grads))
         in_one_bit = [frozen & (i in large) for i in leaves]
 
         grads32 = [g.astype(jnp.float32) for g in grads]
         sent = [jnp.where(in_one_bit[i], adam.m(old_m[i], grads32[i]), grads32[i]) for i in leaves]
         means, finite, *errors = _exchange(sent, frozen, state, buckets)
         m = [jnp.where(in_one_bit[i], means[i], adam.m(old_m[i], means[i])) for i in leaves]
-        v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], means[i])) for i in leaves]
         finite &= jnp.isfinite(adam.rate(state.count))
-        m, v = _written(finite, m, old_m), _written(finite, v, old_v)
+        m, v = _written(finite, m, old_m), old_v
+        if frozen is not True:  # which the host says
+            v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], means[i])) for i in leaves]
+            v = _written(finite, v, old_v)
         steps = adam.steps(m, v, state, params)
         steps = [step.astype(g.dtype) for step, g in zip(steps, grads, strict=True)]
         if any(step.dtype.itemsize < 4 for step in steps):
             narrow = all_finite(vectors_in_view(steps, state.layout))
             finite = on_further_axes(finite & narrow, axis_name)
-            m, v = _written(finite, m, old_m), _written(finite, v, old_v)
+            m = _written(finite, m, old_m)
+            v = v if frozen is True else _written(finite, v, old_v)
         kept = (state.worker_error, state.server_error)
         worker, server = map(partial(_chosen, finite & frozen), errors, kept)
 
-        end = adam.end_of_warmup(v, count, state)
+        end = adam.end_of_warmup(v, count, state, frozen)
         old = (state.count, state.frozen_at, state.norms)
         count, *end = jax.tree.map(partial(jnp.where, finite), (count, *end), old)
         kept = (count, treedef.unflatten(m), treedef.unflatten(v), worker, server, *end)
         state = OneBitAdamState(state.layout, state.buckets, *kept)
         return treedef.unflatten(jnp.where(finite, step, jnp.nan) for step in steps), state
 
-    return optax.GradientTransformation(init_fn, update_fn)
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _dense_steps(total_steps: int | None, dense_steps: int | None) -> int | None:
+    """How many there are at most."""
+    if total_steps is None:
+        return dense_steps
+    if dense_steps is not None:
+        raise ValueError(
+            f"give total_steps or dense_steps, got {total_steps!r} and {dense_steps!r}."
+        )
+    check_number("total_steps", total_steps, is_count, "a whole number >= 1")
+    return math.ceil(_DENSE_SHARE * total_steps)
 
 
 def _require_same(buckets: tuple[Bucket, ...], saved: _Buckets) -> None:
@@ -260,14 +276,18 @@ def _require_same(buckets: tuple[Bucket, ...], saved: _Buckets) -> None:
 
 def _exchange(
     sent: Arrays,
-    compressed: jax.Array,
+    compressed: jax.Array | bool,
     state: OneBitAdamState,
     buckets: tuple[Bucket, ...],
 ) -> tuple[Arrays, jax.Array, PerDevice, PerDevice]:
-    """The means of what was sent, whether all of it is finite, and the next errors."""
+    """The means of what was sent, whether all of it is finite, and the next errors.
+
+    The state tells whether the step is compressed, or a Python bool, which makes no conditional.
+    """
     layout = state.layout
     axis_name, (_, exempt) = layout.axis_name, split_off_exempt(layout)
     reduction, native = collectives.mean_of("float32", "native")
+    known = compressed if isinstance(compressed, bool) else None
 
     def in_float32(vectors: dict[int, jax.Array], sent: Arrays) -> Arrays:
         means = []
@@ -282,9 +302,10 @@ def _exchange(
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, Any]:
             # The 1-bit exchange runs during the dense steps too and its result is discarded: XLA
             # does not overlap collectives inside a conditional.
-            vector = _in_blocks(parts)
+            vector, errors = _in_blocks(parts), (own[0][number], own[1][number])
+            if known is False:
+                return in_float32({number: vector}, list(sent))[0], (vector, *errors)
             counts = _counts([part.size for part in parts.values()])
-            errors = own[0][number], own[1][number]
             with noted("1 bit, direct"):
                 mean, *errors = one_bit_mean(vector, *errors, counts, axis_name)
             return mean, (vector, *errors)
@@ -298,10 +319,12 @@ def _exchange(
             axis_name=axis_name,
             results_are_finite=True,  # checked below, as those of a dense step are
         )
-        vectors, one_bit = in_turn(dict(enumerate(kept[0] for kept in done.kept)), done.buckets)
-        means = _branches.replaced_if(
-            ~compressed, "one_bit_adam: dense", lambda v: in_float32(v, sent), vectors, one_bit
-        )
+        means = done.buckets
+        if known is None:
+            vectors, means = in_turn(dict(enumerate(kept[0] for kept in done.kept)), means)
+            means = _branches.replaced_if(
+                ~compressed, "one_bit_adam: dense", lambda v: in_float32(v, sent), vectors, means
+            )
         # The square of a finite gradient may overflow, and v with it.
         squares = [jnp.square(x) for x in (*means, *done.exact.values())]
         finite = on_further_axes(done.finite & all_finite(as_vectors(squares)), axis_name)
@@ -315,7 +338,7 @@ def _exchange(
 
     own = (state.worker_error, state.server_error)
     (*means, finite), (worker, server) = on_every_device(
-        on_device, sent, layout, own, compressed, further_results=1
+        on_device, sent, layout, own, jnp.asarray(compressed), further_results=1
     )
     return means, finite, worker, server
 

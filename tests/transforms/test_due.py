@@ -33,6 +33,10 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
     return sum((jnp.sum(params[name] * batch[name][0]) for name in SHAPES), jnp.float32(0))
 
 
+def one_bit_adam() -> optax.GradientTransformation:
+    return jaxcomm.one_bit_adam("data", RATE, dense_steps=2, b2=0.99)
+
+
 class Loop:
     """A training loop whose step has `due` as a static argument."""
 
@@ -48,7 +52,8 @@ class Loop:
         is_local = isinstance(state, jaxcomm.LocalStepsState)
         at = jaxcomm.local_params(state) if is_local else params
         _, grads = jaxcomm.value_and_grad(loss_fn, "data")(at, batch)
-        updates, state = self.tx.update(grads, state, params, due=due)
+        name = "dense" if isinstance(state, jaxcomm.OneBitAdamState) else "due"
+        updates, state = self.tx.update(grads, state, params, **{name: due})
         return optax.apply_updates(params, updates), state
 
     def report(self, due: Due) -> jaxcomm.WireReport:
@@ -70,11 +75,12 @@ CASES: dict[str, tuple[Any, list[Due]]] = {
     "two fragments": (lambda: local(2), [0, 1, 0, 2]),
     "a delay": (lambda: local(2, 1), [0, 0, 1, 0, 2, 0, 1, 0]),
 }
+BY_COUNT = CASES | {"1-bit Adam": (one_bit_adam, [True, True, False, False, False])}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", BY_COUNT)
 def test_the_host_says_what_the_state_would(name: str) -> None:
-    make, dues = CASES[name]
+    make, dues = BY_COUNT[name]
     batches = [gradients(WORLD, seed) for seed in range(len(dues))]
     told, counting = Loop(make()), Loop(make())
     told.run(dues, batches)
@@ -95,6 +101,31 @@ def test_each_program_sends_its_part_without_a_conditional(name: str) -> None:
     assert not any(c.branch for report in reports for c in report.collectives)
     assert sorted(report.bytes_max for report in reports) == wanted
     assert wanted[0] == 0 < wanted[1]
+
+
+def test_a_step_of_one_bit_adam_sends_floats_or_bits() -> None:
+    loop = Loop(one_bit_adam())
+    counting, dense, bits = (loop.report(due) for due in (None, True, False))
+    assert any(c.branch for c in counting.collectives)
+    assert not any(c.branch for c in (*dense.collectives, *bits.collectives))
+    assert (
+        dense.bytes_max
+        < counting.bytes_max
+        == max(report.bytes_max for report in counting.by_branch().values())
+    )
+    assert bits.bytes_max == min(report.bytes_max for report in counting.by_branch().values())
+    assert {dtype for c in dense.collectives for dtype in c.dtypes} == {"f32"}
+
+
+def test_one_bit_adam_may_freeze_the_variance_before_its_time() -> None:
+    loop = Loop(one_bit_adam())
+    batches = [gradients(WORLD, seed) for seed in range(3)]
+    loop.run([True], batches[:1])
+    v = jax.tree.map(np.asarray, loop.state.v)
+    loop.run([False, False], batches[1:])
+    jax.tree.map(np.testing.assert_array_equal, loop.state.v, v)
+    assert int(loop.state.frozen_at) == 1 and np.abs(v["kernel"]).max() > 0
+    assert max(np.abs(e).max() for e in loop.state.worker_error.values) > 0
 
 
 def test_accumulates_until_the_host_says_so() -> None:
@@ -148,13 +179,13 @@ def test_with_a_delay_what_is_sent_waits_for_no_gradient(delay: int) -> None:
     assert any(used) == (delay == 0)
 
 
-@pytest.mark.parametrize("make", [accumulated, local])
+@pytest.mark.parametrize("make", [accumulated, local, one_bit_adam])
 def test_only_the_host_can_say_it(make: Any) -> None:
     loop = Loop(make())
     with jax.set_mesh(loop.mesh):
         grads = place(VIEW, gradients(WORLD), "data")
         step: Any = jax.jit(loop._step)
-        with pytest.raises(TypeError, match=r"_steps takes due= from the host.*static_argn"):
+        with pytest.raises(TypeError, match=r"takes d.*= from the host.*static_argnames='d"):
             step(grads, loop.state, loop.params, due=True)
 
 
@@ -163,6 +194,7 @@ def test_only_the_host_can_say_it(make: Any) -> None:
     [
         (accumulated, 2, "multi_steps takes due=True or False, got 2"),
         (accumulated, "yes", "due=True or False, got 'yes'"),
+        (one_bit_adam, 2, "one_bit_adam takes dense=True or False, got 2"),
         (local, 2.0, "local_steps takes due=True or False, got 2.0"),
         (lambda: local(2), True, "due=a fragment, 1 to 2, or 0 for none, got True"),
         (lambda: local(2), 3, "due=a fragment, 1 to 2, or 0 for none, got 3"),
