@@ -1,11 +1,11 @@
-"""What a conditional costs on CPU: steps that exchange now and then, by count and as the host says.
+"""What a conditional costs on CPU: kinds of steps by the state's count, and as the host says.
 
     python -m benchmarks.due [--params=4e6] [--rounds=12] [--out=JSON]
 
-A perceptron of layers of 1024 x 1024 on two simulated devices, 8 rows each, with an exchange in
-every 4th step. `by count` is one program, whose conditional exchanges; `due` are two, one for steps
-that exchange and one for the others, chosen by the loop. Steps of both alternate, and times are
-medians. Nothing is sent over a network.
+A perceptron of layers of 1024 x 1024 on two simulated devices, 8 rows each: `multi_steps` and
+`local_steps` with an exchange in every 4th step, and `one_bit_adam` after its dense step. `by
+count` is one program with a conditional; `told` are two, chosen by the loop with `due=` or
+`dense=`. Steps of both alternate, and times are medians. Nothing is sent over a network.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.netlab.methods import SIDE, shapes_of
 
 NAME = "benchmarks.due"
 DEVICES, ROWS, EVERY, WARM = 2, 8, 4, 2  # WARM rounds are not timed
-EXCHANGES: dict[str, Callable[[], Any]] = {
+METHODS: dict[str, Callable[[], Any]] = {
     "multi_steps": lambda: jaxcomm.multi_steps(
         optax.chain(jaxcomm.mean("data", "int4", error_feedback=True), optax.adam(1e-3)), EVERY
     ),
@@ -38,6 +38,7 @@ EXCHANGES: dict[str, Callable[[], Any]] = {
         optax.sgd(1.0, momentum=0.75, nesterov=True),
         jaxcomm.mean("data", "scaled_sign", error_feedback=True),
     ),
+    "one_bit_adam": lambda: jaxcomm.one_bit_adam("data", 1e-3, dense_steps=1),
 }
 
 
@@ -55,20 +56,32 @@ def run(args: argparse.Namespace) -> None:
     jaxcomm.simulate_devices(DEVICES)
     jax.set_mesh(jaxcomm.data_mesh())
     rows = []
-    for name, make in EXCHANGES.items():
-        found = times(Loop(make(), args.params, None), Loop(make(), args.params, True), args.rounds)
+    for name, make in METHODS.items():
+        loops = {"by count": Loop(make(), args.params), "told": Loop(make(), args.params)}
+        kinds = bits if name == "one_bit_adam" else exchanges
+        found = times(loops, kinds, args.rounds)
         rows += [{"name": f"{name}, {kind}", "ms": ms} for kind, ms in found.items()]
     for row in rows:
         print(f"{row['name']:40}{row['ms']:8.1f} ms")
     keep(args.out, NAME, "2 devices", rows, params=args.params, every=EVERY)
 
 
-class Loop:
-    """A training loop; with `told`, it says which steps exchange."""
+def exchanges(number: int) -> tuple[str, dict[str, bool]]:
+    """The kind of a step, and how the loop says so."""
+    is_last = number % EVERY == EVERY - 1
+    return "a step that exchanges" if is_last else "a step between", {"due": is_last}
 
-    def __init__(self, tx: Any, params: float, told: bool | None):
+
+def bits(number: int) -> tuple[str, dict[str, bool]]:
+    """The same, of 1-bit Adam."""
+    return "a step in bits", {"dense": number == 0}
+
+
+class Loop:
+    """A training loop."""
+
+    def __init__(self, tx: Any, params: float):
         shapes, rng = shapes_of(round(params)), np.random.default_rng(0)
-        self.told = told
         start = {k: rng.standard_normal(s, np.float32) * 0.03 for k, s in shapes.items()}
         self.params = jaxcomm.replicate(start)
         self.state = tx.init(self.params)
@@ -82,33 +95,33 @@ class Loop:
 
         gradient = jaxcomm.value_and_grad(loss_fn, "data")
 
-        @functools.partial(jax.jit, static_argnames="due", donate_argnums=(0, 1))
-        def step(params: Any, state: Any, batch: Any, due: bool | None) -> Any:
+        @functools.partial(jax.jit, static_argnames=("due", "dense"), donate_argnums=(0, 1))
+        def step(params: Any, state: Any, batch: Any, **said: bool) -> Any:
             is_local = isinstance(state, jaxcomm.LocalStepsState)
             _, grads = gradient(jaxcomm.local_params(state) if is_local else params, batch)
-            updates, state = tx.update(grads, state, params, due=due)
+            updates, state = tx.update(grads, state, params, **said)
             return optax.apply_updates(params, updates), state
 
         self.step = step
 
-    def seconds(self, is_last: bool) -> float:
+    def seconds(self, **said: bool) -> float:
         """Of a step."""
         start = time.perf_counter()
-        due = is_last if self.told else None
-        self.params, self.state = self.step(self.params, self.state, self.batch, due)
+        self.params, self.state = self.step(self.params, self.state, self.batch, **said)
         jax.block_until_ready((self.params, self.state))
         return time.perf_counter() - start
 
 
-def times(counting: Loop, told: Loop, rounds: int) -> dict[str, float]:
-    """Milliseconds of steps that exchange and of those between, by kind."""
+def times(
+    loops: dict[str, Loop], kinds: Callable[[int], tuple[str, dict[str, bool]]], rounds: int
+) -> dict[str, float]:
+    """Milliseconds of the steps of each kind."""
     found: dict[str, list[float]] = {}
     for number in range((rounds + WARM) * EVERY):
-        is_last = number % EVERY == EVERY - 1
-        for name, loop in (("by count", counting), ("due", told)):
-            seconds = loop.seconds(is_last)
+        kind, said = kinds(number)
+        for name, loop in loops.items():
+            seconds = loop.seconds(**(said if name == "told" else {}))
             if number >= WARM * EVERY:
-                kind = "a step that exchanges" if is_last else "a step between"
                 found.setdefault(f"{kind}, {name}", []).append(1e3 * seconds)
     return {name: statistics.median(ms) for name, ms in sorted(found.items())}
 

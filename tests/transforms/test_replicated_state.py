@@ -60,4 +60,9 @@ def test_along_explicit_axes_replicated_state_is_refused(name: str) -> None:
         grads = jaxcomm.mark_local(jaxcomm.global_batch(np.zeros((4, 4, 8), np.float32), "data"))
         jax.eval_shape(tx.update, grads, tx.init(params), params)
         with pytest.raises(ValueError, match="as it is, without jaxcomm.replicate"):
-            jax.eval_shape(tx.update, grads, jaxcomm.replicate(tx.init(params)), params)
+            jax.eval_shape(tx.update, grads, everywhere(tx.init(params)), params)
+
+
+def everywhere(state: Any) -> Any:
+    """Every array on all devices, as plain jax does it; `jaxcomm.replicate` refuses it."""
+    return jax.tree.map(lambda x: jax.device_put(x, jax.P(*[None] * x.ndim)), state)
