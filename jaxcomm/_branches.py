@@ -80,13 +80,14 @@ def known_on_the_host(
             f"{who} takes {name}= from the host, got {due}; make it a static argument of the step: "
             f"jax.jit(step, static_argnames={name!r})."
         )
-    is_bool = isinstance(due, (bool, np.bool_))
-    if not due if is_bool else is_integer(due) and 0 <= due <= count:
-        return [number + 1 == due for number in range(count)], others
-    if is_bool and count == 1:
-        return [True], others
-    kinds = "True or False" if count == 1 else f"a fragment, 1 to {count}, or 0 for none"
-    raise ValueError(f"{who} takes {name}={kinds}, got {due!r}.")
+    if isinstance(due, (bool, np.bool_)):
+        fits = count == 1 or not due
+    else:
+        fits = is_integer(due) and 0 <= due <= count
+    if not fits:
+        kinds = "True or False" if count == 1 else f"a fragment, 1 to {count}, or 0 for none"
+        raise ValueError(f"{who} takes {name}={kinds}, got {due!r}.")
+    return [number == int(due) for number in range(1, count + 1)], others
 
 
 def if_one_is_due(

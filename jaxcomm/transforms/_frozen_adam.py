@@ -70,6 +70,11 @@ class FrozenAdam:
         rate = self.learning_rate
         return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
 
+    def is_sound(self, state: Any, frozen: jax.Array | bool) -> jax.Array:
+        """Whether there is a rate and, where the host says that v is frozen, v has seen a step."""
+        finite = jnp.isfinite(self.rate(state.count))
+        return finite & (state.count > 0) if frozen is True else finite
+
     def steps(self, m: Arrays, v: Arrays, state: Any, params: Any) -> Arrays:
         """What to add to the parameters; `state` is that of `one_bit_adam` before the step."""
         rate, count = self.rate(state.count), state.count + 1

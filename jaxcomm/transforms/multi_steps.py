@@ -74,7 +74,7 @@ def multi_steps(
         would count the steps in between; by `update` if `due` is no bool.
 
     Wire: that of `inner` in one step of `every`, in a branch of a conditional; otherwise nothing.
-      With `due`, that of `inner` or nothing, and no conditional.
+    With `due`, that of `inner` or nothing, and no conditional.
 
     Example:
       >>> import jaxcomm, optax

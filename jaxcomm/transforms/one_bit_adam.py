@@ -148,12 +148,13 @@ def one_bit_adam(
       either view, and returns what `optax.apply_updates` takes, bitwise equal on all devices.
       `update(..., dense=True)`, or False, decides instead of the state whether this step is dense,
       and makes no conditional: where steps are jitted, `dense` is a static argument, and there are
-      two programs. v changes in dense steps only.
+      two programs. v changes in dense steps only; without one before, updates are NaN.
 
     Raises:
       TypeError, ValueError: immediately for bad arguments; by `init` if an optimizer with its own
         moments follows in the same `optax.chain`; by `update` if weight decay lacks the parameters,
-        or the mask does not fit them; otherwise as for `jaxcomm.mean`.
+        the mask does not fit them, or `dense` is no bool of the host; otherwise as for
+        `jaxcomm.mean`.
 
     Wire: for each bucket of b blocks, 2(N-1) messages of 33 uint32 words for each of ceil(b/N)
     blocks, which is 2(N-1)/N of 1.03 bits per value; a leaf is padded to whole blocks of 1024
@@ -229,7 +230,7 @@ def one_bit_adam(
         sent = [jnp.where(in_one_bit[i], adam.m(old_m[i], grads32[i]), grads32[i]) for i in leaves]
         means, finite, *errors = _exchange(sent, frozen, state, buckets)
         m = [jnp.where(in_one_bit[i], means[i], adam.m(old_m[i], means[i])) for i in leaves]
-        finite &= jnp.isfinite(adam.rate(state.count))
+        finite &= adam.is_sound(state, frozen)
         m, v = _written(finite, m, old_m), old_v
         if frozen is not True:  # which the host says
             v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], means[i])) for i in leaves]
@@ -300,11 +301,11 @@ def _exchange(
 
     def on_device(sent: Arrays, own: Own, compressed: jax.Array) -> tuple[Arrays, Own]:
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, Any]:
-            # The 1-bit exchange runs during the dense steps too and its result is discarded: XLA
-            # does not overlap collectives inside a conditional.
             vector, errors = _in_blocks(parts), (own[0][number], own[1][number])
             if known is False:
                 return in_float32({number: vector}, list(sent))[0], (vector, *errors)
+            # If only the state knows, this runs during the dense steps too and its result is
+            # discarded: XLA does not overlap collectives inside a conditional.
             counts = _counts([part.size for part in parts.values()])
             with noted("1 bit, direct"):
                 mean, *errors = one_bit_mean(vector, *errors, counts, axis_name)

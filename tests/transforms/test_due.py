@@ -128,6 +128,21 @@ def test_one_bit_adam_may_freeze_the_variance_before_its_time() -> None:
     assert max(np.abs(e).max() for e in loop.state.worker_error.values) > 0
 
 
+def test_without_a_dense_step_there_is_no_variance() -> None:
+    """Nothing would move, silently: no coordinate has a variance."""
+    loop = Loop(one_bit_adam())
+    loop.run([False], [gradients(WORLD)])
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(loop.params) if x.size)
+    assert int(loop.state.count) == 0
+
+
+@pytest.mark.parametrize("due", [np.bool_(True), np.int64(2)])
+def test_numbers_of_numpy_make_no_conditional_either(due: Any) -> None:
+    loop = Loop(local(2) if due == 2 else accumulated())
+    report = loop.report(due)
+    assert report.bytes_max > 0 and not any(c.branch for c in report.collectives)
+
+
 def test_accumulates_until_the_host_says_so() -> None:
     loop = Loop(jaxcomm.multi_steps(optax.chain(jaxcomm.mean("data"), optax.sgd(1.0)), 3))
     batches = [gradients(WORLD, seed) for seed in range(6)]
