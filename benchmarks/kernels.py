@@ -117,7 +117,7 @@ def e4m3_encoded(x: jax.Array, **options: Any) -> jax.Array:
 
 
 def int8_sum(payloads: jax.Array) -> jax.Array:
-    return integers.decode_and_sum(payloads, payloads.shape[1] * 64 // 65, 127, 256)
+    return codecs.int8().decode_and_sum(payloads, payloads.shape[1] * 64 // 65)
 
 
 def nine_bits_sum(payloads: jax.Array, **options: Any) -> jax.Array:

@@ -1,18 +1,18 @@
 """Integers of 8 and 4 bits, scaled by the largest magnitude of a block."""
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax
 
-from jaxcomm.codecs._codec import EVEN, Codec
-from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, require_integer, rounding_key
+from jaxcomm.codecs._block_scaled import BlockScaled
+from jaxcomm.codecs._rounding import ROUNDINGS, require_choice, rounding_key
 from jaxcomm.kernels.block_quantization import integers
+from jaxcomm.kernels.block_quantization.rounding import level_of, width_for
 
 
 @dataclasses.dataclass(frozen=True)
-class Integer(Codec):
+class Integer(BlockScaled):
     """Two's complement from -levels to levels; the block's largest magnitude becomes `levels`.
 
     The range is symmetric: its lowest code is not used. Rounding to nearest, ties away from zero,
@@ -29,24 +29,23 @@ class Integer(Codec):
       arXiv:1511.04561 (8 bits on the wire; its data types are others).
     """
 
-    block_size: int
     rounding: str
     levels: ClassVar[int]
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        require_integer("block_size", self.block_size, 1)
+        super().__post_init__()
         require_choice("rounding", self.rounding, ROUNDINGS)
-
-    @property
-    def even(self) -> int:
-        """Whole blocks."""
-        return math.lcm(EVEN, self.block_size)
 
     @property
     def is_random(self) -> bool:
         """If `rounding` is "random"."""
         return self.rounding == "random"
+
+    @property
+    def width(self) -> int:
+        """8 or 4."""
+        return width_for(self.levels)
 
     @property
     def operations(self) -> tuple[str, ...]:
@@ -58,25 +57,9 @@ class Integer(Codec):
         key, option = rounding_key(self, key), self.implementation
         return integers.encode(x, self.levels, self.block_size, key, implementation=option)
 
-    def decode(self, payload: jax.Array, n: int) -> jax.Array:
-        """uint8 `(..., m)` to float32 `(..., n)`."""
-        return integers.decode(payload, n, self.levels, self.block_size)
-
-    def decode_and_sum(self, payloads: jax.Array, n: int) -> jax.Array:
-        """uint8 `(N, m)` to float32 `(n,)`."""
-        return integers.decode_and_sum(payloads, n, self.levels, self.block_size)
-
-    def sum_with_own(self, payloads: jax.Array, own: jax.Array, place: jax.Array) -> jax.Array:
-        """uint8 `(N, m)` and float32 `(n,)` to float32 `(n,)`."""
-        return integers.sum_with_own(payloads, own, place, self.levels, self.block_size)
-
-    def error(self, x: jax.Array, payload: jax.Array) -> jax.Array:
-        """float32 `(..., n)` and its payload to float32 `(..., n)`."""
-        return integers.error(x, payload, self.levels, self.block_size)
-
-    def message_bytes(self, n: int) -> int:
-        """The bytes of 8 or 4 bits per value, and 4 ceil(n / block_size) of units."""
-        return integers.message_bytes(n, self.levels, self.block_size)
+    def numbers(self, codes: jax.Array) -> jax.Array:
+        """Levels."""
+        return level_of(codes, self.levels)
 
 
 @dataclasses.dataclass(frozen=True)

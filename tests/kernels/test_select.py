@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from implementations import every_implementation, interpreted
 from jaxcomm.kernels import select
+from jaxcomm.kernels.bitplanes import packing
 from jaxcomm.kernels.select import compaction
 from jaxcomm.kernels.select import magnitudes as bands
 from jaxcomm.kernels.select import threshold as search
@@ -168,9 +169,9 @@ def test_gpus_pack_and_place_alike() -> None:
         slot = jnp.arange(capacity, dtype=jnp.int32)
         for x in samples(n, n):
             inside = bands.patterns_of(x) >= bands.lowest_for(jnp.float32(0.5))
-            inside = jnp.pad(inside, (0, -n % CHUNK))
-            words = bands._joined(inside)
-            np.testing.assert_array_equal(bands._joined_by_halves(inside), words)
+            streams = jnp.pad(inside, (0, -n % CHUNK)).reshape(-1, packing.BITS, bands.LANES)
+            words = packing._joined(streams)
+            np.testing.assert_array_equal(packing._joined_by_halves(streams), words)
             before = compaction._count_before(words)
             marks = compaction._places_by_marks(words, before, slot)
             found = compaction._places_by_search(words, before, slot)

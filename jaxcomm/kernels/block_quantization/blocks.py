@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm.kernels._apart import apart
+from jaxcomm.kernels._messages import require_payload
 from jaxcomm.kernels.block_quantization import packing
 from jaxcomm.kernels.reductions import INFINITY, sum_in_order
 
@@ -149,12 +150,22 @@ def decode(payload: jax.Array, n: int, form: Format) -> jax.Array:
 
     Returns:
       The values, float32 array `(..., n)`.
+
+    Raises:
+      TypeError: for another dtype.
+      ValueError: for another number of bytes.
     """
     return _of_values(lambda values: values, payload, n, form, payload.shape[:-1])
 
 
 def decode_and_sum(payloads: jax.Array, n: int, form: Format) -> jax.Array:
-    """The sum of the values of payloads `(N, m)`, added in order: float32 `(n,)`."""
+    """The sum of the values of payloads `(N, m)`, added in order: float32 `(n,)`.
+
+    Raises:
+      As `decode`; ValueError also for another shape.
+    """
+    if payloads.ndim != 2 or payloads.shape[0] == 0:
+        raise ValueError(f"decode_and_sum takes messages (N, m), got shape {payloads.shape}.")
     return _of_values(sum_in_order, payloads, n, form, ())
 
 
@@ -188,6 +199,7 @@ def _of_values(
     what uses them, takes up to 8 times as long.
     """
     size, width, numbers = form
+    require_payload(payload, n, message_bytes(max(n, 0), size, width))
 
     def of(piece: _Piece, in_streams: bool, payload: jax.Array, *arrays: jax.Array) -> jax.Array:
         codes, units = piece.codes(payload), piece.units(payload)
