@@ -3,9 +3,10 @@
     python -m benchmarks.due [--params=4e6] [--rounds=12] [--out=JSON]
 
 A perceptron of layers of 1024 x 1024 on two simulated devices, 8 rows each: `multi_steps` and
-`local_steps` with an exchange in every 4th step, and `one_bit_adam` after its dense step. `by
-count` is one program with a conditional; `told` are two, chosen by the loop with `due=` or
-`dense=`. Steps of both alternate, and times are medians. Nothing is sent over a network.
+`local_steps` with an exchange in every 4th step, and `one_bit_adam` and `dense_first` (int4, with
+Adam behind) after a dense step. `by count` is one program with a conditional; `told` are two,
+chosen by the loop with `due=` or `dense=`. Steps of both alternate, and times are medians. Nothing
+is sent over a network.
 """
 
 import argparse
@@ -39,7 +40,11 @@ METHODS: dict[str, Callable[[], Any]] = {
         jaxcomm.mean("data", "scaled_sign", error_feedback=True),
     ),
     "one_bit_adam": lambda: jaxcomm.one_bit_adam("data", 1e-3, dense_steps=1),
+    "dense_first": lambda: optax.chain(
+        jaxcomm.dense_first(jaxcomm.mean("data", "int4", error_feedback=True), 1), optax.adam(1e-3)
+    ),
 }
+DENSE = ("one_bit_adam", "dense_first")
 
 
 def main() -> int:
@@ -58,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     rows = []
     for name, make in METHODS.items():
         loops = {"by count": Loop(make(), args.params), "told": Loop(make(), args.params)}
-        kinds = bits if name == "one_bit_adam" else exchanges
+        kinds = bits if name in DENSE else exchanges
         found = times(loops, kinds, args.rounds)
         rows += [{"name": f"{name}, {kind}", "ms": ms} for kind, ms in found.items()]
     for row in rows:
@@ -73,7 +78,7 @@ def exchanges(number: int) -> tuple[str, dict[str, bool]]:
 
 
 def bits(number: int) -> tuple[str, dict[str, bool]]:
-    """The same, of 1-bit Adam."""
+    """The same, of those that begin with a dense step."""
     return "a step in bits", {"dense": number == 0}
 
 

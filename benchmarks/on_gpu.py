@@ -39,6 +39,8 @@ DUE = {
     "local_steps_due": "the same with `due=True`",
     "one_bit_adam": "`one_bit_adam` after its dense steps",
     "one_bit_adam_bits": "the same with `dense=False`",
+    "dense_first": "int4 with feedback by `dense_first`",
+    "dense_first_int4": "the same with `dense=False`",
 }
 COMPILED = STEPS | {"topk_dsa": "TopkDSA, 1 %", "gtopk": "gTopk, 1 %"}
 

@@ -71,15 +71,9 @@ def known_on_the_host(
       ValueError: for what is neither False nor an exchange. These are counted from 1, as `jax.jit`
         has one program for the static arguments 0 and False.
     """
-    others = dict(extra_args)
-    due = others.pop(name, None)
+    due, others = told(who, extra_args, name)
     if due is None:
         return None, others
-    if isinstance(due, jax.Array):
-        raise TypeError(
-            f"{who} takes {name}= from the host, got {due}; make it a static argument of the step: "
-            f"jax.jit(step, static_argnames={name!r})."
-        )
     if isinstance(due, (bool, np.bool_)):
         fits = count == 1 or not due
     else:
@@ -88,6 +82,22 @@ def known_on_the_host(
         kinds = "True or False" if count == 1 else f"a fragment, 1 to {count}, or 0 for none"
         raise ValueError(f"{who} takes {name}={kinds}, got {due!r}.")
     return [number == int(due) for number in range(1, count + 1)], others
+
+
+def told(who: str, extra_args: Mapping[str, Any], name: str) -> tuple[Any, dict[str, Any]]:
+    """What the caller of `update` said of a step by an argument, or None; and the other arguments.
+
+    Raises:
+      TypeError: for what is known on the devices only.
+    """
+    others = dict(extra_args)
+    said = others.pop(name, None)
+    if isinstance(said, jax.Array):
+        raise TypeError(
+            f"{who} takes {name}= from the host, got {said}; make it a static argument of the "
+            f"step: jax.jit(step, static_argnames={name!r})."
+        )
+    return said, others
 
 
 def if_one_is_due(

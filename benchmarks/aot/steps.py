@@ -49,6 +49,11 @@ def one_bit_adam(**options: Any) -> optax.GradientTransformation:
     return jaxcomm.one_bit_adam("data", 1e-3, dense_steps=100, **options)
 
 
+def dense_first(**options: Any) -> optax.GradientTransformation:
+    """int4 after float32."""
+    return jaxcomm.dense_first(METHODS["int4"](**options), 100)
+
+
 METHODS: dict[str, Exchange] = {
     "float32": lambda **kw: jaxcomm.mean("data", **kw),
     "bfloat16": lambda **kw: jaxcomm.mean("data", "bfloat16", **kw),
@@ -69,6 +74,8 @@ METHODS: dict[str, Exchange] = {
     "local_steps": local_steps,
     "local_steps_due": in_some_steps(local_steps, due=True),
     "one_bit_adam_bits": in_some_steps(one_bit_adam, dense=False),
+    "dense_first": dense_first,
+    "dense_first_int4": in_some_steps(dense_first, dense=False),
 }
 OPTIMIZERS = ("one_bit_adam", "one_bit_adam_bits")
 OPTIMIZERS += ("multi_steps", "multi_steps_due", "local_steps", "local_steps_due")

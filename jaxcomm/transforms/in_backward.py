@@ -298,6 +298,11 @@ class _InBackward:
         self, updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         refuse_wrappers()
+        if said := sorted({"dense", "stage"}.intersection(extra_args)):
+            raise ValueError(
+                f"in_backward takes no {said[0]}=, as the layers were exchanged before `update`: "
+                "leave it out, and the state counts the steps."
+            )
         leaves, treedef = jax.tree.flatten(updates, is_leaf=is_parameter)
         paths = paths_of(updates)
         of = places(paths, state.stacks.paths)

@@ -112,7 +112,8 @@ def low_rank_mean(
       codec: the format of P and Q, as in `jaxcomm.mean`; not random_k, int2 or scaled_sign.
         Rounding P only changes the direction slightly, and the errors of Q join the residual.
       algorithm: who talks to whom, as in `jaxcomm.mean`.
-      dense_steps: the number of steps with a float32 mean before the first compressed step.
+      dense_steps: the number of steps with a float32 mean before the first compressed step. Then
+        `update` also takes `dense=`, as that of `jaxcomm.dense_first`.
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.
       seed: the seed for the first Q, and for codecs that round at random.
       bucket_mib: the maximum size of a bucket, in MiB of float32 gradients. A bucket is two

@@ -138,7 +138,8 @@ def sparse_mean(
       error_feedback: whether residuals are kept; without them, values that are not sent are lost.
       momentum_correction: the decay, in [0, 1), of each device's momentum, or None.
       dense_steps: the number of steps before the first sparse step, which take the float32 mean of
-        the gradients; with momentum correction, of the momenta.
+        the gradients; with momentum correction, of the momenta. Then `update` also takes `dense=`,
+        as that of `jaxcomm.dense_first`.
       measure_xi: whether the report has the distance to the true top-k. It is meant for studies, as
         it costs float32 means of everything.
       exempt: which leaves are not compressed, as in `jaxcomm.mean`.

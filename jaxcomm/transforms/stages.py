@@ -50,6 +50,9 @@ def stages(
     """Exchanges gradients in several ways one after another, such as in fewer and fewer bits.
 
     All stages are branches of one compiled program, chosen by the step, so a plan should be short.
+    XLA overlaps no collective in a branch. `update(..., stage=2)` chooses instead of the step, and
+    makes no branch: where steps are jitted, `stage`, counted from 1, is a static argument, and each
+    stage has its own program.
     A stage hands its state, residuals included, to the next one if both states have the same
     structure and shapes: give every `jaxcomm.mean` of a plan the same `error_feedback` and
     `exempt`. The optimizer belongs after the stages, where all of them share its state.
@@ -61,11 +64,13 @@ def stages(
       A transformation used like those of the plan.
 
     Raises:
-      TypeError: for a stage that is not such a pair.
+      TypeError: for a stage that is not such a pair; by `update` if `stage` is known on the devices
+        only.
       ValueError: if the steps do not ascend from 0; by `init` if a stage would end with a residual,
-        or with an optimizer's moments, that the next stage cannot hold.
+        or with an optimizer's moments, that the next stage cannot hold; by `update` if there is no
+        such stage.
 
-    Wire: that of the current stage, in a branch of a conditional.
+    Wire: that of the current stage, in a branch of a conditional; with `stage`, in none.
 
     Example:
       >>> import jaxcomm
@@ -103,6 +108,7 @@ def stages(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         refuse_wrappers()
+        stage, extra_args = _branches.told("stages", extra_args, "stage")
 
         def branch(slot: int, tx: optax.GradientTransformationExtraArgs) -> Any:
             def run() -> tuple[Any, tuple[Any, ...]]:
@@ -112,6 +118,9 @@ def stages(
             return run
 
         branches = [branch(slot, tx) for slot, tx in zip(state.slots.of, chain, strict=True)]
+        if stage is not None:
+            out, inner = branches[_index(stage, len(branches))]()
+            return out, StagesState(state.step + 1, state.slots, inner)
         number = sum(((state.step >= start).astype(jnp.int32) for start in starts), jnp.int32(-1))
         with _branches.named([f"from step {start}" for start in starts]):
             out, inner = jax.lax.switch(number, branches)
@@ -127,6 +136,10 @@ def dense_first(
 ) -> optax.GradientTransformation:
     """Exchanges gradients in float32 for some steps, and then by `inner`.
 
+    Both are branches of one compiled program, and XLA overlaps no collective in a branch.
+    `update(..., dense=True)`, or False, decides instead of `steps`, and makes no branch: where
+    steps are jitted, `dense` is a static argument, and there are two programs.
+
     Args:
       inner: the exchange after these steps; the optimizer belongs after `dense_first`.
       steps: the number of dense steps; 0 means none.
@@ -134,14 +147,16 @@ def dense_first(
         `inner`.
 
     Returns:
-      A transformation used like `inner`.
+      A transformation used like `inner`; without dense steps it is `inner`.
 
     Raises:
+      TypeError: by `update` if its `dense` is known on the devices only.
       ValueError: for a negative number of steps; by `init` as for `stages`, and without `dense`
         also if `inner` is more than an exchange, such as a chain with `jaxcomm.local`, or has the
-        momentum of the optimizer.
+        momentum of the optimizer; by `update` if its `dense` is no bool.
 
-    Wire: that of `dense`, then that of `inner`, in the branches of a conditional.
+    Wire: that of `dense`, then that of `inner`, in the branches of a conditional; if `update` is
+    told which, in none.
 
     Example:
       >>> import jaxcomm
@@ -151,7 +166,23 @@ def dense_first(
         raise ValueError(f"dense_first needs a number of steps of at least 0, got {steps!r}.")
     if steps == 0:
         return inner
-    return stages((0, dense or _mean_over_same_axis(inner)), (steps, inner))
+    both = stages((0, dense or _mean_over_same_axis(inner)), (steps, inner))
+
+    def update_fn(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        is_dense, others = _branches.known_on_the_host("dense_first", extra_args, name="dense")
+        stage = {} if is_dense is None else {"stage": 1 if is_dense[0] else 2}
+        return both.update(updates, state, params, **others, **stage)
+
+    return optax.GradientTransformationExtraArgs(both.init, update_fn)
+
+
+def _index(stage: Any, count: int) -> int:
+    """The index of a stage that the host names."""
+    if not is_integer(stage) or not 1 <= stage <= count:
+        raise ValueError(f"this plan takes stage=1 to {count}, got {stage!r}.")
+    return int(stage) - 1
 
 
 def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -1,4 +1,4 @@
-"""`update(..., due=)`: the host says whether a step exchanges; the program has no conditional."""
+"""The host says what a step does by `due=`, `dense=` or `stage=`; there is no conditional."""
 
 import functools
 from typing import Any
@@ -33,15 +33,26 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
     return sum((jnp.sum(params[name] * batch[name][0]) for name in SHAPES), jnp.float32(0))
 
 
+def stages() -> optax.GradientTransformation:
+    codecs = enumerate(("float32", "int8", "int4"))
+    return jaxcomm.stages(
+        *((i * i - i // 2, jaxcomm.mean("data", c, error_feedback=True)) for i, c in codecs)
+    )
+
+
+def sparse() -> optax.GradientTransformation:
+    return jaxcomm.sparse_mean("data", 0.2, momentum_correction=0.9, dense_steps=1)
+
+
 def one_bit_adam() -> optax.GradientTransformation:
     return jaxcomm.one_bit_adam("data", RATE, dense_steps=2, b2=0.99)
 
 
 class Loop:
-    """A training loop whose step has `due` as a static argument."""
+    """A training loop whose step has `due` as a static argument, which `update` calls by a name."""
 
-    def __init__(self, tx: Any) -> None:
-        self.tx, self.mesh = tx, VIEW.mesh(WORLD)
+    def __init__(self, tx: Any, name: str = "due") -> None:
+        self.tx, self.name, self.mesh = tx, name, VIEW.mesh(WORLD)
         with jax.set_mesh(self.mesh):
             zeros = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
             self.params = place(VIEW, zeros)
@@ -52,8 +63,7 @@ class Loop:
         is_local = isinstance(state, jaxcomm.LocalStepsState)
         at = jaxcomm.local_params(state) if is_local else params
         _, grads = jaxcomm.value_and_grad(loss_fn, "data")(at, batch)
-        name = "dense" if isinstance(state, jaxcomm.OneBitAdamState) else "due"
-        updates, state = self.tx.update(grads, state, params, **{name: due})
+        updates, state = self.tx.update(grads, state, params, **{self.name: due})
         return optax.apply_updates(params, updates), state
 
     def report(self, due: Due) -> jaxcomm.WireReport:
@@ -75,14 +85,20 @@ CASES: dict[str, tuple[Any, list[Due]]] = {
     "two fragments": (lambda: local(2), [0, 1, 0, 2]),
     "a delay": (lambda: local(2, 1), [0, 0, 1, 0, 2, 0, 1, 0]),
 }
-BY_COUNT = CASES | {"1-bit Adam": (one_bit_adam, [True, True, False, False, False])}
+STAGES: dict[str, tuple[Any, list[Due], str]] = {
+    "stages": (stages, [1, 2, 2, 3], "stage"),
+    "dense first": (lambda: jaxcomm.dense_first(INT8, 2), [True, True, False, False], "dense"),
+    "sparse": (sparse, [True, False, False], "dense"),
+    "low rank": (lambda: jaxcomm.low_rank_mean("data", 2, dense_steps=1), [True, False], "dense"),
+}
+ADAM = {"1-bit Adam": (one_bit_adam, [True, True, False, False, False], "dense")}
 
 
-@pytest.mark.parametrize("name", BY_COUNT)
+@pytest.mark.parametrize("name", [*CASES, *STAGES, *ADAM])
 def test_the_host_says_what_the_state_would(name: str) -> None:
-    make, dues = BY_COUNT[name]
+    make, dues, *argument = (CASES | STAGES | ADAM)[name]
     batches = [gradients(WORLD, seed) for seed in range(len(dues))]
-    told, counting = Loop(make()), Loop(make())
+    told, counting = Loop(make(), *argument), Loop(make(), *argument)
     told.run(dues, batches)
     counting.run([None] * len(dues), batches)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
@@ -103,8 +119,42 @@ def test_each_program_sends_its_part_without_a_conditional(name: str) -> None:
     assert wanted[0] == 0 < wanted[1]
 
 
+@pytest.mark.parametrize("name", STAGES)
+def test_each_stage_has_a_program_without_a_conditional(name: str) -> None:
+    make, dues, argument = STAGES[name]
+    loop = Loop(make(), argument)
+    counting = loop.report(None)
+    assert any(c.branch for c in counting.collectives)
+    reports = [loop.report(due) for due in sorted(set(dues))]
+    assert not any(c.branch for report in reports for c in report.collectives)
+    sent = [report.bytes_max for report in reports]
+    assert sorted(sent) == sorted(r.bytes_max for r in counting.by_branch().values())
+    assert len(set(sent)) == len(sent)
+
+
+def test_a_stage_at_any_time() -> None:
+    loop = Loop(stages(), "stage")
+    batches = [gradients(WORLD, seed) for seed in range(5)]
+    loop.run([3, 1, None, 2, 3], batches)  # by its count, the third step is of the second stage
+    assert int(loop.state.step) == 5
+    residuals = [np.mean(x, 0) for x in loop.state.inner[0].residual.values]
+    kept = next(x for x in residuals if x.shape == SHAPES["kernel"])
+    total = np.sum([batch["kernel"].mean(0) for batch in batches], 0)
+    np.testing.assert_allclose(loop.params["kernel"] + kept, total, atol=1e-5)
+    assert 1e-3 < np.abs(kept).max() < np.abs(total).max() / 4
+
+
+def test_layers_exchanged_in_the_backward_pass_count_by_themselves() -> None:
+    tx = jaxcomm.in_backward(jaxcomm.dense_first(jaxcomm.mean("data", "int8"), 2), ["layers"])
+    with jax.set_mesh(VIEW.mesh(WORLD)):
+        params = {"layers": {"w": jnp.zeros((2, 8, 8))}}
+        state = tx.init(params)
+        with pytest.raises(ValueError, match="in_backward takes no dense=.*leave it out"):
+            tx.update(params, state, params, dense=True)
+
+
 def test_a_step_of_one_bit_adam_sends_floats_or_bits() -> None:
-    loop = Loop(one_bit_adam())
+    loop = Loop(one_bit_adam(), "dense")
     counting, dense, bits = (loop.report(due) for due in (None, True, False))
     assert any(c.branch for c in counting.collectives)
     assert not any(c.branch for c in (*dense.collectives, *bits.collectives))
@@ -118,7 +168,7 @@ def test_a_step_of_one_bit_adam_sends_floats_or_bits() -> None:
 
 
 def test_one_bit_adam_may_freeze_the_variance_before_its_time() -> None:
-    loop = Loop(one_bit_adam())
+    loop = Loop(one_bit_adam(), "dense")
     batches = [gradients(WORLD, seed) for seed in range(3)]
     loop.run([True], batches[:1])
     v = jax.tree.map(np.asarray, loop.state.v)
@@ -130,7 +180,7 @@ def test_one_bit_adam_may_freeze_the_variance_before_its_time() -> None:
 
 def test_without_a_dense_step_there_is_no_variance() -> None:
     """Nothing would move, silently: no coordinate has a variance."""
-    loop = Loop(one_bit_adam())
+    loop = Loop(one_bit_adam(), "dense")
     loop.run([False], [gradients(WORLD)])
     assert all(np.isnan(x).all() for x in jax.tree.leaves(loop.params) if x.size)
     assert int(loop.state.count) == 0
@@ -194,13 +244,23 @@ def test_with_a_delay_what_is_sent_waits_for_no_gradient(delay: int) -> None:
     assert any(used) == (delay == 0)
 
 
-@pytest.mark.parametrize("make", [accumulated, local, one_bit_adam])
+ARGUMENTS = {
+    accumulated: "due",
+    local: "due",
+    one_bit_adam: "dense",
+    sparse: "dense",
+    stages: "stage",
+}
+
+
+@pytest.mark.parametrize("make", [accumulated, local, *ARGUMENTS])
 def test_only_the_host_can_say_it(make: Any) -> None:
-    loop = Loop(make())
+    loop = Loop(make(), ARGUMENTS.get(make, "due"))
+    message = f"takes {loop.name}= from the host.*static_argnames='{loop.name}"
     with jax.set_mesh(loop.mesh):
         grads = place(VIEW, gradients(WORLD), "data")
         step: Any = jax.jit(loop._step)
-        with pytest.raises(TypeError, match=r"takes d.*= from the host.*static_argnames='d"):
+        with pytest.raises(TypeError, match=message):
             step(grads, loop.state, loop.params, due=True)
 
 
@@ -214,9 +274,13 @@ def test_only_the_host_can_say_it(make: Any) -> None:
         (lambda: local(2), True, "due=a fragment, 1 to 2, or 0 for none, got True"),
         (lambda: local(2), 3, "due=a fragment, 1 to 2, or 0 for none, got 3"),
         (lambda: local(2), -1, "got -1"),
+        (sparse, 2, "dense_first takes dense=True or False, got 2"),
+        (stages, 0, "this plan takes stage=1 to 3, got 0"),
+        (stages, 4, "this plan takes stage=1 to 3, got 4"),
+        (stages, True, "this plan takes stage=1 to 3, got True"),
     ],
 )
 def test_what_due_may_be(make: Any, due: Any, message: str) -> None:
-    loop = Loop(make())
+    loop = Loop(make(), ARGUMENTS.get(make, "due"))
     with pytest.raises(ValueError, match=message):
         loop.run([due], [gradients(WORLD)])
