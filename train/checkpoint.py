@@ -104,8 +104,7 @@ def where_to_evaluate(directory: Path, best: str) -> int:
         kind = f" of a run with --config.checkpoint.best={best}" if best else ""
         raise UserError(
             f"--evaluate: there is no complete checkpoint{kind} in {directory}; set --workdir to "
-            "the "
-            "folder of a run" + (", or leave out best for the newest" if best else "")
+            "the folder of a run" + (", or leave out best for the newest" if best else "")
         )
     return step
 
@@ -337,6 +336,12 @@ class Checkpoints:
             resized = jaxcomm.resize_state(tx, saved.opt_state, saved.params)
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
+        if jax.process_index() == 0:
+            print(
+                f"checkpoint {step} was saved on another number of devices: what each of them kept "
+                f"for itself, such as residuals, is adapted to {jax.device_count()}",
+                file=sys.stderr,
+            )
         return saved._replace(opt_state=resized)
 
     def close(self) -> None:

@@ -182,16 +182,26 @@ def measure_gigabits(mebibytes: int) -> float:
 
 
 class Sent:
-    """What a device sends in a step, by the compiled program, for each parameter.
+    """What a device sends in a step, by the compiled programs, for each parameter.
 
     Args:
-      wire: the report of the compiled step.
+      wire: the report of the last step's program.
       config: `config.sync`, with the method that is in use.
       params: the parameters.
+      dense: the report of the dense steps' own program, if they have one.
+      last_dense: the last step of that program.
     """
 
-    def __init__(self, wire: jaxcomm.WireReport, config: Any, params: Any):
+    def __init__(
+        self,
+        wire: jaxcomm.WireReport,
+        config: Any,
+        params: Any,
+        dense: jaxcomm.WireReport | None = None,
+        last_dense: int = 0,
+    ):
         self.wire = wire
+        self._dense, self._last_dense = dense, last_dense
         self.params = sum(leaf.size for leaf in jax.tree.leaves(params))
         self._config = config
         self._known: dict[tuple[float, ...], float] = {}
@@ -203,6 +213,8 @@ class Sent:
           step: the number of the step.
           frozen_at: the earlier step in which the optimizer's warm-up ended; 0 before that.
         """
+        if self._dense is not None and step <= self._last_dense:
+            return self._dense.per_step({}) / self.params
         named = {branch.name for branch in self.wire.named}
         shares = sync.shares(self._config, step, frozen_at)
         found: dict[Any, float] = {name: share for name, share in shares.items() if name in named}
@@ -210,6 +222,11 @@ class Sent:
         if key not in self._known:  # Cached, because every step asks.
             self._known[key] = self.wire.per_step(found) / self.params
         return self._known[key]
+
+    def most(self) -> float:
+        """Bytes a parameter in the step that sends most."""
+        reports = [self.wire] if self._dense is None else [self.wire, self._dense]
+        return float(max(report.bytes_max for report in reports)) / self.params
 
     def between_groups(self) -> float | None:
         """Bytes a parameter that leave a group of devices; None where there are no groups."""
@@ -259,7 +276,7 @@ def sizes(sent: Sent) -> dict[str, Any]:
         "processes": jax.process_count(),
         "params": sent.params,
         "rounds": sent.wire.rounds,
-        "bytes_per_param": float(sent.wire.bytes_max) / sent.params,
+        "bytes_per_param": sent.most(),
         "bytes_per_param_between": sent.between_groups(),
     }
 

@@ -70,9 +70,14 @@ class Run:
         except ValueError as error:
             raise UserError(f"config.sync: {' '.join(str(error).split())}") from error
 
-    def compile(self, now: state.TrainState) -> Any:
-        """The compiled training step; it reuses the memory of its state."""
-        train_step = watched.watched(step.make_train_step(self.gradient, self.tx))
+    def compile(self, now: state.TrainState, **said: bool) -> Any:
+        """The compiled training step; it reuses the memory of its state.
+
+        Args:
+          now: the state.
+          **said: what the exchange is told of the step; otherwise its state counts.
+        """
+        train_step = watched.watched(step.make_train_step(self.gradient, self.tx, **said))
         return step.compile_step(train_step, now, self.example)
 
     def batch(self, stop: bool) -> dict[str, jax.Array]:

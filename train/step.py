@@ -93,13 +93,14 @@ def make_gradient(forward: Forward, smoothing: float, microbatches: int) -> Any:
 
 
 def make_train_step(
-    gradient: Callable[..., Any], tx: optax.GradientTransformation
+    gradient: Callable[..., Any], tx: optax.GradientTransformation, **said: bool
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """The training step: local gradients, their exchange inside `tx`, the update.
 
     Args:
       gradient: what `make_gradient` returned.
       tx: the exchange and the optimizer.
+      **said: what its `update` is told of the step, such as `dense=True`.
 
     Returns:
       `step(state, global_batch) -> (state, metrics)`, which reuses the old state's memory when it
@@ -111,7 +112,7 @@ def make_train_step(
         with jax.named_scope("gradient"):
             (loss, metrics), grads = gradient(at, batch)
         with jax.named_scope("exchange_and_optimizer"):
-            updates, opt_state = tx.update(grads, state.opt_state, state.params)
+            updates, opt_state = tx.update(grads, state.opt_state, state.params, **said)
         params = optax.apply_updates(state.params, updates)
         metrics = {"loss": loss, **metrics, FINITE: _was_finite(grads, updates, opt_state)}
         return TrainState(state.step + 1, params, opt_state), metrics

@@ -5,6 +5,7 @@ A new method needs a row in METHODS, and its options in `config.sync`.
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,13 +43,14 @@ def one_bit_adam(
 
     With neither `dense_steps` nor `variance_stability`, a share of the run is dense.
     """
+    if dense_steps is None and "variance_stability" not in options:
+        dense_steps = math.ceil(DENSE_SHARE * total_steps)
     if dense_steps is not None:
         options["dense_steps"] = dense_steps
-    elif "variance_stability" not in options:
-        options["total_steps"] = total_steps
     return jaxcomm.one_bit_adam(axis_name, 1.0, mask=decayed, **options)
 
 
+DENSE_SHARE = 0.15  # of a run with 1-bit Adam, unless the config says more
 ADAM = ("b1", "b2", "eps", "weight_decay")
 
 
@@ -348,6 +350,21 @@ def _check_exempt(patterns: Sequence[str], paths: Sequence[str]) -> None:
 def dense_exchanges(config: Any) -> int:
     """The number of dense exchanges: those whose `every` steps begin within `dense_steps`."""
     return -(-(config.get("dense_steps") or 0) // config.get("every", 1))
+
+
+def last_dense(config: Any, steps: int) -> int | None:
+    """The last dense step of a run; None if it has none, or if the state tells which one it is.
+
+    Args:
+      config: `config.sync`.
+      steps: the length of the run.
+    """
+    dense, is_adam = config.get("dense_steps"), config.method == "one_bit_adam"
+    if config.get("every", 1) > 1 or (is_adam and config.get("variance_stability") is not None):
+        return None
+    if dense is None and is_adam:
+        dense = math.ceil(DENSE_SHARE * steps)
+    return dense or None
 
 
 def shares(config: Any, step: int, frozen_at: int) -> dict[str, float]:

@@ -1,0 +1,72 @@
+"""Dense steps have a program of their own where the config says which they are."""
+
+import importlib
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ml_collections import config_dict
+from running import read_lines
+
+import jaxcomm
+from train import loop, programs, sync
+
+
+@pytest.mark.parametrize(
+    ("fields", "last"),
+    [
+        ({}, None),
+        ({"dense_steps": 0}, None),
+        ({"dense_steps": 7}, 7),
+        ({"dense_steps": 7, "every": 2}, None),  # counted in exchanges
+        ({"method": "one_bit_adam"}, 30),  # 15 % of the run
+        ({"method": "one_bit_adam", "dense_steps": 7}, 7),
+        ({"method": "one_bit_adam", "dense_steps": 7, "variance_stability": 0.9}, None),
+        ({"method": "mean", "dense_steps": 7, "variance_stability": 0.9}, 7),
+    ],
+)
+def test_the_last_dense_step(fields: dict[str, Any], last: int | None) -> None:
+    config = config_dict.create(**{"method": "mean", "every": 1, **fields})
+    assert sync.last_dense(config, 200) == last
+
+
+def test_the_share_of_dense_steps_is_the_librarys() -> None:
+    module = importlib.import_module("jaxcomm.transforms.one_bit_adam")
+    assert sync.DENSE_SHARE == module._DENSE_SHARE
+
+
+@pytest.mark.parametrize("method", ["mean", "sparse_mean", "low_rank_mean"])
+def test_a_run_with_dense_steps(
+    method: str, config: config_dict.ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by the count in the state, also when it continues; no program has a conditional."""
+    compiled: list[programs.Programs] = []
+
+    def spy(*args: Any) -> programs.Programs:
+        compiled.append(programs_of(*args))
+        return compiled[-1]
+
+    programs_of = programs.compiled
+    monkeypatch.setattr(programs, "compiled", spy)
+    config.sync.method, config.sync.dense_steps = method, 2
+    config.sync.codec, config.sync.error_feedback = "int8", True
+    config.inspect.every, config.checkpoint.every = 0, 1
+    told = loop.train(config, tmp_path / "told", 0.0)
+    shutil.rmtree(tmp_path / "told" / "checkpoints" / str(config.steps))
+    config.checkpoint.resume = True
+    again = loop.train(config, tmp_path / "told", 0.0)
+    config.checkpoint.resume = False
+    monkeypatch.setattr(sync, "last_dense", lambda *_: None)
+    counted = loop.train(config, tmp_path / "counted", 0.0)
+
+    assert [set(x.by_kind) for x in compiled] == [{True, False}, {False}, {None}]
+    reports = [jaxcomm.wire_report(x) for x in compiled[0].by_kind.values()]
+    assert not any(c.branch for report in reports for c in report.collectives)
+    np.testing.assert_allclose(told["test_loss"], counted["test_loss"], rtol=1e-4)
+    assert again["test_loss"] == told["test_loss"]
+    for run in ("told", "counted"):
+        sent = [line["bytes_per_param"] for line in read_lines(tmp_path / run, "train")]
+        assert sent[0] == sent[1] > 1.5 * sent[2] == 1.5 * sent[-1], sent
+    assert told["bytes_per_param"] == sent[0]
