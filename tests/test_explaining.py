@@ -198,6 +198,28 @@ def test_every_method_is_explained_from_shapes() -> None:
                 assert "a value (local_steps: fragment 1, 1 step in 8)." in sometimes
 
 
+@pytest.mark.standard_promotion  # of optax
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+        optax.contrib.schedule_free_adamw(0.1),
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()),
+        optax.contrib.dowg(),
+    ],
+)
+def test_an_optimizer_that_makes_arrays_of_the_parameters(optimizer: Any) -> None:
+    """From shapes, the state is explained, and sharded, as from arrays."""
+    tx = optax.chain(jaxcomm.mean("data", "int8"), optimizer)
+    arrays = {"w": jnp.zeros((64, 32)), "b": jnp.zeros(32)}
+    known, mesh = jax.eval_shape(lambda: arrays), jaxcomm.data_mesh()
+    with jax.set_mesh(mesh):
+        given = {"value": 1.0} if "plateau" in str(tx.init(arrays)).lower() else {}
+        found, wanted = (jaxcomm.explain(tx, x, **given) for x in (known, arrays))
+        assert str(found) == str(wanted)
+    assert jaxcomm.state_spec(tx, known, mesh) == jaxcomm.state_spec(tx, arrays, mesh)
+
+
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     ("form", "tx"),

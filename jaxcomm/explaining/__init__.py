@@ -38,6 +38,7 @@ from jaxcomm.transforms import (
     state_spec,
 )
 from jaxcomm.transforms._layout import Layout, names_in
+from jaxcomm.transforms._shapes import shapes_of_state
 from jaxcomm.transforms.per_device import PerDevice
 from jaxcomm.wire._report import SHARE, Bytes, exact
 
@@ -132,7 +133,7 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
     notes: _notes.Notes = {}
     token = _notes.NOTES.set(notes)
     try:
-        state = jax.eval_shape(lambda: tx.init(params))
+        state = shapes_of_state(tx, params)
         specs = state_spec(tx, params, mesh)
         layouts = [x for x in nodes_of(state, Layout) if isinstance(x, Layout)]
         if not layouts or not _roles.exchanges(state):

@@ -136,7 +136,11 @@ def schedules_behind(params: Any) -> set[str]:
 
 
 def _kept_behind(params: Any, of: Callable[[Any], set[str]]) -> set[str]:
-    """What the states of the transformations that follow have, by the nodes of their states."""
+    """What the states of the transformations that follow have, by the nodes of their states.
+
+    Their own `init`, when called here, has no chain: where it looks for what follows, it would find
+    this one again.
+    """
     found = set()
     for frame in _optax_frames():
         for state in [jax.eval_shape(init, params) for init in _members(frame)[1]]:
@@ -222,9 +226,11 @@ def _optax_callers() -> set[str]:
 
 
 def _optax_frames() -> Iterator[FrameType]:
-    """The calls of optax on the call stack, innermost first."""
+    """The calls of optax on the call stack, innermost first, up to where a chain looks ahead."""
     frame = sys._getframe(1)
-    while frame is not None:
+    ahead = _kept_behind.__code__
+    looking = frame.f_code is ahead  # itself
+    while frame is not None and (looking or frame.f_code is not ahead):
         if frame.f_globals.get("__name__", "").startswith("optax."):
             yield frame
-        frame = frame.f_back
+        frame, looking = frame.f_back, False

@@ -213,6 +213,14 @@ class _InBackward:
         tokens.append((LAYER, LAYER.set(0)))
         try:
             state = self._init_part(treedef.unflatten(layer), chosen)
+        except (AttributeError, TypeError) as error:
+            if "ShapeDtypeStruct" not in str(error):
+                raise
+            raise TypeError(
+                "in_backward knows only the shapes of a layer in `init`, and a transformation "
+                "inside it reads values, as optax.inject_hyperparams does: put that behind "
+                "in_backward in the chain, or leave it out."
+            ) from error
         finally:
             for variable, token in tokens:
                 variable.reset(token)

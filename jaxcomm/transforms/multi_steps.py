@@ -1,5 +1,7 @@
 """Gradient accumulation over steps: one exchange in several steps."""
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -115,8 +117,8 @@ def multi_steps(
 
         given = means, params
         is_last = due[0] if due else state.mini_step >= every - 1
-        shapes = jax.eval_shape(lambda: exchange(given, (None, state.inner))[0])
-        kept = _zeros_like(shapes, grads, state.layout), state.inner
+        shapes, before = _promoted(lambda before: exchange(given, (None, before)), state.inner)
+        kept = _zeros_like(shapes, grads, state.layout), before
         outgoing, inner_state = _branches.if_due(
             is_last, "multi_steps: exchange", every, exchange, given, kept
         )
@@ -149,6 +151,19 @@ def _add(grads: list[jax.Array], state: MultiStepsState) -> dict[int, jax.Array]
         i: old + (grads[i].reshape(old.shape).astype(jnp.float32) - old) * weight
         for i, old in zip(filled_leaves(state.layout), state.accumulated.values, strict=True)
     }
+
+
+def _promoted(exchange: Callable[[Any], tuple[Any, Any]], state: Any) -> tuple[Any, Any]:
+    """The shapes of the updates, and the state with the dtypes that `exchange` returns it with.
+
+    An optimizer's first update may promote its state, and both branches have to return the same.
+    """
+    while True:  # one leaf after the other may be promoted
+        shapes, new = jax.eval_shape(functools.partial(exchange, state))
+        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(new), strict=True)
+        if all(x.dtype == s.dtype for x, s in pairs):
+            return shapes, state
+        state = jax.tree.map(lambda x, s: x.astype(s.dtype), state, new)
 
 
 def _zeros_like(updates: Any, grads: list[jax.Array], layout: Layout) -> Any:

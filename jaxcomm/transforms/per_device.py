@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomm import _axes
 from jaxcomm.transforms._layout import Layout, Leaf, names_in, restrict
+from jaxcomm.transforms._shapes import shapes_of_state
 
 
 @jax.tree_util.register_dataclass
@@ -193,7 +194,7 @@ def state_spec(
       True
     """
     with jax.set_mesh(mesh):
-        state = jax.eval_shape(lambda: tx.init(params))
+        state = shapes_of_state(tx, params)
     specs = {
         (jax.tree_util.keystr(path), jnp.shape(leaf)): leaf.sharding.spec
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)

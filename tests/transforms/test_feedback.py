@@ -335,6 +335,11 @@ def test_few_bits_in_front_of_a_variance_say_what_to_take() -> None:
         ),
         optax.chain(jaxcomm.majority_vote("data"), optax.adam(0.1)),
         jaxcomm.factored_adam(sign, 0.1),
+        optax.chain(  # both look at what follows them
+            jaxcomm.control_variates(jaxcomm.mean("data", "int2", error_feedback=True), 8),
+            jaxcomm.majority_vote("data", error_feedback=True),
+            optax.sgd(0.1),
+        ),
     ]
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
         params = jaxcomm.replicate({"w": jnp.zeros((3, 3))})

@@ -106,6 +106,10 @@ def test_bad_arguments_and_states() -> None:
             exchange.init({"blocks": {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}})
         with pytest.raises(ValueError, match="bucket_order names 'x', which is no parameter"):
             jaxcomm.in_backward(jaxcomm.mean("data", bucket_order=["x"]), ["blocks"]).init(params)
+        own = jaxcomm.local("data", optax.inject_hyperparams(optax.trace)(decay=0.9))
+        reading = jaxcomm.in_backward(optax.chain(own, jaxcomm.mean("data")), ["blocks"])
+        with pytest.raises(TypeError, match="knows only the shapes of a layer in `init`"):
+            reading.init(params)
         state = exchange.init(params)
         with pytest.raises(ValueError, match="blocks/b is exchanged where its gradient is each"):
             jax.eval_shape(jax.grad(scanned), exchange.attach(params, state), batch())

@@ -196,3 +196,22 @@ def test_a_single_gpu_has_a_branch(world: int, monkeypatch: pytest.MonkeyPatch) 
     tx = jaxcomm.multi_steps(jaxcomm.mean("data", "bfloat16"), 2)
     text = Program(GLOBAL, tx, gradients(world)).lowered().as_text()
     assert "stablehlo.case" in text and ("stablehlo.while" in text) == (world > 1)
+
+
+@pytest.mark.standard_promotion  # of optax
+@pytest.mark.parametrize("make", [optax.contrib.prodigy, optax.contrib.dadapt_adamw])
+def test_an_optimizer_may_promote_its_state(make: Any) -> None:
+    """In two turns, among leaves of two dtypes; both branches return the same."""
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2, jnp.bfloat16)}
+        grads = jax.tree.map(lambda x: jnp.ones((2, *x.shape), x.dtype), params)
+        tx = jaxcomm.multi_steps(optax.chain(jaxcomm.mean("data"), make()), 2)
+        step, state = jax.jit(tx.update), tx.init(params)
+        for _ in range(2):
+            updates, state = step(grads, state, params)
+        plain = make()
+        wanted, _ = plain.update(jax.tree.map(lambda g: g[0], grads), plain.init(params), params)
+    for name in params:
+        close = functools.partial(np.testing.assert_allclose, rtol=2e-2)
+        close(*(np.asarray(x[name], np.float32) for x in (updates, wanted)))
+        assert np.abs(np.asarray(updates[name], np.float32)).min() > 0

@@ -1,0 +1,32 @@
+"""States of transformations, from parameters of which only the shapes may be known."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def shapes_of_state(tx: optax.GradientTransformation, params: Any) -> Any:
+    """`jax.eval_shape(tx.init, params)`, where parameters keep the shardings that `init` reads."""
+    given = jax.tree.map(lambda x: _Shape.of(x) if type(x) is jax.ShapeDtypeStruct else x, params)
+    return jax.eval_shape(lambda: tx.init(given))
+
+
+class _Shape(jax.ShapeDtypeStruct):
+    """A shape that is zeros where an optimizer makes an array of it, for its dtype or a copy."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, x: jax.ShapeDtypeStruct) -> "_Shape":
+        """The same shape."""
+        return cls(x.shape, x.dtype, sharding=x.sharding, weak_type=x.weak_type)
+
+    def __jax_array__(self) -> jax.Array:
+        """The zeros."""
+        return jnp.zeros(self.shape, self.dtype)
+
+    def copy(self) -> jax.Array:
+        """The zeros."""
+        return self.__jax_array__()
