@@ -2,9 +2,8 @@
 
 import functools
 import inspect
-import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ import numpy as np
 
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
-from jaxcomm._paths import path_name
 from jaxcomm._users_line import users_line
 
 _AVERAGED = (jnp.integer, jnp.floating, jnp.bool_)
@@ -90,59 +88,14 @@ def refuse_rows(aux: Any, aux_of: Callable[[Any], Any], batch: Any, axis_name: A
             raise ValueError(text)
 
 
-def refuse_statistics(params: Any) -> None:
-    """Raises for Flax NNX variables among the parameters that the loss changes, not a gradient."""
-    if (nnx := sys.modules.get("flax.nnx")) is None:
-        return
-    changed = (nnx.BatchStat, nnx.RngState, nnx.Cache)
-    variables = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    for variable in variables:
-        if isinstance(variable, changed):
-            where = "return what changes as aux (has_aux=True)."
-            if isinstance(variable, nnx.RngState):
-                where = "a key of the step too, for nnx.reseed(model, default=key) after nnx.merge."
-            raise ValueError(
-                f"the parameters hold a {type(variable).__name__}, whose new value would be lost. "
-                "Split the model: graph, params, rest = nnx.split(model, nnx.Param, ...). Give "
-                f"`rest` as a further argument, and {where}"
-            )
-
-
-Variables = dict[str, tuple[str, list[Any]]]
-
-
-def variables_of(params: Any) -> Variables:
-    """The Flax NNX variables among the parameters: what they are and hold, by path."""
-    if (nnx := sys.modules.get("flax.nnx")) is None:
-        return {}
-    nodes = jax.tree_util.tree_leaves_with_path(
-        params, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    return {
-        path_name(path): (type(node).__name__, jax.tree.leaves(node))
-        for path, node in nodes
-        if isinstance(node, nnx.Variable)
-    }
-
-
-def refuse_changes(params: Any, before: Variables) -> None:
-    """Raises if a loss has changed NNX variables of its parameters: the new values would be lost.
-
-    What it has added, such as an `nnx.Intermediate`, is not there afterwards, which nobody misses
-    in silence.
-
-    Args:
-      params: the parameters after the loss was traced.
-      before: what `variables_of` returned before.
-    """
-    after = variables_of(params)
-    for path, (kind, old) in before.items():
-        _, values = after.get(path, (kind, old))
-        if list(map(id, values)) != list(map(id, old)):
-            raise ValueError(
-                f"the loss changes {path} of the model, a {kind}, and its new value would be lost: "
-                "gradients are taken on every device apart. Return what changes as aux "
-                "(has_aux=True), as docs/recipes.md does with statistics."
+def refuse_refs(args: Sequence[Any]) -> None:
+    """Raises for mutable arrays, which a part of a program on every device cannot take."""
+    for x in args:
+        if type(jax.typeof(x)).__name__ == "AbstractRef":  # its name is not public
+            raise TypeError(
+                "a further argument of the loss is a Ref (jax.new_ref), and the loss runs on every "
+                "device apart. Pass its value, ref[...], and return what changes as aux "
+                "(has_aux=True)."
             )
 
 

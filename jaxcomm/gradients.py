@@ -26,11 +26,9 @@ from jaxcomm._losses import (
     check_loss,
     loss_and_aux,
     over_devices,
-    refuse_changes,
+    refuse_refs,
     refuse_rows,
-    refuse_statistics,
     stacked,
-    variables_of,
     warn_of_rows,
 )
 from jaxcomm._marks import (
@@ -44,6 +42,7 @@ from jaxcomm._marks import (
     unmark_local,
 )
 from jaxcomm._microbatches import accumulated, mean_dtype
+from jaxcomm._nnx import refuse_changes, refuse_shared, refuse_statistics, values_of_variables
 from jaxcomm._numbers import is_integer
 
 _NONE: Any = object()  # no batch was given
@@ -82,6 +81,7 @@ class ValueAndGrad:
                 f"the batch has no arrays, got {batch!r}; loss_fn(params, batch) takes the rows "
                 "of each device; pass values that all devices share as further arguments."
             )
+        refuse_shared(params)
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
         for over in filter(None, map(axes_of, jax.tree.leaves(params))):
             if over != _axes.names_of(self.axis_name):
@@ -100,6 +100,7 @@ class ValueAndGrad:
             check_loss(self.loss_fn, values_of(params), batch, args, self.has_aux, self.axis_name)
             value, grads = self._on_one_device(params, batch, *args)
             return value, _marked(grads, kind, self.axis_name)
+        refuse_refs(args)
         shares = shares_of(batch, world, self.axis_name)
         refuse_unplaced(batch, self.axis_name)
         check_rows(batch)
@@ -155,9 +156,7 @@ class ValueAndGrad:
         return ((loss, aux) if self.has_aux else loss), grads
 
     def _checked_loss(self, params: Any, batch: Any, *args: Any) -> tuple[jax.Array, Any]:
-        before = variables_of(params)
         out = self.loss_fn(params, batch, *args)
-        refuse_changes(params, before)
         loss, aux = loss_and_aux(out, self.has_aux)
         if _axes.axis_size(self.axis_name) > 1:
             aux_of = functools.partial(self._aux, params, args=args)
@@ -183,8 +182,11 @@ def _bound(
     def bound(params: Any, batch: Any, *arrays: Any) -> Any:
         rest = iter(arrays)
         given = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
-        args, kwargs = tree.unflatten(given)
-        return loss_fn(params, batch, *args, **kwargs)
+        further = args, kwargs = tree.unflatten(given)
+        before = values_of_variables(params, further)
+        out = loss_fn(params, batch, *args, **kwargs)
+        refuse_changes(before, values_of_variables(params, further), out)
+        return out
 
     return bound, [leaf for leaf in leaves if is_array(leaf)]
 

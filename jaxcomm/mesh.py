@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
 from jaxcomm._batches import check_rows
+from jaxcomm._nnx import refuse_shared
 from jaxcomm._numbers import are_keys
 from jaxcomm._placing import place, require_equal_shapes
 
@@ -68,9 +69,9 @@ def replicate(tree: Any) -> Any:
 
     Raises:
       TypeError: for a leaf that is neither an array nor a number.
-      ValueError: if no mesh is set, the tree has state of each device, such as residuals, or
-        processes hold different values. Values are not compared if only some of the processes have
-        devices in the mesh.
+      ValueError: if no mesh is set, the tree has state of each device, such as residuals, or is a
+        Flax NNX model with shared variables, or processes hold different values. Values are not
+        compared if only some of the processes have devices in the mesh.
 
     Wire: a checksum of each array, between processes.
 
@@ -90,6 +91,7 @@ def replicate(tree: Any) -> Any:
             "params = jaxcomm.replicate(params), then tx.init(params), also in TrainState.create."
         )
     _paths.require_arrays(tree, "leaf")
+    refuse_shared(tree)
     mesh, explicit = jax.sharding.get_mesh(), _axes.explicit_axes()
 
     def sharding(x: Any) -> NamedSharding:

@@ -16,7 +16,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxcomm import _axes, _paths, _placing
+from jaxcomm import _axes, _nnx, _paths, _placing
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import axes_of, marked_dtype
 from jaxcomm.transforms import _roles
@@ -120,6 +120,7 @@ def layout_of(
             "pytree of parameters that is differentiated."
         )
     _paths.require_arrays(params, "parameter")
+    _nnx.refuse_shared(params)
     named = [(_paths.path_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
     if twice := [name for name, n in Counter(name for name, _ in named).items() if n > 1]:
         raise ValueError(

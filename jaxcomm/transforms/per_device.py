@@ -78,8 +78,9 @@ def require_own(own: PerDevice, layout: Layout) -> None:
         if not is_manual and not names & _axes.explicit_axes() <= spread:
             raise ValueError(
                 "per-device state was replicated, but it differs from device to device. Pass what "
-                "tx.init returned as it is, without jaxcomm.replicate or jax.device_put; "
-                "jaxcomm.state_spec(tx, params, mesh) returns how it is sharded."
+                "tx.init returned as it is, without jaxcomm.replicate or jax.device_put. Place "
+                "arrays that were read from a file by the specs of jaxcomm.state_spec(tx, params, "
+                "mesh), as docs/recipes.md shows under Checkpoints."
             )
 
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jaxcomm
 from jaxcomm.transforms import _wrappers
@@ -91,62 +90,6 @@ def test_arithmetic_on_unfinished_parameters_is_noticed(mesh8: Any, penalty: str
         _, state = step(state)  # In the first step these numbers are zeros.
         updates, _ = step(state)
     assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(updates))
-
-
-def test_statistics_of_a_module_are_not_lost(mesh8: Any) -> None:
-    class Net(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.norm = nnx.BatchNorm(8, rngs=rngs)
-
-    model = Net(nnx.Rngs(0))
-    gradient = jaxcomm.value_and_grad(lambda model, x: model.norm(x).mean(), "data")
-    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="hold a BatchStat, .* nnx.split"):
-        gradient(model, jnp.ones((8, 8)))
-
-
-class Count(nnx.Variable[Any]):
-    pass
-
-
-class Counting(nnx.Module):
-    def __init__(self) -> None:
-        self.dense, self.calls = nnx.Linear(8, 8, rngs=nnx.Rngs(0)), Count(jnp.zeros(()))
-
-    def __call__(self, x: jax.Array, counts: bool = True) -> jax.Array:
-        if counts:
-            self.calls[...] += 1.0
-        self.seen = nnx.Intermediate(x)
-        return self.dense(x)
-
-
-def test_what_a_module_counts_is_not_lost(mesh8: Any) -> None:
-    def loss(model: Counting, batch: Any, counts: bool) -> jax.Array:
-        return jnp.mean(model(batch, counts) ** 2)
-
-    with jax.set_mesh(mesh8):
-        model, batch = jaxcomm.replicate(Counting()), np.ones((8, 8), np.float32)
-        gradient = jaxcomm.value_and_grad(loss, "data")
-        with pytest.raises(ValueError, match="changes calls of the model, a Count, and its new"):
-            gradient(model, batch, True)
-        assert float(gradient(model, batch, False)[0]) > 0
-
-
-def test_keys_of_a_module_are_drawn_anew(mesh8: Any) -> None:
-    class Net(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-    def loss(params: Any, x: jax.Array, rest: Any) -> Any:
-        model = nnx.merge(graph, rest, copy=True)
-        return model.dropout(x).mean(), nnx.state(model)
-
-    graph, rest = nnx.split(Net(nnx.Rngs(0)), ...)
-    with jax.set_mesh(mesh8):
-        gradient = jaxcomm.value_and_grad(lambda model, x: model.dropout(x).mean(), "data")
-        with pytest.raises(ValueError, match="hold a Rng.*a key of the step too, for nnx.reseed"):
-            gradient(Net(nnx.Rngs(0)), jnp.ones((8, 8)))
-        with pytest.raises(TypeError, match="is a random key.*another key in every step"):
-            jaxcomm.value_and_grad(loss, "data", has_aux=True)(jnp.ones(1), jnp.ones((8, 8)), rest)
 
 
 def test_rows_beside_the_batch_are_not_split(mesh8: Any) -> None:
@@ -355,3 +298,13 @@ def test_an_optax_that_makes_chains_otherwise_is_told(monkeypatch: pytest.Monkey
     monkeypatch.setattr(_wrappers, "_CHAIN_INIT", "chain.<locals>.start")
     with pytest.warns(UserWarning, match="optax .* builds chains in a way"):
         _wrappers._warn_unless_chains_are_seen.__wrapped__()
+
+
+def test_a_mutable_array_among_the_arguments(mesh8: Any) -> None:
+    def loss(w: jax.Array, x: jax.Array, count: Any) -> jax.Array:
+        count[...] += 1
+        return jnp.mean(w * x.mean(0))
+
+    with jax.set_mesh(mesh8), pytest.raises(TypeError, match="is a Ref .* return what changes"):
+        gradient = jax.jit(jaxcomm.value_and_grad(loss, "data"))
+        gradient(jnp.ones(8), jnp.ones((8, 8)), jax.new_ref(0))
