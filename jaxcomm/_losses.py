@@ -3,7 +3,7 @@
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -88,10 +88,10 @@ def refuse_rows(aux: Any, aux_of: Callable[[Any], Any], batch: Any, axis_name: A
             raise ValueError(text)
 
 
-def refuse_refs(args: Sequence[Any]) -> None:
+def refuse_refs(args: Any) -> None:
     """Raises for mutable arrays, which a part of a program on every device cannot take."""
-    for x in args:
-        if type(jax.typeof(x)).__name__ == "AbstractRef":  # its name is not public
+    for x in jax.tree.leaves(args):
+        if type(getattr(x, "aval", None)).__name__ == "AbstractRef":  # its name is not public
             raise TypeError(
                 "a further argument of the loss is a Ref (jax.new_ref), and the loss runs on every "
                 "device apart. Pass its value, ref[...], and return what changes as aux "

@@ -70,6 +70,7 @@ class ValueAndGrad:
         if not _axes.is_manual(self.axis_name):
             world = _axes.axis_size(self.axis_name)
             warn_of_rows(self.loss_fn, batch, args, kwargs, world)
+            refuse_refs((args, kwargs))
         loss_fn, arrays = _bound(self.loss_fn, args, kwargs)
         return dataclasses.replace(self, loss_fn=loss_fn)._of(params, batch, *arrays)
 
@@ -100,7 +101,6 @@ class ValueAndGrad:
             check_loss(self.loss_fn, values_of(params), batch, args, self.has_aux, self.axis_name)
             value, grads = self._on_one_device(params, batch, *args)
             return value, _marked(grads, kind, self.axis_name)
-        refuse_refs(args)
         shares = shares_of(batch, world, self.axis_name)
         refuse_unplaced(batch, self.axis_name)
         check_rows(batch)
