@@ -10,7 +10,7 @@ from train.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """What was compiled. A conditional in one program for all steps would hide nothing on GPUs.
+    """What was compiled. One program would exchange in a conditional, which nothing overlaps with.
 
     Attributes:
       last_dense: the last dense step, if that is known before the run; otherwise None.
