@@ -12,9 +12,47 @@ import numpy as np
 
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
+from jaxcomm._nnx import changed, held_by, refuse_changes
 from jaxcomm._users_line import users_line
 
 _AVERAGED = (jnp.integer, jnp.floating, jnp.bool_)
+
+
+def bound(
+    loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """The loss as a function of arrays alone, and the arrays among its further arguments.
+
+    The function refuses a loss that changes variables of Flax NNX, if their new values are lost.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+
+    def is_array(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+    def given(arrays: tuple[Any, ...]) -> Any:
+        rest = iter(arrays)
+        return tree.unflatten([next(rest) if is_array(leaf) else leaf for leaf in leaves])
+
+    def of_arrays(params: Any, batch: Any, *arrays: Any) -> Any:
+        further = args, kwargs = given(arrays)
+        before = held_by(params, further)
+        copy = jax.tree.flatten(params) if before else None
+        out = loss_fn(params, batch, *args, **kwargs)
+        if copy and (paths := changed(before, held_by(params, further))):
+
+            def retrace() -> Any:
+                params, (args, kwargs) = copy[1].unflatten(copy[0]), given(arrays)
+                old = held_by(params, (args, kwargs))
+                out = loss_fn(params, batch, *args, **kwargs)
+                new = held_by(params, (args, kwargs))
+                aux = out[1:] if isinstance(out, tuple | list) else ()
+                return *([x[path].values for path in paths] for x in (old, new)), aux
+
+            refuse_changes(paths, before, retrace)
+        return out
+
+    return of_arrays, [leaf for leaf in leaves if is_array(leaf)]
 
 
 def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:

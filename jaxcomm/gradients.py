@@ -23,6 +23,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm._batches import check_rows, refuse_unplaced, shares_of
 from jaxcomm._losses import (
     already_reduced,
+    bound,
     check_loss,
     loss_and_aux,
     over_devices,
@@ -42,7 +43,7 @@ from jaxcomm._marks import (
     unmark_local,
 )
 from jaxcomm._microbatches import accumulated, mean_dtype
-from jaxcomm._nnx import refuse_changes, refuse_shared, refuse_statistics, values_of_variables
+from jaxcomm._nnx import refuse_shared, refuse_statistics
 from jaxcomm._numbers import is_integer
 
 _NONE: Any = object()  # no batch was given
@@ -71,7 +72,7 @@ class ValueAndGrad:
             world = _axes.axis_size(self.axis_name)
             warn_of_rows(self.loss_fn, batch, args, kwargs, world)
             refuse_refs((args, kwargs))
-        loss_fn, arrays = _bound(self.loss_fn, args, kwargs)
+        loss_fn, arrays = bound(self.loss_fn, args, kwargs)
         return dataclasses.replace(self, loss_fn=loss_fn)._of(params, batch, *arrays)
 
     def _of(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
@@ -170,27 +171,6 @@ class ValueAndGrad:
         return loss_and_aux(self.loss_fn(params, batch, *args), self.has_aux)[1]
 
 
-def _bound(
-    loss_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., Any], list[Any]]:
-    """The loss as a function of arrays alone, and the arrays among its further arguments."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-
-    def is_array(leaf: Any) -> bool:
-        return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
-
-    def bound(params: Any, batch: Any, *arrays: Any) -> Any:
-        rest = iter(arrays)
-        given = [next(rest) if is_array(leaf) else leaf for leaf in leaves]
-        further = args, kwargs = tree.unflatten(given)
-        before = values_of_variables(params, further)
-        out = loss_fn(params, batch, *args, **kwargs)
-        refuse_changes(before, values_of_variables(params, further), out)
-        return out
-
-    return bound, [leaf for leaf in leaves if is_array(leaf)]
-
-
 def value_and_grad(
     loss_fn: Callable[..., Any], axis_name: AxisName, *, has_aux: bool = False
 ) -> ValueAndGrad:
@@ -222,8 +202,8 @@ def value_and_grad(
     Raises:
       ValueError: when called, if no mesh is set, the batch is empty, does not divide over the
         devices or belongs to one process only, the loss was already averaged over the axis or does
-        not depend on the batch, aux has one row per example, or the loss changes variables of a
-        Flax NNX model, whose new values would be lost.
+        not depend on the batch, aux has one row per example, a Flax NNX model has shared variables,
+        or the loss changes variables of one, whose new values would be lost.
       TypeError: immediately, if `loss_fn` is no function; when called, if aux is not made of real
         numbers, `loss_fn` does not return what `has_aux` requires, or a parameter is neither
         float32, bfloat16 nor float16; also if the gradients are differentiated again.
@@ -326,7 +306,7 @@ def backward_order(
     shares = shares_of(batch, _axes.axis_size(f.axis_name), f.axis_name)
     paths = [_paths.path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
 
-    loss_fn, arrays = _bound(f.loss_fn, args, kwargs)
+    loss_fn, arrays = bound(f.loss_fn, args, kwargs)
 
     def grad(inputs: tuple[Any, list[Any]], batch: Any) -> Any:
         params, arrays = inputs

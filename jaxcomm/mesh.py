@@ -105,7 +105,9 @@ def replicate(tree: Any) -> Any:
 
 
 def _is_per_device(x: Any) -> bool:
-    return hasattr(x, "are_shares")  # of `jaxcomm.transforms.per_device`, which is a layer above
+    return hasattr(
+        type(x), "are_shares"
+    )  # of `jaxcomm.transforms.per_device`, which is a layer above
 
 
 def global_batch(local_batch: Any, axis_name: AxisName) -> Any:

@@ -28,6 +28,7 @@ ANYWHERE += (
     "_microbatches",
     "_numbers",
     "_names",
+    "_jaxprs",
     "_nnx",
     "_notes",
     "_paths",

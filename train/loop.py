@@ -74,8 +74,8 @@ def train(
     keep_config(workdir, config, resumed=saved is not None)
 
     # One or two compiled steps serve the whole run; what they send is read from them.
-    train_step, without = programs.compiled(run, now, config.steps), plain.Plain(run)
-    sent = what_is_sent(run, train_step, config.steps)
+    compiled, without = programs.Programs(run, now, config.steps), plain.Plain(run)
+    sent = compiled.sent()
 
     # What watches the run.
     recorder = recorder_of(config, workdir, run, now, sent)
@@ -91,7 +91,7 @@ def train(
             profile.before(number, now)
             with recorder.waiting():
                 batch = run.batch(signals.stop.is_set())
-            now, values = train_step.of(number)(now, batch)
+            now, values = compiled.next(number, now)(now, batch)
             recorder.train(number, values)
             checkpoints.check()
 
@@ -126,7 +126,7 @@ def train(
             **tested,
             f"test_{run.rows.unit}": run.rows.test_size,
             **recorder.summary(),
-            **costs_of(config, run, sent, train_step.of(config.steps), now, without),
+            **costs_of(config, run, sent, compiled.last(), now, without),
             "seconds": time.perf_counter() - started,
         }
         recorder.write("summary", config.steps, summary)
@@ -140,13 +140,6 @@ def saved_step(config: Any, workdir: Path, restarted: bool) -> int | None:
     saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
     check.steps_left(config.steps, saved)
     return saved
-
-
-def what_is_sent(run: Run, compiled: programs.Programs, steps: int) -> measure.Sent:
-    """What the programs of a run send."""
-    reports = {kind: jaxcomm.wire_report(x) for kind, x in compiled.by_kind.items()}
-    last = reports[compiled.kind(steps)]
-    return measure.Sent(last, run.sync, run.params, reports.get(True), compiled.last_dense or 0)
 
 
 def recorder_of(

@@ -189,7 +189,7 @@ class Sent:
       config: `config.sync`, with the method that is in use.
       params: the parameters.
       dense: the report of the dense steps' own program, if they have one.
-      last_dense: the last step of that program.
+      is_dense: whether a step is dense, by its number and `frozen_at` as of `in_step`.
     """
 
     def __init__(
@@ -198,10 +198,10 @@ class Sent:
         config: Any,
         params: Any,
         dense: jaxcomm.WireReport | None = None,
-        last_dense: int = 0,
+        is_dense: Callable[[int, int], bool] = lambda step, frozen_at: False,
     ):
         self.wire = wire
-        self._dense, self._last_dense = dense, last_dense
+        self._dense, self._is_dense = dense, is_dense
         self.params = sum(leaf.size for leaf in jax.tree.leaves(params))
         self._config = config
         self._known: dict[tuple[float, ...], float] = {}
@@ -213,7 +213,7 @@ class Sent:
           step: the number of the step.
           frozen_at: the earlier step in which the optimizer's warm-up ended; 0 before that.
         """
-        if self._dense is not None and step <= self._last_dense:
+        if self._dense is not None and self._is_dense(step, frozen_at):
             return self._dense.per_step({}) / self.params
         named = {branch.name for branch in self.wire.named}
         shares = sync.shares(self._config, step, frozen_at)
@@ -225,16 +225,22 @@ class Sent:
 
     def most(self) -> float:
         """Bytes a parameter in the step that sends most."""
-        reports = [self.wire] if self._dense is None else [self.wire, self._dense]
-        return float(max(report.bytes_max for report in reports)) / self.params
+        return float(max(report.bytes_max for report in self._reports())) / self.params
 
     def between_groups(self) -> float | None:
-        """Bytes a parameter that leave a group of devices; None where there are no groups."""
+        """Bytes a parameter that leave a group of devices, of the step that sends most.
+
+        None where there are no groups.
+        """
         mesh = jax.sharding.get_mesh()
         if len(mesh.axis_names) < 2:
             return None
-        reports = self.wire.by_axes(mesh).items()
-        return float(sum(part.bytes_max for axes, part in reports if AXIS in axes)) / self.params
+        each = [report.by_axes(mesh).items() for report in self._reports()]
+        sums = [sum(part.bytes_max for axes, part in x if AXIS in axes) for x in each]
+        return float(max(sums)) / self.params
+
+    def _reports(self) -> list[jaxcomm.WireReport]:
+        return [self.wire] if self._dense is None else [self.wire, self._dense]
 
 
 def costs(steps: Steps, sent: Sent, network: Bandwidth, predicted: Any = None) -> dict[str, Any]:

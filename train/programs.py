@@ -1,41 +1,66 @@
 """The compiled training steps of a run: one, or one for its dense steps and one for the others."""
 
-import dataclasses
 from typing import Any
 
-from train import sync
+import jaxcomm
+from train import measure, sync, watched
 from train.run import Run
 from train.state import TrainState
 
 
-@dataclasses.dataclass(frozen=True)
 class Programs:
-    """What was compiled. One program would exchange in a conditional, which nothing overlaps with.
+    """What is compiled, when it is made. One program would exchange in a conditional.
+
+    Nothing overlaps with what is in a conditional. 1-bit Adam's state tells when its dense steps
+    end: steps that were not finite do not count, and what is frozen stays so in a longer run.
+
+    Args:
+      run: the run.
+      now: its state at the beginning, or at its last checkpoint.
+      steps: the length of the run.
 
     Attributes:
-      last_dense: the last dense step, if that is known before the run; otherwise None.
       by_kind: the programs of the steps that are still to come, by whether they are dense; None is
         one for all.
     """
 
-    last_dense: int | None
-    by_kind: dict[bool | None, Any]
+    def __init__(self, run: Run, now: TrainState, steps: int):
+        self._run, self._steps = run, steps
+        self._last_dense = sync.last_dense(run.sync, steps)
+        self._asks_state = run.sync.method == "one_bit_adam"
+        self._is_over = self._asks_state and watched.step_of(now.opt_state) > 0
+        self.by_kind: dict[bool | None, Any] = {}
+        for number in (min(int(now.step) + 1, steps), steps):
+            kind = self._kind(number)
+            if kind not in self.by_kind:
+                self.by_kind[kind] = run.compile(now, **({} if kind is None else {"dense": kind}))
 
-    def kind(self, number: int) -> bool | None:
-        """Whether a step is dense; None if its state tells."""
-        return None if self.last_dense is None else number <= self.last_dense
+    def _kind(self, number: int) -> bool | None:
+        """Whether a step is dense, as far as its number tells; None if the program does."""
+        if self._last_dense is None:
+            return None
+        return number <= self._last_dense and not self._is_over
 
-    def of(self, number: int) -> Any:
-        """The program of a step."""
-        return self.by_kind[self.kind(number)]
+    def next(self, number: int, now: TrainState) -> Any:
+        """The program of the step with this number, which follows a state."""
+        kind = self._kind(number)
+        if kind is False and self._asks_state and not self._is_over:
+            self._is_over = watched.step_of(now.opt_state) > 0
+            kind = not self._is_over
+        return self.by_kind[kind]
 
+    def last(self) -> Any:
+        """The program of the last step."""
+        return self.by_kind[self._kind(self._steps)]
 
-def compiled(run: Run, now: TrainState, steps: int) -> Programs:
-    """Compiles what a run of so many steps needs from this state on."""
-    programs = Programs(sync.last_dense(run.sync, steps), {})
-    for number in (min(int(now.step) + 1, steps), steps):
-        kind = programs.kind(number)
-        if kind not in programs.by_kind:
-            said = {} if kind is None else {"dense": kind}
-            programs.by_kind[kind] = run.compile(now, **said)
-    return programs
+    def sent(self) -> measure.Sent:
+        """What they send."""
+        reports = {kind: jaxcomm.wire_report(x) for kind, x in self.by_kind.items()}
+        last = reports[self._kind(self._steps)]
+        return measure.Sent(
+            last, self._run.sync, self._run.params, reports.get(True), self._is_dense
+        )
+
+    def _is_dense(self, number: int, frozen_at: int) -> bool:
+        """Whether a step was dense, which ended with this `frozen_at` of an earlier step."""
+        return not frozen_at if self._asks_state else self._kind(number) is True

@@ -27,6 +27,8 @@ class _Shape(jax.ShapeDtypeStruct):
         """The zeros."""
         return jnp.zeros(self.shape, self.dtype)
 
-    def copy(self) -> jax.Array:
-        """The zeros."""
-        return self.__jax_array__()
+    def __getattr__(self, name: str) -> Any:
+        """Attributes that only arrays have, such as `copy`."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.__jax_array__(), name)

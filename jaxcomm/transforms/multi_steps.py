@@ -33,6 +33,8 @@ from jaxcomm.transforms.per_device import (
     zeros_per_device,
 )
 
+_TURNS = 4  # of promotions
+
 
 class MultiStepsState(NamedTuple):
     """The state of `multi_steps`.
@@ -158,12 +160,14 @@ def _promoted(exchange: Callable[[Any], tuple[Any, Any]], state: Any) -> tuple[A
 
     An optimizer's first update may promote its state, and both branches have to return the same.
     """
-    while True:  # one leaf after the other may be promoted
+    for _ in range(_TURNS):  # one leaf after the other may be promoted
         shapes, new = jax.eval_shape(functools.partial(exchange, state))
-        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(new), strict=True)
-        if all(x.dtype == s.dtype for x, s in pairs):
-            return shapes, state
-        state = jax.tree.map(lambda x, s: x.astype(s.dtype), state, new)
+        same = jax.tree.structure(state) == jax.tree.structure(new)
+        types = [list(map(jnp.result_type, jax.tree.leaves(tree))) for tree in (state, new)]
+        if not same or types[0] == types[1]:  # what differs otherwise is for the branch to say
+            break
+        state = jax.tree.map(lambda x, s: jnp.asarray(x, s.dtype), state, new)
+    return shapes, state
 
 
 def _zeros_like(updates: Any, grads: list[jax.Array], layout: Layout) -> Any:

@@ -148,7 +148,8 @@ def one_bit_adam(
       either view, and returns what `optax.apply_updates` takes, bitwise equal on all devices.
       `update(..., dense=True)`, or False, decides instead of the state whether this step is dense,
       and makes no conditional: where steps are jitted, `dense` is a static argument, and there are
-      two programs. v changes in dense steps only; without one before, updates are NaN.
+      two programs. v changes in the dense steps before the first other one; without any, updates
+      are NaN.
 
     Raises:
       TypeError, ValueError: immediately for bad arguments; by `init` if an optimizer with its own
@@ -233,8 +234,8 @@ def one_bit_adam(
         finite &= adam.is_sound(state, frozen)
         m, v = _written(finite, m, old_m), old_v
         if frozen is not True:  # which the host says
-            v = [jnp.where(frozen, old_v[i], adam.v(old_v[i], means[i])) for i in leaves]
-            v = _written(finite, v, old_v)
+            moves = finite & (state.frozen_at == 0)  # not in a dense step that the host adds later
+            v = _written(moves, [adam.v(old_v[i], means[i]) for i in leaves], old_v)
         steps = adam.steps(m, v, state, params)
         steps = [step.astype(g.dtype) for step, g in zip(steps, grads, strict=True)]
         if any(step.dtype.itemsize < 4 for step in steps):

@@ -147,7 +147,7 @@ def dense_first(
         `inner`.
 
     Returns:
-      A transformation used like `inner`; without dense steps it is `inner`.
+      A transformation used like `inner`; without dense steps it is `inner`, which takes no `dense`.
 
     Raises:
       TypeError: by `update` if its `dense` is known on the devices only.

@@ -3,8 +3,9 @@
 import importlib
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import config_dict
@@ -12,6 +13,7 @@ from running import read_lines
 
 import jaxcomm
 from train import loop, programs, sync
+from train.state import TrainState
 
 
 @pytest.mark.parametrize(
@@ -37,19 +39,25 @@ def test_the_share_of_dense_steps_is_the_librarys() -> None:
     assert sync.DENSE_SHARE == module._DENSE_SHARE
 
 
+def all_programs(monkeypatch: pytest.MonkeyPatch) -> list[programs.Programs]:
+    """Those of all runs that follow."""
+    found: list[programs.Programs] = []
+    make = programs.Programs
+
+    def spy(*args: Any) -> programs.Programs:
+        found.append(make(*args))
+        return found[-1]
+
+    monkeypatch.setattr(programs, "Programs", spy)
+    return found
+
+
 @pytest.mark.parametrize("method", ["mean", "sparse_mean", "low_rank_mean"])
 def test_a_run_with_dense_steps(
     method: str, config: config_dict.ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by the count in the state, also when it continues; no program has a conditional."""
-    compiled: list[programs.Programs] = []
-
-    def spy(*args: Any) -> programs.Programs:
-        compiled.append(programs_of(*args))
-        return compiled[-1]
-
-    programs_of = programs.compiled
-    monkeypatch.setattr(programs, "compiled", spy)
+    compiled = all_programs(monkeypatch)
     config.sync.method, config.sync.dense_steps = method, 2
     config.sync.codec, config.sync.error_feedback = "int8", True
     config.inspect.every, config.checkpoint.every = 0, 1
@@ -70,3 +78,35 @@ def test_a_run_with_dense_steps(
         sent = [line["bytes_per_param"] for line in read_lines(tmp_path / run, "train")]
         assert sent[0] == sent[1] > 1.5 * sent[2] == 1.5 * sent[-1], sent
     assert told["bytes_per_param"] == sent[0]
+
+
+def test_what_one_bit_adam_has_frozen_stays_so(
+    config: config_dict.ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that continues longer has a larger share of dense steps, but has ended its own."""
+    compiled = all_programs(monkeypatch)
+    config.sync.method, config.optimizer.name = "one_bit_adam", "scale"
+    config.inspect.every, config.optimizer.nesterov = 0, False
+    config.optimizer.weight_decay, config.optimizer.learning_rate, config.steps = 0.0, 1e-5, 4
+    loop.train(config, tmp_path, 0.0)
+    config.checkpoint.resume, config.steps = True, 40
+    summary = loop.train(config, tmp_path, 0.0)
+    assert [set(x.by_kind) for x in compiled] == [{True, False}, {False}]
+    assert summary["frozen_at"] == 1 < sync.last_dense(config.sync, 40) - 4
+    sent = [line["bytes_per_param"] for line in read_lines(tmp_path, "train")]
+    assert sent[0] > 2 * max(sent[1:])
+
+
+def test_steps_that_were_not_finite_do_not_count_as_dense_ones() -> None:
+    """The state says so; it is asked until the variance is frozen."""
+
+    class Adam(NamedTuple):
+        frozen_at: Any
+
+    compiled = object.__new__(programs.Programs)
+    compiled._last_dense, compiled._asks_state, compiled._is_over = 2, True, False
+    compiled.by_kind = {True: "dense", False: "bits"}
+    frozen_at = [0, 0, 0, 2, 2]  # before each step; the first one was not finite
+    states = [TrainState(jnp.int32(0), {}, Adam(jnp.int32(x))) for x in frozen_at]
+    found = [compiled.next(i, state) for i, state in enumerate(states, start=1)]
+    assert found == ["dense"] * 3 + ["bits"] * 2
