@@ -83,6 +83,7 @@ class ValueAndGrad:
                 f"the batch has no arrays, got {batch!r}; loss_fn(params, batch) takes the rows "
                 "of each device; pass values that all devices share as further arguments."
             )
+        refuse_statistics(params)  # first: its message for a counter says more than its dtype
         refuse_shared(params)
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
         for over in filter(None, map(axes_of, jax.tree.leaves(params))):
@@ -93,7 +94,6 @@ class ValueAndGrad:
                 )
         own, params = OWN_PARAMETER in kinds, unmark_local(params)
         _paths.require_arrays(params, "parameter")
-        refuse_statistics(params)  # first: its message for a counter says more than its dtype
         for path, leaf in jax.tree_util.tree_leaves_with_path(values_of(params)):
             _paths.require_float(_paths.path_name(path), jnp.result_type(leaf))
         self._check_attached(params)
