@@ -40,7 +40,7 @@ def test_steps_by_count_and_as_the_host_says(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "benchmarks.due", "--params=2e6", "--rounds=1", f"--out={out}"]
     subprocess.run(line, cwd=ROOT, check=True, timeout=200)
     (part,) = json.loads(out.read_text())["parts"].values()
-    assert len(part["rows"]) == 10 and all(row["ms"] > 0 for row in part["rows"])
+    assert len(part["rows"]) == 12 and all(row["ms"] > 0 for row in part["rows"])
 
 
 def test_paths(tmp_path: Path) -> None:
