@@ -38,7 +38,7 @@ def _source(line: Any, place: int) -> Any:
         first, carried = line.params["num_consts"], line.params["num_carry"]
         is_passed = found[0] == first + place if place < carried else found[0] >= first + carried
         return line.invars[found[0]] if is_passed else None
-    return None if line.primitive.name in ("while", "cond") else line.invars[found[0]]
+    return line.invars[found[0]]
 
 
 def needed_for(jaxpr: Any, outs: Iterable[Any]) -> set[int]:

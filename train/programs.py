@@ -29,11 +29,13 @@ class Programs:
         self._last_dense = sync.last_dense(run.sync, steps)
         self._asks_state = run.sync.method == "one_bit_adam"
         self._is_over = self._asks_state and watched.step_of(now.opt_state) > 0
+        kinds = [self._kind(min(int(now.step) + 1, steps)), self._kind(steps)]
+        if self._asks_state and self._last_dense is not None and not self._is_over:
+            kinds.append(True)  # also behind the last one, until so many were finite
         self.by_kind: dict[bool | None, Any] = {}
-        for number in (min(int(now.step) + 1, steps), steps):
-            kind = self._kind(number)
-            if kind not in self.by_kind:
-                self.by_kind[kind] = run.compile(now, **({} if kind is None else {"dense": kind}))
+        for kind in dict.fromkeys(kinds):
+            said = {} if kind is None else {"dense": kind}
+            self.by_kind[kind] = run.compile(now, **said)
 
     def _kind(self, number: int) -> bool | None:
         """Whether a step is dense, as far as its number tells; None if the program does."""
@@ -57,9 +59,8 @@ class Programs:
         """What they send."""
         reports = {kind: jaxcomm.wire_report(x) for kind, x in self.by_kind.items()}
         last = reports[self._kind(self._steps)]
-        return measure.Sent(
-            last, self._run.sync, self._run.params, reports.get(True), self._is_dense
-        )
+        how, params = self._run.sync, self._run.params
+        return measure.Sent(last, how, params, reports.get(True), self._is_dense)
 
     def _is_dense(self, number: int, frozen_at: int) -> bool:
         """Whether a step was dense, which ended with this `frozen_at` of an earlier step."""

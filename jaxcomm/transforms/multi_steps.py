@@ -166,8 +166,12 @@ def _promoted(exchange: Callable[[Any], tuple[Any, Any]], state: Any) -> tuple[A
         types = [list(map(jnp.result_type, jax.tree.leaves(tree))) for tree in (state, new)]
         if not same or types[0] == types[1]:  # what differs otherwise is for the branch to say
             break
-        state = jax.tree.map(lambda x, s: jnp.asarray(x, s.dtype), state, new)
+        state = jax.tree.map(_with_dtype_of, state, new)
     return shapes, state
+
+
+def _with_dtype_of(x: Any, like: jax.ShapeDtypeStruct) -> Any:
+    return x if jnp.result_type(x) == like.dtype else jnp.asarray(x, like.dtype)
 
 
 def _zeros_like(updates: Any, grads: list[jax.Array], layout: Layout) -> Any:

@@ -3,6 +3,7 @@
 import importlib
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -95,6 +96,26 @@ def test_what_one_bit_adam_has_frozen_stays_so(
     assert summary["frozen_at"] == 1 < sync.last_dense(config.sync, 40) - 4
     sent = [line["bytes_per_param"] for line in read_lines(tmp_path, "train")]
     assert sent[0] > 2 * max(sent[1:])
+
+
+def test_a_run_that_continues_behind_dense_steps_that_were_not_finite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both programs are there: the state may ask for a dense step behind the last one."""
+
+    class Adam(NamedTuple):
+        frozen_at: Any
+
+    monkeypatch.setattr(sync, "last_dense", lambda *_: 2)
+    said: list[Any] = []
+    run: Any = SimpleNamespace(
+        sync=config_dict.create(method="one_bit_adam"),
+        compile=lambda now, **kw: said.append(kw) or kw["dense"],
+    )
+    now = [TrainState(jnp.int32(5), {}, Adam(jnp.int32(x))) for x in (0, 6)]
+    compiled = programs.Programs(run, now[0], 9)
+    assert [compiled.next(6, now[0]), compiled.next(7, now[1])] == [True, False]
+    assert sorted(kw["dense"] for kw in said) == [False, True]
 
 
 def test_steps_that_were_not_finite_do_not_count_as_dense_ones() -> None:

@@ -205,7 +205,8 @@ def test_an_optimizer_may_promote_its_state(make: Any) -> None:
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
         params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2, jnp.bfloat16)}
         grads = jax.tree.map(lambda x: jnp.ones((2, *x.shape), x.dtype), params)
-        tx = jaxcomm.multi_steps(optax.chain(jaxcomm.mean("data"), make()), 2)
+        noise = optax.add_noise(0.0, 0.55, jax.random.key(0))  # a typed key is beside them
+        tx = jaxcomm.multi_steps(optax.chain(jaxcomm.mean("data"), make(), noise), 2)
         step, state = jax.jit(tx.update), tx.init(params)
         for _ in range(2):
             updates, state = step(grads, state, params)
