@@ -231,6 +231,23 @@ def exchanged(layer: Any) -> Any:
         were changed before: cast them after this call.
 
     Wire: in the backward pass, that of the exchange that was passed to `jaxcomm.in_backward`.
+
+    Example:
+      A loss that scans its layers; with plain parameters it can be evaluated anywhere:
+
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> def loss_fn(params, x):
+      ...     def block(x, layer):
+      ...         layer = jaxcomm.exchanged(layer)
+      ...         return x @ layer["w"], None
+      ...     return jax.lax.scan(block, x, params["blocks"])[0].mean()
+      >>> exchange = jaxcomm.in_backward(jaxcomm.mean("data"), ["blocks"])
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     params = {"blocks": {"w": jnp.stack([jnp.eye(2)] * 3)}}
+      ...     attached, x = exchange.attach(params, exchange.init(params)), jnp.ones((2, 2))
+      ...     _, grads = jax.jit(jaxcomm.value_and_grad(loss_fn, "data"))(attached, x)
+      >>> loss_fn(params, x).item()
+      1.0
     """
     leaves, treedef = jax.tree.flatten(layer, is_leaf=is_attached)
     nodes = sorted(filter(is_attached, leaves), key=lambda node: node.number)

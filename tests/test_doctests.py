@@ -14,6 +14,7 @@ import jaxcomm
 
 MODULES = ["jaxcomm"] + [m.name for m in pkgutil.walk_packages(jaxcomm.__path__, "jaxcomm.")]
 WITH_EXAMPLES = [
+    "jaxcomm._attached",
     "jaxcomm.collectives.all_reduce",
     "jaxcomm.compiling",
     "jaxcomm.explaining",
@@ -25,13 +26,16 @@ WITH_EXAMPLES = [
     "jaxcomm.plan.using",
     "jaxcomm.simulation",
     "jaxcomm.transforms.control_variates",
+    "jaxcomm.transforms.gather",
     "jaxcomm.transforms.in_backward",
     "jaxcomm.transforms.local",
+    "jaxcomm.transforms.local_params",
     "jaxcomm.transforms.local_steps",
     "jaxcomm.transforms.low_rank_mean",
     "jaxcomm.transforms.majority_vote",
     "jaxcomm.transforms.mean",
     "jaxcomm.transforms.multi_steps",
+    "jaxcomm.transforms.no_exchange",
     "jaxcomm.transforms.factored_adam",
     "jaxcomm.transforms.one_bit_adam",
     "jaxcomm.transforms.per_device",
@@ -39,6 +43,7 @@ WITH_EXAMPLES = [
     "jaxcomm.transforms.set_to_zero",
     "jaxcomm.transforms.shard",
     "jaxcomm.transforms.sharded",
+    "jaxcomm.transforms.sharded_params",
     "jaxcomm.transforms.sparse_mean",
     "jaxcomm.transforms.stages",
     "jaxcomm.transforms.with_layer_axis",

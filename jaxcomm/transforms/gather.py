@@ -83,6 +83,20 @@ def gather(params: Any, *, within: AxisName | None = None) -> Any:
     the exchange. Exempt leaves that are split are sent in float32 in both directions. Along
     `within`: XLA's all-gather and, backward, its reduce-scatter or all-reduce, in the dtype of the
     arrays.
+
+    Example:
+      Two devices hold one row of w each, and both compute with the whole of it:
+
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> tx = jaxcomm.sharded(jaxcomm.mean("data"))
+      >>> def loss_fn(params, x):
+      ...     return jnp.mean(x @ jaxcomm.gather(params)["w"])
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     params = jaxcomm.shard({"w": jnp.array([[1.0], [2.0]])}, "data")
+      ...     at = jaxcomm.sharded_params(params, tx.init(params))
+      ...     loss, _ = jax.jit(jaxcomm.value_and_grad(loss_fn, "data"))(at, jnp.eye(2))
+      >>> loss.item()
+      1.5
     """
     if within is not None:
         return _whole_within(params, within)

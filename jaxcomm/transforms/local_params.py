@@ -62,6 +62,19 @@ def local_params(state: Any) -> Any:
       ValueError: if there is no such state, or several, or it covers a part of the parameters.
 
     Wire: nothing.
+
+    Example:
+      After one step without an exchange, the shared parameters are still 0:
+
+      >>> import jax, jax.numpy as jnp, jaxcomm, optax
+      >>> tx = jaxcomm.local_steps(optax.sgd(1.0), 2, optax.sgd(1.0), jaxcomm.mean("data"))
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     w = jaxcomm.replicate(jnp.zeros(1))
+      ...     state, f = tx.init(w), jaxcomm.value_and_grad(lambda w, x: jnp.sum(w * x), "data")
+      ...     _, grads = jax.jit(f)(jaxcomm.local_params(state), jnp.array([3.0, 4.0]))
+      ...     updates, state = jax.jit(tx.update)(grads, state, w)
+      >>> updates.tolist(), jaxcomm.unmark_local(jaxcomm.local_params(state)).tolist()
+      ([0.0], [[-3.0], [-4.0]])
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LocalStepsState))
     found = [node for node in nodes if isinstance(node, LocalStepsState)]

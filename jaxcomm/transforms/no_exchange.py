@@ -38,6 +38,17 @@ def no_exchange(axis_name: AxisName) -> optax.GradientTransformation:
       TypeError, ValueError: as for `jaxcomm.mean`.
 
     Wire: nothing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> tx = jaxcomm.no_exchange("data")
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     w = jaxcomm.replicate(jnp.zeros(1))
+      ...     f = jaxcomm.value_and_grad(lambda w, x: jnp.sum(w * x), "data")
+      ...     _, grads = jax.jit(f)(w, jnp.array([3.0, 4.0]))
+      ...     updates, _ = jax.jit(tx.update)(grads, tx.init(w))
+      >>> [copy.data.tolist() for copy in updates.addressable_shards]
+      [[3.0], [4.0]]
     """
     _axes.names_of(axis_name)
 

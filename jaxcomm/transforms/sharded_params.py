@@ -55,6 +55,21 @@ def sharded_params(params: Any, state: Any) -> Any:
       ValueError: if there is no such state, or a parameter is exchanged twice or not at all.
 
     Wire: nothing.
+
+    Example:
+      A device keeps one row of w, and of its gradient:
+
+      >>> import jax, jax.numpy as jnp, jaxcomm
+      >>> tx = jaxcomm.sharded(jaxcomm.mean("data"))
+      >>> def loss_fn(params, x):
+      ...     return jnp.sum(x @ jaxcomm.gather(params)["w"])
+      >>> with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+      ...     params = jaxcomm.shard({"w": jnp.ones((2, 3))}, "data")
+      ...     state, f = tx.init(params), jaxcomm.value_and_grad(loss_fn, "data")
+      ...     _, grads = jax.jit(f)(jaxcomm.sharded_params(params, state), jnp.eye(2))
+      ...     updates, state = jax.jit(tx.update)(grads, state)
+      >>> updates["w"].addressable_shards[1].data.tolist()
+      [[0.5, 0.5, 0.5]]
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ShardedState))
     found = [node for node in nodes if isinstance(node, ShardedState)]
