@@ -35,8 +35,9 @@ def _is_number(value: Any) -> bool:
 
 
 def whole(low: int) -> Rule:
-    """Whole numbers from `low` on."""
-    return Rule(f"a whole number of at least {low}", lambda v: _is_whole(v) and v >= low)
+    """Whole numbers from `low` on, which the devices can count to."""
+    says = f"a whole number of at least {low}"
+    return Rule(f"{says}, below 2^31", lambda v: _is_whole(v) and low <= v < 2**31)
 
 
 def number(says: str, holds: Callable[[Any], bool]) -> Rule:

@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,7 +38,9 @@ METADATA = "_CHECKPOINT_METADATA"  # Orbax's own, JSON; it gets its last line af
 ARRAYS = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
 
 
-def where_to_continue(directory: Path, resume: bool, restarted: bool) -> int | None:
+def where_to_continue(
+    directory: Path, resume: bool, restarted: bool, changed: Sequence[str] = ()
+) -> int | None:
     """The step of the newest undamaged checkpoint; None if the run should begin anew.
 
     Process 0 looks, and all processes follow. Newer checkpoints that are damaged are named and
@@ -48,11 +50,14 @@ def where_to_continue(directory: Path, resume: bool, restarted: bool) -> int | N
       directory: of the checkpoints.
       resume: whether the user wants to continue, so that there must be a checkpoint.
       restarted: whether the launcher has started the run again; a checkpoint is then optional.
+      changed: the fields in which the run of this directory had another config. A restart does not
+        continue that run: the first start was refused, or ended before it looked.
 
     Raises:
       UserError: if there is no checkpoint to continue from, or if one is in the way of a new run.
     """
     steps, whole = [], None
+    restarted = restarted and not changed
     if jax.process_index() == 0:
         find = functools.partial(_steps, directory)
         steps = find()
@@ -61,11 +66,13 @@ def where_to_continue(directory: Path, resume: bool, restarted: bool) -> int | N
             _move_unreadable(directory)
             whole = _last_whole(directory, find, move=True)
     newest = steps[-1] if steps else None
-    found = [-1 if step is None else step for step in (newest, whole)]
-    newest, whole = multihost_utils.broadcast_one_to_all(np.array(found, np.int32)).tolist()
+    found = [-1 if step is None else step for step in (newest, whole)] + [restarted]
+    found = multihost_utils.broadcast_one_to_all(np.array(found, np.int32)).tolist()
+    newest, whole, restarted = found
     if not resume and not restarted and newest >= 0:
+        other = f", of a run with another config: {', '.join(changed)}" if changed else ""
         raise UserError(
-            f"{directory} has a checkpoint of step {newest}; continue it with "
+            f"{directory} has a checkpoint of step {newest}{other}; continue it with "
             "--config.checkpoint.resume=True, or choose another --workdir"
         )
     if resume and not restarted and whole < 0:

@@ -22,16 +22,25 @@ VOTE = "majority_vote"
 Look = Callable[[Any, Any], dict[str, float]]
 
 
-def of_run(run: Any, config: Any) -> Look:
-    """What `make_look` makes for a `train.run.Run`."""
+def of_run(run: Any, config: Any, now: Any) -> Look | None:
+    """What `make_look` makes for a `train.run.Run`, compiled; None if no step is looked at."""
+    every = config.inspect.every
+    if not every or config.steps // every == int(now.step) // every:
+        return None
     parts = run.sync, run.gradient, run.exchange, run.order
-    return make_look(*parts, config.steps, config.seed)
+    return make_look(*parts, config.steps, config.seed, (now, run.example))
 
 
 def make_look(
-    config: Any, gradient: Any, exchange: Any, order: Sequence[str], steps: int, seed: int = 0
+    config: Any,
+    gradient: Any,
+    exchange: Any,
+    order: Sequence[str],
+    steps: int,
+    seed: int = 0,
+    like: tuple[Any, Any] | None = None,
 ) -> Look:
-    """A function of a state and a global batch, compiled when it is first called.
+    """A function of a state and a global batch.
 
     Args:
       config: `config.sync`, with the method that is in use.
@@ -40,6 +49,7 @@ def make_look(
       order: the order of the gradients, as `sync.build` takes it.
       steps: the length of the run.
       seed: the seed, as `sync.build` takes it.
+      like: a state and a batch to compile it for; None to compile it when it is first called.
 
     Returns:
       `look(state, batch) -> numbers`, equal on all processes:
@@ -83,7 +93,9 @@ def make_look(
             values["ties"] = _share_of_ties(jax.tree.leaves(decided), before)
         return values
 
-    compiled = jax.jit(look, compiler_options=jaxcomm.compiler_options())
+    compiled: Any = jax.jit(look, compiler_options=jaxcomm.compiler_options())
+    if like is not None:
+        compiled = compiled.lower(*like).compile()
     return lambda state, batch: {k: float(v) for k, v in compiled(state, batch).items()}
 
 

@@ -32,7 +32,7 @@ from train import (
 from train.errors import RunError
 from train.run import Run, assemble
 from train.state import TrainState, learning_rates
-from train.workdir import CHECKPOINTS, keep_config, keep_data, naming_changes
+from train.workdir import CHECKPOINTS, changes, keep_config, keep_data, naming_changes
 
 
 def train(
@@ -79,7 +79,7 @@ def train(
 
     # What watches the run.
     recorder = recorder_of(config, workdir, run, now, sent)
-    look = inspection.of_run(run, config)
+    look = look_where_due(run, config, now, without, recorder)
     check_replicas = replicas.make_check(now.params, run.sync.method)
     profile = profiling.Profile(workdir, start, config.profile.steps)
     with checkpoints, recorder:
@@ -95,16 +95,13 @@ def train(
             recorder.train(number, values)
             checkpoints.check()
 
-            if config.inspect.every and number % config.inspect.every == 0:
-                with recorder.pause("look"):
-                    recorder.looked(number, look(now, batch))
-                    recorder.split(number, without.milliseconds(now.params, batch))
+            look(number, now, batch)
             stop = recorder.stop  # Read once: a pause below may change it for the next step.
             last = number == config.steps or stop
-            tested = tests(number, now) if tests_before_saving(number, stop, config) else None
-            if tested and not last:
-                recorder.split(number)
-            save = number % kept.every == 0 or last or (tested and kept.best)
+            is_test = number % config.eval_every == 0 and not last
+            scored = kept.best and (is_test or (last and not stop))
+            tested = tests(number, now) if scored else None
+            save = number % kept.every == 0 or last or scored
             if save or number % config.guard.replicas_every == 0:
                 with recorder.pause("replicas"):
                     check_replicas(now.params, number)
@@ -115,6 +112,9 @@ def train(
                 profile.close(now)
                 complete(checkpoints, recorder)
                 return report.stopped(number, workdir)
+            if is_test:
+                tested = tested or tests(number, now)
+                recorder.split(number)
         with recorder.pause("test"):
             profile.close(now)
         tested = tested or tests(config.steps, now)
@@ -137,7 +137,8 @@ def train(
 def saved_step(config: Any, workdir: Path, restarted: bool) -> int | None:
     """The step of the checkpoint from which the run continues; None if it begins anew."""
     folder = workdir / CHECKPOINTS
-    saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted)
+    changed = changes(workdir, config) if restarted else ()
+    saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted, changed)
     check.steps_left(config.steps, saved)
     return saved
 
@@ -163,6 +164,28 @@ def recorder_of(
     )
 
 
+def look_where_due(
+    run: Run, config: Any, now: TrainState, without: plain.Plain, recorder: metrics.Recorder
+) -> Callable[[int, TrainState, Any], None]:
+    """A function of a step, the state after it and its batch; it does nothing where none is due.
+
+    Its programs are compiled here: in the loop, a run that was asked to end would end too late.
+    """
+    look = inspection.of_run(run, config, now)
+    if look:
+        without.start(now.params)
+
+    def look_at(number: int, now: TrainState, batch: Any) -> None:
+        if look is None or number % config.inspect.every:
+            return
+        with recorder.pause("look"):
+            if not recorder.stop:
+                recorder.looked(number, look(now, batch))
+                recorder.split(number, without.milliseconds(now.params, batch))
+
+    return look_at
+
+
 def tests_at(start: int, config: Any) -> bool:
     """Whether a run that continues at a step begins with the test of that step.
 
@@ -176,17 +199,6 @@ def written_again(start: int, config: Any) -> tuple[str, ...]:
     if start == config.steps:
         return "start", "test", "summary"
     return ("start", "test") if tests_at(start, config) else ("start",)
-
-
-def tests_before_saving(number: int, stop: bool, config: Any) -> bool:
-    """Whether a step is tested in the loop.
-
-    The parameters of the last step are saved first and tested after the loop. But where the best
-    checkpoint is kept, their score must be known before they are saved.
-    """
-    if number == config.steps:
-        return config.checkpoint.best != "" and not stop
-    return number % config.eval_every == 0 and not stop
 
 
 def write_test(

@@ -27,6 +27,7 @@ from train.mistakes import mistake_in, mistake_in_traceback
 # Seconds after a failed write: by then the main thread has raised the error, or waits forever.
 STUCK_SECONDS = 5.0
 _CLOSED = "Event loop is closed"
+_PEER = re.compile(r"Gloo|Connection (closed|reset) by peer")  # not what XLA itself gets wrong
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Output; by default a new folder in workdir/.")
 _EVALUATE = flags.DEFINE_boolean(
@@ -184,4 +185,6 @@ def explained(error: Exception) -> tuple[int, str | None]:
             "the disk of --workdir is full; complete checkpoints are unharmed: make room, and "
             "continue with --config.checkpoint.resume=True"
         )
+    if (line := of_another_process(error)) is not None and _PEER.search(line):
+        return 1, f"another process has ended: {line}"
     return 1, None

@@ -83,6 +83,7 @@ class Recorder:
         path = workdir / METRICS
         before = _keep_lines_until(path, start, again)
         self._sent += [line[SENT] for line in before if line["kind"] == "train" and SENT in line]
+        self._looks += [_numbers(line) for line in before if line["kind"] == "exchange"]
         self._file = path.open("a", buffering=1)  # Line by line: a killed run leaves every line.
         self._events = Events(workdir, start)
         self._watchdog.below_bar = True
@@ -206,9 +207,9 @@ class Recorder:
 
     def looks(self) -> dict[str, float]:
         """The means over what was seen, by `exchange_NAME`."""
-        names = self._looks[0] if self._looks else ()
+        names = self._looks[-1] if self._looks else ()  # an earlier run may have seen others
         return {
-            f"exchange_{name}": statistics.fmean(look[name] for look in self._looks)
+            f"exchange_{name}": statistics.fmean(x[name] for x in self._looks if name in x)
             for name in names
         }
 
@@ -276,6 +277,12 @@ def finite(values: dict[str, Any]) -> dict[str, Any]:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in values.items()
     }
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a line, as they were before `finite`."""
+    names = line.keys() - {"kind", "step"}
+    return {name: math.nan if line[name] is None else line[name] for name in names}
 
 
 def _keep_lines_until(path: Path, step: int, again: Sequence[str]) -> list[dict[str, Any]]:

@@ -64,6 +64,7 @@ def changed(name: str, value: object) -> config_dict.ConfigDict:
     [
         ("seed", -1, "seed is -1; it must be a whole number from 0 to 4294967295"),
         ("steps", 0, "steps is 0; it must be a whole number of at least 1"),
+        ("steps", 2**31, "it must be a whole number of at least 1, below 2.31"),
         ("steps", 2.5, "steps is 2.5; it must be a whole number"),
         ("steps", True, "steps is True; it must be a whole number"),
         ("label_smoothing", 1.0, "label_smoothing is 1.0; it must be a number from 0 to below 1"),

@@ -214,6 +214,13 @@ def test_looks_are_lines_and_have_means(tmp_path: Path) -> None:
         recorder.looked(2, {"error": 0.25, "cosine": 1.0})
         recorder.looked(4, {"error": 0.75, "cosine": 0.5})
         assert recorder.looks() == {"exchange_error": 0.5, "exchange_cosine": 0.75}
+        recorder.looked(6, {"error": float("nan"), "cosine": 0.0})
+    with metrics.Recorder(tmp_path, 4, 9) as recorder:  # which drops the last of them
+        recorder.looked(6, {"error": 1.1, "cosine": 0.0, "ties": 1.0})
+        means = {"exchange_error": 0.7, "exchange_cosine": 0.5, "exchange_ties": 1.0}
+        assert recorder.looks() == pytest.approx(means)
+    with metrics.Recorder(tmp_path, 6, 9) as recorder:
+        assert recorder.looks() == pytest.approx(means)
     assert read_lines(tmp_path, "exchange")[1] == {
         "kind": "exchange",
         "step": 4,

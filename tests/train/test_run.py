@@ -153,7 +153,7 @@ def test_a_run_that_diverges_fails(config: config_dict.ConfigDict, tmp_path: Pat
     assert len(bad) == 3 and saved == list(range(2, bad[0], 2))
 
 
-@pytest.mark.parametrize("every", ["eval_every", "guard.replicas_every"])
+@pytest.mark.parametrize("every", ["eval_every", "guard.replicas_every", "inspect.every"])
 def test_a_run_that_is_asked_to_stop_is_saved(
     every: str,
     config: config_dict.ConfigDict,
@@ -166,7 +166,7 @@ def test_a_run_that_is_asked_to_stop_is_saved(
     So is a profile that has begun.
     """
     monkeypatch.setattr(profiling, "BEFORE", 0)
-    config.profile.steps = 9
+    config.profile.steps, config.optimizer.warmup_steps = 9, 0
     config.update_from_flattened_dict(TINY_RESNET)
     config.steps = config.eval_every = config.checkpoint.every = config.inspect.every = 10**5
     config.update_from_flattened_dict({every: 1})
@@ -175,6 +175,7 @@ def test_a_run_that_is_asked_to_stop_is_saved(
     assert loop.train(config, tmp_path, 0.0) is None
     step = int(capsys.readouterr().out.split("stopped after step ")[1].split(",")[0])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [str(step)]
+    assert step not in [line["step"] for line in read_lines(tmp_path, "exchange")]
     assert step <= 2 and len(list(tmp_path.glob("plugins/profile/*/*.xplane.pb"))) == 1
     config.profile.steps = 0
     signals.stop.clear()
