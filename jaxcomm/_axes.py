@@ -1,7 +1,7 @@
 """Mesh axes: what types and the current mesh say about them. It imports nothing of jaxcomm."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -84,22 +84,24 @@ def shape_varying_like(x: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.
 
 def manual_axes() -> frozenset[str]:
     """The axes of the current mesh along which this code runs device by device."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return frozenset(
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Manual
-    )
+    return _axes_of(AxisType.Manual)
 
 
 def explicit_axes() -> frozenset[str]:
     """The axes of the current mesh whose shardings are part of types."""
+    return _axes_of(AxisType.Explicit)
+
+
+def _axes_of(wanted: AxisType) -> frozenset[str]:
     mesh = jax.sharding.get_abstract_mesh()
-    return frozenset(
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    )
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind == wanted)
+
+
+def on_all(flag: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Whether a flag is set on all devices along these axes, which are manual; itself for none."""
+    axes = tuple(sorted(axes))
+    return jax.lax.pmin(flag.astype("int32"), axes) == 1 if axes else flag
 
 
 def as_typed(spec: PartitionSpec, axis_name: AxisName, rank: int) -> PartitionSpec:
@@ -173,5 +175,13 @@ def unchecked(f: Callable[..., Any]) -> Callable[..., Any]:
     A `shard_map` over no further axis moves nothing. Its results are typed as equal on all
     devices of every axis: the caller ensures that they are, or casts them back with `as_varying`.
     """
-    spec = PartitionSpec()
-    return jax.shard_map(f, in_specs=spec, out_specs=spec, check_vma=False)
+    return region(f, PartitionSpec(), PartitionSpec())
+
+
+def region(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`f` where all axes are manual, without the checks of `jax.shard_map`.
+
+    Inside another such region jax needs a `jax.jit` around it, which the user may not have.
+    """
+    made = jax.shard_map(f, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(made, inline=True) if manual_axes() else made

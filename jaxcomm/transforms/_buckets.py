@@ -15,7 +15,7 @@ import numpy as np
 from jaxcomm import _axes
 from jaxcomm._numbers import is_real
 from jaxcomm.kernels.reductions import computed_once
-from jaxcomm.transforms._layout import Layout, names_in
+from jaxcomm.transforms._layout import Layout, filled_leaves, names_in
 
 Bucket = tuple[int, ...]
 
@@ -32,16 +32,18 @@ LAYER = contextvars.ContextVar("layer", default=None)
 
 def split_off_exempt(layout: Layout) -> tuple[Bucket, Bucket]:
     """The leaves to compress and those that are exempt; empty ones always are."""
-    exempt = tuple(i for i, leaf in enumerate(layout.leaves) if leaf.exempt or 0 in leaf.shape)
-    left_out = set(exempt)
-    return tuple(i for i in range(len(layout.leaves)) if i not in left_out), exempt
+    large = [i for i in filled_leaves(layout) if not layout.leaves[i].exempt]
+    return tuple(large), _all_but(large, layout)
 
 
 def split_off_empty(layout: Layout) -> tuple[Bucket, Bucket]:
     """The leaves that have values and those that have none."""
-    empty = tuple(i for i, leaf in enumerate(layout.leaves) if 0 in leaf.shape)
-    left_out = set(empty)
-    return tuple(i for i in range(len(layout.leaves)) if i not in left_out), empty
+    full = filled_leaves(layout)
+    return tuple(full), _all_but(full, layout)
+
+
+def _all_but(chosen: list[int], layout: Layout) -> Bucket:
+    return tuple(sorted(set(range(len(layout.leaves))).difference(chosen)))
 
 
 def by_appearance(layout: Layout, chosen: Bucket, order: Sequence[str] | None) -> Bucket:

@@ -171,13 +171,13 @@ def on_every_device(
             LAYER.reset(token)
         return results, [[x[None] for x in part] for part in kept]
 
+    equal = PartitionSpec()
+    in_specs = (grad_specs, own_specs, equal, equal)
+    out_specs = (specs + [equal] * further_results, own_specs)
     with noted(layout):
-        results, kept = jax.shard_map(
-            run,
-            in_specs=(grad_specs, own_specs, PartitionSpec(), PartitionSpec()),
-            out_specs=(specs + [PartitionSpec()] * further_results, own_specs),
-            check_vma=False,
-        )(grads, [list(part.values) for part in own], shared, LAYER.get())
+        results, kept = _axes.region(run, in_specs, out_specs)(
+            grads, [list(part.values) for part in own], shared, LAYER.get()
+        )
     if is_manual:
         # Without checks, the region's results are typed as equal everywhere: restore what varies.
         names = _axes.names_of(layout.axis_name)
@@ -302,10 +302,7 @@ def vectors_in_view(arrays: Arrays, layout: Layout) -> Arrays:
 
 def on_further_axes(finite: jax.Array, axis_name: AxisName) -> jax.Array:
     """A flag that is equal along the axis, made equal along the other axes of the mesh too."""
-    further = tuple(sorted(_axes.manual_axes().difference(_axes.names_of(axis_name))))
-    if further:
-        finite = jax.lax.pmin(finite.astype(jnp.int32), further) == 1
-    return finite
+    return _axes.on_all(finite, _axes.manual_axes().difference(_axes.names_of(axis_name)))
 
 
 def in_turn(

@@ -16,7 +16,7 @@ from jaxcomm import _axes
 from jaxcomm._notes import Message, noted
 from jaxcomm.transforms._buckets import joined, split
 from jaxcomm.transforms._exchange import Arrays, Own, on_every_device
-from jaxcomm.transforms._layout import Layout, Leaf, axes_in, is_vector
+from jaxcomm.transforms._layout import Layout, Leaf, axes_in, filled_leaves, is_vector
 
 Names = list[tuple[str, ...]]
 
@@ -41,7 +41,7 @@ def no_squares(layout: Layout) -> jax.Array:
 
 def _filled(layout: Layout) -> list[tuple[int, Leaf]]:
     """The parameters that are not empty, and their numbers."""
-    return [(i, leaf) for i, leaf in enumerate(layout.leaves) if 0 not in leaf.shape]
+    return [(i, layout.leaves[i]) for i in filled_leaves(layout)]
 
 
 def _is_matrix(leaf: Leaf) -> bool:

@@ -75,10 +75,21 @@ class FrozenAdam:
         finite = jnp.isfinite(self.rate(state.count))
         return finite & (state.count > 0) if frozen is True else finite
 
-    def steps(self, m: Arrays, v: Arrays, state: Any, params: Any) -> Arrays:
-        """What to add to the parameters; `state` is that of `one_bit_adam` before the step."""
+    def steps(
+        self, m: Arrays, v: Arrays, state: Any, params: Any, frozen: jax.Array | bool
+    ) -> Arrays:
+        """What to add to the parameters.
+
+        Args:
+          m: the next momentum.
+          v: the next variance.
+          state: the state of `one_bit_adam` before the step.
+          params: the parameters, for weight decay.
+          frozen: whether v did not change in this step; True if the host says so.
+        """
         rate, count = self.rate(state.count), state.count + 1
-        seen = jnp.where(state.frozen_at > 0, state.frozen_at, count)  # gradients that v has seen
+        last = state.count if frozen is True else count
+        seen = jnp.where(state.frozen_at > 0, state.frozen_at, last)  # gradients that v has seen
         # Factors, as XLA merges two divisions in a row, and that of `computed_once` must stay.
         more_m = 1 / (1 - self.b1 ** count.astype(jnp.float32))
         more_v = 1 / (1 - self.b2 ** seen.astype(jnp.float32))

@@ -15,7 +15,7 @@ from jaxcomm._attached import is_attached
 from jaxcomm._axes import AxisName
 from jaxcomm._shards import is_sharded
 from jaxcomm.transforms._layout import names_in, restrict
-from jaxcomm.transforms.per_device import PerDevice, made_sharded, next_of
+from jaxcomm.transforms.per_device import PerDevice, is_own, made_sharded, next_of
 
 
 def is_parameter(node: Any) -> bool:
@@ -95,11 +95,6 @@ def first_layer(leaf: Any, path: str) -> Any:
     return jax.ShapeDtypeStruct(jnp.shape(leaf)[1:], jnp.result_type(leaf), sharding=sharding)
 
 
-def is_own(node: Any) -> bool:
-    """Whether a node of a state is per-device state."""
-    return isinstance(node, PerDevice)
-
-
 def stacked(node: Any, size: int) -> Any:
     """The state of `size` layers, from that of one."""
 
@@ -150,9 +145,8 @@ def is_nan(update: jax.Array) -> jax.Array:
 
 def none_of(flags: Sequence[jax.Array]) -> jax.Array:
     """Whether no flag is set; typed as equal on all devices, which it is."""
-    found = jnp.any(jnp.stack(_axes.varying_alike([jnp.any(flag) for flag in flags])))
-    axes = tuple(sorted(_axes.varying_axes(found)))
-    return ~(jax.lax.pmax(found.astype(jnp.int32), axes) == 1 if axes else found)
+    none = ~jnp.any(jnp.stack(_axes.varying_alike([jnp.any(flag) for flag in flags])))
+    return _axes.on_all(none, _axes.varying_axes(none))
 
 
 def kept(takes: jax.Array, new: Any, old: Any) -> Any:

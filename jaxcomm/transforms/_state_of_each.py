@@ -79,8 +79,7 @@ def equal_on_shards(finite: jax.Array, layout: Layout) -> jax.Array:
     if not further or not _axes.is_manual(layout.axis_name):
         return finite
     checked = frozenset(axis for axis in further if _axes.checks_on(axis))
-    flag = _axes.as_varying(finite.astype(jnp.int32), checked)
-    return jax.lax.pmin(flag, tuple(sorted(further))) == 1
+    return _axes.on_all(_axes.as_varying(finite, checked), further)
 
 
 def _as_array(x: Any) -> jax.Array:

@@ -251,5 +251,4 @@ def _are_finite(means: Arrays, updates: Arrays, layout: Layout) -> jax.Array:
 def _all_finite_everywhere(arrays: Arrays, layout: Layout) -> jax.Array:
     """Whether all elements are finite, typed as equal on all devices, which it is."""
     finite = all_finite(vectors_in_view(arrays, layout))
-    axes = tuple(sorted(_axes.varying_axes(finite)))
-    return jax.lax.pmin(finite.astype(jnp.int32), axes) == 1 if axes else finite
+    return _axes.on_all(finite, _axes.varying_axes(finite))

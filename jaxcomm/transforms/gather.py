@@ -26,6 +26,7 @@ from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
 from jaxcomm.kernels.random_bits import own_key, seeded_key
 from jaxcomm.kernels.reductions import all_finite
+from jaxcomm.transforms._exchange import clipped, is_narrow
 from jaxcomm.transforms._layout import is_exempt
 from jaxcomm.transforms._scheme import Scheme
 from jaxcomm.transforms.shard import split_dim_of
@@ -307,11 +308,11 @@ def _exchanged(
     shards, left, start = [], [], 0
     for g, r, dim, shape in zip(gradients, residuals, bucket.dims, shapes, strict=True):
         stop = start + g.size // world
-        shard, most = mine[start:stop], float(jnp.finfo(g.dtype).max)
-        if errors is not None and most < float(jnp.finfo(jnp.float32).max) / 2:
+        shard = mine[start:stop]
+        if errors is not None and is_narrow(g.dtype):
             # What waits in float32 can outgrow float16, and would then overflow in every step. The
             # owner keeps the excess: for a mean over N devices, N times as much.
-            shard = jnp.clip(shard, -most, most)
+            shard = clipped(shard, g.dtype)
             errors = errors.at[me, start:stop].add(world * (mine[start:stop] - shard))
         shards.append(shard.reshape(shape).astype(g.dtype))
         left.append(r if errors is None else _joined(errors[:, start:stop], shape, dim))

@@ -27,7 +27,6 @@ from jaxcomm.transforms._layout import GIVEN_SPECS, PATHS, STACKED, axis_of, lea
 from jaxcomm.transforms._stacks import (
     first_layer,
     is_nan,
-    is_own,
     is_parameter,
     kept,
     layers_in,
@@ -40,6 +39,7 @@ from jaxcomm.transforms._stacks import (
     stacked,
 )
 from jaxcomm.transforms._wrappers import refuse_wrappers, with_extra_args
+from jaxcomm.transforms.per_device import is_own
 
 
 @jax.tree_util.register_static

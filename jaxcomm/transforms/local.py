@@ -131,5 +131,4 @@ def _on_all_devices(flag: jax.Array) -> jax.Array:
     """Whether the flag is set on all devices of the mesh, in the manual view."""
     axes = _axes.manual_axes()
     varying = axes if any(map(_axes.checks_on, axes)) else frozenset()
-    flags = _axes.as_varying(flag.astype(jnp.int32), varying)
-    return jax.lax.pmin(flags, tuple(sorted(axes))) == 1
+    return _axes.on_all(_axes.as_varying(flag, varying), axes)

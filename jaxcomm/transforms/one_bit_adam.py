@@ -148,8 +148,8 @@ def one_bit_adam(
       either view, and returns what `optax.apply_updates` takes, bitwise equal on all devices.
       `update(..., dense=True)`, or False, decides instead of the state whether this step is dense,
       and makes no conditional: where steps are jitted, `dense` is a static argument, and there are
-      two programs. v changes in the dense steps before the first other one; without any, updates
-      are NaN.
+      two programs. v changes in the dense steps until the first other one, or until the state says
+      that it is frozen; without a dense step, updates are NaN.
 
     Raises:
       TypeError, ValueError: immediately for bad arguments; by `init` if an optimizer with its own
@@ -236,7 +236,7 @@ def one_bit_adam(
         if frozen is not True:  # which the host says
             moves = finite & (state.frozen_at == 0)  # not in a dense step that the host adds later
             v = _written(moves, [adam.v(old_v[i], means[i]) for i in leaves], old_v)
-        steps = adam.steps(m, v, state, params)
+        steps = adam.steps(m, v, state, params, frozen)
         steps = [step.astype(g.dtype) for step, g in zip(steps, grads, strict=True)]
         if any(step.dtype.itemsize < 4 for step in steps):
             narrow = all_finite(vectors_in_view(steps, state.layout))

@@ -38,6 +38,11 @@ class PerDevice:
 NOTHING = PerDevice([], ())
 
 
+def is_own(node: Any) -> bool:
+    """Whether a node of a state is per-device state."""
+    return isinstance(node, PerDevice)
+
+
 def next_of(own: PerDevice, values: Sequence[jax.Array]) -> PerDevice:
     """The next per-device state, sharded as it was: in the global view XLA may choose otherwise."""
     mesh = _axes.current_mesh()
@@ -52,7 +57,6 @@ def sharded_as_before(state: Any) -> Any:
 
     XLA for GPUs would gather what a branch passes on, in float32, on every device.
     """
-    is_own = lambda x: isinstance(x, PerDevice)  # noqa: E731
     return jax.tree.map(lambda x: next_of(x, x.values) if is_own(x) else x, state, is_leaf=is_own)
 
 
@@ -211,6 +215,4 @@ def state_spec(
         found = (specs[e, x.shape] for e in endings if (e, x.shape) in specs)
         return restrict(next(found, PartitionSpec()), manual)
 
-    return jax.tree_util.tree_map_with_path(
-        spec_of, state, is_leaf=lambda x: isinstance(x, PerDevice)
-    )
+    return jax.tree_util.tree_map_with_path(spec_of, state, is_leaf=is_own)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm import _axes
 from jaxcomm._numbers import are_keys
-from jaxcomm.transforms.per_device import PerDevice
+from jaxcomm.transforms.per_device import PerDevice, is_own
 
 
 def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> Any:
@@ -55,22 +55,18 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
       ...     jaxcomm.resize_state(tx, saved, w).residual.values[0].shape
       (2, 2, 2)
     """
-    new, treedef = jax.tree_util.tree_flatten_with_path(tx.init(params), is_leaf=_is_own)
+    new, treedef = jax.tree_util.tree_flatten_with_path(tx.init(params), is_leaf=is_own)
     old = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
-    pairs = [(x, _taken(old, _name(path), _is_own(x))) for path, x in new]
+    pairs = [(x, _taken(old, _name(path), is_own(x))) for path, x in new]
     if old or any(x is None for _, x in pairs):
         raise ValueError(
             "the state is not one of this transformation: they hold different arrays. Make tx as "
             "in the run that saved the state."
         )
-    nodes = jax.tree.leaves(state, is_leaf=_is_own)  # a state from a file has none of its own
-    _check_shards([x for _, x in new if _is_own(x)], list(filter(_is_own, nodes)))
+    nodes = jax.tree.leaves(state, is_leaf=is_own)  # a state from a file has none of its own
+    _check_shards([x for _, x in new if is_own(x)], list(filter(is_own, nodes)))
     _check_buckets(treedef.unflatten([None] * len(new)), state)
     return treedef.unflatten([_resized(*pair) for pair in pairs])
-
-
-def _is_own(x: Any) -> bool:
-    return isinstance(x, PerDevice)
 
 
 def _name(path: Any) -> str:
@@ -78,9 +74,9 @@ def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _taken(old: dict[str, Any], name: str, is_own: bool) -> Any:
+def _taken(old: dict[str, Any], name: str, own: bool) -> Any:
     """What an old state has at a path, removed from it: an array, or those of each device."""
-    if not is_own:
+    if not own:
         return old.pop(name, None)
     found = []
     while (path := f"{name}/values/{len(found)}".removeprefix("/")) in old:
@@ -115,7 +111,7 @@ def _check_buckets(new: Any, old: Any) -> None:
 
 def _resized(new: Any, old: Any) -> Any:
     """The numbers of `old` in the shapes and places of `new`."""
-    if not _is_own(new):
+    if not is_own(new):
         if isinstance(old, jax.Array) and not old.is_fully_addressable:
             kind = [(x.shape, x.dtype, x.sharding) for x in (old, new)]
             if kind[0] == kind[1]:

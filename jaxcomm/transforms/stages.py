@@ -14,7 +14,7 @@ from jaxcomm.transforms import _roles
 from jaxcomm.transforms._layout import axis_of
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.mean import mean
-from jaxcomm.transforms.per_device import PerDevice
+from jaxcomm.transforms.per_device import is_own
 
 
 @jax.tree_util.register_static
@@ -249,8 +249,8 @@ def _refuse_to_lose(state: Any) -> None:
             "the next stage cannot hold. Put the optimizer after the stages: "
             "optax.chain(jaxcomm.stages(...), optimizer)."
         )
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PerDevice))
-    if any(isinstance(node, PerDevice) and node.values for node in nodes):
+    own = filter(is_own, jax.tree.leaves(state, is_leaf=is_own))
+    if any(node.values for node in own):
         raise ValueError(
             "a stage would end with per-device state, such as a residual, that the next stage "
             "cannot hold. Only stages of the same kind pass it on: give all error_feedback=True "

@@ -57,8 +57,8 @@ class Majority(Reduction):
         else:
             own = own_key(self.key, jax.lax.axis_index(axis_name), 2)
             # Neither positive nor negative: a zero or NaN. Each device tosses its own coin.
-            vector = (votes | (~against & _coins(own, votes.shape)),)
-        return Prepared(vector, _coins(shared, votes.shape) if self.ties == "random" else None)
+            vector = (votes | (~against & random_bits(own, votes.shape)),)
+        return Prepared(vector, random_bits(shared, votes.shape) if self.ties == "random" else None)
 
     def start(self, blocks: Planes, world: int) -> tuple[Planes, ...]:
         """Counts of 0 or 1, with as many planes as the count of all devices needs."""
@@ -152,11 +152,6 @@ def check_majority(ties: str, zeros: str) -> None:
     for name, rule, known in (("ties", ties, TIES), ("zeros", zeros, ZEROS)):
         if rule not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {rule!r}.")
-
-
-def _coins(key: jax.Array, words: tuple[int, ...]) -> jax.Array:
-    """A fair coin for each coordinate, in packed words."""
-    return random_bits(key, words)
 
 
 def _runs(counts: tuple[int, ...]) -> list[tuple[int, int, int]]:
