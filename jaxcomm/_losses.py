@@ -1,9 +1,11 @@
 """Checks of what a loss function takes and what it returns."""
 
+import contextlib
 import functools
 import inspect
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -53,6 +55,20 @@ def bound(
         return out
 
     return of_arrays, [leaf for leaf in leaves if is_array(leaf)]
+
+
+@contextlib.contextmanager
+def naming_the_axis(axis_name: AxisName) -> Iterator[None]:
+    """Surrounds the loss: adds what jax cannot know where a model names the axis of the batch."""
+    try:
+        yield
+    except ValueError as error:
+        if re.search("with_sharding_constraint|shard_map in_specs", str(error)):
+            error.add_note(
+                f"jaxcomm.value_and_grad: the loss runs device by device along {axis_name!r}, on "
+                "each device's own rows. Leave that axis out of the model's specs; others may stay."
+            )
+        raise
 
 
 def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:

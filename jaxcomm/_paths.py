@@ -39,8 +39,9 @@ def require_arrays(tree: Any, what: str) -> None:
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(leaf, _NUMBERS) and not hasattr(leaf, "dtype"):
+            name = path_name(path) or "tree"
             raise TypeError(
-                f"{what} {path_name(path)} is {leaf!r}, which is not an array. Keep the arrays in "
-                "a separate tree, as nnx.split or eqx.partition(model, eqx.is_inexact_array) do, "
-                "and join both inside the loss."
+                f"{what} {name} is {leaf!r}, which is not an array. Keep the arrays in a separate "
+                "tree, as nnx.split or eqx.partition(model, eqx.is_inexact_array) do, and join "
+                "both inside the loss."
             )

@@ -26,6 +26,7 @@ from jaxcomm._losses import (
     bound,
     check_loss,
     loss_and_aux,
+    naming_the_axis,
     over_devices,
     refuse_refs,
     refuse_rows,
@@ -157,7 +158,8 @@ class ValueAndGrad:
         return ((loss, aux) if self.has_aux else loss), grads
 
     def _checked_loss(self, params: Any, batch: Any, *args: Any) -> tuple[jax.Array, Any]:
-        out = self.loss_fn(params, batch, *args)
+        with naming_the_axis(self.axis_name):
+            out = self.loss_fn(params, batch, *args)
         loss, aux = loss_and_aux(out, self.has_aux)
         if _axes.axis_size(self.axis_name) > 1:
             aux_of = functools.partial(self._aux, params, args=args)

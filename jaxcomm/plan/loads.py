@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxcomm._numbers import is_integer, is_real
 from jaxcomm._paths import path_name
-from jaxcomm.transforms._layout import Exempt, check_patterns, is_exempt
+from jaxcomm.transforms._layout import is_exempt
+from jaxcomm.transforms._options import Exempt, check_patterns
 
 _SIDE = 1024  # of the square matrices that stand for a number of parameters
 _MOST = 1e12  # parameters

@@ -45,7 +45,7 @@ from jaxcomm._shards import is_sharded
 from jaxcomm._users_line import users_line
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms._buckets import LAYER, Bucket, in_row_major, joined, split
-from jaxcomm.transforms._layout import Layout, check_gradients, names_in, restrict
+from jaxcomm.transforms._layout import Layout, check_gradients, check_paths, names_in, restrict
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, require_own
 
@@ -113,6 +113,7 @@ def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
             "and other transformations before the exchange belong in its inner optimizer."
         )
     check_gradients(grads, layout)
+    check_paths(updates, layout)
     if not isinstance(jnp.zeros((), bool), Tracer):  # which it is inside of a trace
         warnings.warn(
             "tx.update runs outside jax.jit: operations are compiled one by one, in every step. "

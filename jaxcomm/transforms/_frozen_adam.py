@@ -11,7 +11,7 @@ import optax
 from jaxcomm import _axes
 from jaxcomm.transforms._exchange import Arrays
 from jaxcomm.transforms._layout import Layout, names_in
-from jaxcomm.transforms._optimizer import check_number, check_rate, decays, is_count
+from jaxcomm.transforms._optimizer import check_adam, check_number, decayed, is_count, rate_after
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +28,7 @@ class FrozenAdam:
     variance_stability: float | None
 
     def __post_init__(self) -> None:
-        check_rate(self.learning_rate)
-        for name in ("b1", "b2"):
-            check_number(name, getattr(self, name), lambda x: 0 <= x < 1, "in [0, 1)")
-        for name in ("eps", "weight_decay"):
-            check_number(name, getattr(self, name), lambda x: 0 <= x < math.inf, ">= 0")
+        check_adam(self.learning_rate, self.b1, self.b2, self.eps, self.weight_decay)
         steps, stability = self.dense_steps, self.variance_stability
         if steps is None and stability is None:
             raise ValueError(
@@ -44,13 +40,6 @@ class FrozenAdam:
             check_number("dense_steps", steps, is_count, whole)
         if stability is not None:
             check_number("variance_stability", stability, lambda x: 0 < x <= 1, "in (0, 1]")
-
-    def require(self, params: Any) -> None:
-        """Raises a ValueError if the weights are to decay and are missing."""
-        if self.weight_decay and params is None:
-            raise ValueError(
-                "weight decay needs the parameters: call tx.update(grads, state, params)."
-            )
 
     @property
     def norms_kept(self) -> int:
@@ -65,14 +54,9 @@ class FrozenAdam:
         """The next variance."""
         return self.b2 * v + (1 - self.b2) * jnp.square(g)
 
-    def rate(self, count: jax.Array) -> jax.Array:
-        """The learning rate of the step after `count` steps."""
-        rate = self.learning_rate
-        return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
-
     def is_sound(self, state: Any, frozen: jax.Array | bool) -> jax.Array:
         """Whether there is a rate and, where the host says that v is frozen, v has seen a step."""
-        finite = jnp.isfinite(self.rate(state.count))
+        finite = jnp.isfinite(rate_after(self.learning_rate, state.count))
         return finite & (state.count > 0) if frozen is True else finite
 
     def steps(
@@ -87,7 +71,7 @@ class FrozenAdam:
           params: the parameters, for weight decay.
           frozen: whether v did not change in this step; True if the host says so.
         """
-        rate, count = self.rate(state.count), state.count + 1
+        rate, count = rate_after(self.learning_rate, state.count), state.count + 1
         last = state.count if frozen is True else count
         seen = jnp.where(state.frozen_at > 0, state.frozen_at, last)  # gradients that v has seen
         # Factors, as XLA merges two divisions in a row, and that of `computed_once` must stay.
@@ -97,13 +81,7 @@ class FrozenAdam:
             jnp.where(v > 0, m * more_m / (jnp.sqrt(v * more_v) + self.eps), 0.0)
             for m, v in zip(m, v, strict=True)
         ]
-        if self.weight_decay:
-            weights, decay = jax.tree.leaves(params), decays(self.mask, params, self.weight_decay)
-            steps = [
-                s + rate_ * w.astype(jnp.float32)
-                for s, rate_, w in zip(steps, decay, weights, strict=True)
-            ]
-        return [-rate * step for step in steps]
+        return [-rate * step for step in decayed(steps, params, self.mask, self.weight_decay)]
 
     def end_of_warmup(
         self, v: Arrays, count: jax.Array, state: Any, frozen: jax.Array | bool

@@ -2,11 +2,10 @@
 
 import contextvars
 import dataclasses
-import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from jaxcomm import _axes, _nnx, _paths, _placing
 from jaxcomm._axes import AxisName
 from jaxcomm._marks import axes_of, marked_dtype
 from jaxcomm.transforms import _roles
+from jaxcomm.transforms._options import Exempt, check_order, check_patterns, fits
 
 # How parameters are sharded, by path, for `init` where their types do not show it.
 GIVEN_SPECS: contextvars.ContextVar[dict[str, PartitionSpec]] = contextvars.ContextVar("specs")
@@ -67,10 +67,6 @@ class Layout:
     axis_name: AxisName
     world: int
     leaves: tuple[Leaf, ...]
-
-
-# Which leaves travel in float32: patterns in addition to the default rule, or a rule instead of it.
-Exempt = Sequence[str] | Callable[[str, tuple[int, ...]], bool]
 
 
 def layout_of(
@@ -142,7 +138,7 @@ def layout_of(
     is_part = any(isinstance(node, optax.MaskedNode) for node in nodes) and not PATHS.get()
     if not callable(exempt):
         check_patterns(exempt, known, is_part=is_part)
-    _check_order(bucket_order or (), known, is_part)
+    check_order(bucket_order or (), known, is_part)
     return Layout(axis_name, world, tuple(leaves))
 
 
@@ -161,65 +157,6 @@ def is_vector(path: str, shape: tuple[int, ...], stacked: bool) -> bool:
     *_, name = last_two = path.split("/")[-2:]
     is_named_so = name in VECTORS or _NORMS.fullmatch("/".join(last_two)) is not None
     return len(shape) - stacked <= 1 or is_named_so
-
-
-def fits(path: str, patterns: Sequence[str]) -> bool:
-    """Whether a path fits one of the patterns.
-
-    `path_name` leaves out the `.value` of a Flax variable, and cannot tell it from a field `value`
-    of another class: so `attn` also fits "attn/value" and "attn/*".
-    """
-    spelled = path, f"{path}/value", f"{path}/*"
-    return any(p in spelled or fnmatch.fnmatchcase(path, p) for p in patterns)
-
-
-def check_names(axis_name: AxisName, exempt: Exempt, bucket_order: Sequence[str] | None) -> None:
-    """Raises, when a transformation is made, unless these are names or lists of names.
-
-    `exempt` may also be a function.
-    """
-    _axes.names_of(axis_name)
-    if not callable(exempt):
-        require_strings(exempt, "exempt", "patterns")
-    if bucket_order is not None:
-        require_strings(bucket_order, "bucket_order", "paths")
-
-
-def require_strings(given: Any, name: str, what: str) -> None:
-    """Raises a TypeError for what is not a list of strings: a string, None, a number."""
-    if isinstance(given, str):
-        raise TypeError(f"{name} must be a list of {what}, got {given!r}; write [{given!r}].")
-    if not isinstance(given, Collection) or not all(isinstance(x, str) for x in given):
-        raise TypeError(f"{name} must be a list of {what}, got {given!r}.")
-
-
-def check_patterns(
-    patterns: Sequence[str], paths: Sequence[str], what: str = "exempt", is_part: bool = False
-) -> None:
-    """Raises for a string in place of a list, and for a pattern that matches no path.
-
-    Also in a part of `optax.partition`: a misspelt pattern would exempt nothing, silently.
-    """
-    require_strings(patterns, what, "patterns")
-    for pattern in patterns:
-        if not any(fits(path, [pattern]) for path in paths):
-            raise ValueError(
-                f"{what} names {pattern!r}, which fits no parameter"
-                f"{' of this part of the tree' if is_part else ''}; the paths are "
-                f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''}."
-                f"{' Give each part the patterns of its own leaves.' if is_part else ''}"
-            )
-
-
-def _check_order(order: Sequence[str], paths: Sequence[str], is_part: bool) -> None:
-    """Raises for a name that is not a path; a part of `optax.partition` may be given all paths."""
-    wrong = [] if is_part else [name for name in order if name not in paths]
-    if wrong:
-        raise ValueError(
-            f"bucket_order names {wrong[0]!r}, which is no parameter; the paths are "
-            f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''}. "
-            "jaxcomm.backward_order finds the order."
-        )
 
 
 def filled_leaves(layout: Layout) -> list[int]:
@@ -302,6 +239,20 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
                 f"Make it with jaxcomm.value_and_grad(loss_fn, {axis!r}): a gradient by jax.grad "
                 "is already averaged over the devices, and so is one that another transformation "
                 "before this one has exchanged. Exchange once in a chain."
+            )
+
+
+def check_paths(grads: Any, layout: Layout) -> None:
+    """Raises a ValueError for gradients of parameters with other names, in another order or new.
+
+    States keep what belongs to a parameter by its number.
+    """
+    found = [_paths.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
+    for name, leaf in zip(found, layout.leaves, strict=True):
+        if name != leaf.path:
+            raise ValueError(
+                f"the state was made for a parameter {leaf.path!r} where this gradient is of "
+                f"{name!r}; call tx.init again, on these parameters."
             )
 
 

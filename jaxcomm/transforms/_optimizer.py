@@ -1,6 +1,7 @@
 """What the methods that are optimizer and exchange in one have in common."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,14 +14,28 @@ from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm._numbers import is_integer, is_real
 from jaxcomm.transforms._layout import Layout
+from jaxcomm.transforms._options import require_call
 from jaxcomm.transforms.per_device import made_sharded
 
 
-def check_rate(rate: optax.ScalarOrSchedule) -> None:
+def check_adam(
+    rate: optax.ScalarOrSchedule, b1: float, b2: float, eps: float, weight_decay: float
+) -> None:
+    """Raises a TypeError or a ValueError for options that Adam does not take."""
+    _check_rate(rate)
+    for name, decay in (("b1", b1), ("b2", b2)):
+        check_number(name, decay, lambda x: 0 <= x < 1, "in [0, 1)")
+    for name, size in (("eps", eps), ("weight_decay", weight_decay)):
+        check_number(name, size, lambda x: 0 <= x < math.inf, ">= 0")
+
+
+def _check_rate(rate: optax.ScalarOrSchedule) -> None:
     """Raises a TypeError unless a learning rate is a number or a schedule."""
     is_array = isinstance(rate, jax.Array) or (isinstance(rate, np.ndarray) and rate.ndim == 0)
     if not (callable(rate) or is_real(rate) or is_array):
         raise TypeError(f"learning_rate must be a number or a schedule, got {rate!r}.")
+    if callable(rate):
+        require_call(rate, "learning_rate", "count")
 
 
 def check_number(name: str, x: Any, valid: Callable[[Any], bool], wanted: str) -> None:
@@ -66,13 +81,42 @@ def zeros_like_params(params: Any, layout: Layout) -> Any:
     return treedef.unflatten(made_sharded(make, [leaf.spec for leaf in layout.leaves]))
 
 
-def decays(mask: Any, params: Any, decay: float) -> list[float]:
+def rate_after(rate: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
+    """The learning rate of the step after `count` steps, float32."""
+    return jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
+
+
+def require_params(params: Any, weight_decay: float) -> None:
+    """Raises a ValueError if weights are to decay and are missing."""
+    if weight_decay and params is None:
+        raise ValueError("weight decay needs the parameters: call tx.update(grads, state, params).")
+
+
+def decayed(
+    steps: Sequence[jax.Array], params: Any, mask: Any, weight_decay: float
+) -> list[jax.Array]:
+    """The steps, float32, with the decay of the weights for which the mask is True."""
+    if not weight_decay:
+        return list(steps)
+    of_each, weights = _decays(mask, params, weight_decay), jax.tree.leaves(params)
+    return [
+        step + decay * w.astype(jnp.float32)
+        for step, decay, w in zip(steps, of_each, weights, strict=True)
+    ]
+
+
+def _decays(mask: Any, params: Any, decay: float) -> list[float]:
     """The weight decay of each leaf of the parameters: 0 where the mask says False.
 
     Raises:
-      ValueError: if the mask is neither a prefix of the parameters' tree nor makes one.
+      TypeError: if the mask has something else than bools.
+      ValueError: if it is neither a prefix of the parameters' tree nor makes one.
     """
     found = True if mask is None else mask(params) if callable(mask) else mask
+    for keeps in jax.tree.leaves(found):
+        is_bool = jnp.issubdtype(getattr(keeps, "dtype", type(keeps)), jnp.bool_)
+        if not is_bool or np.size(keeps) != 1:
+            raise TypeError(f"mask must have True or False for each leaf, got {keeps!r}.")
     try:
         full = jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), found, params)
     except ValueError as error:

@@ -12,7 +12,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.reductions import Reduction
-from jaxcomm.transforms._layout import Exempt
+from jaxcomm.transforms._options import Exempt
 
 
 @jax.tree_util.register_static

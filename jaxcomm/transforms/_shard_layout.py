@@ -11,7 +11,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
 from jaxcomm.transforms import _layout
-from jaxcomm.transforms._layout import GIVEN_SPECS, Exempt, Layout, Leaf, axes_in
+from jaxcomm.transforms._layout import GIVEN_SPECS, Layout, Leaf, axes_in
+from jaxcomm.transforms._options import Exempt
 from jaxcomm.transforms._scheme import Scheme
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, made_sharded
 

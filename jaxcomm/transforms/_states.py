@@ -7,12 +7,14 @@ from typing import Any
 import jax
 
 from jaxcomm.transforms._buckets import split_off_empty, split_off_exempt
-from jaxcomm.transforms._layout import Exempt, Layout, is_exempt
+from jaxcomm.transforms._layout import Layout, is_exempt
+from jaxcomm.transforms._options import Exempt
 
 _CURE = (
     "Make tx as in the run that saved the state, or start over with tx.init(params); in a chain, "
     "(tx.init(params)[0], *state[1:]) keeps the state of the optimizer."
 )
+_TARGET = "A checkpoint has the arrays of a state, not its types: restore it into tx.init(params)."
 
 
 def require_state(
@@ -34,8 +36,7 @@ def require_state(
       rule: the layout with what else the transformation exempts.
       kept_of_all: as `kept`, for fields with one array per leaf that has values.
     """
-    if not isinstance(state, kind):
-        raise ValueError(f"expected a {kind.__name__}, got a {type(state).__name__}. {_CURE}")
+    require_kind(state, kind)
     leaves = [
         dataclasses.replace(leaf, exempt=is_exempt(leaf.path, leaf.shape, leaf.stacked, exempt))
         for leaf in state.layout.leaves
@@ -54,6 +55,16 @@ def require_state(
         found, due = len(getattr(state, name).values), len(of) if is_kept else 0
         if found != due:
             raise ValueError(f"the state has {found} arrays of {name}, expected {due}. {_CURE}")
+
+
+def require_kind(state: Any, kind: type) -> None:
+    """Raises a ValueError for the state of another transformation, or what is left of one."""
+    if isinstance(state, kind):
+        return
+    raise ValueError(
+        f"expected a {kind.__name__}, got a {type(state).__name__}. {_CURE}"
+        + (f" {_TARGET}" if type(state) in (dict, list) else "")
+    )
 
 
 def require_no_exchange(state: Any, who: str, alone: str, place: str, name: str = "inner") -> None:

@@ -17,6 +17,7 @@ from jaxcomm.transforms._layout import (
     filled_leaves,
     layout_of,
 )
+from jaxcomm.transforms._states import require_kind
 from jaxcomm.transforms._wrappers import refuse_wrappers, with_extra_args
 from jaxcomm.transforms.per_device import (
     PerDevice,
@@ -112,6 +113,7 @@ def control_variates(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
+        require_kind(state, ControlVariatesState)
         grads, treedef = local_leaves(updates, state.layout)
         require_own(state.average, state.layout)
         filled, is_local = filled_leaves(state.layout), _axes.is_manual(state.layout.axis_name)

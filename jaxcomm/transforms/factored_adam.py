@@ -18,11 +18,11 @@ are about equally large, which is what signs and scales need.
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxcomm import _axes
@@ -33,12 +33,14 @@ from jaxcomm.transforms._exchange import Arrays, local_leaves, vectors_in_view
 from jaxcomm.transforms._factors import next_squares_and_roots, no_squares
 from jaxcomm.transforms._layout import Layout, axis_of, layout_of
 from jaxcomm.transforms._optimizer import (
-    check_number,
-    check_rate,
-    decays,
+    check_adam,
+    decayed,
+    rate_after,
     replicated,
+    require_params,
     zeros_like_params,
 )
+from jaxcomm.transforms._states import require_kind
 from jaxcomm.transforms._wrappers import refuse_optimizer_behind, refuse_wrappers
 
 
@@ -153,11 +155,9 @@ def factored_adam(
             "factored_adam takes an exchange of means, such as jaxcomm.mean(...), got "
             f"{exchange!r}."
         )
-    check_rate(learning_rate)
-    for name, decay in (("b1", b1), ("b2", b2)):
-        check_number(name, decay, lambda x: 0 <= x < 1, "in [0, 1)")
-    for name, size in (("eps", eps), ("weight_decay", weight_decay)):
-        check_number(name, size, lambda x: 0 <= x < math.inf, ">= 0")
+    check_adam(learning_rate, b1, b2, eps, weight_decay)
+    if not isinstance(nesterov, bool | np.bool_):
+        raise TypeError(f"nesterov must be True or False, got {nesterov!r}.")
     exchange, bound = optax.with_extra_args_support(exchange), (1 - b2) ** -0.5
     kept = b1 * b1 if nesterov else b1  # of the momentum, in what travels
 
@@ -174,13 +174,10 @@ def factored_adam(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
+        require_kind(state, FactoredAdamState)
         grads, treedef = local_leaves(updates, state.layout)
-        if weight_decay and params is None:
-            raise ValueError(
-                "weight decay needs the parameters: call tx.update(grads, state, params)."
-            )
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        rate = jnp.asarray(rate, jnp.float32)
+        require_params(params, weight_decay)
+        rate = rate_after(learning_rate, state.count)
         seen = (state.count + 1).astype(jnp.float32)  # gradients in the squares
         squares, roots = next_squares_and_roots(grads, state.layout, state.squares, b2, seen)
 
@@ -200,13 +197,7 @@ def factored_adam(
         means, inner = exchange.update(local, state.inner, params, **extra_args)
         means = [m.astype(jnp.float32) for m in jax.tree.leaves(means)]
         momentum, steps = _momentum_and_steps(shared, means, b1, seen, nesterov)
-        if weight_decay:
-            weights = jax.tree.leaves(params)
-            shares = decays(mask, params, weight_decay)
-            steps = [
-                step + share * w.astype(jnp.float32)
-                for step, share, w in zip(steps, shares, weights, strict=True)
-            ]
+        steps = decayed(steps, params, mask, weight_decay)
         updates = [(-rate * step).astype(g.dtype) for step, g in zip(steps, grads, strict=True)]
         finite = _are_finite(means, updates, state.layout)
         updates = [jnp.where(finite, u, jnp.nan) for u in updates]

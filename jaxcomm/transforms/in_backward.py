@@ -38,6 +38,7 @@ from jaxcomm.transforms._stacks import (
     specs_of,
     stacked,
 )
+from jaxcomm.transforms._states import require_kind
 from jaxcomm.transforms._wrappers import refuse_wrappers, with_extra_args
 from jaxcomm.transforms.per_device import is_own
 
@@ -311,6 +312,7 @@ class _InBackward:
                 f"in_backward takes no {said[0]}=, as the layers were exchanged before `update`: "
                 "leave it out, and the state counts the steps."
             )
+        require_kind(state, InBackwardState)
         leaves, treedef = jax.tree.flatten(updates, is_leaf=is_parameter)
         paths = paths_of(updates)
         of = places(paths, state.stacks.paths)

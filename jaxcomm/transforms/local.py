@@ -14,7 +14,7 @@ from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._state_of_each import Structure, is_sound, on_each_device
-from jaxcomm.transforms._states import require_no_exchange
+from jaxcomm.transforms._states import require_kind, require_no_exchange
 from jaxcomm.transforms._wrappers import with_extra_args
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
 
@@ -91,6 +91,7 @@ def local(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
+        require_kind(state, LocalState)
         require_own(state.inner, state.layout)
         grads, treedef = local_leaves(updates, state.layout)
         if not grads and not state.inner.values:  # a part of `optax.partition` without leaves

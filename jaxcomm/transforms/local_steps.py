@@ -36,7 +36,7 @@ from jaxcomm.transforms import _roles
 from jaxcomm.transforms._fragments import dealt
 from jaxcomm.transforms._layout import axis_of, check_gradients, filled_leaves, layout_of
 from jaxcomm.transforms._state_of_each import equal_on_shards, is_sound, on_each_device
-from jaxcomm.transforms._states import require_no_exchange
+from jaxcomm.transforms._states import require_kind, require_no_exchange
 from jaxcomm.transforms._wrappers import refuse_all_behind, refuse_wrappers, with_extra_args
 from jaxcomm.transforms.local_params import LocalStepsState, own_tree
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own, sharded_as_before
@@ -194,6 +194,7 @@ def local_steps(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
+        require_kind(state, LocalStepsState)
         grads = _own_gradients(updates, state)
         if params is None:
             raise ValueError(

@@ -19,6 +19,7 @@ from jaxcomm.transforms._layout import (
     filled_leaves,
     layout_of,
 )
+from jaxcomm.transforms._states import require_kind
 from jaxcomm.transforms._wrappers import (
     moments_behind,
     refuse_wrappers,
@@ -103,6 +104,7 @@ def multi_steps(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
+        require_kind(state, MultiStepsState)
         grads, treedef = local_leaves(updates, state.layout)
         require_own(state.accumulated, state.layout)
         due, extra_args = _branches.known_on_the_host("multi_steps", extra_args)

@@ -10,6 +10,7 @@ from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import local_leaves, on_every_device
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._scheme import Scheme, exchange
+from jaxcomm.transforms._states import require_kind
 from jaxcomm.transforms._wrappers import refuse_wrappers
 
 
@@ -58,6 +59,7 @@ def no_exchange(axis_name: AxisName) -> optax.GradientTransformation:
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
+        require_kind(state, NoExchangeState)
         grads, treedef = local_leaves(updates, state.layout)
         alone, _ = on_every_device(lambda grads, own, shared: (grads, own), grads, state.layout)
         return treedef.unflatten(alone), state

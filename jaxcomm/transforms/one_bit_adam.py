@@ -38,8 +38,15 @@ from jaxcomm.transforms._exchange import (
     vectors_in_view,
 )
 from jaxcomm.transforms._frozen_adam import FrozenAdam
-from jaxcomm.transforms._layout import Exempt, Layout, check_names, layout_of
-from jaxcomm.transforms._optimizer import check_number, is_count, replicated, zeros_like_params
+from jaxcomm.transforms._layout import Layout, layout_of
+from jaxcomm.transforms._optimizer import (
+    check_number,
+    is_count,
+    replicated,
+    require_params,
+    zeros_like_params,
+)
+from jaxcomm.transforms._options import Exempt, check_names
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_optimizer_behind, refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, next_of, values_of, zeros_per_group
@@ -218,7 +225,7 @@ def one_bit_adam(
         require_state(state, OneBitAdamState, exempt, {})
         known, _ = _branches.known_on_the_host("one_bit_adam", extra_args, name="dense")
         grads, treedef = local_leaves(updates, state.layout)
-        adam.require(params)
+        require_params(params, weight_decay)
         old_m, old_v = jax.tree.leaves(state.m), jax.tree.leaves(state.v)
         large, _ = split_off_exempt(state.layout)
         buckets = buckets_of(state.layout, large, bucket_order, limit)

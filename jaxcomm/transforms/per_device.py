@@ -198,6 +198,8 @@ def state_spec(
       >>> jax.tree.leaves(spec) == [jax.sharding.PartitionSpec()] * 2  # a counter, the momentum
       True
     """
+    if not hasattr(tx, "init"):
+        raise TypeError(f"state_spec takes an optax transformation, got a {type(tx).__name__}.")
     with jax.set_mesh(mesh):
         state = shapes_of_state(tx, params)
     specs = {

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm import _axes
 from jaxcomm._numbers import are_keys
+from jaxcomm.transforms._layout import Layout
 from jaxcomm.transforms.per_device import PerDevice, is_own
 
 
@@ -65,7 +66,9 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
         )
     nodes = jax.tree.leaves(state, is_leaf=is_own)  # a state from a file has none of its own
     _check_shards([x for _, x in new if is_own(x)], list(filter(is_own, nodes)))
-    _check_buckets(treedef.unflatten([None] * len(new)), state)
+    static = treedef.unflatten([None] * len(new))
+    _check_names(static, state)
+    _check_buckets(static, state)
     return treedef.unflatten([_resized(*pair) for pair in pairs])
 
 
@@ -93,6 +96,22 @@ def _check_shards(new: list[PerDevice], old: list[PerDevice]) -> None:
                 f"run, and over {here.shards} here; only the axis of the exchange may have another "
                 "length."
             )
+
+
+def _check_names(new: Any, old: Any) -> None:
+    """Raises if what is kept for a parameter would go to another one; a file has no names."""
+
+    def layouts(state: Any) -> list[Layout]:
+        nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout))
+        return [node for node in nodes if isinstance(node, Layout)]
+
+    for here, there in zip(layouts(new), layouts(old), strict=False):
+        for leaf, other in zip(here.leaves, there.leaves, strict=False):
+            if leaf.path != other.path:
+                raise ValueError(
+                    f"the state was made for a parameter {other.path!r} where tx.init now finds "
+                    f"{leaf.path!r}; resize it with the parameters of the run that saved it."
+                )
 
 
 def _check_buckets(new: Any, old: Any) -> None:

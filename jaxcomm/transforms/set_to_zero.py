@@ -11,6 +11,7 @@ from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import local_leaves, on_every_device
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._scheme import Scheme, exchange
+from jaxcomm.transforms._states import require_kind
 
 
 class SetToZeroState(NamedTuple):
@@ -52,6 +53,7 @@ def set_to_zero(axis_name: AxisName) -> optax.GradientTransformation:
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
+        require_kind(state, SetToZeroState)
         grads, treedef = local_leaves(updates, state.layout)
         zeros, _ = on_every_device(
             lambda grads, own, shared: ([jnp.zeros_like(g) for g in grads], own),

@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
 from jaxcomm._placing import place
-from jaxcomm.transforms._layout import Exempt, check_patterns, fits, is_exempt
+from jaxcomm.transforms._layout import is_exempt
+from jaxcomm.transforms._options import Exempt, check_patterns, fits
 
 
 def shard(

@@ -23,6 +23,7 @@ from jaxcomm.transforms._buckets import joined, split
 from jaxcomm.transforms._exchange import FLAG
 from jaxcomm.transforms._layout import Layout
 from jaxcomm.transforms._scheme import Exchange, Scheme
+from jaxcomm.transforms._states import require_kind
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, require_own
 from jaxcomm.transforms.sharded_params import ShardedState
@@ -126,6 +127,7 @@ def sharded(
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         refuse_wrappers()
+        require_kind(state, ShardedState)
         leaves, treedef = jax.tree.flatten(updates, is_leaf=is_sharded)
         _check_gradients(leaves, state.layout)
         results, residual = _on_every_device([unmark_local(leaf) for leaf in leaves], state)

@@ -40,7 +40,8 @@ from jaxcomm.transforms._exchange import (
     updates_of,
     within_range,
 )
-from jaxcomm.transforms._layout import Exempt, Layout, check_names, layout_of
+from jaxcomm.transforms._layout import Layout, layout_of
+from jaxcomm.transforms._options import Exempt, check_names
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
 from jaxcomm.transforms.per_device import (

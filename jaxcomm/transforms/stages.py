@@ -12,6 +12,7 @@ from jaxcomm._numbers import is_integer
 from jaxcomm._placing import note_settings
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._layout import axis_of
+from jaxcomm.transforms._states import require_kind
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.mean import mean
 from jaxcomm.transforms.per_device import is_own
@@ -108,6 +109,7 @@ def stages(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         refuse_wrappers()
+        require_kind(state, StagesState)
         stage, extra_args = _branches.told("stages", extra_args, "stage")
 
         def branch(slot: int, tx: optax.GradientTransformationExtraArgs) -> Any:
@@ -166,7 +168,7 @@ def dense_first(
         raise ValueError(f"dense_first needs a number of steps of at least 0, got {steps!r}.")
     if steps == 0:
         return inner
-    both = stages((0, dense or _mean_over_same_axis(inner)), (steps, inner))
+    both = stages((0, _mean_over_same_axis(inner) if dense is None else dense), (steps, inner))
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any

@@ -7,7 +7,8 @@ import jax
 import optax
 
 from jaxcomm import _paths
-from jaxcomm.transforms._layout import PATHS, STACKED, fits, require_strings
+from jaxcomm.transforms._layout import PATHS, STACKED
+from jaxcomm.transforms._options import fits, require_strings
 from jaxcomm.transforms._wrappers import with_extra_args
 
 

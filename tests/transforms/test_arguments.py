@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -103,7 +104,35 @@ def test_names_come_in_lists(make: Callable[..., Any]) -> None:
         make(exempt=3)
     with pytest.raises(TypeError, match="bucket_order must be a list of paths, got 3"):
         make(bucket_order=3)
+    with pytest.raises(TypeError, match=r"exempt is called as exempt\(path, shape\), and"):
+        make(exempt=lambda path: False)
     make(exempt=lambda path, shape: False, bucket_order=("w",))
+
+
+def test_options_of_an_optimizer() -> None:
+    fed_back = jaxcomm.mean("data", "int8", error_feedback=True)
+    with pytest.raises(TypeError, match=r"learning_rate is called as learning_rate\(count\), and"):
+        jaxcomm.factored_adam(fed_back, lambda: 0.1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="nesterov must be True or False, got 'no'"):
+        jaxcomm.factored_adam(fed_back, 0.1, nesterov="no")  # pyright: ignore[reportArgumentType]
+    labels = {"w": "decay", "v": "no_decay"}
+    tx = jaxcomm.factored_adam(fed_back, 0.1, weight_decay=0.1, mask=labels)
+    params = {name: jnp.ones((2, 2)) for name in labels}
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        grads = jaxcomm.mark_local({name: jnp.ones((2, 2, 2)) for name in labels})
+        with pytest.raises(TypeError, match="mask must have True or False for each leaf, got 'no"):
+            jax.jit(tx.update)(grads, tx.init(params), params)
+
+
+def test_what_is_no_transformation() -> None:
+    none: Any = None
+    with pytest.raises(TypeError, match="state_spec takes an optax transformation, got a NoneType"):
+        jaxcomm.state_spec(none, {}, jaxcomm.data_mesh())
+    with (
+        jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])),
+        pytest.raises(TypeError, match=r"a stage is a pair .*got \(0, 0\)"),
+    ):
+        jaxcomm.dense_first(MEAN, 2, dense=0)  # pyright: ignore[reportArgumentType]
 
 
 def test_what_a_device_does_alone_exchanges_nothing() -> None:

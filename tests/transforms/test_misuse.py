@@ -131,6 +131,15 @@ def test_a_loss_that_closes_over_its_batch_hears_of_it(mesh8: Any) -> None:
         jaxcomm.value_and_grad(lambda w: jnp.mean(x @ w), "data")(jnp.ones(3))
 
 
+def test_a_model_that_names_the_axis_of_the_batch_hears_of_it(mesh8: Any) -> None:
+    def loss_fn(w: Any, x: Any) -> Any:
+        return jnp.mean(jax.lax.with_sharding_constraint(x @ w, jax.P("data")))
+
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="only refer to Auto axes") as raised:
+        jax.jit(jaxcomm.value_and_grad(loss_fn, "data"))(jnp.ones(3), jnp.ones((16, 3)))
+    assert "Leave that axis out of the model's specs" in str(raised.value.__notes__)
+
+
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("view", ["global", "manual", "manual without checks"])
 def test_rows_are_no_aux(mesh8: Any, view: str, microbatches: int) -> None:

@@ -1,5 +1,6 @@
 """A state goes to the transformation that made it, with the same options."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ MAKE: dict[str, Make] = {
     "low rank": lambda rank=1, **options: jaxcomm.low_rank_mean("data", rank, **options),
     "adam": lambda **options: jaxcomm.one_bit_adam("data", 1e-3, dense_steps=2, **options),
 }
+FED_BACK = jaxcomm.mean("data", "int8", error_feedback=True)
 FEEDBACK, NONE = {"error_feedback": True}, {"error_feedback": False}
 KEPT = "the state has {} arrays of {}, expected {}.*Make tx as in the run"
 
@@ -72,6 +74,48 @@ def test_another_transformation(make_mesh: Any) -> None:
             other = MAKE["sparse" if name == "mean" else "mean"]().init(jaxcomm.replicate(PARAMS))
             with pytest.raises(ValueError, match=f"got a {type(other).__name__}. Make tx as"):
                 update(MAKE[name](), other)
+
+
+STATES: dict[str, Callable[[], Any]] = {
+    **{name: functools.partial(make) for name, make in MAKE.items()},
+    "accumulated": lambda: jaxcomm.multi_steps(optax.chain(FED_BACK, optax.sgd(0.1)), 2),
+    "local": lambda: jaxcomm.local("data", optax.trace(0.9)),
+    "factored Adam": lambda: jaxcomm.factored_adam(FED_BACK, 0.1),
+    "corrected": lambda: jaxcomm.control_variates(jaxcomm.mean("data"), 2),
+    "stages": lambda: jaxcomm.stages((0, jaxcomm.mean("data")), (2, FED_BACK)),
+    "dense first": lambda: jaxcomm.dense_first(FED_BACK, 2),
+    "in the backward pass": lambda: jaxcomm.in_backward(FED_BACK, ["w"]),
+    "split": lambda: jaxcomm.sharded(FED_BACK),
+    "local steps": lambda: jaxcomm.local_steps(optax.sgd(0.1), 2, optax.sgd(1.0), FED_BACK),
+    "frozen": lambda: jaxcomm.set_to_zero("data"),
+    "none": lambda: jaxcomm.no_exchange("data"),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_what_a_checkpoint_without_a_target_gives(name: str, make_mesh: Any) -> None:
+    """Dictionaries and lists."""
+    tx = STATES[name]()
+    with (
+        jax.set_mesh(make_mesh(4)),
+        pytest.raises(ValueError, match="expected a .*State, got a dict.*restore it into tx.init"),
+    ):
+        update(tx, {"layout": {}, "step": jnp.zeros((), jnp.int32)})
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_other_names(name: str, make_mesh: Any) -> None:
+    """What is kept for one parameter would go to another of the same shape."""
+    tx = MAKE[name]()
+    with jax.set_mesh(make_mesh(4)):
+        params = jaxcomm.replicate({"l1": jnp.zeros((8, 8)), "l2": jnp.zeros((8, 8))})
+        renamed = {"l2": params["l2"], "z": params["l1"]}
+        grads = jaxcomm.mark_local({name: jnp.ones((4, 8, 8)) for name in renamed})
+        state = tx.init(params)
+        with pytest.raises(ValueError, match="a parameter 'l1' where this gradient is of 'l2'"):
+            jax.jit(tx.update)(grads, state, renamed)
+        with pytest.raises(ValueError, match="'l1' where tx.init now finds 'l2'|different arrays"):
+            jaxcomm.resize_state(tx, jax.device_get(state), renamed)
 
 
 def test_errors_of_other_buckets_are_refused(make_mesh: Any) -> None:
