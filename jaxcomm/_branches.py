@@ -127,7 +127,7 @@ def if_one_is_due(
         with named(["", *names], [0, *[every] * len(functions)]):
             return jax.lax.switch(given[1], branches, given[0], state)
 
-    if not _in_a_loop():
+    if not _as_a_loop():
         return chosen((given, number), state)
     return if_due(number > 0, "", 1, chosen, (given, number), state)
 
@@ -151,7 +151,7 @@ def if_due(
     """
     if isinstance(due, bool):
         return f(given, state) if due else state
-    if not _in_a_loop():
+    if not _as_a_loop():
         with named(["", name], [0, every]):
             return jax.lax.cond(due, lambda: f(given, state), lambda: state)
     leaves, treedef = jax.tree.flatten(given)
@@ -194,7 +194,7 @@ def replaced_if(
       given: the arrays that f takes.
       otherwise: arrays that are computed in every step, typed as the result of f.
     """
-    if _in_a_loop():
+    if _as_a_loop():
         return if_due(due, name, 0, lambda given, _: f(given), given, otherwise)
     with named([name, ""]):
         zeros = lambda _: [jnp.zeros_like(x) for x in otherwise]  # noqa: E731
@@ -202,7 +202,7 @@ def replaced_if(
     return [jnp.where(~due, *pair) for pair in zip(otherwise, found, strict=True)]
 
 
-def _in_a_loop() -> bool:
+def _as_a_loop() -> bool:
     """Whether what is exchanged in some steps is a loop, rather than a branch.
 
     On CPUs, XLA does not keep the order of collectives in a loop among those that need nothing of

@@ -5,6 +5,7 @@ from jaxcomm.collectives._behind import Behind, travelling
 from jaxcomm.collectives.all_reduce import (
     all_reduce,
     all_reduce_with_residual,
+    float32_mean,
     mean_of,
     pmean,
     require_axis,
@@ -17,6 +18,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_reduce_with_residual",
+    "float32_mean",
     "mean_of",
     "pmean",
     "reduce_scatter_with_residual",

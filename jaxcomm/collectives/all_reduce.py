@@ -147,6 +147,11 @@ def all_reduce(
     return _axes.as_varying(_axes.unchecked(reduced)(x), elsewhere)
 
 
+def float32_mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """`all_reduce` of the mean in float32, as XLA does it."""
+    return all_reduce(x, axis_name, *mean_of("float32", "native"))
+
+
 def all_reduce_with_residual(
     x: jax.Array, axis_name: AxisName, reduction: Reduction, algorithm: Algorithm
 ) -> tuple[jax.Array, jax.Array | None]:

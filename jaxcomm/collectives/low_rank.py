@@ -36,7 +36,7 @@ from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.all_reduce import all_reduce, all_reduce_with_residual
 from jaxcomm.collectives.reductions import Reduction
 from jaxcomm.kernels.random_bits import own_key, random_bits
-from jaxcomm.kernels.reductions import all_finite
+from jaxcomm.kernels.reductions import all_finite, sums_of
 
 Arrays = list[jax.Array]
 # A column of which projection leaves no more than this share is nothing but rounding.
@@ -208,10 +208,8 @@ def _by_columns_at_once(_: int, p: jax.Array) -> jax.Array:
 
 
 def _sums(rows: Sequence[jax.Array]) -> Arrays:
-    """The sums of several arrays along the last axis, `(..., 1)`, which read their inputs once."""
-    add = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]  # noqa: E731
-    zeros = [jnp.float32(0)] * len(rows)
-    return [x[..., None] for x in jax.lax.reduce(list(rows), zeros, add, (rows[0].ndim - 1,))]
+    """The sums along the last axis, `(..., 1)`."""
+    return [x[..., None] for x in sums_of(rows, axis=rows[0].ndim - 1)]
 
 
 def _unit(v: jax.Array, before: jax.Array) -> jax.Array:

@@ -257,9 +257,8 @@ def exchange_buckets(
     exact, finite, computed = {}, jnp.bool_(True), []
     if small:
         small, results = in_turn(small, results)
-        reduction, native = collectives.mean_of("float32", "native")
         with noted(Message("exempt", exempt)), jax.named_scope("small"):
-            computed = [collectives.all_reduce(joined(small), axis_name, reduction, native)]
+            computed = [collectives.float32_mean(joined(small), axis_name)]
         exact = split(computed[0], small)
     if FLAG in exact:
         finite &= exact.pop(FLAG) == 0

@@ -22,7 +22,8 @@ class Scheme:
 
     Attributes:
       axis_name: the mesh axis.
-      reduction: what messages mean, without a key; None where nothing is exchanged.
+      reduction: what messages mean, without a key; None where nothing is exchanged, or it
+        cannot be sharded.
       algorithm: who talks to whom.
       seed: the seed for random rounding and coins.
       bucket_bytes: the most float32 bytes that travel together.

@@ -295,7 +295,6 @@ def _exchange(
     """
     layout = state.layout
     axis_name, (_, exempt) = layout.axis_name, split_off_exempt(layout)
-    reduction, native = collectives.mean_of("float32", "native")
     known = compressed if isinstance(compressed, bool) else None
 
     def in_float32(vectors: dict[int, jax.Array], sent: Arrays) -> Arrays:
@@ -303,7 +302,7 @@ def _exchange(
         for number, x in vectors.items():
             parts = _out_of_blocks(x, {i: sent[i] for i in buckets[number]})
             with noted(Message("dense", buckets[number])):
-                mean = collectives.all_reduce(joined(parts), axis_name, reduction, native)
+                mean = collectives.float32_mean(joined(parts), axis_name)
             means.append(_in_blocks(split(mean, parts)))
         return means
 

@@ -260,9 +260,8 @@ def _finished(state: ShardedState, grads: list[ShardedParam], old: Arrays) -> tu
         local = [x for x, is_split in zip(values, split_up, strict=True) if is_split]
         seen = [x.reshape(-1) for x in (*local, *(g.residual for g in with_state), *twice)]
         small: dict[Any, jax.Array] = whole | {FLAG: 1 - all_finite(seen).astype(jnp.float32)}
-        reduction, native = collectives.mean_of("float32", "native")
         with noted(state.layout), noted(Message("exempt", tuple(whole))):
-            whole = split(collectives.all_reduce(joined(small), axis, reduction, native), small)
+            whole = split(collectives.float32_mean(joined(small), axis), small)
         finite = (whole.pop(FLAG) == 0) & all_finite([x.reshape(-1) for x in whole.values()])
         whole = {i: jnp.sign(x) if scheme.signs else x for i, x in whole.items()}
     results = [

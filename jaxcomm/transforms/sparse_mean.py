@@ -338,9 +338,8 @@ class _Exchange:
     ) -> tuple[jax.Array, _Bucket]:
         """The mean of a bucket, of which this device holds x, and what is kept of it."""
         if self.is_dense:
-            reduction, native = collectives.mean_of("float32", "native")
             with noted("float32, native"):
-                mean = collectives.all_reduce(x, self.axis_name, reduction, native)
+                mean = collectives.float32_mean(x, self.axis_name)
             residual = jnp.zeros_like(x) if self.error_feedback else None
             counts = jnp.array([x.size, x.size, x.size, 0, 0], jnp.float32)
             # The mean carries what is not finite.

@@ -54,6 +54,7 @@ def stages(
     XLA overlaps no collective in a branch. `update(..., stage=2)` chooses instead of the step, and
     makes no branch: where steps are jitted, `stage`, counted from 1, is a static argument, and each
     stage has its own program.
+
     A stage hands its state, residuals included, to the next one if both states have the same
     structure and shapes: give every `jaxcomm.mean` of a plan the same `error_feedback` and
     `exempt`. The optimizer belongs after the stages, where all of them share its state.

@@ -184,7 +184,7 @@ def test_the_loop_of_gpus_is_the_branch_of_cpus(
     batches = [gradients(4, seed) for seed in range(4)]
     assert "conditional" in str(Program(view, tx, batches[0]).lowered().compile().as_text())
     branch = run(view, tx, batches)
-    monkeypatch.setattr(_branches, "_in_a_loop", lambda: True)
+    monkeypatch.setattr(_branches, "_as_a_loop", lambda: True)
     assert "conditional" not in str(Program(view, tx, batches[0]).lowered().compile().as_text())
     jax.tree.map(np.testing.assert_array_equal, branch, run(view, tx, batches))
 

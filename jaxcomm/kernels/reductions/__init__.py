@@ -96,6 +96,13 @@ def sum_in_order(rows: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(1, len(rows), add, rows[0])
 
 
+def sums_of(arrays: Sequence[jax.Array], axis: int) -> list[jax.Array]:
+    """The sums of arrays of one shape along an axis, reading their inputs once."""
+    zeros = [jnp.zeros_like(x, shape=()) for x in arrays]
+    join = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]  # noqa: E731
+    return jax.lax.reduce(list(arrays), zeros, join, (axis,))
+
+
 def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
     """The sums of each value and those before it along an axis, as `jnp.cumsum`.
 

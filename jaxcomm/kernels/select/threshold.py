@@ -2,13 +2,14 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jaxcomm import _axes
 from jaxcomm.kernels import _implementations
+from jaxcomm.kernels.reductions import sums_of
 from jaxcomm.kernels.select.compaction import Selected, compact_band
 from jaxcomm.kernels.select.hashing import MOST, hashed
 from jaxcomm.kernels.select.magnitudes import (
@@ -315,13 +316,6 @@ def _counts_of_digits(patterns: jax.Array, prefix: jax.Array, shift: int) -> lis
     one = jnp.where(inside, jnp.uint32(1) << 8 * (digit % 4), 0)
     words = [jnp.where(digit // 4 == i, one, 0) for i in range(2**_DIGIT // 4)]
     rows = [jnp.pad(word, (0, -word.size % _ROW)).reshape(-1, _ROW) for word in words]
-    sums = _sums(rows, axis=1)
+    sums = sums_of(rows, axis=1)
     bins = [(s >> 8 * j & 0xFF).astype(jnp.int32) for s in sums for j in range(4)]
-    return _sums(bins, axis=0)
-
-
-def _sums(arrays: Sequence[jax.Array], axis: int) -> list[jax.Array]:
-    """The sums of arrays of one shape along an axis, reading their inputs once."""
-    zeros = [jnp.zeros_like(x, shape=()) for x in arrays]
-    join = lambda a, b: [x + y for x, y in zip(a, b, strict=True)]  # noqa: E731
-    return jax.lax.reduce(list(arrays), zeros, join, (axis,))
+    return sums_of(bins, axis=0)
