@@ -35,7 +35,8 @@ SCALED = [case for case in TABLE if hasattr(case.codec, "block_size")]
 
 def each_that(is_chosen: Callable[[Case], bool]) -> Any:
     """Some of the cases."""
-    return pytest.mark.parametrize("case", filter(is_chosen, TABLE), ids=lambda case: case.name)
+    cases = list(filter(is_chosen, TABLE))
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
 def largest_around(codec: Codec, x: np.ndarray) -> np.ndarray:
