@@ -35,9 +35,14 @@ def _is_number(value: Any) -> bool:
 
 
 def whole(low: int) -> Rule:
-    """Whole numbers from `low` on, which the devices can count to."""
-    says = f"a whole number of at least {low}"
-    return Rule(f"{says}, below 2^31", lambda v: _is_whole(v) and low <= v < 2**31)
+    """Whole numbers from `low` on."""
+    return Rule(f"a whole number of at least {low}", lambda v: _is_whole(v) and v >= low)
+
+
+def count(low: int) -> Rule:
+    """Whole numbers from `low` on that the devices count to."""
+    says = f"a whole number of at least {low}, below 2^31"
+    return Rule(says, lambda v: _is_whole(v) and low <= v < 2**31)
 
 
 def number(says: str, holds: Callable[[Any], bool]) -> Rule:
@@ -72,7 +77,7 @@ DTYPES = ("float32", "bfloat16")  # float16 would need a scaled loss
 # Every config has these fields. The methods of `config.sync` check their own options.
 FIELDS = {
     "seed": Rule("a whole number from 0 to 4294967295", lambda v: _is_whole(v) and 0 <= v < 2**32),
-    "steps": whole(1),
+    "steps": count(1),
     "batch_size": whole(1),
     "microbatches": whole(1),
     "label_smoothing": SHARE,
@@ -101,16 +106,16 @@ FIELDS = {
         "a tuple of patterns",
         lambda v: isinstance(v, tuple | list) and all(isinstance(p, str) for p in v),
     ),
-    "sync.dense_steps": or_none(whole(0)),
+    "sync.dense_steps": or_none(count(0)),
     "sync.bucket_mib": or_none(POSITIVE),
     "sync.local_momentum": SHARE,
     "sync.local_optimizer": YES_OR_NO,
-    "sync.every": whole(1),
+    "sync.every": count(1),
     "sync.fsdp": whole(1),
     "sync.outer_rate": POSITIVE,
     "sync.outer_momentum": SHARE,
     "sync.fragments": whole(1),
-    "sync.correct_every": whole(0),
+    "sync.correct_every": count(0),
     "guard.bad_steps": whole(1),
     "guard.replicas_every": whole(1),
     "guard.step_seconds": NOT_NEGATIVE,

@@ -137,7 +137,7 @@ def train(
 def saved_step(config: Any, workdir: Path, restarted: bool) -> int | None:
     """The step of the checkpoint from which the run continues; None if it begins anew."""
     folder = workdir / CHECKPOINTS
-    changed = changes(workdir, config) if restarted else ()
+    changed = changes(workdir, config, added=False) if restarted else ()
     saved = checkpoint.where_to_continue(folder, config.checkpoint.resume, restarted, changed)
     check.steps_left(config.steps, saved)
     return saved

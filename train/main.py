@@ -27,7 +27,7 @@ from train.mistakes import mistake_in, mistake_in_traceback
 # Seconds after a failed write: by then the main thread has raised the error, or waits forever.
 STUCK_SECONDS = 5.0
 _CLOSED = "Event loop is closed"
-_PEER = re.compile(r"Gloo|Connection (closed|reset) by peer")  # not what XLA itself gets wrong
+_PEER = re.compile(r"Gloo .*(closed|reset) by peer")  # not what XLA or a file system gets wrong
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file of configs/.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Output; by default a new folder in workdir/.")
 _EVALUATE = flags.DEFINE_boolean(
@@ -186,5 +186,5 @@ def explained(error: Exception) -> tuple[int, str | None]:
             "continue with --config.checkpoint.resume=True"
         )
     if (line := of_another_process(error)) is not None and _PEER.search(line):
-        return 1, f"another process has ended: {line}"
+        return 1, f"another process has ended or cannot be reached: {line}"
     return 1, None

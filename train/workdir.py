@@ -126,10 +126,11 @@ def keep_data(workdir: Path, config: Any, identity: Mapping[str, str], resumed: 
     write_whole(workdir / DATA, json.dumps(dict(identity), indent=2) + "\n")
 
 
-def changes(workdir: Path, config: Any) -> list[str]:
+def changes(workdir: Path, config: Any, added: bool = True) -> list[str]:
     """The fields that differ from `config.json`; none if that cannot be read.
 
-    Fields that do not affect what is trained are left out.
+    Fields that do not affect what is trained are left out; unless `added`, so are those that the
+    file does not have, as a newer version of the program adds some.
     """
     try:
         before = dict(flat(json.loads((workdir / CONFIG).read_text())))
@@ -138,7 +139,7 @@ def changes(workdir: Path, config: Any) -> list[str]:
     return [
         f"{name}={value!r} (was {before.get(name)!r})"
         for name, value in flat(json.loads(config.to_json_best_effort()))
-        if before.get(name) != value and not name.startswith(FREE)
+        if before.get(name) != value and (added or name in before) and not name.startswith(FREE)
     ]
 
 

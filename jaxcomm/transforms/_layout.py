@@ -245,15 +245,20 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
 def check_paths(grads: Any, layout: Layout) -> None:
     """Raises a ValueError for gradients of parameters with other names, in another order or new.
 
-    States keep what belongs to a parameter by its number.
+    States keep what belongs to a parameter by its number. A list of leaves has no names.
     """
     found = [_paths.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
     for name, leaf in zip(found, layout.leaves, strict=True):
-        if name != leaf.path:
+        if are_other_names(name, leaf.path):
             raise ValueError(
                 f"the state was made for a parameter {leaf.path!r} where this gradient is of "
                 f"{name!r}; call tx.init again, on these parameters."
             )
+
+
+def are_other_names(a: str, b: str) -> bool:
+    """Whether two paths differ, and both are more than numbers."""
+    return a != b and not any(path.replace("/", "").isdigit() or not path for path in (a, b))
 
 
 def _check_local(grad: Any, leaf: Leaf, axis: AxisName) -> None:

@@ -114,8 +114,9 @@ def _decays(mask: Any, params: Any, decay: float) -> list[float]:
     """
     found = True if mask is None else mask(params) if callable(mask) else mask
     for keeps in jax.tree.leaves(found):
-        is_bool = jnp.issubdtype(getattr(keeps, "dtype", type(keeps)), jnp.bool_)
-        if not is_bool or np.size(keeps) != 1:
+        dtype = getattr(keeps, "dtype", type(keeps))
+        is_bool = any(jnp.issubdtype(dtype, kind) for kind in (jnp.bool_, jnp.integer))
+        if not is_bool or np.size(keeps) != 1 or keeps not in (0, 1):
             raise TypeError(f"mask must have True or False for each leaf, got {keeps!r}.")
     try:
         full = jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), found, params)

@@ -37,13 +37,11 @@ def check_names(axis_name: AxisName, exempt: Exempt, bucket_order: Sequence[str]
 
 
 def require_call(f: Callable[..., Any], name: str, *arguments: str) -> None:
-    """Raises a TypeError for an option that is a function of other arguments."""
-    try:
-        signature = inspect.signature(f)
-    except ValueError:  # some functions that are not Python have none
+    """Raises a TypeError for an option that is a plain function of other arguments."""
+    if not inspect.isfunction(f):  # a jitted one has the signature of what it wraps
         return
     try:
-        signature.bind(*arguments)
+        inspect.signature(f, follow_wrapped=False).bind(*arguments)
     except TypeError as error:
         wanted = ", ".join(arguments)
         raise TypeError(f"{name} is called as {name}({wanted}), and {f!r} {error}.") from error

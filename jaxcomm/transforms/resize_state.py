@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm import _axes
 from jaxcomm._numbers import are_keys
-from jaxcomm.transforms._layout import Layout
+from jaxcomm.transforms._layout import Layout, are_other_names
 from jaxcomm.transforms.per_device import PerDevice, is_own
 
 
@@ -107,7 +107,7 @@ def _check_names(new: Any, old: Any) -> None:
 
     for here, there in zip(layouts(new), layouts(old), strict=False):
         for leaf, other in zip(here.leaves, there.leaves, strict=False):
-            if leaf.path != other.path:
+            if are_other_names(leaf.path, other.path):
                 raise ValueError(
                     f"the state was made for a parameter {other.path!r} where tx.init now finds "
                     f"{leaf.path!r}; resize it with the parameters of the run that saved it."

@@ -1,5 +1,6 @@
 """What a run that ends at a bad moment has saved, and which run a restart continues."""
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ def test_a_restart_continues_its_own_run(tiny: config_dict.ConfigDict, tmp_path:
     again = loop.train(tiny, tmp_path, 0.0, restarted=True)
     assert first is not None and again is not None
     assert again["test_loss"] == first["test_loss"]
+    kept = json.loads((tmp_path / "config.json").read_text())
+    del kept["sync"]["correct_every"]  # by a version of the program that did not have it
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    assert loop.train(tiny, tmp_path, 0.0, restarted=True) is not None
     tiny.seed = 7
     with pytest.raises(UserError, match=r"step 4, of a run with another config: seed=7 \(was 0\);"):
         loop.train(tiny, tmp_path, 0.0, restarted=True)

@@ -113,6 +113,13 @@ def test_options_of_an_optimizer() -> None:
     fed_back = jaxcomm.mean("data", "int8", error_feedback=True)
     with pytest.raises(TypeError, match=r"learning_rate is called as learning_rate\(count\), and"):
         jaxcomm.factored_adam(fed_back, lambda: 0.1)  # pyright: ignore[reportArgumentType]
+
+    @functools.wraps(lambda count, total: 0.1)
+    def schedule(count: Any) -> float:
+        return 0.1
+
+    jaxcomm.factored_adam(fed_back, schedule)
+    jaxcomm.factored_adam(fed_back, jax.jit(schedule))
     with pytest.raises(TypeError, match="nesterov must be True or False, got 'no'"):
         jaxcomm.factored_adam(fed_back, 0.1, nesterov="no")  # pyright: ignore[reportArgumentType]
     labels = {"w": "decay", "v": "no_decay"}

@@ -118,6 +118,18 @@ def test_other_names(name: str, make_mesh: Any) -> None:
             jaxcomm.resize_state(tx, jax.device_get(state), renamed)
 
 
+def test_leaves_without_names(make_mesh: Any) -> None:
+    """Such as those that a wrapper passes on as a list, in their order."""
+    tx = MAKE["mean"](**FEEDBACK)
+    grads = [jnp.ones((4, *p.shape)) for p in jax.tree.leaves(PARAMS)]
+    with jax.set_mesh(make_mesh(4)):
+        state = tx.init(jaxcomm.replicate(PARAMS))
+        updates, state = jax.jit(tx.update)(jaxcomm.mark_local(grads), state)
+        assert [x.shape for x in updates] == [p.shape for p in jax.tree.leaves(PARAMS)]
+        again = jaxcomm.resize_state(tx, state, jaxcomm.replicate(jax.tree.leaves(PARAMS)))
+        assert [x.shape for x in again.residual.values] == [(4, 8, 4), (4, 4, 8)]
+
+
 def test_errors_of_other_buckets_are_refused(make_mesh: Any) -> None:
     grads = {name: np.ones((4, 8, 8), np.float32) for name in ("a", "c")}
     with jax.set_mesh(make_mesh(4)):
