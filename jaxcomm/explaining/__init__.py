@@ -39,7 +39,7 @@ from jaxcomm.transforms import (
 )
 from jaxcomm.transforms._layout import Layout, names_in
 from jaxcomm.transforms._shapes import shapes_of_state
-from jaxcomm.transforms.per_device import PerDevice
+from jaxcomm.transforms.per_device import is_own
 from jaxcomm.wire._report import SHARE, Bytes, exact
 
 _FEEDBACK = (
@@ -272,7 +272,6 @@ def _memory(state: Any, specs: Any, mesh: jax.sharding.Mesh) -> tuple[int, int]:
         axes = [name for part in spec if part for name in ((part,) if type(part) is str else part)]
         return math.prod(x.shape) * x.dtype.itemsize // math.prod(mesh.shape[a] for a in axes)
 
-    is_own = lambda x: isinstance(x, PerDevice)  # noqa: E731
     own = shared = 0
     for node, spec in zip(
         jax.tree.leaves(state, is_leaf=is_own),

@@ -298,6 +298,17 @@ def test_the_kubernetes_manifest() -> None:
     assert flags["process_id"] == "3" and flags["restart"] == "1"
     assert spec["parallelism"] == spec["completions"] == int(flags["num_processes"]) == 4
     assert spec["completionMode"] == "Indexed" and pod["restartPolicy"] == "Never"
+    (restarts,), (policy,) = (
+        manifest["spec"]["failurePolicy"]["rules"],
+        spec["podFailurePolicy"]["rules"],
+    )
+    assert restarts == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    final = [status for status in supervision.FINAL if 0 < status < supervision.ENDED]
+    assert policy["action"] == "FailJob" and policy["onExitCodes"] == {
+        "containerName": container["name"],
+        "operator": "In",
+        "values": final,
+    }
     assert set(flags) <= set(main.flags.FLAGS) and (ROOT / flags["config"]).exists()
     host, port = flags["coordinator"].split(":")
     assert (
