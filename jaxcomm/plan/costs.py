@@ -145,17 +145,25 @@ def _check_type(file: File, key: str, value: Any) -> None:
     if flags and not isinstance(value, bool):
         raise file.error(key, f"{key} is true or false, got {value!r}.")
     if key == "local":
-        pairs = value.items() if isinstance(value, dict) else [("local", value)]
-        for family, pair in pairs:
-            if not isinstance(pair, list) or len(pair) != 2 or not all(map(is_real, pair)):
-                raise file.error(
-                    key, f"{family} takes seconds per value, among {SIZES} of them, got {pair!r}."
-                )
+        _check_local(file, value)
     elif key == "source":
         if not isinstance(value, str):
             raise file.error(key, f"source is a text, got {value!r}.")
     elif not flags and not is_real(value):
         raise file.error(key, f"{key} is a number, got {value!r}.")
+
+
+def _check_local(file: File, local: Any) -> None:
+    if not isinstance(local, dict):
+        raise file.error("local", f"local has a line for each family, got {local!r}.")
+    known = [family for family in DEFAULTS["cpu"].local if not family.endswith(MERGING)]
+    for family, pair in local.items():
+        if str(family).removesuffix(MERGING) not in known:
+            wrong = f"there is no family {family!r}; there are {', '.join(known)}."
+            raise file.error("local", wrong)
+        if not isinstance(pair, list) or len(pair) != 2 or not all(map(is_real, pair)):
+            wrong = f"{family} takes seconds per value, among {SIZES} of them, got {pair!r}."
+            raise file.error("local", wrong)
 
 
 def _numbers_in(value: Any) -> Any:

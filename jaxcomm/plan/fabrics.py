@@ -61,8 +61,8 @@ def chain(
       name: as for `star`.
       hosts: likewise.
       rate: likewise.
-      rates: the rates between switches, in order, or shares of `rate` such as "50%". None means
-        `rate` for all of them.
+      rates: the rates between switches, in order and from the start again if there are fewer than
+        links, or shares of `rate` such as "50%". None means `rate` for all of them.
       closed: whether the last switch is linked to the first.
       links_per_host: as for `star`.
 

@@ -12,6 +12,7 @@ import jaxcomm
 from jaxcomm import plan
 from jaxcomm.kernels import _device
 from jaxcomm.plan import probing
+from jaxcomm.plan.costs import DEFAULTS
 from jaxcomm.plan.families import FAMILIES, Method
 from jaxcomm.plan.simulate import Model
 
@@ -52,6 +53,13 @@ class TestCosts:
                 "local: {int8: fast}",
                 "int8 takes seconds per value, among",
             ),
+            (
+                "local: {}",
+                "local: {int88: [1e-9, 2e-9]}",
+                "there is no family 'int88'; there are",
+            ),
+            ("local: {}", "local: {vote/rings: [1e-9, 2e-9]}", "there is no family 'vote/rings'"),
+            ("local: {}", "local: 3", "line 11: local has a line for each family, got 3"),
             ("overlap: false", "overlap: 1", "overlap is true or false, got 1"),
             ("efficiency: 1.0", "efficiency: 2.0", r"efficiency is a share in \(0, 1\], got 2.0"),
         ],
@@ -66,6 +74,10 @@ class TestCosts:
         with pytest.raises(ValueError, match=message) as error:
             plan.read_costs(path)
         assert "\n" not in str(error.value)
+
+    def test_every_family_has_default_costs(self) -> None:
+        for costs in DEFAULTS.values():
+            assert set(FAMILIES) <= set(costs.local)
 
     def test_there_is_no_file(self) -> None:
         with pytest.raises(ValueError, match="there is no file no.yaml; python -m jaxcomm.probe"):
