@@ -129,6 +129,15 @@ test-gpu-aot-here: $(VENV)/.installed-gpu-aot
 	@$(VERSIONS)
 	$(VENV)/bin/python -m pytest -m gpu_aot -rs
 
+.PHONY: test-tpu-aot
+test-tpu-aot:  ## compile every kind of exchange for TPUs that need not be there
+	@$(MAKE) --no-print-directory test-tpu-aot-here VENV=.venv-tpu-aot
+
+.PHONY: test-tpu-aot-here
+test-tpu-aot-here: $(VENV)/.installed-tpu-aot
+	@$(VERSIONS)
+	$(VENV)/bin/python -m pytest -m tpu_aot -rs tests/gpu_aot
+
 .PHONY: peers
 peers:  ## PyTorch in .venv-peers, for `python -m benchmarks.allreduce --peers`
 	@$(MAKE) --no-print-directory .venv-peers/.installed-peers VENV=.venv-peers
@@ -148,8 +157,8 @@ test-docs: $(VENV)/.installed-test  ## look at every page of the site in headles
 
 .PHONY: clean
 clean:  ## remove the environments, the caches and what runs left behind
-	rm -rf .venv .venv-newest .venv-oldest .venv-gpu .venv-gpu-aot .venv-gpu-aot-oldest .venv-peers \
-	  workdir build dist *.egg-info
+	rm -rf .venv .venv-newest .venv-oldest .venv-gpu .venv-gpu-aot .venv-gpu-aot-oldest .venv-tpu-aot \
+	  .venv-peers workdir build dist *.egg-info
 	rm -rf .jax_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -178,6 +187,11 @@ $(VENV)/.installed-gpu-aot: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing jaxcomm and what compiles for GPUs into $(VENV) ..."
 	@$(INSTALL) --editable ".[test,gpu-aot]" $(PINS)
 	@touch $@ $(VENV)/.installed-test $(VENV)/.installed-train
+
+$(VENV)/.installed-tpu-aot: pyproject.toml | $(VENV)/bin/pip
+	@echo "Installing jaxcomm and what compiles for TPUs into $(VENV) ..."
+	@$(INSTALL) --editable ".[test-subset,tpu-aot]" $(PINS)
+	@touch $@ $(VENV)/.installed-test-subset
 
 $(VENV)/.installed-peers: pyproject.toml | $(VENV)/bin/pip
 	@echo "Installing PyTorch into $(VENV) ..."

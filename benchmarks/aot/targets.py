@@ -1,8 +1,8 @@
-"""GPUs that programs are compiled for where there is none: what the compiler must know of them.
+"""Accelerators that programs are compiled for where there is none: what the compiler must know.
 
-Compiling for a target takes the packages of the `gpu-aot` extra, and a process of its own for each
-target: Pallas keeps the kernels that it has compiled, whatever they were compiled for, and takes
-the architecture of the first device that it sees.
+Compiling for a target takes the packages of the `gpu-aot` or `tpu-aot` extra, and a process of its
+own for each target: Pallas keeps the kernels that it has compiled, whatever they were compiled for,
+and takes the architecture of the first device that it sees.
 """
 
 from typing import Any
@@ -32,23 +32,21 @@ _A10 = """
 """
 # Capability 8.6 is an A10, because newer jax refuses an RTX 3090 that it cannot look at.
 TARGETS = {"h100": ("NVIDIA H100 80GB HBM3", _H100), "a10": ("NVIDIA A10", _A10)}
+TPU = "v5e"
 
 
 def mesh_of(target: str, devices: int = 8, within: int = 1) -> Any:
-    """A mesh of GPUs that are not there.
+    """A mesh of accelerators that are not there.
 
     Args:
-      target: a name of TARGETS.
+      target: a name of TARGETS, or TPU.
       devices: how many.
       within: so many neighbours along an axis "fsdp", after "data"; 1 for "data" alone.
     """
-    name, limits = TARGETS[target]
-    config = (
-        f"gpu_device_info {{ {limits} {_LIMITS} }} "
-        f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} '
-        f'device_description_str: "{name}"'
-    )
-    topology = topologies.get_topology_desc(target, "cuda", target_config=config, topology="1x1x8")
+    if target == TPU:
+        topology = topologies.get_topology_desc(f"{TPU}:2x4", "tpu")
+    else:
+        topology = _gpus(target)
     own = np.array(topology.devices[:devices]).reshape(-1, within)
     if within > 1:
         mesh = Mesh(own, ("data", "fsdp"), (AxisType.Auto,) * 2)
@@ -56,6 +54,16 @@ def mesh_of(target: str, devices: int = 8, within: int = 1) -> Any:
         mesh = Mesh(own[:, 0], ("data",), (AxisType.Auto,))
     assert jax.devices()[0].platform == "cpu"  # nothing runs on these
     return mesh
+
+
+def _gpus(target: str) -> Any:
+    name, limits = TARGETS[target]
+    config = (
+        f"gpu_device_info {{ {limits} {_LIMITS} }} "
+        f'platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 patch: 0 }} '
+        f'device_description_str: "{name}"'
+    )
+    return topologies.get_topology_desc(target, "cuda", target_config=config, topology="1x1x8")
 
 
 def placed(mesh: Mesh, tree: Any, specs: Any) -> Any:

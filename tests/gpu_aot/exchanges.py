@@ -1,4 +1,4 @@
-"""Each method's exchange of one matrix over eight GPUs: what the compiled program sends.
+"""Each method's exchange of one matrix over eight GPUs or TPUs: what the compiled program sends.
 
 `python -m gpu_aot.exchanges TARGET N` prints, as JSON, bytes by kind of collective, and the dtypes.
 """

@@ -1,12 +1,12 @@
-"""What programs for GPUs send: the closed forms, in the formats that were asked for."""
+"""What programs for GPUs and TPUs send: the closed forms, in the formats that were asked for."""
 
 import math
 
 import pytest
 
-from benchmarks.aot.targets import TARGETS
+from benchmarks.aot.targets import TARGETS, TPU
 from gpu_aot.exchanges import DENSITY
-from gpu_aot.targets import compiled_in_a_process, needs_gpu_aot
+from gpu_aot.targets import compiled_in_a_process, needs_gpu_aot, needs_tpu_aot
 from jaxcomm import codecs
 from jaxcomm.codecs import sign
 
@@ -14,6 +14,8 @@ n, WORLD = 2**16, 8
 OTHERS = WORLD - 1
 FLAG = 2 * OTHERS / WORLD * 4  # one float32 beside everything else
 REPORT = 5 * FLAG  # of sparse means
+# On TPUs, XLA gathers some messages whose length is no multiple of 128 by an all-reduce.
+UNEVEN = ("one_bit_adam", "topk_allgather")
 ENTRY = 4 + 2  # bytes of a value and of an index below 2^16
 
 
@@ -56,13 +58,21 @@ def expected() -> dict[str, tuple[dict[str, float], set[str]]]:
     return table
 
 
-@needs_gpu_aot
-@pytest.mark.gpu_aot
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(pytest.param(name, marks=[needs_gpu_aot, pytest.mark.gpu_aot]) for name in TARGETS),
+        pytest.param(TPU, marks=[needs_tpu_aot, pytest.mark.tpu_aot]),
+    ],
+)
 def test_closed_forms(target: str) -> None:
     report = compiled_in_a_process("exchanges", target, str(n))
     assert report.keys() == expected().keys()
     for method, (nbytes, dtypes) in expected().items():
         row = report[method]
+        if target == TPU and method in UNEVEN:
+            assert row["bytes"]["all-reduce"] > nbytes["all-reduce"] and "all-gather" in nbytes
+            assert "all-gather" not in row["bytes"], f"libtpu gathers {method} now: mend the docs"
+            continue
         assert row["bytes"] == nbytes, method
         assert set(row["dtypes"]) == dtypes, method
