@@ -17,6 +17,10 @@ from jaxcomm._axes import AxisName
 from jaxcomm._nnx import changed, held_by, refuse_changes
 from jaxcomm._users_line import users_line
 
+_SPLIT = (
+    "only the batch, argument 2, is split. Put whatever belongs to its rows into the batch, as in "
+    "loss(params, (x, y))."
+)
 _AVERAGED = (jnp.integer, jnp.floating, jnp.bool_)
 
 
@@ -153,19 +157,37 @@ def refuse_refs(args: Any) -> None:
             )
 
 
+def refuse_split(args: Any, axis_name: AxisName) -> None:
+    """Raises for a further argument that is spread over the axis, where types show shardings."""
+    for x in jax.tree.leaves(args):
+        spec = jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else ()
+        names = {
+            name for entry in spec for name in ([entry] if isinstance(entry, str) else entry or ())
+        }
+        if names.intersection(_axes.names_of(axis_name)):
+            raise ValueError(
+                f"a further argument of the loss, of shape {x.shape}, is spread over "
+                f"{axis_name!r}, but {_SPLIT}"
+            )
+
+
 def warn_of_rows(
     loss_fn: Callable[..., Any],
     batch: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     world: int,
-) -> None:
+) -> list[str]:
     """Warns about an argument with as many rows as the batch: it is not split over devices.
 
     Trees are left alone: statistics and other states have any number of rows.
+
+    Returns:
+      What was warned of.
     """
+    found: list[str] = []
     if world == 1:
-        return
+        return found
     rows = {jnp.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf)}
     given = {f"argument {place} of the loss": arg for place, arg in enumerate(args, start=3)}
     given |= {f"{name} of the loss": arg for name, arg in kwargs.items()}
@@ -175,12 +197,12 @@ def warn_of_rows(
     for name, arg in given.items():
         is_array = isinstance(arg, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
         if is_array and arg.shape and arg.shape[0] in rows:
-            warnings.warn(
+            found.append(
                 f"{name} has as many rows as the batch, {arg.shape[0]}, but is passed in full to "
-                f"each of the {world} devices: only the batch, argument 2, is split. Put whatever "
-                "belongs to its rows into the batch, as in loss(params, (x, y)).",
-                stacklevel=users_line(),
+                f"each of the {world} devices: {_SPLIT}"
             )
+            warnings.warn(found[-1], stacklevel=users_line())
+    return found
 
 
 def _closed_over(f: Callable[..., Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from jaxcomm._losses import (
     over_devices,
     refuse_refs,
     refuse_rows,
+    refuse_split,
     stacked,
     warn_of_rows,
 )
@@ -69,12 +70,19 @@ class ValueAndGrad:
                 "with loss_fn(params, batch). Each device is given its rows of the batch; "
                 "values that loss_fn closes over are passed in full to all devices."
             )
+        passed_whole: list[str] = []
         if not _axes.is_manual(self.axis_name):
             world = _axes.axis_size(self.axis_name)
-            warn_of_rows(self.loss_fn, batch, args, kwargs, world)
+            passed_whole = warn_of_rows(self.loss_fn, batch, args, kwargs, world)
             refuse_refs((args, kwargs))
+            refuse_split((args, kwargs), self.axis_name)
         loss_fn, arrays = bound(self.loss_fn, args, kwargs)
-        return dataclasses.replace(self, loss_fn=loss_fn)._of(params, batch, *arrays)
+        try:
+            return dataclasses.replace(self, loss_fn=loss_fn)._of(params, batch, *arrays)
+        except Exception as error:  # perhaps because of what was warned of
+            for text in passed_whole:
+                error.add_note(f"jaxcomm.value_and_grad: {text}")
+            raise
 
     def _of(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
         """`__call__`, where all further arguments are arrays."""

@@ -273,6 +273,27 @@ def test_a_mean_beside_a_factored_adam_needs_what_it_needs() -> None:
         assert len(jaxcomm.explain(parts["a"], params).needs) == 1
 
 
+def test_what_a_vote_needs() -> None:
+    vote = lambda **options: jaxcomm.majority_vote("data", **options)  # noqa: E731
+    corrected = optax.chain(jaxcomm.control_variates(jaxcomm.mean("data")), vote())
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        plain, fed_back, both = (
+            str(jaxcomm.explain(tx, shapes()))
+            for tx in (vote(), vote(error_feedback=True), corrected)
+        )
+    assert "majority_vote: SGD with a rate for signs; data that are alike" in plain
+    assert "majority_vote: SGD with a rate for gradients; data that are alike" in fed_back
+    assert "only jaxcomm.local may come before" in plain
+    assert "only control_variates and local may come before" in both
+
+
+def test_an_axis_of_one_device(make_mesh: Any) -> None:
+    for devices, is_said in ((1, True), (2, False)):
+        with jax.set_mesh(make_mesh(devices)):
+            text = str(jaxcomm.explain(jaxcomm.mean("data", "int8"), shapes()))
+        assert ("one device: nothing is exchanged, but values are rounded" in text) == is_said
+
+
 def test_errors_say_what_to_write() -> None:
     with pytest.raises(ValueError, match=r"jax\.set_mesh\(jaxcomm\.data_mesh"):
         jaxcomm.explain(jaxcomm.mean("data"), shapes())

@@ -48,16 +48,15 @@ _FEEDBACK = (
 )
 
 
+_LIKE_DATA = "data that are alike on all devices, or jaxcomm.control_variates before it"
+
+
 _OPTIMIZER = "it is the optimizer: nothing that keeps moments goes after it"
 
 
 _NEEDS: dict[type, tuple[str, str]] = {
     MeanState: ("mean", "any optimizer after it"),
-    MajorityVoteState: (
-        "majority_vote",
-        "SGD with a rate for signs; data that are alike on all devices, or "
-        "jaxcomm.control_variates before it",
-    ),
+    MajorityVoteState: ("majority_vote", f"SGD with a rate for signs; {_LIKE_DATA}"),
     SparseMeanState: ("sparse_mean", "SGD after it; dense_steps= for a warm-up"),
     LowRankMeanState: ("low_rank_mean", "SGD after it; dense_steps= for a warm-up"),
     OneBitAdamState: ("one_bit_adam", f"{_OPTIMIZER}; its first steps are dense"),
@@ -295,6 +294,8 @@ def _needs(state: Any) -> tuple[tuple[str, str], ...]:
         name, text = _NEEDS[type(node)]
         if isinstance(node, MeanState) and node.residual.values:
             text = _FEEDBACK
+        if isinstance(node, MajorityVoteState) and node.residual.values:
+            text = f"SGD with a rate for gradients; {_LIKE_DATA}"
         if id(node) not in inside:
             needs[name, text] = None
     return tuple(needs)

@@ -96,16 +96,30 @@ class Explanation:
             f"A device sends at most {_number(self.bytes_max)} bytes in a step, "
             f"{float(self.bytes_max) / each:.2f} a value; a float32 mean "
             f"{float(self.dense_bytes) / each:.2f}.",
+            *self._alone(),
             *self._sometimes(values),
             *self._on_average(values),
             f"State on a device: {self.own_bytes:,} bytes that differ from device to device, "
             f"{self.shared_bytes:,} others.",
             "",
-            f"First in the chain: the exchange; only jaxcomm.local may come before it. What it "
+            f"First in the chain: the exchange; only {self._before()} may come before it. What it "
             f"needs{':' if self.needs else ' besides: nothing.'}",
         ]
         needs = (textwrap.wrap(f"- {': '.join(x)}", 90, subsequent_indent="  ") for x in self.needs)
         return "\n".join([*lines, *(line for wrapped in needs for line in wrapped)])
+
+    def _before(self) -> str:
+        """What may come before the exchange."""
+        has_variates = any(name == "control_variates" for name, _ in self.needs)
+        return "control_variates and local" if has_variates else "jaxcomm.local"
+
+    def _alone(self) -> list[str]:
+        """What to know of an axis of one device."""
+        if self.dense_bytes or not self.leaves:
+            return []
+        return [
+            "The axis of the exchange has one device: nothing is exchanged, but values are rounded."
+        ]
 
     def _sometimes(self, values: int) -> list[str]:
         """What is not sent in every step."""

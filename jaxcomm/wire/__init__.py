@@ -6,8 +6,12 @@ are read from its optimized text.
 
 import math
 import re
+import warnings
 from typing import Any
 
+import jax
+
+from jaxcomm._users_line import users_line
 from jaxcomm.wire._hlo import CURE, parse
 from jaxcomm.wire._report import Collective, WireReport
 
@@ -27,6 +31,9 @@ def wire_report(compiled: Any) -> WireReport:
         collective-broadcast  its operand, except the last device: a pipelined chain
 
     What a custom call or a kernel sends does not appear in a program's text.
+
+    Warns if the program returns the state of each device replicated, as `out_shardings` of
+    `jax.jit` can ask for: it is then gathered in float32, in every step.
 
     Args:
         compiled: the result of `jitted.lower(*args).compile()`, or its `as_text()`.
@@ -54,6 +61,7 @@ def wire_report(compiled: Any) -> WireReport:
         # A Lowered has `as_text` too, but not yet the collectives that the compiler adds.
         if hasattr(compiled, "compile") or not hasattr(compiled, "as_text"):
             raise TypeError(f"{type(compiled).__name__} is not a compiled program; {CURE}.")
+        _warn_of_gathered_state(getattr(compiled, "output_shardings", None))
         compiled = compiled.as_text() or ""
     modules = re.split("^HloModule ", compiled, flags=re.MULTILINE)[1:]
     if len(modules) != 1 or "is_scheduled=true" not in modules[0].partition("\n")[0]:
@@ -70,3 +78,21 @@ def wire_report(compiled: Any) -> WireReport:
     conditionals = tuple((name, branches[name]) for name in holding)
     named = tuple(branch for branch in names if branch.conditional in holding)
     return WireReport(tuple(found), devices, conditionals, named)
+
+
+def _warn_of_gathered_state(shardings: Any) -> None:
+    """Warns if any state of each device leaves a program as equal on all of them."""
+
+    def is_own(node: Any) -> bool:
+        return getattr(node, "is_of_each_device", False)
+
+    for node in filter(is_own, jax.tree.leaves(shardings, is_leaf=is_own)):
+        found = [x for x in jax.tree.leaves(node) if isinstance(x, jax.sharding.Sharding)]
+        if any(x.num_devices > 1 and x.is_fully_replicated for x in found):
+            warnings.warn(
+                "the program returns state that differs from device to device, such as residuals, "
+                "replicated: it is gathered in float32 in every step. Leave out_shardings= of "
+                "jax.jit out, or give the state jax.tree.map(lambda x: x.sharding, state).",
+                stacklevel=users_line(),
+            )
+            return

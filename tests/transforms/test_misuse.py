@@ -106,6 +106,44 @@ def test_rows_beside_the_batch_are_not_split(mesh8: Any) -> None:
             gradient(w, x, unsplit)
 
 
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_rows_beside_the_batch_in_an_error(mesh8: Any, is_jitted: bool) -> None:
+    gradient = jaxcomm.value_and_grad(lambda w, x, y: jnp.mean((x @ w - y) ** 2), "data")
+    gradient = jax.jit(gradient) if is_jitted else gradient
+    with jax.set_mesh(mesh8), pytest.warns(UserWarning, match="as many rows as the batch"):
+        with pytest.raises(TypeError, match="incompatible shapes") as error:
+            gradient(jnp.ones((3, 1)), jnp.ones((16, 3)), jnp.ones((16, 1)))
+    assert "argument 3 of the loss has as many rows" in "".join(error.value.__notes__)
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Explicit,))):
+        x, y = jaxcomm.global_batch((np.ones((16, 3)), np.ones((16, 1))), "data")
+        with pytest.warns(UserWarning, match="as many rows as the batch"):
+            with pytest.raises(ValueError, match=r"\(16, 1\), is spread over 'data'.*x, y"):
+                gradient(jnp.ones((3, 1)), x, y)
+        gradient(jnp.ones((3, 1)), x, jnp.ones((1, 1)))
+
+
+def test_a_state_that_a_program_returns_replicated_is_warned_of(mesh8: Any) -> None:
+    everywhere = jax.NamedSharding(mesh8, jax.P())
+    for feedback in (False, True):
+        tx = optax.chain(jaxcomm.mean("data", "int8", error_feedback=feedback), optax.sgd(0.1))
+
+        def step(params: Any, state: Any, batch: Any, tx: Any = tx) -> Any:
+            _, grads = jaxcomm.value_and_grad(loss_fn, "data")(params, batch)
+            return tx.update(grads, state, params)
+
+        with jax.set_mesh(mesh8):
+            params = jaxcomm.replicate(PARAMS)
+            args = params, tx.init(params), jaxcomm.global_batch(np.ones((8, 8)), "data")
+            usual = jaxcomm.wire_report(jax.jit(step).lower(*args).compile())
+            gathered = jax.jit(step, out_shardings=everywhere).lower(*args).compile()
+            if not feedback:
+                assert jaxcomm.wire_report(gathered).bytes_max == usual.bytes_max
+                continue
+            with pytest.warns(UserWarning, match="gathered in float32 in every step. Leave out_sh"):
+                found = jaxcomm.wire_report(gathered)
+            assert found.bytes_max == usual.bytes_max + 7 * 4 * sum(x.size for x in PARAMS.values())
+
+
 def test_rows_that_a_loss_closes_over_are_not_split(mesh8: Any) -> None:
     def of(weights: Any) -> Any:
         return lambda w, x: jnp.mean(x) * jnp.sum(w) * jnp.mean(jnp.asarray(weights["of"]))
