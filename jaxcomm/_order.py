@@ -19,6 +19,8 @@ def tied(x: jax.Array, zero: jax.Array) -> jax.Array:
     if x.size == 0:
         return x
     x, zero = _axes.varying_alike([x, zero])
+    if any(jax.typeof(x).sharding.spec):  # split in its type, so that no slice of one can be taken
+        return jnp.where(zero > 1, jnp.zeros_like(x), x)
     if x.size == 1:  # XLA knows that an update of everything is the update
         of_two = jnp.concatenate([x.reshape(1), jnp.zeros_like(x, shape=(1,))])
         return jax.lax.dynamic_slice(of_two, (zero,), (1,)).reshape(x.shape)

@@ -140,7 +140,8 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
                 "nothing in this chain exchanges gradients; put jaxcomm.mean or another method "
                 "first: optax.chain(jaxcomm.mean('data'), optimizer)."
             )
-        program = trace(tx, params, state, layouts[0].axis_name, extra_args)
+        typed = _typed(state, specs) if _axes.explicit_axes() else state
+        program = trace(tx, params, typed, layouts[0].axis_name, extra_args)
     finally:
         _notes.NOTES.reset(token)
     collectives = list(collectives_in(program, dict(mesh.shape)))
@@ -282,6 +283,17 @@ def _memory(state: Any, specs: Any, mesh: jax.sharding.Mesh) -> tuple[int, int]:
         else:
             shared += on_a_device(node, spec)
     return own, shared
+
+
+def _typed(state: Any, specs: Any) -> Any:
+    """A state whose types show its shardings: shapes of a state have only those of the exchange."""
+
+    def of(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=jax.NamedSharding(_axes.current_mesh(), spec)
+        )
+
+    return jax.tree.map(of, state, specs)
 
 
 def _needs(state: Any) -> tuple[tuple[str, str], ...]:

@@ -284,16 +284,16 @@ def _check_local(grad: Any, leaf: Leaf, axis: AxisName) -> None:
 
 
 def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
-    """How a parameter is sharded over axes that are not manual here and have several devices."""
+    """How a parameter is sharded over axes that are not manual here, of one device too."""
     current, own = _axes.current_mesh(), _axes.names_of(axis_name)
     kinds = dict(zip(current.axis_names, current.axis_types, strict=True))
     further = frozenset(
-        axis
-        for axis, kind in kinds.items()
-        if kind != AxisType.Manual and axis not in own and current.shape[axis] > 1
+        axis for axis, kind in kinds.items() if kind != AxisType.Manual and axis not in own
     )
     traced, given = isinstance(leaf, Tracer), GIVEN_SPECS.get({})
-    hidden = traced and any(kinds[axis] == AxisType.Auto for axis in further)
+    hidden = traced and any(
+        kinds[axis] == AxisType.Auto and current.shape[axis] > 1 for axis in further
+    )
     if hidden and name not in given:
         raise ValueError(
             f"cannot see inside jax.jit how parameter {name} is sharded over {sorted(further)}; "

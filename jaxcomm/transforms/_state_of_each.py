@@ -1,6 +1,7 @@
 """The state of any optax transformation, one copy on every device."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, _paths
+from jaxcomm._axes import AxisName
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms._exchange import Arrays, as_vectors, vectors_in_view
 from jaxcomm.transforms._layout import Layout, names_in
@@ -56,6 +58,22 @@ def on_each_device(state: Any, layout: Layout) -> tuple[Structure, PerDevice]:
             lambda kept: [jnp.broadcast_to(x, (world, *x.shape)) for x in kept], specs, kept
         )
     return structure, PerDevice(values, tuple(specs))
+
+
+def by_device(one: Callable[..., Any], axis_name: AxisName, *args: Any) -> Any:
+    """`one(*args)` for every device in the global view: arrays have a leading device axis."""
+    names = _axes.names_of(axis_name)
+    if _axes.axis_size(axis_name) > 1 or not _axes.explicit_axes().issuperset(names):
+        return jax.vmap(one, spmd_axis_name=axis_name)(*args)
+
+    # Where types show shardings, jax loses a device axis of one beside another dimension of one.
+    def alone(x: jax.Array) -> jax.Array:
+        return jax.reshard(x, PartitionSpec(None, *jax.typeof(x).sharding.spec[1:]))[0]
+
+    def with_axis(x: jax.Array) -> jax.Array:
+        return jax.reshard(x[None], PartitionSpec(axis_name, *jax.typeof(x).sharding.spec))
+
+    return jax.tree.map(with_axis, one(*jax.tree.map(alone, args)))
 
 
 def is_sound(updates: Any, new: Arrays, old: Arrays, own: PerDevice, layout: Layout) -> jax.Array:

@@ -140,12 +140,14 @@ def control_variates(
             lacks = [jnp.where(jnp.isfinite(m), x, 0) for m, x in zip(means, lacks, strict=True)]
             return lacks, inner_state
 
-        corrected = list(grads)
+        corrected, before = list(grads), []
         for i, c in zip(filled, state.correction.values, strict=True):
             near = jnp.where(jnp.isfinite(own[i]), clipped(own[i] + c, grads[i].dtype), own[i])
-            corrected[i] = near.astype(grads[i].dtype).reshape(grads[i].shape)
-        # First, so that the next corrections can be written over those that are used here.
-        corrected, before = jax.lax.optimization_barrier((corrected, state.correction.values))
+            near = near.astype(grads[i].dtype).reshape(grads[i].shape)
+            # First, so that the next correction can be written over the one that is used here. A
+            # barrier for each, because it types all that it takes as varying over the same axes.
+            corrected[i], c = jax.lax.optimization_barrier((near, c))
+            before.append(c)
 
         is_last = state.step == every - 1
         given, kept = (grads, averages), (before, state.inner)

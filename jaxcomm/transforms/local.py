@@ -13,7 +13,7 @@ from jaxcomm._marks import GRADIENT, mark
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import Layout, layout_of
-from jaxcomm.transforms._state_of_each import Structure, is_sound, on_each_device
+from jaxcomm.transforms._state_of_each import Structure, by_device, is_sound, on_each_device
 from jaxcomm.transforms._states import require_kind, require_no_exchange
 from jaxcomm.transforms._wrappers import with_extra_args
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own
@@ -110,8 +110,8 @@ def local(
             updates, leaves, finite = one(treedef.unflatten(grads), own)
             leaves, finite = [x[None] for x in leaves], _on_all_devices(finite)
         else:
-            each = jax.vmap(one, spmd_axis_name=axis_name)
-            updates, leaves, finite = each(treedef.unflatten(grads), state.inner.values)
+            both = treedef.unflatten(grads), state.inner.values
+            updates, leaves, finite = by_device(one, axis_name, *both)
             # By hand, so that `jaxcomm.explain` sees it too.
             finite = jax.shard_map(
                 lambda flag: _on_all_devices(flag[0]),

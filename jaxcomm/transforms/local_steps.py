@@ -35,7 +35,12 @@ from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._fragments import dealt
 from jaxcomm.transforms._layout import axis_of, check_gradients, filled_leaves, layout_of
-from jaxcomm.transforms._state_of_each import equal_on_shards, is_sound, on_each_device
+from jaxcomm.transforms._state_of_each import (
+    by_device,
+    equal_on_shards,
+    is_sound,
+    on_each_device,
+)
 from jaxcomm.transforms._states import require_kind, require_no_exchange
 from jaxcomm.transforms._wrappers import refuse_all_behind, refuse_wrappers, with_extra_args
 from jaxcomm.transforms.local_params import LocalStepsState, own_tree
@@ -279,8 +284,8 @@ def _inner_steps(
         moved, leaves = one(grads, params, [x[0] for x in state.inner.values])
         moved, leaves = [x[None] for x in moved], [x[None] for x in leaves]
     else:
-        each = jax.vmap(one, spmd_axis_name=state.layout.axis_name)
-        moved, leaves = each(grads, params, state.inner.values)
+        axis_name = state.layout.axis_name
+        moved, leaves = by_device(one, axis_name, grads, params, state.inner.values)
     return state._replace(
         params=next_of(state.params, _typed(moved, state.params.values)),
         inner=next_of(state.inner, _typed(leaves, state.inner.values)),

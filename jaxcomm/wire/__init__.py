@@ -4,6 +4,7 @@ The compiler promotes dtypes, combines collectives and adds some of its own. So 
 are read from its optimized text.
 """
 
+import itertools
 import math
 import re
 import warnings
@@ -87,8 +88,7 @@ def _warn_of_gathered_state(shardings: Any) -> None:
         return getattr(node, "is_of_each_device", False)
 
     for node in filter(is_own, jax.tree.leaves(shardings, is_leaf=is_own)):
-        found = [x for x in jax.tree.leaves(node) if isinstance(x, jax.sharding.Sharding)]
-        if any(x.num_devices > 1 and x.is_fully_replicated for x in found):
+        if any(itertools.starmap(_is_gathered, zip(node.values, node.specs, strict=True))):
             warnings.warn(
                 "the program returns state that differs from device to device, such as residuals, "
                 "replicated: it is gathered in float32 in every step. Leave out_shardings= of "
@@ -96,3 +96,12 @@ def _warn_of_gathered_state(shardings: Any) -> None:
                 stacklevel=users_line(),
             )
             return
+
+
+def _is_gathered(sharding: Any, spec: jax.P) -> bool:
+    """Whether an array lacks an axis of several devices that its spec begins with."""
+    if not isinstance(sharding, jax.NamedSharding):
+        return False  # XLA chose it
+    names, kept = ((x,) if isinstance(x, str) else x for x in (spec[0], (*sharding.spec, None)[0]))
+    shared = (name for name in names if sharding.mesh.shape[name] > 1)
+    return not set(shared).issubset(kept or ())
