@@ -265,19 +265,31 @@ def test_scripts(name: str) -> None:
     assert name == "slurm.sbatch" or os.access(path, os.X_OK)
 
 
-@pytest.mark.parametrize("restarts", ["", "2"])
-def test_a_job_that_slurm_queues_again_goes_on(tmp_path: Path, restarts: str) -> None:
-    srun = tmp_path / "srun"
+def flags_under_slurm(folder: Path, variables: dict[str, str]) -> list[str]:
+    """What `slurm.sbatch` gives to srun, where the job has these variables."""
+    srun = folder / "srun"
     srun.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     srun.chmod(0o755)
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    variables |= {"SLURM_SUBMIT_DIR": str(ROOT)}
-    variables |= {"SLURM_RESTART_COUNT": restarts} if restarts else {}
+    path = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT)}
     script = ROOT / "configs" / "cluster" / "slurm.sbatch"
     done = subprocess.run(
-        ["bash", script], env=variables, capture_output=True, text=True, check=True
+        ["bash", script], env=path | variables, capture_output=True, text=True, check=True
     )
-    assert f"--restart={restarts or 0}" in done.stdout.splitlines()
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("restarts", ["", "2"])
+def test_a_job_that_slurm_queues_again_goes_on(tmp_path: Path, restarts: str) -> None:
+    variables = {"SLURM_JOB_ID": "7"} | ({"SLURM_RESTART_COUNT": restarts} if restarts else {})
+    assert f"--restart={restarts or 0}" in flags_under_slurm(tmp_path, variables)
+
+
+@pytest.mark.parametrize("workdir", ["", "workdir/earlier"])
+def test_another_slurm_job_goes_on_where_it_is_told(tmp_path: Path, workdir: str) -> None:
+    variables = {"SLURM_JOB_ID": "7"} | ({"WORKDIR": workdir} if workdir else {})
+    found = flags_under_slurm(tmp_path, variables)
+    assert f"--workdir={workdir or 'workdir/fashion_resnet-7'}" in found
+    assert ("--config.checkpoint.resume=True" in found) == bool(workdir)
 
 
 def test_the_kubernetes_manifest() -> None:
