@@ -99,9 +99,11 @@ def _warn_of_gathered_state(shardings: Any) -> None:
 
 
 def _is_gathered(sharding: Any, spec: jax.P) -> bool:
-    """Whether an array lacks an axis of several devices that its spec begins with."""
+    """Whether an array is not sharded over an axis of several devices that its spec names."""
     if not isinstance(sharding, jax.NamedSharding):
         return False  # XLA chose it
-    names, kept = ((x,) if isinstance(x, str) else x for x in (spec[0], (*sharding.spec, None)[0]))
-    shared = (name for name in names if sharding.mesh.shape[name] > 1)
-    return not set(shared).issubset(kept or ())
+    wanted, found = (
+        {name for entry in x for name in ([entry] if isinstance(entry, str) else entry or ())}
+        for x in (spec, sharding.spec)
+    )
+    return any(sharding.mesh.shape.get(name, 1) > 1 for name in wanted - found)
