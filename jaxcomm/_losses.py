@@ -17,10 +17,6 @@ from jaxcomm._axes import AxisName
 from jaxcomm._nnx import changed, held_by, refuse_changes
 from jaxcomm._users_line import users_line
 
-_SPLIT = (
-    "only the batch, argument 2, is split. Put whatever belongs to its rows into the batch, as in "
-    "loss(params, (x, y))."
-)
 _AVERAGED = (jnp.integer, jnp.floating, jnp.bool_)
 
 
@@ -157,18 +153,16 @@ def refuse_refs(args: Any) -> None:
             )
 
 
-def refuse_split(args: Any, axis_name: AxisName) -> None:
-    """Raises for a further argument that is spread over the axis, where types show shardings."""
-    for x in jax.tree.leaves(args):
-        spec = jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else ()
-        names = {
-            name for entry in spec for name in ([entry] if isinstance(entry, str) else entry or ())
-        }
-        if names.intersection(_axes.names_of(axis_name)):
-            raise ValueError(
-                f"a further argument of the loss, of shape {x.shape}, is spread over "
-                f"{axis_name!r}, but {_SPLIT}"
-            )
+def passed_whole(x: Any, axis_name: AxisName) -> Any:
+    """A further argument as all devices along the axis get it, where types show shardings."""
+    own = _axes.names_of(axis_name)
+    if not _axes.explicit_axes().issuperset(own):
+        return x
+    spec = jax.typeof(x).sharding.spec
+    names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    kept = [tuple(name for name in entry if name not in own) or None for entry in names]
+    is_spread = any(set(entry).intersection(own) for entry in names)
+    return jax.reshard(x, jax.P(*kept)) if is_spread else x
 
 
 def warn_of_rows(
@@ -199,7 +193,8 @@ def warn_of_rows(
         if is_array and arg.shape and arg.shape[0] in rows:
             found.append(
                 f"{name} has as many rows as the batch, {arg.shape[0]}, but is passed in full to "
-                f"each of the {world} devices: {_SPLIT}"
+                f"each of the {world} devices: only the batch, argument 2, is split. Put whatever "
+                "belongs to its rows into the batch, as in loss(params, (x, y))."
             )
             warnings.warn(found[-1], stacklevel=users_line())
     return found

@@ -28,9 +28,9 @@ from jaxcomm._losses import (
     loss_and_aux,
     naming_the_axis,
     over_devices,
+    passed_whole,
     refuse_refs,
     refuse_rows,
-    refuse_split,
     stacked,
     warn_of_rows,
 )
@@ -70,17 +70,16 @@ class ValueAndGrad:
                 "with loss_fn(params, batch). Each device is given its rows of the batch; "
                 "values that loss_fn closes over are passed in full to all devices."
             )
-        passed_whole: list[str] = []
+        unsplit: list[str] = []
         if not _axes.is_manual(self.axis_name):
             world = _axes.axis_size(self.axis_name)
-            passed_whole = warn_of_rows(self.loss_fn, batch, args, kwargs, world)
+            unsplit = warn_of_rows(self.loss_fn, batch, args, kwargs, world)
             refuse_refs((args, kwargs))
-            refuse_split((args, kwargs), self.axis_name)
         loss_fn, arrays = bound(self.loss_fn, args, kwargs)
         try:
             return dataclasses.replace(self, loss_fn=loss_fn)._of(params, batch, *arrays)
         except Exception as error:  # perhaps because of what was warned of
-            for text in passed_whole:
+            for text in unsplit:
                 error.add_note(f"jaxcomm.value_and_grad: {text}")
             raise
 
@@ -123,6 +122,7 @@ class ValueAndGrad:
         attached_specs = map_leaves(lambda x: x, specs_of, params)
         if _axes.explicit_axes().issuperset(_axes.names_of(self.axis_name)):
             batch = jax.tree.map(lambda x: _spread(x, self.axis_name), batch)
+        args = tuple(passed_whole(x, self.axis_name) for x in args)
         # The checks of shard_map would refuse common models, such as those that scan from zeros.
         value, grads = jax.shard_map(
             lambda params, *inputs: _with_device_axis(

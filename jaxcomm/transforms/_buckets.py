@@ -15,7 +15,7 @@ import numpy as np
 from jaxcomm import _axes
 from jaxcomm._numbers import is_real
 from jaxcomm.kernels.reductions import computed_once
-from jaxcomm.transforms._layout import Layout, filled_leaves, names_in
+from jaxcomm.transforms._layout import Layout, filled_leaves, split_over
 
 Bucket = tuple[int, ...]
 
@@ -90,7 +90,7 @@ def buckets_of(
     last_first = LAYER.get() is not None
     for i in reversed(queue) if last_first else queue:
         leaf = layout.leaves[i]
-        size, axes = 4 * math.prod(leaf.shape), names_in(leaf.spec)
+        size, axes = 4 * math.prod(leaf.shape), split_over(leaf)
         if size > room.get(axes, 0):
             current[axes], room[axes] = [], 2 * limit // 3 if last_first and not buckets else limit
             buckets.append(current[axes])
@@ -121,7 +121,7 @@ def keys_of(key: jax.Array, layout: Layout, buckets: Sequence[Bucket]) -> list[j
     keys = []
     drawn = jax.vmap(folded)(jnp.asarray(hashes)) if paths else ()
     for bucket, own in zip(buckets, drawn, strict=True):
-        for axis in sorted(names_in(layout.leaves[bucket[0]].spec)):
+        for axis in sorted(split_over(layout.leaves[bucket[0]])):
             own = jax.random.fold_in(own, jax.lax.axis_index(axis))
         keys.append(own)
     return keys

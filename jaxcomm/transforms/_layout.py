@@ -284,16 +284,20 @@ def _check_local(grad: Any, leaf: Leaf, axis: AxisName) -> None:
 
 
 def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
-    """How a parameter is sharded over axes that are not manual here, of one device too."""
+    """How a parameter is sharded over axes that are not manual here and have several devices.
+
+    Axes of one device are kept where they are part of types.
+    """
     current, own = _axes.current_mesh(), _axes.names_of(axis_name)
     kinds = dict(zip(current.axis_names, current.axis_types, strict=True))
     further = frozenset(
-        axis for axis, kind in kinds.items() if kind != AxisType.Manual and axis not in own
+        axis
+        for axis, kind in kinds.items()
+        if kind != AxisType.Manual and axis not in own
+        if kind == AxisType.Explicit or current.shape[axis] > 1
     )
     traced, given = isinstance(leaf, Tracer), GIVEN_SPECS.get({})
-    hidden = traced and any(
-        kinds[axis] == AxisType.Auto and current.shape[axis] > 1 for axis in further
-    )
+    hidden = traced and any(kinds[axis] == AxisType.Auto for axis in further)
     if hidden and name not in given:
         raise ValueError(
             f"cannot see inside jax.jit how parameter {name} is sharded over {sorted(further)}; "
@@ -329,6 +333,11 @@ def restrict(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
 def names_in(spec: PartitionSpec) -> frozenset[str]:
     """The axes that a spec names."""
     return frozenset(name for entry in spec for name in _entry(entry))
+
+
+def split_over(leaf: Leaf) -> frozenset[str]:
+    """The axes of several devices over which a leaf is split."""
+    return frozenset(name for name in names_in(leaf.spec) if _axes.axis_size(name) > 1)
 
 
 def axes_in(spec: PartitionSpec, dimensions: int) -> list[tuple[str, ...]]:

@@ -140,14 +140,14 @@ def control_variates(
             lacks = [jnp.where(jnp.isfinite(m), x, 0) for m, x in zip(means, lacks, strict=True)]
             return lacks, inner_state
 
-        corrected, before = list(grads), []
+        corrected, near = list(grads), []
         for i, c in zip(filled, state.correction.values, strict=True):
-            near = jnp.where(jnp.isfinite(own[i]), clipped(own[i] + c, grads[i].dtype), own[i])
-            near = near.astype(grads[i].dtype).reshape(grads[i].shape)
-            # First, so that the next correction can be written over the one that is used here. A
-            # barrier for each, because it types all that it takes as varying over the same axes.
-            corrected[i], c = jax.lax.optimization_barrier((near, c))
-            before.append(c)
+            x = jnp.where(jnp.isfinite(own[i]), clipped(own[i] + c, grads[i].dtype), own[i])
+            near.append(x.astype(grads[i].dtype).reshape(grads[i].shape))
+        # First, so that the next corrections can be written over those that are used here.
+        near, before = _barrier(near, state.correction.values)
+        for i, x in zip(filled, near, strict=True):
+            corrected[i] = x
 
         is_last = state.step == every - 1
         given, kept = (grads, averages), (before, state.inner)
@@ -165,3 +165,21 @@ def control_variates(
         return mark(treedef.unflatten(corrected), GRADIENT, axes), state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _barrier(
+    near: list[jax.Array], before: list[jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Both unchanged, from one barrier for all that vary over the same axes.
+
+    In jax 0.10 a barrier types all that it takes as varying over the axes of any of them.
+    """
+    groups: dict[frozenset[str], list[int]] = {}
+    for k, x in enumerate(before):
+        groups.setdefault(_axes.varying_axes(x), []).append(k)
+    near, before = list(near), list(before)
+    for group in groups.values():
+        both = jax.lax.optimization_barrier([(near[k], before[k]) for k in group])
+        for k, (a, b) in zip(group, both, strict=True):
+            near[k], before[k] = a, b
+    return near, before

@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomm import _axes
-from jaxcomm.transforms._layout import Layout, Leaf, names_in, restrict
+from jaxcomm.transforms._layout import Layout, Leaf, names_in, restrict, split_over
 from jaxcomm.transforms._shapes import shapes_of_state
 
 
@@ -149,7 +149,7 @@ def zeros_per_group(
     """
     leaves, flat, zeros = jax.tree.leaves(params), [], []
     for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
-        axes = tuple(sorted(names_in(layout.leaves[group[0]].spec)))
+        axes = tuple(sorted(split_over(layout.leaves[group[0]])))
         length = _shards(layout.leaves[group[0]]) * size
         spec = PartitionSpec(axes) if axes else PartitionSpec()
         flat.append(Leaf(f"group {number}", (length,), jnp.float32, spec))

@@ -34,7 +34,7 @@ def wire_report(compiled: Any) -> WireReport:
     What a custom call or a kernel sends does not appear in a program's text.
 
     Warns if the program returns the state of each device replicated, as `out_shardings` of
-    `jax.jit` can ask for: it is then gathered in float32, in every step.
+    `jax.jit` can ask for: it is then gathered in float32.
 
     Args:
         compiled: the result of `jitted.lower(*args).compile()`, or its `as_text()`.
@@ -62,7 +62,7 @@ def wire_report(compiled: Any) -> WireReport:
         # A Lowered has `as_text` too, but not yet the collectives that the compiler adds.
         if hasattr(compiled, "compile") or not hasattr(compiled, "as_text"):
             raise TypeError(f"{type(compiled).__name__} is not a compiled program; {CURE}.")
-        _warn_of_gathered_state(getattr(compiled, "output_shardings", None))
+        _warn_of_gathered_state(getattr(compiled, "out_info", None))
         compiled = compiled.as_text() or ""
     modules = re.split("^HloModule ", compiled, flags=re.MULTILINE)[1:]
     if len(modules) != 1 or "is_scheduled=true" not in modules[0].partition("\n")[0]:
@@ -81,29 +81,40 @@ def wire_report(compiled: Any) -> WireReport:
     return WireReport(tuple(found), devices, conditionals, named)
 
 
-def _warn_of_gathered_state(shardings: Any) -> None:
-    """Warns if any state of each device leaves a program as equal on all of them."""
+def _warn_of_gathered_state(outputs: Any) -> None:
+    """Warns if any state of each device leaves a program as equal on all of them.
+
+    Args:
+      outputs: the shapes and shardings of what the program returns.
+    """
 
     def is_own(node: Any) -> bool:
         return getattr(node, "is_of_each_device", False)
 
-    for node in filter(is_own, jax.tree.leaves(shardings, is_leaf=is_own)):
+    for node in filter(is_own, jax.tree.leaves(outputs, is_leaf=is_own)):
         if any(itertools.starmap(_is_gathered, zip(node.values, node.specs, strict=True))):
             warnings.warn(
                 "the program returns state that differs from device to device, such as residuals, "
-                "replicated: it is gathered in float32 in every step. Leave out_shardings= of "
+                "replicated: it is gathered in float32. For a step, leave out_shardings= of "
                 "jax.jit out, or give the state jax.tree.map(lambda x: x.sharding, state).",
                 stacklevel=users_line(),
             )
             return
 
 
-def _is_gathered(sharding: Any, spec: jax.P) -> bool:
-    """Whether an array is not sharded over an axis of several devices that its spec names."""
-    if not isinstance(sharding, jax.NamedSharding):
+def _is_gathered(x: Any, spec: jax.P) -> bool:
+    """Whether an array is equal on all devices along an axis that its spec begins with.
+
+    Norms of a state, or states that a loop has stacked, have its tree, and other shapes.
+    """
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, jax.NamedSharding) or not spec:
         return False  # XLA chose it
-    wanted, found = (
-        {name for entry in x for name in ([entry] if isinstance(entry, str) else entry or ())}
-        for x in (spec, sharding.spec)
-    )
-    return any(sharding.mesh.shape.get(name, 1) > 1 for name in wanted - found)
+    sizes = sharding.mesh.shape
+    place = next((i for i, entry in enumerate(spec) if entry), 0)  # behind an axis of layers
+    own = [spec[place]] if isinstance(spec[place], str) else spec[place] or ()
+    devices = math.prod(sizes.get(name, 1) for name in own)
+    if devices == 1 or len(x.shape) < len(spec) or x.shape[place] != devices:
+        return False
+    names = (n for e in sharding.spec for n in ([e] if isinstance(e, str) else e or ()))
+    return not set(own).intersection(names)

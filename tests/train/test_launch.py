@@ -286,7 +286,7 @@ def test_a_job_that_slurm_queues_again_goes_on(tmp_path: Path, restarts: str) ->
 
 @pytest.mark.parametrize("workdir", ["", "workdir/earlier"])
 def test_another_slurm_job_goes_on_where_it_is_told(tmp_path: Path, workdir: str) -> None:
-    variables = {"SLURM_JOB_ID": "7"} | ({"WORKDIR": workdir} if workdir else {})
+    variables = {"SLURM_JOB_ID": "7"} | ({"RESUME": workdir} if workdir else {})
     found = flags_under_slurm(tmp_path, variables)
     assert f"--workdir={workdir or 'workdir/fashion_resnet-7'}" in found
     assert ("--config.checkpoint.resume=True" in found) == bool(workdir)

@@ -117,9 +117,14 @@ def test_rows_beside_the_batch_in_an_error(mesh8: Any, is_jitted: bool) -> None:
     with jax.set_mesh(jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Explicit,))):
         x, y = jaxcomm.global_batch((np.ones((16, 3)), np.ones((16, 1))), "data")
         with pytest.warns(UserWarning, match="as many rows as the batch"):
-            with pytest.raises(ValueError, match=r"\(16, 1\), is spread over 'data'.*x, y"):
+            with pytest.raises(TypeError, match="incompatible shapes") as error:
                 gradient(jnp.ones((3, 1)), x, y)
-        gradient(jnp.ones((3, 1)), x, jnp.ones((1, 1)))
+        assert "argument 3 of the loss has as many rows" in "".join(error.value.__notes__)
+        spread = jax.reshard(jnp.ones((8, 1)), jax.P("data"))  # of another length: no rows
+        whole = jaxcomm.value_and_grad(lambda w, x, y: jnp.mean(x @ w) * jnp.sum(y), "data")
+        assert (
+            whole(jnp.ones((3, 1)), x, spread)[0] == whole(jnp.ones((3, 1)), x, np.ones((8, 1)))[0]
+        )
 
 
 def test_a_state_that_a_program_returns_replicated_is_warned_of(mesh8: Any) -> None:
@@ -139,8 +144,10 @@ def test_a_state_that_a_program_returns_replicated_is_warned_of(mesh8: Any) -> N
             if not feedback:
                 assert jaxcomm.wire_report(gathered).bytes_max == usual.bytes_max
                 continue
-            with pytest.warns(UserWarning, match="gathered in float32 in every step. Leave out_sh"):
+            with pytest.warns(UserWarning, match="gathered in float32. For a step, leave out_sh"):
                 found = jaxcomm.wire_report(gathered)
+            norms = jax.jit(functools.partial(jax.tree.map, jnp.linalg.norm)).lower(args[1])
+            jaxcomm.wire_report(norms.compile())  # has the tree of a state, and is none
             assert found.bytes_max == usual.bytes_max + 7 * 4 * sum(x.size for x in PARAMS.values())
 
 

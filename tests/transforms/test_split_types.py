@@ -71,8 +71,9 @@ def test_both_kinds_of_axes_give_the_same(name: str, sizes: tuple[int, int]) -> 
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("check", [False, True])
-@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "check"), [((2, 1), False), ((2, 2), False), ((2, 2), True)], ids=str
+)
 @pytest.mark.parametrize("name", ["mean", "local", "multi_steps", "control_variates"])
 def test_the_manual_view_of_split_parameters(
     name: str, sizes: tuple[int, int], check: bool
@@ -96,6 +97,41 @@ def test_the_manual_view_of_split_parameters(
     for leaf in SHAPES:
         expected = {"local": 3.8, "multi_steps": -0.1}.get(name, 2.0)
         np.testing.assert_allclose(updates[leaf], expected, rtol=1e-2, err_msg=leaf)
+
+
+@pytest.mark.parametrize("name", ["mean", "one_bit_adam", "sparse_mean"])
+def test_an_axis_of_one_device_changes_no_state_and_no_message(name: str) -> None:
+    """Checkpoints are read on a mesh with and without it, and what is made in a jit fits."""
+    tx = {
+        "mean": MEAN,
+        "one_bit_adam": jaxcomm.one_bit_adam("data", 0.1, dense_steps=1),
+        "sparse_mean": jaxcomm.sparse_mean("data", 0.1),
+    }[name]
+    batch, found = np.ones(4, np.float32), []
+    for mesh in (jaxcomm.data_mesh(devices=jax.devices()[:4]), mesh_of(4, 1)):
+        with jax.set_mesh(mesh):
+            specs = SPECS if "fsdp" in mesh.axis_names else dict.fromkeys(SPECS, jax.P())
+            values = {name: np.ones((*s[:-1], 64 * (s or (1,))[-1])) for name, s in SHAPES.items()}
+            params = {
+                name: jax.device_put(x.astype(np.float32), jax.NamedSharding(mesh, specs[name]))
+                for name, x in values.items()
+            }
+            state = tx.init(params)
+            made = [jax.jit(tx.init)(params), jax.eval_shape(tx.init, params)]
+            made.append(jax.jit(jaxcomm.with_param_specs(tx, specs).init)(params))
+            for other in made:
+                assert jax.tree.structure(other) == jax.tree.structure(state)
+                assert jax.tree.map(jnp.shape, other) == jax.tree.map(jnp.shape, state)
+
+            def step(params: Any, state: Any, x: jax.Array, tx: Any = tx) -> Any:
+                loss, grads = jaxcomm.value_and_grad(loss_fn, "data")(params, x)
+                return loss, *tx.update(grads, state, params)
+
+            args = params, state, jaxcomm.global_batch(batch, "data")
+            report = jaxcomm.wire_report(jax.jit(step).lower(*args).compile())
+            sent = [(c.op, c.shapes) for c in report.collectives if c.group_size > 1]
+            found.append((jax.tree.map(jnp.shape, jax.tree.leaves(state)), sorted(sent)))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("spec", [jax.P("fsdp"), jax.P(None, "fsdp"), jax.P()], ids=str)
