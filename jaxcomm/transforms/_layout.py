@@ -23,6 +23,8 @@ from jaxcomm.transforms._options import Exempt, check_order, check_patterns, fit
 
 # How parameters are sharded, by path, for `init` where their types do not show it.
 GIVEN_SPECS: contextvars.ContextVar[dict[str, PartitionSpec]] = contextvars.ContextVar("specs")
+# Whether specs name axes of one device too, over which types of the manual view vary.
+ALL_AXES: contextvars.ContextVar[bool] = contextvars.ContextVar("all_axes", default=False)
 # Patterns of paths of leaves whose leading axis counts layers.
 STACKED: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("stacked")
 # All paths that patterns may name, where `init` is given a part of the parameters.
@@ -286,7 +288,7 @@ def _check_local(grad: Any, leaf: Leaf, axis: AxisName) -> None:
 def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
     """How a parameter is sharded over axes that are not manual here and have several devices.
 
-    Axes of one device are kept where they are part of types.
+    Axes of one device are kept where they are part of types, and within `ALL_AXES`.
     """
     current, own = _axes.current_mesh(), _axes.names_of(axis_name)
     kinds = dict(zip(current.axis_names, current.axis_types, strict=True))
@@ -294,10 +296,12 @@ def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
         axis
         for axis, kind in kinds.items()
         if kind != AxisType.Manual and axis not in own
-        if kind == AxisType.Explicit or current.shape[axis] > 1
+        if kind == AxisType.Explicit or current.shape[axis] > 1 or ALL_AXES.get()
     )
     traced, given = isinstance(leaf, Tracer), GIVEN_SPECS.get({})
-    hidden = traced and any(kinds[axis] == AxisType.Auto for axis in further)
+    hidden = traced and any(
+        kinds[axis] == AxisType.Auto and current.shape[axis] > 1 for axis in further
+    )
     if hidden and name not in given:
         raise ValueError(
             f"cannot see inside jax.jit how parameter {name} is sharded over {sorted(further)}; "

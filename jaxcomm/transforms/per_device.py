@@ -11,7 +11,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomm import _axes
-from jaxcomm.transforms._layout import Layout, Leaf, names_in, restrict, split_over
+from jaxcomm.transforms._layout import ALL_AXES, Layout, Leaf, names_in, restrict, split_over
 from jaxcomm.transforms._shapes import shapes_of_state
 
 
@@ -203,6 +203,12 @@ def state_spec(
         raise TypeError(f"state_spec takes an optax transformation, got a {type(tx).__name__}.")
     with jax.set_mesh(mesh):
         state = shapes_of_state(tx, params)
+        token = ALL_AXES.set(True)
+        try:
+            wide = jax.tree.leaves(shapes_of_state(tx, params), is_leaf=is_own)
+        finally:
+            ALL_AXES.reset(token)
+    own = iter([node for node in wide if is_own(node)])
     specs = {
         (jax.tree_util.keystr(path), jnp.shape(leaf)): leaf.sharding.spec
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -213,7 +219,7 @@ def state_spec(
 
     def spec_of(path: Any, x: Any) -> Any:
         if isinstance(x, PerDevice):
-            return dataclasses.replace(x, values=[restrict(s, manual) for s in x.specs])
+            return dataclasses.replace(x, values=[restrict(s, manual) for s in next(own).specs])
         endings = (jax.tree_util.keystr(path[i:]) for i in range(len(path) + 1))
         found = (specs[e, x.shape] for e in endings if (e, x.shape) in specs)
         return restrict(next(found, PartitionSpec()), manual)

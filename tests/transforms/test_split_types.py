@@ -71,9 +71,8 @@ def test_both_kinds_of_axes_give_the_same(name: str, sizes: tuple[int, int]) -> 
 
 
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize(
-    ("sizes", "check"), [((2, 1), False), ((2, 2), False), ((2, 2), True)], ids=str
-)
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", ["mean", "local", "multi_steps", "control_variates"])
 def test_the_manual_view_of_split_parameters(
     name: str, sizes: tuple[int, int], check: bool
