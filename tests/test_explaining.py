@@ -292,6 +292,12 @@ def test_an_axis_of_one_device(make_mesh: Any) -> None:
         with jax.set_mesh(make_mesh(devices)):
             text = str(jaxcomm.explain(jaxcomm.mean("data", "int8"), shapes()))
         assert ("one device: nothing is exchanged, but values are rounded" in text) == is_said
+    with jax.set_mesh(make_mesh(2)):
+        frozen = optax.partition(
+            {"a": jaxcomm.set_to_zero("data"), "b": jaxcomm.mean("data")}, {"w": "a"}
+        )
+        for tx in (jaxcomm.no_exchange("data"), frozen):
+            assert "one device" not in str(jaxcomm.explain(tx, {"w": jnp.zeros((8, 8))}))
 
 
 def test_errors_say_what_to_write() -> None:

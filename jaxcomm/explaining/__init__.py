@@ -149,7 +149,8 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
     leaves = _leaves(params, messages)
     dense = _dense_bytes(layouts, leaves)
     own, shared = _memory(state, specs, mesh)
-    return Explanation(mesh.size, leaves, messages, wire, dense, own, shared, _needs(state))
+    world = max(layout.world for layout in layouts)
+    return Explanation(mesh.size, leaves, messages, wire, dense, own, shared, _needs(state), world)
 
 
 def _checked(tx: Any, params: Any) -> jax.sharding.Mesh:

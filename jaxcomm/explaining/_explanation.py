@@ -66,6 +66,7 @@ class Explanation:
       own_bytes: state that differs from device to device, on each device.
       shared_bytes: state that is equal on all devices or split, on each device.
       needs: (method, what it needs), outermost first.
+      world: the number of devices along the axis of the exchange.
     """
 
     devices: int
@@ -76,6 +77,7 @@ class Explanation:
     own_bytes: int
     shared_bytes: int
     needs: tuple[tuple[str, str], ...]
+    world: int
 
     @property
     def bytes_max(self) -> Bytes:
@@ -115,7 +117,7 @@ class Explanation:
 
     def _alone(self) -> list[str]:
         """What to know of an axis of one device."""
-        if self.dense_bytes or not self.leaves:
+        if self.world > 1:
             return []
         return [
             "The axis of the exchange has one device: nothing is exchanged, but values are rounded."
