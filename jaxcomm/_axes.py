@@ -28,6 +28,11 @@ def names_of(axis_name: AxisName) -> tuple[str, ...]:
     return names
 
 
+def names_in_entry(entry: Any) -> tuple[str, ...]:
+    """The mesh axes over which an entry of a `PartitionSpec` splits a dimension."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
 def platform() -> str:
     """The platform of the current mesh; "cpu" if that is not known."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)

@@ -158,11 +158,9 @@ def passed_whole(x: Any, axis_name: AxisName) -> Any:
     own = _axes.names_of(axis_name)
     if not _axes.explicit_axes().issuperset(own):
         return x
-    spec = jax.typeof(x).sharding.spec
-    names = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
-    kept = [tuple(name for name in entry if name not in own) or None for entry in names]
-    is_spread = any(set(entry).intersection(own) for entry in names)
-    return jax.reshard(x, jax.P(*kept)) if is_spread else x
+    names = [_axes.names_in_entry(entry) for entry in jax.typeof(x).sharding.spec]
+    kept = [tuple(name for name in entry if name not in own) for entry in names]
+    return jax.reshard(x, jax.P(*(entry or None for entry in kept))) if kept != names else x
 
 
 def warn_of_rows(

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomm import _axes, _nnx, _paths, _placing
-from jaxcomm._axes import AxisName
+from jaxcomm._axes import AxisName, names_in_entry
 from jaxcomm._marks import axes_of, marked_dtype
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._options import Exempt, check_order, check_patterns, fits
@@ -168,7 +168,7 @@ def filled_leaves(layout: Layout) -> list[int]:
 
 def local_shape(leaf: Leaf) -> tuple[int, ...]:
     """The shape of a leaf on one device, where `on_every_device` runs."""
-    shards = [math.prod(_axes.axis_size(name) for name in _entry(e)) for e in leaf.spec]
+    shards = [math.prod(_axes.axis_size(name) for name in names_in_entry(e)) for e in leaf.spec]
     sizes = zip(leaf.shape, (*shards, *[1] * (len(leaf.shape) - len(shards))), strict=True)
     return tuple(n // k for n, k in sizes)
 
@@ -328,7 +328,7 @@ def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
 
 def restrict(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
     """The spec with these axes only, and without trailing Nones."""
-    kept = [tuple(n for n in _entry(entry) if n in axes) for entry in spec]
+    kept = [tuple(n for n in names_in_entry(entry) if n in axes) for entry in spec]
     while kept and not kept[-1]:
         kept.pop()
     return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in kept))
@@ -336,7 +336,7 @@ def restrict(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
 
 def names_in(spec: PartitionSpec) -> frozenset[str]:
     """The axes that a spec names."""
-    return frozenset(name for entry in spec for name in _entry(entry))
+    return frozenset(name for entry in spec for name in names_in_entry(entry))
 
 
 def split_over(leaf: Leaf) -> frozenset[str]:
@@ -346,9 +346,5 @@ def split_over(leaf: Leaf) -> frozenset[str]:
 
 def axes_in(spec: PartitionSpec, dimensions: int) -> list[tuple[str, ...]]:
     """The axes over which each dimension of an array is sharded."""
-    named = [_entry(entry) for entry in spec]
+    named = [names_in_entry(entry) for entry in spec]
     return named + [()] * (dimensions - len(named))
-
-
-def _entry(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

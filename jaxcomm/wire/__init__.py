@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxcomm._axes import names_in_entry
 from jaxcomm._users_line import users_line
 from jaxcomm.wire._hlo import CURE, parse
 from jaxcomm.wire._report import Collective, WireReport
@@ -112,9 +113,9 @@ def _is_gathered(x: Any, spec: jax.P) -> bool:
         return False  # XLA chose it
     sizes = sharding.mesh.shape
     place = next((i for i, entry in enumerate(spec) if entry), 0)  # behind an axis of layers
-    own = [spec[place]] if isinstance(spec[place], str) else spec[place] or ()
+    own = names_in_entry(spec[place])
     devices = math.prod(sizes.get(name, 1) for name in own)
     if devices == 1 or len(x.shape) < len(spec) or x.shape[place] != devices:
         return False
-    names = (n for e in sharding.spec for n in ([e] if isinstance(e, str) else e or ()))
-    return not set(own).intersection(names)
+    kept = itertools.chain.from_iterable(map(names_in_entry, sharding.spec))
+    return set(own).isdisjoint(kept)
