@@ -96,7 +96,7 @@ def _fields(sync_config: Any, method: plan.Method) -> dict[str, Any]:
 
 def _fits(config: Any, method: plan.Method, devices: int) -> bool:
     """Whether the rest of the config goes with a method, such as `every` or `gather`."""
-    if method.family == "float16":
+    if method.family == "float16" or method.every > 1:  # local steps need rates of their own
         return False
     changed = config.copy_and_resolve_references()
     changed.sync.update(_fields(changed.sync, method))

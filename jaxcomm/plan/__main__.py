@@ -1,4 +1,4 @@
-"""What to use on a cluster: every method ranked, the choice first.
+"""What to use on a cluster: methods ranked, each by its fastest algorithm, the choice first.
 
     python -m jaxcomm.plan CLUSTER.yaml --params=25.6e6 --step-ms=234
         [--quality=exact|16bit|unbiased|any] [--optimizer=sgd|adam] [--set NAME=VALUE ...]
@@ -88,9 +88,11 @@ def _parse() -> argparse.Namespace:
         "--accumulate", type=_numbers, default=[1], help="microbatches an exchange, such as 1,2,4,8"
     )
     parser.add_argument("--costs", help="a file written by jaxcomm.probe")
-    parser.add_argument("--rows", type=int, default=12, help="rows of the table")
+    parser.add_argument("--rows", type=int, default=20, help="at most, of the table")
     parser.add_argument("--keep-order", action="store_true", help="keep the order of the devices")
-    parser.add_argument("--json", action="store_true", help="print all rows, the choice first")
+    parser.add_argument(
+        "--json", action="store_true", help="print all methods and algorithms, the choice first"
+    )
     return parser.parse_args()
 
 

@@ -84,14 +84,17 @@ class Plan:
         share = f"{dense.efficiency:.1%} -> {best.efficiency:.1%} of it computes"
         if self.cluster.devices == 1:
             return "Do not compress: float32; one device has nothing to exchange."
+        needs = best.method.needs.replace(";", ",")
+        said = f"{best.method.name}: {gain}, {share}{needs and f'; needs {needs}'}."
+        if best.method.every > 1:
+            return f"Exchange in one of {best.method.every} steps, {said}"
         if best.method.family == "float32":
             how = "" if best is dense else f", {best.method.algorithm}"
             computes = f"{best.efficiency:.1%} of a step computes"
             return f"Do not compress: float32{how}; {computes}{self._gained}."
-        if best.method.about.quality == "16bit":
-            return f"Send 16 bits, {best.method.name}: {gain}, {share}."
-        needs = best.method.about.needs.replace(";", ",")
-        return f"Compress, {best.method.name}: {gain}, {share}{needs and f'; needs {needs}'}."
+        if best.method.quality == "16bit":
+            return f"Send 16 bits, {said}"
+        return f"Compress, {said}"
 
     @property
     def _gained(self) -> str:
@@ -103,7 +106,7 @@ class Plan:
         if self.load.exempt_values == self.load.values:
             return ", and all leaves are exempt from compression"
         other = min(others, key=_step_of)
-        lowest = max(QUALITIES.index(row.method.about.quality) for row in others)
+        lowest = max(QUALITIES.index(row.method.quality) for row in others)
         what = {"16bit": "16 bits", "unbiased": "unbiased formats"}.get(
             QUALITIES[lowest], "compressing"
         )
@@ -133,8 +136,21 @@ class Plan:
         ends = dict.fromkeys(f"{rate:,.10g}" for rate in (limited.min(), limited.max()))
         return f", links of {' to '.join(ends)} Mbit/s"
 
+    @property
+    def _fastest(self) -> tuple[Prediction, ...]:
+        """The choice, the fastest method of every other family, and what they are compared with."""
+        first: dict[Any, Prediction] = {}
+        for row in self.rows:
+            own = row.method == BASELINE
+            first.setdefault((row.method.family, row.method.every, own), row)
+        return tuple(first.values())
+
     def lines(self, rows: int | None = None) -> list[str]:
-        """The plan as lines of text, with at most `rows` rows of the table; None means all rows.
+        """The plan as lines of text, and a table of the methods, the choice first.
+
+        Args:
+          rows: at most so many rows, each of another family by its fastest algorithm, and XLA's own
+            float32 mean; None means all methods.
 
         Raises:
           ValueError: for a negative number.
@@ -154,11 +170,13 @@ class Plan:
             order = ", ".join(map(str, self.cluster.order[:32]))
             more = ", ..." if self.cluster.devices > 32 else ""
             found.append(f"order of the devices for a faster ring: {order}{more}")
+        shown = self.rows if rows is None else self._fastest[:rows]
+        width = max([29, *(len(row.method.name) for row in shown)])
         head = (
-            f"{'method':29}{'exchange ms':>14}{'+-':>6}{'exposed':>10}{'step ms':>10}"
+            f"{'method':{width}}{'exchange ms':>14}{'+-':>6}{'exposed':>10}{'step ms':>10}"
             f"{'computes':>10}{'speed-up':>10}{'link MB':>10}  {'busiest link':14}{'needs'}"
         )
-        return [*found, head, *(_line(row) for row in self.rows[:rows])]
+        return [*found, head, *(_line(row, width) for row in shown)]
 
     def as_json(self) -> list[dict[str, Any]]:
         """The rows, the choice first."""
@@ -180,13 +198,13 @@ def _step_of(row: Prediction) -> float:
     return row.step
 
 
-def _line(row: Prediction) -> str:
+def _line(row: Prediction, width: int) -> str:
     link = "-".join(row.busiest_link) if row.busiest_link else ""
     error = "?" if row.error is None else f"{row.error:.0%}" if row.error else "timed"
     return (
-        f"{row.method.name:29} {1e3 * row.exchange:13.1f} {error:>5} {1e3 * row.exposed:9.1f}"
+        f"{row.method.name:{width}} {1e3 * row.exchange:13.1f} {error:>5} {1e3 * row.exposed:9.1f}"
         f" {1e3 * row.step:9.1f} {row.efficiency:9.1%} {row.speedup:9.2f}"
-        f" {row.bytes_busiest_link / 1e6:9.2f}  {link:14}{row.method.about.needs}"
+        f" {row.bytes_busiest_link / 1e6:9.2f}  {link:14}{row.method.needs}"
     ).rstrip()
 
 
@@ -245,7 +263,7 @@ def plan(
     if quality not in QUALITIES:
         raise ValueError(f"quality is one of {', '.join(QUALITIES)}, got {quality!r}.")
     allowed = QUALITIES[: QUALITIES.index(quality) + 1]
-    if below := [m for m in chosen or () if m.about.quality not in allowed]:
+    if below := [m for m in chosen or () if m.quality not in allowed]:
         raise ValueError(f"{below[0].name} is of lower quality than {quality!r}; leave it out.")
     check_optimizer(optimizer)
     if unfit := [m for m in chosen or () if optimizer not in (None, *m.about.optimizers)]:

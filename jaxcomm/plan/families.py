@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxcomm import codecs, transforms
+from jaxcomm._numbers import is_integer
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives import algorithms, sparse
 from jaxcomm.collectives.algorithms import Algorithm, _default
@@ -26,6 +27,8 @@ _MIB = 2**20
 Dimensions = tuple[tuple[str, Any], ...]
 FEEDBACK = "error feedback"
 FEW_BITS = f"{FEEDBACK} after jaxcomm.local of the optimizer, or factored_adam"
+RARELY = {"scaled_sign": 4}  # families that `methods` has in every so many steps too
+FOR_RARELY = "jaxcomm.local_steps, its rates and outer momentum; with Adam, devices' data alike"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,14 +118,18 @@ class Method:
       family: such as "bfloat16" or "vote"; `jaxcomm.plan.methods()` lists all.
       algorithm: a name in `jaxcomm.algorithms`, "hierarchical", or "own" for sparse ones.
       dimensions: the arguments of `jaxcomm.algorithms.halving_doubling`, if that is the algorithm.
+      every: the number of steps that devices take by themselves from one exchange to the next, as
+        with `jaxcomm.local_steps`; 1 exchanges gradients in every step.
 
     Raises:
-      ValueError: for an unknown family, or an algorithm that cannot carry it out.
+      ValueError: for an unknown family, an algorithm that cannot carry it out, or votes between
+        local steps.
     """
 
     family: str
     algorithm: str
     dimensions: Dimensions = ()
+    every: int = 1
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -132,18 +139,37 @@ class Method:
             raise ValueError(
                 f"{self.family} goes by {known}, got the algorithm {self.algorithm!r}."
             )
+        if not is_integer(self.every) or self.every < 1:
+            raise ValueError(f"every is 1, 2, ... steps, got {self.every!r}.")
+        if self.every > 1 and self.family == "vote":
+            raise ValueError("local_steps exchanges means, and a vote is none; write every=1.")
 
     @property
     def name(self) -> str:
-        """Such as bfloat16/ring; a sparse method has a single name."""
-        if self.algorithm == "own":
-            return self.family
-        return "/".join([self.family, self.algorithm, *(str(v) for _, v in self.dimensions[:1])])
+        """Such as bfloat16/ring, or bfloat16/ring/every32; a sparse method has no algorithm."""
+        algorithm = [] if self.algorithm == "own" else [self.algorithm]
+        rarely = [f"every{self.every}"] if self.every > 1 else []
+        return "/".join(
+            [self.family, *algorithm, *(str(v) for _, v in self.dimensions[:1]), *rarely]
+        )
 
     @property
     def about(self) -> Family:
         """What it shares with its family."""
         return FAMILIES[self.family]
+
+    @property
+    def quality(self) -> str:
+        """That of its family, in every step."""
+        return self.about.quality if self.every == 1 else QUALITIES[-1]
+
+    @property
+    def needs(self) -> str:
+        """What it needs in order to train like float32."""
+        if self.every == 1:
+            return self.about.needs
+        own = [FEEDBACK] if FEEDBACK in self.about.needs else []
+        return "; ".join([*own, FOR_RARELY])
 
     def is_usual(self, devices: int, between_cpus: bool, values: int | None = None) -> bool:
         """Whether its algorithm is what None stands for (`algorithms.Default`)."""
@@ -158,6 +184,9 @@ class Method:
         if self.algorithm not in ("own", "hierarchical") and options["method"] != "low_rank_mean":
             arguments = ", ".join(f"{name}={value!r}" for name, value in self.dimensions)
             options["algorithm"] = self.algorithm + (f"({arguments})" if arguments else "")
+        if self.every > 1:  # each device then has its own optimizer
+            options.pop("local_optimizer", None)
+            options["every"] = self.every
         return options
 
     @property
@@ -169,14 +198,15 @@ class Method:
         return chosen if self.family == "vote" else chosen.for_means
 
     def transformation(self, axis_name: Any, **options: Any) -> Any:
-        """The exchange alone; what it needs before it is up to the caller.
+        """The exchange alone; what it needs around it is up to the caller.
 
         Args:
           axis_name: the mesh axis, or (far, near) for hierarchical.
           **options: arguments of the factory, such as `exempt`.
         """
         chosen = {**self.config, **options}
-        chosen.pop("local_optimizer", None)
+        for field in "local_optimizer", "every":
+            chosen.pop(field, None)
         factory = getattr(transforms, chosen.pop("method"))
         if self.algorithm == "hierarchical" or self.dimensions:
             chosen["algorithm"] = self.made
@@ -194,7 +224,7 @@ def methods(
     dimensions: Dimensions = (),
     optimizer: str | None = None,
 ) -> list[Method]:
-    """All methods of at least this quality.
+    """All methods of at least this quality; of those with local steps, scaled signs in every 4th.
 
     Args:
       quality: "exact", "16bit", "unbiased" or "any".
@@ -213,13 +243,19 @@ def methods(
         raise ValueError(f"unknown quality {quality!r}; write one of {', '.join(QUALITIES)}.")
     check_optimizer(optimizer)
     allowed = QUALITIES[: QUALITIES.index(quality) + 1]
-    return [
+    in_every_step = [
         Method(family, algorithm, dimensions if algorithm == "halving_doubling" else ())
         for family, about in FAMILIES.items()
         if about.quality in allowed and (optimizer is None or optimizer in about.optimizers)
         for algorithm in about.algorithms
         if two_levels or algorithm != "hierarchical"
     ]
+    rarely = [
+        dataclasses.replace(method, every=RARELY[method.family])
+        for method in in_every_step
+        if method.family in RARELY
+    ]
+    return [*in_every_step, *rarely]
 
 
 def check_optimizer(optimizer: str | None) -> None:

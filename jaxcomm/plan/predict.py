@@ -55,6 +55,9 @@ def error_of(method: Method, values: float) -> float:
 class Prediction:
     """What a method costs. Times are in seconds.
 
+    Of a method that exchanges in every n-th step, `exposed` and what follows it are averages over
+    steps; the others are those of one exchange, as are its bytes.
+
     Attributes:
       method: the method.
       exchange: the whole exchange, from the gradients to the updates.
@@ -109,8 +112,8 @@ class Prediction:
         parts = {f"{name}_ms": 1e3 * getattr(self, name) for name in _PARTS_OF}
         return {
             "method": self.method.name,
-            "quality": self.method.about.quality,
-            "needs": self.method.about.needs,
+            "quality": self.method.quality,
+            "needs": self.method.needs,
             "exchange_ms": ms["exchange"],
             "interval_ms": self.error
             if self.error is None
@@ -223,11 +226,13 @@ def _latency(cluster: Cluster, part: Sent) -> float:
 def _step(
     cluster: Cluster, load: Workload, seconds: float, local: float, method: Method
 ) -> tuple[float, float]:
-    """The seconds of an exchange that nothing hides, and those of the whole step.
+    """The seconds of an exchange that nothing hides, and those of the whole step, a step.
 
     The messages of a bucket are hidden by what is computed after its last gradient is ready. The
-    devices' own work for the bucket is not hidden.
+    devices' own work for the bucket is not hidden. Nothing is computed after local steps.
     """
+    if method.every > 1:
+        return seconds / method.every, load.compute_seconds + seconds / method.every
     if not cluster.costs.overlap:
         return seconds, load.compute_seconds + seconds
     sizes = buckets_of(method, load, cluster.costs.is_between_cpus) or (1,)
@@ -298,8 +303,9 @@ def choose(
 ) -> list[Prediction]:
     """The predictions with the choice first: the best quality within 2 % of the fastest step.
 
-    Among methods of that quality the first in FAMILIES wins; within the family, the default
-    algorithm if it is as near, or else the fastest.
+    Among methods of that quality those that exchange in every step come before others. Among these
+    the first in FAMILIES wins; within the family, the default algorithm if it is as near, or else
+    the fastest.
 
     Args:
       found: the predictions.
@@ -309,12 +315,12 @@ def choose(
     """
     order = list(FAMILIES)
 
-    def preferred(prediction: Prediction) -> tuple[int, int, bool, float]:
+    def preferred(prediction: Prediction) -> tuple[int, int, int, bool, float]:
         method = prediction.method
         values = values_of_bucket(method, load, between_cpus)
         is_usual = method.is_usual(devices, between_cpus, values)
         family = order.index(method.family)
-        return QUALITIES.index(method.about.quality), family, not is_usual, prediction.step
+        return QUALITIES.index(method.quality), method.every, family, not is_usual, prediction.step
 
     fastest = min(prediction.step for prediction in found)
     near = [p for p in found if p.step <= fastest * (1 + _MARGIN)]

@@ -112,7 +112,7 @@ def finalists(rows: Sequence[Prediction]) -> list[Prediction]:
     by_step = sorted(rows, key=lambda row: row.step)
     unlike = {row.step: row for row in reversed(by_step) if row.step != rows[0].step}
     near = [row for step, row in sorted(unlike.items()) if step <= WITHIN * by_step[0].step]
-    best = {row.method.about.quality: row for row in reversed(by_step)}
+    best = {row.method.quality: row for row in reversed(by_step)}
     base = [row for row in rows if row.method == BASELINE]
     chosen = [rows[0], *near[: FIRST - 1], *base, *best.values()]
     return list({row.method: row for row in chosen}.values())

@@ -359,7 +359,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     assert run(monkeypatch, *asked, "--accumulate=1,4") == 0
     shown = capsys.readouterr().out
     answer, every, four, plain, limits = shown.splitlines()[:5]
-    assert answer.startswith("Send 16 bits, ") and every.startswith("with --quality=any: Compress")
+    assert answer.startswith("Send 16 bits, ") and every.startswith("with --quality=any: Exchange")
     assert four.startswith("with --accumulate=4: Send 16 bits")
     assert plain.startswith("without --set: Send 16") and plain.partition(": ")[2] != answer
     assert limits.startswith("what limits you: h0-s0")

@@ -124,7 +124,9 @@ def test_only_methods_that_fit_the_rest_of_the_config_are_compared(config):
         changed = config.copy_and_resolve_references()
         changed.optimizer.name, changed.data.shards = optimizer, shards
         changed.sync.update(fields)
-        found = {m.family for m in plan.methods("any") if planned._fits(changed, m, 4)}
+        fit = [m for m in plan.methods("any") if planned._fits(changed, m, 4)]
+        assert all(m.every == 1 for m in fit)
+        found = {m.family for m in fit}
         assert {"float32", "int4"} <= found and "float16" not in found
         return found
 
