@@ -45,7 +45,9 @@ def main() -> int:
             jax.distributed.initialize(args.coordinator, args.processes, args.process)
         else:
             _join_as_started()
-        cluster = plan.load_cluster(args.cluster) if args.cluster else None
+        # Costs that the file names may be those that are about to be written.
+        unused = plan.defaults("cpu")
+        cluster = plan.load_cluster(args.cluster, costs=unused) if args.cluster else None
         costs = plan.probe(cluster=cluster)
     except (ValueError, OSError, ImportError) as error:
         print(f"probe: {error}", file=sys.stderr)

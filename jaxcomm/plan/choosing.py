@@ -15,6 +15,8 @@ from jaxcomm.plan.machines import Cluster, near_of
 from jaxcomm.plan.order import best_dimensions, best_order
 from jaxcomm.plan.predict import BASELINE, Prediction, choose, predictions
 
+_LITTLE = 0.02  # the share of a step that is not worth a word
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -47,27 +49,34 @@ class Plan:
 
         Args:
           axis_name: the mesh axis; for a hierarchical choice two axes, (far, near), as in `mesh`.
-          **options: arguments of the factory, such as `exempt` or `bucket_order`.
+          **options: arguments of the factory, such as `bucket_order`; `exempt` is the workload's
+            unless it is given.
         """
+        options = {"exempt": self.load.also_exempt, **options}
         return self.choice.method.transformation(axis_name, **options)
 
     def mesh(self, axis_name: Any = "data", devices: Sequence[Any] | None = None) -> Mesh:
         """The mesh with the devices in the planned order.
 
         Args:
-          axis_name: the name of one axis, or of two, (far, near).
+          axis_name: the name of one axis, or a tuple of two, (far, near).
           devices: the devices in the order of the cluster's ranks; None means all of jax's.
 
         Raises:
+          TypeError: for other names.
           ValueError: if the number of devices is not the cluster's.
         """
+        is_name, pair = isinstance(axis_name, str), isinstance(axis_name, tuple | list)
+        if not is_name and not (pair and [type(name) for name in axis_name] == [str, str]):
+            wrong = f"('far', 'near'), got {axis_name!r}."
+            raise TypeError(f"axis_name is the name of an axis, or two, such as {wrong}")
         devices = jax.devices() if devices is None else list(devices)
         if len(devices) != self.cluster.devices:
             raise ValueError(
                 f"the cluster has {self.cluster.devices} devices, got {len(devices)}; plan for the "
                 "hosts that take part."
             )
-        names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        names = (axis_name,) if is_name else tuple(axis_name)
         shape = (len(devices),) if len(names) == 1 else self.cluster.levels
         if shape is None:
             raise ValueError("this cluster has no two levels; name one axis.")
@@ -107,9 +116,7 @@ class Plan:
             return ", and all leaves are exempt from compression"
         other = min(others, key=_step_of)
         lowest = max(QUALITIES.index(row.method.quality) for row in others)
-        what = {"16bit": "16 bits", "unbiased": "unbiased formats"}.get(
-            QUALITIES[lowest], "compressing"
-        )
+        what = "16 bits" if QUALITIES[lowest] == "16bit" else "compressing"
         if other.step >= self.choice.step:
             return f", and {what} would save nothing ({other.method.name})"
         gained = f"{1 - other.step / self.choice.step:.1%} of a step ({other.method.name})"
@@ -121,10 +128,14 @@ class Plan:
         best, dense = self.choice, self.float32
         if self.cluster.devices == 1:
             return "what limits you: the step itself; nothing is exchanged."
+        if dense.efficiency >= 1 - _LITTLE:
+            adds = f"an exchange in float32 takes {_ms(dense.exchange)} ms and adds"
+            return f"what limits you: the step itself; {adds} {_ms(dense.exposed)}."
         found = f"{dense.limit} with float32 ({_ms(dense.exchange)} ms an exchange)"
         if best is not dense:
             found += f", {best.limit} with {best.method.name} ({_ms(best.exchange)} ms)"
-        return f"what limits you: {found}."
+        fewer = "; --accumulate=4 shows fewer exchanges" if best.limit == "latency" else ""
+        return f"what limits you: {found}{fewer}."
 
     @property
     def _rates(self) -> str:
@@ -157,19 +168,23 @@ class Plan:
         """
         if rows is not None and rows < 0:
             raise ValueError(f"rows is 0 or more, got {rows}.")
-        machines = f"{self.cluster.devices} devices on {self.cluster.topology.name}{self._rates}"
+        plural = "" if self.cluster.devices == 1 else "s"
+        machines = (
+            f"{self.cluster.devices} device{plural} on {self.cluster.topology.name}{self._rates}"
+        )
         found = [
             self.headline,
             self.limits,
             f"{machines}; {_counted(self.load.values)}, {1e3 * self.load.step_seconds:.4g} ms "
             f"a step without exchange"
             + (f", {self.load.accumulate} accumulated" if self.load.accumulate > 1 else "")
-            + f". Costs: {self.cluster.costs.source}.",
+            + f". Costs: {self.cluster.costs.source}, {1e6 * self.cluster.costs.latency:.3g} us a "
+            "message.",
         ]
         if self.cluster.order != self.given_order:
             order = ", ".join(map(str, self.cluster.order[:32]))
             more = ", ..." if self.cluster.devices > 32 else ""
-            found.append(f"order of the devices for a faster ring: {order}{more}")
+            found.append(f"order of the devices for faster messages: {order}{more}")
         shown = self.rows if rows is None else self._fastest[:rows]
         width = max([29, *(len(row.method.name) for row in shown)])
         head = (
@@ -227,8 +242,9 @@ def plan(
       quality: "exact", "16bit", "unbiased" or "any"; each also allows the ones before it. None is
         "16bit", which trains like float32; with `chosen` it is "any".
       chosen: the methods to compare; None means all of that quality.
-      reorder: whether devices may get other ranks if that makes a ring faster. The order of
-        halving-doubling's dimensions is chosen in any case.
+      reorder: whether devices may get other ranks if that makes a ring faster, or makes
+        halving-doubling faster and a ring no slower. The order of halving-doubling's dimensions is
+        chosen in any case.
       optimizer: "sgd" or "adam", to leave out methods that lost accuracy with it; None leaves out
         none.
 

@@ -1,30 +1,33 @@
 """Regular networks by name: how many hosts and switches, and which links join them."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxcomm._numbers import is_integer
-from jaxcomm.plan.topology import Link, Topology
+from jaxcomm.plan.topology import Link, LinkError, Topology
 
 MOST_HOSTS = 4096
+_UNITS = {"M": 1, "G": 1000}  # of Mbit/s
+_RATE = re.compile(r"(.*?)\s*(?:([GM])(?:bit|bps|bit/s|b/s))?")
 
 
 def rate_of(text: Any, whole: Any = None) -> float | None:
-    """Mbit/s from a number or a text: 50Mbit, 1Gbit, 1Gbps, unlimited, or 50% of `whole`."""
+    """Mbit/s from a number or a text: 50Mbit, 1Gbit, 1Gb/s, unlimited, or 50% of `whole`."""
     if text is None or text == "unlimited":
         return None
     if whole is not None and str(text).endswith("%"):
         rate, share = rate_of(whole), rate_of(str(text).removesuffix("%"))
         return None if rate is None or share is None else rate * share / 100
-    for unit, factor in (("Gbit", 1000), ("Gbps", 1000), ("Mbit", 1), ("Mbps", 1), ("", 1)):
-        if isinstance(text, bool) or not str(text).endswith(unit):
-            continue
+    if found := _RATE.fullmatch("" if isinstance(text, bool) else str(text)):
         try:
-            return float(str(text).removesuffix(unit)) * factor
+            return float(found[1]) * _UNITS[found[2] or "M"]
         except ValueError:
-            break
-    raise ValueError(f"a rate is a number of Mbit/s, 50Mbit, 1Gbit or unlimited, got {text!r}.")
+            pass
+    raise ValueError(
+        f"a rate is a number of Mbit/s, or such as 50Mbit, 1Gbit, 1Gbps or unlimited, got {text!r}."
+    )
 
 
 def star(name: str, hosts: int, rate: Any, links_per_host: int = 1) -> Topology:
@@ -266,13 +269,16 @@ def explicit(name: str, hosts: int, links: list[Any], switches: Any = (), rate: 
       ValueError: for a link of another form, or without a rate.
     """
     made = []
-    for link in links:
-        if not isinstance(link, list) or len(link) not in (2, 3):
-            raise ValueError(f"a link is [end, end] or [end, end, rate], got {link!r}.")
+    for i, link in enumerate(links):
+        if not isinstance(link, list | tuple) or len(link) not in (2, 3):
+            raise LinkError(i, f"a link is [end, end] or [end, end, rate], got {link!r}.")
         own = link[2] if len(link) == 3 else rate
         if own is None:
-            raise ValueError(f"{link!r} has no rate; add one, such as 1Gbit, or a rate for all.")
-        made += _cables(str(link[0]), str(link[1]), own)
+            raise LinkError(i, f"{link!r} has no rate; add one, such as 1Gbit, or a rate for all.")
+        try:
+            made += _cables(str(link[0]), str(link[1]), own)
+        except ValueError as error:
+            raise LinkError(i, str(error)) from None
     return Topology(name, _hosts(hosts), tuple(map(str, switches)), tuple(made))
 
 

@@ -24,6 +24,7 @@ VERSION = 1
 _RATES = ("rate", "middle", "shortcut")
 _KINDS = {
     "closed": (bool, "true or false"),
+    "hosts": (int, "a whole number"),
     "links": (list, "a list of [end, end, rate]"),
     "rates": (list, "a list of rates"),
     "switches": (list, "a list of names"),

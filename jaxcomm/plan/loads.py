@@ -28,12 +28,14 @@ class Workload:
         microbatch.
       accumulate: microbatches between two exchanges.
       exempt: for each leaf, whether it travels in float32 by every method; () if none does.
+      also_exempt: the `exempt` of the transformation that the plan makes.
     """
 
     shapes: tuple[tuple[int, ...], ...]
     step_seconds: float
     accumulate: int = 1
     exempt: tuple[bool, ...] = ()
+    also_exempt: Exempt = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.step_seconds < float("inf"):
@@ -80,7 +82,8 @@ def workload(params: Any, step_ms: float, accumulate: int = 1, exempt: Exempt = 
 
     Args:
       params: a pytree of arrays or of shapes (`jax.eval_shape`); or the number of parameters, which
-        then stands for square matrices, none of them exempt.
+        then stands for square matrices, none of them exempt. Every value counts as a float32, as
+        exchanges send it by default, whatever its dtype.
       step_ms: milliseconds of a step without any exchange.
       accumulate: microbatches between two exchanges.
       exempt: which leaves travel in float32 by every method, as in `jaxcomm.mean`.
@@ -113,7 +116,8 @@ def workload(params: Any, step_ms: float, accumulate: int = 1, exempt: Exempt = 
         check_patterns(exempt, [path for path, _ in leaves])
     leaves = [(path, shape) for path, shape in leaves if math.prod(shape)]  # others send nothing
     flags = tuple(is_exempt(path, shape, False, exempt) for path, shape in leaves)
-    return Workload(tuple(shape for _, shape in leaves), step_ms / 1e3, accumulate, flags)
+    shapes = tuple(shape for _, shape in leaves)
+    return Workload(shapes, step_ms / 1e3, accumulate, flags, exempt)
 
 
 def _leaves(params: Any) -> list[tuple[str, tuple[int, ...]]]:

@@ -11,7 +11,7 @@ A cluster is a topology file with a few more keys:
       bandwidth: 300Gbit    # of each device within its machine
     order: [0, 2, 1, 3]     # machines in the order of their ranks
     device: gpu             # which default costs to use: cpu or gpu
-    costs: costs.yaml       # measured costs, in the folder of this file
+    costs: costs.yaml       # measured costs, in the folder of this file; with --set, in the current
 
 `--set` and `overrides` change any of them by its name, such as nodes.nics=2, and single links by
 their ends, such as link[s0,s1].bandwidth=1Gbit.
@@ -22,6 +22,7 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -169,7 +170,9 @@ def load_cluster(
       ValueError: for an unknown name or invalid settings, in one line with the file and line.
     """
     _check_costs(costs)
-    file = File(find(name))
+    if not isinstance(name, str | Path):
+        raise TypeError(f"load_cluster takes a file, or the name of a topology, got {name!r}.")
+    file = File(find(str(name)))
     links, others = _sorted_out(overrides or {})
     settings = {**file.settings, **{k: v for k, v in others.items() if "." not in k}}
     nodes = settings.pop("nodes", None) or {}
@@ -222,7 +225,7 @@ def _node_error(file: File, key: str, message: str, given: Mapping[str, Any]) ->
 
 def _costs_of(file: File, device: Any, measured: Any, given: Mapping[str, Any]) -> Costs:
     if measured is not None:
-        path = file.path.parent / str(measured)
+        path = (Path() if "costs" in given else file.path.parent) / str(measured)
         if not path.is_file():
             wrong = f"there is no file {path}; jaxcomm.probe writes one."
             raise file.error("costs", wrong, given)
@@ -255,7 +258,7 @@ def _of_machines(
         inside = rate_of(nodes.get("bandwidth"))
     except ValueError as error:
         raise _node_error(file, "bandwidth", str(error), given) from None
-    if inside is not None and not inside > 0:
+    if inside is not None and not 0 < inside < float("inf"):
         wrong = f"bandwidth is {inside:g} Mbit/s; it is positive, or unlimited."
         raise _node_error(file, "bandwidth", wrong, given)
     ranks = tuple(each * host + device for host in order for device in range(each))
@@ -311,6 +314,8 @@ def _changed(topology: Topology, ends: tuple[str, str], rate: Any) -> Topology:
         raise ValueError(f"link[{','.join(ends)}]: there is no such link; there are {known}{more}.")
     try:
         mbit = rate_of(rate)
+        if mbit is not None and not 0 < mbit < float("inf"):
+            raise ValueError(f"{mbit:g} Mbit/s; rates are positive, or unlimited.")
     except ValueError as error:
         raise ValueError(f"link[{','.join(ends)}]={rate}: {error}") from None
     links = tuple(

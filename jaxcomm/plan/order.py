@@ -19,7 +19,7 @@ _BYTES = 64e6
 
 
 def best_order(topology: Topology, model: Model, order: tuple[int, ...]) -> tuple[int, ...]:
-    """The given order, or one in which a ring is faster, or else halving-doubling.
+    """The given order, or one in which a ring is faster, or else only halving-doubling.
 
     Two orders are tried: by a depth-first walk from a host farthest from the others, which keeps
     the hosts of a switch together, and in the order of the hosts' names.
@@ -32,12 +32,14 @@ def best_order(topology: Topology, model: Model, order: tuple[int, ...]) -> tupl
     def of_halving_doubling(order: tuple[int, ...]) -> float:
         return min(seconds for _, seconds in _halving_doublings(topology, model, order))
 
-    for seconds_of in (of_ring, of_halving_doubling):
-        seconds = [seconds_of(o) for o in tried]
-        best = int(np.argmin(seconds))
-        if seconds[best] < _GAIN * seconds[0]:
-            return tried[best]
-    return order
+    of_rings = [of_ring(o) for o in tried]
+    best = int(np.argmin(of_rings))
+    if of_rings[best] < _GAIN * of_rings[0]:
+        return tried[best]
+    tried = [o for o, seconds in zip(tried, of_rings, strict=True) if seconds <= of_rings[0]]
+    of_others = [of_halving_doubling(o) for o in tried]
+    best = int(np.argmin(of_others))
+    return tried[best] if of_others[best] < _GAIN * of_others[0] else order
 
 
 def best_dimensions(topology: Topology, model: Model, order: tuple[int, ...]) -> Dimensions:
@@ -108,7 +110,7 @@ def _walked(topology: Topology) -> tuple[int, ...]:
             continue
         seen[node] = True
         if node < hosts:
-            found.append(node)
+            found.append(int(node))
         beside = [n for n in joined.indices[joined.indptr[node] : joined.indptr[node + 1]]]
         # The nodes nearest to the start come first, and so must be on top of the stack.
         stack += sorted((n for n in beside if not seen[n]), key=lambda n: (-away[n], -n))

@@ -1,5 +1,6 @@
 """What the messages of any compiled program cost."""
 
+import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -32,22 +33,39 @@ def seconds_of(report: WireReport, costs: Costs | Cluster) -> float:
     Args:
       report: what the program sends, from `jaxcomm.wire_report`; all branches of conditionals
         count.
-      costs: the costs of messages, as `probe()` measures them; or a cluster, whose slowest link
-        then counts for all devices. Costs that were probed with a cluster do not include its links.
+      costs: the costs of messages, as `probe()` measures them; or a cluster of one device and one
+        card a machine, whose slowest link then counts for all devices. Costs that were probed with
+        a cluster do not include its links.
 
     Returns:
       The time, in seconds.
 
     Raises:
-      TypeError: for other costs.
-      ValueError: for a loop whose trip count is not in the program.
+      TypeError: for another report or other costs.
+      ValueError: for a loop whose trip count is not in the program, and for machines of several
+        devices or cards.
     """
+    if not isinstance(report, WireReport):
+        wrong = f"got {type(report).__name__}."
+        raise TypeError(f"seconds_of takes a report, jaxcomm.wire_report(compiled), {wrong}")
     if isinstance(costs, Cluster):
+        _check_machines(costs)
         link = 8e-6 / (float(costs.topology.rates.min(initial=np.inf)) * costs.costs.efficiency)
         costs = dataclasses.replace(costs.costs, per_byte=max(costs.costs.per_byte, link))
     if not isinstance(costs, Costs):
         raise TypeError(f"costs are those of plan.read_costs, or a cluster, got {costs!r}.")
     return sum(_seconds(collective, costs) for collective in report.collectives)
+
+
+def _check_machines(cluster: Cluster) -> None:
+    hosts = set(cluster.topology.hosts)
+    ends = collections.Counter(end for link in cluster.topology.links for end in link.ends)
+    cards = max((ends[host] for host in hosts), default=1)
+    if cluster.per_machine > 1 or cards > 1:
+        raise ValueError(
+            "seconds_of is for one device and one card a machine, where links are alike; this "
+            f"cluster has {cluster.per_machine} and {cards}. plan(...) compares methods on it."
+        )
 
 
 def _seconds(collective: Collective, costs: Costs) -> float:

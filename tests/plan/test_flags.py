@@ -87,3 +87,26 @@ def test_a_file_that_is_whole_with_a_flag_alone(
     assert main() == 0
     said = capsys.readouterr()
     assert "what limits you" in said.out and "without --set" not in said.out and not said.err
+
+
+def test_a_file_may_name_the_costs_that_a_probe_will_write(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.yaml").write_text("fabric: star\nhosts: 4\nrate: 100\ncosts: costs.yaml\n")
+    monkeypatch.setattr(plan, "probe", lambda cluster: plan.defaults("cpu"))
+    monkeypatch.setattr(sys, "argv", ["probe", "--cluster=cluster.yaml"])
+    for _ in range(2):
+        assert probe.main() == 0
+        made = plan.load_cluster("cluster.yaml")
+        assert made.costs == plan.defaults("cpu")
+        Path("costs.yaml").write_text("version: 1\n")  # of another version of jaxcomm
+    capsys.readouterr()
+
+
+def test_costs_of_a_flag_are_in_the_current_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan.defaults("gpu").save("mine.yaml")
+    assert plan.load_cluster("star", {"costs": "mine.yaml"}).costs == plan.defaults("gpu")

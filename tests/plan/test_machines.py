@@ -14,6 +14,7 @@ from jaxcomm.plan.predict import predictions
 
 FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, 0.0, False, False, 0.0, {})
 STAR = "fabric: star\nhosts: 4\nrate: 1\ndevice: gpu\n"
+EXPLICIT = "fabric: explicit\nhosts: 2\nlinks:\n- [h0, h1, 3]\n"
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,15 @@ STAR = "fabric: star\nhosts: 4\nrate: 1\ndevice: gpu\n"
         (STAR, {"nodes.nics": "0"}, "^nodes.nics=0: nics is a positive number, got 0"),
         (STAR, {"nodes.bandwidth": "foo"}, "^nodes.bandwidth=foo: a rate is a number of Mbit/s"),
         (STAR, {"nodes.bandwidth": "-1"}, "^nodes.bandwidth=-1: bandwidth is -1 Mbit/s"),
+        (
+            STAR,
+            {"nodes.devices": "2", "nodes.bandwidth": ".inf"},
+            "^nodes.bandwidth=inf: bandwidth",
+        ),
+        (STAR, {"link[h0,s0].rate": ".nan"}, r"^link\[h0,s0\]=nan: nan Mbit/s; rates are positive"),
+        ("fabric: star\nhosts: 4.0\nrate: 1\n", {}, "line 2: hosts is a whole number, got 4.0"),
+        (EXPLICIT + "- [h0, h1, 2Mb/t]\n", {}, "line 5: a rate is a number of Mbit/s, or such as"),
+        (EXPLICIT + "- [h0]\n", {}, r"line 5: a link is \[end, end\] or .*, got \['h0'\]"),
         (STAR, {"nodes.gpus": "1"}, "^nodes.gpus=1: unknown key 'gpus' of nodes"),
         (STAR, {"link[h0,s0].rate": "foo"}, r"^link\[h0,s0\]=foo: a rate is a number of Mbit/s"),
         (STAR, {"rate": "[1"}, r"^rate=\[1: this is not YAML: "),
@@ -224,13 +234,15 @@ def test_the_ring_of_xla_is_no_faster_on_more_hosts(params: float, rate: str) ->
     "make",
     [
         lambda: plan.cluster("star"),
+        lambda: plan.load_cluster(3),
         lambda: plan.cluster(plan.fabrics.star("star", 4, 1000), "costs.yaml"),
         lambda: plan.plan(plan.load_cluster("star"), plan.workload(1e6, 1), chosen=["int8"]),
     ],
 )
 def test_arguments_of_other_types(make: Any) -> None:
     with pytest.raises(
-        TypeError, match=r"topology of plan.fabrics|plan.read_costs|plan.methods\(\)"
+        TypeError,
+        match=r"topology of plan.fabrics|plan.read_costs|plan.methods\(\)|the name of a topology",
     ):
         make()
 

@@ -87,3 +87,15 @@ def test_a_cluster_says_what_its_links_take(make_mesh: Any) -> None:
     alone = plan.fabrics.explicit("one", hosts=1, switches=(), links=())
     free = plan.cluster(alone, COSTS)
     assert plan.seconds_of(report, free) == plan.seconds_of(report, COSTS)
+
+
+def test_machines_of_several_devices_or_cards_are_refused(make_mesh: Any) -> None:
+    """Their messages share a card, or are spread over several."""
+    report = report_of(Method("bfloat16", "ring"), make_mesh)
+    devices = {"fabric": "star", "hosts": 2, "rate": 100, "nodes.devices": 2}
+    for changes in devices, {"hosts": 4, "nodes.nics": 2}:
+        machines = plan.load_cluster("star", changes)
+        with pytest.raises(ValueError, match="one device and one card a machine.* this cluster"):
+            plan.seconds_of(report, machines)
+    with pytest.raises(TypeError, match=r"jaxcomm.wire_report\(compiled\), got str"):
+        plan.seconds_of("compiled", COSTS)  # pyright: ignore[reportArgumentType]
