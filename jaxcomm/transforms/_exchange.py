@@ -54,8 +54,10 @@ Own = tuple[Arrays, ...]
 # What one device does: from its gradients, its own state, and what all devices hold alike, to
 # results that are equal on all devices of the axis, and its next state.
 OnDevice = Callable[[Arrays, Own, Any], tuple[Arrays, Own]]
-# A bucket as one float32 vector, or as its leaves where joining them would only cost time.
-Result = jax.Array | dict[int, jax.Array]
+# Where joining all leaves would only cost time: a vector of some, if any, and the others by leaf.
+Partly = tuple[jax.Array | None, dict[int, jax.Array]]
+# A bucket as one float32 vector, as its leaves, or in part.
+Result = jax.Array | dict[int, jax.Array] | Partly
 # How a method exchanges a bucket: from its number and its parts, by leaf, to the result, float32
 # and equal on all devices, and anything that the method keeps of it.
 OnBucket = Callable[[int, dict[int, jax.Array]], tuple[Result, Any]]
@@ -252,8 +254,7 @@ def exchange_buckets(
         drawn = jax.random.bits(equal_key, (_TAGS,), jnp.uint32) >> (32 - bits)
         tags = drawn.astype(jnp.float32) - 2 ** (bits - 1)
         small[TAG] = jnp.stack([tags, jnp.square(tags)])
-    # The flag needs the last gradient. A bucket after it could not travel while gradients are
-    # computed, so the flag comes last.
+    # The flag needs the last gradient, so it comes last: a bucket after it would wait for it too.
     exact, finite, computed = {}, jnp.bool_(True), []
     if small:
         small, results = in_turn(small, results)
@@ -321,13 +322,16 @@ def in_turn(
 
 
 def by_leaf(
-    vectors: Sequence[Result], buckets: Sequence[Bucket], grads: Arrays, are_state: bool = False
+    results: Sequence[Result], buckets: Sequence[Bucket], grads: Arrays, are_state: bool = False
 ) -> dict[int, jax.Array]:
     """Buckets as arrays by leaf, in the shapes of the gradients; or the next state of leaves."""
     pieces = {}
-    for vector, bucket in zip(vectors, buckets, strict=True):
-        parts = {i: grads[i] for i in bucket}
-        pieces |= vector if isinstance(vector, dict) else split(vector, parts, used_once=are_state)
+    for result, bucket in zip(results, buckets, strict=True):
+        if isinstance(result, dict):
+            result = None, result
+        vector, alone = result if isinstance(result, tuple) else (result, {})
+        parts = {i: grads[i] for i in bucket if i not in alone}
+        pieces |= alone | ({} if vector is None else split(vector, parts, used_once=are_state))
     return pieces
 
 

@@ -128,9 +128,9 @@ def majority_vote(
     one bit, or two if it can be zero (ties="zero" at an even number of devices, or zeros="abstain",
     which also doubles the bits of votes). Bits per coordinate: direct 2(N-1)/N; for N = 2^q devices
     halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, ring log2 N and two_way_ring log2 N - 1 + (log2 N
-    + 1)/N, and circulant, for most device counts above 16, little more than direct. Exempt leaves
-    are sent in one float32 all-reduce, together with a flag or, with error feedback, the scales; on
-    a mesh of several axes, one int32 is sent over the others.
+    + 1)/N; circulant 2.2 for 16 devices, 2.4 for 32 and 2.6 for 1,024. Exempt leaves are sent in
+    one float32 all-reduce, together with a flag or, with error feedback, the scales; on a mesh of
+    several axes, one int32 is sent over the others.
 
     Example:
       >>> import jaxcomm, optax

@@ -26,13 +26,13 @@ from jaxcomm.transforms._buckets import (
     joined,
     joined_sums,
     keys_of,
-    split,
     split_off_empty,
     split_off_exempt,
 )
 from jaxcomm.transforms._exchange import (
     Arrays,
     Own,
+    Partly,
     by_leaf,
     exchange_buckets,
     kept_if,
@@ -272,16 +272,14 @@ def _split_off_small(layout: Layout, is_plain: bool) -> tuple[Bucket, Bucket]:
     return split_off_empty(layout) if is_plain and not in_a_loop else split_off_exempt(layout)
 
 
-def plain_mean(parts: dict[int, jax.Array], axis_name: AxisName) -> dict[int, jax.Array]:
-    """XLA's own float32 mean of a bucket's leaves; only small ones are joined for it.
+def plain_mean(parts: dict[int, jax.Array], axis_name: AxisName) -> Partly:
+    """XLA's own float32 mean: a vector of a bucket's small leaves, and its large ones by leaf.
 
     Joining a large leaf would take as long as reducing it. Exempt leaves are sent the same way and
     are included, so that all leaves together take the latency of one all-reduce.
     """
     small = {i: part for i, part in parts.items() if part.size < _LARGE}
     large = {i: part.astype(jnp.float32) for i, part in parts.items() if i not in small}
-    vectors = [joined(small)] if small else []
+    vector = joined(small) if small else None
     scale = np.float32(1 / jax.lax.axis_size(axis_name))
-    sums = jax.lax.psum((*vectors, large), axis_name)
-    *means, large = jax.tree.map(lambda total: total * scale, sums)
-    return large | (split(means[0], small) if small else {})
+    return jax.tree.map(lambda x: x * scale, jax.lax.psum((vector, large), axis_name))

@@ -8,7 +8,8 @@ from jaxcomm.collectives.algorithms._algorithm import Algorithm
 from jaxcomm.collectives.algorithms._scheduled import Order, Scheduled
 from jaxcomm.collectives.algorithms.schedule import Round, rotations, shift
 
-_SEARCHED = 64  # devices; beyond them skips follow a rule
+_SEARCHED = 64  # devices; for more, not all sequences of skips are tried
+_FREE = 3  # skips that are tried then; half of the one before follows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,19 +78,20 @@ class Circulant(Scheduled):
 
 @functools.cache
 def best_skips(world: int) -> tuple[int, ...]:
-    """The skips of a majority vote that sends the fewest bits; among equals, the fewest rounds."""
+    """The skips of a majority vote that sends the fewest bits; among equals, the fewest rounds.
+
+    For more devices than `_SEARCHED`, the fewest bits among those that are tried.
+    """
     most = (world - 1).bit_length() + 1
     if world <= _SEARCHED:
-        return min(
-            _sequences(world, world, most), key=lambda skips: (_bits(world, skips), len(skips))
-        )
-    skips = [world // 2 + 1]
-    while skips[-1] > 1:
-        skips.append(-(-skips[-1] // 2))
-    return tuple(skips)
+        tried = _sequences(world, most)
+    else:
+        some = _some_sequences(world, -(-world // _SEARCHED), _FREE)
+        tried = [skips for skips in some if len(skips) <= most]
+    return min(tried, key=lambda skips: (_bits(world, skips), len(skips)))
 
 
-def _sequences(world: int, before: int, rounds: int) -> list[tuple[int, ...]]:
+def _sequences(before: int, rounds: int) -> list[tuple[int, ...]]:
     """All sequences of at most `rounds` skips that can follow a skip; none if these are too few."""
     if before == 1:
         return [()]
@@ -98,7 +100,21 @@ def _sequences(world: int, before: int, rounds: int) -> list[tuple[int, ...]]:
     return [
         (skip, *rest)
         for skip in range(-(-before // 2), before)
-        for rest in _sequences(world, skip, rounds - 1)
+        for rest in _sequences(skip, rounds - 1)
+    ]
+
+
+def _some_sequences(before: int, step: int, free: int) -> list[tuple[int, ...]]:
+    """Sequences whose first skips, `free` of them or fewer, are `step` apart from each other's."""
+    least = -(-before // 2)
+    halves = [least]
+    while halves[-1] > 1:
+        halves.append(-(-halves[-1] // 2))
+    return [tuple(halves)] + [
+        (skip, *rest)
+        for skip in range(least, before, step)
+        if free
+        for rest in _some_sequences(skip, step, free - 1)
     ]
 
 
