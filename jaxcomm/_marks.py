@@ -37,8 +37,8 @@ _TAGS = {
 _UNSIGNED = {"float32": jnp.uint32, "bfloat16": jnp.uint16, "float16": jnp.uint16}
 
 
-def _refuse(*_: Any) -> Any:
-    raise TypeError(f"a {_TAGS[GRADIENT].format('any dtype')}; it is not a random key.")
+def _refuse(tag: str, *_: Any) -> Any:
+    raise TypeError(f"this is not a random key, but {tag}.")
 
 
 class _Mark(NamedTuple):
@@ -55,14 +55,16 @@ _MARKS: dict[Any, _Mark] = {}  # by their dtypes
 @functools.cache
 def _implementation(of: _Mark) -> Any:
     over = f"; they are over {', '.join(of.axes)}" if of.axes else ""
+    tag = _TAGS[of.kind].format(of.name) + over
+    refuse = functools.partial(_refuse, tag)
     made = define_prng_impl(
         key_shape=(1,),
-        seed=_refuse,
-        split=_refuse,
-        random_bits=_refuse,
-        fold_in=_refuse,
+        seed=refuse,
+        split=refuse,
+        random_bits=refuse,
+        fold_in=refuse,
         name=" ".join(("jaxcomm", of.kind, "in", of.name, *of.axes)),
-        tag=_TAGS[of.kind].format(of.name) + over,
+        tag=tag,
     )
     wrapped = functools.partial(jax.random.wrap_key_data, impl=made)
     _MARKS[jax.eval_shape(wrapped, jax.ShapeDtypeStruct((1,), jnp.uint32)).dtype] = of

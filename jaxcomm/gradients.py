@@ -148,7 +148,7 @@ class ValueAndGrad:
     def _check_attached(self, params: Any) -> None:
         """Raises if the exchange inside the backward pass is over another axis."""
         for node in attached_in(params):
-            if node.stack.axis_name != self.axis_name:
+            if _axes.names_of(node.stack.axis_name) != _axes.names_of(self.axis_name):
                 raise ValueError(
                     f"parameter {node.path} is exchanged over {node.stack.axis_name!r} in the "
                     f"backward pass, but gradients are taken over {self.axis_name!r}; name the "

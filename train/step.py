@@ -127,9 +127,9 @@ def _was_finite(grads: Any, updates: Any, opt_state: Any) -> jax.Array:
     """
     named = jax.tree_util.tree_leaves_with_path(opt_state)
     seen = [x for path, x in named if getattr(path[-1], "name", None) == "last_finite"]
-    if seen and not isinstance(opt_state, jaxcomm.LocalStepsState):
-        return seen[0].astype(jnp.float32)
     local = isinstance(opt_state, jaxcomm.LocalStepsState)
+    if seen and not local:
+        return seen[0].astype(jnp.float32)
     leaves = jax.tree.leaves(jaxcomm.unmark_local(grads) if local else updates)
     return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all().astype(jnp.float32)
 

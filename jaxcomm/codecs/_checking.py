@@ -12,15 +12,27 @@ METHODS = ("encode", "decode", "message_bytes")
 _SHAPE = (2, 33)  # two messages of a length that no block size divides
 
 
-@functools.cache
 def check(codec: Codec) -> None:
-    """Traces the codec once.
+    """Traces the codec, once for equal ones.
 
     Raises:
-      TypeError: if it is not a frozen dataclass with a `name`, if it lacks a method, if its payload
-        is not one array, or if it decodes to another shape or dtype than it encoded.
+      TypeError: if it is not a frozen dataclass with a `name` and hashable fields, if it lacks a
+        method, if its payload is not one array, or if it decodes to another shape or dtype than it
+        encoded.
       ValueError: if the size of a payload is not what `message_bytes` says.
     """
+    try:
+        hash(codec)
+    except TypeError as error:
+        raise TypeError(
+            f"the codec {type(codec).__name__} cannot be hashed ({error}): decorate its class with "
+            "@dataclasses.dataclass(frozen=True), and keep tuples in place of arrays and lists."
+        ) from error
+    _check_once(codec)
+
+
+@functools.cache
+def _check_once(codec: Codec) -> None:
     who = type(codec).__name__
     if not isinstance(getattr(codec, "name", None), str):
         raise TypeError(f"the codec {who} needs a name: ClassVar[str] in its class.")

@@ -43,6 +43,6 @@ def bfloat16() -> BFloat16:
 
     Returns:
       The codec. A message of n values is uint16 `(n,)`, the bit patterns: 2n bytes. It has the
-      range of float32; the relative error is at most 2^-8.
+      range of float32 up to 3.39e38; the relative error is at most 2^-8.
     """
     return BFloat16()

@@ -1,6 +1,7 @@
 """Random-k: a few values, at places that follow from a key and are not sent."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,7 @@ class RandomK(Codec):
             values = self.values.decode(_from_bytes(row[8:], dtype), places.size)
             return self.spread(values, places, n)
 
-        rows = payload.reshape(-1, payload.shape[-1])
+        rows = payload.reshape(math.prod(payload.shape[:-1]), payload.shape[-1])
         return jax.vmap(message)(rows).reshape(*payload.shape[:-1], n)
 
     def message_bytes(self, n: int) -> int:
@@ -147,7 +148,8 @@ def _as_bytes(x: jax.Array) -> jax.Array:
     """uint8 `(..., n * size)`, bit for bit."""
     if x.dtype.itemsize == 1:
         return jax.lax.bitcast_convert_type(x, jnp.uint8)
-    return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], -1)
+    size = x.shape[-1] * x.dtype.itemsize
+    return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:-1], size)
 
 
 def _from_bytes(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -1,6 +1,7 @@
 """Which leaves travel together, in which order, and as which vector."""
 
 import contextvars
+import dataclasses
 import functools
 import itertools
 import math
@@ -19,10 +20,27 @@ from jaxcomm.transforms._layout import Layout, filled_leaves, split_over
 
 Bucket = tuple[int, ...]
 
-_SHORT = 2**14  # values
+SHORT = 2**14  # values of a leaf: to start an operation on it takes as long as to do it
 _CONVOLUTION = 4  # axes of a kernel, two of them in space
 _MOST = 2**32  # bytes of leaves that are joined: int32 counts their values, with room to spare
 _EVEN = 64  # XLA on CPU concatenates sums well, without padding, if this divides their lengths
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Which leaves travel together, where a state keeps something for each bucket."""
+
+    of: tuple[Bucket, ...]
+
+    def require_same(self, buckets: tuple[Bucket, ...]) -> None:
+        """Raises a ValueError for the buckets of other leaves."""
+        if buckets != self.of:
+            raise ValueError(
+                "the state belongs to other buckets. Make tx with the bucket_order and the "
+                "bucket_mib of the run that saved the state, or start over with tx.init(params)."
+            )
+
 
 # Set where a layer is exchanged separately, inside the backward pass: the layer's number, from
 # which keys are derived; 0 in `init`.
@@ -188,7 +206,7 @@ def split(
 
 
 def _is_short(shape: tuple[int, ...]) -> bool:
-    return 0 < math.prod(shape) < _SHORT
+    return 0 < math.prod(shape) < SHORT
 
 
 def _cut(

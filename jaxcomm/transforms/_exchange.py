@@ -44,7 +44,7 @@ from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
 from jaxcomm._users_line import users_line
 from jaxcomm.kernels.reductions import all_finite
-from jaxcomm.transforms._buckets import LAYER, Bucket, in_row_major, joined, split
+from jaxcomm.transforms._buckets import LAYER, SHORT, Bucket, in_row_major, joined, split
 from jaxcomm.transforms._layout import Layout, check_gradients, check_paths, names_in, restrict
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, require_own
@@ -65,7 +65,6 @@ OnBucket = Callable[[int, dict[int, jax.Array]], tuple[Result, Any]]
 # Which part of a bucket shows that something is not finite; see `exchange_buckets`.
 LookAt = Literal["results", "own", "parts"]
 
-_SHORT = 2**14  # values
 _TAGS = 8
 FLAG, TAG = "not finite", "tag of the key"
 
@@ -283,9 +282,9 @@ def as_vectors(arrays: Sequence[jax.Array]) -> Arrays:
     vectors = [x.reshape(-1) for x in arrays if x.size]  # empty ones say nothing
     short: dict[Any, Arrays] = {}
     for x in vectors:
-        if x.size < _SHORT:
+        if x.size < SHORT:
             short.setdefault(x.dtype, []).append(x)
-    return [*map(jnp.concatenate, short.values()), *(x for x in vectors if x.size >= _SHORT)]
+    return [*map(jnp.concatenate, short.values()), *(x for x in vectors if x.size >= SHORT)]
 
 
 def vectors_in_view(arrays: Arrays, layout: Layout) -> Arrays:

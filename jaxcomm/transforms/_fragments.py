@@ -49,6 +49,8 @@ def dealt(layout: Layout, count: int) -> Fragments:
       ValueError: if there are fewer leaves than fragments.
     """
     filled = filled_leaves(layout)
+    if not filled:
+        raise ValueError("local_steps needs a parameter that has elements; there is none.")
     if len(filled) < count:
         raise ValueError(
             f"fragments={count} is more than the {len(filled)} parameters, which are exchanged "

@@ -180,16 +180,19 @@ def axis_of(state: Any, who: str) -> AxisName:
       ValueError: if there is none, or more than one.
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout))
-    axes = {node.axis_name for node in nodes if isinstance(node, Layout)}
-    if not _roles.exchanges(state):
-        axes = set()
-    if len(axes) != 1:
+    given = [node.axis_name for node in nodes if isinstance(node, Layout)]
+    axes = {_axes.names_of(name): name for name in given if _roles.exchanges(state)}
+    if len(axes) > 1:
         raise ValueError(
             f"{who} needs inner transformations that exchange over one axis, found "
-            f"{sorted(map(str, axes)) or 'none'}; put jaxcomm.mean inside it"
-            f"{', or use optax.MultiSteps' if who == 'multi_steps' else ''}."
+            f"{' and '.join(sorted(map(repr, axes.values())))}; name the same axis in all of them."
         )
-    return axes.pop()
+    if not axes:
+        raise ValueError(
+            f"{who} needs inner transformations that exchange, found none; put jaxcomm.mean inside "
+            f"it{', or use optax.MultiSteps' if who == 'multi_steps' else ''}."
+        )
+    return given[0]
 
 
 def leaf_paths(state: Any) -> set[str]:

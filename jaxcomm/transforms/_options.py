@@ -33,6 +33,8 @@ def check_names(axis_name: AxisName, exempt: Exempt, bucket_order: Sequence[str]
     else:
         require_strings(exempt, "exempt", "patterns")
     if bucket_order is not None:
+        if not isinstance(bucket_order, Sequence):
+            raise TypeError(f"bucket_order must be a list of paths, got {bucket_order!r}.")
         require_strings(bucket_order, "bucket_order", "paths")
 
 

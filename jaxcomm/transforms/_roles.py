@@ -15,6 +15,7 @@ MOMENTA = "means of momenta"
 FINISHED = "finished updates"
 IN_BACKWARD = "means that the backward pass has made"
 ZEROS = "zeros"
+WRAPPED = "wrapped exchanges"
 OTHER = "others"  # of transformations that are not jaxcomm's
 
 _INSTEAD = {
@@ -23,6 +24,8 @@ _INSTEAD = {
     FINISHED: "an optimizer; give the exchange alone",
     IN_BACKWARD: "one in the backward pass, after which there is no local gradient",
     ZEROS: "jaxcomm.set_to_zero; give it the frozen part of an optax.partition",
+    WRAPPED: "one inside a wrapper, such as optax.partition, optax.named_chain or "
+    "optax.inject_hyperparams; give the exchange alone",
     OTHER: "a chain with other transformations; give the exchange alone: clipping and the like "
     "belong with the optimizer",
 }
@@ -32,7 +35,7 @@ def roles_of(state: Any) -> frozenset[str]:
     """The roles of the transformation of a state, or of all members of a chain."""
     if type(state) is tuple:
         return frozenset().union(*map(roles_of, state))
-    return getattr(state, "roles", frozenset({OTHER}))
+    return getattr(state, "roles", frozenset({WRAPPED if exchanges(state) else OTHER}))
 
 
 def exchanges(state: Any) -> bool:

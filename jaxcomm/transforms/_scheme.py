@@ -28,7 +28,8 @@ class Scheme:
       seed: the seed for random rounding and coins.
       bucket_bytes: the most float32 bytes that travel together.
       bucket_order: the order of leaves that the user gave; empty if none was given.
-      signs: whether the updates are signs, also those of exempt leaves.
+      signs: whether it is a vote. The updates of one without feedback are signs, also those of
+        exempt leaves.
       frozen: whether the updates are zero.
       gather: the format in which shards are gathered.
     """

@@ -9,7 +9,7 @@ and leaves all states as they were if one of them is not finite.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -172,7 +172,8 @@ def in_backward(exchange: optax.GradientTransformation, layers: Sequence[str]) -
       P. Micikevicius et al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433 (scales that
       change in the backward pass; Flax returns the new ones as gradients of the old ones).
     """
-    if isinstance(layers, str) or not layers or not all(isinstance(x, str) for x in layers):
+    is_list = isinstance(layers, Collection) and not isinstance(layers, str)
+    if not is_list or not layers or not all(isinstance(x, str) for x in layers):
         raise TypeError(
             f'layers must be a list of paths of stacked layers, such as ["blocks"], got {layers!r}.'
         )

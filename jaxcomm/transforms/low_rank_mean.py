@@ -305,7 +305,8 @@ def _check_rank(whole: Layout, layout: Layout, rank: int) -> None:
 
     Of what `in_backward` leaves to a usual exchange, it may compress none.
     """
-    could = [x for x in whole.leaves if not (x.exempt or len(x.shape) < 2 or 0 in x.shape)]
+    kept = [leaf for leaf in whole.leaves if not leaf.exempt and 0 not in leaf.shape]
+    could = [leaf for leaf in kept if len(leaf.shape) - leaf.stacked >= 2]
     is_rest = PATHS.get() and LAYER.get() is None
     if not could or is_rest or not all(leaf.exempt for leaf in layout.leaves):
         return

@@ -19,6 +19,7 @@ from jaxcomm.kernels.reductions import all_finite, computed_once
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
     Bucket,
+    Buckets,
     buckets_of,
     bytes_of,
     joined,
@@ -54,14 +55,6 @@ from jaxcomm.transforms.per_device import PerDevice, next_of, values_of, zeros_p
 _DENSE_SHARE = 0.15  # of the run; H. Tang et al.: 23,000 of 152,000 steps of BERT-Large
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Buckets:
-    """Which leaves' errors lie in which vector."""
-
-    of: tuple[Bucket, ...]
-
-
 class OneBitAdamState(NamedTuple):
     """The state of `one_bit_adam`.
 
@@ -81,7 +74,7 @@ class OneBitAdamState(NamedTuple):
     """
 
     layout: Layout
-    buckets: _Buckets
+    buckets: Buckets
     count: jax.Array
     m: Any
     v: Any
@@ -124,8 +117,9 @@ def one_bit_adam(
     decoded as plus or minus a scale and then divided by eps, so such a coordinate is no longer
     updated, except by weight decay. Where v is tiny, a larger eps bounds the step.
 
-    If any gradient on any device is not finite, every update on every device is NaN and the state
-    stays as it was. The exchange of a bucket begins once all gradients of that bucket exist.
+    If a gradient on any device, its square or the learning rate is not finite, every update on
+    every device is NaN and the state stays as it was. The exchange of a bucket begins once all
+    gradients of that bucket exist.
 
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
@@ -217,7 +211,7 @@ def one_bit_adam(
         worker, server = (zeros_per_group(layout, params, buckets, n) for n in (lengths, chunks))
         server = dataclasses.replace(server, are_shares=True)
         kept = (count, m, v, worker, server, frozen_at, norms)
-        return OneBitAdamState(layout, _Buckets(buckets), *kept)
+        return OneBitAdamState(layout, Buckets(buckets), *kept)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -229,7 +223,7 @@ def one_bit_adam(
         old_m, old_v = jax.tree.leaves(state.m), jax.tree.leaves(state.v)
         large, _ = split_off_exempt(state.layout)
         buckets = buckets_of(state.layout, large, bucket_order, limit)
-        _require_same(buckets, state.buckets)
+        state.buckets.require_same(buckets)
         frozen = not known[0] if known else state.frozen_at > 0
         count, leaves = state.count + 1, range(len(grads))
         in_one_bit = [frozen & (i in large) for i in leaves]
@@ -273,14 +267,6 @@ def _dense_steps(total_steps: int | None, dense_steps: int | None) -> int | None
         )
     check_number("total_steps", total_steps, is_count, "a whole number >= 1")
     return math.ceil(_DENSE_SHARE * total_steps)
-
-
-def _require_same(buckets: tuple[Bucket, ...], saved: _Buckets) -> None:
-    if buckets != saved.of:
-        raise ValueError(
-            "the state's errors belong to other buckets. Make tx with the bucket_order and the "
-            "bucket_mib of the run that saved the state, or start over with tx.init(params)."
-        )
 
 
 def _exchange(

@@ -123,7 +123,7 @@ def _check_buckets(new: Any, old: Any) -> None:
 
     if any(here != there for here, there in zip(buckets(new), buckets(old), strict=False)):
         raise ValueError(
-            "the state's errors belong to other buckets. Make tx with the bucket_order and the "
+            "the state belongs to other buckets. Make tx with the bucket_order and the "
             "bucket_mib of the run that saved the state."
         )
 

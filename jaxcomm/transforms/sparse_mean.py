@@ -19,6 +19,7 @@ from jaxcomm.kernels.reductions import finite_parts
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
     Bucket,
+    Buckets,
     buckets_of,
     by_appearance,
     bytes_of,
@@ -86,6 +87,7 @@ class SparseMeanState(NamedTuple):
       thresholds: for each bucket, float32[devices, 1], sharded over the axis; each device's
         threshold for the next step.
       report: the report of the last step.
+      buckets: which leaves travel together.
     """
 
     layout: Layout
@@ -94,6 +96,7 @@ class SparseMeanState(NamedTuple):
     velocity: PerDevice
     thresholds: PerDevice
     report: SparseReport
+    buckets: Buckets
 
     @property
     def roles(self) -> frozenset[str]:
@@ -195,7 +198,7 @@ def sparse_mean(
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
         full, _ = split_off_empty(layout)
         velocity = NOTHING if m is None else zeros_per_device(layout, params, full)
-        buckets = exchange.buckets(layout, large)
+        buckets = exchange.buckets(layout)
         for bucket in buckets:  # one that is as long as this has one leaf
             if (values := values_of(layout, bucket)) > select.MOST:
                 path = layout.leaves[bucket[0]].path
@@ -205,8 +208,8 @@ def sparse_mean(
                 )
         thresholds = zeros_per_group(layout, params, buckets, [1] * len(buckets))
         report = SparseReport(*[jnp.zeros((), jnp.float32) for _ in SparseReport._fields])
-        step = jnp.zeros((), jnp.int32)
-        return SparseMeanState(layout, step, residual, velocity, thresholds, report)
+        kept = jnp.zeros((), jnp.int32), residual, velocity, thresholds
+        return SparseMeanState(layout, *kept, report, Buckets(buckets))
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, *, exchange: _Exchange = exchange
@@ -214,6 +217,7 @@ def sparse_mean(
         del params
         kept, of_all = {"residual": error_feedback}, {"velocity": m is not None}
         require_state(state, SparseMeanState, exempt, kept, kept_of_all=of_all)
+        state.buckets.require_same(exchange.buckets(state.layout))
         grads, treedef = local_leaves(updates, state.layout)
         (*means, report), (residual, velocity, thresholds) = on_every_device(
             functools.partial(exchange, layout=state.layout),
@@ -224,9 +228,10 @@ def sparse_mean(
             further_results=1,
         )
         step = state.step if exchange.is_dense else state.step + 1
-        kept = residual, velocity, thresholds
-        new = SparseMeanState(state.layout, step, *kept, SparseReport(*report))
-        return treedef.unflatten(means), new
+        kept = state.layout, step, residual, velocity, thresholds
+        return treedef.unflatten(means), SparseMeanState(
+            *kept, SparseReport(*report), state.buckets
+        )
 
     tx, dense = optax.GradientTransformation(init_fn, update_fn), None
     if m is not None:  # A plain mean would have no momentum.
@@ -266,8 +271,9 @@ class _Exchange:
     limit: int
     is_dense: bool = False
 
-    def buckets(self, layout: Layout, large: Bucket) -> tuple[Bucket, ...]:
+    def buckets(self, layout: Layout) -> tuple[Bucket, ...]:
         """The leaves that travel together."""
+        large, _ = split_off_exempt(layout)
         return buckets_of(layout, large, self.bucket_order, self.limit)
 
     def __call__(
@@ -276,7 +282,7 @@ class _Exchange:
         """What one device does in a step: the updates and a report, and its next state."""
         large, exempt_ = split_off_exempt(layout)
         exempt_ = by_appearance(layout, exempt_, self.bucket_order)
-        buckets = self.buckets(layout, large)
+        buckets = self.buckets(layout)
         full, _ = split_off_empty(layout)
         residual = dict(zip(large, own[0], strict=False))
         old = dict(zip(full, own[1], strict=False))
@@ -309,16 +315,14 @@ class _Exchange:
         means = done.exact | by_leaf(done.buckets, buckets, grads)
         residual, velocity = {}, {}
         if self.error_feedback:
-            residual = by_leaf(
-                [kept.residual for kept in done.kept], buckets, grads, are_state=True
-            )
+            left = [kept.residual for kept in done.kept]
+            residual = by_leaf(left, buckets, grads, are_state=True)
             means, residual = within_range(means, residual, grads)
         if self.momentum is not None:
             # A float32 momentum can outgrow float16: the update is cut, or none would be finite.
             means |= {i: clipped(means[i], grads[i].dtype) for i in small}
-            velocity = small | by_leaf(
-                [kept.velocity for kept in done.kept], buckets, grads, are_state=True
-            )
+            momenta = [kept.velocity for kept in done.kept]
+            velocity = small | by_leaf(momenta, buckets, grads, are_state=True)
         new = (
             [residual[i] for i in large if residual],
             [velocity[i] for i in full if velocity],
@@ -326,10 +330,8 @@ class _Exchange:
         )
         updates, finite = updates_of(means, done.finite, grads, self.axis_name)
         new = tuple(kept_if(finite, *pair) for pair in zip(new, own, strict=True))
-        k = sum(
-            vector.size if self.is_dense else self.algorithm.k(vector.size)
-            for vector in done.buckets
-        )
+        sizes = [vector.size for vector in done.buckets]
+        k = sum(sizes if self.is_dense else map(self.algorithm.k, sizes))
         report = _report(k, sum((kept.counts for kept in done.kept), jnp.zeros(5, jnp.float32)))
         return [*updates, report], new
 

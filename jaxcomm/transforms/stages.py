@@ -200,6 +200,12 @@ def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientT
                 "exchange. Put that first: optax.chain(jaxcomm.local(...), jaxcomm.dense_first("
                 "exchange, steps)); or pass the transformation of the first steps as dense=."
             )
+        if _roles.WRAPPED in _roles.roles_of(state):
+            raise ValueError(
+                "dense_first takes an exchange alone, and this one is inside a wrapper, such as "
+                "optax.partition. Put dense_first into the wrapper; or pass the transformation of "
+                "the first steps as dense=."
+            )
         if _roles.roles_of(state) & {_roles.FINISHED, _roles.OTHER}:
             raise ValueError(
                 "dense_first replaces all of inner by a mean, and this inner is more than an "

@@ -7,6 +7,7 @@ import jax
 import optax
 
 from jaxcomm import _paths
+from jaxcomm.transforms._buckets import LAYER
 from jaxcomm.transforms._layout import PATHS, STACKED
 from jaxcomm.transforms._options import fits, require_strings
 from jaxcomm.transforms._wrappers import with_extra_args
@@ -47,23 +48,25 @@ def with_layer_axis(
     tx = with_extra_args(tx, "with_layer_axis", "tx")
 
     def init_fn(params: Any) -> Any:
-        if PATHS.get():  # inside `in_backward`, whose layers have no such axis
-            return tx.init(params)
         leaves = jax.tree_util.tree_leaves_with_path(params)
         shapes = {_paths.path_name(path): jax.numpy.shape(leaf) for path, leaf in leaves}
+        paths = PATHS.get() or tuple(shapes)  # inside `in_backward`, of all its parts
+        is_layer = LAYER.get() is not None  # of `in_backward`, which has no such axis
         for pattern in layers:
-            found = [path for path in shapes if fits(path, [pattern])]
+            found = [path for path in paths if fits(path, [pattern])]
             if not found:
                 raise ValueError(
                     f"with_layer_axis names {pattern!r}, which fits no parameter; the paths are "
-                    f"{', '.join(list(shapes)[:10])}{', ...' if len(shapes) > 10 else ''}."
+                    f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''}."
                 )
-            if scalars := [path for path in found if not shapes[path]]:
+            if is_layer:
+                continue
+            if scalars := [path for path in found if shapes.get(path) == ()]:
                 raise ValueError(
                     f"with_layer_axis names {pattern!r}, and parameter {scalars[0]} has no axis "
                     "that could count layers; name only leaves that are stacked."
                 )
-        token = STACKED.set(tuple(layers))
+        token = STACKED.set(() if is_layer else tuple(layers))
         try:
             return tx.init(params)
         finally:

@@ -7,7 +7,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm import _paths
-from jaxcomm.transforms._layout import GIVEN_SPECS
+from jaxcomm.transforms._layout import GIVEN_SPECS, PATHS
 from jaxcomm.transforms._wrappers import with_extra_args
 
 
@@ -32,7 +32,8 @@ def with_param_specs(
 
     Raises:
       TypeError: immediately for other leaves of `specs`.
-      ValueError: by `init`, for a parameter whose spec is missing or differs.
+      ValueError: by `init`, for a parameter whose spec is missing or differs, and inside of
+        `jaxcomm.in_backward`.
 
     Wire: that of `tx`.
 
@@ -54,6 +55,11 @@ def with_param_specs(
     given = {_paths.path_name(path): _spec_of(path, leaf) for path, leaf in leaves}
 
     def init_fn(params: Any) -> Any:
+        if PATHS.get():
+            raise ValueError(
+                "with_param_specs is inside jaxcomm.in_backward, whose layers have other specs; "
+                "put it around: jaxcomm.with_param_specs(jaxcomm.in_backward(...), specs)."
+            )
         paths = [_paths.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         if lacking := [path for path in paths if path not in given]:
             raise ValueError(

@@ -84,3 +84,13 @@ def test_it_is_used(mesh8: jax.sharding.Mesh) -> None:
 def test_what_it_lacks_is_said(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         jaxcomm.mean("data", make())
+
+
+def test_a_codec_that_cannot_be_hashed() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Table(codecs.Codec):
+        name: ClassVar[str] = "table"
+        values: Any = None
+
+    with pytest.raises(TypeError, match="the codec Table cannot be hashed .*keep tuples in place"):
+        codecs.from_name(Table(np.zeros(3)))

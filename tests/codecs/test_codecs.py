@@ -376,3 +376,11 @@ def test_errors_and_sums_are_those_of_the_values(case: Case, n: int) -> None:
     own = np.where(np.arange(3)[:, None] == 1, x, values)
     total = jax.jit(case.codec.sum_with_own)(payload, x[1], jnp.int32(1))
     np.testing.assert_array_equal(total, in_order(own))
+
+
+@pytest.mark.parametrize("name", codecs.BY_NAME)
+def test_no_messages_are_none(name: str) -> None:
+    codec = codecs.from_name(name)
+    payload = codec.encode(jnp.zeros((0, 5)), KEY)
+    assert payload.shape[0] == 0
+    assert codec.decode(payload, 5).shape == (0, 5)

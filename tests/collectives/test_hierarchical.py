@@ -48,8 +48,11 @@ def test_a_near_axis_of_one_device_rounds_nothing(near: str) -> None:
 
 
 def test_the_axes_are_two_and_the_algorithms_have_a_reduce_scatter(mesh8: Mesh) -> None:
-    with pytest.raises(TypeError, match="for each axis, got Native"):
-        algorithms.hierarchical(near=algorithms.native(), far=algorithms.ring())
+    for near in algorithms.native(), "native", "two_clusters", "rinng":
+        with pytest.raises(TypeError, match=r"for each axis, one of direct.*ring\(\), got "):
+            algorithms.hierarchical(near=near, far=algorithms.ring())
+    with pytest.raises(TypeError, match=r"write jaxcomm.algorithms.circulant\(\)"):
+        algorithms.hierarchical(near=algorithms.ring(), far="circulant")
     algorithm = algorithms.hierarchical(near=algorithms.ring(), far=algorithms.ring())
     with pytest.raises(ValueError, match="needs two different mesh axes"):
         mean_program(mesh8, 8, algorithm=algorithm)

@@ -154,3 +154,62 @@ def test_what_a_device_does_alone_exchanges_nothing() -> None:
 def test_accumulate_takes_a_function() -> None:
     with pytest.raises(TypeError, match="accumulate takes a function, got 3"):
         jaxcomm.accumulate(3, 2)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("order", [{"w", "b"}, np.array(["w", "b"]), "w", 3])
+def test_an_order_is_a_list(order: Any) -> None:
+    for make in jaxcomm.mean, jaxcomm.majority_vote, jaxcomm.sparse_mean:
+        with pytest.raises(TypeError, match="bucket_order must be a list of paths, got "):
+            make("data", bucket_order=order)
+
+
+@pytest.mark.parametrize("layers", [5, None, "blocks", [], [3]])
+def test_layers_are_a_list_of_paths(layers: Any) -> None:
+    with pytest.raises(TypeError, match="layers must be a list of paths of stacked layers"):
+        jaxcomm.in_backward(jaxcomm.mean("data"), layers)
+
+
+def test_an_axis_in_a_tuple_is_that_axis(mesh8: Any) -> None:
+    params = {"blocks": jnp.ones((3, 8, 8))}
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        layers = lambda x, w: (x @ jaxcomm.exchanged(w), None)  # noqa: E731
+        return jnp.mean(jax.lax.scan(layers, x, params["blocks"])[0])
+
+    both = optax.chain(jaxcomm.local("data", optax.trace(0.9)), jaxcomm.mean(("data",)))
+    with jax.set_mesh(mesh8):
+        jaxcomm.control_variates(both).init(params)
+        exchange = jaxcomm.in_backward(jaxcomm.mean(("data",)), ["blocks"])
+        given = exchange.attach(params, exchange.init(params))
+        jax.jit(jaxcomm.value_and_grad(loss_fn, "data"))(given, jnp.ones((8, 8)))
+    mesh = jax.make_mesh((4, 2), ("data", "pod"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    two = optax.chain(jaxcomm.local("pod", optax.trace(0.9)), jaxcomm.mean("data"))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="found 'data' and 'pod'; name the"):
+        jaxcomm.control_variates(two).init(params)
+
+
+def test_an_exchange_in_a_wrapper_is_named(mesh8: Any) -> None:
+    mean, params = jaxcomm.mean("data"), {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+    parts = optax.partition({"x": mean, "y": jaxcomm.mean("data")}, {"w": "x", "b": "y"})
+    with jax.set_mesh(mesh8):
+        for wrapped in parts, optax.named_chain(("m", mean)):
+            with pytest.raises(ValueError, match="one inside a wrapper, such as optax.partition"):
+                jaxcomm.local_steps(optax.sgd(0.1), 2, optax.sgd(1.0), wrapped).init(params)
+        with pytest.raises(ValueError, match="takes an exchange alone, and this one is inside a"):
+            jaxcomm.dense_first(parts, 3).init(params)
+        with pytest.raises(ValueError, match="got a chain with other transformations"):
+            chain = optax.chain(mean, optax.clip(1.0))
+            jaxcomm.local_steps(optax.sgd(0.1), 2, optax.sgd(1.0), chain).init(params)
+
+
+def test_local_steps_need_a_parameter(mesh8: Any) -> None:
+    tx = jaxcomm.local_steps(optax.sgd(0.1), 2, optax.sgd(1.0), jaxcomm.mean("data"))
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="needs a parameter that has eleme"):
+        tx.init({"w": jnp.zeros((0, 3))})
+
+
+def test_a_rank_for_vectors_in_a_stack(mesh8: Any) -> None:
+    """That each of them has a single row is why the rank compresses nothing."""
+    tx = jaxcomm.low_rank_mean("data", 1, exempt=lambda path, shape: False)
+    with jax.set_mesh(mesh8):
+        jaxcomm.with_layer_axis(tx, ["norm"]).init({"norm": jnp.zeros((32, 32))})

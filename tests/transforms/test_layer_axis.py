@@ -180,3 +180,22 @@ def test_a_field_named_value_fits_patterns(make_mesh: Any) -> None:
         for pattern, number in (("attn/*", 2), ("attn/value", 1), ("attn/query", 1)):
             state = jaxcomm.mean("data", "int8", exempt=[pattern]).init(params)
             assert sum(leaf.exempt for leaf in state.layout.leaves) == number, pattern
+
+
+def test_beside_the_backward_pass_stacks_have_it_as_outside(make_mesh: Any) -> None:
+    params = {
+        "blocks": {"w": jnp.zeros((12, 8, 8))},
+        "enc": {"w": jnp.zeros((12, 8, 8)), "shift": jnp.zeros((12, 8))},
+    }
+    int8, names = jaxcomm.mean("data", "int8"), ["enc/*", "blocks/*"]
+    with jax.set_mesh(make_mesh(WORLD)):
+        inside = jaxcomm.in_backward(jaxcomm.with_layer_axis(int8, names), ["blocks"])
+        outside = jaxcomm.with_layer_axis(jaxcomm.in_backward(int8, ["blocks"]), names)
+        found = [tx.init(params) for tx in (inside, outside)]
+        assert found[0].rest.layout.leaves == found[1].rest.layout.leaves
+        assert {leaf.path for leaf in found[0].rest.layout.leaves if leaf.exempt} == {"enc/shift"}
+        assert found[0].layers[0].layout.leaves == found[1].layers[0].layout.leaves
+        for layers in ["blocks"], ["blocks", "enc"]:
+            misspelt = jaxcomm.with_layer_axis(int8, ["nonsense/*"])
+            with pytest.raises(ValueError, match="names 'nonsense/.*', which fits no parameter"):
+                jaxcomm.in_backward(misspelt, layers).init(params)

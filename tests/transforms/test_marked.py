@@ -287,3 +287,13 @@ def test_an_update_outside_of_jit_is_warned_of() -> None:
         assert caught[0].filename == __file__
         jax.jit(tx.update)(grads, state)
         jax.jit(lambda state: tx.update(grads, state))(state)  # of constants
+
+
+def test_what_is_no_key_says_what_it_is(mesh8: Any) -> None:
+    tx = jaxcomm.local_steps(optax.sgd(0.1), 2, optax.sgd(1.0), jaxcomm.mean("data"))
+    with jax.set_mesh(mesh8):
+        own = jaxcomm.local_params(tx.init({"w": jnp.ones((8, 8))}))["w"]
+        with pytest.raises(TypeError, match="not a random key, but each device's own parameters"):
+            jax.random.split(own[0, 0, 0])
+    with pytest.raises(TypeError, match="not a random key, but local gradient in float32"):
+        jax.random.split(jaxcomm.mark_local(jnp.ones((2, 2)))[0, 0])

@@ -262,6 +262,6 @@ def test_errors_of_other_buckets_are_refused() -> None:
     one_bit = functools.partial(jaxcomm.one_bit_adam, "data", 1e-3, dense_steps=2)
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
         saved = jax.tree.map(np.asarray, one_bit(bucket_order=["a", "b"]).init(params))
-        with pytest.raises(ValueError, match="errors belong to other buckets. Make tx with the"):
+        with pytest.raises(ValueError, match="state belongs to other buckets. Make tx with the"):
             jaxcomm.resize_state(one_bit(bucket_order=["b", "a"]), saved, params)
         jaxcomm.resize_state(one_bit(bucket_order=["a", "b"]), saved, params)

@@ -177,7 +177,7 @@ def test_what_is_no_stage_is_refused(stage: Any) -> None:
         (lambda: jaxcomm.dense_first(jaxcomm.mean("data"), 1.5), "at least 0, got 1.5"),
         (
             lambda: jaxcomm.dense_first(optax.identity(), 1).init(jnp.zeros((2, 2))),
-            "dense_first needs inner transformations that exchange over one axis, found none",
+            "dense_first needs inner transformations that exchange, found none; put jaxcomm.mean",
         ),
     ],
 )

@@ -136,5 +136,18 @@ def test_errors_of_other_buckets_are_refused(make_mesh: Any) -> None:
         params = jaxcomm.replicate({name: jnp.zeros((8, 8)) for name in grads})
         state = jaxcomm.one_bit_adam("data", 0.1, dense_steps=1).init(params)
         other = jaxcomm.one_bit_adam("data", 0.1, dense_steps=1, bucket_order=["a", "c"])
-        with pytest.raises(ValueError, match="errors belong to other buckets.*bucket_order"):
+        with pytest.raises(ValueError, match="state belongs to other buckets.*bucket_order"):
             jax.jit(other.update)(jaxcomm.global_batch(grads, "data"), state, params)
+
+
+def test_thresholds_of_other_buckets_are_refused(make_mesh: Any) -> None:
+    """One that is used again would select nearly nothing of another bucket."""
+    params = {name: jnp.zeros((32, 32)) for name in "ab"}
+    make = functools.partial(jaxcomm.sparse_mean, "data", 0.1, bucket_mib=0.004)
+    with jax.set_mesh(make_mesh(4)):
+        state = make(bucket_order=["a", "b"]).init(params)
+        grads = jaxcomm.mark_local({name: jnp.ones((4, 32, 32)) for name in "ab"})
+        jax.jit(make(bucket_order=["a", "b"]).update)(grads, state)
+        for other in make(bucket_order=["b", "a"]), jaxcomm.sparse_mean("data", 0.1):
+            with pytest.raises(ValueError, match="state belongs to other buckets.*bucket_order"):
+                other.update(grads, state)

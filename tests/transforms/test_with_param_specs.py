@@ -1,5 +1,7 @@
 """State is made inside of `jax.jit`, as that of large models has to be."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,3 +94,13 @@ def test_partitions_and_wrong_specs() -> None:
             jaxcomm.with_param_specs(tx, few).init(params)
     with pytest.raises(TypeError, match="a PartitionSpec for parameter head, got 'model'"):
         jaxcomm.with_param_specs(tx, {"head": "model"})
+
+
+def test_it_goes_around_the_backward_pass(make_mesh: Any) -> None:
+    specs = {"blocks": {"w": jax.P(None, "model")}}
+    inside = jaxcomm.with_param_specs(jaxcomm.mean("data", "int8"), specs)
+    with jax.set_mesh(make_mesh(4)):
+        with pytest.raises(
+            ValueError, match=r"put it around: jaxcomm.with_param_specs\(jaxcomm.in"
+        ):
+            jaxcomm.in_backward(inside, ["blocks"]).init({"blocks": {"w": jnp.zeros((3, 8, 8))}})

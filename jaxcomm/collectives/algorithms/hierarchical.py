@@ -19,7 +19,7 @@ from jaxcomm.collectives.algorithms._algorithm import (
 )
 from jaxcomm.collectives.reductions import CodedMean, Prepared, Reduction
 
-NOT_ON_A_LEVEL = ("native", "hierarchical", "two_clusters")  # no reduce-scatter to go on with
+ON_A_LEVEL = ("direct", "ring", "two_way_ring", "halving_doubling", "circulant")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ def hierarchical(
       The algorithm, for `algorithm=`.
 
     Raises:
-      TypeError: if `near` or `far` is not an algorithm with its own reduce-scatter.
+      TypeError: if `near` or `far` is not one of the algorithms in `ON_A_LEVEL`.
       ValueError: for a codec that needs a scale common to all devices, or error feedback.
 
     Wire: over the near links, that of `near` for the vector; over the far links, that of `far` for
@@ -174,14 +174,14 @@ def hierarchical(
             "or int8."
         )
     for algorithm in (near, far):
-        if isinstance(algorithm, str):
+        if algorithm in ON_A_LEVEL:
             raise TypeError(
                 f"hierarchical takes algorithms, got the name {algorithm!r}; "
                 f"write jaxcomm.algorithms.{algorithm}()."
             )
-        if not isinstance(algorithm, Algorithm) or algorithm.name in NOT_ON_A_LEVEL:
+        if not isinstance(algorithm, Algorithm) or algorithm.name not in ON_A_LEVEL:
             raise TypeError(
-                f"hierarchical needs a direct, ring, halving_doubling or circulant algorithm for "
-                f"each axis, got {algorithm!r}."
+                f"hierarchical needs an algorithm for each axis, one of {', '.join(ON_A_LEVEL)}, "
+                f"such as jaxcomm.algorithms.ring(), got {algorithm!r}."
             )
     return Hierarchical(near, far, near_codec)

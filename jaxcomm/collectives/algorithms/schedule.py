@@ -83,7 +83,7 @@ class Schedule:
 
     @functools.cached_property
     def blocks_sent(self) -> tuple[int, ...]:
-        """The blocks that each device sends in the reduce-scatter and the all-gather together."""
+        """The blocks that each device sends in the reduce-scatter and, back, the all-gather."""
         sent = [0] * self.world
         for step in self.rounds:
             for source, target in step.pairs:
