@@ -50,7 +50,7 @@ def reduce_scatter_with_residual(
     if isinstance(reduction, CodedMean):
         reduction = dataclasses.replace(reduction, second_hop=codecs.float32())
     reduction = reduction.for_this_device(axis_name)
-    algorithm.require_own_blocks(world)
+    algorithm.require_own_blocks(axis_name)
     prepared = reduction.prepare(rows, axis_name)
     blocks = reduction.start(prepared.vector, world)
     mine, errors = algorithm.reduce_scatter(blocks, axis_name, reduction, 1)

@@ -120,7 +120,7 @@ def sharded(
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         layout = _shard_layout.layout_of(params, scheme, exempt)
-        scheme.algorithm.require_own_blocks(layout.world)
+        scheme.algorithm.require_own_blocks(layout.axis_name)
         residual = _shard_layout.zero_residual(layout, scheme)
         return ShardedState(layout, scheme, jnp.zeros((), jnp.int32), residual)
 

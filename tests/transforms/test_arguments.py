@@ -213,3 +213,13 @@ def test_a_rank_for_vectors_in_a_stack(mesh8: Any) -> None:
     tx = jaxcomm.low_rank_mean("data", 1, exempt=lambda path, shape: False)
     with jax.set_mesh(mesh8):
         jaxcomm.with_layer_axis(tx, ["norm"]).init({"norm": jnp.zeros((32, 32))})
+
+
+def test_levels_that_leave_no_block_to_a_device_are_refused_in_init() -> None:
+    mesh = jax.make_mesh((4, 2), ("far", "near"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    direct, ring = jaxcomm.algorithms.direct(aggregator=0), jaxcomm.algorithms.ring()
+    for near, far in (direct, ring), (ring, direct):
+        algorithm = jaxcomm.algorithms.hierarchical(near=near, far=far)
+        tx = jaxcomm.sharded(jaxcomm.mean(("far", "near"), "int8", algorithm))
+        with jax.set_mesh(mesh), pytest.raises(ValueError, match="parameters cannot be split over"):
+            tx.init(jaxcomm.shard({"w": jnp.zeros((8, 8))}, ("far", "near")))

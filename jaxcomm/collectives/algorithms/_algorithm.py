@@ -54,8 +54,8 @@ class Algorithm:
     def require_world(self, world: int) -> None:
         """Raises a ValueError for a number of devices that this algorithm does not work for."""
 
-    def require_own_blocks(self, world: int) -> None:
-        """Raises a ValueError unless there are `world` blocks and device r owns block r."""
+    def require_own_blocks(self, axis_name: AxisName) -> None:
+        """Raises a ValueError unless each device of the axis owns the block of its number."""
 
     def is_owner(self, axis_name: AxisName) -> Any:
         """Whether this device owns a block; if not, what it holds is not a full partial."""

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives import _sending
 from jaxcomm.collectives.algorithms._algorithm import Algorithm, message_id
@@ -62,8 +63,9 @@ class Scheduled(Algorithm):
         order = self.schedule(jax.lax.axis_size(axis_name)).order
         return jnp.asarray([row[0] for row in order])[jax.lax.axis_index(axis_name)]
 
-    def require_own_blocks(self, world: int) -> None:
+    def require_own_blocks(self, axis_name: AxisName) -> None:
         """See `Algorithm.require_own_blocks`."""
+        world = _axes.axis_size(axis_name)
         schedule = self.schedule(world)
         if [row[0] for row in schedule.order] != list(range(world)) or not all(schedule.owners):
             raise ValueError(

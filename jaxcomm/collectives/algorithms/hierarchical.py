@@ -52,6 +52,12 @@ class Hierarchical(Algorithm):
         """See `Algorithm.require_axes`: two of them."""
         _far_and_near(axis_name)
 
+    def require_own_blocks(self, axis_name: AxisName) -> None:
+        """See `Algorithm.require_own_blocks`: on both levels."""
+        far, near = _far_and_near(axis_name)
+        self.near.require_own_blocks(near)
+        self.far.require_own_blocks(far)
+
     def _near_reduction(self, reduction: Reduction) -> Reduction:
         if self.near_codec is None:
             return reduction
@@ -108,8 +114,7 @@ class Hierarchical(Algorithm):
         far, near = _far_and_near(axis_name)
         on_near, on_far = jax.lax.axis_size(near), jax.lax.axis_size(far)
 
-        self.near.require_own_blocks(on_near)
-        self.far.require_own_blocks(on_far)
+        self.require_own_blocks(axis_name)
 
         def by_near(x: jax.Array) -> jax.Array:  # (far * near, n) -> (near, far * n)
             return x.reshape(on_far, on_near, -1).swapaxes(0, 1).reshape(on_near, -1)

@@ -60,11 +60,11 @@ class TwoClusters(Algorithm):
                 f'{world}; choose another algorithm, such as "two_way_ring".'
             )
 
-    def require_own_blocks(self, world: int) -> None:
+    def require_own_blocks(self, axis_name: AxisName) -> None:
         """See `Algorithm.require_own_blocks`: a device owns a block of each segment."""
         raise ValueError(
-            f"two_clusters leaves each of {world} devices several blocks, so parameters cannot be "
-            "split over them; choose direct, ring or circulant."
+            f"two_clusters leaves each device of {axis_name!r} several blocks, so parameters "
+            "cannot be split over them; choose direct, ring or circulant."
         )
 
     @property
