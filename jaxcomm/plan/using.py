@@ -7,7 +7,7 @@ from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.algorithms._default import choose_by
 from jaxcomm.collectives.reductions import CodedMean, Majority, Reduction
 from jaxcomm.plan import messages
-from jaxcomm.plan.families import SCHEDULED
+from jaxcomm.plan.families import MERGED, SCHEDULED
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.order import best_dimensions
 
@@ -53,8 +53,11 @@ def use(cluster: Cluster | None) -> None:
     tried_for_votes = [*tried, *([] if cluster.devices % 2 else [algorithms.two_clusters()])]
 
     @functools.cache
-    def seconds(algorithm: Algorithm, reduction: messages.Reduction, values: int) -> float:
-        return cluster.network_of(algorithm).exchange(algorithm, reduction, values).seconds
+    def seconds(
+        algorithm: Algorithm, family: str, reduction: messages.Reduction, values: int
+    ) -> float:
+        sent = cluster.network_of(algorithm).exchange(algorithm, reduction, values).seconds
+        return sent + cluster.costs.local_seconds(family, values, algorithm.name in MERGED)
 
     def chooser(reduction: Reduction, world: int, values: int, usual: Algorithm) -> Algorithm:
         known = _as_messages(reduction, world)
@@ -62,8 +65,10 @@ def use(cluster: Cluster | None) -> None:
             return usual
         is_mean = isinstance(known, messages.Coded)
         those = [a.for_means for a in tried] if is_mean else tried_for_votes
-        fastest = min(those, key=lambda algorithm: seconds(algorithm, known, values))
-        gains = seconds(fastest, known, values) <= _GAIN * seconds(usual, known, values)
+        family = reduction.codec.name if isinstance(reduction, CodedMean) else "vote"
+        fastest = min(those, key=lambda algorithm: seconds(algorithm, family, known, values))
+        taken, before = (seconds(a, family, known, values) for a in (fastest, usual))
+        gains = taken <= _GAIN * before
         return fastest if gains else usual
 
     choose_by(chooser)

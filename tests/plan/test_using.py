@@ -1,5 +1,7 @@
 """The algorithm that stands for None, by a plan."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -44,6 +46,14 @@ def test_across_a_slow_middle_codes_go_around_a_ring():
     np.testing.assert_allclose(other, exact, atol=0.1)
     plan.use(None)
     assert sent_by(mean())[0] == direct
+
+
+def test_what_devices_compute_counts_too() -> None:
+    """Encoding partial sums again takes longer here than the link in the middle."""
+    rooms = slow_middle()
+    local = {**rooms.costs.local, "int8/ring": (1e-6, 1e-6)}
+    plan.use(dataclasses.replace(rooms, costs=dataclasses.replace(rooms.costs, local=local)))
+    assert "all-to-all" in sent_by(mean())[0]
 
 
 def test_what_was_compiled_before_is_compiled_anew():
