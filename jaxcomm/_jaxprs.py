@@ -23,9 +23,7 @@ def _source(line: Any, place: int) -> Any:
     """The operand of an equation that a result of it equals, or None."""
     if line.primitive.name in _ALIKE:
         return line.invars[place]
-    inside = next(
-        (line.params[x] for x in ("jaxpr", "call_jaxpr", "fun_jaxpr") if x in line.params), None
-    )
+    inside = next((line.params[x] for x in ("jaxpr", "call_jaxpr") if x in line.params), None)
     inside = getattr(inside, "jaxpr", inside)
     if inside is None or len(inside.invars) != len(line.invars):
         return None

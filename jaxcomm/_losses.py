@@ -250,6 +250,8 @@ def check_loss(
         if not _traces(of_two, inputs, batch):
             raise ValueError(already_reduced(axis_name))
     if _traces(of_two, inputs, batch):
+        if jax.eval_shape(loss, inputs, batch) is None:
+            raise TypeError("the loss function returned None; return the loss.")
         raise ValueError(
             "the loss does not depend on the batch, so all devices have the same gradient and "
             "there is nothing to exchange. loss_fn(params, batch) must use what it is given."

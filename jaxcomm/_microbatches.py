@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxcomm import _axes, _shards
 from jaxcomm._attached import attached_in, detached, finished, last_of, map_leaves, nan_if_skipped
+from jaxcomm._batches import name_in_batch
 from jaxcomm._marks import GRADIENT, OWN_GRADIENT, kind_of
 
 
@@ -18,7 +19,9 @@ def accumulated(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Cal
 
     def on_batch(params: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         of_part = functools.partial(value_and_grad_fn, **kwargs)
-        batches = jax.tree.map(lambda x: _split(x, microbatches), batch)
+        batches = jax.tree_util.tree_map_with_path(
+            lambda path, x: _split(name_in_batch(path), x, microbatches), batch
+        )
         # Residuals are of a step; added to the gradient of a microbatch, they are weighted by
         # 1 / microbatches.
         params = _shards.scaled_residuals(params, microbatches)
@@ -68,7 +71,8 @@ def _sums(
     if not (isinstance(start, tuple) and len(start) == 2):
         raise TypeError(
             "accumulate takes what jaxcomm.value_and_grad(loss_fn, ...) returned, got a function "
-            f"that returns not loss and gradients, but {type(start).__name__}."
+            "that returns not loss and gradients, but "
+            f"{f'{len(start)} values' if isinstance(start, tuple) else type(start).__name__}."
         )
 
     if {GRADIENT, OWN_GRADIENT} & {kind_of(leaf) for leaf in jax.tree.leaves(start)}:
@@ -94,11 +98,16 @@ def _zeros_like(x: jax.ShapeDtypeStruct) -> jax.Array:
     return _axes.as_varying(jnp.zeros_like(x, jnp.float32), _axes.varying_axes(x))
 
 
-def _split(x: jax.Array, microbatches: int) -> jax.Array:
+def _split(name: str, x: Any, microbatches: int) -> jax.Array:
+    if not jnp.ndim(x):
+        raise ValueError(
+            f"{name} is a scalar and has no microbatches; pass what every device shares as a "
+            "further argument after the batch."
+        )
     if x.shape[0] % microbatches:
         raise ValueError(
-            f"{x.shape[0]} examples on a device do not divide evenly into {microbatches} "
-            "microbatches; change the batch size or the number of microbatches."
+            f"the {x.shape[0]} examples of {name} on a device do not divide evenly into "
+            f"{microbatches} microbatches; change the batch size or the number of microbatches."
         )
     explicit = _devices_of_rows(x)
     if x.shape[0] // microbatches % explicit:

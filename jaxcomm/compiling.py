@@ -19,7 +19,7 @@ def compiler_options() -> dict[str, bool | int]:
     axes, such as groups of devices (HSDP), they also keep reduce-scatters from being merged.
 
     Returns:
-      A dict for the platform of the current mesh, or of the default device if no mesh is set;
+      A dict for the platform of the current mesh, or of the default backend if no mesh is set;
       empty where no option is needed.
 
     Example:

@@ -42,6 +42,7 @@ from jaxcomm._marks import (
     axes_of,
     kind_of,
     mark,
+    tag_of,
     unmark_local,
 )
 from jaxcomm._microbatches import accumulated, mean_dtype
@@ -86,11 +87,7 @@ class ValueAndGrad:
     def _of(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
         """`__call__`, where all further arguments are arrays."""
         world = _axes.axis_size(self.axis_name)
-        if not jax.tree.leaves(batch):
-            raise ValueError(
-                f"the batch has no arrays, got {batch!r}; loss_fn(params, batch) takes the rows "
-                "of each device; pass values that all devices share as further arguments."
-            )
+        _require_rows(batch)
         refuse_statistics(params)  # first: its message for a counter says more than its dtype
         refuse_shared(params)
         kinds = {kind_of(leaf) for leaf in jax.tree.leaves(params)}
@@ -100,10 +97,10 @@ class ValueAndGrad:
                     f"these parameters are each device's own over {', '.join(over)}, and gradients "
                     f"are taken over {self.axis_name!r}; name the axis of the exchange in both."
                 )
+        for kind in filter(None, kinds - {OWN_PARAMETER}):
+            raise TypeError(f"value_and_grad takes parameters, got a {tag_of(kind)}.")
         own, params = OWN_PARAMETER in kinds, unmark_local(params)
-        _paths.require_arrays(params, "parameter")
-        for path, leaf in jax.tree_util.tree_leaves_with_path(values_of(params)):
-            _paths.require_float(_paths.path_name(path), jnp.result_type(leaf))
+        _require_floats(params)
         self._check_attached(params)
         kind = OWN_GRADIENT if own else GRADIENT
         if _axes.is_manual(self.axis_name):
@@ -299,7 +296,8 @@ def backward_order(
       Paths such as "layers/0/kernel", for the `bucket_order` of `jaxcomm.mean`.
 
     Raises:
-      TypeError: if `f` is anything else.
+      TypeError: if `f` is anything else, and for parameters that are not float arrays.
+      ValueError: for a batch without rows.
 
     Wire: nothing.
 
@@ -313,6 +311,8 @@ def backward_order(
     """
     if not isinstance(f, ValueAndGrad):
         raise TypeError(f"backward_order takes what jaxcomm.value_and_grad returned, got {f!r}.")
+    _require_rows(batch)
+    _require_floats(params)
     shares = shares_of(batch, _axes.axis_size(f.axis_name), f.axis_name)
     paths = [_paths.path_name(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
 
@@ -327,6 +327,20 @@ def backward_order(
     jaxpr = jax.make_jaxpr(mapped)((params, arrays), stacked(shares, f.axis_name)).jaxpr
     made = [_position(jaxpr, var) for var in jaxpr.outvars]
     return tuple(paths[i] for i in sorted(range(len(paths)), key=lambda i: made[i]))
+
+
+def _require_rows(batch: Any) -> None:
+    if not jax.tree.leaves(batch):
+        raise ValueError(
+            f"the batch has no arrays, got {batch!r}; loss_fn(params, batch) takes the rows "
+            "of each device; pass values that all devices share as further arguments."
+        )
+
+
+def _require_floats(params: Any) -> None:
+    _paths.require_arrays(params, "parameter")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(values_of(params)):
+        _paths.require_float(_paths.path_name(path), jnp.result_type(leaf))
 
 
 def _position(jaxpr: Any, var: Any) -> tuple[int, ...]:

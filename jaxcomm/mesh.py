@@ -1,5 +1,6 @@
 """The mesh, and how parameters and batches are placed on it."""
 
+import collections
 import functools
 import math
 from collections.abc import Sequence
@@ -31,8 +32,8 @@ def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> 
       The mesh, for `jax.set_mesh`.
 
     Raises:
-      TypeError: if the name is not a string, or `devices` not a sequence.
-      ValueError: if `devices` is empty.
+      TypeError: if the name is not a string, or `devices` not a sequence of devices.
+      ValueError: if `devices` is empty, or names a device twice.
 
     Example:
       >>> import jax, jaxcomm
@@ -46,13 +47,15 @@ def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> 
             "data_mesh(devices=jax.devices()[:4])."
         )
     devices = jax.devices() if devices is None else devices
-    if not hasattr(devices, "__len__"):
+    if not hasattr(devices, "__len__") or not all(isinstance(d, jax.Device) for d in devices):
         raise TypeError(
             f"data_mesh takes a sequence of devices, got {devices!r}; write "
             "data_mesh(devices=jax.devices()[:4])."
         )
     if not len(devices):
         raise ValueError("data_mesh needs at least one device, got devices=[].")
+    if twice := [d for d, n in collections.Counter(devices).items() if n > 1]:
+        raise ValueError(f"data_mesh takes each device once, got {twice[0]} several times.")
     # Not `jax.make_mesh`: it reorders GPUs, and refuses those of several machines.
     return Mesh(np.asarray(devices, object), (axis_name,), axis_types=(AxisType.Auto,))
 
@@ -194,7 +197,7 @@ def _refuse(local_batch: Any, local: int, axis_name: AxisName) -> None:
         )
     if not np.ndim(leaf):
         raise ValueError(
-            f"{_paths.path_name(path) or 'the batch'} is a number and has no rows; lists are "
+            f"{_paths.path_name(path) or 'the batch'} is {leaf!r}, which has no rows; lists are "
             "pytrees of their members, so pass arrays."
         )
     rows = np.shape(leaf)[0]

@@ -33,7 +33,7 @@ def simulate_devices(count: int) -> None:
     if not is_integer(count) or count < 1:
         raise ValueError(f"simulate_devices needs a positive number of devices, got {count!r}.")
     try:
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", int(count))
     except RuntimeError as error:
         raise RuntimeError(
             f"simulate_devices({count}) comes too late, as jax has started already: call it first, "

@@ -352,3 +352,27 @@ def test_collectives_count_by_all_loops_around_them_and_nothing_goes_to_itself()
     f = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     (found,) = collectives_in(jax.make_jaxpr(f)(jnp.zeros((4, 8))).jaxpr, dict(mesh.shape))
     assert (found.times, found.sent) == (3 * 5, (32, 32, 0, 0))
+
+
+def test_a_loop_of_unknown_length_is_not_added_up(mesh8: Any) -> None:
+    def looped(updates: Any, state: Any, params: Any = None) -> Any:
+        del params
+        step = lambda x: (x[0] + 1, jax.lax.psum(x[1], "data"))  # noqa: E731
+        inside = lambda x: jax.lax.while_loop(lambda x: x[1] < 9, step, (0, x))[1]  # noqa: E731
+        loop = jax.shard_map(inside, in_specs=jax.P(), out_specs=jax.P(), check_vma=False)
+        return updates, loop(state)
+
+    tx = optax.GradientTransformation(lambda params: jnp.zeros(()), looped)
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="cannot add up what is sent in a"):
+        jaxcomm.explain(optax.chain(jaxcomm.mean("data"), tx), {"w": jnp.ones((8, 8))})
+
+
+def test_votes_behind_control_variates_need_no_similar_data(mesh8: Any) -> None:
+    correct = jaxcomm.control_variates(jaxcomm.mean("data"), 4)
+    with jax.set_mesh(mesh8):
+        needs = dict(
+            jaxcomm.explain(
+                optax.chain(correct, jaxcomm.majority_vote("data")), {"w": jnp.ones((8, 8))}
+            ).needs
+        )
+    assert needs["majority_vote"] == "SGD with a rate for signs" and "mean" not in needs

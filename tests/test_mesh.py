@@ -93,7 +93,7 @@ def test_what_is_no_array_is_named(mesh8: Any) -> None:
         jaxcomm.replicate({"act": jnp.tanh, "w": jnp.ones(2)})
     with jax.set_mesh(mesh8), pytest.raises(TypeError, match="parameter act is .*nnx.split"):
         jaxcomm.value_and_grad(lambda p, x: 0.0, "data")({"act": jnp.tanh}, jnp.ones(8))
-    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="a number and has no rows"):
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="is 1, which has no rows"):
         jaxcomm.global_batch([1, 2, 3, 4], "data")
 
 

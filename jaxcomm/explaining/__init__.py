@@ -79,6 +79,9 @@ _NEEDS: dict[type, tuple[str, str]] = {
 }
 
 
+_WITH_AN_EXCHANGE = (FactoredAdamState, LocalStepsState, ControlVariatesState)
+
+
 def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
     """Shows how each parameter is sent, in how many bytes, and what a chain needs.
 
@@ -195,7 +198,8 @@ def _messages(collectives: list[Collective], notes: _notes.Notes, mesh: Any) -> 
     messages = []
     for (name, paths, form, branch, when, _), own in found.items():
         counts[name] = counts.get(name, 0) + 1
-        numbered = {"small": "flags, loss", "exempt": "exempt"}.get(name, f"{name} {counts[name]}")
+        once = {"small": "flags, loss", "exempt": "exempt"} if counts[name] == 1 else {}
+        numbered = once.get(name, f"{name} {counts[name]}")
         form = form or "+".join(dict.fromkeys(c.dtype for c in own))
         hops, by_device = _hops(own), _by_device(own)
         messages.append(Sent(numbered, form, paths, hops, by_device, branch, when))
@@ -300,15 +304,17 @@ def _typed(state: Any, specs: Any) -> Any:
 def _needs(state: Any) -> tuple[tuple[str, str], ...]:
     """What each method needs, the outermost first."""
     found = nodes_of(state, tuple(_NEEDS))
-    outer = [x for x in found if isinstance(x, FactoredAdamState | LocalStepsState)]
+    corrected = any(isinstance(node, ControlVariatesState) for node in found)
+    outer = [x for x in found if isinstance(x, _WITH_AN_EXCHANGE)]
     inside = {id(node) for x in outer for node in nodes_of(tuple(x), (MeanState,))}
     needs = {}
     for node in found:
         name, text = _NEEDS[type(node)]
         if isinstance(node, MeanState) and node.residual.values:
             text = _FEEDBACK
-        if isinstance(node, MajorityVoteState) and node.residual.values:
-            text = f"SGD with a rate for gradients; {_LIKE_DATA}"
+        if isinstance(node, MajorityVoteState):
+            rate = "gradients" if node.residual.values else "signs"
+            text = f"SGD with a rate for {rate}{'' if corrected else f'; {_LIKE_DATA}'}"
         if id(node) not in inside:
             needs[name, text] = None
     return tuple(needs)

@@ -16,7 +16,8 @@ class Leaf(NamedTuple):
     Attributes:
       path: such as "layers/0/kernel".
       shape: its global shape.
-      travels: in which formats, by which algorithms; "not sent" if it is frozen.
+      travels: in which formats, by which algorithms; "not sent" if it is frozen, empty, left out
+        or on one device.
       messages: the names of the messages that carry it.
     """
 

@@ -1,6 +1,7 @@
 """The trace of a step that stands for a model's, and the collectives in it."""
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -164,6 +165,12 @@ def collectives_in(
         names = tuple(_branches.read(str(id(eqn)), f"{here}/{name}")) if name in _CHOICES else ()
         is_choice = name == "cond" or bool(names)
         named, parts = {x.number: x for x in names}, list(_inner(eqn))
+        if name == "while" and not names:
+            for _ in itertools.chain(*(collectives_in(inner, mesh, here) for inner in parts)):
+                raise ValueError(
+                    "explain cannot add up what is sent in a jax.lax.while_loop, whose number of "
+                    f"trips is not known before it runs, in {here}; use jax.lax.scan."
+                )
         for i, inner in enumerate(parts):
             inside, of, called = branch, conditions, when
             if is_choice:

@@ -12,8 +12,9 @@ mapping from operations to these:
 None means the implementation that was fastest on GPUs of the device's compute capability
 (`_fastest`), if one was timed and the device can run it, and "xla" otherwise.
 
-A named implementation never falls back to another one. If the operation or the device lacks it, a
-NotImplementedError is raised. `check` finds the first case before anything is traced.
+A named implementation never falls back to another one. If the device lacks it, a
+NotImplementedError is raised; if the operation does, `check` raises a ValueError before anything is
+traced.
 """
 
 import functools
@@ -55,7 +56,7 @@ def check(option: Option, operations: Sequence[str], method: str) -> str | Pairs
       The option in a hashable form: a mapping becomes a sorted tuple of pairs.
 
     Raises:
-      TypeError: if the option is neither None, a string nor a mapping of strings.
+      TypeError: if the option is neither None, a string nor a mapping.
       ValueError: for an unknown implementation or operation, for an operation that the method does
         not use, and for an implementation that one of its operations does not have. "xla" and
         "measure" are valid for every method.

@@ -67,7 +67,8 @@ def wire_report(compiled: Any) -> WireReport:
         compiled = compiled.as_text() or ""
     modules = re.split("^HloModule ", compiled, flags=re.MULTILINE)[1:]
     if len(modules) != 1 or "is_scheduled=true" not in modules[0].partition("\n")[0]:
-        kind = "StableHLO" if "func.func" in compiled else "something else"
+        several = f"{len(modules)} modules" if len(modules) > 1 else "something else"
+        kind = "StableHLO" if "func.func" in compiled else several
         raise ValueError(f"expected one compiled HLO program, got {kind}; {CURE}.")
     header, *lines = modules[0].splitlines()
     counts = re.findall(r"(?:replica_count|num_partitions)=(\d+)", header)

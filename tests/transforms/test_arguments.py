@@ -223,3 +223,54 @@ def test_levels_that_leave_no_block_to_a_device_are_refused_in_init() -> None:
         tx = jaxcomm.sharded(jaxcomm.mean(("far", "near"), "int8", algorithm))
         with jax.set_mesh(mesh), pytest.raises(ValueError, match="parameters cannot be split over"):
             tx.init(jaxcomm.shard({"w": jnp.zeros((8, 8))}, ("far", "near")))
+
+
+def squares(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((batch @ params) ** 2)
+
+
+def test_gradients_are_no_parameters(mesh8: Any) -> None:
+    f, w, x = jaxcomm.value_and_grad(squares, "data"), jnp.ones((4, 2)), jnp.ones((8, 4))
+    with jax.set_mesh(mesh8):
+        _, grads = jax.jit(f)(w, x)
+        with pytest.raises(TypeError, match="takes parameters, got a local gradient in any dtype"):
+            jax.jit(f)(grads, x)
+
+
+def test_a_loss_that_returns_nothing(mesh8: Any) -> None:
+    f = jaxcomm.value_and_grad(lambda w, x: None, "data")
+    with jax.set_mesh(mesh8), pytest.raises(TypeError, match="the loss function returned None"):
+        jax.jit(f)(jnp.ones((4, 2)), jnp.ones((8, 4)))
+
+
+def test_what_has_no_microbatches_is_named(mesh8: Any) -> None:
+    def loss_fn(w: Any, batch: Any) -> jax.Array:
+        return squares(w, batch["x"]) + 0 * jax.random.uniform(batch["k"][0])
+
+    f = jaxcomm.accumulate(jaxcomm.value_and_grad(loss_fn, "data"), 2)
+    batch = {"x": jnp.ones((16, 4)), "k": jax.random.split(jax.random.key(0), 8)}
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="1 examples of leaf k of the batch"):
+        jax.jit(f)(jnp.ones((4, 2)), batch)
+
+    def on_device(x: jax.Array) -> Any:
+        return f(jnp.ones((4, 2)), {"x": x, "s": jnp.zeros(())})[0]
+
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="leaf s of the batch is a scalar"):
+        jax.shard_map(on_device, in_specs=jax.P("data"), out_specs=jax.P())(jnp.ones((16, 4)))
+
+
+def test_the_order_of_a_backward_pass_needs_rows_and_floats(mesh8: Any) -> None:
+    f = jaxcomm.value_and_grad(squares, "data")
+    with jax.set_mesh(mesh8):
+        with pytest.raises(ValueError, match="the batch has no arrays, got None"):
+            jaxcomm.backward_order(f, jnp.ones((4, 2)), None)
+        with pytest.raises(TypeError, match="int32"):
+            jaxcomm.backward_order(f, jnp.ones((4, 2), int), jnp.ones((8, 4)))
+
+
+@pytest.mark.parametrize("devices", ["cpu", {"a": 1}, [0, 1], np.array([[1, 2]])])
+def test_a_mesh_is_of_devices(devices: Any) -> None:
+    with pytest.raises(TypeError, match="data_mesh takes a sequence of devices, got"):
+        jaxcomm.data_mesh(devices=devices)
+    with pytest.raises(ValueError, match="takes each device once, got .* several times"):
+        jaxcomm.data_mesh(devices=[*jax.devices()[:2], jax.devices()[0]])
