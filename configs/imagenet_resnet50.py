@@ -1,6 +1,6 @@
 """ResNet-50 on ImageNet, 90 epochs, with bf16 on the wire.
 
-On each machine of a cluster (`docs/training.md` has the other ways to start):
+On the first machine of a cluster (`docs/training.md` has the other ways to start):
 
     configs/cluster/bare_ssh.sh node0 node1 -- --config=configs/imagenet_resnet50.py --workdir=DIR
 

@@ -35,7 +35,7 @@ from ml_collections import config_dict
 
 from configs.bases import text
 
-# Layers, width, heads. With 256 tokens they have 0.8 M, 10.8 M, 85 M, 303 M, 681 M and 1.2 G
+# Layers, width, heads. With 256 tokens they have 0.9 M, 10.9 M, 85 M, 303 M, 681 M and 1.2 G
 # parameters; the last four are GPT-3's of 125 M to 1.3 G without its large vocabulary.
 SIZES = {
     "nano": (4, 128, 4),

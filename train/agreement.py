@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import jaxcomm
+from jaxcomm import plan
 from train.check import flat
 from train.errors import UserError
 
@@ -59,7 +60,9 @@ def check_same(config: Any) -> None:
     # The texts of `python_topics` come with the running Python.
     parts = 3 if own.get("data.name") == repr("python_topics") else 2
     own |= {"version of Python": ".".join(platform.python_version_tuple()[:parts])}
-    own |= {"source of jaxcomm or train": source_digest(SOURCES)}
+    own |= {"source of jaxcomm or train": source_digest(SOURCES)} | _network(
+        config.get("network") or {}
+    )
     names = sorted(own)
     # Names come first: where they differ, the number of values may differ too.
     if odd := _others(_words(["".join(names)])):
@@ -70,6 +73,19 @@ def check_same(config: Any) -> None:
             f"all processes need the same config and versions, and process {process} has another "
             f"{', '.join(names[i] for i in fields)} than process 0"
         )
+
+
+def _network(network: Any) -> dict[str, str]:
+    """What this process reads in the files of the network."""
+    read = {"cluster": plan.load_cluster, "costs": plan.read_costs}
+    found = {}
+    for field, of in read.items():
+        if network.get(field):
+            try:
+                found[f"contents of network.{field}"] = repr(of(network[field]))
+            except (ValueError, OSError) as error:  # said where it is used, if it is so everywhere
+                found[f"contents of network.{field}"] = str(error)
+    return found
 
 
 def check_data(identity: Mapping[str, str]) -> None:

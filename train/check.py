@@ -214,6 +214,24 @@ def fit(config: Any, world: int) -> None:
         )
     if config.sync.fsdp > 1:
         _fit_groups(config.sync, world)
+    _fit_split(config.sync)
+    _fit_local_steps(config.sync)
+    if config.network.costs and not (config.network.cluster or method == "auto"):
+        raise UserError(
+            f"config.network.costs={config.network.costs} has no effect without config.network."
+            "cluster or --config.sync.method=auto; leave it out, or add one of these"
+        )
+    fit_to_evaluate(config, world)
+    if config.optimizer.warmup_steps > config.steps:
+        raise UserError(
+            f"config.optimizer.warmup_steps={config.optimizer.warmup_steps} is more than "
+            f"config.steps={config.steps}: the learning rate would not reach its peak; set "
+            f"--config.optimizer.warmup_steps={config.steps // 10}, or more steps"
+        )
+
+
+def fit_to_evaluate(config: Any, world: int) -> None:
+    """`fit`, for what a test needs: the model, the data and the batch."""
     if config.data.masked and config.model.name != MASKED_MODEL:
         raise UserError(
             f"config.data.masked={config.data.masked} hides tokens of a text, and config.model."
@@ -230,12 +248,6 @@ def fit(config: Any, world: int) -> None:
         raise UserError(
             f"batch_size {size} is not divisible by {world} devices x {config.microbatches} "
             f"microbatches; use {f'{lower} or ' if lower else ''}{upper}"
-        )
-    if config.optimizer.warmup_steps > config.steps:
-        raise UserError(
-            f"config.optimizer.warmup_steps={config.optimizer.warmup_steps} is more than "
-            f"config.steps={config.steps}: the learning rate would not reach its peak; set "
-            f"--config.optimizer.warmup_steps={config.steps // 10}, or more steps"
         )
 
 
@@ -320,7 +332,7 @@ def _fit_optimizer(config: Any) -> None:
         )
         raise UserError(
             f"config.optimizer.clip_norm={config.optimizer.clip_norm} clips the mean gradient, and "
-            f"{method} {why}; set --config.optimizer.clip_norm=None. Your own program can "
+            f"{method} {why}; leave it out (None in the config file). Your own program can "
             "clip each device's gradient before it: jaxcomm.local(axis_name, "
             "optax.clip_by_global_norm(...)), as --config.sync.local_optimizer=True does before "
             "a vote"
@@ -337,6 +349,32 @@ def _fit_optimizer(config: Any) -> None:
                 f"config.optimizer.{field}={value} has no effect after {method}; set "
                 f"--config.sync.{own}={value}, or --config.optimizer.{field}={unsaid}"
             )
+
+
+def _fit_split(sync: Any) -> None:
+    """Raises if parameters that `gather` splits do not go with another option."""
+    for field in ("dense_steps", "local_momentum", "correct_every"):
+        if sync.get("gather") and sync.get(field):
+            raise UserError(
+                f"config.sync.gather={sync.gather} splits parameters, and does not go with "
+                f"config.sync.{field}={sync[field]}; leave out one of them"
+            )
+
+
+def _fit_local_steps(sync: Any) -> None:
+    """Raises for an option of local steps that has no effect."""
+    for field, usual in (("outer_rate", 1.0), ("outer_momentum", 0.0), ("fragments", 1)):
+        if sync.every == 1 and sync[field] != usual:
+            raise UserError(
+                f"config.sync.{field}={sync[field]} has no effect with config.sync.every=1; set "
+                f"--config.sync.{field}={usual}, or --config.sync.every to the steps between two "
+                "exchanges"
+            )
+
+
+def fits_groups(sync: Any, world: int) -> bool:
+    """Whether this many devices form groups of `fsdp`."""
+    return sync.fsdp == 1 or (world > sync.fsdp and world % sync.fsdp == 0)
 
 
 def _fit_groups(sync: Any, world: int) -> None:

@@ -115,14 +115,10 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
     shards = shards_of(labels, world, seed)
     empty = [device for device in range(world) if not len(shards[device])]
     if empty:
-        what, cure = (
-            ("a row", "a shorter config.data.sequence_length")
-            if is_text
-            else (
-                "an image",
-                "config.data.shards='shuffled'",
-            )
-        )
+        shuffled = "config.data.shards='shuffled'"
+        more = shuffled if config.shards != "shuffled" else "a larger config.data.train_split"
+        what = "a row" if is_text else "an image"
+        cure = "a shorter config.data.sequence_length" if is_text else more
         raise UserError(
             f"config.data.shards={config.shards!r} leaves device {empty[0]} of {world} without "
             f"{what} of {config.name}; use fewer devices or {cure}"

@@ -1,6 +1,6 @@
 """Scikit-learn's handwritten digits as a TensorFlow Datasets builder: no download, no TensorFlow.
 
-1,797 grey images of 8 x 8 with values 0 to 16, by 43 writers. The split is fixed: 360 test images,
+1,797 grey images of 8 x 8 with values 0 to 16, by 13 writers. The split is fixed: 360 test images,
 stratified by class and drawn with seed 0, and the 1,437 others for training. Both splits hold
 images by the same writers, so the accuracy says nothing about new writers.
 

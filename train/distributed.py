@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from train import signals
-from train.errors import UserError
+from train.errors import RunError, UserError
 
 MAX_PORT = 65535
 SAY_SECONDS = 30.0  # After this, a process says what it waits for.
@@ -226,7 +226,8 @@ def await_port(host: str, port: int, seconds: float = 300.0, named: float = 90.0
         except OSError as error:
             is_unknown = isinstance(error, socket.gaierror)
             if time.monotonic() - start > (named if is_unknown else seconds):
-                raise UserError(f"cannot reach process 0 at {host}:{port}: {error}") from error
+                said = f"cannot reach process 0 at {host}:{port}: {error}"
+                raise UserError(said) if is_unknown else RunError(said, status=1) from error
             if is_unknown and not is_said:
                 print(f"waiting until {host} has an address: {error}", file=sys.stderr)
                 is_said = True

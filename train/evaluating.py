@@ -35,7 +35,10 @@ def evaluate(config: Any, workdir: Path) -> dict[str, Any]:
     """
     check.fields(config)
     agreement.check_same(config)
-    check.fit(config, jax.device_count())
+    check.fit_to_evaluate(config, jax.device_count())
+    if not check.fits_groups(config.sync, jax.device_count()):
+        config = config.copy_and_resolve_references()
+        config.sync.fsdp = 1
     rows, forward, params = data_and_model(config)
     with naming_changes(workdir, config), memory_for(*MODEL):
         like = sync.place(params, config.sync)

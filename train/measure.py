@@ -214,13 +214,13 @@ class Sent:
           frozen_at: the earlier step in which the optimizer's warm-up ended; 0 before that.
         """
         if self._dense is not None and self._is_dense(step, frozen_at):
-            return self._dense.per_step({}) / self.params
+            return self._dense.per_step(_taken(self._dense)) / self.params
         named = {branch.name for branch in self.wire.named}
         shares = sync.shares(self._config, step, frozen_at)
         found: dict[Any, float] = {name: share for name, share in shares.items() if name in named}
         key = tuple(found.values())
         if key not in self._known:  # Cached, because every step asks.
-            self._known[key] = self.wire.per_step(found) / self.params
+            self._known[key] = self.wire.per_step(found | _taken(self.wire)) / self.params
         return self._known[key]
 
     def most(self) -> float:
@@ -241,6 +241,23 @@ class Sent:
 
     def _reports(self) -> list[jaxcomm.WireReport]:
         return [self.wire] if self._dense is None else [self.wire, self._dense]
+
+
+def _taken(wire: jaxcomm.WireReport) -> dict[Any, float]:
+    """The branches that steps take of conditionals that are not jaxcomm's: those that send most.
+
+    `optax.apply_if_finite` has one: with split parameters, clipping sums squares of shards in it.
+    """
+    named = {branch.conditional for branch in wire.named}
+    taken: dict[Any, float] = {}
+    for name, count in wire.conditionals:
+        if name not in named:
+            sent = [
+                sum(max(c.sent) for c in wire.collectives if (name, i) in c.branch)
+                for i in range(count)
+            ]
+            taken[name, sent.index(max(sent))] = 1.0
+    return taken
 
 
 def costs(steps: Steps, sent: Sent, network: Bandwidth, predicted: Any = None) -> dict[str, Any]:

@@ -297,7 +297,8 @@ def _keep_lines_until(path: Path, step: int, again: Sequence[str]) -> list[dict[
       The lines that are kept.
     """
     kept, said = [], []
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+    text = path.read_text(errors="replace") if path.exists() else ""
+    for line in text.splitlines(keepends=True):
         try:
             found = json.loads(line)
             if found["step"] < step + (found["kind"] not in again):

@@ -1,5 +1,6 @@
 """A profile of some steps, which TensorBoard opens (`pip install tensorboard-plugin-profile`)."""
 
+import sys
 from pathlib import Path
 
 import jax
@@ -21,7 +22,7 @@ class Profile:
         self._first = start + BEFORE + 1
         self._end = self._first + steps
         self._wanted = steps > 0 and jax.process_index() == 0
-        self._running = False
+        self._running = self._is_written = False
 
     def before(self, step: int, state: object) -> None:
         """Called before a step is started, with the state of the step before."""
@@ -34,7 +35,13 @@ class Profile:
 
     def close(self, state: object) -> None:
         """Writes what has been traced, if anything."""
+        if self._wanted and not self._running and not self._is_written:
+            print(
+                f"no profile was written: it begins with step {self._first}, after {BEFORE} others",
+                file=sys.stderr,
+            )
         if self._running:
+            self._is_written = True
             jax.block_until_ready(state)
             jax.profiler.stop_trace()
             self._running = False

@@ -24,7 +24,7 @@ CHECKPOINTS = "checkpoints"
 IS_FOLDER = {CONFIG: False, DATA: False, METRICS: False, CHECKPOINTS: True}
 # Fields that may change when a run continues: what is trained does not depend on them.
 FREE = ("checkpoint.", "data.data_dir", "eval_every", "guard.", "inspect.", "measure_steps")
-FREE += ("network.", "profile.")
+FREE += ("network.gigabits", "network.probe_mib", "network.quality", "profile.")
 
 
 def new(name: str) -> Path:

@@ -86,3 +86,18 @@ def test_hashes_notice_the_order_and_the_sign_of_zero() -> None:
     for other in (x[::-1], x.at[0].set(-0.0), jnp.roll(x, 1), x.astype(jnp.float32).at[7].add(1)):
         assert (hashes([x]) != hashes([other])).all()
     assert hashes([x.astype(jnp.bfloat16)]).shape == (1, 2)
+
+
+def test_several_changes_cancel_by_chance_alone() -> None:
+    """A parameter that is zero and steps by a vote differs in signs alone."""
+    x = np.random.default_rng(0).normal(size=2048).astype(np.float32)
+    others = [-x, x.copy()]
+    others[1][[3, 7]] = 0.006, -0.006
+    swapped = others[1].copy()
+    swapped[[3, 7]] = swapped[[7, 3]]
+    for count in range(1, 9):
+        others.append(x.copy())
+        others[-1][5 : 5 + 100 * count : 100] *= -1
+    for other in others:
+        assert (hashes([jnp.asarray(x)]) != hashes([jnp.asarray(other)])).all()
+    assert (hashes([jnp.asarray(others[1])]) != hashes([jnp.asarray(swapped)])).all()

@@ -10,7 +10,7 @@ import pytest
 from running import read_config
 
 import jaxcomm
-from train import models, replicas, state, step, sync
+from train import measure, models, replicas, state, step, sync
 from train.errors import UserError
 
 WORLD, LENGTH, VOCABULARY = 4, 12, 32
@@ -114,6 +114,16 @@ def test_the_norm_of_split_gradients_is_that_of_the_whole() -> None:
     for options in ({"fsdp": 2}, {"gather": "float32"}):
         found, _, _ = trained(optimizer=clipped, **options)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_bytes_count_the_norm_that_is_taken_where_a_step_is_not_skipped() -> None:
+    """Of split gradients it is an all-reduce, inside of a conditional of optax."""
+    clipped = state.skipping(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
+    for options in ({"fsdp": 2}, {"gather": "float32"}):
+        _, now, report = trained(steps=1, optimizer=clipped, **options)
+        assert report.conditionals
+        sent = measure.Sent(report, settings(**options), now.params)
+        assert sent.in_step(1, 0) == pytest.approx(float(report.bytes_max) / sent.params)
 
 
 def test_what_cannot_be_split() -> None:
