@@ -5,7 +5,8 @@ heads (base) have 109,514,298, of which 108.9 M are the encoder; depth 2, width 
 (tiny) have 4.4 M. The output matrix is the embedding.
 
 Differs from the paper: no dropout (as in `train.models.alexnet`), no prediction of the next
-sentence, so no pooler, and all tokens belong to the first of the two segments.
+sentence, so no pooler, all tokens belong to the first of the two segments, and matrices other than
+the embeddings are initialised with a deviation of 1/sqrt(inputs).
 
 References:
   J. Devlin, M. Chang, K. Lee, K. Toutanova, "BERT: Pre-training of Deep Bidirectional Transformers

@@ -7,8 +7,8 @@ is whole on a device only while it is used.
 Parameters with a vocabulary of 256: width 384 and depth 6 have 10.8 M; width 2048, depth 24 and
 16 heads have 1.2 G.
 
-Differs from the paper: no dropout (as in `train.models.alexnet`), and all matrices are initialised
-by the same rule, not smaller with depth.
+Differs from the paper: no dropout (as in `train.models.alexnet`), and all matrices but the
+embeddings are initialised with a deviation of 1/sqrt(inputs), whatever the depth.
 
 References:
   A. Radford, J. Wu, R. Child, D. Luan, D. Amodei, I. Sutskever, "Language Models are Unsupervised
