@@ -234,7 +234,7 @@ class Recorder:
             self.write("split", step, parts)
 
     def summary(self) -> dict[str, Any]:
-        """What is known at the end, on process 0: bytes of all steps of the run, times since it began.
+        """What is known at the end, on process 0: bytes of all steps, times since the last start.
 
         `loop_step_ms` is the time from the end of a step to the end of the next.
         """

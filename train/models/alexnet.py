@@ -7,8 +7,9 @@ first stride of 2, poolings of 2 x 2; 23.3 M parameters, of which 21.0 M are in 
 Papers on compression use it because it has many gradients for little arithmetic.
 
 Differs from the paper: no dropout (it would need its own random bits in every step and on every
-device), the initialisation of He et al., and normalisation over groups of channels after every convolution instead of local response
-normalisation; `train.models.resnet` explains why not over the batch.
+device), the initialisation of He et al., and normalisation over groups of channels after every
+convolution instead of local response normalisation; `train.models.resnet` explains why not over the
+batch.
 
 References:
   A. Krizhevsky, I. Sutskever, G. Hinton, "ImageNet Classification with Deep Convolutional Neural

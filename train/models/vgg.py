@@ -1,8 +1,8 @@
 """VGG-16: thirteen convolutions, five poolings, dense layers.
 
 For images of 224 x 224 and with hidden layers of (4096, 4096) it is the published network, and has
-138,365,992 parameters with those of the normalisation. The usual adaptation for CIFAR has no hidden layers and 14,728,266
-parameters: of images of 32 x 32, one pixel is left before the dense layers.
+138,365,992 parameters with those of the normalisation. The usual adaptation for CIFAR has no hidden
+layers and 14,728,266 parameters: of images of 32 x 32, one pixel is left before the dense layers.
 
 Differs from the paper: no dropout (as in `train.models.alexnet`), and normalisation over groups of
 channels after every convolution, with as many parameters as batch normalisation;
