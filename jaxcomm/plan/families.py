@@ -168,6 +168,8 @@ class Method:
         """What it needs in order to train like float32."""
         if self.every == 1:
             return self.about.needs
+        if self.about.optimizers == ("sgd",):
+            return f"{self.about.needs}; {FOR_RARELY.partition(';')[0]}"
         own = [FEEDBACK] if FEEDBACK in self.about.needs else []
         return "; ".join([*own, FOR_RARELY])
 
@@ -186,7 +188,7 @@ class Method:
             options["algorithm"] = self.algorithm + (f"({arguments})" if arguments else "")
         if self.every > 1:  # each device then has its own optimizer
             options.pop("local_optimizer", None)
-            options["every"] = self.every
+            options["every"] = int(self.every)
         return options
 
     @property

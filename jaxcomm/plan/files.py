@@ -12,6 +12,7 @@ a list of `[end, end, rate]`, in which hosts are h0, h1, ... A file may contain 
 """
 
 import inspect
+import numbers
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ VERSION = 1
 _RATES = ("rate", "middle", "shortcut")
 _KINDS = {
     "closed": (bool, "true or false"),
-    "hosts": (int, "a whole number"),
+    "hosts": (numbers.Integral, "a whole number"),
     "links": (list, "a list of [end, end, rate]"),
     "rates": (list, "a list of rates"),
     "switches": (list, "a list of names"),
@@ -107,7 +108,7 @@ def topology_of(
     try:
         return FABRICS[fabric](file.path.stem, **settings)
     except LinkError as error:
-        raise file.error("links", str(error), item=error.link) from None
+        raise file.error("links", str(error), overrides, item=error.link) from None
     except (ValueError, TypeError) as error:
         changed = ", ".join(f"{key}={value}" for key, value in overrides.items())
         where = f"{file.path}{f' with {changed}' if changed else ''}"

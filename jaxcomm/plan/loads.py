@@ -117,7 +117,8 @@ def workload(params: Any, step_ms: float, accumulate: int = 1, exempt: Exempt = 
     leaves = [(path, shape) for path, shape in leaves if math.prod(shape)]  # others send nothing
     flags = tuple(is_exempt(path, shape, False, exempt) for path, shape in leaves)
     shapes = tuple(shape for _, shape in leaves)
-    return Workload(shapes, step_ms / 1e3, accumulate, flags, exempt)
+    also = exempt if callable(exempt) else tuple(exempt)
+    return Workload(shapes, step_ms / 1e3, accumulate, flags, also)
 
 
 def _leaves(params: Any) -> list[tuple[str, tuple[int, ...]]]:

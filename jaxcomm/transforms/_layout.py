@@ -64,11 +64,18 @@ class Layout:
 
     A layout is static: it belongs to the structure of a state, so there is nothing to shard, save
     or donate.
+
+    Attributes:
+      axis_name: the mesh axis.
+      world: the number of devices along it.
+      leaves: the parameters.
+      buckets: which leaves travel together, where a state keeps thresholds for each bucket.
     """
 
     axis_name: AxisName
     world: int
     leaves: tuple[Leaf, ...]
+    buckets: tuple[tuple[int, ...], ...] = ()
 
 
 def layout_of(

@@ -87,7 +87,6 @@ class SparseMeanState(NamedTuple):
       thresholds: for each bucket, float32[devices, 1], sharded over the axis; each device's
         threshold for the next step.
       report: the report of the last step.
-      buckets: which leaves travel together.
     """
 
     layout: Layout
@@ -96,7 +95,6 @@ class SparseMeanState(NamedTuple):
     velocity: PerDevice
     thresholds: PerDevice
     report: SparseReport
-    buckets: Buckets
 
     @property
     def roles(self) -> frozenset[str]:
@@ -209,7 +207,7 @@ def sparse_mean(
         thresholds = zeros_per_group(layout, params, buckets, [1] * len(buckets))
         report = SparseReport(*[jnp.zeros((), jnp.float32) for _ in SparseReport._fields])
         kept = jnp.zeros((), jnp.int32), residual, velocity, thresholds
-        return SparseMeanState(layout, *kept, report, Buckets(buckets))
+        return SparseMeanState(dataclasses.replace(layout, buckets=buckets), *kept, report)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, *, exchange: _Exchange = exchange
@@ -217,7 +215,7 @@ def sparse_mean(
         del params
         kept, of_all = {"residual": error_feedback}, {"velocity": m is not None}
         require_state(state, SparseMeanState, exempt, kept, kept_of_all=of_all)
-        state.buckets.require_same(exchange.buckets(state.layout))
+        Buckets(state.layout.buckets).require_same(exchange.buckets(state.layout))
         grads, treedef = local_leaves(updates, state.layout)
         (*means, report), (residual, velocity, thresholds) = on_every_device(
             functools.partial(exchange, layout=state.layout),
@@ -229,9 +227,7 @@ def sparse_mean(
         )
         step = state.step if exchange.is_dense else state.step + 1
         kept = state.layout, step, residual, velocity, thresholds
-        return treedef.unflatten(means), SparseMeanState(
-            *kept, SparseReport(*report), state.buckets
-        )
+        return treedef.unflatten(means), SparseMeanState(*kept, SparseReport(*report))
 
     tx, dense = optax.GradientTransformation(init_fn, update_fn), None
     if m is not None:  # A plain mean would have no momentum.

@@ -272,4 +272,5 @@ def _arrays_of_others(state: Any) -> bool:
     """Whether a transformation that is not jaxcomm's keeps anything in this state."""
     if type(state) is tuple:
         return any(map(_arrays_of_others, state))
-    return _roles.roles_of(state) == {_roles.OTHER} and bool(jax.tree.leaves(state))
+    is_other = _roles.roles_of(state) <= {_roles.OTHER, _roles.WRAPPED}
+    return is_other and bool(jax.tree.leaves(state))

@@ -103,3 +103,16 @@ def test_a_table_has_a_row_for_each_family() -> None:
     assert "float32/native" in shown and any(name.endswith("/every4") for name in shown)
     assert len(found.lines()) - head - 1 == len(found.rows)
     assert [line.split()[0] for line in found.lines(rows=2)[head + 1 :]] == shown[:2]
+
+
+def test_numbers_of_numpy_and_needs_of_ones_own() -> None:
+    room = plan.cluster(plan.fabrics.star("star", 4, "50Mbit"))
+    own = plan.Method("powersgd2", "native", every=np.int64(4))  # pyright: ignore[reportArgumentType]
+    found = plan.plan(room, LOAD, chosen=[own])
+    row = next(row for row in json.loads(json.dumps(found.as_json())) if "every" in row["method"])
+    assert row["needs"].startswith("SGD; matrices; dense_steps at the start; jaxcomm.local_steps")
+    assert "Adam" not in row["needs"]
+    assert plan.load("star", hosts=np.int64(4)).hosts == plan.load("star", hosts=4).hosts
+    assert hash(plan.workload({"w": np.zeros((4, 4))}, 5.0, exempt=["w"]))
+    with pytest.raises(ValueError, match=r"^links=\[\['h0'\]\]: a link is \[end, end\]"):
+        plan.load_cluster("chain", {"fabric": "explicit", "hosts": 2, "links": "[[h0]]"})

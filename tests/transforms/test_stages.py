@@ -190,3 +190,19 @@ def test_every_state_says_what_its_updates_are() -> None:
     """Else a refusal takes a method of jaxcomm for an optimizer."""
     states = [name for name in jaxcomm.__all__ if name.endswith("State")]
     assert len(states) > 10 and all(hasattr(getattr(jaxcomm, name), "roles") for name in states)
+
+
+def test_a_wrapped_optimizer_would_be_lost_with_its_stage(mesh8: Any) -> None:
+    int8, parts = jaxcomm.mean("data", "int8"), {"w": "x", "b": "y"}
+    adam = optax.chain(jaxcomm.mean("data"), optax.adam(1e-3))
+    first = optax.named_chain(("m", jaxcomm.mean("data")), ("o", optax.adam(1e-3)))
+    split = optax.partition({"x": adam, "y": jaxcomm.mean("data")}, parts)
+    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+    with jax.set_mesh(mesh8):
+        for tx in (
+            jaxcomm.stages((0, first), (2, int8)),
+            jaxcomm.stages((0, split), (2, int8)),
+            jaxcomm.dense_first(int8, 2, dense=first),
+        ):
+            with pytest.raises(ValueError, match="a stage would end with the state of an optimize"):
+                tx.init(params)
