@@ -376,3 +376,15 @@ def test_votes_behind_control_variates_need_no_similar_data(mesh8: Any) -> None:
             ).needs
         )
     assert needs["majority_vote"] == "SGD with a rate for signs" and "mean" not in needs
+
+
+def test_a_leaf_that_is_masked_is_not_explained(mesh8: Any) -> None:
+    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+    tx = optax.masked(jaxcomm.mean("data"), {"w": True, "b": False})
+    with jax.set_mesh(mesh8):
+        with pytest.raises(ValueError, match="the gradient of b is not exchanged, as with optax.m"):
+            jaxcomm.explain(tx, params)
+        frozen = {"x": jaxcomm.mean("data"), "y": jaxcomm.set_to_zero("data")}
+        found = jaxcomm.explain(optax.partition(frozen, {"w": "x", "b": "y"}), params)
+        assert {leaf.path: leaf.travels for leaf in found.leaves}["b"] == "not sent"
+        jaxcomm.explain(jaxcomm.local("data", optax.trace(0.9)), params)

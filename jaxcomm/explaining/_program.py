@@ -13,6 +13,7 @@ import numpy as np
 from jaxcomm import _axes, _branches, _notes, _paths
 from jaxcomm._attached import exchanged
 from jaxcomm._branches import NamedBranch
+from jaxcomm._marks import GRADIENT, kind_of
 from jaxcomm.gradients import value_and_grad
 from jaxcomm.transforms import (
     LocalStepsState,
@@ -112,12 +113,25 @@ def trace(tx: Any, params: Any, state: Any, axis_name: Any, extra_args: Mapping[
         if nodes_of(state, LocalStepsState):
             at = local_params(state)
         value, grads = value_and_grad(loss, axis_name)(at, batch)
-        return value, tx.update(grads, state, params, **extra_args)
+        updates, state = tx.update(grads, state, params, **extra_args)
+        _refuse_parts(updates)
+        return value, (updates, state)
 
     # Placed, as batches of several processes are.
     rows = jax.NamedSharding(_axes.current_mesh(), jax.P(axis_name))
     batch = jax.ShapeDtypeStruct((world,), jnp.float32, sharding=rows)
     return jax.make_jaxpr(step)(params, state, batch).jaxpr
+
+
+def _refuse_parts(updates: Any) -> None:
+    """Raises if some leaves were exchanged and others are local gradients still."""
+    named = jax.tree_util.tree_leaves_with_path(updates)
+    left = [_paths.path_name(path) for path, x in named if kind_of(x) == GRADIENT]
+    if left and len(left) < len(named):
+        raise ValueError(
+            f"the gradient of {left[0]} is not exchanged, as with optax.masked, and no step could "
+            "add it. To freeze it: optax.partition, with jaxcomm.set_to_zero for its part."
+        )
 
 
 def _total(params: Any, stacks: list[str]) -> jax.Array:
