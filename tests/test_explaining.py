@@ -387,4 +387,3 @@ def test_a_leaf_that_is_masked_is_not_explained(mesh8: Any) -> None:
         frozen = {"x": jaxcomm.mean("data"), "y": jaxcomm.set_to_zero("data")}
         found = jaxcomm.explain(optax.partition(frozen, {"w": "x", "b": "y"}), params)
         assert {leaf.path: leaf.travels for leaf in found.leaves}["b"] == "not sent"
-        jaxcomm.explain(jaxcomm.local("data", optax.trace(0.9)), params)
