@@ -102,6 +102,7 @@ def test_slow_steps_are_few(monkeypatch: pytest.MonkeyPatch, seconds: float, exp
 
 class Branch(NamedTuple):
     name: str
+    conditional: str = "cond"
 
 
 class Wire(NamedTuple):
@@ -111,6 +112,7 @@ class Wire(NamedTuple):
     rounds: int = 3
     bytes_max: float = 120.0
     named: tuple[Branch, ...] = (Branch("from step 0"),)
+    conditionals: tuple[tuple[str, int], ...] = (("cond", 2),)
 
     def per_step(self, shares: dict[str, float]) -> float:
         return self.bytes_max * sum(shares.values())
