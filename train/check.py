@@ -389,7 +389,7 @@ def _fit_groups(sync: Any, world: int) -> None:
     if sync.method == "auto":
         raise UserError(f"{where}: the planner has no such groups; name a method, such as mean")
     fitting = [n for n in range(2, world // 2 + 1) if world % n == 0]
-    if sync.fsdp not in fitting:
+    if not fits_groups(sync, world):
         raise UserError(
             f"{where}: {world} devices do not form two or more groups of {sync.fsdp}; use "
             f"{' or '.join(map(str, (1, *fitting)))}, or config.sync.gather to split over all"

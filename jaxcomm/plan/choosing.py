@@ -134,7 +134,7 @@ class Plan:
         found = f"{dense.limit} with float32 ({_ms(dense.exchange)} ms an exchange)"
         if best is not dense:
             found += f", {best.limit} with {best.method.name} ({_ms(best.exchange)} ms)"
-        fewer = "; --accumulate=4 shows fewer exchanges" if best.limit == "latency" else ""
+        fewer = "; fewer exchanges would help" if best.limit == "latency" else ""
         return f"what limits you: {found}{fewer}."
 
     @property

@@ -28,7 +28,7 @@ Dimensions = tuple[tuple[str, Any], ...]
 FEEDBACK = "error feedback"
 FEW_BITS = f"{FEEDBACK} after jaxcomm.local of the optimizer, or factored_adam"
 RARELY = {"scaled_sign": 4}  # families that `methods` has in every so many steps too
-FOR_RARELY = "jaxcomm.local_steps, its rates and outer momentum; with Adam, devices' data alike"
+LOCAL_STEPS = "jaxcomm.local_steps, its rates and outer momentum"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,9 +169,9 @@ class Method:
         if self.every == 1:
             return self.about.needs
         if self.about.optimizers == ("sgd",):
-            return f"{self.about.needs}; {FOR_RARELY.partition(';')[0]}"
+            return f"{self.about.needs}; {LOCAL_STEPS}"
         own = [FEEDBACK] if FEEDBACK in self.about.needs else []
-        return "; ".join([*own, FOR_RARELY])
+        return "; ".join([*own, LOCAL_STEPS, "with Adam, devices' data alike"])
 
     def is_usual(self, devices: int, between_cpus: bool, values: int | None = None) -> bool:
         """Whether its algorithm is what None stands for (`algorithms.Default`)."""
