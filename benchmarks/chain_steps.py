@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import take
 from benchmarks.arguments import count, new_file, positive, values
 from benchmarks.netlab.flags import add_flags, chosen
-from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
+from benchmarks.netlab.measuring import Lab, guarded, keep
 from benchmarks.netlab.methods import Step, shapes_of
 from benchmarks.netlab.network import Network
 from benchmarks.netlab.worker import Jax, measure
@@ -41,7 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--params", type=values, default=2e6, help="weights of the perceptron")
     parser.add_argument("--repeats", type=count, default=5)
     parser.add_argument("--seconds", type=positive, default=600)
-    parser.add_argument("--out", type=new_file, default=str(RESULTS / "chain_steps.json"))
+    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 import jaxcomm
 from benchmarks.arguments import new_file, several, values
-from benchmarks.netlab.measuring import RESULTS, guarded, keep
+from benchmarks.netlab.measuring import guarded, keep
 from benchmarks.netlab.methods import FAMILIES, check_method, shapes_of, transformation
 
 NAME = "benchmarks.compile_time"
@@ -32,7 +32,7 @@ def main() -> int:
         "--params", type=several(values), default="2e6,8e6,25e6", help="values of the gradients"
     )
     parser.add_argument("--methods", default=",".join(USUAL))
-    parser.add_argument("--out", type=new_file, default=str(RESULTS / "compile_time.json"))
+    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
     args = parser.parse_args()
     return guarded("compile_time", lambda: run(args))
 

@@ -24,7 +24,7 @@ import optax
 
 import jaxcomm
 from benchmarks.arguments import count, new_file, values
-from benchmarks.netlab.measuring import RESULTS, guarded, keep
+from benchmarks.netlab.measuring import guarded, keep
 from benchmarks.netlab.methods import SIDE, shapes_of
 
 NAME = "benchmarks.due"
@@ -52,7 +52,7 @@ def main() -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--params", type=values, default="4e6", help="weights of the perceptron")
     parser.add_argument("--rounds", type=count, default=12, help=f"of {EVERY} steps")
-    parser.add_argument("--out", type=new_file, default=str(RESULTS / "due_cpu.json"))
+    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
     args = parser.parse_args()
     return guarded("due", lambda: run(args))
 

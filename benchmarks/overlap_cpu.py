@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.arguments import count, new_file, positive, values
 from benchmarks.netlab.flags import add_flags, chosen
-from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
+from benchmarks.netlab.measuring import Lab, guarded, keep
 from benchmarks.netlab.methods import SIDE, compiled
 from benchmarks.netlab.network import Network
 from benchmarks.netlab.worker import Case, Jax, measure
@@ -42,7 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--products", type=count, default=10, help="of matrices of 1024 x 1024")
     parser.add_argument("--repeats", type=count, default=5)
     parser.add_argument("--seconds", type=positive, default=300)
-    parser.add_argument("--out", type=new_file, default=str(RESULTS / "overlap_cpu.json"))
+    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

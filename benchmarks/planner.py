@@ -5,7 +5,7 @@
     python -m benchmarks.planner --report [--out=JSON] [--png=PNG] [--json]
 
 On each network (`benchmarks.netlab`; needs root) the processes probe messages and codes, and then
-exchange gradients by every method, in turn. What is in the file already is not measured again. The
+exchange gradients by every method, in turn. What `--out` has already is not measured again. The
 report compares predictions, which know the topology, the probe and nothing else, with the medians.
 
 A choice is the planner's, among the methods of a quality: of those within 2 % of the least time
@@ -90,7 +90,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=count, default=3, help="at least")
     parser.add_argument("--measured", type=positive, default=3, help="seconds of each method")
     parser.add_argument("--seconds", type=positive, default=900, help="after which a run is ended")
-    parser.add_argument("--out", type=new_file, default=str(RESULTS / "planner.json"))
+    parser.add_argument("--out", type=new_file, help="a JSON file; of --report, planner.json")
     parser.add_argument("--report", action="store_true")
     parser.add_argument("--png", type=new_file, help="a plot of the report")
     parser.add_argument("--json", action="store_true", help="the summary as the last line")
@@ -110,14 +110,17 @@ def run(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="planner-") as folder:
         for n, size, name, rate in itertools.product(args.hosts, args.sizes, names, rates):
             case = {"network": name, "hosts": n, "rate": rate, "size": size}
-            kept = read(args.out)
-            if not any(is_same(old, case) for old in kept["cases"]):
+            kept = read(args.out) if args.out else {"cases": []}
+            if any(is_same(old, case) for old in kept["cases"]):
+                print(f"{name}, {n} hosts, {rate} Mbit/s, {size:g} values: {args.out} has it")
+            else:
                 # Programs know the number of hosts and the size, and no network.
                 programs = Path(folder, f"{n}-{size:g}")
                 programs.mkdir(exist_ok=True)
                 measured = measured_on(case, args, programs)
                 kept = {**kept, **circumstances(NAME), "cases": [*kept["cases"], measured]}
-                Path(args.out).write_text(json.dumps(kept, indent=1) + "\n")
+                if args.out:
+                    args.out.write_text(json.dumps(kept, indent=1) + "\n")
                 print(summary_of(measured), flush=True)
 
 
@@ -208,9 +211,10 @@ def report(args: argparse.Namespace) -> None:
     """Errors by algorithm, on tuned networks and others, and how often the choice was good."""
     from benchmarks.tables import table
 
-    kept = read(args.out)
+    path = args.out or RESULTS / "planner.json"
+    kept = read(path)
     if not kept["cases"]:
-        raise ValueError(f"--out={args.out} has no network that was measured.")
+        raise ValueError(f"{path} has no network that was measured.")
     summary = summarised(kept)
     print(*table(*errors_table(summary)), "", *table(*choices_table(summary)), sep="\n")
     if args.png:

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.arguments import count, new_file, positive, several, share, values, whole
 from benchmarks.netlab.hosts import run_everywhere
-from benchmarks.netlab.measuring import RESULTS, WORKER_VARIABLES, Lab, guarded, keep
+from benchmarks.netlab.measuring import WORKER_VARIABLES, Lab, guarded, keep
 from benchmarks.netlab.methods import Exchange, shapes_of
 from benchmarks.netlab.network import Network
 from benchmarks.netlab.worker import Jax, measure
@@ -56,7 +56,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--width", type=count, default=32, help="of the network that is trained")
     parser.add_argument("--seconds", type=positive, default=600)
-    parser.add_argument("--out", type=new_file, default=str(RESULTS / "seed_cnat.json"))
+    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from benchmarks.arguments import count, new_file, positive, values
-from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
+from benchmarks.netlab.measuring import Lab, guarded, keep
 from benchmarks.netlab.methods import Collective
 from benchmarks.netlab.network import Network
 from benchmarks.netlab.worker import Jax, measure
@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--params", type=values, default=1e6)
     parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--seconds", type=positive, default=600)
-    parser.add_argument("--out", type=new_file, default=str(RESULTS / "seed_dln.json"))
+    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

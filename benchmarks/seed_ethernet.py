@@ -60,7 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rows", type=count, default=12288, help="of a host's batch")
     parser.add_argument("--repeats", type=count, default=12)
     parser.add_argument("--seconds", type=positive, default=600)
-    parser.add_argument("--out", type=new_file, default=str(RESULTS / "seed_ethernet.json"))
+    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     if "one" in args.parts.split(","):
         rate = rate_for(args)
     else:
-        rate = json.loads(Path(args.out).read_text())["parts"]["one"]["rate"]
+        rate = rate_of("one", args.out or RESULTS / "seed_ethernet.json")
     for part in args.parts.split(","):
         made = plan.load("star", hosts=HOSTS, rate=rate, links_per_host=PARTS[part])
         with Network(made) as network:
@@ -90,6 +90,14 @@ def command(args: argparse.Namespace, methods: str, repeats: int | None = None) 
     flags = [f"--{name}={getattr(args, name)}" for name in ("side", "rows")]
     flags += [f"--methods={methods}", f"--repeats={repeats or args.repeats}"]
     return [sys.executable, "-m", NAME, "--worker", *flags]
+
+
+def rate_of(part: str, path: Path) -> float:
+    """Mbit/s of a part that was measured."""
+    parts = json.loads(path.read_text())["parts"] if path.exists() else {}
+    if part not in parts:
+        raise ValueError(f"{path} has no part {part!r}, whose rate is needed: add it to --parts.")
+    return parts[part]["rate"]
 
 
 def rate_for(args: argparse.Namespace) -> float:

@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from benchmarks.arguments import count, new_file, positive, values
-from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
+from benchmarks.netlab.measuring import Lab, guarded, keep
 from benchmarks.netlab.methods import Collective
 from benchmarks.netlab.network import Network
 from benchmarks.netlab.worker import Jax, measure
@@ -61,7 +61,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--repeats", type=count, default=3)
     parser.add_argument("--seconds", type=positive, default=600)
-    parser.add_argument("--out", type=new_file, default=str(RESULTS / "seed_majority.json"))
+    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

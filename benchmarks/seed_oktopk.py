@@ -13,8 +13,8 @@ import argparse
 import sys
 from typing import Any
 
-from benchmarks.arguments import count, new_file, positive, share, values
-from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
+from benchmarks.arguments import count, new_file, positive, several, share, values
+from benchmarks.netlab.measuring import Lab, guarded, keep
 from benchmarks.netlab.methods import SPARSE, Exchange, shapes_of
 from benchmarks.netlab.network import Network
 from benchmarks.netlab.published import sparse_volume
@@ -37,14 +37,14 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {NAME}", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--worlds", default="2,4,8,16", help="numbers of hosts")
+    parser.add_argument("--worlds", type=several(count), default="2,4,8,16", help="of hosts")
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--params", type=values, default=2e6)
     parser.add_argument("--density", type=share, default=0.01)
     parser.add_argument("--rate", default="50")
     parser.add_argument("--repeats", type=count, default=5)
     parser.add_argument("--seconds", type=positive, default=600)
-    parser.add_argument("--out", type=new_file, default=str(RESULTS / "seed_oktopk.json"))
+    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
     k = max(1, round(args.density * n))
     flags = [f"--{name}={getattr(args, name)}" for name in ("params", "density", "methods")]
     command = [sys.executable, "-m", NAME, "--worker", *flags, f"--repeats={args.repeats}"]
-    for world in map(int, args.worlds.split(",")):
+    for world in args.worlds:
         with Network(plan.load("star", hosts=world, rate=args.rate)) as network:
             rows = Lab(network).rows(command, args.seconds)
         for row in rows:

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import digits, on_gpu, planner, plots, take
+from benchmarks import digits, links, on_gpu, planner, plots, take
 from benchmarks.arguments import existing_file
+from benchmarks.links import NAMES, RATES, over, table, timed_steps
 from benchmarks.pareto import results as front
 from jaxcomm.kernels._fastest import FILE as FASTEST
 
@@ -34,91 +35,12 @@ PAGES = [
 ]
 Lines = list[str]
 PLANNER = str(RESULTS / "planner.json")
-RATES = ("50", "200", "1000", "unlimited")
 TRIED = "rate (of how many)"
-NAMES = {
-    "psum": "a bare `psum`",
-    "float32": "float32 mean",
-    "bfloat16": "bfloat16 mean",
-    "int8": "int8 mean",
-    "cnat": "natural compression",
-    "int4": "int4 with feedback",
-    "scaled_sign": "scaled signs with feedback",
-    "vote": "vote",
-    "oktopk": "Ok-Topk, 1 %",
-    "topk_allgather": "TopkA, 1 %",
-    "powersgd1": "PowerSGD rank 1",
-    "powersgd2": "PowerSGD rank 2",
-    "powersgd4": "PowerSGD rank 4",
-    "torch/float32": "PyTorch DDP",
-    "torch/float16": "PyTorch DDP, fp16 hook",
-    "torch/bfloat16": "PyTorch DDP, bf16 hook",
-    "torch/powersgd1": "PyTorch DDP, PowerSGD rank 1",
-    "torch/powersgd2": "PyTorch DDP, PowerSGD rank 2",
-    "torch/powersgd4": "PyTorch DDP, PowerSGD rank 4",
-}
-
-
-def table(head: list[str], rows: list[list[str]]) -> Lines:
-    """Markdown."""
-    return [f"| {' | '.join(cells)} |" for cells in (head, *rows)][:1] + [
-        "|" + "---|" * len(head),
-        *(f"| {' | '.join(cells)} |" for cells in rows),
-    ]
 
 
 def table_or(head: list[str], rows: list[list[str]], text: str) -> Lines:
     """A table, or a text in its place if it has no row."""
     return table(head, rows) if rows else [text]
-
-
-def star4() -> dict[str, dict[str, Any]]:
-    """Method -> rate -> row, on four hosts."""
-    found: dict[str, dict[str, Any]] = {}
-    for rate in RATES:
-        for row in json.loads((RESULTS / f"allreduce_star4_{rate}.json").read_text())["rows"]:
-            found.setdefault(row["method"], {})[rate] = row
-    return found
-
-
-def exchanges() -> Lines:
-    """ms of an exchange alone, and over its floor."""
-    rows = []
-    for method, at in star4().items():
-        if method in NAMES and not method.startswith("torch/"):
-            cells = [f"{at[r]['ms']:.0f}{over(at[r])}" if r in at else "" for r in RATES]
-            rows.append([NAMES[method], *cells])
-    return table(["", *heads()], rows)
-
-
-def heads() -> Lines:
-    return [f"{rate} Mbit/s" if rate == RATES[0] else rate for rate in RATES]
-
-
-def over(row: dict[str, Any]) -> str:
-    return f" ({row['over_floor']:.2f})" if row["over_floor"] else ""
-
-
-def steps() -> Lines:
-    """ms of a whole step less its compute, ours and PyTorch's, by bytes."""
-    found = timed_steps()
-    rates = [rate for rate in RATES if any(rate in at for at in found.values())]
-    rows = []
-    for method in sorted(found, key=lambda m: -next(iter(found[m].values()))["bytes_busiest_link"]):
-        at = found[method]
-        mb = f"{next(iter(at.values()))['bytes_busiest_link'] / 1e6:.2f}"
-        cells = [f"{at[r]['step_less_compute_ms']:.0f}" if r in at else "" for r in rates]
-        rows.append([NAMES[method], mb, *cells])
-    return table(["", "link MB", *heads()[: len(rates)]], rows)
-
-
-def timed_steps() -> dict[str, dict[str, Any]]:
-    """Method -> rate -> row, where whole steps were timed."""
-    found = {
-        method: {rate: row for rate, row in at.items() if "step_ms" in row}
-        for method, at in star4().items()
-    }
-    return {method: at for method, at in found.items() if at and method in NAMES}
 
 
 def parts(name: str) -> dict[str, Any]:
@@ -345,8 +267,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "pareto_resnet20": functools.partial(pareto, "resnet20"),
     "compile_time": compile_time,
     "dln": dln,
-    "exchanges": exchanges,
-    "steps": steps,
+    **{x: getattr(links, x) for x in ("exchanges", "steps", "beside_torch", "steps_8m")},
     "majority": majority,
     "ethernet": ethernet,
     "cnat": cnat,

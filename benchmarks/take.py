@@ -109,7 +109,7 @@ IN_FLOAT32 = {"Adam": "adam", "SGD": "momentum"}
 
 MARKS = (
     ("*", "- \\*: at one learning rate alone; the loss at the best one may be lower."),
-    ("", "- An empty cell: the row is not for this optimizer."),
+    ("", "- An empty cell was not measured. Rows for SGD lose the given loss if put before Adam."),
 )
 
 
@@ -124,7 +124,8 @@ def rows(timed: Timed, rates: Sequence[str]) -> tuple[list[str], list[list[str]]
     losses = {task: chosen_losses(task) for task in ("gpt", "lstm_nesterov")}
     for row in TAKE:
         adam, sgd = losses["gpt"].get(row.adam, []), losses["lstm_nesterov"].get(row.sgd, [])
-        sent = statistics.mean(one["bytes_per_step"] for one in adam or sgd)
+        own = sgd if row.optimizer == "SGD" else adam
+        sent = statistics.mean(one["bytes_per_step"] for one in own)
         faster = [speed(timed, row, rate) for rate in rates]
         body.append([row.optimizer, row.code, f"{sent:.2f}", worse(adam), worse(sgd), *faster])
     head = ["optimizer", "use", "bytes", "loss, Adam", "loss, SGD"]

@@ -18,6 +18,10 @@ from jaxcomm._nnx import changed, held_by, refuse_changes
 from jaxcomm._users_line import users_line
 
 _AVERAGED = (jnp.integer, jnp.floating, jnp.bool_)
+# Errors of jax about a spec with an axis over which the loss runs device by device.
+_NAMES_AN_AXIS = (
+    "with_sharding_constraint|shard_map in_specs|axis names that are of type Auto or Manual"
+)
 
 
 def bound(
@@ -63,7 +67,7 @@ def naming_the_axis(axis_name: AxisName) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if re.search("with_sharding_constraint|shard_map in_specs", str(error)):
+        if re.search(_NAMES_AN_AXIS, str(error)):
             error.add_note(
                 f"jaxcomm.value_and_grad: the loss runs device by device along {axis_name!r}, on "
                 "each device's own rows. Leave that axis out of the model's specs; others may stay."

@@ -74,6 +74,9 @@ def test_paths(tmp_path: Path) -> None:
         ("seed_cnat --seeds=a", "--seeds: expected a whole number of at least 0, got 'a'"),
         ("seed_cnat --parts=1", "seed_cnat: a part is a number of workers above 1, or train"),
         ("seed_ethernet --methods=nope", "seed_ethernet: unknown method 'nope'; there are psum,"),
+        ("seed_ethernet --parts=two --out=nope.json", "nope.json has no part 'one', whose rate"),
+        ("seed_oktopk --worlds=2,x", "--worlds: expected a whole number of at least 1, got 'x'"),
+        ("pareto --at=0", "--at: expected a number above 0, got '0'"),
         ("codecs --only=nope", "--only: unknown 'nope'; there are cnat, cnat fixed,"),
         ("kernels --mib=1e-7", "--mib: expected a number of at least 0.01, got '1e-7'"),
         ("selection --millions=0", "--millions: expected a number of at least 0.01, got '0'"),
@@ -83,7 +86,7 @@ def test_paths(tmp_path: Path) -> None:
         ("pareto --report --results=/nope", "pareto: --results=/nope has no run"),
         ("pareto --report --tasks=nope", "pareto: unknown task 'nope'; there are gpt"),
         ("pareto --report --methods=nope", "pareto: unknown method 'nope'; there are "),
-        ("planner --report --out=/nope.json", "planner: --out=/nope.json has no network that was"),
+        ("planner --report --out=/nope.json", "planner: /nope.json has no network that was"),
     ],
 )
 def test_a_wrong_argument_is_a_line(command: str, message: str) -> None:

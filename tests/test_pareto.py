@@ -66,10 +66,12 @@ def test_nesterovs_momentum_is_compared_with_float32_that_has_it(tmp_path: Path)
         row("Nadam, float32", 1e-3, 0, 1.9, 1.9) | {"optimizer": "nadam"},
         row("1 bit", 1e-3, 0, 2.2, 2.2) | {"optimizer": "local nadam"},
         row("2 bits", 1e-3, 0, 2.1, 2.1),
+        row("4 local steps, scaled_sign, outer momentum", 1e-3, 0, 2.0, 2.0),
     ]
     for r in made:
         results.write(results.path(tmp_path, r["task"], r["method"], r["rate"], r["seed"]), r)
     found = {r["method"]: round(r["minus_float32"], 3) for r in results.read(tmp_path)}
+    assert found.pop("4 local steps, scaled_sign, outer momentum") == 0.1  # its outer momentum
     assert found == {"float32": 0, "Nadam, float32": 0, "1 bit": 0.3, "2 bits": 0.1}
 
 

@@ -125,7 +125,7 @@ def libraries(module: str, source: str) -> list[str]:
 def programs(module: str, source: str) -> list[str]:
     """Nothing imports tests, train, benchmarks, notebooks or configs; some packages are for all."""
     folders = ("aot", "netlab", "pareto")
-    files = ("arguments", "choices", "device_time", "digits", "on_gpu", "planner", "plots")
+    files = ("arguments", "choices", "device_time", "digits", "links", "on_gpu", "planner", "plots")
     shared = tuple(f"benchmarks.{name}" for name in (*folders, *files, "tables", "take"))
     free = {"tests": ("tests", "train", *shared), "train": ("train",)}
     free["benchmarks"] = ("train", *shared)  # which time what it does

@@ -153,9 +153,10 @@ def circumstances(program: str) -> dict[str, Any]:
     }
 
 
-def keep(path: str | Path, program: str, part: str, rows: list[Any], **more: Any) -> None:
-    """Writes one part of an experiment into its file; other parts stay as they are."""
-    path = Path(path)
+def keep(path: Path | None, program: str, part: str, rows: list[Any], **more: Any) -> None:
+    """Writes one part of an experiment into a file, if there is one; other parts stay."""
+    if path is None:
+        return
     parts = json.loads(path.read_text())["parts"] if path.exists() else {}
     parts[part] = {**circumstances(program), **more, "rows": rows}
     path.write_text(json.dumps({"parts": dict(sorted(parts.items()))}, indent=1) + "\n")

@@ -147,7 +147,7 @@ class Network:
     def _write_hosts_file(self, node: str) -> None:
         """Gloo binds the address that the machine's own name resolves to."""
         folder = HOSTS_FILES / self.namespace(node)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)  # what a reboot left has no owner
         own = os.uname().nodename
         lines = ["127.0.0.1 localhost", f"{self.address(node)} {own}"]
         lines += [f"{self.address(other)} {other}" for other in self._nodes]

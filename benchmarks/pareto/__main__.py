@@ -1,13 +1,14 @@
 """Loss against bytes: every method with the optimizer recommended for it, at equally tuned rates.
 
     python -m benchmarks.pareto [--tasks=gpt_small] [--methods="float32;cnat"] [--seeds=0,1]
-        [--rates=1] [--minutes=4] [--data_dir=DIR]
+        [--rates=1 | --at=0.025] [--minutes=4] [--data_dir=DIR] [--results=DIR]
     python -m benchmarks.pareto --report [--tasks=...] [--methods=...] [--json] [--plot=PNG]
 
 Four simulated devices in one process hold different parts of the data. Each method is trained at
 its learning rates, a factor of two apart; the validation loss chooses one, and the test loss is
-reported. A finished run is a file in `benchmarks/results/pareto/`, which is not run again. Runs
-follow one another, the middle rates of all methods first.
+reported. Runs follow one another, the middle rates of all methods first. `--at` gives other rates;
+where the best of a row was an end, committed runs have some more. A finished run is a file in
+`benchmarks/results/pareto/`, which is not run again: `--results` names another folder to repeat it.
 
 `--report` runs nothing: it shows the committed runs, of `--tasks` and `--methods` alone where they
 are given. `--json` prints them as the last line: task, method, optimizer, rate, seed, loss (of the
@@ -17,12 +18,13 @@ with Nesterov's momentum where the row has it), chosen (whether this is the chos
 """
 
 import argparse
+import itertools
 import json
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.arguments import new_file, several, whole
+from benchmarks.arguments import new_file, positive, several, whole
 from benchmarks.pareto import results
 
 USUAL = "gpt_small"
@@ -38,6 +40,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--rates", type=int, choices=(1, 2, 3), default=3, help="how many: 1 is the middle one"
     )
+    parser.add_argument("--at", type=several(positive), help="these rates, not those of a row")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no run starts later")
     parser.add_argument("--data_dir", default=None, help="of TensorFlow Datasets; TFDS_DATA_DIR")
     parser.add_argument("--results", type=Path, default=results.FOLDER)
@@ -60,18 +63,19 @@ def run(args: argparse.Namespace) -> None:
     chosen = split(args.methods, ";")
     check("task", tasks, list(TABLES))
     check("method", chosen, [name for task in tasks for name in TABLES[task]])
-    order = [(seed, i) for seed in args.seeds for i in (1, 0, 2)[: args.rates]]
-    for seed, i in order:
+    several_rates = args.at or (1, 0, 2)[: args.rates]
+    for seed, which in itertools.product(args.seeds, several_rates):
         for task in tasks:
             for name, method in TABLES[task].items():
-                path = results.path(args.results, task, name, method.rates[i], seed)
+                rate = which if args.at else method.rates[which]
+                path = results.path(args.results, task, name, rate, seed)
                 if path.exists() or (chosen and name not in chosen):
                     continue
                 if time.monotonic() - began > 60 * args.minutes:
                     return
                 row = {"task": task, "method": name, "optimizer": method.optimizer}
-                row |= {"rate": method.rates[i], "seed": seed}
-                row |= train(TASKS[task], method, method.rates[i], seed, args.data_dir)
+                row |= {"rate": rate, "seed": seed}
+                row |= train(TASKS[task], method, rate, seed, args.data_dir)
                 results.write(path, row)
                 print(json.dumps(row), file=sys.stderr, flush=True)
 

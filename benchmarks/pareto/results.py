@@ -10,8 +10,14 @@ from typing import Any
 Rows = list[dict[str, Any]]
 FOLDER = Path(__file__).resolve().parents[1] / "results" / "pareto"
 BASELINE = "float32"
-# Of optimizers with Nesterov's momentum, in tasks whose other rows have none.
-BASELINES = {name: "Nadam, float32" for name in ("nadam", "local nadam", "factored nadam")}
+# Of optimizers, and a method, with Nesterov's momentum, in tasks whose other rows have none.
+NESTEROV = (
+    "nadam",
+    "local nadam",
+    "factored nadam",
+    "4 local steps, scaled_sign, outer momentum",
+)
+BASELINE_OF_NESTEROV = "Nadam, float32"
 TITLES = {  # of the panels of the plot
     "gpt": "GPT of 1 M parameters, tiny Shakespeare",
     "gpt_small": "GPT of 0.24 M parameters, tiny Shakespeare",
@@ -47,10 +53,11 @@ def read(folder: Path) -> Rows:
     base = {}
     for row in rows:
         row["chosen"] = row["rate"] == rates[_key(row)]
-        if row["method"] in (BASELINE, *BASELINES.values()) and row["chosen"]:
+        if row["method"] in (BASELINE, BASELINE_OF_NESTEROV) and row["chosen"]:
             base[row["task"], row["method"], row["seed"]] = row["loss"]
     for row in rows:
-        baseline = BASELINES.get(row["optimizer"], BASELINE)
+        has_nesterov = {row["optimizer"], row["method"]}.intersection(NESTEROV)
+        baseline = BASELINE_OF_NESTEROV if has_nesterov else BASELINE
         pair = row["loss"], base.get((row["task"], baseline, row["seed"]))
         row["minus_float32"] = None if None in pair else pair[0] - pair[1]
     order = ("task", "bytes_per_step", "method", "rate", "seed")
@@ -145,7 +152,9 @@ def plot(rows: Rows, file: Path) -> None:
         for place, line in enumerate(of[task]):
             color = "0.7" if _is_beaten(line, of[task]) else "C0"
             panel.plot(line["loss"], place, "o", color=color, markersize=6)
-        for base in (line for line in of[task] if line["method"] in (BASELINE, "Nadam, float32")):
+        for base in (
+            line for line in of[task] if line["method"] in (BASELINE, BASELINE_OF_NESTEROV)
+        ):
             panel.axvline(base["loss"], color="0.8", linewidth=1, zorder=0)
         names = [f"{line['method']}   {line['bytes_per_step']:.2f}" for line in of[task]]
         panel.set_yticks(range(len(names)), names, fontsize=9)

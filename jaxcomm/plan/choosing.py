@@ -100,7 +100,9 @@ class Plan:
         if best.method.family == "float32":
             how = "" if best is dense else f", {best.method.algorithm}"
             computes = f"{best.efficiency:.1%} of a step computes"
-            return f"Do not compress: float32{how}; {computes}{self._gained}."
+            is_alone = all(row.method.family == "float32" for row in self.rows)
+            answer = "Only float32 was compared" if is_alone else "Do not compress"
+            return f"{answer}: float32{how}; {computes}{self._gained}."
         if best.method.quality == "16bit":
             return f"Send 16 bits, {said}"
         return f"Compress, {said}"

@@ -116,8 +116,9 @@ def layout_of(
     if type(params).__name__ == "_ParamsPlaceholder":  # of optax; it is not public
         raise ValueError(
             "optax.tree.map_params(tx, f, state) makes a state without parameters, but the state "
-            "of an exchange has their shapes. Map over the optimizer's own state: "
-            "optax.tree.map_params(optimizer, f, state[1]) in optax.chain(exchange, optimizer)."
+            "of an exchange has their shapes. In optax.chain(exchange, optimizer), map over the "
+            "optimizer's own state: optax.tree.map_params(optimizer, f, state[1]). For shardings "
+            "of a whole state there is jaxcomm.state_spec; for the rest, jax.tree.map."
         )
     if not nodes:
         raise ValueError(

@@ -4,7 +4,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import jax
@@ -39,6 +39,12 @@ _CURES = {
         "it around the optimizer only, or change the exchange with jaxcomm.stages."
     ),
 }
+_ZEROS = (
+    "what comes before the exchange sets local gradients to zero (optax.set_to_zero or "
+    "optax.transforms.freeze). Zeros are sent like other values, and votes, signs and 2 bits, "
+    "which have no zero, move what should be frozen. Freeze it with "
+    'optax.partition({"trained": chain, "frozen": jaxcomm.set_to_zero(axis_name)}, labels).'
+)
 # What would look at local gradients before the exchange, and their dtype cannot refuse.
 _IN_FRONT = {
     "zero_nans": (
@@ -82,8 +88,39 @@ def refuse_wrappers() -> None:
     for wrapper in _CURES.keys() & _optax_callers():
         raise ValueError(_CURES[wrapper])
     for frame in _optax_frames():
-        for name in _IN_FRONT.keys() & set(map(_factory, _members(frame)[0])):
-            raise ValueError(_IN_FRONT[name])
+        for init in _members(frame)[0]:
+            names = set(_names_in(init))
+            for name in _IN_FRONT.keys() & set(_names_in(init, through_local=False)):
+                raise ValueError(_IN_FRONT[name])
+            if "conditionally_mask" in names:
+                raise ValueError(_CURES["conditionally_mask"])
+            if "set_to_zero" in names:
+                raise ValueError(_ZEROS)
+
+
+def _names_in(function: Any, through_local: bool = True) -> Iterator[str]:
+    """What made an `init` or `update`, and the transformations in its closure.
+
+    The names of optax's are as they are; those of jaxcomm's begin with its name.
+    """
+    if not isinstance(function, FunctionType):
+        return
+    is_ours = function.__module__.startswith("jaxcomm.")
+    yield (name := "jaxcomm." * is_ours + _factory(function))
+    if name == "jaxcomm.local" and not through_local:
+        return
+    for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            held = jax.tree.leaves(cell.cell_contents, is_leaf=_is_transformation)
+        except ValueError:  # an empty cell, or a dict without an order
+            continue
+        parts = [part for tx in held if _is_transformation(tx) for part in tx]
+        for part in parts + (held if free == "init_fns" else []):  # those of a chain
+            yield from _names_in(part, through_local)
+
+
+def _is_transformation(x: Any) -> bool:
+    return isinstance(x, optax.GradientTransformation)
 
 
 @functools.cache

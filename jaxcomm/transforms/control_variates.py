@@ -63,8 +63,8 @@ def control_variates(
     The rounding errors of `inner` are the same on all devices, so they bias the gradients that the
     devices vote on; error feedback in `inner` corrects that later.
 
-    Values that are not finite are left out of the averages and passed on to the next exchange in
-    the chain, which makes the update NaN.
+    Values that are not finite are passed on to the next exchange in the chain, which makes the
+    update NaN. If any of them is in the average of a device, the corrections stay as they are.
 
     Args:
       inner: the exchange that takes the mean: a `jaxcomm.mean`.
@@ -122,8 +122,7 @@ def control_variates(
             for i, old in zip(filled, state.average.values, strict=True)
         }
         averages = {
-            i: old + jnp.where(jnp.isfinite(own[i]), own[i], 0.0) / every
-            for i, old in zip(filled, state.average.values, strict=True)
+            i: old + own[i] / every for i, old in zip(filled, state.average.values, strict=True)
         }
 
         def exchange(given: tuple[Any, ...], kept: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -134,10 +133,12 @@ def control_variates(
             local = mark_local(treedef.unflatten(local))
             means, inner_state = inner.update(local, kept[1], params, **extra_args)
             means = jax.tree.leaves(means)
-            # A codec can overflow where no average does.
             means = [means[i][None] for i in averages]
-            lacks = [m - a for m, a in zip(means, averages.values(), strict=True)]
-            lacks = [jnp.where(jnp.isfinite(m), x, 0) for m, x in zip(means, lacks, strict=True)]
+            # The means are equal on all devices, so all corrections of a value stay, or none.
+            lacks = [
+                jnp.where(jnp.isfinite(m), m - a, old)
+                for m, a, old in zip(means, averages.values(), kept[0], strict=True)
+            ]
             return lacks, inner_state
 
         corrected, near = list(grads), []

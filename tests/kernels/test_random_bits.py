@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxcomm.kernels import random_bits as kernel
-from jaxcomm.kernels.random_bits import own_key, random_bits, threefry2x32
+from jaxcomm.kernels.random_bits import own_key, random_bits, seeded_key, threefry2x32
 
 # Known answers of the authors' library Random123, file tests/kat_vectors: rounds, counter, key.
 ONES = 0xFFFFFFFF
@@ -107,6 +107,15 @@ def test_own_keys_give_independent_words(impl: str) -> None:
     differing = reference[near:] ^ np.asarray(words(10946, 0))[: n - near]
     bits = (differing[:, None] >> np.arange(32, dtype=np.uint32)) & 1
     assert (np.abs(bits.mean(0) - 0.5) < 5 * 0.5 / (n - near) ** 0.5).all()
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**31, 2**32, 2**40 + 5, -1])
+def test_all_bits_of_a_seed_count_with_and_without_x64(seed: int) -> None:
+    with jax.enable_x64(True):
+        wanted = jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
+    for x64 in (False, True):
+        with jax.enable_x64(x64):
+            np.testing.assert_array_equal(jax.random.key_data(seeded_key(seed)), wanted)
 
 
 def test_own_keys_are_composed_of_both_numbers() -> None:

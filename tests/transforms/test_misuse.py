@@ -183,6 +183,15 @@ def test_a_model_that_names_the_axis_of_the_batch_hears_of_it(mesh8: Any) -> Non
     with jax.set_mesh(mesh8), pytest.raises(ValueError, match="only refer to Auto axes") as raised:
         jax.jit(jaxcomm.value_and_grad(loss_fn, "data"))(jnp.ones(3), jnp.ones((16, 3)))
     assert "Leave that axis out of the model's specs" in str(raised.value.__notes__)
+    explicit = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(explicit), pytest.raises(ValueError, match="axis names that are") as raised:
+        loss = jaxcomm.value_and_grad(
+            lambda w, x: jnp.mean(jax.reshard(x @ w, jax.P("data"))), "data"
+        )
+        jax.jit(loss)(
+            jaxcomm.replicate(jnp.ones(3)), jaxcomm.global_batch(np.ones((16, 3)), "data")
+        )
+    assert "Leave that axis out of the model's specs" in str(raised.value.__notes__)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])

@@ -31,7 +31,12 @@ def seeded_key(seed: jax.typing.ArrayLike) -> jax.Array:
 
     Other keys are derived from it by folding in small numbers one after another. The `fold_in` of
     "unsafe_rbg" is commutative: step 1 of layer 2 would get the key of step 2 of layer 1.
+
+    All 64 bits of a Python integer count, of which jax drops half where `jax_enable_x64` is off.
     """
+    if isinstance(seed, int):
+        words = [(int(seed) >> shift) & 0xFFFFFFFF for shift in (32, 0)]
+        return jax.random.wrap_key_data(jnp.array(words, jnp.uint32), impl="threefry2x32")
     return jax.random.key(seed, impl="threefry2x32")
 
 
