@@ -7,17 +7,21 @@ hold what is true of the full sizes only, such as accuracies.
 
 import ast
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy as np
 import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 SECONDS = 300
+NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+TIMED = re.compile(r"\b(ms|us|seconds?|GB/s|Gb/s)\b")
 
 SMALL: dict[str, dict[str, int]] = {
     "01_first_steps": {"STEPS": 10},
@@ -45,7 +49,7 @@ def shrink(notebook: Any, sizes: dict[str, int]) -> None:
     notebook.cells = [cell for cell in notebook.cells if cell not in left_out]
 
 
-def run_notebook(path: Path, small: bool) -> None:
+def run_notebook(path: Path, small: bool) -> Any:
     """Executes a notebook as its readers do: in its folder, with no variables but its own."""
     ours = ("JAX_PLATFORMS", "NPROC") if small else ("JAX_PLATFORMS", "NPROC", "XLA_FLAGS")
     env = {name: value for name, value in os.environ.items() if name not in ours}
@@ -61,6 +65,30 @@ def run_notebook(path: Path, small: bool) -> None:
     start = time.monotonic()
     client.execute(env=env)
     assert time.monotonic() - start < SECONDS
+    return notebook
+
+
+def printed(cell: Any) -> str:
+    """The text that a cell shows, but for warnings and for figures."""
+    shown = [out.text for out in cell.get("outputs", ()) if out.get("name") == "stdout"]
+    results = [out for out in cell.get("outputs", ()) if out.output_type == "execute_result"]
+    return "".join(shown + [out.data.get("text/plain", "") for out in results])
+
+
+def outdated(committed: Any, made: Any) -> list[str]:
+    """What a notebook shows that a new run does not, other than times.
+
+    Numbers may differ by a thirtieth: losses and accuracies depend a little on the machine.
+    """
+    wrong = []
+    for old, new in zip(committed.cells, made.cells, strict=True):
+        before, after = printed(old), printed(new)
+        words, others = NUMBER.split(before), NUMBER.split(after)
+        numbers, found = (np.array(NUMBER.findall(text), float) for text in (before, after))
+        same = words == others and np.allclose(numbers, found, rtol=1 / 30, atol=0.02)
+        if not same and not TIMED.search(before):
+            wrong.append(f"{before}---\n{after}")
+    return wrong
 
 
 def test_there_are_notebooks() -> None:
@@ -75,7 +103,21 @@ def test_notebook(path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_whole_notebook(path: Path) -> None:
-    run_notebook(path, small=False)
+    made = run_notebook(path, small=False)
+    assert outdated(nbformat.read(path, as_version=4), made) == []
+
+
+def test_what_is_outdated_is_seen() -> None:
+    def notebook(text: str) -> Any:
+        shown = nbformat.v4.new_output("stream", name="stdout", text=text)
+        cell = nbformat.v4.new_code_cell("", outputs=[shown])
+        return nbformat.v4.new_notebook(cells=[cell])
+
+    kept = notebook("accuracy 93.1 %, 8 rounds")
+    assert outdated(kept, notebook("accuracy 92.9 %, 8 rounds")) == []
+    for text in ("accuracy 93.1 %, 6 rounds", "accuracy 93.1 %, 8 steps"):
+        assert outdated(kept, notebook(text)) != []
+    assert outdated(notebook("4.1 ms"), notebook("9.3 ms")) == []
 
 
 def test_a_notebook_that_fails_is_seen(tmp_path: Path) -> None:
