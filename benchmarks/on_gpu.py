@@ -147,6 +147,22 @@ def overlap_scanned() -> tuple[list[str], list[list[str]]]:
     return ["method", "MB sent", "hidden, H100", *behind, "memory, of pmean's"], rows
 
 
-def _overlap(model: str, target: str) -> list[dict[str, Any]]:
+def overlap_hsdp() -> tuple[list[str], list[list[str]]]:
+    """The same between two groups of four, within which parameters are split."""
+    plain, *inside = _overlap("scanned", "h100", fsdp=4)
+    after = [row for row in _overlap("exchanged_after", "h100", fsdp=4) if row["method"] != "psum"]
+    names = [("`jax.lax.pmean` after the loop", plain)]
+    names += [(f"{row['method']} after the backward pass", row) for row in after]
+    names += [(f"`in_backward`, {row['method']}", row) for row in inside]
+    rows = []
+    for name, row in names:
+        shares = [f"{row[key]:.2f}" for key in ("hidden", "behind_products")]
+        rows.append([name, f"{row['sent_mb']:.1f}", *shares, f"{row['peak_mib']} MiB"])
+    heads = ["MB sent", "hidden", "behind products", "memory of a device"]
+    return ["between groups", *heads], rows
+
+
+def _overlap(model: str, target: str, fsdp: int = 1) -> list[dict[str, Any]]:
     found = json.loads((RESULTS / "gpu_overlap.json").read_text())["rows"]
-    return [row for row in found if (row["model"], row["target"]) == (model, target)]
+    wanted = (model, target, fsdp)
+    return [row for row in found if (row["model"], row["target"], row["fsdp"]) == wanted]

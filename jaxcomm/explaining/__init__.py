@@ -242,12 +242,13 @@ def _by_device(collectives: list[Collective]) -> tuple[Bytes, ...]:
 
 
 def _dense_bytes(layouts: list[Layout], leaves: tuple[Leaf, ...]) -> Bytes:
-    """What a device sends in a float32 mean of the leaves that have messages.
+    """What a device sends in a float32 mean of the leaves that have messages; of all, if none has.
 
     Of what is split over other axes, a device has a part. A layout may be that of one layer of a
     stack, which says how each is split; all layers are counted.
     """
-    values = {leaf.path: math.prod(leaf.shape) for leaf in leaves if leaf.messages}
+    sent = [leaf for leaf in leaves if leaf.messages] or leaves
+    values = {leaf.path: math.prod(leaf.shape) for leaf in sent}
     shares = {}
     for layout in layouts:
         for leaf in layout.leaves:

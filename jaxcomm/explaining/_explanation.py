@@ -63,7 +63,8 @@ class Explanation:
       leaves: the parameters.
       messages: what one step sends.
       wire: the same as a `WireReport`, whose `per_step` is the average over a run.
-      dense_bytes: what a device would send in a float32 mean of the leaves that are sent.
+      dense_bytes: what a device would send in a float32 mean of the leaves that are sent, or of
+        all if none is.
       own_bytes: state that differs from device to device, on each device.
       shared_bytes: state that is equal on all devices or split, on each device.
       needs: (method, what it needs), outermost first.
