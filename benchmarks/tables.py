@@ -254,7 +254,10 @@ TABLES: dict[str, Callable[[], Lines]] = {
     **{f"gpu_steps_{x}": lambda x=x: table(*on_gpu.steps(x)) for x in ("h100", "h200")},
     "overlap_h100": lambda: table(*on_gpu.overlap("h100")),
     "overlap_a10": lambda: table(*on_gpu.overlap("a10")),
-    **{x: lambda x=x: table(*getattr(on_gpu, x)()) for x in ("overlap_scanned", "overlap_hsdp", "due")},
+    **{
+        x: lambda x=x: table(*getattr(on_gpu, x)())
+        for x in ("overlap_scanned", "overlap_hsdp", "due")
+    },
     **{x: lambda x=x: milliseconds(x) for x in ("overlap_cpu", "due_cpu")},
     "simulated": simulated,
     "planner": lambda: table(*planner.errors_table(planned())),
