@@ -4,7 +4,7 @@ python -m train.launch --processes=4 -- --config=configs/digits_one_bit_adam.py
 
 Test accuracies are in docs/measurements.md. On shards that hold different classes
 (`--config.data.shards=by_label`), dense steps only (`--config.sync.dense_steps=10000`) had 98.6 %
-(seed 0), no more than this config.
+with seed 0, where this config has 98.3 %.
 """
 
 from ml_collections import config_dict

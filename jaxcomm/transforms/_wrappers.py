@@ -41,9 +41,9 @@ _CURES = {
 }
 _ZEROS = (
     "what comes before the exchange sets local gradients to zero (optax.set_to_zero or "
-    "optax.transforms.freeze). Zeros are sent like other values, and votes, signs and 2 bits, "
-    "which have no zero, move what should be frozen. Freeze it with "
-    'optax.partition({"trained": chain, "frozen": jaxcomm.set_to_zero(axis_name)}, labels).'
+    "optax.transforms.freeze), but this exchange has no code for zero, so it would move what "
+    'should be frozen. Leave that out, and write optax.partition({"trained": chain, "frozen": '
+    "jaxcomm.set_to_zero(axis_name)}, labels)."
 )
 # What would look at local gradients before the exchange, and their dtype cannot refuse.
 _IN_FRONT = {
@@ -51,6 +51,7 @@ _IN_FRONT = {
         "optax.zero_nans cannot see local gradients, and would change nothing. Apply it to those "
         'of each device: jaxcomm.local("data", optax.zero_nans()).'
     ),
+    "conditionally_mask": _CURES["conditionally_mask"],
 }
 # Where optax's chains call their members.
 _CHAIN_INIT = "chain.<locals>.init_fn.<locals>.<genexpr>"
@@ -75,11 +76,14 @@ def with_extra_args(tx: Any, who: str, argument: str) -> optax.GradientTransform
     return optax.with_extra_args_support(tx)
 
 
-def refuse_wrappers() -> None:
+def refuse_wrappers(has_zero: bool = True) -> None:
     """Raises if an optax wrapper that cannot work is calling.
 
     The dtype of local gradients refuses these too, but cannot name the fix. A wrapper hides what
     it does from the transformation inside it, so this looks at the call stack, at trace time only.
+
+    Args:
+      has_zero: whether a gradient that is zero on all devices arrives as zero.
 
     Raises:
       ValueError: with the fix.
@@ -87,36 +91,41 @@ def refuse_wrappers() -> None:
     _warn_unless_chains_are_seen()
     for wrapper in _CURES.keys() & _optax_callers():
         raise ValueError(_CURES[wrapper])
-    for frame in _optax_frames():
-        for init in _members(frame)[0]:
-            names = set(_names_in(init))
-            for name in _IN_FRONT.keys() & set(_names_in(init, through_local=False)):
-                raise ValueError(_IN_FRONT[name])
-            if "conditionally_mask" in names:
-                raise ValueError(_CURES["conditionally_mask"])
-            if "set_to_zero" in names:
-                raise ValueError(_ZEROS)
+    for init in [init for frame in _optax_frames() for init in _members(frame)[0]]:
+        for name in _IN_FRONT.keys() & _names_in(init, through_local=False):
+            raise ValueError(_IN_FRONT[name])
+        if not has_zero and "set_to_zero" in _names_in(init):
+            raise ValueError(_ZEROS)
 
 
-def _names_in(function: Any, through_local: bool = True) -> Iterator[str]:
-    """What made an `init` or `update`, and the transformations in its closure.
+def _names_in(init: Init, through_local: bool = True) -> set[str]:
+    """What made a transformation and those that it holds in closures.
 
     The names of optax's are as they are; those of jaxcomm's begin with its name.
     """
-    if not isinstance(function, FunctionType):
-        return
-    is_ours = function.__module__.startswith("jaxcomm.")
-    yield (name := "jaxcomm." * is_ours + _factory(function))
-    if name == "jaxcomm.local" and not through_local:
-        return
+    seen: dict[Any, str] = {}
+    waiting: list[Any] = [init]
+    while waiting:
+        function = waiting.pop()
+        if not isinstance(function, FunctionType) or function in seen:
+            continue
+        is_ours = (function.__module__ or "").startswith("jaxcomm.")
+        seen[function] = "jaxcomm." * is_ours + _factory(function)
+        if through_local or seen[function] != "jaxcomm.local":
+            waiting += _held(function)
+    return set(seen.values())
+
+
+def _held(function: FunctionType) -> Iterator[Any]:
+    """The `init`s and `update`s of the transformations in the closure of another one's."""
     for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             held = jax.tree.leaves(cell.cell_contents, is_leaf=_is_transformation)
-        except ValueError:  # an empty cell, or a dict without an order
+        except Exception:  # noqa: BLE001, S112 - an empty cell, or a pytree of the user's own
             continue
-        parts = [part for tx in held if _is_transformation(tx) for part in tx]
-        for part in parts + (held if free == "init_fns" else []):  # those of a chain
-            yield from _names_in(part, through_local)
+        yield from (part for tx in held if _is_transformation(tx) for part in tx)
+        if free == "init_fns":  # those of a chain
+            yield from held
 
 
 def _is_transformation(x: Any) -> bool:

@@ -156,7 +156,7 @@ def majority_vote(
     scheme = Scheme(axis_name, reduction, chosen, seed, limit, tuple(bucket_order or ()), True)
 
     def init_fn(params: Any) -> Any:
-        refuse_wrappers()
+        refuse_wrappers(has_zero=error_feedback or zeros == "abstain")
         if error_feedback:
             warn_of_a_variance_behind(params, "a majority vote")
         layout = layout_of(params, axis_name, exempt, bucket_order, (ties, zeros, scheme))

@@ -188,7 +188,7 @@ def mean(
     is_plain = chosen.name == "native" and reduction == CodedMean(float32, float32)
 
     def init_fn(params: Any) -> Any:
-        refuse_wrappers()
+        refuse_wrappers(not (sent.needs_error_feedback or arriving.needs_error_feedback))
         if (
             coarsest := _fed_back(error_feedback, sent, arriving)
         ).bits_per_value < _ENOUGH_FOR_ADAM:

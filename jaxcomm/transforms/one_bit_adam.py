@@ -197,7 +197,7 @@ def one_bit_adam(
     limit = bytes_of(bucket_mib)
 
     def init_fn(params: Any) -> Any:
-        refuse_wrappers()
+        refuse_wrappers(has_zero=False)
         refuse_optimizer_behind(params, "one_bit_adam")
         layout = layout_of(params, axis_name, exempt, bucket_order, (adam, limit))
         large, _ = split_off_exempt(layout)

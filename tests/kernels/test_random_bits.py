@@ -115,7 +115,8 @@ def test_all_bits_of_a_seed_count_with_and_without_x64(seed: int) -> None:
         wanted = jax.random.key_data(jax.random.key(seed, impl="threefry2x32"))
     for x64 in (False, True):
         with jax.enable_x64(x64):
-            np.testing.assert_array_equal(jax.random.key_data(seeded_key(seed)), wanted)
+            for same in (seed, np.int64(seed)):
+                np.testing.assert_array_equal(jax.random.key_data(seeded_key(same)), wanted)
 
 
 def test_own_keys_are_composed_of_both_numbers() -> None:

@@ -17,6 +17,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxcomm._numbers import is_integer
+
 ROUNDS = 13
 HALF = 2**31  # the word that rounds to nearest, instead of a random one
 
@@ -34,7 +36,7 @@ def seeded_key(seed: jax.typing.ArrayLike) -> jax.Array:
 
     All 64 bits of a Python integer count, of which jax drops half where `jax_enable_x64` is off.
     """
-    if isinstance(seed, int):
+    if is_integer(seed):
         words = [(int(seed) >> shift) & 0xFFFFFFFF for shift in (32, 0)]
         return jax.random.wrap_key_data(jnp.array(words, jnp.uint32), impl="threefry2x32")
     return jax.random.key(seed, impl="threefry2x32")
