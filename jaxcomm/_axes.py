@@ -112,10 +112,11 @@ def on_all(flag: jax.Array, axes: Iterable[str]) -> jax.Array:
 def as_typed(spec: PartitionSpec, axis_name: AxisName, rank: int) -> PartitionSpec:
     """The spec of an array, spelled as in the type of what a step returns.
 
-    Along Explicit axes every dimension is named. What enters must be spelled the same way, or the
-    second step compiles again.
+    Along Explicit axes every dimension is named, and of a whole array, if any axis of the mesh is
+    one. What enters must be spelled the same way, or the second step compiles again.
     """
-    if not explicit_axes().issuperset(names_of(axis_name)):
+    of = names_of(axis_name) if any(spec) else ()
+    if not explicit_axes() or not explicit_axes().issuperset(of):
         return spec
     return PartitionSpec(*spec, *[None] * (rank - len(spec)))
 

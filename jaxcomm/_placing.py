@@ -4,24 +4,27 @@
 have to hold one model per process. Here their checksums are compared.
 """
 
+import contextlib
+import contextvars
+import functools
+import os
 import re
-import textwrap
 import threading
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomm._numbers import are_keys
 
-_MAKE = "make them from the same seed on devices of one kind, or read them from the same file"
+# Letters that an error shows before what differs, and in all.
+_BEFORE, _SHOWN = 80, 240
 
 
 def place(
@@ -67,27 +70,25 @@ def place(
 
 
 def require_equal_everywhere(names: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Raises a ValueError if processes hold different values in arrays that each has as a whole.
+    """Raises a ValueError if processes differ in arrays that each has as a whole, or in settings.
 
     Arrays that were compared before, here or by `place`, are not compared again; nothing is, where
     some process has no device in the current mesh, or under a transformation.
     """
-    in_a_trace = isinstance(jnp.zeros((), bool), Tracer)
-    if jax.process_count() == 1 or in_a_trace:
-        return
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty or not _all_take_part(NamedSharding(mesh, PartitionSpec())):
+    if not _is_for_all():
         return
     pairs = zip(names, leaves, strict=True)
     own = [(n, x) for n, x in pairs if (_is_typed(x) or _is_whole(x)) and not _was_compared(x)]
+    _require_same_settings()
     if own:
-        _require_same([_sum_of_settings()], [_SETTINGS_DIFFER], [_same_settings()])
         _require_equal([name for name, _ in own], [_here(x) for _, x in own])
     remember([x for _, x in own])
 
 
-def require_equal_shapes(rows: Sequence[np.ndarray], sharding: NamedSharding) -> None:
-    """Raises a ValueError if processes have rows of other shapes or dtypes, or other leaves.
+def require_equal_shapes(rows: Sequence[np.ndarray], local: int, sharding: NamedSharding) -> None:
+    """Raises a ValueError if devices have rows of other shapes or dtypes, or other leaves.
+
+    `local` is the number of this process's devices.
 
     Or if they have made exchanges with other settings, see `note_settings`.
 
@@ -95,34 +96,61 @@ def require_equal_shapes(rows: Sequence[np.ndarray], sharding: NamedSharding) ->
     """
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and _all_take_part(sharding):
-        kinds = "; ".join(f"{x.shape} {x.dtype}" for x in rows)
-        sums = [zlib.crc32(kinds.encode()), _sum_of_settings()]
-        cures = ["give every process as many rows", _same_settings()]
-        _require_same(sums, ["shapes of rows", _SETTINGS_DIFFER], cures)
+        kinds = "; ".join(f"{(len(x) // local, *x.shape[1:])} {x.dtype}" for x in rows)
+        cure = "give every process as many rows for each of its devices, of the same kind"
+        _require_same_text(kinds, "shapes of rows", cure)
+        _require_same_settings()
 
 
-# Of the exchanges that were made outside of a trace, as text.
+# Of the exchanges that were made outside of a trace, and of what chooses among algorithms, as text.
 _SETTINGS: list[str] = []
-_SETTINGS_DIFFER = "settings of exchanges"
+_CHOICES: dict[str, str] = {}
 
 
 def note_settings(settings: Any) -> None:
     """Notes settings that must be equal in all processes, to be compared with the next arrays.
 
-    A process may trace what others do not, such as for a report, so nothing is noted in a trace.
+    A process may trace what others do not, such as for a report, or try an exchange on a mesh of
+    its own; nothing is noted then.
     """
-    in_a_trace = isinstance(jnp.zeros((), bool), Tracer)
-    if jax.process_count() > 1 and not in_a_trace:
-        _SETTINGS.append(re.sub(r" at 0x[0-9a-f]+", "", repr(settings)))
+    if _is_for_all():
+        _SETTINGS.append(_as_text(settings))
 
 
-def _sum_of_settings() -> int:
-    return zlib.crc32("\n".join(_SETTINGS).encode())
+_ALONE: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
 
 
-def _same_settings() -> str:
-    own = textwrap.shorten("; ".join(_SETTINGS), 1000)
-    return f"run the same program with the same arguments everywhere, here it says {own}"
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Here processes make exchanges that others do not, or in another order; none is compared."""
+    token = _ALONE.set(True)
+    try:
+        yield
+    finally:
+        _ALONE.reset(token)
+
+
+def note_choice(name: str, choice: Any) -> None:
+    """Notes what now chooses in this process, likewise, in place of what did before."""
+    _CHOICES[name] = _as_text(choice)
+
+
+def _as_text(settings: Any) -> str:
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(settings))
+
+
+def _is_for_all() -> bool:
+    """Whether other processes do the same: all have devices in the mesh, and nothing is traced."""
+    if jax.process_count() == 1 or _ALONE.get() or isinstance(jnp.zeros((), bool), Tracer):
+        return False
+    mesh = jax.sharding.get_mesh()
+    return not mesh.empty and _all_take_part(NamedSharding(mesh, PartitionSpec()))
+
+
+def _require_same_settings() -> None:
+    lines = [*_SETTINGS, *(f"{name}: {_CHOICES[name]}" for name in sorted(_CHOICES))]
+    cure = "run the same program with the same arguments everywhere"
+    _require_same_text("; ".join(lines), "settings of exchanges", cure)
 
 
 def _here(leaf: Any) -> np.ndarray:
@@ -197,22 +225,48 @@ def _all_take_part(sharding: NamedSharding) -> bool:
 def _require_equal(names: Sequence[str], values: Sequence[np.ndarray]) -> None:
     kinds = [f"{name} {x.shape} {x.dtype}" for name, x in zip(names, values, strict=True)]
     # Names and shapes first: if they differ, the number of checksums may differ too.
-    _require_same([zlib.crc32("; ".join(kinds).encode())], ["names, shapes or dtypes"])
-    found = [f"values of {name or 'the array'}" for name in names]
-    _require_same([zlib.crc32(x.tobytes()) for x in values], found)
+    _require_same_text("; ".join(kinds), "names, shapes or dtypes", "make the same parameters")
+    rows = _gathered(np.asarray([zlib.crc32(x.tobytes()) for x in values], np.uint32))
+    if (differs := rows != rows[:1]).any():
+        other, which = np.argwhere(differs)[0]
+        raise ValueError(
+            f"process {other} has other values of {names[which] or 'the array'} than process 0, "
+            "but all need the same; make them from the same seed on devices of one kind, or read "
+            "them from the same file."
+        )
 
 
-def _require_same(
-    sums: Sequence[int], what: Sequence[str], cures: Sequence[str] | None = None
-) -> None:
-    own = np.asarray([jax.process_index(), *sums], np.uint32)
-    rows = np.asarray(multihost_utils.process_allgather(own))
-    rows = rows[np.argsort(rows[:, 0])]
-    differs = rows[:, 1:] != rows[:1, 1:]
-    if not differs.any():
+def _require_same_text(text: str, what: str, cure: str) -> None:
+    """Raises a ValueError, with what differs, unless all processes have the same text."""
+    own = text.encode()
+    found = _gathered(np.asarray([zlib.crc32(own), len(own)], np.uint32))
+    if (found == found[:1]).all():
         return
-    other, which = np.argwhere(differs)[0]
+    other = int(np.argwhere((found != found[:1]).any(1))[0, 0])
+    letters = np.zeros(int(found[:, 1].max()), np.uint8)
+    letters[: len(own)] = np.frombuffer(own, np.uint8)
+    rows = _gathered(letters)[[0, other]]
+    texts = [bytes(row[:n]).decode() for row, n in zip(rows, found[[0, other], 1], strict=True)]
+    start = max(len(os.path.commonprefix(texts)) - _BEFORE, 0)
+    zero, they = ("..." * (start > 0) + t[start : start + _SHOWN] for t in texts)
     raise ValueError(
-        f"process {other} has other {what[which]} than process 0, but all need the same; "
-        f"{cures[which] if cures else _MAKE}."
+        f"process {other} has other {what} than process 0, but all need the same; {cure}. "
+        f"Process 0 says {zero or 'nothing'!r}, process {other} {they or 'nothing'!r}."
     )
+
+
+def _gathered(own: np.ndarray) -> np.ndarray:
+    """The vectors of all processes, which may have different numbers of devices."""
+    first: dict[int, Any] = {}
+    for device in jax.devices():
+        first.setdefault(device.process_index, device)
+    mesh = Mesh([first[i] for i in sorted(first)], ("processes",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        rows = NamedSharding(mesh, PartitionSpec("processes"))
+        of_all = jax.make_array_from_process_local_data(rows, own[None])
+        return np.asarray(_everywhere(mesh)(of_all).addressable_data(0))
+
+
+@functools.cache
+def _everywhere(mesh: Mesh) -> Any:
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))

@@ -3,7 +3,7 @@
 import collections
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -47,7 +47,9 @@ def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> 
             "data_mesh(devices=jax.devices()[:4])."
         )
     devices = jax.devices() if devices is None else devices
-    if not hasattr(devices, "__len__") or not all(isinstance(d, jax.Device) for d in devices):
+    has_order = hasattr(devices, "__len__") and not isinstance(devices, Set | Mapping)
+    is_list = has_order and getattr(devices, "ndim", 1) == 1
+    if not is_list or not all(isinstance(d, jax.Device) for d in devices):
         raise TypeError(
             f"data_mesh takes a sequence of devices, got {devices!r}; write "
             "data_mesh(devices=jax.devices()[:4])."
@@ -158,7 +160,7 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
     if mesh.is_multi_process:
         if sharding not in _ASKED:  # in every step it would cost a message
             _ASKED.add(sharding)
-            require_equal_shapes(data, sharding)
+            require_equal_shapes(data, local, sharding)
         placed = [jax.make_array_from_process_local_data(sharding, leaf) for leaf in data]
     else:
         placed = jax.device_put(data, sharding)  # One call for all leaves.

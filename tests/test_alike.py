@@ -57,12 +57,17 @@ SETTINGS = """
     import numpy as np
     import optax
     import jaxcomm
+    from jaxcomm import _placing, plan
 
     jax.config.update("jax_enable_compilation_cache", False)
     rank = jax.process_index()
     jax.set_mesh(jaxcomm.data_mesh())
     params = jaxcomm.replicate({"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))})
     rows = np.ones((2, 3), np.float32)
+
+    def planned():
+        plan.use(plan.cluster(plan.fabrics.star("room", hosts=2, rate=100 + rank)))
+        return jaxcomm.mean("data", "int8")
 
     made = {
         "order": lambda: jaxcomm.mean("data", "int8", bucket_order=["b", "a"][:: 1 - 2 * rank]),
@@ -71,6 +76,14 @@ SETTINGS = """
         "density": lambda: jaxcomm.sparse_mean("data", [0.1, 0.2][rank]),
         "rule": lambda: jaxcomm.majority_vote("data", ties=["positive", "random"][rank]),
         "steps": lambda: jaxcomm.dense_first(jaxcomm.mean("data", "int8"), 3 + rank),
+        "rate": lambda: jaxcomm.factored_adam(jaxcomm.mean("data"), [0.01, 0.02][rank]),
+        "labels": lambda: optax.partition(
+            {"sent": jaxcomm.mean("data"), "frozen": jaxcomm.set_to_zero("data")},
+            dict(zip("ab", ["sent", "frozen"][:: 1 - 2 * rank])),
+        ),
+        "exempt": lambda: jaxcomm.mean("data", "int8", exempt=lambda path, _: path == "ab"[rank]),
+        "stack": lambda: jaxcomm.with_layer_axis(jaxcomm.mean("data", "int8"), ["a", "b"][rank:]),
+        "plan": planned,
         "alike": lambda: optax.chain(
             jaxcomm.local("data", optax.trace(0.9)),
             jaxcomm.mean("data", "cnat", exempt=lambda path, shape: path == "b"),
@@ -82,29 +95,42 @@ SETTINGS = """
             optax.adam(1e-3), 4, optax.sgd(0.7), jaxcomm.mean("data", "int4", error_feedback=True)
         ),
     }
-    for name in {names}:
-        tx = made[name]()
-        jaxcomm.explain(tx, params) if rank else None  # in a trace nothing is noted
-        tx.init(params)
-    try:
+    if {first}:
         jaxcomm.global_batch(rows, "data")
-        print("alike")
-    except ValueError as error:
-        print(error)
+    for name in {names}:
+        try:
+            tx = made[name]()
+            jaxcomm.explain(tx, params) if rank else None  # in a trace nothing is noted
+            tx.init(params)
+            jaxcomm.global_batch(rows, "data")
+            print("alike")
+        except ValueError as error:
+            print(error)
+        plan.use(None)
+        _placing._SETTINGS.clear()
 """
 
 
-@pytest.mark.parametrize("name", ["order", "codec", "every", "density", "rule", "steps"])
-def test_settings_of_exchanges(name: str) -> None:
-    for process in run_processes(2, SETTINGS.replace("{names}", repr([name]))):
-        assert "process 1 has other settings of exchanges than process 0" in process.stdout
-        assert "run the same program" in process.stdout
+@pytest.mark.parametrize("first", [False, True])
+def test_settings_of_exchanges(first: bool) -> None:
+    """Also where a batch was placed, and compared, before the exchange was made."""
+    names = ["order", "codec", "every", "density", "rule", "steps"]
+    names += ["rate", "labels", "exempt", "stack", "plan"]
+    script = SETTINGS.replace("{names}", repr(names)).replace("{first}", repr(first))
+    for process in run_processes(2, script):
+        lines = process.stdout.splitlines()
+        assert len(lines) == len(names)
+        for line in lines:
+            assert "process 1 has other settings of exchanges than process 0" in line
+            assert "run the same program" in line
+        assert "(0.01, 0.9, " in lines[6] and "(0.02, 0.9, " in lines[6]  # what differs is shown
 
 
 def test_settings_that_are_alike_are_not_refused() -> None:
     names = ["alike", "adam", "low rank", "a set", "local steps"]  # sets have other orders
-    for process in run_processes(2, SETTINGS.replace("{names}", repr(names))):
-        assert process.stdout.split() == ["alike"]
+    script = SETTINGS.replace("{names}", repr(names)).replace("{first}", "False")
+    for process in run_processes(2, script):
+        assert process.stdout.split() == ["alike"] * len(names)
 
 
 def test_parameters_that_were_not_placed() -> None:
@@ -115,4 +141,4 @@ def test_parameters_that_were_not_placed() -> None:
 def test_the_rows_of_the_first_batch() -> None:
     for process in run_processes(2, ROWS):
         assert "process 1 has other shapes of rows than process 0" in process.stdout
-        assert "give every process as many rows" in process.stdout
+        assert "give every process as many rows for each" in process.stdout

@@ -24,8 +24,8 @@ class Codec:
 
     Zeros decode to zeros, and a payload of zero bytes decodes to zeros. Messages are padded with
     zeros at the end, which do not change the values before them. A value that is not finite decodes
-    to one that is not finite. Codecs that need error feedback promise less: only a message of all
-    zeros decodes to zeros.
+    to one that is not finite, but for those that `random_k` does not draw. Codecs that need error
+    feedback promise less: only a message of all zeros decodes to zeros.
 
     Attributes:
       implementation: which implementation of its operations runs; see `kernels._implementations`.
@@ -58,9 +58,10 @@ class Codec:
 
     @property
     def variance(self) -> float:
-        """A bound of `E|C(x) - x|^2 / |x|^2` if it can be 1 or more; else 0.
+        """A bound of `E|C(x) - x|^2 / |x|^2` if it can be 1 or more; else 0, and of `random_k`.
 
-        With error feedback, such an error may grow from step to step.
+        With error feedback, such an error may grow from step to step. `random_k` does not multiply
+        what it sends then.
         """
         return 0.0
 

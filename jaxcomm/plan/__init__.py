@@ -1,7 +1,8 @@
 """Networks, how long exchanges take on them, and which method to use.
 
 In reading order: a topology, a cluster with its costs, a workload, and the plan for both. The
-module itself is callable: `jaxcomm.plan(cluster, workload)` is `jaxcomm.plan.plan`.
+module itself is callable too: `jaxcomm.plan(...)` is `jaxcomm.plan.plan(...)`, which type checkers
+know.
 """
 
 import sys

@@ -261,7 +261,7 @@ def plan(
     Example:
       >>> from jaxcomm import plan
       >>> room = plan.cluster(plan.fabrics.star("room", hosts=4, rate="1Gbit"))
-      >>> found = plan(room, plan.workload(25.6e6, step_ms=234))
+      >>> found = plan.plan(room, plan.workload(25.6e6, step_ms=234))
       >>> found.choice.method.name
       'bfloat16/ring'
       >>> tx = found.transformation("data")
@@ -274,6 +274,8 @@ def plan(
         raise TypeError(
             f"plan takes a workload, such as plan.workload(25.6e6, step_ms=234), got {load!r}."
         )
+    if isinstance(chosen, Method):
+        raise TypeError(f"chosen is a sequence of methods; write chosen=[plan.{chosen!r}].")
     if wrong := [m for m in chosen or () if not isinstance(m, Method)]:
         raise TypeError(f"chosen are methods, such as those of plan.methods(), got {wrong[0]!r}.")
     if quality is None:

@@ -114,8 +114,11 @@ def read(path: str | Path) -> Costs:
       The costs.
 
     Raises:
+      TypeError: for anything but a path.
       ValueError: for an invalid file, in one line with its name and the line number.
     """
+    if not isinstance(path, str | Path):
+        raise TypeError(f"read_costs takes the path of a file, got {path!r}.")
     if not Path(path).is_file():
         raise ValueError(f"there is no file {path}; python -m jaxcomm.probe writes one.")
     file = File(Path(path), "latency: 0.0001")

@@ -252,7 +252,9 @@ def dln_2d(
     return _loops(name, hosts, rate, tuple(grid), cables, shortcut, links_per_host)
 
 
-def explicit(name: str, hosts: int, links: list[Any], switches: Any = (), rate: Any = None) -> Any:
+def explicit(
+    name: str, hosts: int, links: list[Any], switches: Any = (), rate: Any = None
+) -> Topology:
     """A network of explicitly listed links.
 
     Args:

@@ -43,10 +43,13 @@ def load(name: str, **overrides: Any) -> Topology:
       The topology.
 
     Raises:
+      TypeError: for anything but a name or a path.
       ValueError: for an unknown name or invalid settings, in one line with the file and line.
       ImportError: without PyYAML.
     """
-    file = File(find(name))
+    if not isinstance(name, str | Path):
+        raise TypeError(f"load takes a file, or the name of a topology, got {name!r}.")
+    file = File(find(str(name)))
     return topology_of(file, file.settings, {k: v for k, v in overrides.items() if v is not None})
 
 

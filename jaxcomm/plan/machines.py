@@ -166,12 +166,16 @@ def load_cluster(
       The cluster, for `jaxcomm.plan.plan`.
 
     Raises:
-      TypeError: for costs that were not read with `read_costs`.
+      TypeError: for costs that were not read with `read_costs`, and other wrong types.
       ValueError: for an unknown name or invalid settings, in one line with the file and line.
     """
     _check_costs(costs)
     if not isinstance(name, str | Path):
         raise TypeError(f"load_cluster takes a file, or the name of a topology, got {name!r}.")
+    if not isinstance(overrides or {}, Mapping):
+        raise TypeError(
+            f'overrides are settings by name, such as {{"rate": "1Gbit"}}, got {overrides!r}.'
+        )
     file = File(find(str(name)))
     links, others = _sorted_out(overrides or {})
     settings = {**file.settings, **{k: v for k, v in others.items() if "." not in k}}

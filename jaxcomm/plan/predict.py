@@ -72,8 +72,8 @@ class Prediction:
       bytes_busiest_link: the bytes that the busiest link carries.
       busiest_link: the nodes that it leads from and to; None where no link is limited.
       error: the relative error of `exchange`; the exchange takes between (1 - error) and
-        (1 + error) times as long. 0 for an exchange that was timed (`jaxcomm.plan.timed`); None on
-        GPUs, where predictions were not compared with measurements.
+        (1 + error) times as long. 0 for an exchange that was timed (`jaxcomm.plan.timed`); None
+        unless the costs were measured between CPU processes: only these predictions were compared.
     """
 
     method: Method

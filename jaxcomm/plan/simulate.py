@@ -104,6 +104,7 @@ class Simulation:
       hosts: the number of each device's host, in order; None means all hosts in their order.
 
     Raises:
+      TypeError: for anything but a topology.
       ValueError: for hosts that do not exist or are listed twice.
 
     Example:
@@ -119,6 +120,10 @@ class Simulation:
         model: Model | None = None,
         hosts: Sequence[int] | np.ndarray | None = None,
     ):
+        if not isinstance(topology, Topology):
+            raise TypeError(
+                f"Simulation takes a topology, such as plan.load('star'), got {topology!r}."
+            )
         self.topology = topology
         self.model = model or Model()
         number = len(topology.hosts)

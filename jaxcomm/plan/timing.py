@@ -52,6 +52,12 @@ def timed(found: Plan, devices: Sequence[Any] | None = None) -> Plan:
         raise TypeError(
             f"timed takes a plan, such as plan(cluster, workload), got {type(found).__name__}."
         )
+    if (
+        wrong := [d for d in devices if not isinstance(d, jax.Device)]
+        if devices is not None
+        else []
+    ):
+        raise TypeError(f"devices are jax's, such as jax.devices()[:4], got {wrong[0]!r}.")
     mesh = found.mesh("data", devices)
     if mesh.size == 1:
         return found

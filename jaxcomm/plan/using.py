@@ -2,6 +2,7 @@
 
 import functools
 
+from jaxcomm._placing import note_choice
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.algorithms._default import choose_by
@@ -38,6 +39,7 @@ def use(cluster: Cluster | None) -> None:
       >>> plan.use(None)
     """
     if cluster is None:
+        note_choice("plan.use", None)
         choose_by(None)
         return
     if not isinstance(cluster, Cluster):
@@ -71,6 +73,7 @@ def use(cluster: Cluster | None) -> None:
         gains = taken <= _GAIN * before
         return fastest if gains else usual
 
+    note_choice("plan.use", cluster)
     choose_by(chooser)
 
 

@@ -134,16 +134,17 @@ def layout_of(
             "one of them."
         )
     patterns = exempt if callable(exempt) else sorted(exempt)  # sets differ between processes
-    _placing.note_settings((axis_name, patterns, bucket_order, settings))
+    kinds = [(name, jnp.shape(x), fits(name, STACKED.get(()))) for name, x in named]
+    alone = {name: is_exempt(name, shape, stacked, exempt) for name, shape, stacked in kinds}
+    stacked = [name for name, _, stacked in kinds if stacked]
+    _placing.note_settings((axis_name, patterns, bucket_order, settings, alone, stacked))
     _placing.require_equal_everywhere([name for name, _ in named], [x for _, x in named])
     leaves = []
-    for name, leaf in named:
+    for (name, leaf), (_, shape, stacked) in zip(named, kinds, strict=True):
         dtype = jnp.result_type(leaf)
         _paths.require_float(name, dtype)
         spec = (spec_of or _spec_of)(leaf, name, axis_name)
-        shape, stacked = tuple(jnp.shape(leaf)), fits(name, STACKED.get(()))
-        exempted = is_exempt(name, shape, stacked, exempt)
-        leaves.append(Leaf(name, shape, dtype, spec, exempted, stacked))
+        leaves.append(Leaf(name, tuple(shape), dtype, spec, alone[name], stacked))
     known = PATHS.get() or [leaf.path for leaf in leaves]
     is_part = any(isinstance(node, optax.MaskedNode) for node in nodes) and not PATHS.get()
     if not callable(exempt):

@@ -236,6 +236,13 @@ def refuse_optimizer_behind(params: Any, name: str) -> None:
             f"{name} is an optimizer, and another one, which keeps {', '.join(sorted(moments))}, "
             f"follows it in the chain. The updates of {name} are final: remove the other one."
         )
+    for init in [init for frame in _optax_frames() for init in _members(frame)[1]]:
+        if _factory(init) == "chain" and {*map(_factory, _held(init))} <= {"init_empty_state"}:
+            raise ValueError(
+                f"{name} is an optimizer, and optax.sgd or another chain follows it, which would "
+                "turn the sign of its updates. They are final: remove the other one; if it is no "
+                "optimizer, write its members one by one."
+            )
 
 
 def warn_of_a_variance_behind(params: Any, exchange: str) -> None:

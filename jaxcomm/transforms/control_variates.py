@@ -134,9 +134,10 @@ def control_variates(
             means, inner_state = inner.update(local, kept[1], params, **extra_args)
             means = jax.tree.leaves(means)
             means = [means[i][None] for i in averages]
-            # The means are equal on all devices, so all corrections of a value stay, or none.
+            # The means are equal on all devices, so all corrections of a value stay, or none. The
+            # zeros give them the sharding of the averages, also on one device.
             lacks = [
-                jnp.where(jnp.isfinite(m), m - a, old)
+                jnp.where(jnp.isfinite(m + jnp.zeros_like(a)), m - a, old)
                 for m, a, old in zip(means, averages.values(), kept[0], strict=True)
             ]
             return lacks, inner_state

@@ -27,6 +27,7 @@ import optax
 
 from jaxcomm import _axes
 from jaxcomm._marks import mark_local
+from jaxcomm._placing import note_settings
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import Arrays, local_leaves, vectors_in_view
@@ -164,6 +165,7 @@ def factored_adam(
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         refuse_optimizer_behind(params, "factored_adam")
+        note_settings((learning_rate, b1, b2, eps, weight_decay, mask, nesterov))
         inner = exchange.init(params)
         layout = layout_of(params, axis_of(inner, "factored_adam"))
         _roles.require_means(inner, "factored_adam")

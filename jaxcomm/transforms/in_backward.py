@@ -252,6 +252,11 @@ class _InBackward:
             known = leaf_paths(own)  # a part of optax.partition does not have all leaves
             is_chosen = [x == number and path in known for x, path in zip(of, paths, strict=True)]
             chosen = [i for i, x in enumerate(is_chosen) if x]
+            if lost := sorted(known.difference(paths)):
+                raise ValueError(
+                    f"the state is that of a parameter {lost[0]}, which these parameters do not "
+                    f"have ({', '.join(paths)}); call tx.init on these parameters."
+                )
             for i in chosen:
                 if is_sharded(leaves[i]):
                     raise ValueError(

@@ -76,7 +76,7 @@ def low_rank_mean(
     bucket_mib: float = 32.0,
     bucket_order: Sequence[str] | None = None,
     implementation: _implementations.Option = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Replaces local gradients by their mean, projected to a few directions: PowerSGD.
 
     A leaf is a matrix M of m inputs and n outputs. Devices exchange the means of two thin matrices

@@ -60,8 +60,8 @@ class MeanState(NamedTuple):
       step: int32, from which the keys are made.
       residual: with error feedback, the part of each device's gradients that is in no update yet,
         for each compressed leaf; else empty. The mean of the residuals over devices is what the
-        updates still lack. float32, with a leading device axis, sharded over the axis; inside
-        `jax.shard_map`, this device's only.
+        updates still lack, but for the rounding of means that "first_hop" drops. float32, with a
+        leading device axis, sharded over the axis; inside `jax.shard_map`, this device's only.
     """
 
     layout: Layout

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxcomm import _axes
 from jaxcomm._numbers import are_keys
 from jaxcomm.transforms._layout import Layout, are_other_names
+from jaxcomm.transforms._wrappers import with_extra_args
 from jaxcomm.transforms.per_device import PerDevice, is_own
 
 
@@ -56,6 +57,7 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
       ...     jaxcomm.resize_state(tx, saved, w).residual.values[0].shape
       (2, 2, 2)
     """
+    tx = with_extra_args(tx, "resize_state", "tx")
     new, treedef = jax.tree_util.tree_flatten_with_path(tx.init(params), is_leaf=is_own)
     old = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(state)}
     pairs = [(x, _taken(old, _name(path), is_own(x))) for path, x in new]

@@ -115,7 +115,7 @@ def sparse_mean(
     bucket_mib: float = 32.0,
     bucket_order: Sequence[str] | None = None,
     implementation: _implementations.Option = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Replaces local gradients by the mean of their largest values over a mesh axis.
 
     A value that is not in the update stays in its device's residual, which is added to the next

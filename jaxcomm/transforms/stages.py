@@ -1,7 +1,7 @@
 """Ways of exchanging gradients one after another: dense at first, sparser later."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxcomm._placing import note_settings
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._layout import axis_of
 from jaxcomm.transforms._states import require_kind
-from jaxcomm.transforms._wrappers import refuse_wrappers
+from jaxcomm.transforms._wrappers import refuse_wrappers, with_extra_args
 from jaxcomm.transforms.mean import mean
 from jaxcomm.transforms.per_device import is_own
 
@@ -98,6 +98,11 @@ def stages(
         of, kept = [], []
         for state in (tx.init(params) for tx in chain):
             _refuse_in_backward(state, "stages")
+            if _roles.roles_of(state) <= {_roles.OTHER}:
+                raise ValueError(
+                    "a stage exchanges nothing: each is an exchange, such as jaxcomm.mean, and "
+                    "the optimizer comes after the stages."
+                )
             is_new = not kept or not _look_alike(state, kept[-1])
             if kept and is_new:
                 _refuse_to_lose(kept[-1])
@@ -136,7 +141,7 @@ def dense_first(
     inner: optax.GradientTransformation,
     steps: int,
     dense: optax.GradientTransformation | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Exchanges gradients in float32 for some steps, and then by `inner`.
 
     Both are branches of one compiled program, and XLA overlaps no collective in a branch.
@@ -153,7 +158,8 @@ def dense_first(
       A transformation used like `inner`; without dense steps it is `inner`, which takes no `dense`.
 
     Raises:
-      TypeError: by `update` if its `dense` is known on the devices only.
+      TypeError: for what is not a transformation; by `update` if its `dense` is known on the
+        devices only.
       ValueError: for a negative number of steps; by `init` as for `stages`, and without `dense`
         also if `inner` is more than an exchange, such as a chain with `jaxcomm.local`, or has the
         momentum of the optimizer; by `update` if its `dense` is no bool.
@@ -167,8 +173,11 @@ def dense_first(
     """
     if not is_integer(steps) or steps < 0:
         raise ValueError(f"dense_first needs a number of steps of at least 0, got {steps!r}.")
+    with_extra_args(inner, "dense_first", "inner")
+    if dense is not None:
+        with_extra_args(dense, "dense_first", "dense")
     if steps == 0:
-        return inner
+        return cast(optax.GradientTransformationExtraArgs, inner)
     both = stages((0, _mean_over_same_axis(inner) if dense is None else dense), (steps, inner))
 
     def update_fn(

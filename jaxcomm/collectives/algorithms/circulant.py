@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 
 from jaxcomm._numbers import is_integer
 from jaxcomm.collectives.algorithms._algorithm import Algorithm
@@ -163,7 +164,7 @@ def _near(world: int) -> tuple[tuple[Round, ...], tuple[int, ...]]:
     return tuple(reversed(rounds)), tuple(offsets)
 
 
-def circulant(skips: tuple[int, ...] | None = None) -> Circulant:
+def circulant(skips: Iterable[int] | None = None) -> Circulant:
     """The circulant graph: at most 2 ceil(log2 N) + 2 rounds for every N.
 
     Args:
@@ -175,6 +176,7 @@ def circulant(skips: tuple[int, ...] | None = None) -> Circulant:
       The algorithm, for `algorithm=`.
 
     Raises:
+      TypeError: for skips that are no sequence.
       ValueError: for skips that do not fall to 1; in the first step, for skips that do not fit the
         number of devices.
 
@@ -184,10 +186,12 @@ def circulant(skips: tuple[int, ...] | None = None) -> Circulant:
       J. L. Traeff, "Optimal, Non-pipelined Reduce-scatter and Allreduce Algorithms", 2024,
       arXiv:2410.14234.
     """
-    if skips is not None:
-        skips = tuple(skips)
-        pairs = zip(skips, (*skips[1:], 0), strict=False)
-        falling = all(is_integer(s) and s > t for s, t in pairs)
-        if not skips or skips[-1] != 1 or not falling:
-            raise ValueError(f"skips fall to 1, such as (5, 3, 2, 1) for 8 devices, got {skips}.")
-    return Circulant(skips and tuple(map(int, skips)))
+    if skips is None:
+        return Circulant()
+    if not isinstance(skips, Iterable):
+        raise TypeError(f"skips are numbers, such as (5, 3, 2, 1), got {skips!r}.")
+    each = tuple(skips)
+    pairs = zip(each, (*each[1:], 0), strict=False)
+    if not each or each[-1] != 1 or not all(is_integer(s) and s > t for s, t in pairs):
+        raise ValueError(f"skips fall to 1, such as (5, 3, 2, 1) for 8 devices, got {each}.")
+    return Circulant(tuple(map(int, each)))

@@ -1,7 +1,9 @@
 """Recursive halving and doubling: messages halve from round to round."""
 
 import dataclasses
+from collections.abc import Iterable
 
+from jaxcomm._numbers import is_integer
 from jaxcomm.collectives.algorithms import _shortcuts
 from jaxcomm.collectives.algorithms._scheduled import Order, Scheduled
 from jaxcomm.collectives.algorithms._shortcuts import Hop
@@ -57,6 +59,11 @@ class HalvingDoubling(Scheduled):
                 'devices_per_switch belongs to order="shifted" or "spread", and only to them; got '
                 f"order={self.order!r}, devices_per_switch={self.devices_per_switch}."
             )
+        for number in (*(self.grid or ()), self.devices_per_switch or 1):
+            if not is_integer(number) or number < 1:
+                raise ValueError(
+                    f"devices_per_switch and the numbers of grid are positive, got {number!r}."
+                )
         if self.grid is not None and self.order not in _ON_SWITCHES:
             raise ValueError(
                 f'grid belongs to order="shifted" or "spread", got order={self.order!r}.'
@@ -115,12 +122,14 @@ class HalvingDoubling(Scheduled):
 def halving_doubling(
     order: str = "near_first",
     devices_per_switch: int | None = None,
-    grid: tuple[int, ...] | None = None,
+    grid: Iterable[int] | None = None,
 ) -> HalvingDoubling:
     """Recursive halving and doubling: 2 log2 N rounds at powers of two.
 
     Args:
-      order: "near_first", "far_first", "shifted" or "spread", see `HalvingDoubling`.
+      order: "near_first" or "far_first", which partners come first; "shifted", in which each device
+        of a switch begins at another dimension, so that messages use all links at once; or
+        "spread", which also sends both ways around each ring.
       devices_per_switch: for "shifted" and "spread": how many neighbouring devices are on a switch.
       grid: for the same two: the number of switches along each dimension, such as (4, 4); None is
         one ring.
@@ -129,6 +138,7 @@ def halving_doubling(
       The algorithm, for `algorithm=`.
 
     Raises:
+      TypeError: for a grid that is no sequence.
       ValueError: for an unknown order, or one that the other arguments do not fit; in the first
         step, for arguments that do not fit the axis.
 
@@ -138,4 +148,8 @@ def halving_doubling(
     References:
       R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004.
     """
+    if grid is not None and not isinstance(grid, Iterable):
+        raise TypeError(
+            f"grid has the switches along each dimension, such as (4, 4), got {grid!r}."
+        )
     return HalvingDoubling(order, devices_per_switch, None if grid is None else tuple(grid))
