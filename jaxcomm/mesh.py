@@ -161,7 +161,10 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
         if sharding not in _ASKED:  # in every step it would cost a message
             _ASKED.add(sharding)
             require_equal_shapes(data, local, sharding)
-        placed = [jax.make_array_from_process_local_data(sharding, leaf) for leaf in data]
+        world = _axes.axis_size(axis_name)
+        shapes = [(len(leaf) // local * world, *leaf.shape[1:]) for leaf in data]
+        make = jax.make_array_from_process_local_data
+        placed = [make(sharding, x, shape) for x, shape in zip(data, shapes, strict=True)]
     else:
         placed = jax.device_put(data, sharding)  # One call for all leaves.
     for i, impl in keys.items():

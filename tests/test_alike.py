@@ -2,7 +2,7 @@
 
 import pytest
 
-from processes import run_processes
+from processes import free_port, run_processes
 
 pytestmark = pytest.mark.multiprocess
 
@@ -30,7 +30,7 @@ SCRIPT = """
 
     params = jaxcomm.replicate({"w": jnp.ones(3)})
     asked = []
-    jax.experimental.multihost_utils.process_allgather = lambda *args: asked.append(args)
+    jaxcomm._placing._require_equal = lambda *args: asked.append(args)
     tx.init(params)
     tx.init({"w": params["w"]})
     assert not asked, "what was compared is compared again"
@@ -136,6 +136,48 @@ def test_settings_that_are_alike_are_not_refused() -> None:
 def test_parameters_that_were_not_placed() -> None:
     finished = run_processes(2, SCRIPT)
     assert [process.stdout.split() for process in finished] == [["0"], ["1"]]
+
+
+UNEQUAL = """
+    import os
+    rank = int(os.environ["RANK"])
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={1 + rank}"
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    import jaxcomm
+
+    jax.distributed.initialize("127.0.0.1:PORT", 2, rank, cluster_detection_method="deactivate")
+    x = np.random.default_rng(0).standard_normal((12, 8), np.float32)
+    y = x.sum(1, keepdims=True)
+    own = slice(4 * rank, 4 * rank + 4 * (1 + rank))
+    jax.set_mesh(jaxcomm.data_mesh())
+
+    @jax.jit
+    def step(p, s, b):
+        def loss(p, b):
+            return jnp.mean((b[0] @ p - b[1]) ** 2)
+
+        _, grads = jaxcomm.value_and_grad(loss, "data")(p, b)
+        updates, s = tx.update(grads, s, p)
+        return optax.apply_updates(p, updates), s
+
+    tx = optax.chain(jaxcomm.mean("data"), optax.sgd(0.1))
+    p = jaxcomm.replicate(np.zeros((8, 1), np.float32))
+    s, expected = tx.init(p), np.zeros((8, 1), np.float32)
+    for _ in range(3):
+        p, s = step(p, s, jaxcomm.global_batch((x[own], y[own]), "data"))
+        expected -= 0.1 * 2 / 12 * x.T @ (x @ expected - y)
+    np.testing.assert_allclose(np.asarray(p.addressable_data(0)), expected, atol=1e-5)
+    print(len(jax.local_devices()))
+"""
+
+
+def test_processes_with_other_numbers_of_devices() -> None:
+    script = UNEQUAL.replace("PORT", str(free_port()))
+    finished = run_processes(2, script, join=False)
+    assert [process.stdout.split() for process in finished] == [["1"], ["2"]]
 
 
 def test_the_rows_of_the_first_batch() -> None:

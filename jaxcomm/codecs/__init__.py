@@ -59,7 +59,18 @@ BY_NAME: dict[str, Callable[..., Codec]] = {
 
 
 def from_name(codec: str | Codec) -> Codec:
-    """The codec with that name and its defaults, or that codec; see `_names.from_table`."""
+    """The codec of a name.
+
+    Args:
+      codec: a name in `BY_NAME`, such as "int8", or a codec, which is returned as it is.
+
+    Returns:
+      The codec, with its defaults.
+
+    Raises:
+      TypeError: for anything else, such as a factory that was not called.
+      ValueError: for an unknown name; the message has the known ones.
+    """
     found = from_table(codec, BY_NAME, Codec, "codec", "jaxcomm.codecs.bfloat16()")
     if not type(found).__module__.startswith("jaxcomm."):
         _checking.check(found)

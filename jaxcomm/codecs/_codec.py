@@ -28,8 +28,8 @@ class Codec:
     feedback promise less: only a message of all zeros decodes to zeros.
 
     Attributes:
-      implementation: which implementation of its operations runs; see `kernels._implementations`.
-        It changes no bit of a payload, so codecs that differ in it are equal.
+      implementation: which implementation of its operations runs, as in `jaxcomm.mean`. It changes
+        no bit of a payload, so codecs that differ in it are equal.
       name: the short form that factories accept as a string.
       largest: the largest finite magnitude of the format, if sums of gradients may exceed it; None
         if the range is that of float32.

@@ -224,8 +224,9 @@ def pmean(
 
     Wire: for each array of n elements, (N-1) messages of ceil(n/N) values in each of two formats,
     `codec.message_bytes` each. Exceptions are halving_doubling where N is not a power of two, and
-    direct with one aggregator. float16 adds an int32 `pmax`. Long vectors in 8-bit formats and in
-    formats with scales are padded to whole blocks, which adds at most a 64th.
+    direct with one aggregator, and "native" on CPUs, which sends 16 bits as float32. float16 adds
+    an int32 `pmax`. Long vectors in 8-bit formats and in formats with scales are padded to whole
+    blocks, which adds at most a 64th.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, jaxcomm

@@ -51,7 +51,7 @@ class Cost:
 class Model:
     """What a message costs besides its bytes on the links.
 
-    Long messages of two devices to each other are swapped (`collectives._sending`) where
+    Long messages of two devices to each other are swapped (docs/algorithms.md) where
     `half_duplex` or `swap` says that devices are CPU processes.
 
     Attributes:

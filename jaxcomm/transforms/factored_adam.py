@@ -53,8 +53,8 @@ class FactoredAdamState(NamedTuple):
       count: int32, the steps taken; steps that were not finite do not count.
       momentum: float32, shaped and sharded as the parameters, equal on all devices, in units of the
         root mean square of the gradients.
-      squares: float32 vector, the mean squares of the rows and columns of all parameters, equal on
-        all devices.
+      squares: float32 vector, the mean squares of the rows and columns of all matrices, and of all
+        values of biases and norms; equal on all devices.
       inner: the state of the exchange.
     """
 
@@ -95,8 +95,8 @@ def factored_adam(
     waits for the rows and columns of all gradients, so it does not overlap with the backward pass.
 
     If any gradient on any device, its square or the learning rate is not finite, every update on
-    every device is NaN and the state stays as it was. If an update overflows its 16 bits, all are
-    NaN too, and the residuals of that step are lost.
+    every device is NaN and the state stays as it was, but for the step of the inner exchange. If an
+    update overflows its 16 bits, all are NaN too, and the residuals of that step are lost.
 
     Args:
       exchange: the exchange that takes the mean of momenta: a `jaxcomm.mean` with error feedback,

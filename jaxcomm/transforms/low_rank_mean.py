@@ -53,8 +53,9 @@ class LowRankMeanState(NamedTuple):
       residual: the part of each device's gradients that is in no update yet, for each compressed
         leaf. float32, with a leading device axis, sharded over the axis; inside `jax.shard_map`,
         this device's only.
-      factors: for each compressed leaf the last Q, as a vector of b r m values; float32, with a
-        device axis too, although equal on all devices.
+      factors: for each compressed leaf the last Q of its matrices, joined into a vector:
+        rank times the number of columns for each. float32, with a device axis too, although equal
+        on all devices.
     """
 
     layout: Layout

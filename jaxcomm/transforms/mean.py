@@ -98,8 +98,8 @@ def mean(
     hop, and adds them to its next gradients. The owner of a block also keeps N times the rounding
     error of the encoded mean. Over all steps, the updates and the mean of the residuals add up to
     the mean of the gradients, except for the rounding of 16-bit updates. Errors are fed back some
-    steps late: momentum after the exchange repeats them, and Adam is not linear in them (H. Tang et
-    al., 2021). So with fewer bits than int4, put SGD's momentum before the mean,
+    steps late: momentum after the exchange repeats them, and Adam is not linear in them
+    (arXiv:2102.02888). So with fewer bits than int4, put SGD's momentum before the mean,
     `jaxcomm.local(axis_name, optax.trace(0.9, nesterov=True))`; with Adam, put the mean inside
     `jaxcomm.factored_adam`. `init` warns about fewer than 4 bits with feedback before an optimizer
     that keeps a variance, but only if both are in the same `optax.chain` or `optax.named_chain`. If

@@ -110,7 +110,7 @@ def one_bit_adam(
     In the dense steps it is `optax.adamw` on the exact mean. Then the variance v is frozen for all
     leaves. From then on, each device adds its own gradient to the shared momentum m, and the next
     shared momentum is the mean of the results, exchanged as signs and scales with the errors of
-    both hops fed back (`one_bit_mean`). Leaves of at most one dimension keep their exact float32
+    both hops fed back. Leaves of at most one dimension keep their exact float32
     mean.
 
     A coordinate whose v is 0 when v is frozen has never had a gradient. Its momentum would still be

@@ -44,7 +44,18 @@ BY_NAME: dict[str, Callable[..., Algorithm]] = {
 
 
 def from_name(algorithm: str | Algorithm) -> Algorithm:
-    """The algorithm with that name and its defaults; see `_names.from_table`."""
+    """The algorithm of a name.
+
+    Args:
+      algorithm: a name in `BY_NAME`, such as "ring", or an algorithm, which is returned as it is.
+
+    Returns:
+      The algorithm, with its defaults.
+
+    Raises:
+      TypeError: for anything else, such as a factory that was not called.
+      ValueError: for an unknown name; the message has the known ones.
+    """
     if algorithm == "hierarchical":
         raise ValueError(
             "'hierarchical' goes over two axes, each with its own algorithm; write "

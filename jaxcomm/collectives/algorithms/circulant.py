@@ -169,8 +169,8 @@ def circulant(skips: Iterable[int] | None = None) -> Circulant:
 
     Args:
       skips: how far devices send in each round of the reduce-scatter, such as (5, 3, 2, 1) for 8
-        devices. None means: for votes, the skips with the fewest bits; for means, rising skips
-        (`for_means`), which send least to the farthest device. Results always use rising skips.
+        devices. None means: for votes, the skips with the fewest bits; for means, rising skips,
+        which send least to the farthest device. Results always use rising skips.
 
     Returns:
       The algorithm, for `algorithm=`.

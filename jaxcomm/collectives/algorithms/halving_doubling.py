@@ -147,6 +147,13 @@ def halving_doubling(
 
     References:
       R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004.
+      R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of Collective Communication Operations
+      in MPICH", International Journal of High Performance Computing Applications 19(1), 2005 (the
+      fold where N is not a power of two).
+      T. T. Nguyen and M. Wahib, "An Allreduce Algorithm and Network Co-design for Large-Scale
+      Training of Distributed Deep Learning", CCGrid 2021 (the shifted order).
+
+    Differs from the paper: "spread" is ours.
     """
     if grid is not None and not isinstance(grid, Iterable):
         raise TypeError(

@@ -164,7 +164,8 @@ def hierarchical(
       The algorithm, for `algorithm=`.
 
     Raises:
-      TypeError: if `near` or `far` is not one of the algorithms in `ON_A_LEVEL`.
+      TypeError: if `near` or `far` is not `direct()`, `ring()`, `two_way_ring()`,
+        `halving_doubling()` or `circulant()`.
       ValueError: for a codec that needs a scale common to all devices, or error feedback.
 
     Wire: over the near links, that of `near` for the vector; over the far links, that of `far` for

@@ -37,6 +37,18 @@ BY_NAME: dict[str, Callable[..., SparseAllReduce]] = {
 
 
 def from_name(algorithm: str | SparseAllReduce) -> SparseAllReduce:
-    """The sparse all-reduce with that name and its defaults; see `_names.from_table`."""
+    """The sparse all-reduce of a name.
+
+    Args:
+      algorithm: a name in `BY_NAME`, such as "oktopk", or a sparse all-reduce, which is returned
+        as it is.
+
+    Returns:
+      The sparse all-reduce, with its defaults.
+
+    Raises:
+      TypeError: for anything else, such as a factory that was not called.
+      ValueError: for an unknown name; the message has the known ones.
+    """
     example = "jaxcomm.sparse.oktopk()"
     return from_table(algorithm, BY_NAME, SparseAllReduce, "sparse algorithm", example)

@@ -66,7 +66,7 @@ class SparseAllReduce:
       tolerance: a new threshold is found if the number of values above the reused one is more
         than `tolerance` times k, or less than k over `tolerance`; with None, only if there are more
         than messages have room for.
-      implementation: how kernels select; see `kernels._implementations`.
+      implementation: how kernels select, as in `jaxcomm.mean`.
       operations: the kernels' operations that have more than one implementation.
     """
 
