@@ -79,7 +79,8 @@ def require_equal_everywhere(names: Sequence[str], leaves: Sequence[Any]) -> Non
         return
     pairs = zip(names, leaves, strict=True)
     own = [(n, x) for n, x in pairs if (_is_typed(x) or _is_whole(x)) and not _was_compared(x)]
-    _require_same_settings()
+    if own or _SETTINGS:  # otherwise one process may do this alone
+        _require_same_settings()
     if own:
         _require_equal([name for name, _ in own], [_here(x) for _, x in own])
     remember([x for _, x in own])
@@ -94,16 +95,17 @@ def require_equal_shapes(rows: Sequence[np.ndarray], local: int, sharding: Named
 
     Nothing is compared in a thread, whose messages could mix with those of the main one.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and _all_take_part(sharding):
+    if _is_main_thread() and _all_take_part(sharding):
         kinds = "; ".join(f"{(len(x) // local, *x.shape[1:])} {x.dtype}" for x in rows)
         cure = "give every process as many rows for each of its devices, of the same kind"
         _require_same_text(kinds, "shapes of rows", cure)
         _require_same_settings()
 
 
-# Of the exchanges that were made outside of a trace, and of what chooses among algorithms, as text.
+# Of the exchanges that were made outside of a trace, as text: those that were not compared yet, and
+# the checksums of the others. And what chooses among algorithms now.
 _SETTINGS: list[str] = []
+_AGREED: set[int] = set()
 _CHOICES: dict[str, str] = {}
 
 
@@ -113,8 +115,9 @@ def note_settings(settings: Any) -> None:
     A process may trace what others do not, such as for a report, or try an exchange on a mesh of
     its own; nothing is noted then.
     """
-    if _is_for_all():
-        _SETTINGS.append(_as_text(settings))
+    text = _as_text(settings) if _is_for_all() else ""
+    if text and text not in _SETTINGS and zlib.crc32(text.encode()) not in _AGREED:
+        _SETTINGS.append(text)
 
 
 _ALONE: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
@@ -131,8 +134,10 @@ def alone() -> Iterator[None]:
 
 
 def note_choice(name: str, choice: Any) -> None:
-    """Notes what now chooses in this process, likewise, in place of what did before."""
-    _CHOICES[name] = _as_text(choice)
+    """Notes what now chooses in this process, in place of what did before; None is the default."""
+    _CHOICES.pop(name, None)
+    if choice is not None:
+        _CHOICES[name] = _as_text(choice)
 
 
 def _as_text(settings: Any) -> str:
@@ -140,8 +145,13 @@ def _as_text(settings: Any) -> str:
 
 
 def _is_for_all() -> bool:
-    """Whether other processes do the same: all have devices in the mesh, and nothing is traced."""
-    if jax.process_count() == 1 or _ALONE.get() or isinstance(jnp.zeros((), bool), Tracer):
+    """Whether other processes do the same: all have devices in the mesh, and nothing is traced.
+
+    Threads may do it in another order in each process.
+    """
+    if jax.process_count() == 1 or _ALONE.get() or not _is_main_thread():
+        return False
+    if isinstance(jnp.zeros((), bool), Tracer):
         return False
     mesh = jax.sharding.get_mesh()
     return not mesh.empty and _all_take_part(NamedSharding(mesh, PartitionSpec()))
@@ -150,7 +160,14 @@ def _is_for_all() -> bool:
 def _require_same_settings() -> None:
     lines = [*_SETTINGS, *(f"{name}: {_CHOICES[name]}" for name in sorted(_CHOICES))]
     cure = "run the same program with the same arguments everywhere"
+    new = [zlib.crc32(text.encode()) for text in _SETTINGS]
+    _SETTINGS.clear()  # also if they are refused: another exchange may follow
     _require_same_text("; ".join(lines), "settings of exchanges", cure)
+    _AGREED.update(new)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _here(leaf: Any) -> np.ndarray:
@@ -239,9 +256,18 @@ def _require_equal(names: Sequence[str], values: Sequence[np.ndarray]) -> None:
 def _require_same_text(text: str, what: str, cure: str) -> None:
     """Raises a ValueError, with what differs, unless all processes have the same text."""
     own = text.encode()
-    found = _gathered(np.asarray([zlib.crc32(own), len(own)], np.uint32))
+    kinds = [zlib.crc32(x.encode()) for x in (what, text)]
+    found = _gathered(np.asarray([*kinds, len(own)], np.uint32))
     if (found == found[:1]).all():
         return
+    if (found[:, 0] != kinds[0]).any():
+        raise ValueError(
+            f"processes do not make the same calls in the same order: this one compares {what}, "
+            "another one something else. Call tx.init, jaxcomm.replicate and the first "
+            "jaxcomm.global_batch in every process; jax.eval_shape(tx.init, params) compares "
+            "nothing."
+        )
+    found = found[:, 1:]
     other = int(np.argwhere((found != found[:1]).any(1))[0, 0])
     letters = np.zeros(int(found[:, 1].max()), np.uint8)
     letters[: len(own)] = np.frombuffer(own, np.uint8)

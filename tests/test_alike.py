@@ -53,17 +53,21 @@ ROWS = """
 
 
 SETTINGS = """
+    import functools
     import jax.numpy as jnp
     import numpy as np
     import optax
     import jaxcomm
-    from jaxcomm import _placing, plan
+    from jaxcomm import plan
 
     jax.config.update("jax_enable_compilation_cache", False)
     rank = jax.process_index()
     jax.set_mesh(jaxcomm.data_mesh())
     params = jaxcomm.replicate({"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))})
     rows = np.ones((2, 3), np.float32)
+
+    def is_in(names, path, shape):
+        return path in names
 
     def planned():
         plan.use(plan.cluster(plan.fabrics.star("room", hosts=2, rate=100 + rank)))
@@ -84,6 +88,10 @@ SETTINGS = """
         "exempt": lambda: jaxcomm.mean("data", "int8", exempt=lambda path, _: path == "ab"[rank]),
         "stack": lambda: jaxcomm.with_layer_axis(jaxcomm.mean("data", "int8"), ["a", "b"][rank:]),
         "plan": planned,
+        "objects": lambda: jaxcomm.factored_adam(
+            jaxcomm.mean("data", exempt=functools.partial(is_in, {"a", "c", "d", "e"})),
+            lambda step: 1e-3 / (1 + step),
+        ),
         "alike": lambda: optax.chain(
             jaxcomm.local("data", optax.trace(0.9)),
             jaxcomm.mean("data", "cnat", exempt=lambda path, shape: path == "b"),
@@ -107,7 +115,6 @@ SETTINGS = """
         except ValueError as error:
             print(error)
         plan.use(None)
-        _placing._SETTINGS.clear()
 """
 
 
@@ -123,11 +130,61 @@ def test_settings_of_exchanges(first: bool) -> None:
         for line in lines:
             assert "process 1 has other settings of exchanges than process 0" in line
             assert "run the same program" in line
-        assert "(0.01, 0.9, " in lines[6] and "(0.02, 0.9, " in lines[6]  # what differs is shown
+        assert "([0.01, " in lines[6] and "([0.02, " in lines[6]  # what differs is shown
+
+
+ALONE = """
+    import threading
+    import jax.numpy as jnp
+    import numpy as np
+    import jaxcomm
+    from jaxcomm import plan
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    rank = jax.process_index()
+    mesh = jaxcomm.data_mesh()
+    jax.set_mesh(mesh)
+    params = jaxcomm.replicate({"a": jnp.ones((4, 4))})
+    made = [jaxcomm.mean("data", "int8"), jaxcomm.mean("data", "int4")]
+    if rank:  # a report
+        plan.use(plan.cluster(plan.fabrics.star("room", hosts=2, rate=100)))
+        plan.use(None)
+    made[0].init(params)
+    if rank:
+        made[0].init(params)  # once more, in one process
+    failed = []
+
+    def init(tx):
+        try:
+            with jax.set_mesh(mesh):
+                tx.init(params)
+        except ValueError as error:
+            failed.append(error)
+
+    for tx in made[:: 1 - 2 * rank]:
+        thread = threading.Thread(target=init, args=(tx,))
+        thread.start()
+        thread.join()
+    made[1].init(params)
+    jaxcomm.global_batch(np.ones((2, 3), np.float32), "data")
+    print(len(failed))
+"""
+
+
+def test_what_one_process_may_do_alone() -> None:
+    finished = run_processes(2, ALONE)
+    assert [process.stdout.split() for process in finished] == [["0"], ["0"]]
 
 
 def test_settings_that_are_alike_are_not_refused() -> None:
-    names = ["alike", "adam", "low rank", "a set", "local steps"]  # sets have other orders
+    names = [
+        "alike",
+        "adam",
+        "low rank",
+        "a set",
+        "local steps",
+        "objects",
+    ]  # sets have other orders
     script = SETTINGS.replace("{names}", repr(names)).replace("{first}", "False")
     for process in run_processes(2, script):
         assert process.stdout.split() == ["alike"] * len(names)

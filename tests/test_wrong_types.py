@@ -50,6 +50,16 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "grid has the switches",
     ),
+    "no grid": (
+        lambda: algorithms.halving_doubling("spread", 2, grid=()),
+        TypeError,
+        "grid has the switches",
+    ),
+    "no devices of a switch": (
+        lambda: algorithms.halving_doubling("spread", 0),
+        ValueError,
+        "are positive, got 0",
+    ),
     "devices of a switch": (
         lambda: algorithms.halving_doubling("spread", "a"),  # type: ignore[arg-type]
         ValueError,
@@ -79,13 +89,17 @@ def params() -> Any:
     return jaxcomm.replicate({"w": jnp.ones((4, 8, 8)), "v": jnp.ones((8, 4))})
 
 
-@pytest.mark.parametrize("behind", [optax.sgd(1.0), optax.chain(optax.scale(-1.0))])
+SCHEDULE = optax.constant_schedule(1.0)
+MASKED = optax.masked(optax.sgd(1.0), True)
+
+
+@pytest.mark.parametrize("behind", [optax.sgd(1.0), optax.sgd(SCHEDULE), MASKED])
 def test_sgd_behind_an_optimizer_would_climb(mesh8: Any, behind: Any) -> None:
     adam = jaxcomm.factored_adam(jaxcomm.mean("data"), 0.1)
     with jax.set_mesh(mesh8):
         with pytest.raises(ValueError, match="which would turn the sign of its updates"):
             optax.chain(adam, behind).init(params())
-        with pytest.raises(ValueError, match="one_bit_adam is an optimizer, and optax.sgd"):
+        with pytest.raises(ValueError, match="one_bit_adam is an optimizer, and another"):
             optax.chain(jaxcomm.one_bit_adam("data", 0.1, dense_steps=2), behind).init(params())
         optax.chain(adam, optax.apply_if_finite(optax.identity(), 3), optax.scale(0.5)).init(
             params()

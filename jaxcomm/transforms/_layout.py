@@ -133,7 +133,7 @@ def layout_of(
             f"two parameters are called {twice[0]}: a name with a slash looks like a path; rename "
             "one of them."
         )
-    patterns = exempt if callable(exempt) else sorted(exempt)  # sets differ between processes
+    patterns = () if callable(exempt) else sorted(exempt)  # sets differ between processes
     kinds = [(name, jnp.shape(x), fits(name, STACKED.get(()))) for name, x in named]
     alone = {name: is_exempt(name, shape, stacked, exempt) for name, shape, stacked in kinds}
     stacked = [name for name, _, stacked in kinds if stacked]

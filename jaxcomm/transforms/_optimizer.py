@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes
@@ -27,6 +28,14 @@ def check_adam(
         check_number(name, decay, lambda x: 0 <= x < 1, "in [0, 1)")
     for name, size in (("eps", eps), ("weight_decay", weight_decay)):
         check_number(name, size, lambda x: 0 <= x < math.inf, ">= 0")
+
+
+def rates_of(rate: optax.ScalarOrSchedule) -> list[float]:
+    """A learning rate at some steps, for comparisons between processes; nothing in a trace."""
+    if isinstance(jnp.zeros((), bool), Tracer):
+        return []
+    rates = [rate(jnp.int32(i)) if callable(rate) else rate for i in (0, 1, 1000)]
+    return [float(np.asarray(x).item()) for x in rates]
 
 
 def _check_rate(rate: optax.ScalarOrSchedule) -> None:

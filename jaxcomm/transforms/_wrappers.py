@@ -53,6 +53,9 @@ _IN_FRONT = {
     ),
     "conditionally_mask": _CURES["conditionally_mask"],
 }
+# What is in optax.sgd, and may be around it.
+_OF_SGD = {"chain", "init_empty_state", "scale_by_schedule", "with_extra_args_support"}
+_OF_SGD |= {"masked", "partition", "named_chain", "set_to_zero"}
 # Where optax's chains call their members.
 _CHAIN_INIT = "chain.<locals>.init_fn.<locals>.<genexpr>"
 _NAMED_CHAIN_INIT = "named_chain.<locals>.init_fn"
@@ -237,11 +240,11 @@ def refuse_optimizer_behind(params: Any, name: str) -> None:
             f"follows it in the chain. The updates of {name} are final: remove the other one."
         )
     for init in [init for frame in _optax_frames() for init in _members(frame)[1]]:
-        if _factory(init) == "chain" and {*map(_factory, _held(init))} <= {"init_empty_state"}:
+        if "chain" in (names := _names_in(init)) and names <= _OF_SGD:
             raise ValueError(
-                f"{name} is an optimizer, and optax.sgd or another chain follows it, which would "
-                "turn the sign of its updates. They are final: remove the other one; if it is no "
-                "optimizer, write its members one by one."
+                f"{name} is an optimizer, and another chain follows it, as optax.sgd is, which "
+                f"would turn the sign of its updates. Those of {name} are final: remove the other "
+                "one; if it is no optimizer, write its members one by one."
             )
 
 

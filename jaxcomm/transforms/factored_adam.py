@@ -37,6 +37,7 @@ from jaxcomm.transforms._optimizer import (
     check_adam,
     decayed,
     rate_after,
+    rates_of,
     replicated,
     require_params,
     zeros_like_params,
@@ -116,9 +117,9 @@ def factored_adam(
 
     Raises:
       TypeError, ValueError: immediately for bad arguments; by `init` if `exchange` exchanges
-        nothing, or over several axes, or is not a mean, or if an optimizer follows in the same
-        `optax.chain`; by `update` if weight decay lacks the parameters, or the mask does not fit
-        them.
+        nothing, or over several axes, or is not a mean, or if an optimizer with moments, or a
+        nested chain such as `optax.sgd`, follows in the same `optax.chain`; by `update` if weight
+        decay lacks the parameters, or the mask does not fit them.
 
     Wire: that of `exchange`, and one float32 all-reduce of a + b values for an a x b matrix, and of
     all values of biases and norms. Where leaves are sharded over another axis, it goes over that
@@ -165,7 +166,9 @@ def factored_adam(
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         refuse_optimizer_behind(params, "factored_adam")
-        note_settings((learning_rate, b1, b2, eps, weight_decay, mask, nesterov))
+        rates = rates_of(learning_rate)
+        is_masked = "a function" if callable(mask) else mask
+        note_settings((rates, b1, b2, eps, weight_decay, is_masked, nesterov))
         inner = exchange.init(params)
         layout = layout_of(params, axis_of(inner, "factored_adam"))
         _roles.require_means(inner, "factored_adam")

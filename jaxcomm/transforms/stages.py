@@ -98,7 +98,7 @@ def stages(
         of, kept = [], []
         for state in (tx.init(params) for tx in chain):
             _refuse_in_backward(state, "stages")
-            if _roles.roles_of(state) <= {_roles.OTHER}:
+            if _roles.roles_of(state) <= {_roles.OTHER, _roles.LOCAL}:
                 raise ValueError(
                     "a stage exchanges nothing: each is an exchange, such as jaxcomm.mean, and "
                     "the optimizer comes after the stages."

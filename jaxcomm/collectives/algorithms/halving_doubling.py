@@ -1,7 +1,9 @@
 """Recursive halving and doubling: messages halve from round to round."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Sequence
+
+import numpy as np
 
 from jaxcomm._numbers import is_integer
 from jaxcomm.collectives.algorithms import _shortcuts
@@ -59,7 +61,8 @@ class HalvingDoubling(Scheduled):
                 'devices_per_switch belongs to order="shifted" or "spread", and only to them; got '
                 f"order={self.order!r}, devices_per_switch={self.devices_per_switch}."
             )
-        for number in (*(self.grid or ()), self.devices_per_switch or 1):
+        of_switch = 1 if self.devices_per_switch is None else self.devices_per_switch
+        for number in (*(self.grid or ()), of_switch):
             if not is_integer(number) or number < 1:
                 raise ValueError(
                     f"devices_per_switch and the numbers of grid are positive, got {number!r}."
@@ -122,7 +125,7 @@ class HalvingDoubling(Scheduled):
 def halving_doubling(
     order: str = "near_first",
     devices_per_switch: int | None = None,
-    grid: Iterable[int] | None = None,
+    grid: Sequence[int] | np.ndarray | None = None,
 ) -> HalvingDoubling:
     """Recursive halving and doubling: 2 log2 N rounds at powers of two.
 
@@ -155,7 +158,7 @@ def halving_doubling(
 
     Differs from the paper: "spread" is ours.
     """
-    if grid is not None and not isinstance(grid, Iterable):
+    if grid is not None and not (isinstance(grid, Sequence | np.ndarray) and len(grid)):
         raise TypeError(
             f"grid has the switches along each dimension, such as (4, 4), got {grid!r}."
         )
