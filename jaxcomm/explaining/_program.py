@@ -179,7 +179,7 @@ def collectives_in(
         names = tuple(_branches.read(str(id(eqn)), f"{here}/{name}")) if name in _CHOICES else ()
         is_choice = name == "cond" or bool(names)
         named, parts = {x.number: x for x in names}, list(_inner(eqn))
-        if name == "while" and not names:
+        if name == "while" and not (names or _branches.is_once(f"{here}/{name}")):
             for _ in itertools.chain(*(collectives_in(inner, mesh, here) for inner in parts)):
                 raise ValueError(
                     "explain cannot add up what is sent in a jax.lax.while_loop, whose number of "

@@ -189,6 +189,19 @@ def test_the_loop_of_gpus_is_the_branch_of_cpus(
     jax.tree.map(np.testing.assert_array_equal, branch, run(view, tx, batches))
 
 
+def test_explain_adds_up_what_gpus_exchange_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fragments are a conditional in a loop that has no name."""
+    outer, mean = optax.sgd(0.7), jaxcomm.mean("data", "int8")
+    fragments = jaxcomm.local_steps(optax.sgd(0.1), 4, outer, mean, fragments=2)
+    params = {"w": np.zeros((64, 64), np.float32), "v": np.zeros((64, 64), np.float32)}
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+        for tx in (jaxcomm.multi_steps(mean, 2), fragments):
+            monkeypatch.setattr(_branches, "_as_a_loop", lambda: False)
+            branch = jaxcomm.explain(tx, params)
+            monkeypatch.setattr(_branches, "_as_a_loop", lambda: True)
+            assert jaxcomm.explain(tx, params).bytes_max == branch.bytes_max > 0
+
+
 @pytest.mark.parametrize("world", [1, 4])
 def test_a_single_gpu_has_a_branch(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is part of a CUDA graph there, where a loop makes the host wait."""
