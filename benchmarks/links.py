@@ -91,14 +91,13 @@ def timed_steps() -> dict[str, dict[str, Any]]:
 
 def beside_torch() -> Lines:
     """ms of whole steps, over those of PyTorch with a hook that sends as many bytes."""
-    found = {**timed_steps()}
+    found = timed_steps()
     for row in _rows(LONGER):
         found.setdefault(row["method"], {})[LONGER] = row
-    pairs = [(name, f"torch/{name}") for name in NAMES if f"torch/{name}" in found]
+    both = [name for name in NAMES if {name, f"torch/{name}"} <= found.keys()]
     body = [
-        [NAMES[ours], *(_over(found.get(ours, {}), found[theirs], rate) for rate in _COLUMNS)]
-        for ours, theirs in pairs
-        if ours in found
+        [NAMES[name], *(_over(found[name], found[f"torch/{name}"], rate) for rate in _COLUMNS)]
+        for name in both
     ]
     return table(["", *heads(), "8 M weights at 200"], body)
 

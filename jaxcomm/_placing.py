@@ -116,7 +116,7 @@ def note_settings(settings: Any) -> None:
     its own; nothing is noted then.
     """
     text = _as_text(settings) if _is_for_all() else ""
-    if text and text not in _SETTINGS and zlib.crc32(text.encode()) not in _AGREED:
+    if text and text not in _SETTINGS and _sum_of(text) not in _AGREED:
         _SETTINGS.append(text)
 
 
@@ -160,10 +160,14 @@ def _is_for_all() -> bool:
 def _require_same_settings() -> None:
     lines = [*_SETTINGS, *(f"{name}: {_CHOICES[name]}" for name in sorted(_CHOICES))]
     cure = "run the same program with the same arguments everywhere"
-    new = [zlib.crc32(text.encode()) for text in _SETTINGS]
+    new = [_sum_of(text) for text in _SETTINGS]
     _SETTINGS.clear()  # also if they are refused: another exchange may follow
     _require_same_text("; ".join(lines), "settings of exchanges", cure)
     _AGREED.update(new)
+
+
+def _sum_of(text: str) -> int:
+    return zlib.crc32(text.encode(errors="backslashreplace"))
 
 
 def _is_main_thread() -> bool:
@@ -255,8 +259,8 @@ def _require_equal(names: Sequence[str], values: Sequence[np.ndarray]) -> None:
 
 def _require_same_text(text: str, what: str, cure: str) -> None:
     """Raises a ValueError, with what differs, unless all processes have the same text."""
-    own = text.encode()
-    kinds = [zlib.crc32(x.encode()) for x in (what, text)]
+    own = text.encode(errors="backslashreplace")
+    kinds = [zlib.crc32(x) for x in (what.encode(), own)]
     found = _gathered(np.asarray([*kinds, len(own)], np.uint32))
     if (found == found[:1]).all():
         return

@@ -10,68 +10,68 @@ import optax
 import pytest
 
 import jaxcomm
-from jaxcomm import algorithms, plan
 
+untyped: Any = jaxcomm  # a type checker would refuse these calls, too
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a set of devices": (
-        lambda: jaxcomm.data_mesh(devices=set(jax.devices())),  # type: ignore[arg-type]
+        lambda: untyped.data_mesh(devices=set(jax.devices())),
         TypeError,
         "takes a sequence of devices",
     ),
     "a matrix of devices": (
-        lambda: jaxcomm.data_mesh(devices=np.reshape(jax.devices(), (2, -1))),  # type: ignore[arg-type]
+        lambda: untyped.data_mesh(devices=np.reshape(jax.devices(), (2, -1))),
         TypeError,
         "takes a sequence of devices",
     ),
-    "load": (lambda: plan.load(3), TypeError, "load takes a file"),  # type: ignore[arg-type]
-    "costs": (lambda: plan.read_costs(3), TypeError, "takes the path"),  # type: ignore[arg-type]
+    "load": (lambda: untyped.plan.load(3), TypeError, "load takes a file"),
+    "costs": (lambda: untyped.plan.read_costs(3), TypeError, "takes the path"),
     "overrides": (
-        lambda: plan.load_cluster("star", "rate=1Gbit"),  # type: ignore[arg-type]
+        lambda: untyped.plan.load_cluster("star", "rate=1Gbit"),
         TypeError,
         'overrides are settings by name, such as {"rate": "1Gbit"}',
     ),
     "simulation": (
-        lambda: plan.Simulation(plan.load_cluster("star")),  # type: ignore[arg-type]
+        lambda: untyped.plan.Simulation(untyped.plan.load_cluster("star")),
         TypeError,
         "Simulation takes a topology",
     ),
     "chosen": (
-        lambda: plan.plan(
-            plan.load_cluster("star"),
-            plan.workload(1e6, 10),
-            chosen=plan.Method("int8", "ring"),  # type: ignore[arg-type]
+        lambda: untyped.plan.plan(
+            untyped.plan.load_cluster("star"),
+            untyped.plan.workload(1e6, 10),
+            chosen=untyped.plan.Method("int8", "ring"),
         ),
         TypeError,
         r"write chosen=\[plan.Method",
     ),
-    "skips": (lambda: algorithms.circulant(3), TypeError, "skips are numbers"),  # type: ignore[arg-type]
+    "skips": (lambda: untyped.algorithms.circulant(3), TypeError, "skips are numbers"),
     "grid": (
-        lambda: algorithms.halving_doubling("spread", 2, grid=4),  # type: ignore[arg-type]
+        lambda: untyped.algorithms.halving_doubling("spread", 2, grid=4),
         TypeError,
         "grid has the switches",
     ),
     "no grid": (
-        lambda: algorithms.halving_doubling("spread", 2, grid=()),
+        lambda: untyped.algorithms.halving_doubling("spread", 2, grid=()),
         TypeError,
         "grid has the switches",
     ),
     "no devices of a switch": (
-        lambda: algorithms.halving_doubling("spread", 0),
+        lambda: untyped.algorithms.halving_doubling("spread", 0),
         ValueError,
         "are positive, got 0",
     ),
     "devices of a switch": (
-        lambda: algorithms.halving_doubling("spread", "a"),  # type: ignore[arg-type]
+        lambda: untyped.algorithms.halving_doubling("spread", "a"),
         ValueError,
         "are positive, got 'a'",
     ),
     "resize": (
-        lambda: jaxcomm.resize_state("x", (), ()),  # type: ignore[arg-type]
+        lambda: untyped.resize_state("x", (), ()),
         TypeError,
         "resize_state needs an optax transformation",
     ),
     "dense_first": (
-        lambda: jaxcomm.dense_first("x", 3),  # type: ignore[arg-type]
+        lambda: untyped.dense_first("x", 3),
         TypeError,
         "dense_first needs an optax transformation as inner",
     ),

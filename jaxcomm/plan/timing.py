@@ -45,18 +45,15 @@ def timed(found: Plan, devices: Sequence[Any] | None = None) -> Plan:
       of 0. A plan of one device is returned unchanged.
 
     Raises:
-      TypeError: for anything but a plan.
+      TypeError: for anything but a plan, and for devices that are not jax's.
       ValueError: if the number of devices is not the cluster's.
     """
     if not isinstance(found, Plan):
         raise TypeError(
             f"timed takes a plan, such as plan(cluster, workload), got {type(found).__name__}."
         )
-    if (
-        wrong := [d for d in devices if not isinstance(d, jax.Device)]
-        if devices is not None
-        else []
-    ):
+    given = () if devices is None else devices
+    if wrong := [d for d in given if not isinstance(d, jax.Device)]:
         raise TypeError(f"devices are jax's, such as jax.devices()[:4], got {wrong[0]!r}.")
     mesh = found.mesh("data", devices)
     if mesh.size == 1:

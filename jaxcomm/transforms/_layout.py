@@ -136,8 +136,8 @@ def layout_of(
     patterns = () if callable(exempt) else sorted(exempt)  # sets differ between processes
     kinds = [(name, jnp.shape(x), fits(name, STACKED.get(()))) for name, x in named]
     alone = {name: is_exempt(name, shape, stacked, exempt) for name, shape, stacked in kinds}
-    stacked = [name for name, _, stacked in kinds if stacked]
-    _placing.note_settings((axis_name, patterns, bucket_order, settings, alone, stacked))
+    stacks = [name for name, _, stacked in kinds if stacked]
+    _placing.note_settings((axis_name, patterns, bucket_order, settings, alone, stacks))
     _placing.require_equal_everywhere([name for name, _ in named], [x for _, x in named])
     leaves = []
     for (name, leaf), (_, shape, stacked) in zip(named, kinds, strict=True):
