@@ -1,5 +1,6 @@
 """Mesh axes: what types and the current mesh say about them. It imports nothing of jaxcomm."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -9,6 +10,53 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 AxisName = str | tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Groups of the devices of an axis: an exchange over it stays within each group.
+
+    The place of device r in its group is `r // stride % size`; groups share the rest of r.
+
+    Attributes:
+      of: the mesh axis, or axes.
+      size: the number of devices in each group.
+      stride: how far apart two neighbours in a group are along the axis.
+    """
+
+    of: AxisName
+    size: int
+    stride: int
+
+    def members(self) -> list[list[int]]:
+        """The devices of each group, in the order of their places."""
+        numbers = np.arange(axis_size(self.of)).reshape(-1, self.size, self.stride)
+        return numbers.swapaxes(1, 2).reshape(-1, self.size).tolist()
+
+
+Axis = AxisName | Part
+
+
+def world_of(axis: Axis) -> int:
+    """The number of devices that exchange over it."""
+    return axis.size if isinstance(axis, Part) else axis_size(axis)
+
+
+def place_on(axis: Axis) -> jax.Array:
+    """This device's number among those that exchange over it, where it is manual."""
+    if not isinstance(axis, Part):
+        return jax.lax.axis_index(axis)
+    return jax.lax.axis_index(axis.of) // axis.stride % axis.size
+
+
+def whole_of(axis: Axis) -> AxisName:
+    """The axis that it is, or is a part of."""
+    return axis.of if isinstance(axis, Part) else axis
+
+
+def groups_on(axis: Axis) -> list[list[int]] | None:
+    """The groups that exchange over it, as `axis_index_groups` of jax; None for one of all."""
+    return axis.members() if isinstance(axis, Part) else None
 
 
 def names_of(axis_name: AxisName) -> tuple[str, ...]:
@@ -150,6 +198,14 @@ def axis_size(axis_name: AxisName) -> int:
                 f"{', '.join(map(repr, mesh.axis_names))}; name one of these, or set another mesh."
             )
     return math.prod(mesh.shape[name] for name in names_of(axis_name))
+
+
+def pairs_on(axis: Axis, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Pairs of places as those of devices along the whole axis, in all groups."""
+    groups = groups_on(axis)
+    if groups is None:
+        return list(pairs)
+    return [(group[source], group[target]) for group in groups for source, target in pairs]
 
 
 def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:

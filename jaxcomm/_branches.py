@@ -22,7 +22,7 @@ class NamedBranch(NamedTuple):
 
     Attributes:
       conditional: the instruction's name in the program.
-      number: the number of the branch; 0 is the false one, 1 the true one.
+      number: the number of the branch; of a `cond`, 0 is the false one.
       name: the name for users, such as "multi_steps: exchange".
       every: the branch is taken once in `every` times; 0 if the program does not say.
     """
@@ -38,7 +38,7 @@ def named(names: Sequence[str], every: Sequence[int] = ()) -> Iterator[None]:
     """Names the branches of a `jax.lax.cond` or `jax.lax.switch` that exchanges.
 
     Args:
-      names: the names of the branches, the false one first; "" for none.
+      names: the names of the branches, of a `cond` the false one first; "" for none.
       every: each branch is taken once in so many times; 0 where that is not known.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What differs between versions of jax: the only file that may look at `jax.__version__`."""
+"""The version of jax, for the few things that differ: no other file looks at `jax.__version__`."""
 
 import jax
 

@@ -124,8 +124,7 @@ def _split(name: str, x: Any, microbatches: int) -> jax.Array:
 def _devices_of_rows(x: jax.Array) -> int:
     """The number of devices over which an array's type spreads its rows, along Explicit axes."""
     sharding = jax.typeof(x).sharding
-    first = sharding.spec[0] if len(sharding.spec) else None
-    names = (first,) if isinstance(first, str) else first or ()
+    names = _axes.names_in_entry(sharding.spec[0] if len(sharding.spec) else None)
     return math.prod(sharding.mesh.shape[name] for name in names)
 
 

@@ -106,7 +106,7 @@ def require_equal_shapes(rows: Sequence[np.ndarray], local: int, sharding: Named
 # the checksums of the others. And what chooses among algorithms now.
 _SETTINGS: list[str] = []
 _AGREED: set[int] = set()
-_CHOICES: dict[str, str] = {}
+_CHOICE: list[str] = []
 
 
 def note_settings(settings: Any) -> None:
@@ -133,11 +133,9 @@ def alone() -> Iterator[None]:
         _ALONE.reset(token)
 
 
-def note_choice(name: str, choice: Any) -> None:
+def note_choice(cluster: Any) -> None:
     """Notes what now chooses in this process, in place of what did before; None is the default."""
-    _CHOICES.pop(name, None)
-    if choice is not None:
-        _CHOICES[name] = _as_text(choice)
+    _CHOICE[:] = [] if cluster is None else [f"plan.use: {_as_text(cluster)}"]
 
 
 def _as_text(settings: Any) -> str:
@@ -158,7 +156,7 @@ def _is_for_all() -> bool:
 
 
 def _require_same_settings() -> None:
-    lines = [*_SETTINGS, *(f"{name}: {_CHOICES[name]}" for name in sorted(_CHOICES))]
+    lines = [*_SETTINGS, *_CHOICE]
     cure = "run the same program with the same arguments everywhere"
     new = [_sum_of(text) for text in _SETTINGS]
     _SETTINGS.clear()  # also if they are refused: another exchange may follow

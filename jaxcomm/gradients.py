@@ -394,7 +394,6 @@ def _spread(x: Any, axis_name: AxisName) -> Any:
     A numpy array is on no device yet. Other shardings stay as they are.
     """
     first, *rest = jax.typeof(x).sharding.spec
-    names = (first,) if isinstance(first, str) else first or ()
-    if set(names).issuperset(_axes.names_of(axis_name)):
+    if set(_axes.names_in_entry(first)).issuperset(_axes.names_of(axis_name)):
         return x
     return jax.reshard(x, PartitionSpec(axis_name, *rest))

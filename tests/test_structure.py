@@ -24,6 +24,7 @@ FOLDERS = ("jaxcomm", "train", "configs", "tests", "benchmarks")
 ANYWHERE = ("_attached", "_axes", "_batches", "_branches", "_cached_programs", "_marks", "_order")
 ANYWHERE += (
     "_compat",
+    "_hosts",
     "_losses",
     "_microbatches",
     "_numbers",
@@ -40,7 +41,7 @@ STACK = ("kernels", "codecs", "collectives", "transforms")
 BESIDE = ("compiling", "gradients", "mesh", "simulation", "wire", *ANYWHERE)  # nothing of it
 # These stand on top: they import anything, but networks read only who talks to whom.
 TOP = ("explaining", "plan", "probe")
-NETWORKS = ("fabrics", "files", "flows", "messages", "simulate", "steps", "topology")
+NETWORKS = ("fabrics", "files", "messages", "simulate", "steps", "topology")
 READ_BY_NETWORKS = ("plan", "collectives.algorithms", "collectives._sending")
 LIBRARIES = {  # who may import what; nothing else is a dependency of jaxcomm
     "flax": ("train",),
@@ -253,7 +254,7 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
     (layers, "jaxcomm.wire", "from jaxcomm.kernels.bfloat16 import round"),
     (layers, "jaxcomm._compat", "import jaxcomm.mesh"),
     (layers, "jaxcomm.helpers", ""),
-    (layers, "jaxcomm.plan.flows", "from jaxcomm.collectives import all_reduce"),
+    (layers, "jaxcomm.plan.steps", "from jaxcomm.collectives import all_reduce"),
     (layers, "jaxcomm.transforms.mean", "from jaxcomm.plan import load"),
     (libraries, "jaxcomm.collectives.ring", "def f():\n    import optax"),
     (libraries, "jaxcomm.transforms.mean", "from flax import nnx"),
@@ -284,7 +285,7 @@ BAD: tuple[tuple[Rule, str, str], ...] = (
 GOOD: tuple[tuple[Rule, str, str], ...] = (
     (layers, "jaxcomm.transforms.mean", "from jaxcomm import _compat\nfrom jaxcomm import codecs"),
     (layers, "jaxcomm.collectives.ring", "from .schedule import shift\nfrom . import schedule"),
-    (layers, "jaxcomm.plan.flows", "from jaxcomm.collectives.algorithms.schedule import Round"),
+    (layers, "jaxcomm.plan.steps", "from jaxcomm.collectives.algorithms.schedule import Round"),
     (libraries, "jaxcomm.kernels.signs.pallas", "from jax.experimental.pallas import mosaic_gpu"),
     (programs, "train.loop", "from train import data"),
     (versions, "jaxcomm._compat", "import jax\njax.__version__"),

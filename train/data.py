@@ -235,14 +235,11 @@ def stream(
     Returns:
       An iterator whose position is its number of batches, kept by `get_state` and `set_state`.
     """
-    starts = np.cumsum([0, *shard_sizes])
+    stops = np.cumsum(shard_sizes)
+    shards = np.split(np.arange(stops[-1]), stops[:-1])
 
     def batch(step: int) -> Batch:
-        rows = [
-            starts[i] + shuffled_block(shard_sizes[i], share, (seed, device), step)
-            for i, device in enumerate(devices)
-        ]
-        rows = np.concatenate(rows)
+        rows = rows_of_batch(shards, share, devices, seed, step)
         made = {name: array[rows] for name, array in arrays.items()}
         if change is not None:
             for i, device in enumerate(devices):

@@ -58,10 +58,10 @@ class Codec:
 
     @property
     def variance(self) -> float:
-        """A bound of `E|C(x) - x|^2 / |x|^2` if it can be 1 or more; else 0, and of `random_k`.
+        """A bound of `E|C(x) - x|^2 / |x|^2`; 0 where it is less than 1 with any options.
 
-        With error feedback, such an error may grow from step to step. `random_k` does not multiply
-        what it sends then.
+        With error feedback, an error of 1 or more may grow from step to step. It is also 0 for
+        clipped values, and for `random_k`, which does not multiply what it sends then.
         """
         return 0.0
 

@@ -62,14 +62,14 @@ class Entries:
         if self.values == "bfloat16":
             parts = [bfloat16.round_to_bits(values)]
         else:
-            parts = _words(jax.lax.bitcast_convert_type(values, jnp.uint32), 2)
+            parts = _words(jax.lax.bitcast_convert_type(values, jnp.uint32))
         parts.append(offsets.astype(jnp.uint16))
         if self.blocks:
             block = jnp.where(offsets < self.width, offsets // BLOCK, self.blocks)
             by_ends = functools.partial(_counts_by_ends, blocks=self.blocks)
             searched = functools.partial(_counts_by_search, blocks=self.blocks)
             counts = jax.lax.platform_dependent(block, cpu=searched, default=by_ends)
-            parts += _words(counts.astype(jnp.uint32), 2)
+            parts += _words(counts.astype(jnp.uint32))
         return jnp.concatenate(parts, -1)
 
     def decode(self, payload: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -80,10 +80,10 @@ class Entries:
         if self.values == "bfloat16":
             values = bfloat16.widen_bits(first[0])
         else:
-            values = jax.lax.bitcast_convert_type(_joined(first), jnp.float32)
+            values = jax.lax.bitcast_convert_type(_joined(*first), jnp.float32)
         offsets = low.astype(jnp.int32)
         if self.blocks:
-            per_block = _joined(jnp.split(counts, 2, axis=-1)).astype(jnp.int32)
+            per_block = _joined(*jnp.split(counts, 2, axis=-1)).astype(jnp.int32)
             starts = reductions.running_sum(per_block, axis=per_block.ndim - 1)[..., :-1]
             slot = _each(slots, starts.shape[:-1])
             offsets += reductions.count_up_to(starts, slot) * BLOCK
@@ -122,14 +122,11 @@ def _counts_by_ends(block: jax.Array, blocks: int) -> jax.Array:
     return jnp.vectorize(add, signature="(c),(c)->(b)")(place, share)
 
 
-def _words(x: jax.Array, number: int) -> list[jax.Array]:
-    """uint32 as `number` uint16, the lowest first."""
-    return [(x >> (16 * i)).astype(jnp.uint16) for i in range(number)]
+def _words(x: jax.Array) -> list[jax.Array]:
+    """uint32 as two uint16, the lower one first."""
+    return [x.astype(jnp.uint16), (x >> 16).astype(jnp.uint16)]
 
 
-def _joined(words: list[jax.Array]) -> jax.Array:
+def _joined(low: jax.Array, high: jax.Array) -> jax.Array:
     """Undoes `_words`."""
-    total = words[0].astype(jnp.uint32)
-    for i, word in enumerate(words[1:], 1):
-        total = total | (word.astype(jnp.uint32) << (16 * i))
-    return total
+    return low.astype(jnp.uint32) | (high.astype(jnp.uint32) << 16)

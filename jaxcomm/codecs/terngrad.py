@@ -53,7 +53,10 @@ class TernGrad(BlockScaled):
         return (self.block_size**0.5 - 1) / 2 if self.clip is None else 0.0
 
     def clipped(self, blocks: jax.Array) -> jax.Array:
-        """Values within `clip` standard deviations; all NaN if one is not finite."""
+        """Values within `clip` standard deviations; all NaN if one is NaN.
+
+        If one is infinite, they stay as they are, and the unit becomes NaN.
+        """
         if self.clip is None:
             return blocks
         norm, unit = norm_and_unit(blocks)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm import _axes
-from jaxcomm._axes import AxisName
+from jaxcomm._axes import Axis, AxisName
 from jaxcomm._order import tied, zero_of
 from jaxcomm.kernels import _device
 
@@ -47,16 +47,17 @@ def first_only() -> Iterator[None]:
         _FIRST_ONLY.reset(token)
 
 
-def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+def ppermute(x: jax.Array, axis: Axis, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     """What this device's source sends, of any shape and dtype; zeros where there is no source.
 
     Args:
       x: what each source sends.
-      axis_name: the mesh axis, or axes.
-      pairs: (source, target), as `jax.lax.axis_index` numbers devices.
+      axis: the mesh axis, axes, or part of them.
+      pairs: (source, target), as `_axes.place_on` numbers devices.
 
     Wire: the array once.
     """
+    axis_name, pairs = _axes.whole_of(axis), _axes.pairs_on(axis, pairs)
     swaps = swaps_of(pairs) if _by_gloo(x.nbytes, LEAST_SWAPPED) else []
     others = [pair for pair in pairs if pair not in swaps]
     if not others and swaps:
@@ -70,24 +71,24 @@ def ppermute(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]]
     return jnp.where(in_swap, swapped(x, axis_name, swaps), found)
 
 
-def all_to_all(message: Any, axis_name: AxisName) -> Any:
+def all_to_all(message: Any, axis: Axis) -> Any:
     """Block i of device r becomes block r of device i.
 
     Args:
       message: a pytree of arrays, whose first axes are cut into N blocks of equal length.
-      axis_name: the mesh axis, or axes.
+      axis: the mesh axis, axes, or part of them.
 
     Wire: (N-1)/N of the message.
     """
-    world = jax.lax.axis_size(axis_name)
+    world, axis_name, groups = _axes.world_of(axis), _axes.whole_of(axis), _axes.groups_on(axis)
 
     def send(x: jax.Array) -> jax.Array:
-        return jax.lax.all_to_all(x, axis_name, split_axis=0, concat_axis=0, tiled=True)
+        return jax.lax.all_to_all(x, axis_name, 0, 0, tiled=True, axis_index_groups=groups)
 
     def one(x: jax.Array) -> jax.Array:
         least = min(LEAST_BYTES, LEAST_TOGETHER // world)
         if world > 1 and _by_gloo(x.nbytes // world, least):
-            return by_rounds(x, axis_name)
+            return by_rounds(x, axis)
         if _FIRST_ONLY.get():
             return _first_of(send, x, axis_name, world)
         return send(x)
@@ -96,18 +97,18 @@ def all_to_all(message: Any, axis_name: AxisName) -> Any:
         return jax.tree.map(one, message)
 
 
-def all_gather(message: Any, axis_name: AxisName, *, tiled: bool = False) -> Any:
+def all_gather(message: Any, axis: Axis, *, tiled: bool = False) -> Any:
     """The arrays of all devices, for every array of a pytree.
 
     Args:
       message: what this device gives.
-      axis_name: the mesh axis, or axes.
+      axis: the mesh axis, axes, or part of them.
       tiled: whether they are joined along their first axis instead of stacked along a new one.
 
     Wire: N-1 times the message.
     """
-    world = jax.lax.axis_size(axis_name)
-    gathered = functools.partial(jax.lax.all_gather, axis_name=axis_name)
+    world, axis_name, groups = _axes.world_of(axis), _axes.whole_of(axis), _axes.groups_on(axis)
+    gathered = functools.partial(jax.lax.all_gather, axis_name=axis_name, axis_index_groups=groups)
 
     def one(x: jax.Array) -> jax.Array:
         if world != 2 or not _by_gloo(x.nbytes, LEAST_SWAPPED):  # gloo does more than two by a ring
@@ -116,8 +117,8 @@ def all_gather(message: Any, axis_name: AxisName, *, tiled: bool = False) -> Any
             copies = jnp.broadcast_to(x, (world, *x.shape))
             copies = _first_of(lambda own: gathered(own[0]), copies, axis_name, world)
             return copies.reshape(-1, *x.shape[1:]) if tiled else copies
-        other = ppermute(x, axis_name, ((0, 1), (1, 0)))
-        place = jax.lax.axis_index(axis_name)
+        other = ppermute(x, axis, ((0, 1), (1, 0)))
+        place = _axes.place_on(axis)
         both = jnp.stack([other, other])
         both = jax.lax.dynamic_update_index_in_dim(both, x, place, 0)
         return both.reshape(-1, *x.shape[1:]) if tiled else both
@@ -157,18 +158,18 @@ def swapped(x: jax.Array, axis_name: AxisName, pairs: Sequence[tuple[int, int]])
     return _from_words(both - mine, x)
 
 
-def by_rounds(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def by_rounds(x: jax.Array, axis: Axis) -> jax.Array:
     """`all_to_all` of one array in N-1 rounds: in round k, r sends to r + k.
 
     Only where k is N/2 do two devices send to each other, which is a swap. The rounds are
     independent, so XLA chooses their order, the same on all devices; each waits for its messages.
     """
-    world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+    world, me = _axes.world_of(axis), _axes.place_on(axis)
     blocks = x.reshape(world, -1)
     found = blocks  # a device's block for itself stays where it is
     for k in range(1, world):
         sent = jax.lax.dynamic_slice_in_dim(blocks, (me + k) % world, 1)
-        arrived = ppermute(sent, axis_name, [(r, (r + k) % world) for r in range(world)])
+        arrived = ppermute(sent, axis, [(r, (r + k) % world) for r in range(world)])
         found = jax.lax.dynamic_update_slice_in_dim(found, arrived, (me - k) % world, 0)
     return found.reshape(x.shape)
 

@@ -7,6 +7,7 @@ Device r of N holds row r of a matrix, and the reduced row r is for device r:
 """
 
 import dataclasses
+import functools
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -89,10 +90,12 @@ def all_gather(
     """
     payload = codec.encode(row, key)
     if isinstance(algorithm, Hierarchical):
-        far, near = _axes.names_of(axis_name)
+        far, near = algorithm.levels(axis_name)
         payload = checkpoint_name(_sending.all_gather(payload, far), FAR_ROWS)
-        payloads = jax.lax.all_gather(payload, near, axis=1)
-        payloads = payloads.reshape(-1, *payload.shape[1:])
+        of_near = functools.partial(
+            jax.lax.all_gather, axis=1, axis_index_groups=_axes.groups_on(near)
+        )
+        payloads = of_near(payload, _axes.whole_of(near)).reshape(-1, *payload.shape[1:])
     else:
         payloads = _sending.all_gather(payload, axis_name)
     return codec.decode(payloads, row.shape[0])

@@ -137,7 +137,7 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
     try:
         state = shapes_of_state(tx, params)
         specs = state_spec(tx, params, mesh)
-        layouts = [x for x in nodes_of(state, Layout) if isinstance(x, Layout)]
+        layouts = nodes_of(state, Layout)
         if not layouts or not _roles.exchanges(state):
             raise ValueError(
                 "nothing in this chain exchanges gradients; put jaxcomm.mean or another method "
@@ -275,8 +275,8 @@ def _memory(state: Any, specs: Any, mesh: jax.sharding.Mesh) -> tuple[int, int]:
     """Bytes of state on a device: its own state, and what is equal on all devices or split."""
 
     def on_a_device(x: Any, spec: Any) -> int:
-        axes = [name for part in spec if part for name in ((part,) if type(part) is str else part)]
-        return math.prod(x.shape) * x.dtype.itemsize // math.prod(mesh.shape[a] for a in axes)
+        parts = math.prod(mesh.shape[name] for name in names_in(spec))
+        return math.prod(x.shape) * x.dtype.itemsize // parts
 
     own = shared = 0
     for node, spec in zip(

@@ -30,23 +30,23 @@ _EVERYTHING = {"idx": ...} if _IDX and _IDX.default is inspect.Parameter.empty e
 def launch(
     body: Callable[..., None],
     inputs: Sequence[jax.Array],
-    outputs: Sequence[jax.ShapeDtypeStruct],
+    out: jax.ShapeDtypeStruct,
     programs: int,
     *,
-    interpret: Any = None,
-) -> list[jax.Array]:
+    interpret: Any,
+) -> jax.Array:
     """Runs a kernel, also under the checks of `jax.shard_map`.
 
     Args:
-      body: takes the number of the program, then references to all inputs and outputs in global
-        memory. It reads no output: threads do not wait for each other where they store.
+      body: takes the number of the program, then references to all inputs and the output in global
+        memory. It does not read the output: threads do not wait for each other where they store.
       inputs: arrays.
-      outputs: the shapes and dtypes of the outputs.
+      out: the shape and dtype of the output.
       programs: the number of programs, each of 128 threads.
       interpret: the parameters of Pallas' interpreter, to run on CPU in tests; None compiles.
 
     Returns:
-      The outputs. They vary over the mesh axes over which any of the inputs varies.
+      The output. It varies over the mesh axes over which any of the inputs varies.
     """
     inputs = _axes.varying_alike(inputs)
 
@@ -59,7 +59,7 @@ def launch(
 
     return plgpu.kernel(
         kernel,
-        out_type=[_axes.shape_varying_like(inputs[0], out.shape, out.dtype) for out in outputs],
+        out_type=_axes.shape_varying_like(inputs[0], out.shape, out.dtype),
         grid=(programs,),
         grid_names=("program",),
         compiler_params=parameters,

@@ -39,7 +39,7 @@ def use(cluster: Cluster | None) -> None:
       >>> plan.use(None)
     """
     if cluster is None:
-        note_choice("plan.use", None)
+        note_choice(None)
         choose_by(None)
         return
     if not isinstance(cluster, Cluster):
@@ -73,7 +73,7 @@ def use(cluster: Cluster | None) -> None:
         gains = taken <= _GAIN * before
         return fastest if gains else usual
 
-    note_choice("plan.use", cluster)
+    note_choice(cluster)
     choose_by(chooser)
 
 

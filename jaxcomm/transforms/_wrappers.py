@@ -222,13 +222,13 @@ def _as_user_wrote(init: Init) -> str:
     return "another transformation" if name in ("", "chain", "init_empty_state") else name
 
 
-def refuse_all_behind(name: str, cure: str) -> None:
-    """Raises, in `init`, if anything follows in the same optax chains."""
+def refuse_all_behind(name: str) -> None:
+    """Raises, in `init` of a method around optimizers, if anything follows in its chains."""
     for frame in _optax_frames():
         for init in _members(frame)[1]:
             raise ValueError(
                 f"{_as_user_wrote(init)} follows {name} in the chain, but the updates of {name} "
-                f"are final. {cure}"
+                f"are final. Put it into the inner optimizer or the outer one."
             )
 
 

@@ -324,11 +324,7 @@ class _InBackward:
         of = places(paths, state.stacks.paths)
         for path, leaf, number in zip(paths, leaves, of, strict=True):
             _check_place(path, leaf, number is not None)
-        done, rest = [x.value if is_attached(x) else x for x in leaves], state.rest
-        done = [
-            unmark_local(x) if is_attached(leaf) else x
-            for x, leaf in zip(done, leaves, strict=True)
-        ]
+        done, rest = [unmark_local(x.value) if is_attached(x) else x for x in leaves], state.rest
         if None in of:
             chosen = [number is None for number in of]
             masked = None if params is None else part_of(params, chosen)

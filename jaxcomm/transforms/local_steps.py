@@ -177,7 +177,7 @@ def local_steps(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
-        refuse_all_behind("local_steps", "Put it into the inner optimizer or the outer one.")
+        refuse_all_behind("local_steps")
         exchange_state, inner_state = exchange.init(params), inner.init(params)
         axis_name = axis_of(exchange_state, "local_steps")
         _roles.require_means(exchange_state, "local_steps")

@@ -14,7 +14,6 @@ from jaxcomm._marks import unmark_local
 from jaxcomm._notes import Message, noted
 from jaxcomm._shards import ShardedParam, is_sharded
 from jaxcomm.codecs.random_k import RandomK
-from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import Default
 from jaxcomm.collectives.reductions import CodedMean, RandomKMean
 from jaxcomm.kernels.reductions import all_finite
@@ -180,7 +179,7 @@ def _checked(scheme: Scheme, gather: str | codecs.Codec) -> Scheme:
             f"shards; leave it out, and give sharded(..., gather={reduction.second_hop.name!r})."
         )
     if isinstance(algorithm, Default) and algorithm.sent != "votes":
-        algorithm = algorithms.direct()
+        algorithm = Default("shards")
     return dataclasses.replace(scheme, gather=codec, algorithm=algorithm)
 
 

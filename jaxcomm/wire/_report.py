@@ -40,7 +40,7 @@ class Collective:
         times: executions in one run of the program, if its branch is taken; None in a loop whose
             trip count is not in the program.
         branch: (conditional, branch) pairs that lead to it, outermost first; () if it always runs.
-            Branches count as in `jax.lax.cond`: 0 is the false one, 1 the true one.
+            Branches count as in `jax.lax.switch`; of a `jax.lax.cond`, 0 is the false one.
         unknown_loops: the loops around it whose trip count is not in the program.
     """
 

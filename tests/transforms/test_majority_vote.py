@@ -391,7 +391,7 @@ HIERARCHICAL = algorithms.hierarchical(near=algorithms.direct(), far=algorithms.
     ("algorithm", "message"),
     [
         (algorithms.direct(aggregator=4), "aggregator 4 is not on the axis, which has 4 devices"),
-        (HIERARCHICAL, r"two different mesh axes, \(far, near\), got 'data'"),
+        (HIERARCHICAL, r"two mesh axes, \(far, near\), got 'data'"),
         (algorithms.halving_doubling("shifted", 3), "shifted and .* the 4 devices .* got 3 x 1"),
     ],
 )

@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._axes import AxisName
+from jaxcomm import _axes
+from jaxcomm._axes import Axis, AxisName
 from jaxcomm.collectives.reductions import Prepared, Reduction
 
 
@@ -44,9 +45,9 @@ class Algorithm:
         """The variant for means, whose sums are as wide as their terms, unlike those of votes."""
         return self
 
-    def owned(self, axis_name: AxisName) -> jax.Array:
+    def owned(self, axis_name: Axis) -> jax.Array:
         """The block that this device owns after the reduce-scatter."""
-        return jax.lax.axis_index(axis_name)
+        return _axes.place_on(axis_name)
 
     def require_axes(self, axis_name: AxisName) -> None:
         """Raises a ValueError for mesh axes that this algorithm does not work over."""
@@ -54,22 +55,22 @@ class Algorithm:
     def require_world(self, world: int) -> None:
         """Raises a ValueError for a number of devices that this algorithm does not work for."""
 
-    def require_own_blocks(self, axis_name: AxisName) -> None:
+    def require_own_blocks(self, axis_name: Axis) -> None:
         """Raises a ValueError unless each device of the axis owns the block of its number."""
 
-    def is_owner(self, axis_name: AxisName) -> Any:
+    def is_owner(self, axis_name: Axis) -> Any:
         """Whether this device owns a block; if not, what it holds is not a full partial."""
         del axis_name
         return True
 
     def reduce_scatter(
-        self, partial: Any, axis_name: AxisName, reduction: Reduction, devices_per_partial: int
+        self, partial: Any, axis_name: Axis, reduction: Reduction, devices_per_partial: int
     ) -> tuple[Any, Any]:
         """Merges the partials of all devices of the axis, block by block.
 
         Args:
           partial: all blocks, in order.
-          axis_name: the mesh axis.
+          axis_name: the mesh axis, or axes; a level of `hierarchical` may be part of them.
           reduction: what the messages mean.
           devices_per_partial: how many devices `partial` is already a partial of: 1, unless an
             exchange over another axis came before.
@@ -80,7 +81,7 @@ class Algorithm:
         """
         raise NotImplementedError
 
-    def all_gather(self, result: Any, axis_name: AxisName) -> Any:
+    def all_gather(self, result: Any, axis_name: Axis) -> Any:
         """From every owner's encoded block, with a leading axis of 1, to all blocks in order."""
         raise NotImplementedError
 
@@ -100,7 +101,7 @@ class Algorithm:
           owns, its second-hop error; or None. Summed over devices, these are all that the result
           lacks.
         """
-        world = jax.lax.axis_size(axis_name)
+        world = _axes.world_of(axis_name)
         number = self.blocks(world)
         blocks = cut(prepared.vector, number)
         owned, n = self.owned(axis_name), length(prepared.vector)

@@ -7,13 +7,15 @@ from typing import Any
 
 import jax
 
-from jaxcomm._axes import AxisName
+from jaxcomm import _hosts, codecs
+from jaxcomm._axes import Axis, AxisName, whole_of
 from jaxcomm._notes import noted
 from jaxcomm.collectives.algorithms._algorithm import Algorithm
 from jaxcomm.collectives.algorithms._algorithm import length as length_of
 from jaxcomm.collectives.algorithms.circulant import circulant
 from jaxcomm.collectives.algorithms.direct import direct
 from jaxcomm.collectives.algorithms.halving_doubling import halving_doubling
+from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.algorithms.ring import ring, two_way_ring
 from jaxcomm.collectives.reductions import Prepared, Reduction
 from jaxcomm.kernels import _device
@@ -52,6 +54,10 @@ def choose_by(chooser: Chooser | None) -> None:
 class Default(Algorithm):
     """Chosen when the number of devices is known; `jaxcomm.plan.use` overrides it.
 
+    - Where hosts have several devices each, these first add up among themselves, means in float32,
+      and send one vector to the other hosts. What follows is chosen for the hosts, and for the
+      part of the vector that a device then has. Going directly, every device would send its own to
+      all other hosts: between 4 hosts of 8 devices 12 times a value, where this sends 1.5 times.
     - Votes go directly: no other algorithm sends as few bits. On more than 16 devices, whose blocks
       are small, they take the few rounds of the circulant graph.
     - Values of 16 bits and int8 go around a ring between CPU processes. On one switch it is as fast
@@ -71,20 +77,22 @@ class Default(Algorithm):
     - Everything else goes directly: each value is rounded once, and each sum once.
 
     Attributes:
-      sent: "votes", "16 bits", "8 bits" (int8), "cnat", or "codes", which are coarser.
+      sent: "votes", "16 bits", "8 bits" (int8), "cnat", "codes", which are coarser, or "shards",
+        which are only scattered.
     """
 
     sent: str
     name = "default"
 
-    def of(self, world: int, values: int | None = None) -> Algorithm:
+    def of(self, world: int, values: int | None = None, per_host: int = 1) -> Algorithm:
         """The choice for this many devices without a plan.
 
         Args:
           world: the number of devices.
           values: the length of the vector; None means unknown and counts as long.
+          per_host: the devices of each host, which follow each other; 1 if they do not.
         """
-        return usual(self.sent, world, _device.is_between_cpu_processes(), values)
+        return usual(self.sent, world, _device.is_between_cpu_processes(), values, per_host)
 
     def all_reduce(
         self, prepared: Prepared, axis_name: AxisName, reduction: Reduction
@@ -96,20 +104,31 @@ class Default(Algorithm):
             return chosen.all_reduce(prepared, axis_name, reduction)
 
     def reduce_scatter(
-        self, partial: Any, axis_name: AxisName, reduction: Reduction, devices_per_partial: int
+        self, partial: Any, axis_name: Axis, reduction: Reduction, devices_per_partial: int
     ) -> tuple[Any, Any]:
         """See `Algorithm.reduce_scatter`."""
-        chosen = self.of(jax.lax.axis_size(axis_name))
-        return chosen.reduce_scatter(partial, axis_name, reduction, devices_per_partial)
+        whole = whole_of(axis_name)
+        chosen = self.of(jax.lax.axis_size(whole), None, _hosts.devices_per_host(whole))
+        with noted((reduction, chosen)):
+            return chosen.reduce_scatter(partial, axis_name, reduction, devices_per_partial)
 
     def _chosen(self, axis_name: AxisName, reduction: Reduction, values: int) -> Algorithm:
         world = jax.lax.axis_size(axis_name)
-        of_itself = self.of(world, values)
+        of_itself = self.of(world, values, _hosts.devices_per_host(axis_name))
         return of_itself if _chooser is None else _chooser(reduction, world, values, of_itself)
 
 
-def usual(sent: str, world: int, between_cpus: bool, values: int | None = None) -> Algorithm:
+def usual(
+    sent: str, world: int, between_cpus: bool, values: int | None = None, per_host: int = 1
+) -> Algorithm:
     """What `Default` stands for, on CPUs of several processes or elsewhere."""
+    if 1 < per_host < world:
+        part = None if values is None else -(-values // per_host)
+        far = usual(sent, world // per_host, between_cpus, part)
+        near_codec = None if sent == "votes" else codecs.float32()
+        return Hierarchical(direct(), far, near_codec, per_host)
+    if sent == "shards":
+        return direct()
     size = math.inf if values is None else values * _BITS.get(sent, 0) / 8
     is_power = world & (world - 1) == 0
     short = SHORT_VOTES if sent == "votes" else SHORT_PER_DEVICE * world

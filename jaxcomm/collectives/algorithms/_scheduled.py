@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm import _axes
-from jaxcomm._axes import AxisName
+from jaxcomm._axes import Axis
 from jaxcomm.collectives import _sending
 from jaxcomm.collectives.algorithms._algorithm import Algorithm, message_id
 from jaxcomm.collectives.algorithms.schedule import Round, Schedule
@@ -58,14 +58,14 @@ class Scheduled(Algorithm):
         """The algorithm whose rounds, backwards, are the all-gather."""
         return self
 
-    def owned(self, axis_name: AxisName) -> jax.Array:
+    def owned(self, axis_name: Axis) -> jax.Array:
         """See `Algorithm.owned`: the first block in this device's order."""
-        order = self.schedule(jax.lax.axis_size(axis_name)).order
-        return jnp.asarray([row[0] for row in order])[jax.lax.axis_index(axis_name)]
+        order = self.schedule(_axes.world_of(axis_name)).order
+        return jnp.asarray([row[0] for row in order])[_axes.place_on(axis_name)]
 
-    def require_own_blocks(self, axis_name: AxisName) -> None:
+    def require_own_blocks(self, axis_name: Axis) -> None:
         """See `Algorithm.require_own_blocks`."""
-        world = _axes.axis_size(axis_name)
+        world = _axes.world_of(axis_name)
         schedule = self.schedule(world)
         if [row[0] for row in schedule.order] != list(range(world)) or not all(schedule.owners):
             raise ValueError(
@@ -73,17 +73,17 @@ class Scheduled(Algorithm):
                 "be split over them; choose jaxcomm.algorithms.direct(), ring() or circulant()."
             )
 
-    def is_owner(self, axis_name: AxisName) -> Any:
+    def is_owner(self, axis_name: Axis) -> Any:
         """See `Algorithm.is_owner`."""
-        owners = self.schedule(jax.lax.axis_size(axis_name)).owners
-        return True if all(owners) else jnp.asarray(owners)[jax.lax.axis_index(axis_name)]
+        owners = self.schedule(_axes.world_of(axis_name)).owners
+        return True if all(owners) else jnp.asarray(owners)[_axes.place_on(axis_name)]
 
     def reduce_scatter(
-        self, partial: Any, axis_name: AxisName, reduction: Reduction, devices_per_partial: int
+        self, partial: Any, axis_name: Axis, reduction: Reduction, devices_per_partial: int
     ) -> tuple[Any, Any]:
         """See `Algorithm.reduce_scatter`."""
-        schedule = self.schedule(jax.lax.axis_size(axis_name))
-        me = jax.lax.axis_index(axis_name)
+        schedule = self.schedule(_axes.world_of(axis_name))
+        me = _axes.place_on(axis_name)
         partial = _in_order(partial, schedule, me)
         errors = jax.tree.map(jnp.zeros_like, partial) if reduction.keeps_errors else None
         turns = _Turns()
@@ -107,10 +107,10 @@ class Scheduled(Algorithm):
             partial = _put(partial, step.into, merged)
         return _take(partial, 0, 1), _by_block(errors, schedule.order, me)
 
-    def all_gather(self, result: Any, axis_name: AxisName) -> Any:
+    def all_gather(self, result: Any, axis_name: Axis) -> Any:
         """See `Algorithm.all_gather`."""
-        schedule = self.gathers_as.schedule(jax.lax.axis_size(axis_name))
-        me = jax.lax.axis_index(axis_name)
+        schedule = self.gathers_as.schedule(_axes.world_of(axis_name))
+        me = _axes.place_on(axis_name)
         # Position 0 holds this device's own result; the others are filled round by round.
         results = [result, *[jax.tree.map(jnp.zeros_like, result)] * (schedule.blocks - 1)]
         if not _sends_single_blocks(schedule):
@@ -138,9 +138,7 @@ class _Turns:
     def __init__(self) -> None:
         self.last: tuple[range, Any] | None = None  # where the last message went, and what arrived
 
-    def permute(
-        self, message: Any, axis_name: AxisName, pairs: Any, taken: range, into: range
-    ) -> Any:
+    def permute(self, message: Any, axis_name: Axis, pairs: Any, taken: range, into: range) -> Any:
         """What arrives, sent from the positions `taken` to the positions `into`."""
         if self.last is not None and _device.is_between_cpu_processes():
             positions, before = self.last

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._axes import AxisName
+from jaxcomm import _axes
+from jaxcomm._axes import Axis
 from jaxcomm._numbers import is_integer
 from jaxcomm.collectives._sending import all_gather, all_to_all
 from jaxcomm.collectives.algorithms._algorithm import (
@@ -53,10 +54,10 @@ class Direct(Algorithm):
         return Schedule(world, world, rotations(world), rounds)
 
     def reduce_scatter(
-        self, partial: Any, axis_name: AxisName, reduction: Reduction, devices_per_partial: int
+        self, partial: Any, axis_name: Axis, reduction: Reduction, devices_per_partial: int
     ) -> tuple[Any, Any]:
         """See `Algorithm.reduce_scatter`."""
-        world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+        world, me = _axes.world_of(axis_name), _axes.place_on(axis_name)
         counts = (devices_per_partial,) * world
         if world == 1:  # no message, such as on the near level with one device a host
             errors = jax.tree.map(jnp.zeros_like, partial) if reduction.keeps_errors else None
@@ -73,7 +74,7 @@ class Direct(Algorithm):
         errors = reduction.first_hop_error(partial, message)
         return merged, put_block(errors, jnp.zeros_like(errors[:1]), me)
 
-    def all_gather(self, result: Any, axis_name: AxisName) -> Any:
+    def all_gather(self, result: Any, axis_name: Axis) -> Any:
         """See `Algorithm.all_gather`."""
         return all_gather(result, axis_name, tiled=True)
 

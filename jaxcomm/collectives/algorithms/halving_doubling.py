@@ -112,7 +112,7 @@ class HalvingDoubling(Scheduled):
         if self.order == "far_first":
             hops = [hops[0][::-1]]
         elif self.devices_per_switch is not None:
-            grid = self.grid or (world // max(self.devices_per_switch, 1),)
+            grid = self.grid or (world // self.devices_per_switch,)
             sizes = (self.devices_per_switch, *grid)
             _shortcuts.require(world, sizes)
             hops = _ON_SWITCHES[self.order](self.devices_per_switch, grid)

@@ -1,4 +1,4 @@
-"""Near links first: two algorithms on two mesh axes."""
+"""Near links first: two algorithms, within machines and between them."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm import _axes, codecs
-from jaxcomm._axes import AxisName
+from jaxcomm._axes import Axis, AxisName, Part
+from jaxcomm._numbers import is_integer
 from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives.algorithms._algorithm import (
     Algorithm,
@@ -24,23 +25,27 @@ ON_A_LEVEL = ("direct", "ring", "two_way_ring", "halving_doubling", "circulant")
 
 @dataclasses.dataclass(frozen=True)
 class Hierarchical(Algorithm):
-    """Reduce-scatter over the near axis, all-reduce over the far one, all-gather over the near.
+    """Reduce-scatter over the near links, all-reduce over the far ones, all-gather over the near.
 
-    The axis name is (far, near), as in a mesh of hosts times devices per host.
+    The axis name is (far, near), as in a mesh of hosts times devices per host; or, with
+    `devices_per_host`, any axis along which the devices of a host follow each other.
 
-    Wire: over the near axis, that of `near` for the whole vector; over the far axis, that of `far`
-    for the 1/n-th of the vector that a device owns after the near reduce-scatter over n devices.
+    Wire: over the near links, that of `near` for the whole vector; over the far links, that of
+    `far` for the 1/n-th of the vector that a device owns after the near reduce-scatter over n
+    devices.
 
     Attributes:
-      near: the algorithm between devices that differ in the last axis only.
-      far: the algorithm between devices that differ in the first axis only.
+      near: the algorithm between the devices of a host.
+      far: the algorithm between devices of equal places on their hosts.
       near_codec: the format of the near reduce-scatter; None means that of the reduction. The near
-        all-gather passes on what came over the far axis unchanged.
+        all-gather passes on what came over the far links unchanged.
+      devices_per_host: how many devices in a row are near each other; None means two axes.
     """
 
     near: Algorithm
     far: Algorithm
     near_codec: codecs.Codec | None = None
+    devices_per_host: int | None = None
     name = "hierarchical"
 
     @property
@@ -49,12 +54,29 @@ class Hierarchical(Algorithm):
         return dataclasses.replace(self, near=self.near.for_means, far=self.far.for_means)
 
     def require_axes(self, axis_name: AxisName) -> None:
-        """See `Algorithm.require_axes`: two of them."""
-        _far_and_near(axis_name)
+        """See `Algorithm.require_axes`: two of them, unless hosts are parts of one."""
+        if self.devices_per_host is None:
+            _far_and_near(axis_name)
 
-    def require_own_blocks(self, axis_name: AxisName) -> None:
+    def require_world(self, world: int) -> None:
+        """See `Algorithm.require_world`: whole hosts."""
+        if self.devices_per_host is not None and world % self.devices_per_host:
+            raise ValueError(
+                f"hierarchical(devices_per_host={self.devices_per_host}) needs a multiple of so "
+                f"many devices, and the axis has {world}."
+            )
+
+    def levels(self, axis_name: AxisName) -> tuple[Axis, Axis]:
+        """What the far algorithm goes over, and what the near one."""
+        if self.devices_per_host is None:
+            return _far_and_near(axis_name)
+        world, near = _axes.axis_size(axis_name), self.devices_per_host
+        self.require_world(world)
+        return Part(axis_name, world // near, near), Part(axis_name, near, 1)
+
+    def require_own_blocks(self, axis_name: Axis) -> None:
         """See `Algorithm.require_own_blocks`: on both levels."""
-        far, near = _far_and_near(axis_name)
+        far, near = self.levels(_axes.whole_of(axis_name))
         self.near.require_own_blocks(near)
         self.far.require_own_blocks(far)
 
@@ -73,9 +95,9 @@ class Hierarchical(Algorithm):
         The near reduce-scatter leaves each device a near block. This is cut again into far blocks,
         which the far reduce-scatter merges over the hosts. The all-gathers do the same in reverse.
         """
-        far, near = _far_and_near(axis_name)
+        far, near = self.levels(axis_name)
         world = jax.lax.axis_size(axis_name)
-        on_near, on_far = jax.lax.axis_size(near), jax.lax.axis_size(far)
+        on_near, on_far = _axes.world_of(near), _axes.world_of(far)
         near_blocks, far_blocks = self.near.blocks(on_near), self.far.blocks(on_far)
 
         blocks = cut(prepared.vector, near_blocks)
@@ -105,14 +127,14 @@ class Hierarchical(Algorithm):
         return join(large, total), join(errors, total)
 
     def reduce_scatter(
-        self, partial: Any, axis_name: AxisName, reduction: Reduction, devices_per_partial: int
+        self, partial: Any, axis_name: Axis, reduction: Reduction, devices_per_partial: int
     ) -> tuple[Any, Any]:
         """See `Algorithm.reduce_scatter`: block i is that of device i, counted along (far, near).
 
         A near block holds what the devices with this near index will own, on all hosts.
         """
-        far, near = _far_and_near(axis_name)
-        on_near, on_far = jax.lax.axis_size(near), jax.lax.axis_size(far)
+        far, near = self.levels(_axes.whole_of(axis_name))
+        on_near, on_far = _axes.world_of(near), _axes.world_of(far)
 
         self.require_own_blocks(axis_name)
 
@@ -140,25 +162,34 @@ def _cut_again(block: Any, blocks: int) -> Any:
 
 def _far_and_near(axis_name: AxisName) -> tuple[str, str]:
     names = _axes.names_of(axis_name)
-    if len(names) != 2 or names[0] == names[1]:
+    if len(names) != 2:
         raise ValueError(
-            f"hierarchical needs two different mesh axes, (far, near), got {axis_name!r}; name "
-            'them in the transformation, such as ("hosts", "devices").'
+            f"hierarchical needs two mesh axes, (far, near), got {axis_name!r}; name them in the "
+            'transformation, such as ("hosts", "devices"), or give devices_per_host.'
         )
     return names[0], names[1]
 
 
 def hierarchical(
-    *, near: Algorithm, far: Algorithm, near_codec: str | codecs.Codec | None = None
+    *,
+    near: Algorithm,
+    far: Algorithm,
+    near_codec: str | codecs.Codec | None = None,
+    devices_per_host: int | None = None,
 ) -> Hierarchical:
-    """Near links first, over the axes (far, near).
+    """Near links first: what travels between hosts is one vector of each, not of each device.
+
+    `algorithm=None` does this by itself, with `near` and `far` direct and `near_codec="float32"`,
+    where jax knows which devices are of one host.
 
     Args:
-      near: such as `jaxcomm.algorithms.direct()`, for devices that differ in the last axis.
-      far: such as `jaxcomm.algorithms.circulant()`, for those that differ in the first.
+      near: such as `jaxcomm.algorithms.direct()`, between the devices of a host.
+      far: such as `jaxcomm.algorithms.circulant()`, between devices of equal places on their hosts.
       near_codec: the format of the near reduce-scatter of a mean, such as "bfloat16"; the codec of
         the mean then applies to the far links alone. None means the codec of the mean. The near
         all-gather forwards what came over the far links unchanged.
+      devices_per_host: the number of devices of a host, which follow each other along the axis;
+        None means that the axis is two, (far, near), as in a mesh of hosts times devices.
 
     Returns:
       The algorithm, for `algorithm=`.
@@ -166,7 +197,8 @@ def hierarchical(
     Raises:
       TypeError: if `near` or `far` is not `direct()`, `ring()`, `two_way_ring()`,
         `halving_doubling()` or `circulant()`.
-      ValueError: for a codec that needs a scale common to all devices, or error feedback.
+      ValueError: for a codec that needs a scale common to all devices, or error feedback; for a
+        number of devices that is not positive.
 
     Wire: over the near links, that of `near` for the vector; over the far links, that of `far` for
     the 1/n-th that each of n near devices owns.
@@ -190,4 +222,8 @@ def hierarchical(
                 f"hierarchical needs an algorithm for each axis, one of {', '.join(ON_A_LEVEL)}, "
                 f"such as jaxcomm.algorithms.ring(), got {algorithm!r}."
             )
-    return Hierarchical(near, far, near_codec)
+    if devices_per_host is not None and not (is_integer(devices_per_host) and devices_per_host > 0):
+        raise ValueError(
+            f"devices_per_host is a positive number of devices, got {devices_per_host!r}."
+        )
+    return Hierarchical(near, far, near_codec, devices_per_host)

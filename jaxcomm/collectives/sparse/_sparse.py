@@ -125,7 +125,8 @@ class SparseAllReduce:
         if self.recompute_every == 1:
             return self.largest(x, k, capacity)
         is_due = step % self.recompute_every == 0
-        is_bad = is_due | self._is_bad(select.count_near(x, last, k, step), k, capacity)
+        count = select.count_near(x, last, k, step)
+        is_bad = is_due | self.is_off(count, k) | (count > capacity)
         threshold = self.replaced_if(is_bad, x, k, last, step)
         return self.compact(x, threshold, capacity), threshold
 
@@ -144,10 +145,6 @@ class SparseAllReduce:
             cpu=lambda x: jax.lax.cond(is_bad, anew, lambda _: last, x),
             default=lambda x: jnp.where(is_bad, anew(x), last),
         )
-
-    def _is_bad(self, count: jax.Array, k: int, capacity: int) -> jax.Array:
-        """Whether a threshold is off, or lets more values pass than there is room for."""
-        return self.is_off(count, k) | (count > capacity)
 
     def largest(self, x: jax.Array, k: int, capacity: int) -> tuple[select.Selected, jax.Array]:
         """The k largest values, among equals the first that `compact` lists; their threshold."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxcomm._axes import AxisName
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives import _sending
+from jaxcomm.collectives.algorithms import halving_doubling
 from jaxcomm.collectives.sparse._sparse import SparseAllReduce, SparseResult, take_out
 from jaxcomm.kernels import bitplanes, select
 
@@ -91,25 +92,21 @@ def _merged_by_all(
 ) -> tuple[_List, jax.Array]:
     """The list that all devices end with, and which of this device's places survived."""
     world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
-    q = world.bit_length() - 1
-    extra = world - 2**q
-    # Device 2e gives its list to 2e + 1 for e < extra; `devices` are the 2^q that continue.
-    devices = [2 * e + 1 for e in range(extra)] + list(range(2 * extra, world))
-    fold = tuple((2 * e, 2 * e + 1) for e in range(extra))
+    rounds = [step.pairs for step in halving_doubling().rounds(world)]
+    fold = rounds.pop(0) if world & (world - 1) else ()
     alive = given_alive = jnp.ones(mine.shape, bool)
     given = best
-    if extra:
+    if fold:
         given = _sent(best, entries, axis_name, fold)
         best = _merged(best, given, n)
         alive = _holds(best, mine)
         given_alive = _holds(best, given.places)
-    for j in range(q):
-        pairs = tuple((devices[r], devices[r ^ (1 << j)]) for r in range(2**q))
+    for pairs in rounds:
         best = _merged(best, _sent(best, entries, axis_name, pairs), n)
         alive &= _holds(best, mine)
-        if extra:
+        if fold:
             given_alive &= _holds(best, given.places)
-    if extra:
+    if fold:
         back = tuple((target, source) for source, target in fold)
         is_given = jnp.isin(me, jnp.asarray([source for source, _ in fold], jnp.int32))
         final = _sent(best, entries, axis_name, back)

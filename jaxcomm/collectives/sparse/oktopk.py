@@ -31,7 +31,7 @@ class OkTopk(SparseAllReduce):
     The threshold aims at k values. It is found at least every `recompute_every` steps, and reused
     in between unless the number of values above it is off by more than `tolerance`. In a long
     vector both are those of a sample: a few percent more or fewer than k values reach the
-    threshold. With a `tolerance` above 3/2, or None, it is scaled a little before it is found anew.
+    threshold. With a `tolerance` above 5/4, or None, it is scaled a little before it is found anew.
     A value that is not in the mean, because it is too small or has no room, stays in its device's
     residual.
 
@@ -105,7 +105,7 @@ def oktopk(
       values: "float32" or "bfloat16", on the wire.
       slack: how many times an equal share of k entries a message to an owner has room for.
       recompute_every: as for `topk_allgather`; tau' in the paper.
-      scaling: as for `topk_allgather`; with a `tolerance` of at most 3/2 no threshold is scaled.
+      scaling: as for `topk_allgather`; with a `tolerance` of at most 5/4 it is rarely used.
       tolerance: likewise.
 
     Returns:

@@ -161,7 +161,7 @@ def _encode_whole(x: jax.Array, plan: Plan, key: jax.Array | None, interpret: An
     messages = math.prod(lead)
     out = jax.ShapeDtypeStruct((messages * plan.payload,), jnp.uint8)
     inputs = [x.reshape(-1)] + ([] if key is None else [key_words(key)])
-    (payload,) = launch(body, inputs, [out], messages * programs, interpret=interpret)
+    payload = launch(body, inputs, out, messages * programs, interpret=interpret)
     return payload.reshape(*lead, plan.payload)
 
 

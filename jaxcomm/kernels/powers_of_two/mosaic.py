@@ -109,7 +109,7 @@ def _encode(
 
     inputs = [x.reshape(-1)] + ([] if key is None else [key_words(key)])
     out = jax.ShapeDtypeStruct((messages * size,), jnp.uint8)
-    (payload,) = launch(body, inputs, [out], messages * slices, interpret=interpret)
+    payload = launch(body, inputs, out, messages * slices, interpret=interpret)
     return payload.reshape(messages, size)
 
 
@@ -190,4 +190,4 @@ def _decode_and_sum(
 
     out = jax.ShapeDtypeStruct((n,), jnp.float32)
     programs = -(-columns // THREADS)
-    return launch(body, [payloads.reshape(-1)], [out], programs, interpret=interpret)[0]
+    return launch(body, [payloads.reshape(-1)], out, programs, interpret=interpret)

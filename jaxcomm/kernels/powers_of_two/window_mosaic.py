@@ -64,5 +64,5 @@ def encode(x: jax.Array, key: jax.Array | None, *, interpret: Any = None) -> jax
     inputs = [x.reshape(-1), plain_window.largest(x).reshape(-1)]
     inputs += [] if key is None else [key_words(key)]
     out = jax.ShapeDtypeStruct((messages * (n + 1),), jnp.uint8)
-    (payload,) = launch(body, inputs, [out], messages * programs, interpret=interpret)
+    payload = launch(body, inputs, out, messages * programs, interpret=interpret)
     return payload.reshape(*lead, n + 1)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxcomm.plan.flows import fair_rates, finish_times
+from max_min import fair_rates, finish_times
 
 
 def incidence(paths: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,59 @@
+"""Which devices are of one host, as far as jax knows."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcomm import _axes
+from jaxcomm._axes import AxisName
+
+
+def devices_per_host(axis_name: AxisName) -> int:
+    """The number of devices of each host that follow each other along an axis; 1 if they do not.
+
+    It is the same in all processes. While code is traced, jax tells the shape of the mesh but not
+    its devices, so these are assumed to be all devices in jax's order, as in `jaxcomm.data_mesh`
+    and `jax.make_mesh`. In another order, an exchange that goes by hosts is slower, but right.
+    """
+    mesh, names = jax.sharding.get_abstract_mesh(), _axes.names_of(axis_name)
+    if not set(names).issubset(mesh.axis_names):
+        return 1
+    devices = jax.devices()
+    if len(devices) != math.prod(mesh.axis_sizes):
+        return 1
+    return _in_a_row(_hosts_along(devices, mesh, names))
+
+
+def _hosts_along(devices: list[Any], mesh: Any, names: tuple[str, ...]) -> np.ndarray:
+    """The host of each device, a row for each group that exchanges, in the order of the axis."""
+    hosts = np.asarray([host_of(device) for device in devices]).reshape(mesh.axis_sizes)
+    along = [mesh.axis_names.index(name) for name in names]
+    others = [i for i in range(hosts.ndim) if i not in along]
+    world = math.prod(mesh.axis_sizes[i] for i in along)
+    return hosts.transpose(*others, *along).reshape(-1, world)
+
+
+def _in_a_row(hosts: np.ndarray) -> int:
+    """How many devices in a row have one host, if the same number everywhere; else 1."""
+    world = hosts.shape[1]
+    changes = np.flatnonzero((hosts[:, 1:] != hosts[:, :-1]).any(axis=0))
+    size = int(changes[0]) + 1 if changes.size else world
+    if world % size:
+        return 1
+    first = hosts[:, ::size]
+    is_even = (np.repeat(first, size, axis=1) == hosts).all()
+    are_apart = all(len(set(row)) == len(row) for row in first.tolist())
+    return size if is_even and are_apart else 1
+
+
+def host_of(device: Any) -> int:
+    """A number of its host.
+
+    Of GPUs, and of nothing else, jax's `slice_index` tells processes of one machine from those of
+    others (XLA compares boot ids), so that one process for each GPU is no hindrance.
+    """
+    if device.platform in ("gpu", "cuda", "rocm"):
+        return getattr(device, "slice_index", device.process_index)
+    return device.process_index
