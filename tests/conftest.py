@@ -40,6 +40,8 @@ import jax
 import pytest
 from jax.sharding import AxisType, Mesh
 
+from jaxcomm import _hosts
+
 TESTS = Path(__file__).parent
 MANY_BYTES = 3 * 2**30
 
@@ -111,3 +113,15 @@ def mesh8(make_mesh: Callable[[int], Mesh]) -> Mesh:
 def mesh4x2() -> Mesh:
     """Four devices along "data" times two along "model"."""
     return jax.make_mesh((4, 2), ("data", "model"), (AxisType.Auto, AxisType.Auto))
+
+
+@pytest.fixture
+def hosts_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Pretends that the simulated devices are on these hosts."""
+
+    def pretend(*hosts: int) -> None:
+        jax.clear_caches()
+        monkeypatch.setattr(_hosts, "host_of", lambda device: hosts[device.id])
+
+    yield pretend
+    jax.clear_caches()

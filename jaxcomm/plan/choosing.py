@@ -48,7 +48,8 @@ class Plan:
         """The chosen exchange as an optax transformation.
 
         Args:
-          axis_name: the mesh axis; for a hierarchical choice two axes, (far, near), as in `mesh`.
+          axis_name: the mesh axis; on two levels of switches, for a hierarchical choice, two axes,
+            (far, near), as in `mesh`.
           **options: arguments of the factory, such as `bucket_order`; `exempt` is the workload's
             unless it is given.
         """
@@ -294,11 +295,14 @@ def plan(
         order = best_order(cluster.topology, model, cluster.order)
         near = near_of(cluster.topology, order)
         cluster = dataclasses.replace(cluster, order=order, near=near)
+    per_host = cluster.devices_per_host
     if chosen is None:
         dimensions = best_dimensions(cluster.topology, model, cluster.order)
-        chosen = methods(quality, cluster.levels is not None, dimensions, optimizer)
+        two_levels = cluster.levels is not None
+        chosen = methods(quality, two_levels, dimensions, optimizer, per_host)
     found = predictions(cluster, load, chosen)
-    rows = choose(found, load, cluster.devices, cluster.costs.is_between_cpus)
+    between_cpus = cluster.costs.is_between_cpus
+    rows = choose(found, load, cluster.devices, between_cpus, per_host)
     return Plan(cluster, load, tuple(rows), given)
 
 

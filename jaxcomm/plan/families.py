@@ -23,7 +23,7 @@ QUALITY = "16bit"  # The default: no measurement tells these from float32.
 OPTIMIZERS = ("sgd", "adam")
 DENSITY = 0.01
 _MIB = 2**20
-# Arguments of `jaxcomm.algorithms.halving_doubling`, by name.
+# Arguments of the algorithm, by name: of halving_doubling, or hierarchical's devices_per_host.
 Dimensions = tuple[tuple[str, Any], ...]
 FEEDBACK = "error feedback"
 FEW_BITS = f"{FEEDBACK} after jaxcomm.local of the optimizer, or factored_adam"
@@ -117,7 +117,8 @@ class Method:
     Attributes:
       family: such as "bfloat16" or "vote"; `jaxcomm.plan.methods()` lists all.
       algorithm: a name in `jaxcomm.algorithms`, "hierarchical", or "own" for sparse ones.
-      dimensions: the arguments of `jaxcomm.algorithms.halving_doubling`, if that is the algorithm.
+      dimensions: arguments of the algorithm: those of `jaxcomm.algorithms.halving_doubling`, or the
+        devices_per_host of "hierarchical", which then goes along one axis.
       every: the number of steps that devices take by themselves from one exchange to the next, as
         with `jaxcomm.local_steps`; 1 exchanges gradients in every step.
 
@@ -173,16 +174,29 @@ class Method:
         own = [FEEDBACK] if FEEDBACK in self.about.needs else []
         return "; ".join([*own, LOCAL_STEPS, "with Adam, devices' data alike"])
 
-    def is_usual(self, devices: int, between_cpus: bool, values: int | None = None) -> bool:
+    @property
+    def is_by_hosts(self) -> bool:
+        """Whether devices of a host, which follow each other along the axis, add up first."""
+        return self.algorithm == "hierarchical" and bool(self.dimensions)
+
+    def is_usual(
+        self, devices: int, between_cpus: bool, values: int | None = None, per_host: int = 1
+    ) -> bool:
         """Whether its algorithm is what None stands for (`algorithms.Default`)."""
-        if (sent_as := _SENT_AS.get(self.family)) is None:
+        if "direct" not in self.about.algorithms or self.family == "float32":
             return self.algorithm == self.about.algorithms[0]
-        return self.algorithm == _default.usual(sent_as, devices, between_cpus, values).name
+        usual = _default.usual(self._sent_as, devices, between_cpus, values, per_host)
+        return self.algorithm == usual.name and (self.is_by_hosts or usual.name != "hierarchical")
+
+    @property
+    def _sent_as(self) -> str:
+        return _SENT_AS.get(self.family, "codes")
 
     @property
     def config(self) -> dict[str, Any]:
         """The fields of `config.sync` in the training program that make it."""
         options = dict(self.about.options)
+        # By hosts is what no algorithm stands for, and a low rank has none of its own.
         if self.algorithm not in ("own", "hierarchical") and options["method"] != "low_rank_mean":
             arguments = ", ".join(f"{name}={value!r}" for name, value in self.dimensions)
             options["algorithm"] = self.algorithm + (f"({arguments})" if arguments else "")
@@ -194,6 +208,9 @@ class Method:
     @property
     def made(self) -> Algorithm:
         """The algorithm; only for means and votes."""
+        if self.is_by_hosts:
+            ((_, per_host),) = self.dimensions
+            return _default.usual(self._sent_as, 2 * per_host, False, None, per_host)
         if self.algorithm == "hierarchical":
             return hierarchical()
         chosen = algorithms.BY_NAME[self.algorithm](**dict(self.dimensions))
@@ -203,7 +220,7 @@ class Method:
         """The exchange alone; what it needs around it is up to the caller.
 
         Args:
-          axis_name: the mesh axis, or (far, near) for hierarchical.
+          axis_name: the mesh axis; (far, near) for hierarchical, unless it is by hosts.
           **options: arguments of the factory, such as `exempt`.
         """
         chosen = {**self.config, **options}
@@ -216,7 +233,7 @@ class Method:
 
 
 def hierarchical() -> Algorithm:
-    """The two-level algorithm that the planner uses."""
+    """The algorithm that the planner uses on two levels of switches."""
     return algorithms.hierarchical(near=algorithms.ring(), far=algorithms.ring())
 
 
@@ -225,6 +242,7 @@ def methods(
     two_levels: bool = False,
     dimensions: Dimensions = (),
     optimizer: str | None = None,
+    per_host: int = 1,
 ) -> list[Method]:
     """All methods of at least this quality; of those with local steps, scaled signs in every 4th.
 
@@ -234,6 +252,7 @@ def methods(
       dimensions: the arguments of halving-doubling.
       optimizer: "sgd" or "adam", to leave out methods that lost accuracy with it; None leaves out
         none.
+      per_host: the devices of each host, if they follow each other; the two levels are then those.
 
     Returns:
       The methods, for the `chosen` of `jaxcomm.plan.plan`.
@@ -245,8 +264,11 @@ def methods(
         raise ValueError(f"unknown quality {quality!r}; write one of {', '.join(QUALITIES)}.")
     check_optimizer(optimizer)
     allowed = QUALITIES[: QUALITIES.index(quality) + 1]
+    arguments = {"halving_doubling": dimensions}
+    if per_host > 1:
+        arguments["hierarchical"] = (("devices_per_host", per_host),)
     in_every_step = [
-        Method(family, algorithm, dimensions if algorithm == "halving_doubling" else ())
+        Method(family, algorithm, arguments.get(algorithm, ()))
         for family, about in FAMILIES.items()
         if about.quality in allowed and (optimizer is None or optimizer in about.optimizers)
         for algorithm in about.algorithms

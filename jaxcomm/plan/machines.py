@@ -30,6 +30,7 @@ import numpy as np
 from jaxcomm._numbers import is_integer
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.algorithms.direct import Direct
+from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.algorithms.native import Native
 from jaxcomm.plan import costs as costs_
 from jaxcomm.plan.costs import Costs
@@ -78,6 +79,11 @@ class Cluster:
         has_two = 1 < self.near < self.devices and self.devices % self.near == 0
         return (self.devices // self.near, self.near) if has_two else None
 
+    @property
+    def devices_per_host(self) -> int:
+        """The devices of each host, if these follow each other in the order of ranks; else 1."""
+        return self.near if self.near == self.per_machine and self.levels else 1
+
     @functools.cached_property
     def network(self) -> Simulation:
         """A simulation of exchanges on its links, by its costs."""
@@ -105,7 +111,11 @@ class Cluster:
         """
         if isinstance(algorithm, Native):
             return self._native
-        if self.costs.stripes and (is_collective or isinstance(algorithm, Direct)):
+        levels = [algorithm]
+        if isinstance(algorithm, Hierarchical):
+            levels = [algorithm.near, algorithm.far]
+        is_collective |= all(isinstance(level, Direct) for level in levels)
+        if self.costs.stripes and is_collective:
             return self._striped
         return self.network
 

@@ -4,17 +4,9 @@ import dataclasses
 import math
 from typing import Protocol
 
-from jaxcomm.plan.steps import Step
+from jaxcomm.plan.steps import Codec, Step
 
 _WORD = 32  # coordinates in a word of a bit plane
-
-
-class Codec(Protocol):
-    """What the planner needs of a codec."""
-
-    def message_bytes(self, n: int) -> int:
-        """The bytes of a message of n values."""
-        ...
 
 
 class Reduction(Protocol):
@@ -68,7 +60,7 @@ class Coded:
     def bytes_of(self, step: Step, n: int) -> int:
         """See `Reduction`."""
         codec = self.second_hop if step.is_result and self.second_hop else self.codec
-        return step.blocks * codec.message_bytes(_length(step, n))
+        return step.blocks * (step.codec or codec).message_bytes(_length(step, n))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -102,11 +102,15 @@ class Prediction:
             parts |= {link: self.link, "messages that meet on links": messages - self.link}
         return max(parts, key=lambda part: parts[part])
 
+    @property
+    def _has_two_axes(self) -> bool:
+        return self.method.algorithm == "hierarchical" and not self.method.is_by_hosts
+
     def as_json(self) -> dict[str, Any]:
         """Numbers in milliseconds and bytes, with names as in the table.
 
-        `config` has the fields of `config.sync`; it is None for two levels, which the training
-        program does not support.
+        `config` has the fields of `config.sync`; it is None for two levels of switches, which the
+        training program does not support.
         """
         ms = {name: 1e3 * getattr(self, name) for name in ("exchange", "exposed", "step")}
         parts = {f"{name}_ms": 1e3 * getattr(self, name) for name in _PARTS_OF}
@@ -126,7 +130,7 @@ class Prediction:
             "bytes_busiest_link": self.bytes_busiest_link,
             "busiest_link": self.busiest_link,
             "limit": self.limit,
-            "config": None if self.method.algorithm == "hierarchical" else self.method.config,
+            "config": None if self._has_two_axes else self.method.config,
         }
 
 
@@ -187,6 +191,11 @@ def _world(cluster: Cluster, method: Method, part: Sent) -> int | tuple[int, int
         raise ValueError(
             f"{method.name} needs a cluster of two levels, such as machines of several devices; "
             f"{cluster.topology.name} has one."
+        )
+    if part.algorithm.devices_per_host not in (None, cluster.levels[1]):
+        raise ValueError(
+            f"{method.name} needs hosts of {part.algorithm.devices_per_host} devices in a row, and "
+            f"those of {cluster.topology.name} have {cluster.levels[1]}."
         )
     return cluster.levels
 
@@ -300,6 +309,7 @@ def choose(
     load: Workload,
     devices: int,
     between_cpus: bool,
+    per_host: int = 1,
 ) -> list[Prediction]:
     """The predictions with the choice first: the best quality within 2 % of the fastest step.
 
@@ -312,13 +322,14 @@ def choose(
       load: what is exchanged.
       devices: how many there are.
       between_cpus: whether they are CPUs of several processes.
+      per_host: the devices of each host, which follow each other; 1 if they do not.
     """
     order = list(FAMILIES)
 
     def preferred(prediction: Prediction) -> tuple[int, int, int, bool, float]:
         method = prediction.method
         values = values_of_bucket(method, load, between_cpus)
-        is_usual = method.is_usual(devices, between_cpus, values)
+        is_usual = method.is_usual(devices, between_cpus, values, per_host)
         family = order.index(method.family)
         return QUALITIES.index(method.quality), method.every, family, not is_usual, prediction.step
 

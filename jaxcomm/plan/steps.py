@@ -8,6 +8,7 @@ schedule backwards, or another one (`Scheduled.gathers_as`).
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from typing import Protocol
 
 import numpy as np
 
@@ -18,6 +19,14 @@ from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.algorithms.native import Native
 from jaxcomm.collectives.algorithms.schedule import counted
 from jaxcomm.collectives.algorithms.two_clusters import TwoClusters, round_of, weights
+
+
+class Codec(Protocol):
+    """What the planner needs of a codec."""
+
+    def message_bytes(self, n: int) -> int:
+        """The bytes of a message of n values."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,6 +59,7 @@ class Step:
         finished results (`is_result`).
       is_result: whether the blocks are finished.
       times: how often the step is repeated in a row.
+      codec: the format of these messages, if they have their own.
     """
 
     pairs: Pairs
@@ -58,6 +68,7 @@ class Step:
     counts: tuple[int, ...] | None = None
     is_result: bool = False
     times: int = 1
+    codec: Codec | None = None
 
     @property
     def share(self) -> float:
@@ -149,7 +160,8 @@ def _two_levels(algorithm: Hierarchical, far: int, near: int, with_counts: bool)
     across = np.arange(near)[:, None]
     parts = algorithm.near.blocks(near)
     there = _there(algorithm.near, near, with_counts)
-    yield from _in_groups(there, within, 1)
+    for step in _in_groups(there, within, 1):
+        yield dataclasses.replace(step, codec=algorithm.near_codec)
     there = _there(algorithm.far, far, with_counts)
     for step in _in_groups(itertools.chain(there, _back(algorithm.far, far)), across, near):
         counts = None if step.counts is None else tuple(near * count for count in step.counts)

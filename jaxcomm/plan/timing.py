@@ -81,11 +81,12 @@ def settle(found: Plan, measure: Measure) -> Plan:
         more for those that may be chosen, with the longest of their times as the second argument.
     """
     medians: dict[Method, float] = {}
-    between_cpus, devices = found.cluster.costs.is_between_cpus, found.cluster.devices
+    cluster = found.cluster
+    between_cpus, devices = cluster.costs.is_between_cpus, cluster.devices
 
     def is_other(row: Prediction) -> bool:
         values = values_of_bucket(row.method, found.load, between_cpus)
-        return not row.method.is_usual(devices, between_cpus, values)
+        return not row.method.is_usual(devices, between_cpus, values, cluster.devices_per_host)
 
     # Among methods with equal predictions the default comes first, so it is timed and chosen.
     leading = [r.method for r in finalists([found.choice, *sorted(found.rows[1:], key=is_other)])]
@@ -102,7 +103,7 @@ def settle(found: Plan, measure: Measure) -> Plan:
     base = next((row.step for row in rows if row.method == BASELINE), 0.0)
     rows = [dataclasses.replace(row, speedup=base / row.step) for row in rows]
     may_be_chosen = [row for row in rows if row.method in again]
-    choice = choose(may_be_chosen, found.load, devices, between_cpus)[0]
+    choice = choose(may_be_chosen, found.load, devices, between_cpus, cluster.devices_per_host)[0]
     others = sorted((row for row in rows if row is not choice), key=lambda row: row.step)
     return dataclasses.replace(found, rows=(choice, *others))
 
@@ -158,7 +159,8 @@ def _exchanges(
 
 
 def _exchange(found: Plan, method: Method, devices: Sequence[Any] | None) -> Exchange:
-    axes = ("far", "near") if method.algorithm == "hierarchical" else "data"
+    has_two = method.algorithm == "hierarchical" and not method.is_by_hosts
+    axes = ("far", "near") if has_two else "data"
     mesh, flags = found.mesh(axes, devices), found.load.exempt
     # Leaves are in a list, whose paths are their numbers.
     options = {"exempt": lambda path, shape: flags[int(path)]} if flags else {}

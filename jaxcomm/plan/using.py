@@ -6,6 +6,7 @@ from jaxcomm._placing import note_choice
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.algorithms._default import choose_by
+from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.reductions import CodedMean, Majority, Reduction
 from jaxcomm.plan import messages
 from jaxcomm.plan.families import MERGED, SCHEDULED
@@ -58,12 +59,15 @@ def use(cluster: Cluster | None) -> None:
     def seconds(
         algorithm: Algorithm, family: str, reduction: messages.Reduction, values: int
     ) -> float:
-        sent = cluster.network_of(algorithm).exchange(algorithm, reduction, values).seconds
+        world = cluster.levels if isinstance(algorithm, Hierarchical) else cluster.devices
+        network = cluster.network_of(algorithm)
+        sent = network.exchange(algorithm, reduction, values, world).seconds
         return sent + cluster.costs.local_seconds(family, values, algorithm.name in MERGED)
 
     def chooser(reduction: Reduction, world: int, values: int, usual: Algorithm) -> Algorithm:
         known = _as_messages(reduction, world)
-        if known is None or world != cluster.devices:
+        per_host = usual.devices_per_host if isinstance(usual, Hierarchical) else 1
+        if known is None or world != cluster.devices or per_host != cluster.devices_per_host:
             return usual
         is_mean = isinstance(known, messages.Coded)
         those = [a.for_means for a in tried] if is_mean else tried_for_votes

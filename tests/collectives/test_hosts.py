@@ -10,23 +10,12 @@ from jax.sharding import AxisType, Mesh
 
 import jaxcomm
 from algorithm_table import CASES, mean_on_all, mean_program
+from host_devices import crossing
 from jaxcomm import _hosts
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import usual
 
 DIRECT = algorithms.direct()
-
-
-@pytest.fixture
-def hosts_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Pretends that the simulated devices are on these hosts."""
-
-    def pretend(*hosts: int) -> None:
-        jax.clear_caches()
-        monkeypatch.setattr(_hosts, "host_of", lambda device: hosts[device.id])
-
-    yield pretend
-    jax.clear_caches()
 
 
 def found(names: tuple[str, ...], shape: tuple[int, ...], axis: Any) -> int:
@@ -92,24 +81,6 @@ def test_hosts_along_an_axis_are_as_those_of_two(
     along = mean_program(mesh, n, codec="int8", algorithm=algorithm)
     np.testing.assert_array_equal(mean_on_all(along, x), mean_on_all(apart, x))
     assert jaxcomm.wire_report(along).bytes_max == jaxcomm.wire_report(apart).bytes_max
-
-
-def crossing(compiled: Any, per_host: int) -> float:
-    """Bytes that the first host sends to others, by groups: an all-gather's go around a ring."""
-    total = 0.0
-    for collective in jaxcomm.wire_report(compiled).collectives:
-        if collective.op == "collective-permute":
-            pairs = [(a, b) for a, b in collective.groups if a < per_host <= b]
-            total += sum(collective.sent[a] for a, _ in pairs) * (collective.times or 0)
-            continue
-        for group in collective.groups:
-            inside = [device for device in group if device < per_host]
-            outside = len(group) - len(inside)
-            if inside and outside:
-                each = sum(collective.sent[device] for device in inside)
-                leave = 1 / len(inside) if collective.op == "all-gather" else 1.0
-                total += each * leave * outside / (len(group) - 1) * (collective.times or 0)
-    return total
 
 
 def lowered(exchange: Any, params: Any) -> Any:

@@ -17,9 +17,9 @@ from jaxcomm.collectives.algorithms import (
 )
 from jaxcomm.plan import Model, Simulation, Topology, load
 from jaxcomm.plan.fabrics import clusters, dln, dln_2d, fat_tree, star
-from max_min import finish_times
 from jaxcomm.plan.messages import Votes
 from jaxcomm.plan.steps import Pairs, steps
+from max_min import finish_times
 
 ALGORITHMS = {
     "ring": ring(),

@@ -1,0 +1,111 @@
+"""Hosts of several devices: rows that go by hosts, as programs do without an algorithm."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxcomm
+from host_devices import crossing
+from jaxcomm import plan
+from jaxcomm.collectives.algorithms import _default
+from jaxcomm.plan.families import Method, methods
+
+SHAPES = [(1024, 1024)] * 4
+LOAD = plan.workload([jax.ShapeDtypeStruct(shape, "float32") for shape in SHAPES], step_ms=10)
+
+
+def office(tmp_path: Path, devices: int, **nodes: Any) -> plan.Cluster:
+    path = tmp_path / "office.yaml"
+    fields = ", ".join(f"{k}: {v}" for k, v in {"devices": devices, **nodes}.items())
+    path.write_text(f"fabric: star\nhosts: 4\nrate: 10Gbit\ndevice: gpu\nnodes: {{{fields}}}\n")
+    return plan.load_cluster(str(path))
+
+
+def rows(cluster: plan.Cluster) -> dict[str, Any]:
+    found = plan(cluster, LOAD, quality="any")
+    return {row.method.name: row for row in found.rows}
+
+
+def test_each_host_sends_one_vector(tmp_path: Path) -> None:
+    """And of the default's rows, none sends more than XLA's own float32 mean."""
+    values = 4 * 2**20
+    for devices in 2, 4, 8:
+        found = rows(office(tmp_path, devices))
+        base = found["float32/native"]
+        for family, size in ("bfloat16", 2), ("int8", 1), ("cnat", 1), ("int4", 0.5625):
+            row = found[f"{family}/hierarchical/{devices}"]
+            assert row.bytes_busiest_link == pytest.approx(1.5 * size * values, rel=0.03)
+            assert row.step < base.step
+            assert row.method.is_usual(4 * devices, False, None, devices)
+            assert row.bytes_busiest_link <= found[f"{family}/direct"].bytes_busiest_link
+
+
+@pytest.mark.parametrize("family", ["bfloat16", "int8", "int4", "vote"])
+def test_the_row_is_the_default_of_programs(family: str, tmp_path: Path, hosts_of: Any) -> None:
+    hosts_of(0, 0, 1, 1, 2, 2, 3, 3)
+    cluster = office(tmp_path, 2)
+    (method,) = [
+        m for m in methods("any", True, (), None, 2) if m.name == f"{family}/hierarchical/2"
+    ]
+    row = next(r for r in plan(cluster, LOAD, quality="any").rows if r.method == method)
+    assert "algorithm" not in row.as_json()["config"]
+    config = dict(row.as_json()["config"])
+    config.pop("local_optimizer", None)
+    factory = getattr(jaxcomm, config.pop("method"))
+    sent = []
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        params = [jnp.zeros(shape) for shape in SHAPES]
+        grads = [jax.ShapeDtypeStruct((8, *shape), "float32") for shape in SHAPES]
+        for tx in method.transformation("data"), factory("data", **config):
+            state = jax.eval_shape(tx.init, params)
+            compiled = jax.jit(tx.update).lower(grads, state).compile()
+            sent.append(crossing(compiled, 2))
+    assert sent[0] == sent[1]
+    assert row.bytes_busiest_link == pytest.approx(sent[0], rel=0.02)
+
+
+def test_float32_within_a_host_costs_what_its_links_take(tmp_path: Path) -> None:
+    """Half of the vector in float32 and half of it back in 8 bits, at 1 GB/s."""
+    slow, fast = (
+        rows(office(tmp_path, 2, bandwidth=rate))["int8/hierarchical/2"].exchange
+        for rate in ("8Gbit", "8000Gbit")
+    )
+    assert slow - fast == pytest.approx(4 * 2**20 * (2 + 0.5) / 1e9, rel=0.1)
+
+
+def test_a_plan_in_use_keeps_to_hosts(tmp_path: Path, hosts_of: Any) -> None:
+    hosts_of(0, 0, 1, 1, 2, 2, 3, 3)
+    for devices in 2, 1:  # a plan of other machines says nothing
+        cluster = office(tmp_path, devices)
+        if devices == 1:
+            cluster = plan.cluster(plan.fabrics.star("eight", hosts=8, rate="10Gbit"))
+        plan.use(cluster)
+        try:
+            with jax.set_mesh(jaxcomm.data_mesh()):
+                tx = jaxcomm.mean("data", "int4", error_feedback=True)
+                params = {"w": jnp.zeros((1024, 1024))}
+                grads = {"w": jax.ShapeDtypeStruct((8, 1024, 1024), "float32")}
+                state = jax.eval_shape(tx.init, params)
+                compiled = jax.jit(tx.update).lower(grads, state).compile()
+        finally:
+            plan.use(None)
+        assert crossing(compiled, 2) < 1.05 * 1.5 * 2**20 * 0.5625
+
+
+def test_levels_of_switches_are_no_hosts(tmp_path: Path) -> None:
+    cluster = plan.cluster(plan.fabrics.clusters("rooms", hosts=8, rate="100Mbit"))
+    assert cluster.levels == (2, 4) and cluster.devices_per_host == 1
+    assert office(tmp_path, 2).devices_per_host == 2
+    with pytest.raises(ValueError, match="int8/hierarchical/3 needs hosts of 3 devices in a row"):
+        three = Method("int8", "hierarchical", (("devices_per_host", 3),))
+        plan(office(tmp_path, 2), LOAD, chosen=[three], quality="any")
+
+
+def test_votes_of_many_hosts_go_as_the_default_says() -> None:
+    method = Method("vote", "hierarchical", (("devices_per_host", 8),))
+    assert method.made == _default.usual("votes", 32, False, None, 8)
+    assert dataclasses.asdict(method)["dimensions"] == (("devices_per_host", 8),)
