@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm import _axes, _notes, _paths
+from jaxcomm import _axes, _hosts, _notes, _paths
 from jaxcomm._notes import Message
 from jaxcomm.explaining._explanation import Explanation, Leaf, Sent
 from jaxcomm.explaining._program import Collective, collectives_in, nodes_of, trace, wire_of
@@ -153,7 +153,10 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
     dense = _dense_bytes(layouts, leaves)
     own, shared = _memory(state, specs, mesh)
     world = max(layout.world for layout in layouts)
-    return Explanation(mesh.size, leaves, messages, wire, dense, own, shared, _needs(state), world)
+    hosts = [_hosts.host_of(device) for device in mesh.devices.flat]
+    between = wire.bytes_between(hosts) if 1 < len(set(hosts)) < mesh.size else None
+    needs = _needs(state)
+    return Explanation(mesh.size, leaves, messages, wire, dense, own, shared, needs, world, between)
 
 
 def _checked(tx: Any, params: Any) -> jax.sharding.Mesh:

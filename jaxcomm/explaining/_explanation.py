@@ -69,6 +69,8 @@ class Explanation:
       shared_bytes: state that is equal on all devices or split, on each device.
       needs: (method, what it needs), outermost first.
       world: the number of devices along the axis of the exchange.
+      host_bytes: what the host that sends most sends to other hosts in a step, see
+        `WireReport.bytes_between`; None on one host, and where each has one device.
     """
 
     devices: int
@@ -80,6 +82,7 @@ class Explanation:
     shared_bytes: int
     needs: tuple[tuple[str, str], ...]
     world: int
+    host_bytes: Bytes | None
 
     @property
     def bytes_max(self) -> Bytes:
@@ -100,6 +103,7 @@ class Explanation:
             f"A device sends at most {_number(self.bytes_max)} bytes in a step, "
             f"{float(self.bytes_max) / each:.2f} a value; a float32 mean "
             f"{float(self.dense_bytes) / each:.2f}.",
+            *self._between_hosts(each),
             *self._alone(),
             *self._sometimes(values),
             *self._on_average(values),
@@ -116,6 +120,16 @@ class Explanation:
         """What may come before the exchange."""
         has_variates = any(name == "control_variates" for name, _ in self.needs)
         return "control_variates and local" if has_variates else "jaxcomm.local"
+
+    def _between_hosts(self, each: int) -> list[str]:
+        """What leaves a host of several devices: that of a ring, in float32, from one of them."""
+        if self.host_bytes is None:
+            return []
+        return [
+            f"A host sends at most {_number(self.host_bytes)} of these to other hosts, "
+            f"{float(self.host_bytes) / each:.2f} a value; of a float32 mean "
+            f"{float(self.dense_bytes) / each:.2f}."
+        ]
 
     def _alone(self) -> list[str]:
         """What to know of an axis of one device."""

@@ -95,6 +95,26 @@ class WireReport:
         """Bytes sent by a device on average."""
         return exact(Fraction(sum(self.bytes_per_device)) / self.devices)
 
+    def bytes_between(self, hosts: Sequence[int]) -> Bytes:
+        """Returns the bytes that leave a host, of the host that sends most.
+
+        Permutes and all-to-alls count by their pairs of devices. All other collectives are assumed
+        to go around a ring that enters and leaves each host once, as NCCL's do.
+
+        Args:
+            hosts: the host of each device, such as `[d.process_index for d in mesh.devices.flat]`
+                if every process has a host to itself.
+
+        Raises:
+            ValueError: for another number of devices.
+        """
+        if len(hosts) != self.devices:
+            raise ValueError(f"the program is for {self.devices} devices, got {len(hosts)} hosts.")
+        totals = (
+            self._total([_leaving(c, hosts, host) for c in self.collectives]) for host in set(hosts)
+        )
+        return exact(max(totals))
+
     @property
     def rounds(self) -> int:
         """Collective operations that are executed and move data, loops counted by their trips.
@@ -258,6 +278,23 @@ def worst(amounts: Sequence[tuple[Branch, Bytes]]) -> Bytes:
             (name, i), *inner = branch
             conditionals.setdefault(name, {}).setdefault(i, []).append((tuple(inner), amount))
     return total + sum(max(map(worst, branches.values())) for branches in conditionals.values())
+
+
+def _leaving(c: Collective, hosts: Sequence[int], host: int) -> Bytes:
+    """The bytes that a host sends to others in one execution."""
+    if c.op == "collective-permute":
+        pairs = ((a, b) for a, b in c.groups if hosts[a] == host != hosts[b])
+        return sum(c.sent[a] for a, _ in pairs)
+    total: Bytes = 0
+    for group in c.groups:
+        inside = [device for device in group if hosts[device] == host]
+        if not inside or len(inside) == len(group):
+            continue
+        sent = Fraction(sum(c.sent[device] for device in inside))
+        is_paired = c.op in ("all-to-all", "ragged-all-to-all")
+        elsewhere = Fraction(len(group) - len(inside), len(group) - 1)
+        total += sent * (elsewhere if is_paired else Fraction(1, len(inside)))
+    return exact(total)
 
 
 def _row(c: Collective, called: Mapping[tuple[str, int], str]) -> tuple[str, ...]:

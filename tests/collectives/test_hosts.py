@@ -10,7 +10,6 @@ from jax.sharding import AxisType, Mesh
 
 import jaxcomm
 from algorithm_table import CASES, mean_on_all, mean_program
-from host_devices import crossing
 from jaxcomm import _hosts
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import usual
@@ -110,7 +109,7 @@ def test_each_host_sends_one_vector(exchange: Any, there: int, back: int, hosts_
         hosts_of(*hosts)
         with jax.set_mesh(jaxcomm.data_mesh()):
             program = lowered(exchange, {"w": jnp.zeros((256, n // 256))}).compile()
-        sent[hosts[-1]] = crossing(program, 4)
+        sent[hosts[-1]] = jaxcomm.wire_report(program).bytes_between((0,) * 4 + (1,) * 4)
     vector = n / 8 * (there + back) / 2
     assert vector <= sent[1] < 1.13 * vector + 200  # with scales
     assert sent[0] > 1.2 * sent[1]
@@ -193,7 +192,8 @@ def test_shards_of_hosts(hosts: tuple[int, ...], hosts_of: Any) -> None:
         updates, _ = compiled(params, state, x)
     np.testing.assert_allclose(updates["w"][:64], 2 / 256 / 64, rtol=0.01)
     half = 2**16 / 2  # the values that the other host owns
-    gradients = crossing(compiled, 4) - 4 * half  # parameters go there once, in float32
+    between = jaxcomm.wire_report(compiled).bytes_between((0,) * 4 + (1,) * 4)
+    gradients = between - 7 * half  # parameters go around a ring, in float32
     times = 4 if len(set(hosts)) == 1 else 1
     assert gradients == pytest.approx(times * 2 * half, rel=0.01)
 
@@ -205,3 +205,49 @@ def test_bad_numbers_of_devices(mesh8: Mesh) -> None:
     three = algorithms.hierarchical(near=DIRECT, far=DIRECT, devices_per_host=3)
     with pytest.raises(ValueError, match="a multiple of so many devices, and the axis has 8"):
         mean_program(mesh8, 8, algorithm=three)
+
+
+def test_explain_says_what_leaves_a_host(hosts_of: Any) -> None:
+    """On two hosts of four: a vector of codes, where a float32 mean in a ring sends 7."""
+    params = {"w": jnp.zeros((256, 256)), "b": jnp.zeros(256)}
+    tx = jaxcomm.mean("data", "bfloat16")
+    for hosts in (0,) * 4 + (1,) * 4, (0,) * 8, tuple(range(8)):
+        hosts_of(*hosts)
+        with jax.set_mesh(jaxcomm.data_mesh()):
+            found = jaxcomm.explain(tx, params)
+            compiled = lowered(tx, params).compile()
+        if len(set(hosts)) != 2:
+            assert found.host_bytes is None and "A host sends" not in str(found)
+            continue
+        loss = 7
+        assert found.host_bytes == jaxcomm.wire_report(compiled).bytes_between(hosts) + loss
+        said = "at most 132,871 of these to other hosts, 2.02 a value; of a float32 mean 7.00"
+        assert said in str(found)
+        assert "bfloat16, hierarchical" in str(found)
+
+
+def test_bytes_between_hosts_of_each_collective(mesh8: Mesh) -> None:
+    """What leaves the second of two hosts, of three and of five devices."""
+    hosts = (0, 0, 0, 1, 1, 1, 1, 1)
+    spec = jax.P("data")
+
+    def sent(f: Any) -> Any:
+        run = jax.shard_map(f, mesh=mesh8, in_specs=spec, out_specs=spec, check_vma=False)
+        compiled = jax.jit(run).lower(jax.ShapeDtypeStruct((8 * 64,), "float32")).compile()
+        return jaxcomm.wire_report(compiled).bytes_between(hosts)
+
+    def around(x: Any) -> Any:
+        return jax.lax.ppermute(x, "data", [(i, (i + 1) % 8) for i in range(8)])
+
+    assert sent(around) == 256
+    assert sent(lambda x: jax.lax.all_gather(x, "data")[0]) == 7 * 256
+    assert sent(lambda x: jax.lax.psum(x, "data")) == 2 * 7 / 8 * 256
+    exchanged = lambda x: jax.lax.all_to_all(x, "data", 0, 0, tiled=True)  # noqa: E731
+    assert sent(exchanged) == 5 * 3 * 32
+    with pytest.raises(ValueError, match="is for 8 devices, got 7 hosts"):
+        report = jaxcomm.wire_report(
+            jax.jit(lambda x: x.sum())
+            .lower(jax.ShapeDtypeStruct((8,), "float32", sharding=jax.NamedSharding(mesh8, spec)))
+            .compile()
+        )
+        report.bytes_between(hosts[:7])

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcomm
-from host_devices import crossing
 from jaxcomm import plan
 from jaxcomm.collectives.algorithms import _default
 from jaxcomm.plan.families import Method, methods
 
 SHAPES = [(1024, 1024)] * 4
+HOSTS = (0, 0, 1, 1, 2, 2, 3, 3)
 LOAD = plan.workload([jax.ShapeDtypeStruct(shape, "float32") for shape in SHAPES], step_ms=10)
 
 
@@ -46,7 +46,7 @@ def test_each_host_sends_one_vector(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["bfloat16", "int8", "int4", "vote"])
 def test_the_row_is_the_default_of_programs(family: str, tmp_path: Path, hosts_of: Any) -> None:
-    hosts_of(0, 0, 1, 1, 2, 2, 3, 3)
+    hosts_of(*HOSTS)
     cluster = office(tmp_path, 2)
     (method,) = [
         m for m in methods("any", True, (), None, 2) if m.name == f"{family}/hierarchical/2"
@@ -63,7 +63,7 @@ def test_the_row_is_the_default_of_programs(family: str, tmp_path: Path, hosts_o
         for tx in method.transformation("data"), factory("data", **config):
             state = jax.eval_shape(tx.init, params)
             compiled = jax.jit(tx.update).lower(grads, state).compile()
-            sent.append(crossing(compiled, 2))
+            sent.append(jaxcomm.wire_report(compiled).bytes_between(HOSTS))
     assert sent[0] == sent[1]
     assert row.bytes_busiest_link == pytest.approx(sent[0], rel=0.02)
 
@@ -78,7 +78,7 @@ def test_float32_within_a_host_costs_what_its_links_take(tmp_path: Path) -> None
 
 
 def test_a_plan_in_use_keeps_to_hosts(tmp_path: Path, hosts_of: Any) -> None:
-    hosts_of(0, 0, 1, 1, 2, 2, 3, 3)
+    hosts_of(*HOSTS)
     for devices in 2, 1:  # a plan of other machines says nothing
         cluster = office(tmp_path, devices)
         if devices == 1:
@@ -93,7 +93,7 @@ def test_a_plan_in_use_keeps_to_hosts(tmp_path: Path, hosts_of: Any) -> None:
                 compiled = jax.jit(tx.update).lower(grads, state).compile()
         finally:
             plan.use(None)
-        assert crossing(compiled, 2) < 1.05 * 1.5 * 2**20 * 0.5625
+        assert jaxcomm.wire_report(compiled).bytes_between(HOSTS) < 1.05 * 1.5 * 2**20 * 0.5625
 
 
 def test_levels_of_switches_are_no_hosts(tmp_path: Path) -> None:
