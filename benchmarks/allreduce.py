@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> None:
         check_method(method)
         if axes_of(method) != "data" and levels is None:
             raise ValueError(f"{method} needs a network of two levels; {made.name} has one.")
+    if args.devices > 1 and args.peers:
+        raise ValueError("--peers compares processes of one device; leave out --devices.")
     peers = args.peers is not None and has_torch(args.peers)
     with Network(made) as network:
         lab = Lab(network)
@@ -93,6 +95,7 @@ def parse() -> argparse.Namespace:
     add_flags(parser)
     parser.add_argument("--params", type=values, default=8e6, help="values of the gradients")
     parser.add_argument("--methods", default=USUAL, help="codec, or codec/algorithm; separate by ,")
+    parser.add_argument("--devices", type=count, default=1, help="of each host")
     parser.add_argument("--repeats", type=count, default=5)
     parser.add_argument("--seconds", type=positive, default=1800, help="after which all is ended")
     parser.add_argument("--peers", nargs="?", const=PEERS, metavar="PYTHON", help="beside PyTorch")
@@ -128,7 +131,7 @@ def our_rows(
     command = [sys.executable, "-m", "benchmarks.allreduce", "--worker"]
     command += [f"--methods={','.join(methods)}", f"--params={args.params}"]
     command += [f"--repeats={args.repeats}", *(["--peers"] if args.peers else [])]
-    command += [f"--levels={json.dumps(levels)}"]
+    command += [f"--levels={json.dumps(levels)}", f"--devices={args.devices}"]
     timed = lab.rows(command, args.seconds, show_lines=not args.json)
     rows = [row for row in timed if "method" in row]
     steps = {row["name"].removeprefix(STEP): row["ms"] for row in timed if "method" not in row}
@@ -161,11 +164,12 @@ def plain(row: dict[str, Any]) -> dict[str, Any]:
 
 def work(args: argparse.Namespace) -> None:
     """What one host does."""
-    together = Jax()
     import jax
 
     import jaxcomm
 
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    together = Jax()
     jax.set_mesh(jaxcomm.data_mesh())
     shapes = shapes_of(round(args.params))
     methods = args.methods.split(",")
@@ -182,8 +186,9 @@ def work(args: argparse.Namespace) -> None:
 
 def show(rows: list[Any], made: plan.Topology, args: argparse.Namespace) -> None:
     rates = sorted({"unlimited" if k.rate is None else f"{k.rate:g}" for k in made.links})
+    of = f" of {args.devices} devices" if args.devices > 1 else ""
     print(
-        f"{made.name}, {len(made.hosts)} hosts, {' and '.join(rates)} Mbit/s, "
+        f"{made.name}, {len(made.hosts)} hosts{of}, {' and '.join(rates)} Mbit/s, "
         f"{args.params:g} values, {CORES} cores, medians of {args.repeats}"
     )
     columns = f"{'ms':>9}{'over floor':>12}{'over sum':>10}{'of psum':>9}{'link MB':>9}"

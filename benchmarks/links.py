@@ -115,5 +115,20 @@ def steps_8m() -> Lines:
     return table(["", "ms"], [[NAMES[row["method"]], f"{row['step_ms']:.0f}"] for row in rows])
 
 
-def _rows(part: str) -> list[dict[str, Any]]:
-    return json.loads((RESULTS / f"allreduce_star4_{part}.json").read_text())["rows"]
+def hosts() -> Lines:
+    """ms of exchanges between hosts of four devices, by hosts and by every device on its own."""
+    names = ("float32", "bfloat16", "int8", "int4", "scaled_sign", "vote")
+    parts = ("50", "200")
+    found = {part: {row["method"]: row for row in _rows(part, "star4x4")} for part in parts}
+    cells = [[_by_hosts(found[part], name) for part in parts] for name in names]
+    body = [[NAMES[name], *row] for name, row in zip(names, cells, strict=True)]
+    return table(["", *heads()[: len(parts)]], body)
+
+
+def _by_hosts(rows: dict[str, Any], name: str) -> str:
+    ours, apart = rows[name]["ms"], rows.get(f"{name}/direct")
+    return f"{ours:.0f}" + (f" / {apart['ms']:.0f} ({ours / apart['ms']:.2f})" if apart else "")
+
+
+def _rows(part: str, network: str = "star4") -> list[dict[str, Any]]:
+    return json.loads((RESULTS / f"allreduce_{network}_{part}.json").read_text())["rows"]

@@ -270,7 +270,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "pareto_resnet20": functools.partial(pareto, "resnet20"),
     "compile_time": compile_time,
     "dln": dln,
-    **{x: getattr(links, x) for x in ("exchanges", "steps", "beside_torch", "steps_8m")},
+    **{x: getattr(links, x) for x in ("exchanges", "steps", "hosts", "beside_torch", "steps_8m")},
     "majority": majority,
     "ethernet": ethernet,
     "cnat": cnat,

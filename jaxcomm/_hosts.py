@@ -49,11 +49,11 @@ def _in_a_row(hosts: np.ndarray) -> int:
 
 
 def host_of(device: Any) -> int:
-    """A number of its host.
+    """A number of its host; of a TPU, of its slice, within which links are fast.
 
-    Of GPUs, and of nothing else, jax's `slice_index` tells processes of one machine from those of
-    others (XLA compares boot ids), so that one process for each GPU is no hindrance.
+    jax's `slice_index` tells GPUs of one machine from those of others (XLA compares boot ids), so
+    that each may have its own process. CPU processes of one machine exchange as if they were apart.
     """
-    if device.platform in ("gpu", "cuda", "rocm"):
-        return getattr(device, "slice_index", device.process_index)
-    return device.process_index
+    if device.platform == "cpu":
+        return device.process_index
+    return getattr(device, "slice_index", device.process_index)

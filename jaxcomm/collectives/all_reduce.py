@@ -207,7 +207,8 @@ def pmean(
       algorithm: "native", "direct", "ring", "two_way_ring", "halving_doubling", "circulant" or an
         algorithm; None means "native" for float32. Between CPU processes it is "ring" for 16 bits
         and int8 (short vectors take fewer rounds), "two_way_ring" for cnat on 3 to 8 devices, and
-        "circulant" on more than 32. For everything else it is "direct".
+        "circulant" on more than 32. For everything else it is "direct". Where hosts have several
+        devices, these are added up in float32 first, and the above is between hosts.
       second_hop: the format in which the mean is sent back; None means that of `codec`.
       key: for codecs that round or draw at random: equal on all devices, different in each call.
       implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.

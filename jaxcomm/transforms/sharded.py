@@ -62,9 +62,9 @@ def sharded(
     Args:
       exchange: how gradients are exchanged: `jaxcomm.mean`, `jaxcomm.majority_vote` without error
         feedback, or `jaxcomm.set_to_zero`, which gathers frozen parameters and sends no gradient;
-        `jaxcomm.no_exchange` is the control. `algorithm=None` means "direct" here, which rounds
-        each value once, and "native" for float32. Exempt leaves that are not split are averaged in
-        float32.
+        `jaxcomm.no_exchange` is the control. `algorithm=None` means "native" for float32, and else
+        "direct", which rounds each value once, after sums within a host in float32. Exempt leaves
+        that are not split are averaged in float32.
       gather: the codec in which shards are gathered. All devices decode the same bits, so they
         compute with the same weights; each shard itself stays as it is. In float16, weights above
         65504 become infinite.

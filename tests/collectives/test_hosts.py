@@ -53,7 +53,7 @@ def test_gpus_of_one_machine_may_have_a_process_each() -> None:
         platform = "cpu"
 
     class Old:
-        platform, process_index = "gpu", 3
+        platform, process_index = "rocm", 3
 
     assert [_hosts.host_of(kind()) for kind in (Gpu, Cpu, Old)] == [1, 3, 3]
 

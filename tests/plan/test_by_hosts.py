@@ -1,6 +1,7 @@
 """Hosts of several devices: rows that go by hosts, as programs do without an algorithm."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,21 @@ def test_votes_of_many_hosts_go_as_the_default_says() -> None:
     method = Method("vote", "hierarchical", (("devices_per_host", 8),))
     assert method.made == _default.usual("votes", 32, False, None, 8)
     assert dataclasses.asdict(method)["dimensions"] == (("devices_per_host", 8),)
+
+
+def test_the_table_of_the_docs(tmp_path: Path) -> None:
+    """Bytes that leave a host, per weight: what the links of these networks carry."""
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    shape = jax.ShapeDtypeStruct((1024, 1024), "float32")
+    lines = re.findall(r"^\| 4 hosts of (\d+) \| (.*) \|$", text, re.MULTILINE)
+    assert [int(devices) for devices, _ in lines] == [1, 2, 8]
+    for devices, cells in lines:
+        cluster = office(tmp_path, int(devices))
+        found = plan(cluster, plan.workload([shape] * 64, step_ms=10), quality="any").rows
+        sent = {row.method.name: row.bytes_busiest_link / 2**26 for row in found}
+        by = "direct" if devices == "1" else f"hierarchical/{devices}"
+        names = [
+            f"{family}/{way}" for family in ("bfloat16", "int4", "vote") for way in (by, "direct")
+        ]
+        expected = [f"{sent[name]:.2f}" for name in ("float32/native", *names)]
+        assert cells.split(" | ") == expected
