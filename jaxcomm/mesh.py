@@ -3,6 +3,7 @@
 import collections
 import functools
 import math
+import warnings
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxcomm._batches import check_rows
 from jaxcomm._nnx import refuse_shared
 from jaxcomm._numbers import are_keys
 from jaxcomm._placing import place, require_equal_shapes
+from jaxcomm._users_line import users_line
 
 
 def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> Mesh:
@@ -72,6 +74,9 @@ def replicate(tree: Any) -> Any:
       The pytree with each array replicated over the mesh, in new buffers: donating these to a step
       does not affect the arrays that were passed.
 
+    Warns:
+      UserWarning: for an array that is split over an axis of the mesh: it becomes whole.
+
     Raises:
       TypeError: for a leaf that is neither an array nor a number.
       ValueError: if no mesh is set, the tree has state of each device, such as residuals, or is a
@@ -106,7 +111,25 @@ def replicate(tree: Any) -> Any:
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = [_paths.path_name(path) for path, _ in leaves]
     values = [leaf for _, leaf in leaves]
+    _warn_of_splits(dict(zip(names, values, strict=True)), mesh)
     return treedef.unflatten(place(names, values, [sharding(x) for x in values]))
+
+
+def _warn_of_splits(arrays: dict[str, Any], mesh: jax.sharding.Mesh) -> None:
+    """Tensor parallelism, for example, would end here without a word."""
+    for name, x in arrays.items():
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.shape != mesh.shape:
+            continue
+        axes = [axis for entry in sharding.spec for axis in _axes.names_in_entry(entry)]
+        if split := [axis for axis in axes if mesh.shape[axis] > 1]:
+            warnings.warn(
+                f"{name or 'the array'} is split over {split[0]!r}, and replicate makes it whole "
+                "on every device. Parameters that are placed already need no replicate; to gather "
+                "them, jax.device_put(x, NamedSharding(mesh, PartitionSpec())).",
+                stacklevel=users_line(),
+            )
+            return
 
 
 def _is_per_device(x: Any) -> bool:

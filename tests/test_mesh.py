@@ -24,6 +24,17 @@ def test_replicate_places_every_leaf_everywhere(mesh4x2: Any) -> None:
         assert leaf.sharding.is_fully_replicated and len(leaf.sharding.device_set) == 8
 
 
+def test_what_is_split_does_not_become_whole_without_a_word(mesh4x2: Any) -> None:
+    with jax.set_mesh(mesh4x2):
+        w = jax.device_put(np.ones((4, 4)), jax.NamedSharding(mesh4x2, jax.P(None, "model")))
+        with pytest.warns(UserWarning, match="^layer/w is split over 'model', and replicate"):
+            tree = jaxcomm.replicate({"layer": {"b": np.ones(3), "w": w}})
+        assert tree["layer"]["w"].sharding.is_fully_replicated
+        one = jax.make_mesh((8, 1), ("data", "model"), (AxisType.Auto,) * 2)
+    with jax.set_mesh(one):  # an axis of one device splits nothing
+        jaxcomm.replicate(jax.device_put(np.ones(4), jax.NamedSharding(one, jax.P("model"))))
+
+
 def test_numbers_and_weak_types_get_a_dtype_of_their_own(mesh8: Any) -> None:
     """A step returns such, so with others the second step would be compiled once more."""
     with jax.set_mesh(mesh8):

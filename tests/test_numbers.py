@@ -54,7 +54,11 @@ def test_a_result_in_prose_is_found() -> None:
 COMMAND = re.compile(r"python -m\s+\w+|`make [\w-]+|--peers|\bconfigs/\w+\.py")
 # Sections whose numbers follow from formulas and settings: other tests compare them with programs.
 COUNTED = {
-    "algorithms.md": {"Several devices on a host", "Bits of a vote", "Skips of the circulant graph"},
+    "algorithms.md": {
+        "Several devices on a host",
+        "Bits of a vote",
+        "Skips of the circulant graph",
+    },
     "choose.md": {"By bytes"},
     "coming_from.md": {"DeepSpeed 1-bit"},
     "methods.md": {

@@ -155,8 +155,19 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
     world = max(layout.world for layout in layouts)
     hosts = [_hosts.host_of(device) for device in mesh.devices.flat]
     between = wire.bytes_between(hosts) if 1 < len(set(hosts)) < mesh.size else None
-    needs = _needs(state)
-    return Explanation(mesh.size, leaves, messages, wire, dense, own, shared, needs, world, between)
+    needs, alike = _needs(state), _alike(layouts, mesh)
+    return Explanation(
+        mesh.size, leaves, messages, wire, dense, own, shared, needs, world, alike, between
+    )
+
+
+def _alike(layouts: list[Layout], mesh: Any) -> tuple[str, ...]:
+    """The axes of several devices that neither exchange nor split what is compressed."""
+    used: set[str] = set()
+    for layout in layouts:
+        used.update(_axes.names_of(layout.axis_name))
+        used.update(*(names_in(leaf.spec) for leaf in layout.leaves if not leaf.exempt))
+    return tuple(name for name in mesh.axis_names if name not in used and mesh.shape[name] > 1)
 
 
 def _checked(tx: Any, params: Any) -> jax.sharding.Mesh:

@@ -69,6 +69,8 @@ class Explanation:
       shared_bytes: state that is equal on all devices or split, on each device.
       needs: (method, what it needs), outermost first.
       world: the number of devices along the axis of the exchange.
+      alike: the other axes of the mesh along which all devices send the same, because no parameter
+        that is compressed is split over them.
       host_bytes: what the host that sends most sends to other hosts in a step, see
         `WireReport.bytes_between`; None on one host, and where each has one device.
     """
@@ -82,6 +84,7 @@ class Explanation:
     shared_bytes: int
     needs: tuple[tuple[str, str], ...]
     world: int
+    alike: tuple[str, ...]
     host_bytes: Bytes | None
 
     @property
@@ -94,7 +97,7 @@ class Explanation:
         each = max(values, 1)
         lines = [
             f"{_counted(len(self.leaves), 'parameter')} of {_counted(values, 'value')} on "
-            f"{_counted(self.devices, 'device')}",
+            f"{_counted(self.devices, 'device')}{self._of_all()}",
             "",
         ]
         lines += _table(["parameter", "shape", "travels", "in"], _leaf_rows(self.leaves)) + [""]
@@ -104,6 +107,7 @@ class Explanation:
             f"{float(self.bytes_max) / each:.2f} a value; a float32 mean "
             f"{float(self.dense_bytes) / each:.2f}.",
             *self._between_hosts(each),
+            *self._twice(),
             *self._alone(),
             *self._sometimes(values),
             *self._on_average(values),
@@ -120,6 +124,22 @@ class Explanation:
         """What may come before the exchange."""
         has_variates = any(name == "control_variates" for name, _ in self.needs)
         return "control_variates and local" if has_variates else "jaxcomm.local"
+
+    def _of_all(self) -> str:
+        """How many of the devices exchange with each other, if not all."""
+        is_all = self.world in (1, self.devices)
+        return "" if is_all else f", in groups of {self.world} that exchange"
+
+    def _twice(self) -> list[str]:
+        """What several devices send because each has it."""
+        if not self.alike:
+            return []
+        axes = " and ".join(map(repr, self.alike))
+        return textwrap.wrap(
+            f"Devices that differ along {axes} send the same: no parameter is split over it. Split "
+            f"them, as jaxcomm.shard(params, {self.alike[0]!r}) does, and each sends its part.",
+            90,
+        )
 
     def _between_hosts(self, each: int) -> list[str]:
         """What leaves a host of several devices: that of a ring, in float32, from one of them."""

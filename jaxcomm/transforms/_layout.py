@@ -331,9 +331,10 @@ def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
     if names_in(spec).intersection(own) and _axes.axis_size(axis_name) > 1:
         raise ValueError(
             f"parameter {name} is sharded over {axis_name!r}; data-parallel parameters are equal "
-            "on all of its devices. Place them with jaxcomm.replicate, shard over another axis, or "
-            "put the exchange inside jaxcomm.sharded (FSDP), in a chain without local, "
-            "multi_steps, control_variates or local_steps (microbatches: jaxcomm.accumulate)."
+            "on all of its devices. Place them with jaxcomm.replicate, shard over another axis "
+            "(such as experts), or put the exchange inside jaxcomm.sharded (FSDP), in a chain "
+            "without local, multi_steps, control_variates or local_steps (microbatches: "
+            "jaxcomm.accumulate)."
         )
     return restrict(spec, further)
 

@@ -251,3 +251,18 @@ def test_bytes_between_hosts_of_each_collective(mesh8: Mesh) -> None:
             .compile()
         )
         report.bytes_between(hosts[:7])
+
+
+def test_explain_says_which_devices_send_the_same(mesh4x2: Mesh) -> None:
+    tx = jaxcomm.mean("data", "int8")
+    whole = jax.ShapeDtypeStruct((64, 64), "float32")
+    split = jax.ShapeDtypeStruct(
+        (64, 64), "float32", sharding=jax.NamedSharding(mesh4x2, jax.P(None, "model"))
+    )
+    with jax.set_mesh(mesh4x2):
+        found = [jaxcomm.explain(tx, params) for params in ([whole], [split], [whole, split])]
+        both = jaxcomm.explain(jaxcomm.mean(("data", "model"), "int8"), [whole])
+    assert [x.alike for x in (*found, both)] == [("model",), (), (), ()]
+    assert "on 8 devices, in groups of 4 that exchange" in str(found[0])
+    assert "Devices that differ along 'model' send the same" in str(found[0])
+    assert "in groups" not in str(both) and "send the same" not in str(both)
