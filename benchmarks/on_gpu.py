@@ -42,7 +42,12 @@ DUE = {
     "dense_first": "int4 with feedback by `dense_first`",
     "dense_first_int4": "the same with `dense=False`",
 }
-COMPILED = STEPS | {"topk_dsa": "TopkDSA, 1 %", "gtopk": "gTopk, 1 %"}
+COMPILED = STEPS | {
+    "topk_dsa": "TopkDSA, 1 %",
+    "gtopk": "gTopk, 1 %",
+    "bfloat16_by_hosts": "bfloat16 mean, two hosts of four",
+    "int8_by_hosts": "int8 mean, two hosts of four",
+}
 
 Times = dict[tuple[str, str], dict[float, dict[str, Any]]]
 

@@ -54,11 +54,18 @@ def dense_first(**options: Any) -> optax.GradientTransformation:
     return jaxcomm.dense_first(METHODS["int4"](**options), 100)
 
 
+DIRECT = jaxcomm.algorithms.direct()
+BY_HOSTS = jaxcomm.algorithms.hierarchical(
+    near=DIRECT, far=DIRECT, near_codec="float32", devices_per_host=4
+)
 METHODS: dict[str, Exchange] = {
     "float32": lambda **kw: jaxcomm.mean("data", **kw),
     "bfloat16": lambda **kw: jaxcomm.mean("data", "bfloat16", **kw),
     "cnat": lambda **kw: jaxcomm.mean("data", "cnat", **kw),
     "int8": lambda **kw: jaxcomm.mean("data", "int8", **kw),
+    # As on two hosts of four devices each.
+    "bfloat16_by_hosts": lambda **kw: jaxcomm.mean("data", "bfloat16", BY_HOSTS, **kw),
+    "int8_by_hosts": lambda **kw: jaxcomm.mean("data", "int8", BY_HOSTS, **kw),
     "int4": lambda **kw: jaxcomm.mean("data", "int4", error_feedback=True, **kw),
     "scaled_sign": lambda **kw: jaxcomm.mean("data", "scaled_sign", error_feedback=True, **kw),
     "vote": lambda **kw: jaxcomm.majority_vote("data", **kw),

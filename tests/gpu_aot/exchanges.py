@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
 from benchmarks.aot.targets import mesh_of
+from jaxcomm.collectives.algorithms._default import usual
 
 DENSITY = 0.01
 METHODS: dict[str, Any] = {
@@ -24,6 +25,8 @@ METHODS: dict[str, Any] = {
     "bfloat16 circulant": lambda: jaxcomm.mean("data", "bfloat16", "circulant"),
     "cnat": lambda: jaxcomm.mean("data", "cnat"),
     "int8": lambda: jaxcomm.mean("data", "int8"),
+    "int8 by hosts": lambda: jaxcomm.mean("data", "int8", usual("8 bits", 8, False, None, 4)),
+    "vote by hosts": lambda: jaxcomm.majority_vote("data", usual("votes", 8, False, None, 4)),
     "scaled_sign": lambda: jaxcomm.mean("data", "scaled_sign", error_feedback=True),
     "vote direct": lambda: jaxcomm.majority_vote("data", "direct"),
     "vote": lambda: jaxcomm.majority_vote("data"),

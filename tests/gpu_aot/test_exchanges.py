@@ -33,6 +33,18 @@ def expected() -> dict[str, tuple[dict[str, float], set[str]]]:
         "bfloat16 native": ({"all-reduce": 2 * OTHERS / WORLD * 2 * n}, {"bf16"}),
         "cnat": (two_hops(codecs.cnat().message_bytes(each)), {"u8"}),
         "int8": (two_hops(codecs.int8().message_bytes(each)), {"u8"}),
+        # float32 within two hosts of four, codes or counts of up to four votes between them.
+        "int8 by hosts": (
+            {
+                "all-to-all": 3 * 4 * n // 4 + codecs.int8().message_bytes(each),
+                "all-gather": (1 + 3 * 2) * codecs.int8().message_bytes(each),
+            },
+            {"f32", "u8"},
+        ),
+        "vote by hosts": (
+            {"all-to-all": (3 * 2 + 3) * each // 8, "all-gather": (1 + 3 * 2) * each // 8} | flag,
+            {"u32", "f32"},
+        ),
         "scaled_sign": (two_hops(codecs.scaled_sign().message_bytes(each)), {"u8"}),
         "vote": (two_hops(each // 8) | flag, {"u32", "f32"}),
         "vote direct": (two_hops(each // 8) | flag, {"u32", "f32"}),
