@@ -127,8 +127,14 @@ def _fits(there: Any, here: jax.Array, part: Part | None) -> bool:
 
 
 def like(there: Any, here: jax.Array) -> Any:
-    """Where to put a saved leaf: as here, or whole on every device to be resized."""
+    """Where to put a saved leaf: as here, or in parts on all devices to be resized.
+
+    A device need not have room for what each of the old devices kept.
+    """
     if there.shape == here.shape:
         return jax.ShapeDtypeStruct(here.shape, here.dtype, sharding=here.sharding)
-    everywhere = jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.P())
-    return jax.ShapeDtypeStruct(there.shape, there.dtype, sharding=everywhere)
+    mesh = jax.sharding.get_mesh()
+    even = [i for i, length in enumerate(there.shape) if length % mesh.size == 0][-1:]
+    spec = jax.P(*(mesh.axis_names if i in even else None for i in range(len(there.shape))))
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+    return jax.ShapeDtypeStruct(there.shape, there.dtype, sharding=sharding)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxcomm import _axes
 from jaxcomm._numbers import are_keys
@@ -29,8 +29,10 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
 
     Args:
       tx: the transformation of the new run, made like that of the old one.
-      state: the state of the old run, as numpy arrays or as arrays that this process holds in full;
-        also as the lists and dictionaries that orbax restores.
+      state: the state of the old run, as numpy arrays, arrays that this process holds in full, or
+        arrays that are split over the devices of the current mesh, along any of their axes: then no
+        device needs room for the residuals of all old ones. Also as the lists and dictionaries that
+        orbax restores.
       params: the parameters, placed on the current mesh. Every other axis of that mesh, such as one
         that splits parameters, must be as long as in the old run. Lists and dictionaries do not
         record its length: there, another length silently misplaces the vectors of buckets, such as
@@ -40,12 +42,12 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
       A state like that of `tx.init(params)`, with the numbers of the old one.
 
     Raises:
-      ValueError: if the state is that of another transformation, or has arrays of which this
-        process holds only a part; or, for a state with its own types, if other axes split the
-        parameters over another number of devices, or the errors of `jaxcomm.one_bit_adam` lie in
-        other buckets.
+      ValueError: if the state is that of another transformation, or has arrays on other devices of
+        which this process holds only a part; or, for a state with its own types, if other axes
+        split the parameters over another number of devices, or the errors of
+        `jaxcomm.one_bit_adam` lie in other buckets.
 
-    Wire: nothing.
+    Wire: nothing; of arrays that are split, what XLA sends to average or to place them.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -133,10 +135,8 @@ def _check_buckets(new: Any, old: Any) -> None:
 def _resized(new: Any, old: Any) -> Any:
     """The numbers of `old` in the shapes and places of `new`."""
     if not is_own(new):
-        if isinstance(old, jax.Array) and not old.is_fully_addressable:
-            kind = [(x.shape, x.dtype, x.sharding) for x in (old, new)]
-            if kind[0] == kind[1]:
-                return old  # split over processes, none of which has all of it
+        if _is_split(old, new):
+            return _same_on_devices(new, old)
         return _on_numbers(_same, new, old)
     if len(old) != len(new.values):
         raise ValueError(
@@ -146,9 +146,37 @@ def _resized(new: Any, old: Any) -> Any:
             "Make tx as in the run that saved the state, on two devices or more."
         )
     resize = _dealt if new.are_shares else _spread
-    triples = zip(new.values, old, new.specs, strict=True)
-    values = [_on_numbers(partial(resize, spec=spec), x, o) for x, o, spec in triples]
+    values = []
+    for x, o, spec in zip(new.values, old, new.specs, strict=True):
+        if _is_split(o, x) and not new.are_shares:
+            values.append(_spread_on_devices(x, o, spec))
+            continue
+        o = _resharded(o, NamedSharding(x.sharding.mesh, PartitionSpec())) if _is_split(o, x) else o
+        values.append(_on_numbers(partial(resize, spec=spec), x, o))
     return dataclasses.replace(new, values=values)
+
+
+def _is_split(old: Any, new: Any) -> bool:
+    """Whether an old array is split over the devices that are to have the new one."""
+    return (
+        isinstance(old, jax.Array)
+        and not old.is_fully_replicated
+        and isinstance(new.sharding, NamedSharding)
+        and old.sharding.device_set == new.sharding.device_set
+    )
+
+
+def _resharded(x: jax.Array, sharding: Sharding) -> jax.Array:
+    return jax.jit(lambda x: x, out_shardings=sharding)(x)
+
+
+def _same_on_devices(new: jax.Array, old: jax.Array) -> jax.Array:
+    """The old numbers of an array that is split, where the new one is."""
+    if old.shape != new.shape:
+        raise _other(old.shape, new.shape)
+    if not are_keys(new):
+        old = old.astype(new.dtype)
+    return _resharded(old, new.sharding)
 
 
 def _on_numbers(f: Callable[[Any, np.ndarray], jax.Array], new: Any, old: Any) -> Any:
@@ -187,11 +215,35 @@ def _device_axis(spec: PartitionSpec) -> int:
 def _spread(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
     """The mean over the old devices, on every new one."""
     axis = _device_axis(spec)
-    if np.delete(old.shape, axis).tolist() != np.delete(new.shape, axis).tolist():
-        raise _other(old.shape[axis + 1 :], new.shape[axis + 1 :], " for each device")
+    _check_shapes(new, old, axis)
     is_float = jnp.issubdtype(old.dtype, jnp.floating)
     mean = old.mean(axis, np.float64, keepdims=True) if is_float else old.take([0], axis)
     return _placed(np.broadcast_to(mean.astype(old.dtype), new.shape), new)
+
+
+def _spread_on_devices(new: jax.Array, old: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """The same of an array that is split over the new devices, none of which has all of it."""
+    axis = _device_axis(spec)
+    _check_shapes(new, old, axis)
+    return _spread_program(new, axis, are_keys(old))(old)
+
+
+def _spread_program(new: Any, axis: int, keys: bool) -> Any:
+    """From the arrays of all old devices to their mean, on every new one; of keys, the first."""
+
+    def spread(old: jax.Array) -> jax.Array:
+        is_float = not keys and jnp.issubdtype(old.dtype, jnp.floating)
+        first = jax.lax.slice_in_dim(old, 0, 1, axis=axis)
+        mean = jnp.mean(old, axis, jnp.float32, keepdims=True) if is_float else first
+        return jnp.broadcast_to(mean.astype(new.dtype), new.shape)
+
+    return jax.jit(spread, out_shardings=new.sharding)
+
+
+def _check_shapes(new: jax.Array, old: Any, axis: int) -> None:
+    """Raises unless the arrays differ only in their numbers of devices."""
+    if np.delete(old.shape, axis).tolist() != np.delete(new.shape, axis).tolist():
+        raise _other(old.shape[axis + 1 :], new.shape[axis + 1 :], " for each device")
 
 
 def _dealt(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
