@@ -1,13 +1,18 @@
 """Which devices are of one host, as far as jax knows."""
 
 import math
+import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName
+from jaxcomm._users_line import users_line
 
 
 def devices_per_host(axis_name: AxisName) -> int:
@@ -15,7 +20,8 @@ def devices_per_host(axis_name: AxisName) -> int:
 
     It is the same in all processes. While code is traced, jax tells the shape of the mesh but not
     its devices, so these are assumed to be all devices in jax's order, as in `jaxcomm.data_mesh`
-    and `jax.make_mesh`. In another order, an exchange that goes by hosts is slower, but right.
+    and `jax.make_mesh`. In another order an exchange by hosts is right, but sends more than one
+    that goes directly: `warn_of_order`.
     """
     mesh, names = jax.sharding.get_abstract_mesh(), _axes.names_of(axis_name)
     if not set(names).issubset(mesh.axis_names):
@@ -26,7 +32,25 @@ def devices_per_host(axis_name: AxisName) -> int:
     return _in_a_row(_hosts_along(devices, mesh, names))
 
 
-def _hosts_along(devices: list[Any], mesh: Any, names: tuple[str, ...]) -> np.ndarray:
+def warn_of_order(axis_name: AxisName) -> None:
+    """Warns, outside of traced code, if the mesh has its devices in another order than assumed."""
+    assumed, world = devices_per_host(axis_name), _axes.axis_size(axis_name)
+    if not 1 < assumed < world or isinstance(jnp.zeros((), bool), Tracer):
+        return
+    mesh = jax.sharding.get_mesh()
+    found = _hosts_along(mesh.devices.flat, mesh.abstract_mesh, _axes.names_of(axis_name))
+    groups = found.reshape(-1, assumed)
+    if (groups != groups[:, :1]).any():
+        warnings.warn(
+            f"along {axis_name!r} the mesh has its devices in another order than jax.devices(), so "
+            f"each {assumed} in a row are taken for those of one host, and are not: much more is "
+            "sent between hosts than needed. Make the mesh of jax.devices() in their order, or "
+            'write algorithm="direct".',
+            stacklevel=users_line(),
+        )
+
+
+def _hosts_along(devices: Iterable[Any], mesh: Any, names: tuple[str, ...]) -> np.ndarray:
     """The host of each device, a row for each group that exchanges, in the order of the axis."""
     hosts = np.asarray([host_of(device) for device in devices]).reshape(mesh.axis_sizes)
     along = [mesh.axis_names.index(name) for name in names]

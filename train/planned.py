@@ -5,6 +5,7 @@ import json
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,9 +74,11 @@ def resolved(
     except ValueError as error:
         raise UserError(f"config.sync.exempt: {error}") from error
     kind = "sgd" if config.optimizer.name == "sgd" else "adam"
-    every = plan.methods(config.network.quality, optimizer=kind)
+    per_host = cluster.devices_per_host
+    quality = config.network.quality
+    every = plan.methods(quality, per_host > 1, optimizer=kind, per_host=per_host)
     allowed = [m for m in every if _fits(config, m, mesh.size)]
-    found = plan.plan(cluster, load, config.network.quality, allowed, reorder=False)
+    found = plan.plan(cluster, load, quality, allowed, reorder=False)
     found = plan.timed(found, list(mesh.devices.flat))
     fields = _fields(chosen, found.choice.method)
     if jax.process_index() == 0:
@@ -89,6 +92,8 @@ def _fields(sync_config: Any, method: plan.Method) -> dict[str, Any]:
     """The fields of `config.sync` that make a method, whatever they were for another one."""
     others = {name for _, names in sync.METHODS.values() for name in names} - _OF_ALL
     fields = {name: None for name in sorted(others) if name in sync_config} | method.config
+    if jax.default_backend() != "cpu" and fields.get("algorithm") == "direct":
+        fields["algorithm"] = None  # which also goes by hosts, where jax knows them
     if sync_config.every > 1:  # each device then has its own optimizer
         fields.pop("local_optimizer", None)
     return fields
@@ -97,6 +102,8 @@ def _fields(sync_config: Any, method: plan.Method) -> dict[str, Any]:
 def _fits(config: Any, method: plan.Method, devices: int) -> bool:
     """Whether the rest of the config goes with a method, such as `every` or `gather`."""
     if method.family == "float16" or method.every > 1:  # local steps need rates of their own
+        return False
+    if (method.family, method.algorithm) == ("float32", "hierarchical"):  # no name stands for it
         return False
     changed = config.copy_and_resolve_references()
     changed.sync.update(_fields(changed.sync, method))
@@ -177,6 +184,11 @@ def _cluster(network: Any, devices: int) -> plan.Cluster | None:
     if declared is not None:
         return plan.load_cluster(network.cluster, costs=costs)
     # Links that are not described are as fast as a message to the next device.
+    of_process = Counter(device.process_index for device in jax.sharding.get_mesh().devices.flat)
+    each = set(of_process.values()).pop() if len(set(of_process.values())) == 1 else 1
+    if 1 < each < devices:
+        nodes = {"hosts": devices // each, "rate": "unlimited", "nodes.devices": each}
+        return plan.load_cluster("star", nodes, costs)
     return plan.cluster(plan.fabrics.star("these devices", devices, "unlimited"), costs)
 
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm import _axes
-from jaxcomm._axes import Axis, AxisName
+from jaxcomm._axes import Axis, AxisName, Part
 from jaxcomm._order import tied, zero_of
 from jaxcomm.kernels import _device
 
@@ -58,7 +58,7 @@ def ppermute(x: jax.Array, axis: Axis, pairs: Sequence[tuple[int, int]]) -> jax.
     Wire: the array once.
     """
     axis_name, pairs = _axes.whole_of(axis), _axes.pairs_on(axis, pairs)
-    swaps = swaps_of(pairs) if _by_gloo(x.nbytes, LEAST_SWAPPED) else []
+    swaps = swaps_of(pairs) if _by_gloo(axis, x.nbytes, LEAST_SWAPPED) else []
     others = [pair for pair in pairs if pair not in swaps]
     if not others and swaps:
         return swapped(x, axis_name, swaps)
@@ -87,7 +87,7 @@ def all_to_all(message: Any, axis: Axis) -> Any:
 
     def one(x: jax.Array) -> jax.Array:
         least = min(LEAST_BYTES, LEAST_TOGETHER // world)
-        if world > 1 and _by_gloo(x.nbytes // world, least):
+        if world > 1 and _by_gloo(axis, x.nbytes // world, least):
             return by_rounds(x, axis)
         if _FIRST_ONLY.get():
             return _first_of(send, x, axis_name, world)
@@ -111,7 +111,9 @@ def all_gather(message: Any, axis: Axis, *, tiled: bool = False) -> Any:
     gathered = functools.partial(jax.lax.all_gather, axis_name=axis_name, axis_index_groups=groups)
 
     def one(x: jax.Array) -> jax.Array:
-        if world != 2 or not _by_gloo(x.nbytes, LEAST_SWAPPED):  # gloo does more than two by a ring
+        if world != 2 or not _by_gloo(
+            axis, x.nbytes, LEAST_SWAPPED
+        ):  # gloo does more than two by a ring
             if not _FIRST_ONLY.get():
                 return gathered(x, tiled=tiled)
             copies = jnp.broadcast_to(x, (world, *x.shape))
@@ -188,9 +190,13 @@ def _first_of(
     return jax.lax.dynamic_update_slice(whole, first, (0, 0)).reshape(x.shape)
 
 
-def _by_gloo(message_bytes: int, least: int) -> bool:
-    """Whether messages travel by gloo and are long enough to be sent by other operations."""
-    return message_bytes >= least and _device.is_between_cpu_processes()
+def _by_gloo(axis: Axis, message_bytes: int, least: int) -> bool:
+    """Whether messages travel by gloo and are long enough to be sent by other operations.
+
+    Neighbours of a `Part` are devices of one process.
+    """
+    is_within = isinstance(axis, Part) and axis.stride == 1
+    return not is_within and message_bytes >= least and _device.is_between_cpu_processes()
 
 
 def _as_words(x: jax.Array) -> jax.Array:

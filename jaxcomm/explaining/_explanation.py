@@ -103,10 +103,11 @@ class Explanation:
         lines += _table(["parameter", "shape", "travels", "in"], _leaf_rows(self.leaves)) + [""]
         lines += _table(["message", "form", "bytes", "hops"], map(_message_row, self.messages))
         lines += [
-            f"A device sends at most {_number(self.bytes_max)} bytes in a step, "
+            *self._between_hosts(each),
+            f"A device sends at most {_number(self.bytes_max)} bytes in a step"
+            f"{'' if self.host_bytes is None else ', within its host too'}, "
             f"{float(self.bytes_max) / each:.2f} a value; a float32 mean "
             f"{float(self.dense_bytes) / each:.2f}.",
-            *self._between_hosts(each),
             *self._twice(),
             *self._alone(),
             *self._sometimes(values),
@@ -146,8 +147,8 @@ class Explanation:
         if self.host_bytes is None:
             return []
         return [
-            f"A host sends at most {_number(self.host_bytes)} of these to other hosts, "
-            f"{float(self.host_bytes) / each:.2f} a value; of a float32 mean "
+            f"A host sends at most {_number(self.host_bytes)} bytes to other hosts in a step, "
+            f"{float(self.host_bytes) / each:.2f} a value; a float32 mean "
             f"{float(self.dense_bytes) / each:.2f}."
         ]
 

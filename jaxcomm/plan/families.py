@@ -196,7 +196,7 @@ class Method:
     def config(self) -> dict[str, Any]:
         """The fields of `config.sync` in the training program that make it."""
         options = dict(self.about.options)
-        # By hosts is what no algorithm stands for, and a low rank has none of its own.
+        # By hosts is what no algorithm stands for, but in float32, and a low rank has none.
         if self.algorithm not in ("own", "hierarchical") and options["method"] != "low_rank_mean":
             arguments = ", ".join(f"{name}={value!r}" for name, value in self.dimensions)
             options["algorithm"] = self.algorithm + (f"({arguments})" if arguments else "")
@@ -205,12 +205,11 @@ class Method:
             options["every"] = int(self.every)
         return options
 
-    @property
-    def made(self) -> Algorithm:
-        """The algorithm; only for means and votes."""
+    def made(self, world: int, between_cpus: bool, values: int | None = None) -> Algorithm:
+        """The algorithm, for so many devices and values; only for means and votes."""
         if self.is_by_hosts:
             ((_, per_host),) = self.dimensions
-            return _default.usual(self._sent_as, 2 * per_host, False, None, per_host)
+            return _default.usual(self._sent_as, world, between_cpus, values, per_host)
         if self.algorithm == "hierarchical":
             return hierarchical()
         chosen = algorithms.BY_NAME[self.algorithm](**dict(self.dimensions))
@@ -227,8 +226,14 @@ class Method:
         for field in "local_optimizer", "every":
             chosen.pop(field, None)
         factory = getattr(transforms, chosen.pop("method"))
-        if self.algorithm == "hierarchical" or self.dimensions:
-            chosen["algorithm"] = self.made
+        if self.is_by_hosts and self.family == "float32":
+            ((_, per_host),) = self.dimensions
+            direct = algorithms.direct()
+            chosen["algorithm"] = algorithms.hierarchical(
+                near=direct, far=direct, devices_per_host=per_host
+            )
+        elif not self.is_by_hosts and (self.algorithm == "hierarchical" or self.dimensions):
+            chosen["algorithm"] = self.made(1, False)  # the same for any number of devices
         return factory(axis_name, **chosen)
 
 
@@ -347,7 +352,9 @@ def sent(method: Method, load: Workload, world: int, between_cpus: bool) -> Iter
     if values and method.algorithm == "own":
         yield Sent(*_of_sparse(method.family, values, world), values, buckets)
     elif values:
-        yield Sent(method.made, _reduction(method.family), values, buckets)
+        yield Sent(
+            method.made(world, between_cpus, values), _reduction(method.family), values, buckets
+        )
     if exempt:
         yield Sent(algorithms.native(), Coded(codecs.float32()), exempt, 1)
 

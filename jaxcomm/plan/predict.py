@@ -103,14 +103,15 @@ class Prediction:
         return max(parts, key=lambda part: parts[part])
 
     @property
-    def _has_two_axes(self) -> bool:
-        return self.method.algorithm == "hierarchical" and not self.method.is_by_hosts
+    def _is_beyond_configs(self) -> bool:
+        by_hosts = self.method.is_by_hosts and self.method.family != "float32"
+        return self.method.algorithm == "hierarchical" and not by_hosts
 
     def as_json(self) -> dict[str, Any]:
         """Numbers in milliseconds and bytes, with names as in the table.
 
-        `config` has the fields of `config.sync`; it is None for two levels of switches, which the
-        training program does not support.
+        `config` has the fields of `config.sync`; it is None for two levels of switches, and for
+        float32 by hosts, which the training program does not support.
         """
         ms = {name: 1e3 * getattr(self, name) for name in ("exchange", "exposed", "step")}
         parts = {f"{name}_ms": 1e3 * getattr(self, name) for name in _PARTS_OF}
@@ -130,7 +131,7 @@ class Prediction:
             "bytes_busiest_link": self.bytes_busiest_link,
             "busiest_link": self.busiest_link,
             "limit": self.limit,
-            "config": None if self._has_two_axes else self.method.config,
+            "config": None if self._is_beyond_configs else self.method.config,
         }
 
 

@@ -66,9 +66,10 @@ def use(cluster: Cluster | None) -> None:
 
     def chooser(reduction: Reduction, world: int, values: int, usual: Algorithm) -> Algorithm:
         known = _as_messages(reduction, world)
-        per_host = usual.devices_per_host if isinstance(usual, Hierarchical) else 1
-        if known is None or world != cluster.devices or per_host != cluster.devices_per_host:
+        if known is None or world != cluster.devices:
             return usual
+        if isinstance(usual, Hierarchical) and usual.devices_per_host != cluster.devices_per_host:
+            return usual  # the cluster's machines are others than those that jax sees
         is_mean = isinstance(known, messages.Coded)
         those = [a.for_means for a in tried] if is_mean else tried_for_votes
         family = reduction.codec.name if isinstance(reduction, CodedMean) else "vote"

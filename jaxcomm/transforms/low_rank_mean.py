@@ -174,6 +174,7 @@ def low_rank_mean(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
+        chosen.warn_of_mesh(axis_name)
         warn_of_a_variance_behind(params, "low_rank_mean")
         whole = layout_of(params, axis_name, exempt, bucket_order, exchange)
         layout = _low_rank_layout(whole, rank)

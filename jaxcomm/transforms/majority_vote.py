@@ -105,7 +105,8 @@ def majority_vote(
       algorithm: "circulant", "ring", "two_way_ring", "halving_doubling", "direct", "two_clusters"
         or an algorithm such as `jaxcomm.algorithms.direct(aggregator=0)`; None means "direct" on up
         to 16 devices, and "circulant" on more; between CPU processes, short vectors use algorithms
-        with fewer rounds.
+        with fewer rounds. Where hosts have several devices, these count their votes first, and the
+        above is between hosts (`jaxcomm.algorithms.hierarchical`).
       ties: the result if both signs have equally many votes: "random" (a fair coin that all devices
         share), "zero", "positive" or "negative".
       zeros: the vote of a zero: "random" (a fair coin of each device) or "abstain".
@@ -157,6 +158,7 @@ def majority_vote(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers(has_zero=error_feedback or zeros == "abstain")
+        chosen.warn_of_mesh(axis_name)
         if error_feedback:
             warn_of_a_variance_behind(params, "a majority vote")
         layout = layout_of(params, axis_name, exempt, bucket_order, (ties, zeros, scheme))

@@ -190,6 +190,7 @@ def mean(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers(not (sent.needs_error_feedback or arriving.needs_error_feedback))
+        chosen.warn_of_mesh(axis_name)
         if (
             coarsest := _fed_back(error_feedback, sent, arriving)
         ).bits_per_value < _ENOUGH_FOR_ADAM:

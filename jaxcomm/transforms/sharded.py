@@ -120,6 +120,7 @@ def sharded(
         refuse_wrappers()
         layout = _shard_layout.layout_of(params, scheme, exempt)
         scheme.algorithm.require_own_blocks(layout.axis_name)
+        scheme.algorithm.warn_of_mesh(layout.axis_name)
         residual = _shard_layout.zero_residual(layout, scheme)
         return ShardedState(layout, scheme, jnp.zeros((), jnp.int32), residual)
 

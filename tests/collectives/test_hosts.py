@@ -15,6 +15,7 @@ from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import usual
 
 DIRECT = algorithms.direct()
+HOSTS = (0, 0, 1, 1, 2, 2, 3, 3)
 
 
 def found(names: tuple[str, ...], shape: tuple[int, ...], axis: Any) -> int:
@@ -43,6 +44,39 @@ def test_other_devices_than_those_of_the_mesh_are_not_asked(hosts_of: Any) -> No
     hosts_of(0, 0, 1, 1, 2, 2, 3, 3)
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
         assert _hosts.devices_per_host("data") == 1
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        jaxcomm.mean("data", "int4", error_feedback=True),
+        jaxcomm.majority_vote("data"),
+        jaxcomm.low_rank_mean("data", 1, "bfloat16"),
+        jaxcomm.sharded(jaxcomm.mean("data", "bfloat16")),
+    ],
+    ids=["mean", "vote", "low_rank", "sharded"],
+)
+def test_devices_in_another_order_are_told(exchange: Any, hosts_of: Any) -> None:
+    """Neighbours of such a mesh are on different hosts, and an exchange would send more."""
+    hosts_of(*HOSTS)
+    for order in range(8), (0, 2, 4, 6, 1, 3, 5, 7), range(7, -1, -1), (2, 3, 0, 1, 6, 7, 4, 5):
+        with jax.set_mesh(jaxcomm.data_mesh(devices=[jax.devices()[i] for i in order])):
+            params = jaxcomm.shard({"w": jnp.zeros((16, 16))}, "data")
+            if "sharded" not in exchange.init.__qualname__:
+                params = {"w": jnp.zeros((16, 16))}
+            if order == (0, 2, 4, 6, 1, 3, 5, 7):
+                with pytest.warns(UserWarning, match="the mesh has its devices in another order"):
+                    exchange.init(params)
+            else:
+                exchange.init(params)
+
+
+def test_what_names_its_algorithm_is_not_warned_of(hosts_of: Any) -> None:
+    hosts_of(*HOSTS)
+    devices = [jax.devices()[i] for i in (0, 2, 4, 6, 1, 3, 5, 7)]
+    with jax.set_mesh(jaxcomm.data_mesh(devices=devices)):
+        for exchange in jaxcomm.mean("data"), jaxcomm.mean("data", "int8", "ring"):
+            exchange.init({"w": jnp.zeros((16, 16))})
 
 
 def test_gpus_of_one_machine_may_have_a_process_each() -> None:
@@ -127,7 +161,6 @@ def laws(exchange: Any, hosts: tuple[int, ...], hosts_of: Any) -> tuple[Any, Any
         return np.asarray(updates), left, grads.astype(np.float64)
 
 
-HOSTS = (0, 0, 1, 1, 2, 2, 3, 3)
 WITHOUT_BOUND = ("qsgd", "terngrad")  # their error may exceed the value, so it is not fed back
 
 
@@ -221,7 +254,7 @@ def test_explain_says_what_leaves_a_host(hosts_of: Any) -> None:
             continue
         loss = 7
         assert found.host_bytes == jaxcomm.wire_report(compiled).bytes_between(hosts) + loss
-        said = "at most 132,871 of these to other hosts, 2.02 a value; of a float32 mean 7.00"
+        said = "at most 132,871 bytes to other hosts in a step, 2.02 a value; a float32 mean 7.00"
         assert said in str(found)
         assert "bfloat16, hierarchical" in str(found)
 

@@ -1,6 +1,5 @@
 """Hosts of several devices: rows that go by hosts, as programs do without an algorithm."""
 
-import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import jaxcomm
 from jaxcomm import plan
 from jaxcomm.collectives.algorithms import _default
-from jaxcomm.plan.families import Method, methods
+from jaxcomm.plan.families import Method, methods, sent
 
 SHAPES = [(1024, 1024)] * 4
 HOSTS = (0, 0, 1, 1, 2, 2, 3, 3)
@@ -106,10 +105,46 @@ def test_levels_of_switches_are_no_hosts(tmp_path: Path) -> None:
         plan(office(tmp_path, 2), LOAD, chosen=[three], quality="any")
 
 
-def test_votes_of_many_hosts_go_as_the_default_says() -> None:
-    method = Method("vote", "hierarchical", (("devices_per_host", 8),))
-    assert method.made == _default.usual("votes", 32, False, None, 8)
-    assert dataclasses.asdict(method)["dimensions"] == (("devices_per_host", 8),)
+@pytest.mark.parametrize("between_cpus", [True, False])
+@pytest.mark.parametrize("family", ["bfloat16", "int8", "cnat", "int4", "vote"])
+def test_rows_are_predicted_as_the_default_goes(family: str, between_cpus: bool) -> None:
+    """Also between many hosts, and CPUs."""
+    method = Method(family, "hierarchical", (("devices_per_host", 4),))
+    kinds = {"bfloat16": "16 bits", "int8": "8 bits", "cnat": "cnat", "int4": "codes"}
+    for hosts in 4, 24, 40:
+        for values in 10_000, 2**22:
+            expected = _default.usual(
+                kinds.get(family, "votes"), 4 * hosts, between_cpus, values, 4
+            )
+            assert method.made(4 * hosts, between_cpus, values) == expected
+    load = plan.workload([jax.ShapeDtypeStruct((2048, 1024), "float32")], step_ms=1)
+    (part,) = sent(method, load, 96, between_cpus)
+    assert part.algorithm == method.made(96, between_cpus, part.values)
+
+
+def test_float32_by_hosts_is_no_config(tmp_path: Path, hosts_of: Any) -> None:
+    """No algorithm stands for XLA's own mean there."""
+    hosts_of(*HOSTS)
+    row = rows(office(tmp_path, 2))["float32/hierarchical/2"]
+    assert row.as_json()["config"] is None
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        params = [jnp.zeros(shape) for shape in SHAPES]
+        found = jaxcomm.explain(row.method.transformation("data"), params)
+    assert "float32, hierarchical" in str(found)
+    assert found.host_bytes == pytest.approx(row.bytes_busiest_link, rel=1e-4)
+
+
+def test_a_plan_of_machines_that_jax_does_not_see(tmp_path: Path) -> None:
+    """Flat algorithms are compared on its links, as in processes of one device each."""
+    path = tmp_path / "two.yaml"
+    path.write_text("fabric: star\nhosts: 2\nrate: 1Gbit\ndevice: gpu\nnodes: {devices: 4}\n")
+    tx = jaxcomm.mean("data", "int8")
+    plan.use(plan.load_cluster(str(path)))
+    try:
+        with jax.set_mesh(jaxcomm.data_mesh()):
+            assert "int8, halving_doubling" in str(jaxcomm.explain(tx, [jnp.zeros((1024, 1024))]))
+    finally:
+        plan.use(None)
 
 
 def test_the_table_of_the_docs(tmp_path: Path) -> None:

@@ -52,6 +52,9 @@ class Algorithm:
     def require_axes(self, axis_name: AxisName) -> None:
         """Raises a ValueError for mesh axes that this algorithm does not work over."""
 
+    def warn_of_mesh(self, axis_name: AxisName) -> None:
+        """Warns, where nothing is traced, of a mesh on which more is sent than needed."""
+
     def require_world(self, world: int) -> None:
         """Raises a ValueError for a number of devices that this algorithm does not work for."""
 

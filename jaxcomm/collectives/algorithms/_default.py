@@ -94,6 +94,10 @@ class Default(Algorithm):
         """
         return usual(self.sent, world, _device.is_between_cpu_processes(), values, per_host)
 
+    def warn_of_mesh(self, axis_name: AxisName) -> None:
+        """See `Algorithm.warn_of_mesh`: where hosts are not what they are assumed to be."""
+        _hosts.warn_of_order(axis_name)
+
     def all_reduce(
         self, prepared: Prepared, axis_name: AxisName, reduction: Reduction
     ) -> tuple[Any, Any]:
