@@ -207,6 +207,9 @@ class Method:
 
     def made(self, world: int, between_cpus: bool, values: int | None = None) -> Algorithm:
         """The algorithm, for so many devices and values; only for means and votes."""
+        if self.is_by_hosts and self.family == "float32":  # None stands for XLA's own mean
+            direct = algorithms.direct()
+            return algorithms.hierarchical(near=direct, far=direct, **dict(self.dimensions))
         if self.is_by_hosts:
             ((_, per_host),) = self.dimensions
             return _default.usual(self._sent_as, world, between_cpus, values, per_host)
@@ -226,13 +229,8 @@ class Method:
         for field in "local_optimizer", "every":
             chosen.pop(field, None)
         factory = getattr(transforms, chosen.pop("method"))
-        if self.is_by_hosts and self.family == "float32":
-            ((_, per_host),) = self.dimensions
-            direct = algorithms.direct()
-            chosen["algorithm"] = algorithms.hierarchical(
-                near=direct, far=direct, devices_per_host=per_host
-            )
-        elif not self.is_by_hosts and (self.algorithm == "hierarchical" or self.dimensions):
+        is_default = self.is_by_hosts and self.family != "float32"
+        if not is_default and (self.algorithm == "hierarchical" or self.dimensions):
             chosen["algorithm"] = self.made(1, False)  # the same for any number of devices
         return factory(axis_name, **chosen)
 

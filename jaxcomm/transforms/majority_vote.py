@@ -105,8 +105,7 @@ def majority_vote(
       algorithm: "circulant", "ring", "two_way_ring", "halving_doubling", "direct", "two_clusters"
         or an algorithm such as `jaxcomm.algorithms.direct(aggregator=0)`; None means "direct" on up
         to 16 devices, and "circulant" on more; between CPU processes, short vectors use algorithms
-        with fewer rounds. Where hosts have several devices, these count their votes first, and the
-        above is between hosts (`jaxcomm.algorithms.hierarchical`).
+        with fewer rounds. Devices of a host count their votes first, the above is between hosts.
       ties: the result if both signs have equally many votes: "random" (a fair coin that all devices
         share), "zero", "positive" or "negative".
       zeros: the vote of a zero: "random" (a fair coin of each device) or "abstain".

@@ -301,7 +301,7 @@ class TestOrderAndLevels:
         assert row.exchange < 0.8 * plain.exchange
         assert row.method.name.removeprefix("float32/halving_doubling/") in ("shifted", "spread")
         called = eval(row.method.config["algorithm"], dict(vars(jaxcomm.algorithms)))
-        assert called == row.method.made != plain.method.made
+        assert called == row.method.made(4, False) != plain.method.made(4, False)
 
     def test_levels(self, tmp_path: Path) -> None:
         assert plan.cluster(plan.fabrics.clusters("c", 8, 100)).levels == (2, 4)
