@@ -103,9 +103,8 @@ def majority_vote(
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
       algorithm: "circulant", "ring", "two_way_ring", "halving_doubling", "direct", "two_clusters"
-        or an algorithm such as `jaxcomm.algorithms.direct(aggregator=0)`; None means "direct" on up
-        to 16 devices, and "circulant" on more; between CPU processes, short vectors use algorithms
-        with fewer rounds. Devices of a host count their votes first, the above is between hosts.
+        or such as `jaxcomm.algorithms.direct(aggregator=0)`; None means "direct" on up to 16 hosts,
+        whose devices count first, "circulant" on more, and few rounds for short vectors on CPUs.
       ties: the result if both signs have equally many votes: "random" (a fair coin that all devices
         share), "zero", "positive" or "negative".
       zeros: the vote of a zero: "random" (a fair coin of each device) or "abstain".
