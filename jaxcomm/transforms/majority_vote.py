@@ -93,9 +93,8 @@ def majority_vote(
     its own scale.
 
     Votes are biased where the devices' data differ, with and without error feedback. In that case,
-    put `jaxcomm.control_variates` before the vote, or use `jaxcomm.mean("data",
-    codec="scaled_sign", error_feedback=True)`, which is not biased and sends 2(N-1)/N bits per
-    coordinate.
+    put `jaxcomm.control_variates` before the vote, or use `jaxcomm.mean("data", "scaled_sign",
+    error_feedback=True)`, which is not biased and sends 2(N-1)/N bits per coordinate.
 
     If any gradient on any device is not finite, every update on every device is NaN and the
     residuals stay as they were.
@@ -103,8 +102,8 @@ def majority_vote(
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
       algorithm: "circulant", "ring", "two_way_ring", "halving_doubling", "direct", "two_clusters"
-        or such as `jaxcomm.algorithms.direct(aggregator=0)`; None means "direct" on up to 16 hosts,
-        whose devices count first, "circulant" on more, and few rounds for short vectors on CPUs.
+        or an algorithm; None means "direct" on up to 16 hosts, whose devices count first, and
+        "circulant" on more; few rounds for short vectors on CPUs.
       ties: the result if both signs have equally many votes: "random" (a fair coin that all devices
         share), "zero", "positive" or "negative".
       zeros: the vote of a zero: "random" (a fair coin of each device) or "abstain".
