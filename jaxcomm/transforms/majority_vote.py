@@ -102,8 +102,10 @@ def majority_vote(
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
       algorithm: "circulant", "ring", "two_way_ring", "halving_doubling", "direct", "two_clusters"
-        or an algorithm; None means "direct" on up to 16 hosts, whose devices count first, and
-        "circulant" on more; few rounds for short vectors on CPUs.
+        or an algorithm such as `jaxcomm.algorithms.direct(aggregator=0)`; None means "direct" on up
+        to 16 devices, and "circulant" on more; between CPU processes, short vectors use algorithms
+        with fewer rounds. Where hosts have several devices, these count their votes first, and the
+        above is between hosts (`jaxcomm.algorithms.hierarchical`).
       ties: the result if both signs have equally many votes: "random" (a fair coin that all devices
         share), "zero", "positive" or "negative".
       zeros: the vote of a zero: "random" (a fair coin of each device) or "abstain".
@@ -205,13 +207,8 @@ def majority_vote(
         del params
         require_state(state, MajorityVoteState, exempt, {"residual": error_feedback})
         grads, treedef = local_leaves(updates, state.layout)
-        votes, (residual,) = on_every_device(
-            functools.partial(on_device, layout=state.layout),
-            grads,
-            state.layout,
-            (state.residual,),
-            state.step,
-        )
+        run, own = functools.partial(on_device, layout=state.layout), (state.residual,)
+        votes, (residual,) = on_every_device(run, grads, state.layout, own, state.step)
         return treedef.unflatten(votes), MajorityVoteState(state.layout, state.step + 1, residual)
 
     return exchange(init_fn, update_fn, scheme, exempt)

@@ -121,7 +121,8 @@ def mean(
         algorithm such as `jaxcomm.algorithms.halving_doubling(order="far_first")`; None means
         "native" for float32; between CPU processes "ring" for 16 bits and int8 (short vectors take
         fewer rounds), "two_way_ring" for cnat on 3 to 8 devices and "circulant" on more than 32;
-        "direct" for everything else. Devices of a host are added up in float32 first.
+        "direct" for everything else. Where hosts have several devices, these are added up in
+        float32 first (`jaxcomm.algorithms.hierarchical`), and the above is between hosts.
       error_feedback: whether each device keeps the errors of its messages, in one float32 copy of
         the gradients; "first_hop" keeps only those of the first hop, not the rounding errors of the
         means.
@@ -233,13 +234,8 @@ def mean(
         del params
         require_state(state, MeanState, exempt, {"residual": bool(error_feedback)})
         grads, treedef = local_leaves(updates, state.layout)
-        means, (residual,) = on_every_device(
-            functools.partial(on_device, layout=state.layout),
-            grads,
-            state.layout,
-            (state.residual,),
-            state.step,
-        )
+        run, own = functools.partial(on_device, layout=state.layout), (state.residual,)
+        means, (residual,) = on_every_device(run, grads, state.layout, own, state.step)
         return treedef.unflatten(means), MeanState(state.layout, state.step + 1, residual)
 
     return exchange(init_fn, update_fn, scheme, exempt)
