@@ -66,14 +66,15 @@ def test_a_parameter_that_two_exchange() -> None:
     exchange = jaxcomm.in_backward(jaxcomm.mean("data"), ["blocks"])
     split = jaxcomm.sharded(jaxcomm.mean("data"))
     with jax.set_mesh(mesh_of()):
-        params = jaxcomm.shard({"blocks": {"w": jnp.ones((3, 8, 8))}}, "data", layers=["blocks/w"])
+        start = {"blocks": {"w": jnp.ones((3, 8, 8))}}
+        params = jaxcomm.shard(start, "data", layers=["blocks/w"])
         own = jaxcomm.with_layer_axis(split, ["blocks/w"]).init(params)
-        stacked = exchange.init(jaxcomm.replicate(params))
+        stacked = exchange.init(jaxcomm.replicate(start))
         with pytest.raises(ValueError, match="blocks/w is exchanged by jaxcomm.in_backward and by"):
             jaxcomm.sharded_params(exchange.attach(params, stacked), own)
         with pytest.raises(ValueError, match="blocks/w is exchanged by jaxcomm.sharded and by jax"):
             exchange.attach(jaxcomm.sharded_params(params, own), stacked)
-        plain = jaxcomm.mean("data").init(jaxcomm.replicate(params))
+        plain = jaxcomm.mean("data").init(jaxcomm.replicate(start))
         with pytest.raises(ValueError, match="found none"):
             jaxcomm.sharded_params(params, plain)
 
