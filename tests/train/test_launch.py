@@ -42,7 +42,12 @@ def test_no_process_outlives_the_launcher(
 ) -> None:
     """At its start, when there is nothing to save."""
     config = "--config=configs/digits_resnet.py"
-    launcher = program.start("train.launch", "--processes=2", "--", config)
+    # Under nohup, of these tests or of the launcher, a terminal that hangs up ends nothing.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        launcher = program.start("train.launch", "--processes=2", "--", config)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     while len(pids := children(launcher.pid)) < 2:
         time.sleep(0.05)
     launcher.send_signal(how)
