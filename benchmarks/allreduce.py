@@ -1,7 +1,7 @@
 """How long one exchange takes on a network, beside its floor, XLA's float32 mean and PyTorch.
 
     python -m benchmarks.allreduce --topology=star --hosts=4 --rate=50 --params=8e6
-        [--methods=float32,bfloat16,vote/ring] [--repeats=5] [--peers] [--json]
+        [--methods=float32,bfloat16,vote/ring] [--devices=1] [--repeats=5] [--peers] [--json]
 
 Hosts are real processes in namespaces of their own (`benchmarks.netlab`; needs root). Gradients are
 matrices of 1024 x 1024. A repeat starts after a barrier and takes as long as its slowest host;
@@ -71,6 +71,8 @@ def run(args: argparse.Namespace) -> None:
         check_method(method)
         if axes_of(method) != "data" and levels is None:
             raise ValueError(f"{method} needs a network of two levels; {made.name} has one.")
+        if axes_of(method) != "data" and args.devices > 1:
+            raise ValueError(f"{method} is between hosts of one device; leave out --devices.")
     if args.devices > 1 and args.peers:
         raise ValueError("--peers compares processes of one device; leave out --devices.")
     peers = args.peers is not None and has_torch(args.peers)

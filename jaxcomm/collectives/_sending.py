@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm import _axes
+from jaxcomm import _axes, _hosts
 from jaxcomm._axes import Axis, AxisName, Part
 from jaxcomm._order import tied, zero_of
 from jaxcomm.kernels import _device
@@ -111,9 +111,8 @@ def all_gather(message: Any, axis: Axis, *, tiled: bool = False) -> Any:
     gathered = functools.partial(jax.lax.all_gather, axis_name=axis_name, axis_index_groups=groups)
 
     def one(x: jax.Array) -> jax.Array:
-        if world != 2 or not _by_gloo(
-            axis, x.nbytes, LEAST_SWAPPED
-        ):  # gloo does more than two by a ring
+        is_swap = world == 2 and _by_gloo(axis, x.nbytes, LEAST_SWAPPED)
+        if not is_swap:  # gloo does more than two by a ring
             if not _FIRST_ONLY.get():
                 return gathered(x, tiled=tiled)
             copies = jnp.broadcast_to(x, (world, *x.shape))
@@ -191,12 +190,15 @@ def _first_of(
 
 
 def _by_gloo(axis: Axis, message_bytes: int, least: int) -> bool:
-    """Whether messages travel by gloo and are long enough to be sent by other operations.
+    """Whether messages travel by gloo and are long enough to be sent by other operations."""
+    if message_bytes < least or not _device.is_between_cpu_processes():
+        return False
+    return not (isinstance(axis, Part) and _is_within_hosts(axis))
 
-    Neighbours of a `Part` are devices of one process.
-    """
-    is_within = isinstance(axis, Part) and axis.stride == 1
-    return not is_within and message_bytes >= least and _device.is_between_cpu_processes()
+
+def _is_within_hosts(part: Part) -> bool:
+    """Whether each group is of one host, which of CPUs is a process."""
+    return part.stride == 1 and _hosts.devices_per_host(part.of) % part.size == 0
 
 
 def _as_words(x: jax.Array) -> jax.Array:

@@ -227,7 +227,8 @@ def pmean(
     `codec.message_bytes` each. Exceptions are halving_doubling where N is not a power of two, and
     direct with one aggregator, and "native" on CPUs, which sends 16 bits as float32. float16 adds
     an int32 `pmax`. Long vectors in 8-bit formats and in formats with scales are padded to whole
-    blocks, which adds at most a 64th.
+    blocks, which adds at most a 64th. Where hosts have several devices, algorithm=None sends what
+    `jaxcomm.algorithms.hierarchical` does.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, jaxcomm

@@ -108,7 +108,7 @@ class Explanation:
             f"{'' if self.host_bytes is None else ', within its host too'}, "
             f"{float(self.bytes_max) / each:.2f} a value; a float32 mean "
             f"{float(self.dense_bytes) / each:.2f}.",
-            *self._twice(),
+            *self._sent_alike(),
             *self._alone(),
             *self._sometimes(values),
             *self._on_average(values),
@@ -131,7 +131,7 @@ class Explanation:
         is_all = self.world in (1, self.devices)
         return "" if is_all else f", in groups of {self.world} that exchange"
 
-    def _twice(self) -> list[str]:
+    def _sent_alike(self) -> list[str]:
         """What several devices send because each has it."""
         if not self.alike:
             return []

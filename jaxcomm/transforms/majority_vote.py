@@ -130,7 +130,8 @@ def majority_vote(
     halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, ring log2 N and two_way_ring log2 N - 1 + (log2 N
     + 1)/N; circulant 2.2 for 16 devices, 2.4 for 32 and 2.6 for 1,024. Exempt leaves are sent in
     one float32 all-reduce, together with a flag or, with error feedback, the scales; on a mesh of
-    several axes, one int32 is sent over the others.
+    several axes, one int32 is sent over the others. Where hosts have several devices,
+    algorithm=None sends what `jaxcomm.algorithms.hierarchical` does.
 
     Example:
       >>> import jaxcomm, optax

@@ -13,6 +13,7 @@ from algorithm_table import CASES, mean_on_all, mean_program
 from jaxcomm import _hosts
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import usual
+from processes import run_processes
 
 DIRECT = algorithms.direct()
 HOSTS = (0, 0, 1, 1, 2, 2, 3, 3)
@@ -52,18 +53,21 @@ def test_other_devices_than_those_of_the_mesh_are_not_asked(hosts_of: Any) -> No
         jaxcomm.mean("data", "int4", error_feedback=True),
         jaxcomm.majority_vote("data"),
         jaxcomm.low_rank_mean("data", 1, "bfloat16"),
+        jaxcomm.factored_adam(jaxcomm.mean("data", "int8"), 1e-3),
         jaxcomm.sharded(jaxcomm.mean("data", "bfloat16")),
     ],
-    ids=["mean", "vote", "low_rank", "sharded"],
+    ids=["mean", "vote", "low_rank", "factored_adam", "sharded"],
 )
-def test_devices_in_another_order_are_told(exchange: Any, hosts_of: Any) -> None:
+def test_devices_in_another_order_are_told(
+    exchange: Any, hosts_of: Any, request: pytest.FixtureRequest
+) -> None:
     """Neighbours of such a mesh are on different hosts, and an exchange would send more."""
     hosts_of(*HOSTS)
+    is_split = "sharded" in request.node.callspec.id
     for order in range(8), (0, 2, 4, 6, 1, 3, 5, 7), range(7, -1, -1), (2, 3, 0, 1, 6, 7, 4, 5):
         with jax.set_mesh(jaxcomm.data_mesh(devices=[jax.devices()[i] for i in order])):
-            params = jaxcomm.shard({"w": jnp.zeros((16, 16))}, "data")
-            if "sharded" not in exchange.init.__qualname__:
-                params = {"w": jnp.zeros((16, 16))}
+            params = {"w": jnp.zeros((16, 16))}
+            params = jaxcomm.shard(params, "data") if is_split else params
             if order == (0, 2, 4, 6, 1, 3, 5, 7):
                 with pytest.warns(UserWarning, match="the mesh has its devices in another order"):
                     exchange.init(params)
@@ -232,9 +236,10 @@ def test_shards_of_hosts(hosts: tuple[int, ...], hosts_of: Any) -> None:
 
 
 def test_bad_numbers_of_devices(mesh8: Mesh) -> None:
-    for bad in 0, -1, 2.0, True, "2":
+    numbers: list[Any] = [0, -1, 2.0, True, "2"]
+    for bad in numbers:
         with pytest.raises(ValueError, match="positive number of devices, got"):
-            algorithms.hierarchical(near=DIRECT, far=DIRECT, devices_per_host=bad)  # type: ignore[arg-type]
+            algorithms.hierarchical(near=DIRECT, far=DIRECT, devices_per_host=bad)
     three = algorithms.hierarchical(near=DIRECT, far=DIRECT, devices_per_host=3)
     with pytest.raises(ValueError, match="a multiple of so many devices, and the axis has 8"):
         mean_program(mesh8, 8, algorithm=three)
@@ -299,3 +304,39 @@ def test_explain_says_which_devices_send_the_same(mesh4x2: Mesh) -> None:
     assert "on 8 devices, in groups of 4 that exchange" in str(found[0])
     assert "Devices that differ along 'model' send the same" in str(found[0])
     assert "in groups" not in str(both) and "send the same" not in str(both)
+
+
+REAL = """
+    import hashlib, jax.numpy as jnp, numpy as np
+    import jaxcomm
+
+    jax.set_mesh(jaxcomm.data_mesh())
+    world, n = jax.device_count(), 2**19
+    rows = np.random.default_rng(0).standard_normal((world, 512, n // 512), np.float32)
+    mine = rows[2 * jax.process_index() :][:2]  # of this process's two devices
+    grads = {"w": jaxcomm.global_batch(mine, "data")}
+    params = jaxcomm.replicate({"w": np.zeros(rows.shape[1:], np.float32)})
+    gathered = jax.experimental.multihost_utils.process_allgather
+    for name in "bfloat16", "int8", "cnat", "int4", "scaled_sign":
+        tx = jaxcomm.mean("data", name, error_feedback=True)
+        state = tx.init(params)
+        assert "hierarchical" in str(jaxcomm.explain(tx, params))
+        updates, state = jax.jit(tx.update)(grads, state)
+        left = gathered(state.residual.values[0], tiled=True).astype(np.float64).sum(0)
+        total = world * np.asarray(updates["w"], np.float64) + left.reshape(rows.shape[1:])
+        np.testing.assert_allclose(total, rows.astype(np.float64).sum(0), atol=1e-4)
+        print(name, hashlib.sha256(np.asarray(updates["w"]).tobytes()).hexdigest())
+    tx = jaxcomm.majority_vote("data", ties="zero")
+    votes = np.asarray(jax.jit(tx.update)(grads, tx.init(params))[0]["w"])
+    np.testing.assert_array_equal(votes, np.sign(np.sign(rows).sum(0)))
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_processes_of_two_devices(hosts: int) -> None:
+    """Over TCP, with swaps between two of them: nothing is lost, and all have the same bits."""
+    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = run_processes(hosts, REAL, env=env)
+    assert len({run.stdout for run in done}) == 1
+    assert len(done[0].stdout.splitlines()) == 5

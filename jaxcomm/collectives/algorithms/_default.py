@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jaxcomm import _hosts, codecs
-from jaxcomm._axes import Axis, AxisName, whole_of
+from jaxcomm._axes import Axis, AxisName, Part
 from jaxcomm._notes import noted
 from jaxcomm.collectives.algorithms._algorithm import Algorithm
 from jaxcomm.collectives.algorithms._algorithm import length as length_of
@@ -111,8 +111,9 @@ class Default(Algorithm):
         self, partial: Any, axis_name: Axis, reduction: Reduction, devices_per_partial: int
     ) -> tuple[Any, Any]:
         """See `Algorithm.reduce_scatter`."""
-        whole = whole_of(axis_name)
-        chosen = self.of(jax.lax.axis_size(whole), None, _hosts.devices_per_host(whole))
+        assert not isinstance(axis_name, Part), "a level of hierarchical names its algorithm"
+        world = jax.lax.axis_size(axis_name)
+        chosen = self.of(world, None, _hosts.devices_per_host(axis_name))
         with noted((reduction, chosen)):
             return chosen.reduce_scatter(partial, axis_name, reduction, devices_per_partial)
 

@@ -66,8 +66,9 @@ class Hierarchical(Algorithm):
                 f"many devices, and the axis has {world}."
             )
 
-    def levels(self, axis_name: AxisName) -> tuple[Axis, Axis]:
+    def levels(self, axis_name: Axis) -> tuple[Axis, Axis]:
         """What the far algorithm goes over, and what the near one."""
+        assert not isinstance(axis_name, Part), "a level of hierarchical has no levels"
         if self.devices_per_host is None:
             return _far_and_near(axis_name)
         world, near = _axes.axis_size(axis_name), self.devices_per_host
@@ -76,7 +77,7 @@ class Hierarchical(Algorithm):
 
     def require_own_blocks(self, axis_name: Axis) -> None:
         """See `Algorithm.require_own_blocks`: on both levels."""
-        far, near = self.levels(_axes.whole_of(axis_name))
+        far, near = self.levels(axis_name)
         self.near.require_own_blocks(near)
         self.far.require_own_blocks(far)
 
@@ -133,7 +134,7 @@ class Hierarchical(Algorithm):
 
         A near block holds what the devices with this near index will own, on all hosts.
         """
-        far, near = self.levels(_axes.whole_of(axis_name))
+        far, near = self.levels(axis_name)
         on_near, on_far = _axes.world_of(near), _axes.world_of(far)
 
         self.require_own_blocks(axis_name)
