@@ -18,6 +18,12 @@ ROOT = Path(__file__).parent.parent
 
 # For exchanges in conditionals and loops: a program that is read back has lost their order.
 COMPILED_ANEW = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+# Gloo's threads write to file descriptor 1, in pieces that mix with each other's and with ours.
+_OWN_STDOUT = """\
+import os, sys
+sys.stdout = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)
+"""
 _JOIN = """\
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -26,7 +32,7 @@ jax.distributed.initialize({coordinator!r}, num_processes={n}, process_id={rank}
 
 
 class Finished(NamedTuple):
-    """What one process has printed, without gloo's own lines on standard output."""
+    """What one process has printed; gloo's own lines are in `stderr`."""
 
     stdout: str
     stderr: str
@@ -75,7 +81,7 @@ def run_processes(
             for rank in range(n):
                 source = _JOIN.format(coordinator=coordinator, n=n, rank=rank) if join else ""
                 path = Path(folder, f"rank{rank}.py")
-                path.write_text(source + textwrap.dedent(script))
+                path.write_text(_OWN_STDOUT + source + textwrap.dedent(script))
                 processes.append(_start(path, _environment(rank, n, env or {}), prefix))
             _wait(processes, Path(folder), timeout)
         finally:
@@ -155,9 +161,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def _output(folder: Path, rank: int) -> Finished:
     path = folder / f"rank{rank}"
-    lines = path.with_suffix(".out").read_text(errors="replace").splitlines(keepends=True)
-    stdout = "".join(line for line in lines if not line.startswith("[Gloo]"))
-    return Finished(stdout, path.with_suffix(".err").read_text(errors="replace"))
+    return Finished(*(path.with_suffix(x).read_text(errors="replace") for x in (".out", ".err")))
 
 
 def _tail(folder: Path, rank: int, lines: int = 15) -> str:

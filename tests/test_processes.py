@@ -79,3 +79,14 @@ def test_every_rank_has_its_own_output_and_environment() -> None:
     finished = run_processes(2, script, join=False, env={"EXTRA": "more"})
     assert [result.stdout for result in finished] == ["2 more\n"] * 2
     assert [result.stderr for result in finished] == ["rank 0\n", "rank 1\n"]
+
+
+def test_what_libraries_write_themselves_is_not_output() -> None:
+    script = """
+        import os
+        os.write(1, b"[Gloo] Rank ")
+        print("ours")
+        os.write(1, b"1 is connected\\n")
+        """
+    [finished] = run_processes(1, script, join=False)
+    assert finished == ("ours\n", "[Gloo] Rank 1 is connected\n")
