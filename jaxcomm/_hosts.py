@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jaxcomm import _axes
-from jaxcomm._axes import AxisName
+from jaxcomm._axes import Axis, AxisName, Part
 from jaxcomm._users_line import users_line
 
 
@@ -32,8 +32,29 @@ def devices_per_host(axis_name: AxisName) -> int:
     return _in_a_row(_hosts_along(devices, mesh, names))
 
 
-def warn_of_order(axis_name: AxisName) -> None:
-    """Warns, outside of traced code, if the mesh has its devices in another order than assumed."""
+def levels(axis_name: AxisName) -> tuple[Axis, Part | None]:
+    """What hosts exchange over, and what the devices of each do; None if hosts have one device.
+
+    A single host is one level: its devices exchange over the axis.
+    """
+    world, on_host = _axes.axis_size(axis_name), devices_per_host(axis_name)
+    if not 1 < on_host < world:
+        return axis_name, None
+    return Part(axis_name, world // on_host, on_host), Part(axis_name, on_host, 1)
+
+
+def said(axis_name: AxisName) -> str:
+    """What to add to the name of an exchange that goes by hosts where they have several devices."""
+    return "" if levels(axis_name)[1] is None else ", by hosts"
+
+
+def warn_of_order(axis_name: AxisName, instead: str = ', or write algorithm="direct"') -> None:
+    """Warns, outside of traced code, if the mesh has its devices in another order than assumed.
+
+    Args:
+      axis_name: the mesh axis, or axes.
+      instead: what else the user can do.
+    """
     assumed, world = devices_per_host(axis_name), _axes.axis_size(axis_name)
     if not 1 < assumed < world or isinstance(jnp.zeros((), bool), Tracer):
         return
@@ -44,8 +65,8 @@ def warn_of_order(axis_name: AxisName) -> None:
         warnings.warn(
             f"along {axis_name!r} the mesh has its devices in another order than jax.devices(), so "
             f"each {assumed} in a row are taken for those of one host, and are not: much more is "
-            "sent between hosts than needed. Make the mesh of jax.devices() in their order, or "
-            'write algorithm="direct".',
+            "sent between hosts than needed. Make the mesh of jax.devices() in their "
+            f"order{instead}.",
             stacklevel=users_line(),
         )
 

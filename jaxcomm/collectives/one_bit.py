@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm._axes import AxisName
+from jaxcomm import _axes, _hosts
+from jaxcomm._axes import AxisName, Part
 from jaxcomm.codecs import sign
 from jaxcomm.collectives._sending import all_gather, all_to_all
 from jaxcomm.collectives.algorithms._algorithm import cut, join
@@ -32,6 +33,10 @@ def one_bit_mean(
     messages, adds its server error, and sends the signs and scales of the sum to all devices. On
     both hops the next error is what encoding lost: sent + next error = vector + previous error.
 
+    Where hosts have D devices, as far as jax knows, these first add up their vectors and worker
+    errors, in float32. Each stands for its host in the chunks of the devices of its place, which
+    are on all hosts; its worker error is that of the host's sum in these, and zero elsewhere.
+
     Padding changes no scale and leaves no error.
 
     Args:
@@ -47,7 +52,9 @@ def one_bit_mean(
       the mean is arbitrary.
 
     Wire: 2(N-1) messages of 33 uint32 words for each of ceil(n / BLOCK / N) blocks, in one
-    all-to-all and one all-gather: 2(N-1)/N of 1.03 bits per value, padding aside.
+    all-to-all and one all-gather: 2(N-1)/N of 1.03 bits per value, padding aside. Between H hosts
+    of D devices: 2(H-1) of these messages; within a host, an all-to-all of float32 and an
+    all-gather of the answers.
 
     References:
       H. Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
@@ -56,24 +63,43 @@ def one_bit_mean(
     Differs from the paper: a worker has a scale for each block, not one for its whole vector.
     """
     world, n = jax.lax.axis_size(axis_name), x.size
+    between, within = _hosts.levels(axis_name)
     blocks = chunk_length(n, world) // BLOCK
     padded = np.zeros(world * blocks, np.int32)
     padded[: counts.size] = counts
-    of_chunks = jnp.asarray(padded.reshape(world, blocks))
+    of_chunks = sent_counts = jnp.asarray(padded.reshape(world, blocks))
+    vector, error = _cut(x, world), _cut(worker_error, world)
+    if within is not None:
+        vector = sum_in_order(all_to_all(_by_place(vector + error, within), within))
+        error = jnp.zeros_like(vector)
+        sent_counts = _by_place(of_chunks, within)[_axes.place_on(within)]
 
     with jax.named_scope("encode"):
-        message, worker_error = sign.encode_with_feedback(
-            _cut(x, world), _cut(worker_error, world), of_chunks
-        )
+        message, error = sign.encode_with_feedback(vector, error, sent_counts)
 
-    arrived = all_to_all(message, axis_name)
+    arrived = all_to_all(message, between)
     own = of_chunks[jax.lax.axis_index(axis_name)]
     average = sign.without_padding(sum_in_order(sign.decode(arrived)) / world, own)
     with jax.named_scope("encode"):
         answer, server_error = sign.encode_with_feedback(average, server_error, own)
 
-    answers = all_gather(answer, axis_name)
-    return join(sign.decode(answers), n), join(worker_error, n), server_error
+    answers = all_gather(answer, between)
+    if within is not None:
+        answers = _by_device(all_gather(answers, within))
+        errors = jnp.zeros((within.size, *error.shape), jnp.float32)
+        place = _axes.place_on(within)
+        error = _by_device(jax.lax.dynamic_update_index_in_dim(errors, error, place, 0))
+    return join(sign.decode(answers), n), join(error, n), server_error
+
+
+def _by_place(chunks: jax.Array, within: Part) -> jax.Array:
+    """What devices own, `(N, ...)`, by their places on their hosts: `(D, N/D, ...)`."""
+    return chunks.reshape(-1, within.size, *chunks.shape[1:]).swapaxes(0, 1)
+
+
+def _by_device(chunks: jax.Array) -> jax.Array:
+    """The reverse."""
+    return chunks.swapaxes(0, 1).reshape(-1, *chunks.shape[2:])
 
 
 def _cut(x: jax.Array, world: int) -> jax.Array:

@@ -1,28 +1,21 @@
-"""What the planner chooses from: each method, its messages, and how to make it.
+"""What the planner chooses from: each method, what it needs, and how to make it.
 
 A method is a family (a codec, votes, a sparse all-reduce, a low rank) and an algorithm.
 """
 
 import dataclasses
-import math
-from collections.abc import Iterator
 from typing import Any
 
-from jaxcomm import codecs, transforms
+from jaxcomm import transforms
 from jaxcomm._numbers import is_integer
-from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives import algorithms, sparse
 from jaxcomm.collectives.algorithms import Algorithm, _default
-from jaxcomm.collectives.low_rank import sides
-from jaxcomm.plan.loads import Workload
-from jaxcomm.plan.messages import Coded, Lists, PerBlock, Reduction, Votes
 
 # Each contains those before it.
 QUALITIES = ("exact", "16bit", "unbiased", "any")
 QUALITY = "16bit"  # The default: no measurement tells these from float32.
 OPTIMIZERS = ("sgd", "adam")
 DENSITY = 0.01
-_MIB = 2**20
 # Arguments of the algorithm, by name: of halving_doubling, or hierarchical's devices_per_host.
 Dimensions = tuple[tuple[str, Any], ...]
 FEEDBACK = "error feedback"
@@ -289,108 +282,3 @@ def check_optimizer(optimizer: str | None) -> None:
     """Raises for anything but None and OPTIMIZERS."""
     if optimizer not in (None, *OPTIMIZERS):
         raise ValueError(f"optimizer is {' or '.join(map(repr, OPTIMIZERS))}, got {optimizer!r}.")
-
-
-@dataclasses.dataclass(frozen=True)
-class Sent:
-    """An all-reduce that a method makes.
-
-    Attributes:
-      algorithm: who talks to whom.
-      reduction: how many bytes messages have.
-      values: the length of the vector.
-      times: how often it runs in a step.
-    """
-
-    algorithm: Algorithm
-    reduction: Reduction
-    values: int
-    times: int
-
-
-def buckets_of(method: Method, load: Workload, between_cpus: bool) -> tuple[int, ...]:
-    """The values of each bucket, in the order of the gradients: whole leaves, as many as fit.
-
-    A larger leaf, such as a stack of layers, is sent alone. Between CPUs XLA joins all of its own
-    all-reduces into one.
-    """
-    is_joined = (method.family, method.algorithm) == ("float32", "native")
-    leaves = load.shapes if is_joined else load.large
-    if is_joined and between_cpus:
-        return (load.values,)
-    limit, sizes, room = int(method.about.bucket_mib * _MIB) // 4, [], 0
-    for size in map(math.prod, reversed(leaves)):
-        if size > room:
-            sizes.append(0)
-            room = limit
-        sizes[-1] += size
-        room -= size
-    return tuple(sizes)
-
-
-def values_of_bucket(method: Method, load: Workload, between_cpus: bool) -> int:
-    """How many values travel together, on average."""
-    sizes = buckets_of(method, load, between_cpus)
-    return -(-sum(sizes) // len(sizes)) if sizes else 0
-
-
-def sent(method: Method, load: Workload, world: int, between_cpus: bool) -> Iterator[Sent]:
-    """The all-reduces of a method in a step; equal ones are listed once, with `times`.
-
-    The last one is that of all exempt leaves, in float32; with XLA's own float32 mean they travel
-    with the others. All buckets are assumed to have the mean size.
-    """
-    buckets = len(buckets_of(method, load, between_cpus))
-    if method.family.startswith("powersgd"):
-        yield from _of_low_rank(method, load, buckets)
-        return
-    is_joined = (method.family, method.algorithm) == ("float32", "native")
-    exempt = 0 if is_joined else load.exempt_values
-    values = values_of_bucket(method, load, between_cpus)
-    if values and method.algorithm == "own":
-        yield Sent(*_of_sparse(method.family, values, world), values, buckets)
-    elif values:
-        yield Sent(
-            method.made(world, between_cpus, values), _reduction(method.family), values, buckets
-        )
-    if exempt:
-        yield Sent(algorithms.native(), Coded(codecs.float32()), exempt, 1)
-
-
-def _reduction(family: str) -> Reduction:
-    return Votes() if family == "vote" else Coded(codecs.from_name(family))
-
-
-def _of_sparse(name: str, n: int, world: int) -> tuple[Algorithm, Reduction]:
-    """The messages of each sparse all-reduce, as its docstring describes them."""
-    chosen = dataclasses.replace(sparse.from_name(name), density=DENSITY)
-    width = -(-n // world)
-    small, whole = Entries(chosen.values, width), Entries(chosen.values, n)
-    if name in ("topk_allgather", "gaussiank"):
-        return algorithms.ring(), PerBlock(world, 0, whole.bytes_of(chosen.room(n)))
-    if name == "gtopk":
-        # Every round sends whole lists, to the same devices as in halving-doubling.
-        k = chosen.k(n)
-        return algorithms.halving_doubling(), Lists(whole.bytes_of(k), 4 * -(-k // 32))
-    there = small.bytes_of(chosen.room(n, world))
-    if name == "oktopk":
-        back = small.bytes_of(-(-chosen.k(n) // world))
-    else:
-        back = min(small.bytes_of(min(world * chosen.room(n, world), width)), 4 * width)
-    return algorithms.direct(), PerBlock(world, there, back)
-
-
-def _of_low_rank(method: Method, load: Workload, buckets: int) -> Iterator[Sent]:
-    """Two means of thin matrices for each bucket, and one of what is not compressed."""
-    rank, thin = int(method.family.removeprefix("powersgd")), [0, 0]
-    whole = load.exempt_values
-    for shape in load.large:
-        m, n = sides(shape) if len(shape) > 1 else (math.prod(shape), 1)
-        if len(shape) < 2 or (m + n) * rank >= m * n:
-            whole += m * n
-        else:
-            thin = [thin[0] + rank * n, thin[1] + rank * m]
-    for values, times in ((thin[0], buckets), (thin[1], buckets), (whole, 1)):
-        if values:
-            each = -(-values // times)
-            yield Sent(algorithms.native(), Coded(codecs.float32()), each, times)

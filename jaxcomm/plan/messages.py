@@ -106,6 +106,27 @@ class PerBlock:
 
 
 @dataclasses.dataclass(frozen=True)
+class BetweenHosts:
+    """Messages between hosts of a part of the vector, which within hosts is sent in float32.
+
+    Attributes:
+      part: how many bytes the messages of a part have.
+      parts: the number of parts, one for each device of a host.
+    """
+
+    part: Reduction
+    parts: int
+
+    def bytes_of(self, step: Step, n: int) -> float:
+        """See `Reduction`."""
+        if step.within:
+            return 4 * step.blocks * _length(step, n)
+        return self.part.bytes_of(
+            dataclasses.replace(step, of=step.of // self.parts), -(-n // self.parts)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class Lists:
     """Every message of the reduce-scatter is a whole list; all devices then have the result.
 

@@ -2,24 +2,16 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.algorithms.native import Native
-from jaxcomm.plan.families import (
-    FAMILIES,
-    MERGED,
-    QUALITIES,
-    Method,
-    Sent,
-    buckets_of,
-    sent,
-    values_of_bucket,
-)
+from jaxcomm.plan.families import FAMILIES, MERGED, QUALITIES, Method
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
-from jaxcomm.plan.messages import Lists
+from jaxcomm.plan.messages import BetweenHosts, Lists, Reduction
+from jaxcomm.plan.sending import Sent, buckets_of, sent, values_of_bucket
 from jaxcomm.plan.simulate import Exchange
 
 _MARGIN = 0.02  # how much slower a step may be for better quality
@@ -161,8 +153,7 @@ def _exchanges(
     cluster: Cluster, load: Workload, candidates: Iterable[Method]
 ) -> dict[Method, Made]:
     """The exchanges of each method; those by one algorithm are simulated together."""
-    cpus = cluster.costs.is_between_cpus
-    asked = [(m, part) for m in candidates for part in sent(m, load, cluster.devices, cpus)]
+    asked = [(m, part) for m in candidates for part in _sent(cluster, m, load)]
 
     def alike(item: tuple[Method, Sent]) -> str:
         owner, part = item
@@ -176,12 +167,22 @@ def _exchanges(
         reductions = [item.reduction for _, item in items]
         world = _world(cluster, method, part)
         # Sparse exchanges are all-to-alls and all-gathers, except gTopk, which goes by pairs.
-        gathers = method.algorithm == "own" and not isinstance(part.reduction, Lists)
+        gathers = method.algorithm == "own" and not _goes_by_pairs(part.reduction)
         network = cluster.network_of(part.algorithm, gathers)
         found = network.exchanges(part.algorithm, reductions, part.values, world)
         for (owner, item), exchange in zip(items, found, strict=True):
             made[owner].append((item, exchange))
     return made
+
+
+def _sent(cluster: Cluster, method: Method, load: Workload) -> Iterator[Sent]:
+    between_cpus, per_host = cluster.costs.is_between_cpus, cluster.devices_per_host
+    return sent(method, load, cluster.devices, between_cpus, per_host)
+
+
+def _goes_by_pairs(reduction: Reduction) -> bool:
+    between = reduction.part if isinstance(reduction, BetweenHosts) else reduction
+    return isinstance(between, Lists)
 
 
 def _world(cluster: Cluster, method: Method, part: Sent) -> int | tuple[int, int]:

@@ -14,17 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxcomm import _hosts
 from jaxcomm import mesh as mesh_
 from jaxcomm.collectives import _sending
+from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.kernels import _device
 from jaxcomm.plan.compiling import compiled
 from jaxcomm.plan.costs import MERGING, SIZES, Costs, defaults
 from jaxcomm.plan.exchanges import Exchange
 from jaxcomm.plan.fabrics import star
-from jaxcomm.plan.families import FAMILIES, Method, sent
+from jaxcomm.plan.families import FAMILIES, Method
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.predict import BASELINE
+from jaxcomm.plan.sending import sent
 from jaxcomm.plan.simulate import Model, Simulation
 from jaxcomm.plan.steps import Pairs
 
@@ -289,7 +292,7 @@ def _seconds(
             times[key] += _times(mesh, run, math.ceil(repeats / ROUNDS), WARM, run.prepare)
     return {
         (method, size): max(
-            statistics.median(seconds) - _sending_seconds(method, size, mesh.size, messages),
+            statistics.median(seconds) - _sending_seconds(method, size, mesh, messages),
             0.0,
         )
         / size
@@ -312,19 +315,30 @@ def _load(values: int) -> Workload:
     return Workload(((ROWS, values // (MATRICES * ROWS)),) * MATRICES, step_seconds=1.0)
 
 
-def _sending_seconds(method: Method, values: int, devices: int, messages: Model) -> float:
+def _sending_seconds(method: Method, values: int, mesh: Mesh, messages: Model) -> float:
     """Seconds that the messages of a timed exchange take."""
     if method == BASELINE:
         return 0.0
-    parts = sent(method, _load(values), devices, _device.is_between_cpu_processes())
+    devices = mesh.size
+    with jax.set_mesh(mesh):
+        per_host = _hosts.devices_per_host(mesh.axis_names[0])
+    parts = sent(method, _load(values), devices, _device.is_between_cpu_processes(), per_host)
     if method.algorithm == "native":
         hops = 2 * (devices - 1)
         per_value = hops / devices * 4 * messages.per_byte
         return sum(p.times * (hops * messages.latency + p.values * per_value) for p in parts)
     free = star("links without limits", devices, "unlimited")
     network = Simulation(free, dataclasses.replace(messages, per_byte=0.0))
+    levels = devices // per_host, per_host
     return sum(
-        p.times * network.exchange(p.algorithm, p.reduction, p.values).seconds for p in parts
+        p.times
+        * network.exchange(
+            p.algorithm,
+            p.reduction,
+            p.values,
+            levels if isinstance(p.algorithm, Hierarchical) else None,
+        ).seconds
+        for p in parts
     )
 
 

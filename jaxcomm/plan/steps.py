@@ -60,6 +60,7 @@ class Step:
       is_result: whether the blocks are finished.
       times: how often the step is repeated in a row.
       codec: the format of these messages, if they have their own.
+      within: whether they stay within hosts.
     """
 
     pairs: Pairs
@@ -69,6 +70,7 @@ class Step:
     is_result: bool = False
     times: int = 1
     codec: Codec | None = None
+    within: bool = False
 
     @property
     def share(self) -> float:
@@ -161,14 +163,15 @@ def _two_levels(algorithm: Hierarchical, far: int, near: int, with_counts: bool)
     parts = algorithm.near.blocks(near)
     there = _there(algorithm.near, near, with_counts)
     for step in _in_groups(there, within, 1):
-        yield dataclasses.replace(step, codec=algorithm.near_codec)
+        yield dataclasses.replace(step, codec=algorithm.near_codec, within=True)
     there = _there(algorithm.far, far, with_counts)
     for step in _in_groups(itertools.chain(there, _back(algorithm.far, far)), across, near):
         counts = None if step.counts is None else tuple(near * count for count in step.counts)
         yield dataclasses.replace(step, of=parts * step.of, counts=counts)
     results = algorithm.far.blocks(far)  # each block of the near exchange consists of these
     for step in _in_groups(_back(algorithm.near, near), within, 1):
-        yield dataclasses.replace(step, blocks=results * step.blocks, of=results * step.of)
+        blocks, of = results * step.blocks, results * step.of
+        yield dataclasses.replace(step, blocks=blocks, of=of, within=True)
 
 
 def _in_groups(found: Iterator[Step], first: np.ndarray, stride: int) -> Iterator[Step]:

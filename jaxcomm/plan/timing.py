@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from jaxcomm.plan.choosing import Plan
 from jaxcomm.plan.compiling import compiled
 from jaxcomm.plan.exchanges import Exchange, Repeated
-from jaxcomm.plan.families import Method, values_of_bucket
+from jaxcomm.plan.families import Method
 from jaxcomm.plan.predict import BASELINE, Prediction, choose, with_exchange
 from jaxcomm.plan.probing import TIMED, max_over
+from jaxcomm.plan.sending import values_of_bucket
 
 WITHIN, FIRST = 1.3, 3  # at most FIRST rivals within this factor of the fastest predicted step
 MOST = 8  # with the best of each quality, and those that lead once the first are timed

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxcomm import _branches, collectives
+from jaxcomm import _branches, _hosts, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._notes import Message, noted
 from jaxcomm.collectives.one_bit import BLOCK, chunk_length, one_bit_mean
@@ -160,11 +160,13 @@ def one_bit_adam(
 
     Wire: for each bucket of b blocks, 2(N-1) messages of 33 uint32 words for each of ceil(b/N)
     blocks, which is 2(N-1)/N of 1.03 bits per value; a leaf is padded to whole blocks of 1024
-    values. Once per step, one float32 all-reduce of all exempt values; on a mesh of several axes,
-    one int32 over the other axes, and with `variance_stability` one float32. A dense step sends
-    8(N-1)/N more bytes per parameter, in a branch of a conditional. The bits are also sent in dense
-    steps, and discarded: on GPUs XLA does not overlap a collective that is inside a conditional.
-    With `dense`, a step sends either, outside of conditionals.
+    values. Between H hosts of D devices, as far as jax knows, these are 2(H-1) such messages of a
+    device, and within a host an all-to-all of float32 and an all-gather of bits: the devices of a
+    host add up first. Once per step, one float32 all-reduce of all exempt values; on a mesh of
+    several axes, one int32 over the other axes, and with `variance_stability` one float32. A dense
+    step sends 8(N-1)/N more bytes per parameter, in a branch of a conditional. The bits are also
+    sent in dense steps, and discarded: on GPUs XLA does not overlap a collective that is inside a
+    conditional. With `dense`, a step sends either, outside of conditionals.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -200,9 +202,10 @@ def one_bit_adam(
         refuse_wrappers(has_zero=False)
         refuse_optimizer_behind(params, "one_bit_adam")
         layout = layout_of(params, axis_name, exempt, bucket_order, (adam, limit))
+        _hosts.warn_of_order(axis_name, instead="")
         large, _ = split_off_exempt(layout)
         m, v = (zeros_like_params(params, layout) for _ in range(2))
-        count, frozen_at = (jnp.zeros((), jnp.int32) for _ in range(2))
+        count, end = (jnp.zeros((), jnp.int32) for _ in range(2))
         kept = adam.norms_kept
         norms = replicated(lambda: jnp.zeros(kept, jnp.float32), axis_name) if kept else ()
         buckets = buckets_of(layout, large, bucket_order, limit)
@@ -210,8 +213,7 @@ def one_bit_adam(
         chunks = [chunk_length(n, layout.world) for n in lengths]
         worker, server = (zeros_per_group(layout, params, buckets, n) for n in (lengths, chunks))
         server = dataclasses.replace(server, are_shares=True)
-        kept = (count, m, v, worker, server, frozen_at, norms)
-        return OneBitAdamState(layout, Buckets(buckets), *kept)
+        return OneBitAdamState(layout, Buckets(buckets), count, m, v, worker, server, end, norms)
 
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
@@ -300,7 +302,7 @@ def _exchange(
             # If only the state knows, this runs during the dense steps too and its result is
             # discarded: XLA does not overlap collectives inside a conditional.
             counts = _counts([part.size for part in parts.values()])
-            with noted("1 bit, direct"):
+            with noted(f"1 bit{_hosts.said(axis_name) or ', direct'}"):
                 mean, *errors = one_bit_mean(vector, *errors, counts, axis_name)
             return mean, (vector, *errors)
 

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxcomm import _axes, collectives
+from jaxcomm import _hosts, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._notes import noted
 from jaxcomm._numbers import is_real
 from jaxcomm.collectives import sparse
+from jaxcomm.collectives.sparse import _by_hosts
 from jaxcomm.kernels import _implementations, select
 from jaxcomm.kernels.reductions import finite_parts
 from jaxcomm.transforms import _roles
@@ -43,6 +44,7 @@ from jaxcomm.transforms._exchange import (
 )
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._options import Exempt, check_names
+from jaxcomm.transforms._sparse_report import SparseReport, distance, report_of
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
 from jaxcomm.transforms.per_device import (
@@ -53,25 +55,6 @@ from jaxcomm.transforms.per_device import (
     zeros_per_group,
 )
 from jaxcomm.transforms.stages import dense_first
-
-
-class SparseReport(NamedTuple):
-    """What a step selected and sent, float32, summed over buckets; equal on all devices.
-
-    Attributes:
-      k: the number of values to select.
-      selected: the number of values above a device's threshold, averaged over devices.
-      delivered: the number of selected values that fit into messages, averaged over devices.
-      applied: the number of values in the update.
-      xi: with `measure_xi`, the distance between the update and the k largest values of the exact
-        mean (of gradients plus residuals), over the norm of the mean gradient; else 0.
-    """
-
-    k: jax.Array
-    selected: jax.Array
-    delivered: jax.Array
-    applied: jax.Array
-    xi: jax.Array
 
 
 class SparseMeanState(NamedTuple):
@@ -158,9 +141,15 @@ def sparse_mean(
     Raises:
       TypeError, ValueError: immediately for bad arguments; otherwise as for `jaxcomm.mean`.
 
-    Wire: for each bucket that of the algorithm; one float32 all-reduce of all exempt elements and
-    one flag; one of 5 numbers for the report; on a mesh of several axes, one int32 over the others.
-    With `measure_xi`, two more float32 all-reduces of each bucket.
+    Where hosts have several devices, as far as jax knows, the devices of a host add up first, in
+    float32, and the largest values of the host's sum are selected: each device stands for its host
+    in one part of a bucket, and its residual is zero elsewhere.
+
+    Wire: for each bucket that of the algorithm; where hosts have D devices, that between hosts for
+    1/D of the bucket, and within hosts an all-to-all and an all-gather of the bucket in float32.
+    One float32 all-reduce of all exempt elements and one flag; one of 5 numbers for the report; on
+    a mesh of several axes, one int32 over the others. With `measure_xi`, two more float32
+    all-reduces of each bucket.
 
     Example:
       >>> import jaxcomm, optax
@@ -192,6 +181,7 @@ def sparse_mean(
         if error_feedback:
             warn_of_a_variance_behind(params, f"a mean by {chosen.name}")
         layout = layout_of(params, axis_name, exempt, bucket_order, exchange)
+        _hosts.warn_of_order(axis_name, instead="")
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
         full, _ = split_off_empty(layout)
@@ -243,7 +233,7 @@ class _Bucket(NamedTuple):
       residual: float32 vector, the next residual; None without error feedback.
       velocity: float32 vector, the next momentum; None without momentum correction.
       threshold: float32[1], the next one.
-      counts: float32[5]: the counts of `SparseResult`, and the two numbers of `_distance`.
+      counts: float32[5]: the counts of `SparseResult`, and the two numbers of `distance`.
       finite: bool array, true everywhere if x, the mean and what this device keeps are finite.
     """
 
@@ -271,6 +261,10 @@ class _Exchange:
         """The leaves that travel together."""
         large, _ = split_off_exempt(layout)
         return buckets_of(layout, large, self.bucket_order, self.limit)
+
+    def k(self, n: int) -> int:
+        """How many values of a bucket of n are to be selected."""
+        return _by_hosts.k_of(self.algorithm, n, self.axis_name)
 
     def __call__(
         self, grads: Arrays, own: Own, step: jax.Array, layout: Layout
@@ -327,8 +321,8 @@ class _Exchange:
         updates, finite = updates_of(means, done.finite, grads, self.axis_name)
         new = tuple(kept_if(finite, *pair) for pair in zip(new, own, strict=True))
         sizes = [vector.size for vector in done.buckets]
-        k = sum(sizes if self.is_dense else map(self.algorithm.k, sizes))
-        report = _report(k, sum((kept.counts for kept in done.kept), jnp.zeros(5, jnp.float32)))
+        k = sum(sizes if self.is_dense else map(self.k, sizes))
+        report = report_of(k, sum((kept.counts for kept in done.kept), jnp.zeros(5, jnp.float32)))
         return [*updates, report], new
 
     def _on_bucket(
@@ -345,14 +339,21 @@ class _Exchange:
         # Not of the errors, which are written over x: they would be read once more.
         finite = finite_parts(x)
         x, finite = jax.lax.optimization_barrier((x, finite))
-        with noted(f"{self.algorithm.name}, density {self.algorithm.density:g}"):
-            result, after = self.algorithm.exchange(x, threshold[0], step, self.axis_name)
-        distance = [jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)]
+        by_hosts = _hosts.said(self.axis_name)
+        with noted(f"{self.algorithm.name}, density {self.algorithm.density:g}{by_hosts}"):
+            result, after = _by_hosts.exchange(
+                self.algorithm,
+                x,
+                threshold[0],
+                step,
+                self.axis_name,
+                with_taken=self.momentum is not None,
+            )
+        squares = [jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)]
         if self.measure_xi:
-            k = self.algorithm.k(x.size)
-            distance = _distance(x, velocity, result.mean, k, self.axis_name)
+            squares = distance(x, velocity, result.mean, self.k(x.size), self.axis_name)
         counts = (result.selected, result.delivered, result.applied)
-        counts = jnp.stack([*(c.astype(jnp.float32) for c in counts), *distance])
+        counts = jnp.stack([*(c.astype(jnp.float32) for c in counts), *squares])
         residual = result.errors if self.error_feedback else None
         # Factor masking: where a value was sent, its momentum restarts from zero.
         masked = None
@@ -360,24 +361,6 @@ class _Exchange:
             masked = velocity.at[result.taken].set(0.0, mode="drop")
         finite = jnp.concatenate([finite, *map(finite_parts, result.witnesses)])
         return result.mean, _Bucket(residual, masked, after[None], counts, finite)
-
-
-def _report(k: int, counts: jax.Array) -> jax.Array:
-    """The numbers of a `SparseReport`, from the sums over a device's buckets of their counts."""
-    counts = jax.lax.pmean(counts, tuple(sorted(_axes.manual_axes())))
-    # Both are means over devices of sums of squares, so their ratio is that of the sums.
-    xi = jnp.sqrt(counts[3] / jnp.where(counts[4] > 0, counts[4], 1.0))
-    return jnp.stack([jnp.float32(k), *counts[:3], xi])
-
-
-def _distance(
-    x: jax.Array, gradient: jax.Array, mean: jax.Array, k: int, axis_name: AxisName
-) -> Arrays:
-    """The squares of the distance to the true top-k and of the norm of the mean gradient."""
-    exact = jax.lax.pmean(x, axis_name)
-    best = jnp.where(jnp.abs(exact) >= select.threshold_for(exact, k), exact, 0.0)
-    norm = jnp.sum(jnp.square(jax.lax.pmean(gradient, axis_name)))
-    return [jnp.sum(jnp.square(best - mean)), norm]
 
 
 def _check(error_feedback: Any, measure_xi: Any, m: Any) -> None:

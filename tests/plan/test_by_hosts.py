@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcomm
-from jaxcomm import plan
+from jaxcomm import plan, sparse
 from jaxcomm.collectives.algorithms import _default
-from jaxcomm.plan.families import Method, methods, sent
+from jaxcomm.plan.families import Method, methods
+from jaxcomm.plan.sending import sent
 
 SHAPES = [(1024, 1024)] * 4
 HOSTS = (0, 0, 1, 1, 2, 2, 3, 3)
@@ -75,6 +76,21 @@ def test_float32_within_a_host_costs_what_its_links_take(tmp_path: Path) -> None
         for rate in ("8Gbit", "8000Gbit")
     )
     assert slow - fast == pytest.approx(4 * 2**20 * (2 + 0.5) / 1e9, rel=0.1)
+
+
+@pytest.mark.parametrize("family", sparse.BY_NAME)
+def test_sparse_means_go_by_hosts(family: str, tmp_path: Path, hosts_of: Any) -> None:
+    hosts_of(*HOSTS)
+    row = rows(office(tmp_path, 2))[family]
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        params = [jnp.zeros(shape) for shape in SHAPES]
+        found = jaxcomm.explain(row.method.transformation("data"), params)
+    assert row.bytes_busiest_link == pytest.approx(found.host_bytes, rel=0.02)
+    slow, fast = (
+        rows(office(tmp_path, 2, bandwidth=rate))[family].exchange for rate in ("8Gbit", "8000Gbit")
+    )
+    # Within a host half of the vector and half of it back, in float32, at 1 GB/s.
+    assert slow - fast == pytest.approx(4 * 2**20 * 4 / 1e9, rel=0.1)
 
 
 def test_a_plan_in_use_keeps_to_hosts(tmp_path: Path, hosts_of: Any) -> None:

@@ -12,15 +12,9 @@ import pytest
 import jaxcomm
 from jaxcomm import collectives, plan
 from jaxcomm.collectives.algorithms import _default
-from jaxcomm.plan.families import (
-    FAMILIES,
-    Method,
-    buckets_of,
-    methods,
-    sent,
-    values_of_bucket,
-)
+from jaxcomm.plan.families import FAMILIES, Method, methods
 from jaxcomm.plan.predict import choose, predictions
+from jaxcomm.plan.sending import buckets_of, sent, values_of_bucket
 from jaxcomm.plan.simulate import Simulation
 
 SHAPE = (96, 128)

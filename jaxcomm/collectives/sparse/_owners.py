@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._axes import AxisName
+from jaxcomm._axes import Axis
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives._behind import behind_next
 from jaxcomm.collectives._sending import all_to_all
@@ -81,11 +81,11 @@ class Owners:
         return Dealt(*(x.reshape(self.world, room) for x in (values, offsets, places)))
 
     def split_and_reduce(
-        self, found: select.Selected, room: int, entries: Entries, axis_name: AxisName
+        self, found: select.Selected, room: int, entries: Entries, axis: Axis
     ) -> tuple[jax.Array, Dealt]:
         """Sends entries to their owners, which add them: float32[width], and what was sent."""
         dealt = self.deal(found, room)
-        arrived = behind_next(all_to_all(entries.encode(dealt.values, dealt.offsets), axis_name))
+        arrived = behind_next(all_to_all(entries.encode(dealt.values, dealt.offsets), axis))
         sums = add_lists(jnp.zeros(self.width, jnp.float32), *entries.decode(arrived))
         return sums, dealt._replace(values=entries.rounded(dealt.values))
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcomm._axes import AxisName
+from jaxcomm._axes import Axis
 from jaxcomm._numbers import is_integer, is_real
 from jaxcomm.codecs.entries import check_values
 from jaxcomm.kernels import _implementations, select
@@ -168,7 +168,7 @@ class SparseAllReduce:
         return threshold * jnp.where(few, 1 / scale, jnp.where(many, scale, jnp.float32(1)))
 
     def exchange(
-        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis_name: AxisName
+        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis: Axis
     ) -> tuple[SparseResult, jax.Array]:
         """Averages the largest values over a mesh axis, in the manual view.
 
@@ -177,7 +177,7 @@ class SparseAllReduce:
             where the checks of `jax.shard_map` are off.
           threshold: float32, that of the step before; 0 in the first step.
           step: int32, equal on all devices, counted from 0.
-          axis_name: the mesh axis.
+          axis: the mesh axis, axes, or part of them.
 
         Returns:
           The mean with its errors, and the threshold for the next step.

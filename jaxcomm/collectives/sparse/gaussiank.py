@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._axes import AxisName
+from jaxcomm._axes import Axis
 from jaxcomm.collectives.sparse._sparse import SMALLEST, SparseAllReduce, SparseResult
 from jaxcomm.collectives.sparse.topk_allgather import gathered
 from jaxcomm.kernels import select
@@ -34,7 +34,7 @@ class Gaussiank(SparseAllReduce):
     name = "gaussiank"
 
     def exchange(
-        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis_name: AxisName
+        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis: Axis
     ) -> tuple[SparseResult, jax.Array]:
         """See `SparseAllReduce.exchange`."""
         del threshold
@@ -42,7 +42,7 @@ class Gaussiank(SparseAllReduce):
         count = select.count_at_least(x, guess)
         is_off = (count > capacity) | (count < math.ceil(2 * k / 3))
         threshold = self.replaced_if(is_off, x, k, guess, step)
-        return gathered(self, x, self.compact(x, threshold, capacity), axis_name), threshold
+        return gathered(self, x, self.compact(x, threshold, capacity), axis), threshold
 
     def gaussian_threshold(self, x: jax.Array) -> jax.Array:
         """A magnitude that about k values of x exceed, if they are roughly normally distributed."""

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._axes import AxisName
+from jaxcomm import _axes
+from jaxcomm._axes import Axis
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives import _sending
 from jaxcomm.collectives.algorithms import halving_doubling
@@ -55,14 +56,14 @@ class Gtopk(SparseAllReduce):
             )
 
     def exchange(
-        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis_name: AxisName
+        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis: Axis
     ) -> tuple[SparseResult, jax.Array]:
         """See `SparseAllReduce.exchange`."""
-        world, n, k = jax.lax.axis_size(axis_name), x.size, self.k(x.size)
+        world, n, k = _axes.world_of(axis), x.size, self.k(x.size)
         entries = Entries(self.values, n)
         found, threshold = self._largest_k(x, threshold, step)
         mine = _List(entries.rounded(found.values), found.indices)
-        best, alive = _merged_by_all(_sorted(mine), mine.places, n, entries, axis_name)
+        best, alive = _merged_by_all(_sorted(mine), mine.places, n, entries, axis)
 
         mean = jnp.zeros_like(x).at[best.places].add(best.values, mode="drop") / world
         survived = alive & (mine.places < n)
@@ -88,31 +89,31 @@ class Gtopk(SparseAllReduce):
 
 
 def _merged_by_all(
-    best: _List, mine: jax.Array, n: int, entries: Entries, axis_name: AxisName
+    best: _List, mine: jax.Array, n: int, entries: Entries, axis: Axis
 ) -> tuple[_List, jax.Array]:
     """The list that all devices end with, and which of this device's places survived."""
-    world, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+    world, me = _axes.world_of(axis), _axes.place_on(axis)
     rounds = [step.pairs for step in halving_doubling().rounds(world)]
     fold = rounds.pop(0) if world & (world - 1) else ()
     alive = given_alive = jnp.ones(mine.shape, bool)
     given = best
     if fold:
-        given = _sent(best, entries, axis_name, fold)
+        given = _sent(best, entries, axis, fold)
         best = _merged(best, given, n)
         alive = _holds(best, mine)
         given_alive = _holds(best, given.places)
     for pairs in rounds:
-        best = _merged(best, _sent(best, entries, axis_name, pairs), n)
+        best = _merged(best, _sent(best, entries, axis, pairs), n)
         alive &= _holds(best, mine)
         if fold:
             given_alive &= _holds(best, given.places)
     if fold:
         back = tuple((target, source) for source, target in fold)
         is_given = jnp.isin(me, jnp.asarray([source for source, _ in fold], jnp.int32))
-        final = _sent(best, entries, axis_name, back)
+        final = _sent(best, entries, axis, back)
         best = jax.tree.map(lambda a, b: jnp.where(is_given, a, b), final, best)
         # The given list is in the order of places, so the answer is too.
-        answer = _sending.ppermute(bitplanes.pack(given_alive), axis_name, back)
+        answer = _sending.ppermute(bitplanes.pack(given_alive), axis, back)
         order = jnp.argsort(mine)
         alive = jnp.where(
             is_given,
@@ -122,10 +123,10 @@ def _merged_by_all(
     return best, alive
 
 
-def _sent(mine: _List, entries: Entries, axis_name: AxisName, pairs: Pairs) -> _List:
+def _sent(mine: _List, entries: Entries, axis: Axis, pairs: Pairs) -> _List:
     """The list of this device's partner; an empty one on devices without a sender."""
     payload = entries.encode(mine.values, mine.places)
-    return _List(*entries.decode(_sending.ppermute(payload, axis_name, pairs)))
+    return _List(*entries.decode(_sending.ppermute(payload, axis, pairs)))
 
 
 def _merged(a: _List, b: _List, n: int) -> _List:

@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._axes import AxisName
+from jaxcomm import _axes
+from jaxcomm._axes import Axis
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives._behind import behind_next
 from jaxcomm.collectives._sending import all_gather
@@ -55,19 +56,19 @@ class OkTopk(SparseAllReduce):
     name = "oktopk"
 
     def exchange(
-        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis_name: AxisName
+        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis: Axis
     ) -> tuple[SparseResult, jax.Array]:
         """See `SparseAllReduce.exchange`."""
-        n, k, world = x.size, self.k(x.size), jax.lax.axis_size(axis_name)
-        me, owners = jax.lax.axis_index(axis_name), Owners(n, world, step)
+        n, k, world = x.size, self.k(x.size), _axes.world_of(axis)
+        me, owners = _axes.place_on(axis), Owners(n, world, step)
         entries, room = Entries(self.values, owners.width), self.room(n, world)
 
         found, threshold = self.about_k(x, threshold, step, min(n, world * room))
-        sums, sent = owners.split_and_reduce(found, room, entries, axis_name)
+        sums, sent = owners.split_and_reduce(found, room, entries, axis)
 
         large = self._largest_sums(sums, min(world * room, owners.width), -(-k // world))
         payload = entries.encode(large.values, large.indices)
-        arrived = behind_next(all_gather(payload, axis_name))
+        arrived = behind_next(all_gather(payload, axis))
         values, offsets = entries.decode(arrived)
         places = owners.places(jnp.arange(world, dtype=jnp.int32)[:, None], offsets)
         mean = jnp.zeros(n, jnp.float32).at[places].set(values / world, mode="drop")

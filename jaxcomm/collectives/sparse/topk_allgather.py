@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._axes import AxisName
+from jaxcomm import _axes
+from jaxcomm._axes import Axis
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives._sending import all_gather
 from jaxcomm.collectives.sparse._sparse import (
@@ -37,23 +38,23 @@ class TopkAllGather(SparseAllReduce):
     name = "topk_allgather"
 
     def exchange(
-        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis_name: AxisName
+        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis: Axis
     ) -> tuple[SparseResult, jax.Array]:
         """See `SparseAllReduce.exchange`."""
         found, threshold = self.about_k(x, threshold, step, self.room(x.size))
-        outcome = gathered(self, x, found, axis_name)
+        outcome = gathered(self, x, found, axis)
         return outcome, self.scaled(threshold, found.count, self.k(x.size))
 
 
 def gathered(
-    algorithm: SparseAllReduce, x: jax.Array, found: select.Selected, axis_name: AxisName
+    algorithm: SparseAllReduce, x: jax.Array, found: select.Selected, axis: Axis
 ) -> SparseResult:
     """The mean of what the devices selected for their messages."""
     entries, room = Entries(algorithm.values, x.size), algorithm.room(x.size)
     rounded = entries.rounded(found.values)
     payload = entries.encode(found.values, found.indices)
-    arrived, places = entries.decode(all_gather(payload, axis_name))
-    world = jax.lax.axis_size(axis_name)
+    arrived, places = entries.decode(all_gather(payload, axis))
+    world = _axes.world_of(axis)
     mean = add_lists(jnp.zeros_like(x), arrived, places) / world
     errors, taken = take_out(x, rounded, found.indices)
     claimed = jnp.zeros(x.shape, bool).at[places.reshape(-1)].set(True, mode="drop")

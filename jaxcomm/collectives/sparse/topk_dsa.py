@@ -5,7 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._axes import AxisName
+from jaxcomm import _axes
+from jaxcomm._axes import Axis
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives._sending import all_gather
 from jaxcomm.collectives.sparse._owners import Owners
@@ -38,17 +39,17 @@ class TopkDsa(SparseAllReduce):
     name = "topk_dsa"
 
     def exchange(
-        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis_name: AxisName
+        self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis: Axis
     ) -> tuple[SparseResult, jax.Array]:
         """See `SparseAllReduce.exchange`."""
-        n, world = x.size, jax.lax.axis_size(axis_name)
-        me, owners = jax.lax.axis_index(axis_name), Owners(n, world, step)
+        n, world = x.size, _axes.world_of(axis)
+        me, owners = _axes.place_on(axis), Owners(n, world, step)
         entries, room = Entries(self.values, owners.width), self.room(n, world)
 
         found, threshold = self.about_k(x, threshold, step, min(n, world * room))
-        sums, sent = owners.split_and_reduce(found, room, entries, axis_name)
+        sums, sent = owners.split_and_reduce(found, room, entries, axis)
         errors, taken = take_out(x, sent.values, sent.places)
-        rows, rounded = self._gather(sums, min(world * room, owners.width), entries, axis_name)
+        rows, rounded = self._gather(sums, min(world * room, owners.width), entries, axis)
         owned = owners.places(me, jnp.arange(owners.width, dtype=jnp.int32))
         errors = errors.at[owned].add(sums - rounded, mode="drop")
         places = jnp.arange(n, dtype=jnp.int32)
@@ -60,22 +61,22 @@ class TopkDsa(SparseAllReduce):
         return outcome, self.scaled(threshold, found.count, self.k(n))
 
     def _gather(
-        self, sums: jax.Array, filled: int, entries: Entries, axis_name: AxisName
+        self, sums: jax.Array, filled: int, entries: Entries, axis: Axis
     ) -> tuple[jax.Array, jax.Array]:
         """The sums of all owners, a row for each, and this device's own as the others get them."""
         if entries.bytes_of(filled) < 2 * sums.size * entries.value_words:
             found = self.compact(sums, jnp.float32(SMALLEST), filled)
             payload = entries.encode(found.values, found.indices)
-            values, offsets = entries.decode(all_gather(payload, axis_name))
+            values, offsets = entries.decode(all_gather(payload, axis))
             rows = jax.vmap(
                 lambda v, o: jnp.zeros(sums.size, jnp.float32).at[o].set(v, mode="drop")
             )(values, offsets)
             own = jnp.where(jnp.abs(sums) < SMALLEST, 0.0, entries.rounded(sums))
             return rows, own
         if self.values == "float32":
-            return all_gather(sums, axis_name), sums
+            return all_gather(sums, axis), sums
         bits = bfloat16.round_to_bits(sums)
-        rows = all_gather(bits, axis_name)
+        rows = all_gather(bits, axis)
         return bfloat16.widen_bits(rows), bfloat16.widen_bits(bits)
 
 
