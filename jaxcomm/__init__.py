@@ -4,10 +4,10 @@ The contents, in reading order: the mesh, local gradients, the transformations t
 the parts that these are made of, reports of what is sent, and the planner.
 """
 
-from jaxcomm import codecs, plan
+from jaxcomm import algorithms, codecs, plan, sparse
 from jaxcomm._attached import exchanged
 from jaxcomm._marks import mark_local, unmark_local
-from jaxcomm.collectives import algorithms, pmean, sparse
+from jaxcomm.collectives import pmean
 from jaxcomm.compiling import compiler_options
 from jaxcomm.explaining import Explanation, explain
 from jaxcomm.gradients import accumulate, backward_order, value_and_grad
@@ -62,8 +62,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ControlVariatesState",
-    "FactoredAdamState",
     "Explanation",
+    "FactoredAdamState",
     "InBackward",
     "InBackwardState",
     "LocalState",
