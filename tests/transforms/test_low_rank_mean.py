@@ -255,12 +255,12 @@ def test_two_messages_a_bucket(codec: str) -> None:
         block = jaxcomm.codecs.bfloat16().message_bytes(-(-n // WORLD))
         means += 2 * (WORLD - 1) * (block if codec == "bfloat16" else n)
     assert report.bytes_max == means
-    # XLA joins float32 all-reduces that do not wait for each other, such as that of biases.
-    hops, rest = (1, 0) if codec == "float32" else (2, 1)
-    if codec == "bfloat16":
-        assert report.rounds == hops * len(vectors) + rest
     together = Program(GLOBAL, jaxcomm.low_rank_mean("data", RANK, codec), gradients(WORLD))
-    assert together.report().rounds == hops * 2 + rest
+    if codec == "bfloat16":
+        assert report.rounds == 2 * len(vectors) + 1
+        assert together.report().rounds == 2 * 2 + 1
+    else:  # XLA may join float32 all-reduces that do not wait for each other, as that of biases
+        assert together.report().rounds in (2, 3)
 
 
 @pytest.mark.parametrize(
