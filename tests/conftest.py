@@ -40,7 +40,7 @@ import jax
 import pytest
 from jax.sharding import AxisType, Mesh
 
-from jaxcomm import _hosts
+from jaxcomm import _cached_programs, _hosts
 
 TESTS = Path(__file__).parent
 MANY_BYTES = 3 * 2**30
@@ -63,6 +63,15 @@ def strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def one_process_shares_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exchanges in conditionals and loops too: none of these tests is among those that crash.
+
+    Compiling them all anew takes minutes. Processes of their own refuse such programs.
+    """
+    monkeypatch.setattr(_cached_programs, "are_several", lambda: jax.process_count() > 1)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 
 import jaxcomm
 from jaxcomm.kernels._implementations import OPERATIONS
-from processes import free_port, run_processes
+from processes import COMPILED_ANEW, free_port, run_processes
 from test_readme import BLOCK, program
 
 ROOT = Path(__file__).parent.parent
@@ -180,7 +180,7 @@ def test_the_bytes_of_the_table_are_those_of_compiled_programs() -> None:
     assert {*rows_of_bytes((ROOT / "README.md").read_text())} <= {*rows}
     vote = 'jaxcomm.majority_vote("data")'
     chains = [f"optax.chain({c}, {vote})" if "control" in c else c for c, *_ in rows]
-    env = {
+    env = COMPILED_ANEW | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=16",
         "EXPRESSIONS": json.dumps(chains),
     }

@@ -19,6 +19,8 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
+from processes import COMPILED_ANEW
+
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 SECONDS = 300
 NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
@@ -52,7 +54,7 @@ def shrink(notebook: Any, sizes: dict[str, int]) -> None:
 def run_notebook(path: Path, small: bool) -> Any:
     """Executes a notebook as its readers do: in its folder, with no variables but its own."""
     ours = ("JAX_PLATFORMS", "NPROC") if small else ("JAX_PLATFORMS", "NPROC", "XLA_FLAGS")
-    env = {name: value for name, value in os.environ.items() if name not in ours}
+    env = {name: value for name, value in os.environ.items() if name not in ours} | COMPILED_ANEW
     notebook = nbformat.read(path, as_version=4)
     if small:
         shrink(notebook, SMALL.get(path.stem, {}))

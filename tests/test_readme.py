@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxcomm.plan.__main__ import main as planner
-from processes import run_processes
+from processes import COMPILED_ANEW, run_processes
 
 ROOT = Path(__file__).parent.parent
 LEFT_OUT_AT_MOST = 3
@@ -37,7 +37,7 @@ def run_page(path: Path) -> subprocess.CompletedProcess[str]:
     """Runs the blocks of a page in one Python; a traceback names the lines of the page."""
     source = f"exec(compile({program(path.read_text())[0]!r}, {str(path)!r}, 'exec'))"
     command = [sys.executable, "-W", "error", "-c", source]
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    env = os.environ | COMPILED_ANEW | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     del env["NPROC"]  # a reader has not set it
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
 

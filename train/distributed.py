@@ -187,13 +187,13 @@ def schedule_as_batch() -> None:
 
 
 def compile_here() -> None:
-    """Between CPU processes, keeps jax from loading programs from its cache folder.
+    """Between CPU devices, keeps jax from loading programs from its cache folder.
 
     XLA on CPU loses the order of exchanges in conditionals and loops of loaded programs.
     """
     import jax
 
-    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+    if jax.device_count() > 1 and jax.default_backend() == "cpu":
         jax.config.update("jax_enable_compilation_cache", False)
 
 

@@ -15,8 +15,9 @@ class SparseReport(NamedTuple):
 
     Attributes:
       k: the number of values to select.
-      selected: the number of values above a device's threshold, averaged over devices.
-      delivered: the number of selected values that fit into messages, averaged over devices.
+      selected: the number of values above a device's threshold, averaged over devices; where hosts
+        have several devices, of a host.
+      delivered: the number of selected values that fit into messages, likewise.
       applied: the number of values in the update.
       xi: with `measure_xi`, the distance between the update and the k largest values of the exact
         mean (of gradients plus residuals), over the norm of the mean gradient; else 0.

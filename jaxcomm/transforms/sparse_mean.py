@@ -142,8 +142,8 @@ def sparse_mean(
       TypeError, ValueError: immediately for bad arguments; otherwise as for `jaxcomm.mean`.
 
     Where hosts have several devices, as far as jax knows, the devices of a host add up first, in
-    float32, and the largest values of the host's sum are selected: each device stands for its host
-    in one part of a bucket, and its residual is zero elsewhere.
+    float32, and the largest values of the host's sum are selected: each of D devices stands for its
+    host in one part of a bucket, selects k/D values of it, and its residual is zero elsewhere.
 
     Wire: for each bucket that of the algorithm; where hosts have D devices, that between hosts for
     1/D of the bucket, and within hosts an all-to-all and an all-gather of the bucket in float32.

@@ -48,3 +48,16 @@ def test_programs_of_a_folder_are_refused(tmp_path: Path) -> None:
         rest = [f"refused: {name}" if refused else "traced" for name in names]
         for run in run_processes(2, STEPS, env=env):
             assert run.stdout.splitlines()[-4:] == ["traced", *rest]
+
+
+@pytest.mark.multiprocess
+def test_devices_of_one_process_are_refused_them_too(tmp_path: Path) -> None:
+    """They would mix up two collectives that run at once, and crash; one device has none."""
+    for devices, expected in ((2, "refused: the optimizer"), (1, "traced")):
+        env = {
+            "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        }
+        batch = STEPS.replace("np.ones((1, 4))", f"np.ones(({devices}, 4))")
+        [run] = run_processes(1, batch, env=env)
+        assert run.stdout.splitlines()[:2] == ["traced", expected]

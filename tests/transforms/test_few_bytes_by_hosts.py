@@ -43,6 +43,12 @@ def gradients(steps: int, world: int = 8, n: int = N) -> np.ndarray:
     return rows.astype(np.float32)
 
 
+def parts_of(devices: int) -> tuple[np.ndarray, int]:
+    """The part of a host to which each of N values belongs, and the length of a part."""
+    block = N // (16 * devices)  # short blocks, as the vector is short
+    return np.arange(N) // block % devices, -(-N // (block * devices)) * block
+
+
 @each_layout
 @each_algorithm
 def test_nothing_is_lost_and_a_host_keeps_one_residual(
@@ -55,13 +61,11 @@ def test_nothing_is_lost_and_a_host_keeps_one_residual(
     owed = residual.astype(np.float64).sum(0)
     total = 8 * updates.astype(np.float64).sum(0) + owed
     np.testing.assert_allclose(total, rows.astype(np.float64).sum((0, 1)), atol=2e-4)
-    # The part of a device at place d on its host is the d-th.
+    # The part of a device at place d on its host: every D-th block, from the d-th.
     per_host = 8 // hosts
-    m = -(-N // per_host)
+    part_of, m = parts_of(per_host)
     for device, kept in enumerate(residual):
-        place = device % per_host
-        assert np.flatnonzero(kept).min() >= place * m
-        assert np.flatnonzero(kept).max() < (place + 1) * m
+        assert set(part_of[np.flatnonzero(kept)]) == {device % per_host}
     k = per_host * round(DENSITY * m)
     assert state.report.k == k
     assert 0.5 * k <= state.report.delivered <= 2 * k
@@ -79,10 +83,37 @@ def test_it_is_the_exchange_of_the_sums_of_hosts(
     sums = rows[:, 0::2] + rows[:, 1::2]
     mesh4 = jaxcomm.data_mesh(devices=jax.devices()[:4])
     tx = jaxcomm.sparse_mean("data", DENSITY, name, momentum_correction=momentum)
-    parts = [steps_of(tx, mesh4, part)[0] for part in np.split(sums, 2, axis=2)]
+    part_of, m = parts_of(2)
+    expected = np.zeros((len(rows), N), np.float32)
+    for part in 0, 1:
+        own = sums[..., part_of == part]
+        own = np.pad(own, [(0, 0), (0, 0), (0, m - own.shape[-1])])
+        expected[:, part_of == part] = steps_of(tx, mesh4, own)[0][:, : (part_of == part).sum()]
     hosts_of(*LAYOUTS[4])
     found, _ = steps_of(tx, mesh8, rows)
-    np.testing.assert_array_equal(found, np.concatenate(parts, axis=1) / 2)
+    np.testing.assert_array_equal(found, expected / 2)
+
+
+@pytest.mark.parametrize(("n", "density"), [(3, 0.5), (990, 1.0)])
+def test_no_more_than_all_values(
+    n: int, density: float, mesh8: Mesh, hosts_of: Callable[..., None]
+) -> None:
+    """Where parts are padded, also for the distance to the true top-k."""
+    hosts_of(*LAYOUTS[2])
+    tx = jaxcomm.sparse_mean("data", density, measure_xi=True)
+    _, state = steps_of(tx, mesh8, gradients(1, n=n))
+    assert state.report.k == n
+
+
+def test_large_values_side_by_side_are_selected(mesh8: Mesh, hosts_of: Callable[..., None]) -> None:
+    """All parts have as many of them, though they are in a hundredth of the vector."""
+    hosts_of(*LAYOUTS[2])
+    n = 2**17
+    rows = gradients(1, n=n)
+    large = slice(n // 2, n // 2 + n // 64)
+    rows[..., large] += 1000
+    updates, _ = steps_of(jaxcomm.sparse_mean("data", 1 / 64, "topk_allgather"), mesh8, rows)
+    assert np.count_nonzero(updates[0, large]) >= 0.95 * n // 64
 
 
 @each_algorithm

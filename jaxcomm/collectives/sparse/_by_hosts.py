@@ -6,9 +6,11 @@ import jax.numpy as jnp
 from jaxcomm import _axes, _hosts
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives._sending import all_gather, all_to_all
-from jaxcomm.collectives.algorithms._algorithm import cut, join
 from jaxcomm.collectives.sparse._sparse import SparseAllReduce, SparseResult
 from jaxcomm.kernels.reductions import sum_in_order
+
+BLOCK = 512  # values in a row that one device stands for, in long vectors
+LEAST_BLOCKS = 16  # of a part; shorter vectors have shorter blocks
 
 
 def exchange(
@@ -27,6 +29,9 @@ def exchange(
     those of the host's sum in this part, and zero elsewhere. Counts are those of a host, as if all
     its parts were like this one.
 
+    k is counted in each part. So that all parts have about as many large values, wherever these
+    lie, blocks of the vector are dealt to them in turn.
+
     Args:
       algorithm: the sparse all-reduce.
       x: as in `SparseAllReduce.exchange`, and so are the other arrays.
@@ -40,20 +45,20 @@ def exchange(
     if within is None:
         return algorithm.exchange(x, threshold, step, between)
     n, size, place = x.size, within.size, _axes.place_on(within)
-    part = sum_in_order(all_to_all(cut(x, size), within))
+    part = sum_in_order(all_to_all(_dealt(x, size), within))
     found, threshold = algorithm.exchange(part, threshold, step, between)
-    m = part.size
-    mean = join(all_gather(found.mean / size, within), n)
-    errors = jnp.zeros((size, m), jnp.float32)
+    mean = _joined(all_gather(found.mean / size, within), n)
+    errors = jnp.zeros((size, part.size), jnp.float32)
     errors = jax.lax.dynamic_update_index_in_dim(errors, found.errors, place, 0)
     taken = jnp.zeros(0, jnp.int32)
     if with_taken:
-        taken = found.taken
-        taken = jnp.where(taken < m, taken + place * m, n)
+        block = block_of(n, size)
+        places = (found.taken // block * size + place) * block + found.taken % block
+        taken = jnp.where(found.taken < part.size, places, n)
         taken = all_gather(taken, within, tiled=True)
     result = SparseResult(
         mean,
-        join(errors, n),
+        _joined(errors, n),
         taken,
         size * found.selected,
         size * found.delivered,
@@ -66,5 +71,25 @@ def exchange(
 def k_of(algorithm: SparseAllReduce, n: int, axis_name: AxisName) -> int:
     """How many of n values are to be selected: at least one of each part of a host's sum."""
     _, within = _hosts.levels(axis_name)
-    parts = 1 if within is None else within.size
-    return parts * algorithm.k(-(-n // parts))
+    if within is None:
+        return algorithm.k(n)
+    block = block_of(n, within.size)
+    return min(n, within.size * algorithm.k(block * -(-n // (block * within.size))))
+
+
+def block_of(n: int, parts: int) -> int:
+    """The number of values in a block."""
+    return max(1, min(BLOCK, n // (LEAST_BLOCKS * parts)))
+
+
+def _dealt(x: jax.Array, parts: int) -> jax.Array:
+    """The parts of a vector, `(parts, m)`: block i belongs to part i modulo `parts`."""
+    block = block_of(x.size, parts)
+    blocks = jnp.pad(x, (0, -x.size % (parts * block))).reshape(-1, parts, block)
+    return blocks.swapaxes(0, 1).reshape(parts, -1)
+
+
+def _joined(parts: jax.Array, n: int) -> jax.Array:
+    """The reverse, of a vector of n values."""
+    blocks = parts.reshape(len(parts), -1, block_of(n, len(parts)))
+    return blocks.swapaxes(0, 1).reshape(-1)[:n]
