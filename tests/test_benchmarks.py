@@ -3,6 +3,7 @@
 import argparse
 import functools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import arguments, device_time, planner
+from processes import COMPILED_ANEW
 
 ROOT = Path(__file__).parent.parent
 
@@ -38,7 +40,7 @@ def test_a_reader(reader: arguments.Reader, good: dict[str, object], bad: list[s
 def test_steps_by_count_and_as_the_host_says(tmp_path: Path) -> None:
     out = tmp_path / "due.json"
     line = [sys.executable, "-m", "benchmarks.due", "--params=2e6", "--rounds=1", f"--out={out}"]
-    subprocess.run(line, cwd=ROOT, check=True, timeout=200)
+    subprocess.run(line, cwd=ROOT, env=os.environ | COMPILED_ANEW, check=True, timeout=200)
     (part,) = json.loads(out.read_text())["parts"].values()
     assert len(part["rows"]) == 12 and all(row["ms"] > 0 for row in part["rows"])
 
