@@ -37,6 +37,11 @@ class Part:
 Axis = AxisName | Part
 
 
+def levels_of(axis_name: AxisName, near: int) -> tuple[Part, Part]:
+    """What hosts of `near` devices in a row exchange over, and what the devices of each do."""
+    return Part(axis_name, axis_size(axis_name) // near, near), Part(axis_name, near, 1)
+
+
 def world_of(axis: Axis) -> int:
     """The number of devices that exchange over it."""
     return axis.size if isinstance(axis, Part) else axis_size(axis)

@@ -40,10 +40,10 @@ def levels(axis_name: AxisName) -> tuple[Axis, Part | None]:
     world, on_host = _axes.axis_size(axis_name), devices_per_host(axis_name)
     if not 1 < on_host < world:
         return axis_name, None
-    return Part(axis_name, world // on_host, on_host), Part(axis_name, on_host, 1)
+    return _axes.levels_of(axis_name, on_host)
 
 
-def said(axis_name: AxisName) -> str:
+def note_of(axis_name: AxisName) -> str:
     """What to add to the name of an exchange that goes by hosts where they have several devices."""
     return "" if levels(axis_name)[1] is None else ", by hosts"
 

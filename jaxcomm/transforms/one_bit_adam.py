@@ -302,7 +302,7 @@ def _exchange(
             # If only the state knows, this runs during the dense steps too and its result is
             # discarded: XLA does not overlap collectives inside a conditional.
             counts = _counts([part.size for part in parts.values()])
-            with noted(f"1 bit{_hosts.said(axis_name) or ', direct'}"):
+            with noted(f"1 bit{_hosts.note_of(axis_name) or ', direct'}"):
                 mean, *errors = one_bit_mean(vector, *errors, counts, axis_name)
             return mean, (vector, *errors)
 

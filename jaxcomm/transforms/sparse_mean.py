@@ -112,6 +112,10 @@ def sparse_mean(
     never clear it. Use an optimizer without momentum then:
     `optax.chain(jaxcomm.sparse_mean("data", 0.01, momentum_correction=0.9), optax.sgd(lr))`.
 
+    Where hosts have several devices, as far as jax knows, the devices of a host add up first, in
+    float32, and the largest values of the host's sum are selected: each of D devices stands for its
+    host in one part of a bucket, selects k/D values of it, and its residual is zero elsewhere.
+
     If any gradient on any device is not finite, every update on every device is NaN, and residuals,
     momenta and thresholds stay as they were.
 
@@ -140,10 +144,6 @@ def sparse_mean(
 
     Raises:
       TypeError, ValueError: immediately for bad arguments; otherwise as for `jaxcomm.mean`.
-
-    Where hosts have several devices, as far as jax knows, the devices of a host add up first, in
-    float32, and the largest values of the host's sum are selected: each of D devices stands for its
-    host in one part of a bucket, selects k/D values of it, and its residual is zero elsewhere.
 
     Wire: for each bucket that of the algorithm; where hosts have D devices, that between hosts for
     1/D of the bucket, and within hosts an all-to-all and an all-gather of the bucket in float32.
@@ -339,7 +339,7 @@ class _Exchange:
         # Not of the errors, which are written over x: they would be read once more.
         finite = finite_parts(x)
         x, finite = jax.lax.optimization_barrier((x, finite))
-        by_hosts = _hosts.said(self.axis_name)
+        by_hosts = _hosts.note_of(self.axis_name)
         with noted(f"{self.algorithm.name}, density {self.algorithm.density:g}{by_hosts}"):
             result, after = _by_hosts.exchange(
                 self.algorithm,

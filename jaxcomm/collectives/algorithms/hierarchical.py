@@ -71,9 +71,8 @@ class Hierarchical(Algorithm):
         assert not isinstance(axis_name, Part), "a level of hierarchical has no levels"
         if self.devices_per_host is None:
             return _far_and_near(axis_name)
-        world, near = _axes.axis_size(axis_name), self.devices_per_host
-        self.require_world(world)
-        return Part(axis_name, world // near, near), Part(axis_name, near, 1)
+        self.require_world(_axes.axis_size(axis_name))
+        return _axes.levels_of(axis_name, self.devices_per_host)
 
     def require_own_blocks(self, axis_name: Axis) -> None:
         """See `Algorithm.require_own_blocks`: on both levels."""
