@@ -10,6 +10,8 @@ the process usually crashes.
 
 import jax
 
+from jaxcomm import _axes
+
 
 def refuse_cached_programs(exchange: str) -> None:
     """Raises where the collectives of a conditional or a loop may run out of order.
@@ -22,7 +24,7 @@ def refuse_cached_programs(exchange: str) -> None:
     """
     options = "jax_enable_compilation_cache", "jax_compilation_cache_dir"
     _, folder = kept = [getattr(jax.config, option) for option in options]
-    if all(kept) and jax.default_backend() == "cpu" and are_several():
+    if all(kept) and _axes.platform() == jax.default_backend() == "cpu" and are_several():
         raise ValueError(
             f"{exchange}, and XLA on CPU loses the order of such exchanges in programs that come "
             f"from jax's compilation cache ({folder}): devices would misread each other's "
