@@ -7,7 +7,7 @@ from jaxcomm import _axes, _hosts
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives._sending import all_gather, all_to_all
 from jaxcomm.collectives.sparse._sparse import SparseAllReduce, SparseResult
-from jaxcomm.kernels.reductions import sum_in_order
+from jaxcomm.kernels.reductions import computed_once, sum_in_order
 
 BLOCK = 512  # values in a row that one device stands for, in long vectors
 LEAST_BLOCKS = 16  # of a part; shorter vectors have shorter blocks
@@ -45,9 +45,9 @@ def exchange(
     if within is None:
         return algorithm.exchange(x, threshold, step, between)
     n, size, place = x.size, within.size, _axes.place_on(within)
-    part = sum_in_order(all_to_all(_dealt(x, size), within))
+    part = sum_in_order(all_to_all(computed_once(_dealt(x, size)), within))
     found, threshold = algorithm.exchange(part, threshold, step, between)
-    mean = _joined(all_gather(found.mean / size, within), n)
+    mean = computed_once(_joined(all_gather(computed_once(found.mean / size), within), n))
     blocks = found.errors.reshape(-1, 1, block_of(n, size))
     errors = jnp.zeros((len(blocks), size, blocks.shape[2]), jnp.float32)
     errors = jax.lax.dynamic_update_slice_in_dim(errors, blocks, place, 1)
