@@ -104,6 +104,7 @@ def sync() -> config_dict.ConfigDict:
     sync.algorithm = config_dict.placeholder(str)  # None: jaxcomm chooses.
     sync.second_hop = config_dict.placeholder(str)  # The codec of the means; None: `codec`.
     sync.error_feedback = config_dict.placeholder(bool)  # Feed rounding errors back.
+    sync.residual_dtype = config_dict.placeholder(str)  # Of these errors: "float32", "bfloat16".
     sync.exempt = ()  # Patterns of additional leaves that are sent in float32.
     # Steps in float32 before any compression; with `every`, rounded up to whole exchanges.
     sync.dense_steps = config_dict.placeholder(int)

@@ -32,6 +32,7 @@ class Scheme:
         exempt leaves.
       frozen: whether the updates are zero.
       gather: the format in which shards are gathered.
+      residual_dtype: in which residuals are kept.
     """
 
     axis_name: AxisName
@@ -43,6 +44,7 @@ class Scheme:
     signs: bool = False
     frozen: bool = False
     gather: codecs.Codec = dataclasses.field(default_factory=codecs.float32)
+    residual_dtype: str = "float32"
 
 
 class Exchange(optax.GradientTransformation):

@@ -64,20 +64,21 @@ def split_dim(leaf: Leaf) -> int | None:
 
 
 def zero_residual(layout: Layout, scheme: Scheme) -> PerDevice:
-    """With error feedback, a float32 zero on every device for every element that is compressed."""
+    """With error feedback, a zero on every device for every element that is compressed."""
     if scheme.reduction is None or not scheme.reduction.keeps_errors:
         return NOTHING
+    dtype = scheme.residual_dtype
     which = [i for i, leaf in enumerate(layout.leaves) if keeps_residual(leaf)]
     ranks = [1 + len(layout.leaves[i].shape) for i in which]
     own = PartitionSpec(layout.axis_name)
     specs = tuple(_axes.as_typed(own, layout.axis_name, rank) for rank in ranks)
     if _axes.is_manual(layout.axis_name):
         axes = _axes.checked_names(layout.axis_name)
-        zeros = [jnp.zeros((1, *layout.leaves[i].shape), jnp.float32) for i in which]
+        zeros = [jnp.zeros((1, *layout.leaves[i].shape), dtype) for i in which]
         return PerDevice([_axes.as_varying(x, axes) for x in zeros], specs)
     shapes = [(layout.world, *layout.leaves[i].shape) for i in which]
     return PerDevice(
-        made_sharded(lambda: [jnp.zeros(shape, jnp.float32) for shape in shapes], specs), specs
+        made_sharded(lambda: [jnp.zeros(shape, dtype) for shape in shapes], specs), specs
     )
 
 

@@ -9,6 +9,7 @@ import jax
 from jaxcomm.transforms._buckets import split_off_empty, split_off_exempt
 from jaxcomm.transforms._layout import Layout, is_exempt
 from jaxcomm.transforms._options import Exempt
+from jaxcomm.transforms.per_device import PerDevice
 
 _CURE = (
     "Make tx as in the run that saved the state, or start over with tx.init(params); in a chain, "
@@ -24,6 +25,8 @@ def require_state(
     kept: dict[str, bool],
     rule: Callable[[Layout], Layout] = lambda layout: layout,
     kept_of_all: dict[str, bool] | None = None,
+    *,
+    dtype: str = "float32",
 ) -> None:
     """Raises a ValueError for the state of another transformation, or of one with other options.
 
@@ -35,6 +38,7 @@ def require_state(
         it is empty.
       rule: the layout with what else the transformation exempts.
       kept_of_all: as `kept`, for fields with one array per leaf that has values.
+      dtype: that of the field `residual`, if it is kept.
     """
     require_kind(state, kind)
     leaves = [
@@ -55,6 +59,18 @@ def require_state(
         found, due = len(getattr(state, name).values), len(of) if is_kept else 0
         if found != due:
             raise ValueError(f"the state has {found} arrays of {name}, expected {due}. {_CURE}")
+    if kept.get("residual"):
+        require_dtype(state.residual, dtype)
+
+
+def require_dtype(own: PerDevice, dtype: str) -> None:
+    """Raises a ValueError for residuals of another dtype."""
+    if other := [x.dtype for x in own.values if x.dtype != dtype]:
+        raise ValueError(
+            f"the state has residuals in {other[0]}, and residual_dtype is {dtype}; write "
+            f'residual_dtype="{other[0]}", or convert the state: '
+            "jaxcomm.resize_state(tx, state, params) takes the mean of the residuals over devices."
+        )
 
 
 def require_kind(state: Any, kind: type) -> None:

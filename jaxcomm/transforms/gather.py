@@ -23,16 +23,17 @@ from jaxcomm import _axes, _paths, codecs, collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._cached_programs import refuse_cached_programs
 from jaxcomm._notes import Message, noted
-from jaxcomm._shards import is_sharded
+from jaxcomm._shards import ShardedParam, is_sharded
 from jaxcomm.kernels.random_bits import own_key, seeded_key
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms._exchange import clipped, is_narrow
 from jaxcomm.transforms._layout import is_exempt
+from jaxcomm.transforms._residuals import rounded
 from jaxcomm.transforms._scheme import Scheme
 from jaxcomm.transforms.shard import split_dim_of
 
 Arrays = list[jax.Array]
-_THERE, _BACK = 0, 1  # what a key is for: gathering shards, or the gradient
+_THERE, _BACK, _KEPT = 0, 1, 2  # what a key is for: gathering shards, the gradient, residuals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +202,7 @@ def _buckets_of(leaves: list[Any]) -> list[tuple[_Bucket, list[int]]]:
                 f"parameter {place.path} is split along the axis that was sliced away; split "
                 "another dimension of stacked layers: jaxcomm.shard(params, axis, layers=[...])."
             )
-        if {x.dtype for x in jax.tree.leaves((leaf.residual, leaf.tick))} != {jnp.dtype("float32")}:
+        if [x.dtype for x in jax.tree.leaves((leaf.residual, leaf.tick))] != _dtypes_of(leaf):
             raise ValueError(
                 f"the state of parameter {place.path} was changed together with it; cast and scale "
                 "parameters after jaxcomm.gather, not before it."
@@ -218,6 +219,12 @@ def _buckets_of(leaves: list[Any]) -> list[tuple[_Bucket, list[int]]]:
         for kind, buckets in groups.items()
         for own in buckets
     ]
+
+
+def _dtypes_of(leaf: ShardedParam) -> list[Any]:
+    """The dtypes that the state of a parameter had, residual and tick, where it has them."""
+    dtypes = {"residual": leaf.place.scheme.residual_dtype, "tick": "float32"}
+    return [jnp.dtype(d) for name, d in dtypes.items() if getattr(leaf, name) is not None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -285,7 +292,7 @@ def _exchanged(
         zeros = [jnp.zeros(s, g.dtype) for s, g in zip(shapes, gradients, strict=True)]
         return zeros, residuals
     owed = [
-        g.astype(jnp.float32) if r is None else g.astype(jnp.float32) + r
+        g.astype(jnp.float32) if r is None else g.astype(jnp.float32) + r.astype(jnp.float32)
         for g, r in zip(gradients, residuals, strict=True)
     ]
     parts = [_split(x, dim, world) for x, dim in zip(owed, bucket.dims, strict=True)]
@@ -317,6 +324,9 @@ def _exchanged(
         shards.append(shard.reshape(shape).astype(g.dtype))
         left.append(r if errors is None else _joined(errors[:, start:stop], shape, dim))
         start = stop
+    if errors is not None:
+        key = _key_of(bucket, ticks, _KEPT)
+        left = rounded(left, residuals, key, axis)
     return shards, left
 
 

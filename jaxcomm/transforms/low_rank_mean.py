@@ -38,6 +38,7 @@ from jaxcomm.transforms._exchange import (
 )
 from jaxcomm.transforms._layout import PATHS, Layout, Leaf, layout_of, local_shape
 from jaxcomm.transforms._options import Exempt, check_names
+from jaxcomm.transforms._residuals import checked_dtype, rounded
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
 from jaxcomm.transforms.per_device import PerDevice, zeros_per_device, zeros_per_group
@@ -51,8 +52,8 @@ class LowRankMeanState(NamedTuple):
       layout: what `init` recorded about the parameters.
       step: int32, from which new columns are drawn.
       residual: the part of each device's gradients that is in no update yet, for each compressed
-        leaf. float32, with a leading device axis, sharded over the axis; inside `jax.shard_map`,
-        this device's only.
+        leaf. In `residual_dtype`, with a leading device axis, sharded over the axis; inside
+        `jax.shard_map`, this device's only.
       factors: for each compressed leaf the last Q of its matrices, joined into a vector:
         rank times the number of columns for each. float32, with a device axis too, although equal
         on all devices.
@@ -77,6 +78,7 @@ def low_rank_mean(
     bucket_mib: float = 32.0,
     bucket_order: Sequence[str] | None = None,
     implementation: _implementations.Option = None,
+    residual_dtype: jax.typing.DTypeLike = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces local gradients by their mean, projected to a few directions: PowerSGD.
 
@@ -115,10 +117,11 @@ def low_rank_mean(
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None means the reverse of the tree's order.
       implementation: which version of the codec's kernels runs, as in `jaxcomm.mean`.
+      residual_dtype: "float32", or "bfloat16" for half of the memory, as in `jaxcomm.mean`.
 
     Returns:
-      A transformation used like `jaxcomm.mean`. Every device keeps one float32 copy of the
-      compressed leaves, and Q.
+      A transformation used like `jaxcomm.mean`. Every device keeps one copy of the compressed
+      leaves, and Q.
 
     Raises:
       TypeError, ValueError: immediately, for bad arguments; by `init` if the rank compresses no
@@ -168,9 +171,8 @@ def low_rank_mean(
         codec, algorithm, error_feedback=not is_float32, implementation=implementation
     )
     chosen.require_axes(axis_name)
-    exchange = _Exchange(
-        axis_name, rank, bases, factors, chosen, bucket_order, bytes_of(bucket_mib), seed
-    )
+    dtype, limit = checked_dtype(residual_dtype), bytes_of(bucket_mib)
+    exchange = _Exchange(axis_name, rank, bases, factors, chosen, bucket_order, limit, seed, dtype)
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
@@ -182,14 +184,14 @@ def low_rank_mean(
         large, _ = split_off_exempt(layout)
         sizes = [rank * math.prod(_matrices(layout.leaves[i])[:2]) for i in large]
         starts = zeros_per_group(layout, params, [(i,) for i in large], sizes)
-        residual = zeros_per_device(layout, params, large)
+        residual = zeros_per_device(layout, params, large, dtype)
         return LowRankMeanState(layout, jnp.zeros((), jnp.int32), residual, starts)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         kept = {"residual": True, "factors": True}
         rule = functools.partial(_low_rank_layout, rank=rank)
-        require_state(state, LowRankMeanState, exempt, kept, rule)
+        require_state(state, LowRankMeanState, exempt, kept, rule, dtype=dtype)
         grads, treedef = local_leaves(updates, state.layout)
         means, (residual, factors) = on_every_device(
             functools.partial(exchange, layout=state.layout),
@@ -216,6 +218,7 @@ class _Exchange:
     bucket_order: Sequence[str] | None
     limit: int
     seed: int
+    residual_dtype: str
 
     def __call__(
         self, grads: Arrays, own: Own, step: jax.Array, layout: Layout
@@ -224,6 +227,7 @@ class _Exchange:
         large, exempt_ = split_off_exempt(layout)
         buckets = buckets_of(layout, large, self.bucket_order, self.limit)
         residual, starts = (dict(zip(large, part, strict=True)) for part in own)
+        residual = {i: x.astype(jnp.float32) for i, x in residual.items()}
         step_key = jax.random.fold_in(seeded_key(self.seed), step)
         for i, start in starts.items():
             if start.size != (due := self.rank * math.prod(_matrices(layout.leaves[i])[:2])):
@@ -258,7 +262,8 @@ class _Exchange:
         means = functools.reduce(dict.__or__, done.buckets, dict(done.exact))
         lacks, factors = ({k: x for kept in done.kept for k, x in kept[j].items()} for j in (0, 1))
         means, lacks = within_range(means, lacks, grads)
-        new = [lacks[i] for i in large], [factors[i].reshape(-1) for i in large]
+        left = rounded([lacks[i] for i in large], own[0], step_key, self.axis_name)
+        new = left, [factors[i].reshape(-1) for i in large]
         finite = done.finite & jnp.all(jnp.stack(bounded))
         updates, finite = updates_of(means, finite, grads, self.axis_name)
         return updates, tuple(kept_if(finite, *pair) for pair in zip(new, own, strict=True))

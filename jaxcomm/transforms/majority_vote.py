@@ -31,7 +31,6 @@ from jaxcomm.transforms._exchange import (
     Own,
     by_leaf,
     exchange_buckets,
-    kept_if,
     local_leaves,
     on_every_device,
     updates_of,
@@ -39,6 +38,7 @@ from jaxcomm.transforms._exchange import (
 )
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._options import Exempt, check_names
+from jaxcomm.transforms._residuals import checked_dtype, kept_residuals
 from jaxcomm.transforms._scheme import Scheme, exchange
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
@@ -52,8 +52,8 @@ class MajorityVoteState(NamedTuple):
       layout: what `init` recorded about the parameters.
       step: int32, from which the coins are drawn.
       residual: with error feedback, the part of each device's gradients that its votes have not
-        expressed, for each compressed leaf; else empty. float32, with a leading device axis,
-        sharded over the axis; inside `jax.shard_map`, this device's only.
+        expressed, for each compressed leaf; else empty. In `residual_dtype`, with a leading device
+        axis, sharded over the axis; inside `jax.shard_map`, this device's only.
     """
 
     layout: Layout
@@ -73,6 +73,7 @@ def majority_vote(
     exempt: Exempt = (),
     bucket_mib: float = 16.0,
     bucket_order: Sequence[str] | None = None,
+    residual_dtype: jax.typing.DTypeLike = "float32",
 ) -> optax.GradientTransformation:
     """Replaces local gradients by the signs on which most devices agree.
 
@@ -116,6 +117,7 @@ def majority_vote(
         hops, so the default is larger than that of `jaxcomm.mean`.
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None means the reverse of the tree's order.
+      residual_dtype: "float32", or "bfloat16" for half of the memory, as in `jaxcomm.mean`.
 
     Returns:
       A transformation used like `jaxcomm.mean`. Its updates are +1, -1 or 0; with error feedback,
@@ -152,9 +154,10 @@ def majority_vote(
     check_names(axis_name, exempt, bucket_order)
     _check(ties, zeros, seed, error_feedback)
     chosen = Default("votes") if algorithm is None else _known(algorithm, axis_name)
-    limit = bytes_of(bucket_mib)
+    limit, order = bytes_of(bucket_mib), tuple(bucket_order or ())
+    dtype = checked_dtype(residual_dtype, error_feedback)
     reduction = None if error_feedback else Majority(ties, zeros, None)
-    scheme = Scheme(axis_name, reduction, chosen, seed, limit, tuple(bucket_order or ()), True)
+    scheme = Scheme(axis_name, reduction, chosen, seed, limit, order, True, residual_dtype=dtype)
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers(has_zero=error_feedback or zeros == "abstain")
@@ -164,18 +167,20 @@ def majority_vote(
         layout = layout_of(params, axis_name, exempt, bucket_order, (ties, zeros, scheme))
         chosen.require_world(layout.world)
         large, _ = split_off_exempt(layout)
-        residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
+        residual = zeros_per_device(layout, params, large, dtype) if error_feedback else NOTHING
         return MajorityVoteState(layout, jnp.zeros((), jnp.int32), residual)
 
     def on_device(grads: Arrays, own: Own, step: jax.Array, layout: Layout) -> tuple[Arrays, Own]:
         large, exempt_ = split_off_exempt(layout)
         buckets = buckets_of(layout, large, bucket_order, limit)
-        zero_key, tie_key = jax.random.split(jax.random.fold_in(seeded_key(seed), step))
+        key = jax.random.fold_in(seeded_key(seed), step)
+        zero_key, tie_key = jax.random.split(key)
         (old,), tie_keys = own, keys_of(tie_key, layout, buckets)
         ballots = {i: grads[i].astype(jnp.float32) for i in large}
         votes, scales = ballots, {}
         if error_feedback:
-            ballots = {i: ballots[i] + r for i, r in zip(large, old, strict=True)}
+            owed = zip(large, old, strict=True)
+            ballots = {i: ballots[i] + r.astype(jnp.float32) for i, r in owed}
             keys = dict(zip(buckets, keys_of(zero_key, layout, buckets), strict=True))
             votes = _decided(ballots, zeros, keys, axis_name)
             scales = {("scale", i): _mean_magnitude(x) for i, x in ballots.items()}
@@ -202,11 +207,11 @@ def majority_vote(
         left = {i: ballots[i] - scales["scale", i] * votes[i] for i in large if error_feedback}
         results, left = within_range(results, left, grads)
         updates, finite = updates_of(results, done.finite, grads, axis_name)
-        return updates, (kept_if(finite, list(left.values()), old),)
+        return updates, (kept_residuals(finite, list(left.values()), old, key, axis_name),)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        require_state(state, MajorityVoteState, exempt, {"residual": error_feedback})
+        require_state(state, MajorityVoteState, exempt, {"residual": error_feedback}, dtype=dtype)
         grads, treedef = local_leaves(updates, state.layout)
         run, own = functools.partial(on_device, layout=state.layout), (state.residual,)
         votes, (residual,) = on_every_device(run, grads, state.layout, own, state.step)

@@ -35,7 +35,6 @@ from jaxcomm.transforms._exchange import (
     Partly,
     by_leaf,
     exchange_buckets,
-    kept_if,
     local_leaves,
     on_every_device,
     updates_of,
@@ -43,6 +42,7 @@ from jaxcomm.transforms._exchange import (
 )
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._options import Exempt, check_names
+from jaxcomm.transforms._residuals import checked_dtype, kept_residuals
 from jaxcomm.transforms._scheme import Scheme, exchange
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
@@ -60,8 +60,9 @@ class MeanState(NamedTuple):
       step: int32, from which the keys are made.
       residual: with error feedback, the part of each device's gradients that is in no update yet,
         for each compressed leaf; else empty. The mean of the residuals over devices is what the
-        updates still lack, but for the rounding of means that "first_hop" drops. float32, with a
-        leading device axis, sharded over the axis; inside `jax.shard_map`, this device's only.
+        updates still lack, but for the rounding of means that "first_hop" drops. In
+        `residual_dtype`, with a leading device axis, sharded over the axis; inside `jax.shard_map`,
+        this device's only.
     """
 
     layout: Layout
@@ -82,6 +83,7 @@ def mean(
     bucket_mib: float = 8.0,
     bucket_order: Sequence[str] | None = None,
     implementation: _implementations.Option = None,
+    residual_dtype: jax.typing.DTypeLike = "float32",
 ) -> optax.GradientTransformation:
     """Replaces local gradients by their mean over a mesh axis.
 
@@ -97,9 +99,9 @@ def mean(
     With `error_feedback=True`, each device keeps the rounding errors of its own messages, on every
     hop, and adds them to its next gradients. The owner of a block also keeps N times the rounding
     error of the encoded mean. Over all steps, the updates and the mean of the residuals add up to
-    the mean of the gradients, except for the rounding of 16-bit updates. Errors are fed back some
-    steps late: momentum after the exchange repeats them, and Adam is not linear in them
-    (arXiv:2102.02888). So with fewer bits than int4, put SGD's momentum before the mean,
+    the mean of the gradients, except for the rounding of 16-bit updates and residuals. Errors are
+    fed back some steps late: momentum after the exchange repeats them, and Adam is not linear in
+    them (arXiv:2102.02888). So with fewer bits than int4, put SGD's momentum before the mean,
     `jaxcomm.local(axis_name, optax.trace(0.9, nesterov=True))`; with Adam, put the mean inside
     `jaxcomm.factored_adam`. `init` warns about fewer than 4 bits with feedback before an optimizer
     that keeps a variance, but only if both are in the same `optax.chain` or `optax.named_chain`. If
@@ -123,8 +125,8 @@ def mean(
         fewer rounds), "two_way_ring" for cnat on 3 to 8 devices and "circulant" on more than 32;
         "direct" for everything else. Where hosts have several devices, these are added up in
         float32 first (`jaxcomm.algorithms.hierarchical`), and the above is between hosts.
-      error_feedback: whether each device keeps the errors of its messages, in one float32 copy of
-        the gradients; "first_hop" keeps only those of the first hop, not the rounding errors of the
+      error_feedback: whether each device keeps the errors of its messages, in one copy of the
+        gradients; "first_hop" keeps only those of the first hop, not the rounding errors of the
         means.
       second_hop: the codec of the mean in the all-gather; None means `codec`.
       exempt: which leaves are sent in float32. Patterns of paths such as ["head/*"] add to those
@@ -137,6 +139,8 @@ def mean(
       implementation: which version of a kernel to use, if there are several: None, "xla", "mosaic",
         "triton", "measure" (time them once on this device), or a mapping from operations to these.
         `docs/kernels.md` lists the operations.
+      residual_dtype: "float32", or "bfloat16" for half of the memory: residuals are then rounded at
+        random, so that what they lack is zero on average.
 
     Returns:
       A transformation whose `update` takes local gradients (from `jaxcomm.value_and_grad`) and
@@ -178,12 +182,14 @@ def mean(
     """
     check_names(axis_name, exempt, bucket_order)
     check_seed(seed)
+    dtype = checked_dtype(residual_dtype, error_feedback)
     reduction, chosen = collectives.mean_of(
         codec, algorithm, second_hop, error_feedback, implementation
     )
     chosen.require_axes(axis_name)
     limit, sent = bytes_of(bucket_mib), codecs.from_name(codec)
-    scheme = Scheme(axis_name, reduction, chosen, seed, limit, tuple(bucket_order or ()))
+    order = tuple(bucket_order or ())
+    scheme = Scheme(axis_name, reduction, chosen, seed, limit, order, residual_dtype=dtype)
     arriving = sent if second_hop is None else codecs.from_name(second_hop)
     float32 = codecs.float32()
     is_plain = chosen.name == "native" and reduction == CodedMean(float32, float32)
@@ -197,7 +203,7 @@ def mean(
             warn_of_a_variance_behind(params, f"a mean in {coarsest.name}")
         layout = layout_of(params, axis_name, exempt, bucket_order, scheme)
         large, _ = split_off_exempt(layout)
-        residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
+        residual = zeros_per_device(layout, params, large, dtype) if error_feedback else NOTHING
         return MeanState(layout, jnp.zeros((), jnp.int32), residual)
 
     def on_device(grads: Arrays, own: Own, step: jax.Array, layout: Layout) -> tuple[Arrays, Own]:
@@ -228,11 +234,11 @@ def mean(
         left = by_leaf(done.kept, buckets, grads, are_state=True) if error_feedback else {}
         means, left = within_range(done.exact | by_leaf(done.buckets, buckets, grads), left, grads)
         updates, finite = updates_of(means, done.finite, grads, axis_name)
-        return updates, (kept_if(finite, [left[i] for i in residual], old),)
+        return updates, (kept_residuals(finite, [left[i] for i in residual], old, key, axis_name),)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        require_state(state, MeanState, exempt, {"residual": bool(error_feedback)})
+        require_state(state, MeanState, exempt, {"residual": bool(error_feedback)}, dtype=dtype)
         grads, treedef = local_leaves(updates, state.layout)
         run, own = functools.partial(on_device, layout=state.layout), (state.residual,)
         means, (residual,) = on_every_device(run, grads, state.layout, own, state.step)

@@ -89,15 +89,17 @@ def require_own(own: PerDevice, layout: Layout) -> None:
             )
 
 
-def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDevice:
-    """Float32 zeros shaped like some parameters, none of them empty; one copy per device."""
+def zeros_per_device(
+    layout: Layout, params: Any, which: Sequence[int], dtype: str = "float32"
+) -> PerDevice:
+    """Zeros shaped like some parameters, none of them empty; one copy per device."""
     specs = tuple(PartitionSpec(layout.axis_name, *layout.leaves[i].spec) for i in which)
     if _axes.is_manual(layout.axis_name):
         axes = _axes.checked_names(layout.axis_name)
         leaves = jax.tree.leaves(params)
         values = [
             _axes.as_varying(
-                jnp.zeros((1, *jnp.shape(leaves[i])), jnp.float32),
+                jnp.zeros((1, *jnp.shape(leaves[i])), dtype),
                 axes | _axes.varying_axes(leaves[i]),
             )
             for i in which
@@ -105,7 +107,7 @@ def zeros_per_device(layout: Layout, params: Any, which: Sequence[int]) -> PerDe
         return PerDevice(values, specs)
     shapes = [(layout.world, *layout.leaves[i].shape) for i in which]
     return PerDevice(
-        made_sharded(lambda: [jnp.zeros(shape, jnp.float32) for shape in shapes], specs), specs
+        made_sharded(lambda: [jnp.zeros(shape, dtype) for shape in shapes], specs), specs
     )
 
 

@@ -218,7 +218,7 @@ def _spread(new: jax.Array, old: np.ndarray, spec: PartitionSpec) -> jax.Array:
     _check_shapes(new, old, axis)
     is_float = jnp.issubdtype(old.dtype, jnp.floating)
     mean = old.mean(axis, np.float64, keepdims=True) if is_float else old.take([0], axis)
-    return _placed(np.broadcast_to(mean.astype(old.dtype), new.shape), new)
+    return _placed(np.broadcast_to(mean, new.shape), new)
 
 
 def _spread_on_devices(new: jax.Array, old: jax.Array, spec: PartitionSpec) -> jax.Array:

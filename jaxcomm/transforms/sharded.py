@@ -22,7 +22,7 @@ from jaxcomm.transforms._buckets import joined, split
 from jaxcomm.transforms._exchange import FLAG
 from jaxcomm.transforms._layout import Layout
 from jaxcomm.transforms._scheme import Exchange, Scheme
-from jaxcomm.transforms._states import require_kind
+from jaxcomm.transforms._states import require_dtype, require_kind
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, require_own
 from jaxcomm.transforms.sharded_params import ShardedState
@@ -53,7 +53,8 @@ def sharded(
     they see shards, and must be elementwise.
 
     With error feedback, every device keeps the errors of its own messages for the whole gradient:
-    float32 values for all parameters, N times the size of its shards. There is no second hop, so
+    a value for every parameter, N times as many as its shards have, in the `residual_dtype` of the
+    mean. There is no second hop, so
     `error_feedback=True` and "first_hop" are the same here.
 
     If any gradient on any device is not finite, every update on every device is NaN, and residuals
@@ -128,6 +129,7 @@ def sharded(
         del params
         refuse_wrappers()
         require_kind(state, ShardedState)
+        require_dtype(state.residual, scheme.residual_dtype)
         leaves, treedef = jax.tree.flatten(updates, is_leaf=is_sharded)
         _check_gradients(leaves, state.layout)
         results, residual = _on_every_device([unmark_local(leaf) for leaf in leaves], state)

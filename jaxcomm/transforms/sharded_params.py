@@ -28,8 +28,8 @@ class ShardedState(NamedTuple):
       scheme: how they are gathered, and their gradients exchanged.
       step: int32, from which the keys are made.
       residual: with error feedback, the part of each device's gradients that is in no update yet,
-        as long as the whole parameters on every device; else empty. float32, with a leading device
-        axis, sharded over the axis; inside `jax.shard_map`, this device's only.
+        as long as the whole parameters on every device; else empty. In `residual_dtype`, with a
+        leading device axis, sharded over the axis; inside `jax.shard_map`, this device's only.
     """
 
     layout: Layout

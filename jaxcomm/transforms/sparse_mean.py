@@ -16,6 +16,7 @@ from jaxcomm._numbers import is_real
 from jaxcomm.collectives import sparse
 from jaxcomm.collectives.sparse import _by_hosts
 from jaxcomm.kernels import _implementations, select
+from jaxcomm.kernels.random_bits import seeded_key
 from jaxcomm.kernels.reductions import finite_parts
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
@@ -44,6 +45,7 @@ from jaxcomm.transforms._exchange import (
 )
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._options import Exempt, check_names
+from jaxcomm.transforms._residuals import checked_dtype, rounded
 from jaxcomm.transforms._sparse_report import SparseReport, distance, report_of
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
@@ -64,8 +66,8 @@ class SparseMeanState(NamedTuple):
       layout: what `init` recorded about the parameters.
       step: int32, the number of sparse steps.
       residual: the part of each device's gradients that is in no update yet, for each compressed
-        leaf. float32, with a leading device axis, sharded over the axis; inside `jax.shard_map`,
-        this device's only.
+        leaf. In `residual_dtype`, with a leading device axis, sharded over the axis; inside
+        `jax.shard_map`, this device's only.
       velocity: with momentum correction, each device's momentum, of exempt leaves too; likewise.
       thresholds: for each bucket, float32[devices, 1], sharded over the axis; each device's
         threshold for the next step.
@@ -98,6 +100,7 @@ def sparse_mean(
     bucket_mib: float = 32.0,
     bucket_order: Sequence[str] | None = None,
     implementation: _implementations.Option = None,
+    residual_dtype: jax.typing.DTypeLike = "float32",
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces local gradients by the mean of their largest values over a mesh axis.
 
@@ -138,6 +141,7 @@ def sparse_mean(
       bucket_order: paths of leaves in the order in which their gradients appear, as
         `jaxcomm.backward_order` finds them; None means the reverse of the tree's order.
       implementation: which version of a kernel runs where there are several, as in `jaxcomm.mean`.
+      residual_dtype: "float32", or "bfloat16" for half of the memory, as in `jaxcomm.mean`.
 
     Returns:
       A transformation used like `jaxcomm.mean`.
@@ -172,8 +176,9 @@ def sparse_mean(
     chosen = dataclasses.replace(chosen, density=density, implementation=option)
     _check(error_feedback, measure_xi, momentum_correction)
     m = momentum_correction
+    dtype = checked_dtype(residual_dtype, error_feedback)
     exchange = _Exchange(
-        axis_name, chosen, error_feedback, m, measure_xi, bucket_order, bytes_of(bucket_mib)
+        axis_name, chosen, error_feedback, m, measure_xi, bucket_order, bytes_of(bucket_mib), dtype
     )
 
     def init_fn(params: Any) -> Any:
@@ -183,7 +188,7 @@ def sparse_mean(
         layout = layout_of(params, axis_name, exempt, bucket_order, exchange)
         _hosts.warn_of_order(axis_name, instead="")
         large, _ = split_off_exempt(layout)
-        residual = zeros_per_device(layout, params, large) if error_feedback else NOTHING
+        residual = zeros_per_device(layout, params, large, dtype) if error_feedback else NOTHING
         full, _ = split_off_empty(layout)
         velocity = NOTHING if m is None else zeros_per_device(layout, params, full)
         buckets = exchange.buckets(layout)
@@ -204,7 +209,7 @@ def sparse_mean(
     ) -> tuple[Any, Any]:
         del params
         kept, of_all = {"residual": error_feedback}, {"velocity": m is not None}
-        require_state(state, SparseMeanState, exempt, kept, kept_of_all=of_all)
+        require_state(state, SparseMeanState, exempt, kept, kept_of_all=of_all, dtype=dtype)
         Buckets(state.layout.buckets).require_same(exchange.buckets(state.layout))
         grads, treedef = local_leaves(updates, state.layout)
         (*means, report), (residual, velocity, thresholds) = on_every_device(
@@ -255,6 +260,7 @@ class _Exchange:
     measure_xi: bool
     bucket_order: Sequence[str] | None
     limit: int
+    residual_dtype: str
     is_dense: bool = False
 
     def buckets(self, layout: Layout) -> tuple[Bucket, ...]:
@@ -313,8 +319,9 @@ class _Exchange:
             means |= {i: clipped(means[i], grads[i].dtype) for i in small}
             momenta = [kept.velocity for kept in done.kept]
             velocity = small | by_leaf(momenta, buckets, grads, are_state=True)
+        key = jax.random.fold_in(seeded_key(0), step)
         new = (
-            [residual[i] for i in large if residual],
+            rounded([residual[i] for i in large if residual], own[0], key, self.axis_name),
             [velocity[i] for i in full if velocity],
             [kept.threshold for kept in done.kept],
         )

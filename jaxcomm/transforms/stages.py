@@ -271,9 +271,9 @@ def _refuse_to_lose(state: Any) -> None:
     if any(node.values for node in own):
         raise ValueError(
             "a stage would end with per-device state, such as a residual, that the next stage "
-            "cannot hold. Only stages of the same kind pass it on: give all error_feedback=True "
-            "and the same exempt leaves (a float32 mean too: it then sends what is left), or the "
-            "same rank; or put jaxcomm.local before the stages."
+            "cannot hold. Only stages of the same kind pass it on: give all error_feedback=True, "
+            "the same residual_dtype and the same exempt leaves (a float32 mean too: it then sends "
+            "what is left), or the same rank; or put jaxcomm.local before the stages."
         )
 
 

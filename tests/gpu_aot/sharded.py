@@ -1,7 +1,8 @@
-"""HSDP for a target: `tx.init` and a step on a (data, fsdp) mesh of 2 x 4 GPUs.
+"""HSDP for a target: `tx.init` and a step on a (data, fsdp) mesh of 2 x 4 GPUs; and FSDP.
 
 `python -m gpu_aot.sharded TARGET` prints, as JSON, the bytes of the state that each device holds,
-and what the step sends by kind of collective and over which groups.
+and what the step sends by kind of collective and over which groups. And, for each dtype of
+residuals, the bytes that a device needs in a step of FSDP: of arguments and of temporaries.
 """
 
 import json
@@ -15,7 +16,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcomm
-from benchmarks.aot.targets import mesh_of
+from benchmarks.aot.targets import mesh_of, placed
 
 SHAPES = {"dense": ((4096, 1024), PartitionSpec("fsdp")), "bias": ((1024,), PartitionSpec())}
 
@@ -24,7 +25,11 @@ def main(target: str) -> None:
     devices = np.asarray(mesh_of(target).devices).reshape(2, 4)
     mesh = Mesh(devices, ("data", "fsdp"), (AxisType.Auto,) * 2)
     with jax.set_mesh(mesh):
-        print(json.dumps(compiled(mesh)))
+        found = compiled(mesh)
+    mesh = mesh_of(target)
+    with jax.set_mesh(mesh):
+        found["memory"] = {dtype: memory(mesh, dtype) for dtype in ("float32", "bfloat16")}
+    print(json.dumps(found))
 
 
 def compiled(mesh: Any) -> dict[str, Any]:
@@ -54,6 +59,37 @@ def compiled(mesh: Any) -> dict[str, Any]:
         "state": init.memory_analysis().output_size_in_bytes,
         "sent": [[c.op, float(max(c.sent)), c.group_size] for c in report.collectives],
     }
+
+
+LAYERS = (12, 512, 512)
+
+
+def memory(mesh: Any, dtype: str) -> list[int]:
+    """Of a step with four bits and error feedback, in a loop over layers."""
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        def layer(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, None]:
+            return x + jnp.tanh(x @ jaxcomm.gather(kernel)), None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params["layers"])[0] ** 2)
+
+    mean = jaxcomm.mean("data", "int4", error_feedback=True, residual_dtype=dtype)
+    tx = optax.chain(jaxcomm.sharded(mean, gather="int8"), optax.sgd(0.1))
+    params = {"layers": jax.ShapeDtypeStruct(LAYERS, jnp.float32)}
+    params = placed(mesh, params, PartitionSpec(None, "data"))
+    state = jax.eval_shape(jaxcomm.with_param_specs(tx, params).init, params)
+    state = placed(mesh, state, jaxcomm.state_spec(tx, params, mesh))
+
+    def step(params: Any, state: Any, x: jax.Array) -> tuple[Any, Any]:
+        at = jaxcomm.sharded_params(params, state)
+        _, grads = jaxcomm.value_and_grad(loss_fn, "data")(at, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    x = placed(mesh, jax.ShapeDtypeStruct((16, LAYERS[-1]), jnp.float32), PartitionSpec("data"))
+    found = jax.jit(step, donate_argnums=(0, 1)).trace(params, state, x).lower().compile()
+    analysis = found.memory_analysis()
+    return [analysis.argument_size_in_bytes, analysis.temp_size_in_bytes]
 
 
 if __name__ == "__main__":

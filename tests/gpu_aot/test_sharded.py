@@ -1,8 +1,11 @@
 """Parameters sharded over a further axis: state is made sharded, and travels along `data` alone."""
 
+import math
+
 import pytest
 
 from benchmarks.aot.targets import TARGETS
+from gpu_aot.sharded import LAYERS
 from gpu_aot.targets import compiled_in_a_process, needs_gpu_aot
 
 DENSE, BIAS = 4 * 4096 * 1024, 4 * 1024  # bytes
@@ -20,3 +23,7 @@ def test_init_and_step_on_two_by_four(target: str) -> None:
     # Both hops of int8 between two devices: half of a quarter each; and the bias with the flag.
     assert sum(pairs) == pytest.approx(2 * DENSE / 4 / 4 / 2 + BIAS, rel=0.04)
     assert sum(over_fsdp) <= 8  # whether the other shards are finite too
+    # A copy of the residuals comes with the state, and one leaves the loop over layers.
+    half = 2 * math.prod(LAYERS)
+    floats, halves = found["memory"]["float32"], found["memory"]["bfloat16"]
+    assert all(a - b >= 0.99 * half for a, b in zip(floats, halves, strict=True))

@@ -10,6 +10,9 @@ additional pass over memory.
 import jax
 import jax.numpy as jnp
 
+_MAGNITUDE = 0x7FFFFFFF
+_LARGEST = 0x7F7F0000  # as a pattern of float32
+
 
 def round_to_bits(x: jax.Array) -> jax.Array:
     """Rounds to the nearest bfloat16, ties to even, and returns the bit patterns.
@@ -21,6 +24,23 @@ def round_to_bits(x: jax.Array) -> jax.Array:
       uint16 array of the same shape. NaN stays NaN; values out of range become infinite.
     """
     return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+
+
+def round_at_random(x: jax.Array, words: jax.Array) -> jax.Array:
+    """Rounds to one of the two nearest bfloat16 numbers, so that the expected value is x.
+
+    Args:
+      x: float32 array of any shape. What is not finite stays so; magnitudes above the largest
+        bfloat16 number are rounded towards zero.
+      words: uint32 array of the same shape, 32 independent fair coins for every element.
+
+    Returns:
+      bfloat16 array of the same shape.
+    """
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    is_between = bits & _MAGNITUDE < _LARGEST
+    bits += jnp.where(is_between, words >> 16, jnp.uint32(0))
+    return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
 def widen_bits(bits: jax.Array) -> jax.Array:

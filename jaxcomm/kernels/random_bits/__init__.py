@@ -42,22 +42,24 @@ def seeded_key(seed: jax.typing.ArrayLike) -> jax.Array:
     return jax.random.key(seed, impl="threefry2x32")
 
 
-def random_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def random_bits(key: jax.Array, shape: tuple[int, ...], first_row: int = 0) -> jax.Array:
     """Draws 32 independent fair coins for every element.
 
     The word at index i of row r is the cipher of (i, r), where rows are counted through all leading
-    axes. A longer last axis therefore leaves the earlier words of a row unchanged.
+    axes. A longer last axis therefore leaves the earlier words of a row unchanged, and arrays with
+    other rows may share a key.
 
     Args:
       key: a PRNG key, of any of jax's generators.
       shape: the shape of the result; the last axis and the number of rows are below 2^32.
+      first_row: the number of the first row.
 
     Returns:
       uint32 array of that shape.
     """
     own = key_words(key)
     *lead, n = shape
-    rows = jnp.arange(math.prod(lead), dtype=jnp.uint32).reshape(*lead, 1)
+    rows = jnp.arange(first_row, first_row + math.prod(lead), dtype=jnp.uint32).reshape(*lead, 1)
     columns = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
     return threefry2x32((own[0], own[1]), (columns, jnp.broadcast_to(rows, shape)))[0]
 
