@@ -291,7 +291,7 @@ def test_an_axis_of_one_device(make_mesh: Any) -> None:
     for devices, is_said in ((1, True), (2, False)):
         with jax.set_mesh(make_mesh(devices)):
             text = str(jaxcomm.explain(jaxcomm.mean("data", "int8"), shapes()))
-        assert ("one device: nothing is exchanged, but values are rounded" in text) == is_said
+        assert ("one device: no gradient is sent, but codecs still round" in text) == is_said
     with jax.set_mesh(make_mesh(2)):
         frozen = optax.partition(
             {"a": jaxcomm.set_to_zero("data"), "b": jaxcomm.mean("data")}, {"w": "a"}

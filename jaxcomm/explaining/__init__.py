@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxcomm import _axes, _hosts, _notes, _paths
 from jaxcomm._notes import Message
+from jaxcomm.collectives.reductions import CodedMean, RandomKMean
 from jaxcomm.explaining._explanation import Explanation, Leaf, Sent
 from jaxcomm.explaining._program import Collective, collectives_in, nodes_of, trace, wire_of
 from jaxcomm.transforms import (
@@ -46,6 +47,9 @@ _FEEDBACK = (
     "error feedback: below int4 the momentum of SGD before it, jaxcomm.local(axis, "
     "optax.trace(0.9, nesterov=True)), and with Adam the mean inside jaxcomm.factored_adam"
 )
+
+
+_COARSE = "SGD without momentum after it: fewer than 4 bits lose accuracy before others"
 
 
 _LIKE_DATA = "data that are alike on all devices, or jaxcomm.control_variates before it"
@@ -155,7 +159,7 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
     world = max(layout.world for layout in layouts)
     hosts = [_hosts.host_of(device) for device in mesh.devices.flat]
     between = wire.bytes_between(hosts) if 1 < len(set(hosts)) < mesh.size else None
-    needs, alike = _needs(state), _alike(layouts, mesh)
+    needs, alike = _needs(state, any(map(_is_coarse, notes.values()))), _alike(layouts, mesh)
     return Explanation(
         mesh.size, leaves, messages, wire, dense, own, shared, needs, world, alike, between
     )
@@ -278,7 +282,7 @@ def _leaves(params: Any, messages: tuple[Sent, ...]) -> tuple[Leaf, ...]:
     leaves = []
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         name = _paths.path_name(path)
-        own = [message for message in messages if name in message.leaves]
+        own = [message for message in messages if name in message.leaves and 0 not in jnp.shape(x)]
         forms = dict.fromkeys(message.form for message in own)
         travels = "; ".join(forms) or "not sent"
         leaves.append(Leaf(name, tuple(jnp.shape(x)), travels, tuple(m.name for m in own)))
@@ -316,7 +320,15 @@ def _typed(state: Any, specs: Any) -> Any:
     return jax.tree.map(of, state, specs)
 
 
-def _needs(state: Any) -> tuple[tuple[str, str], ...]:
+def _is_coarse(note: Any) -> bool:
+    """Whether a note is that of a mean in few bits, whose errors nobody keeps."""
+    if type(note) is not tuple or not isinstance(note[0], CodedMean | RandomKMean):
+        return False
+    codec = getattr(note[0], "selection", note[0].codec)
+    return codec.bits_per_value < 4 and not note[0].keeps_errors
+
+
+def _needs(state: Any, is_coarse: bool) -> tuple[tuple[str, str], ...]:
     """What each method needs, the outermost first."""
     found = nodes_of(state, tuple(_NEEDS))
     corrected = any(isinstance(node, ControlVariatesState) for node in found)
@@ -325,8 +337,8 @@ def _needs(state: Any) -> tuple[tuple[str, str], ...]:
     needs = {}
     for node in found:
         name, text = _NEEDS[type(node)]
-        if isinstance(node, MeanState) and node.residual.values:
-            text = _FEEDBACK
+        if isinstance(node, MeanState) and (node.residual.values or is_coarse):
+            text = _FEEDBACK if node.residual.values else _COARSE
         if isinstance(node, MajorityVoteState):
             rate = "gradients" if node.residual.values else "signs"
             text = f"SGD with a rate for {rate}{'' if corrected else f'; {_LIKE_DATA}'}"

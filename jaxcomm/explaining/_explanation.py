@@ -137,8 +137,9 @@ class Explanation:
             return []
         axes = " and ".join(map(repr, self.alike))
         return textwrap.wrap(
-            f"Devices that differ along {axes} send the same: no parameter is split over it. Split "
-            f"them, as jaxcomm.shard(params, {self.alike[0]!r}) does, and each sends its part.",
+            f"Devices that differ along {axes} send the same buckets: no parameter that is "
+            f"compressed is split over it. Split them, as jaxcomm.shard(params, {self.alike[0]!r}) "
+            "does, and each sends its part.",
             90,
         )
 
@@ -157,7 +158,7 @@ class Explanation:
         if self.world > 1:
             return []
         return [
-            "The axis of the exchange has one device: nothing is exchanged, but values are rounded."
+            "The axis of the exchange has one device: no gradient is sent, but codecs still round."
         ]
 
     def _sometimes(self, values: int) -> list[str]:

@@ -39,6 +39,12 @@ class Structure:
     def arrays_of(self, state: Any) -> list[Any]:
         """What is kept of the inner state, or of a tree like it."""
         leaves = jax.tree.leaves(state)
+        if len(leaves) != len(self.empty):
+            raise ValueError(
+                f"the state of the inner transformation has {len(self.empty)} arrays after `init` "
+                f"and {len(leaves)} after `update`, as that of optax.monitor; put it after the "
+                "exchange in the chain, where nothing is kept for each device."
+            )
         return [x for x, e in zip(leaves, self.empty, strict=True) if e is None]
 
 

@@ -59,9 +59,16 @@ _OF_SGD |= {"masked", "partition", "named_chain", "set_to_zero"}
 # Where optax's chains call their members.
 _CHAIN_INIT = "chain.<locals>.init_fn.<locals>.<genexpr>"
 _NAMED_CHAIN_INIT = "named_chain.<locals>.init_fn"
+# Where they update with their members.
+_CHAIN_UPDATE, _NAMED_CHAIN_UPDATE = "chain.<locals>.update_fn", "named_chain.<locals>.update_fn"
 # Fields of the states of optax and optax.contrib.
-_MOMENTA = {"mu", "trace", "exp_avg", "e_x"}
-_VARIANCES = {"nu", "sum_of_squares", "e_g", "v_row", "exp_avg_sq"}
+_MOMENTA = {"mu", "trace", "exp_avg", "e_x", "prev_updates", "previous_gradient"}
+_MOMENTA |= {"diff_updates_memory"}
+_VARIANCES = {"nu", "sum_of_squares", "e_g", "v_row", "exp_avg_sq", "grad_sum_sq"}
+# States of optax that a step whose update is zero leaves as they are, or changes rightly.
+_IDLE = {"ApplyIfFiniteState", "MonitorState", "SnapshotState", "ZeroNansState"}
+# What moves the shared parameters beside the update that it wraps.
+_MOVERS = {"lookahead", "mechanize", "schedule_free"}
 
 
 def with_extra_args(tx: Any, who: str, argument: str) -> optax.GradientTransformationExtraArgs:
@@ -127,7 +134,7 @@ def _held(function: FunctionType) -> Iterator[Any]:
         except Exception:  # noqa: BLE001, S112 - an empty cell, or a pytree of the user's own
             continue
         yield from (part for tx in held if _is_transformation(tx) for part in tx)
-        if free == "init_fns":  # those of a chain
+        if free in ("init_fns", "update_fns"):  # those of a chain
             yield from held
 
 
@@ -184,18 +191,69 @@ def schedules_behind(params: Any) -> set[str]:
     return _kept_behind(params, _schedules_of)
 
 
+def arrays_behind(params: Any) -> set[str]:
+    """The arrays in states of the transformations that follow, which count steps, likewise.
+
+    Returns:
+      Their names, such as "count" and "ema". Those of `optax.apply_if_finite` and of others that
+      only look on are left out.
+    """
+
+    def is_idle(node: Any) -> bool:
+        return type(node).__name__ in _IDLE
+
+    def named(state: Any) -> set[str]:
+        found = set()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_idle):
+            if is_idle(leaf):
+                found |= named(getattr(leaf, "inner_state", ()))
+            else:
+                names = [key.name for key in path if hasattr(key, "name")]
+                found.add(names[-1] if names else "an array")
+        return found
+
+    return set().union(*map(named, _states_behind(params)))
+
+
+def decay_behind() -> bool:
+    """Whether `optax.add_decayed_weights` follows in the same optax chains; in `update`."""
+    return any(
+        "add_decayed_weights" in _names_in(update)
+        for frame in _optax_frames()
+        for update in _updates_behind(frame)
+    )
+
+
+def _updates_behind(frame: FrameType) -> list[Init]:
+    """The `update`s of the members after the caller, if the frame is an optax chain's."""
+    name, own = frame.f_code.co_qualname, frame.f_locals
+    if name == _CHAIN_UPDATE and own.get("fn") in (members := list(own.get("update_fns", ()))):
+        return members[members.index(own["fn"]) + 1 :]
+    if name == _NAMED_CHAIN_UPDATE:
+        names = [name for name, _ in own.get("transforms", ())]
+        here = names.index(own["name"]) if own.get("name") in names else len(names)
+        return [tx.update for _, tx in own.get("transforms", ())][here + 1 :]
+    return []
+
+
 def _kept_behind(params: Any, of: Callable[[Any], set[str]]) -> set[str]:
-    """What the states of the transformations that follow have, by the nodes of their states.
+    """What the states of the transformations that follow have, by the nodes of their states."""
+    found = set()
+    for state in _states_behind(params):
+        found = found.union(*map(of, jax.tree.leaves(state, is_leaf=lambda x: of(x) != set())))
+    return found
+
+
+def _states_behind(params: Any) -> list[Any]:
+    """The states, as shapes, of the transformations that follow in the same optax chains.
 
     Their own `init`, when called here, has no chain: where it looks for what follows, it would find
     this one again.
     """
-    found = set()
+    states = []
     for frame in _optax_frames():
-        for state in [jax.eval_shape(init, params) for init in _members(frame)[1]]:
-            nodes = jax.tree.leaves(state, is_leaf=lambda x: of(x) != set())
-            found = found.union(*map(of, nodes))
-    return found
+        states += [jax.eval_shape(init, params) for init in _members(frame)[1]]
+    return states
 
 
 def _members(frame: FrameType) -> tuple[list[Init], list[Init]]:
@@ -232,6 +290,15 @@ def refuse_all_behind(name: str) -> None:
             )
 
 
+def refuse_movers(name: str) -> None:
+    """Raises, in `init` of a method with own parameters on devices, around which one is."""
+    for mover in _MOVERS & _optax_callers():
+        raise ValueError(
+            f"optax's {mover} around {name} moves the shared parameters, and devices train at "
+            "their own, so the next exchange would undo it. Put it into the inner optimizer."
+        )
+
+
 def refuse_optimizer_behind(params: Any, name: str) -> None:
     """Raises, in `init` of a method that is an optimizer, if another one follows in its chain."""
     if moments := moments_behind(params):
@@ -265,8 +332,8 @@ def warn_of_a_variance_behind(params: Any, exchange: str) -> None:
 
 def _moments_of(node: Any) -> set[str]:
     fields = set(getattr(node, "_fields", ()))
-    if fields.issuperset({"m", "v", "n", "g"}):  # Adan's
-        return {"nu"}
+    if fields.issuperset({"m", "v", "n", "g"}) or fields == {"t", "m", "n"}:
+        return {"nu"}  # Adan's, and that of simplified AdEMAMix
     return (_MOMENTA | _VARIANCES) & fields
 
 
@@ -284,7 +351,7 @@ def _optax_callers() -> set[str]:
 def _optax_frames() -> Iterator[FrameType]:
     """The calls of optax on the call stack, innermost first, up to where a chain looks ahead."""
     frame = sys._getframe(1)
-    ahead = _kept_behind.__code__
+    ahead = _states_behind.__code__
     looking = frame.f_code is ahead  # itself
     while frame is not None and (looking or frame.f_code is not ahead):
         if frame.f_globals.get("__name__", "").startswith("optax."):

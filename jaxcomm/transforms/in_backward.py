@@ -241,7 +241,8 @@ class _InBackward:
         if len(found) != 1:
             raise ValueError(
                 f"attach needs the state of one jaxcomm.in_backward of {list(self.layers)}, found "
-                f"{len(found)}; pass what tx.init or tx.update returned."
+                f"{len(found)}; pass what tx.init or tx.update returned. With optax.partition, put "
+                "one in_backward before it, and partition the optimizers."
             )
         leaves, treedef = jax.tree.flatten(params, is_leaf=is_parameter)
         paths = paths_of(params)

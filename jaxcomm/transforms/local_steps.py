@@ -42,7 +42,12 @@ from jaxcomm.transforms._state_of_each import (
     on_each_device,
 )
 from jaxcomm.transforms._states import require_kind, require_no_exchange
-from jaxcomm.transforms._wrappers import refuse_all_behind, refuse_wrappers, with_extra_args
+from jaxcomm.transforms._wrappers import (
+    refuse_all_behind,
+    refuse_movers,
+    refuse_wrappers,
+    with_extra_args,
+)
 from jaxcomm.transforms.local_params import LocalStepsState, own_tree
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own, sharded_as_before
 
@@ -178,6 +183,7 @@ def local_steps(
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         refuse_all_behind("local_steps")
+        refuse_movers("local_steps")
         exchange_state, inner_state = exchange.init(params), inner.init(params)
         axis_name = axis_of(exchange_state, "local_steps")
         _roles.require_means(exchange_state, "local_steps")

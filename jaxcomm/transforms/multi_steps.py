@@ -21,6 +21,8 @@ from jaxcomm.transforms._layout import (
 )
 from jaxcomm.transforms._states import require_kind
 from jaxcomm.transforms._wrappers import (
+    arrays_behind,
+    decay_behind,
     moments_behind,
     refuse_wrappers,
     schedules_behind,
@@ -35,6 +37,7 @@ from jaxcomm.transforms.per_device import (
 )
 
 _TURNS = 4  # of promotions
+_INSIDE = "jaxcomm.multi_steps(optax.chain(exchange, optimizer), every)"
 
 
 class MultiStepsState(NamedTuple):
@@ -75,8 +78,9 @@ def multi_steps(
     Raises:
       TypeError: by `update` if `due` is known on the devices only.
       ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
-        over several axes, or if an optimizer with moments or a schedule follows in the chain: it
-        would count the steps in between; by `update` if `due` is no bool.
+        over several axes, or if an optimizer with moments, a schedule or other state follows in the
+        chain: it would count the steps in between; by `update` if a decay of weights follows, or
+        `due` is no bool.
 
     Wire: that of `inner` in one step of `every`, in a branch of a conditional; otherwise nothing.
     With `due`, that of `inner` or nothing, and no conditional.
@@ -105,6 +109,11 @@ def multi_steps(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         require_kind(state, MultiStepsState)
+        if every > 1 and decay_behind():
+            raise ValueError(
+                "optax.add_decayed_weights follows multi_steps in the chain, and would decay in "
+                f"the steps in between too. Put it inside: {_INSIDE}."
+            )
         grads, treedef = local_leaves(updates, state.layout)
         require_own(state.accumulated, state.layout)
         due, extra_args = _branches.known_on_the_host("multi_steps", extra_args)
@@ -138,14 +147,13 @@ def multi_steps(
 
 def _refuse_behind(params: Any) -> None:
     """Raises, in `init`, if the steps in between would count in what follows in the chain."""
-    kept = sorted(moments_behind(params))
-    if not kept and not (kept := sorted(schedules_behind(params))):
-        return
-    raise ValueError(
-        f"an optimizer with {', '.join(kept)} follows multi_steps in the chain, and would count "
-        "the steps in between, whose updates are zero. Put it inside: "
-        "jaxcomm.multi_steps(optax.chain(exchange, optimizer), every)."
-    )
+    kept = moments_behind(params) or schedules_behind(params) or arrays_behind(params)
+    if kept:
+        raise ValueError(
+            f"a transformation with {', '.join(sorted(kept))} follows multi_steps in the chain, "
+            "and would count the steps in between, whose updates are zero. Put it inside: "
+            f"{_INSIDE}."
+        )
 
 
 def _add(grads: list[jax.Array], state: MultiStepsState) -> dict[int, jax.Array]:

@@ -89,8 +89,15 @@ def test_a_turn_brings_a_message_to_each_node_and_one_across(near: int) -> None:
     assert sorted(a for a, _ in across) == sorted(b for _, b in across) == list(range(2 * near))
 
 
+@pytest.mark.parametrize(("world", "bits"), [(2, 1.70), (4, 1.95), (6, 2.00), (8, 2.28)])
+def test_the_bits_of_the_docs(world: int, bits: float, make_mesh: MakeMesh) -> None:
+    sent = compiled_vote(make_mesh(world), two_clusters(), "random", "random", 10**6)
+    found = jaxcomm.wire_report(sent).bytes_max
+    assert 8 * float(found) / 10**6 == pytest.approx(bits, abs=0.006)
+
+
 @pytest.mark.parametrize(("world", "bits"), [(8, 2.33), (16, 2.72), (32, 3.22)])
-def test_the_bits_of_the_docs(world: int, bits: float) -> None:
+def test_the_time_of_its_rounds(world: int, bits: float) -> None:
     """Each round is as long as its longest message, which crosses in most of them."""
     words, near = 10**6, world // 2
     all_turns = turns(words, near)

@@ -260,3 +260,16 @@ def test_empty_parameters_along_an_explicit_axis() -> None:
 
             updates, _ = jax.jit(step)(params, tx.init(params))
             assert np.isfinite(np.asarray(jaxcomm.unmark_local(updates)["w"])).all()
+
+
+def test_a_state_that_grows_is_refused_by_each_device(mesh8: Any) -> None:
+    """That of `optax.monitor` has None before the first update."""
+    grown = optax.GradientTransformation(
+        lambda params: {"norm": None}, lambda u, s, p=None: (u, {"norm": optax.tree.norm(u)})
+    )
+    tx = optax.chain(jaxcomm.local("data", grown), jaxcomm.mean("data"))
+    with jax.set_mesh(mesh8):
+        params = jaxcomm.replicate({"w": jnp.ones((4, 2))})
+        grads = jax.tree.map(lambda x: jnp.ones((8, *x.shape)), params)
+        with pytest.raises(ValueError, match="0 arrays after `init` and 1 after `update`"):
+            jax.eval_shape(tx.update, grads, tx.init(params), params)

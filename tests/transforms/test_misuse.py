@@ -39,6 +39,21 @@ def test_nothing_follows_local_steps(mesh8: Any, behind: optax.GradientTransform
         local_steps(optax.chain(optax.clip(1.0), behind)).init(params)
 
 
+@pytest.mark.parametrize(
+    "mover",
+    [lambda tx: optax.lookahead(tx, 2, 0.5), lambda tx: optax.contrib.schedule_free(tx, 0.1)],
+)
+def test_nothing_around_local_steps_moves_the_shared_parameters(mesh8: Any, mover: Any) -> None:
+    """The next exchange would take it back."""
+    with jax.set_mesh(mesh8):
+        params = jaxcomm.replicate(PARAMS)
+        pair = optax.LookaheadParams(params, params)
+        tx = mover(local_steps(optax.sgd(0.1)))
+        with pytest.raises(ValueError, match="around local_steps moves the shared parameters"):
+            tx.init(pair if "lookahead" in tx.init.__qualname__ else params)
+        local_steps(optax.contrib.schedule_free(optax.sgd(0.1), 0.1)).init(params)
+
+
 def test_a_state_is_not_replicated(mesh8: Any) -> None:
     """Its residuals would be on all devices, and be gathered in every step."""
     with jax.set_mesh(mesh8):

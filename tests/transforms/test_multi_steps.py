@@ -174,6 +174,49 @@ def test_a_schedule_outside_would_count_the_steps_in_between(mesh8: Any, followe
             optax.chain(accumulated, follower).init(params)
 
 
+@pytest.mark.parametrize(
+    "follower",
+    [
+        optax.contrib.madgrad(0.1),
+        optax.contrib.simplified_ademamix(0.1, alpha=1.0),
+        optax.signum(0.1) if hasattr(optax, "signum") else optax.ema(0.9),
+        optax.rprop(0.1),
+        optax.lbfgs(0.1, linesearch=None),
+        optax.optimistic_gradient_descent(0.1),
+        optax.apply_every(2),
+        optax.apply_if_finite(optax.ema(0.9), 3),
+    ],
+)
+def test_no_state_outside_sees_the_steps_in_between(mesh8: Any, follower: Any) -> None:
+    accumulated, params = jaxcomm.multi_steps(jaxcomm.mean("data"), 4), {"w": jnp.zeros(3)}
+    with jax.set_mesh(mesh8):
+        jaxcomm.multi_steps(optax.chain(jaxcomm.mean("data"), follower), 4).init(params)
+        for chain in (
+            optax.chain(accumulated, follower),
+            optax.named_chain(("exchange", accumulated), ("optimizer", follower)),
+        ):
+            with pytest.raises(ValueError, match="follows multi_steps.*Put it inside"):
+                chain.init(params)
+        only_looks = optax.apply_if_finite(optax.chain(optax.zero_nans(), optax.sgd(0.1)), 3)
+        optax.chain(accumulated, only_looks).init(params)
+
+
+@pytest.mark.parametrize("around", [lambda x: x, lambda x: optax.masked(x, {"w": True})])
+def test_weights_outside_would_decay_in_the_steps_in_between(mesh8: Any, around: Any) -> None:
+    accumulated, params = jaxcomm.multi_steps(jaxcomm.mean("data"), 4), {"w": jnp.zeros(3)}
+    decay, sgd = around(optax.add_decayed_weights(0.1)), optax.sgd(0.1)
+    with jax.set_mesh(mesh8):
+        for chain in (
+            optax.chain(accumulated, optax.chain(decay, sgd)),
+            optax.named_chain(("exchange", accumulated), ("decay", decay), ("sgd", sgd)),
+        ):
+            state = chain.init(params)
+            with pytest.raises(ValueError, match="add_decayed_weights follows multi_steps"):
+                jax.eval_shape(chain.update, {"w": jnp.zeros((8, 3))}, state, params)
+        before = optax.chain(jaxcomm.local("data", optax.identity()), accumulated, sgd)
+        jax.eval_shape(before.update, {"w": jnp.zeros((8, 3))}, before.init(params), params)
+
+
 @pytest.mark.parametrize("view", [GLOBAL, VIEWS[2]], ids=by_name)
 def test_the_loop_of_gpus_is_the_branch_of_cpus(
     view: View, monkeypatch: pytest.MonkeyPatch
