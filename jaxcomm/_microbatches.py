@@ -24,12 +24,12 @@ def accumulated(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Cal
         )
         # Residuals are of a step; added to the gradient of a microbatch, they are weighted by
         # 1 / microbatches.
-        params = _shards.scaled_residuals(params, microbatches)
+        params = _shards.with_weights(params, microbatches)
         if attached_in(params):
             return _exchanged_last(of_part, microbatches, params, batches, *args)
         total, start, state = _sums(of_part, params, batches, *args)
         means = jax.tree.map(lambda t, o: (t / microbatches).astype(mean_dtype(o)), total, start)
-        return _shards.scaled_residuals(_shards.with_residuals(means, state), 1 / microbatches)
+        return _shards.without_weights(_shards.with_residuals(means, state), microbatches)
 
     return on_batch
 
@@ -51,7 +51,7 @@ def _exchanged_last(
     last_grads = nan_if_skipped(last_grads, grads)
     of_each = last_grads, grads, _shards.without_residuals(params)
     grads = map_leaves(mean, lambda node, _, of: finished(node, of), *of_each)
-    grads = _shards.scaled_residuals(_shards.with_residuals(grads, state), 1 / microbatches)
+    grads = _shards.without_weights(_shards.with_residuals(grads, state), microbatches)
     return jax.tree.map(mean, last_value, value), grads
 
 

@@ -29,6 +29,7 @@ class Place:
         same one; None if every device holds all of it.
       exempt: whether it travels in float32.
       scheme: how it is gathered, and its gradient exchanged.
+      weight: what its residual is multiplied by before it is added to a gradient.
     """
 
     path: str
@@ -37,6 +38,7 @@ class Place:
     dim: int | None
     exempt: bool
     scheme: Any
+    weight: int = 1
 
 
 @jax.tree_util.register_dataclass
@@ -182,9 +184,34 @@ def with_residuals(tree: Any, state: State) -> Any:
     return with_state(tree, list(zip(left, ticks, strict=True)))
 
 
-def scaled_residuals(tree: Any, factor: float) -> Any:
-    """Sharded parameters or gradients, with residuals multiplied by `factor`."""
-    return _map(lambda x: _each(x, _same, lambda r: factor * r, _same), _same, tree)
+def with_weights(tree: Any, weight: int) -> Any:
+    """Sharded parameters whose residuals are added to the gradients of so many microbatches.
+
+    They are multiplied now, or in bfloat16, where that would round them in every step, at their
+    use.
+    """
+
+    def of(x: ShardedParam) -> ShardedParam:
+        if _is_wide(x):
+            return _each(x, _same, lambda r: weight * r, _same)
+        return dataclasses.replace(x, place=dataclasses.replace(x.place, weight=weight))
+
+    return _map(of, _same, tree)
+
+
+def without_weights(tree: Any, weight: int) -> Any:
+    """Undoes `with_weights`, for parameters or gradients."""
+
+    def of(x: ShardedParam) -> ShardedParam:
+        if _is_wide(x):
+            return _each(x, _same, lambda r: (1 / weight) * r, _same)
+        return dataclasses.replace(x, place=dataclasses.replace(x.place, weight=1))
+
+    return _map(of, _same, tree)
+
+
+def _is_wide(x: ShardedParam) -> bool:
+    return x.residual is None or x.residual.dtype == jnp.float32
 
 
 def _map(

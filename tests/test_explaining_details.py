@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -19,6 +20,7 @@ from jaxcomm import codecs
         ("int4", {}, "any optimizer after it"),
         ("terngrad", {}, "SGD without momentum after it: fewer than 4 bits"),
         (codecs.qsgd(levels=1), {}, "SGD without momentum after it: fewer than 4 bits"),
+        ("bfloat16", {"second_hop": "terngrad"}, "SGD without momentum after it: fewer than 4"),
         (codecs.random_k(0.01), {}, "SGD without momentum after it: fewer than 4 bits"),
         ("int2", {"error_feedback": True}, "error feedback: below int4"),
     ],
@@ -49,3 +51,15 @@ def test_it_is_buckets_that_devices_of_another_axis_send_alike() -> None:
         params = {"w": jaxcomm.replicate(jnp.zeros((8, 8))), "b": bias}
         text = str(jaxcomm.explain(jaxcomm.mean("data", "int8"), params))
     assert "send the same buckets: no parameter that is compressed" in " ".join(text.split())
+
+
+@pytest.mark.filterwarnings("ignore:the error of terngrad")
+def test_each_part_has_needs_of_its_own() -> None:
+    parts = {"a": jaxcomm.mean("data", "int8"), "b": jaxcomm.mean("data", "terngrad")}
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+        params = {"v": jnp.zeros((8, 8)), "w": jnp.zeros((8, 8))}
+        found = jaxcomm.explain(optax.partition(parts, {"v": "a", "w": "b"}), params)
+        assert len(found.needs) == 2
+        low_rank = jaxcomm.low_rank_mean("data", 1, "terngrad")
+        tx = optax.partition({"a": parts["a"], "b": low_rank}, {"v": "a", "w": "b"})
+        assert ("mean", "any optimizer after it") in jaxcomm.explain(tx, params).needs

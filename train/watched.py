@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 REPORT = "report"  # A named tuple of float32 numbers.
 FIELD = "frozen_at"  # int32: the step of the method that ended its warm-up; 0 until one has.
-RESIDUALS = ("residual", "worker_error")  # float32 [devices, ...]: what each device has not sent.
+RESIDUALS = ("residual", "worker_error")  # [devices, ...]: what each device has not sent.
 
 
 def frozen_at(opt_state: Any) -> jax.Array | None:
@@ -49,7 +49,7 @@ def residual_norm(opt_state: Any) -> dict[str, jax.Array]:
     ]
     if not found:
         return {}
-    squares = sum(jnp.square(leaf).sum() for leaf in found)
+    squares = sum(jnp.square(leaf.astype(jnp.float32)).sum() for leaf in found)
     return {"residual_norm": jnp.sqrt(squares / found[0].shape[0])}
 
 

@@ -159,7 +159,7 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
     world = max(layout.world for layout in layouts)
     hosts = [_hosts.host_of(device) for device in mesh.devices.flat]
     between = wire.bytes_between(hosts) if 1 < len(set(hosts)) < mesh.size else None
-    needs, alike = _needs(state, any(map(_is_coarse, notes.values()))), _alike(layouts, mesh)
+    needs, alike = _needs(state, _coarse(collectives, notes)), _alike(layouts, mesh)
     return Explanation(
         mesh.size, leaves, messages, wire, dense, own, shared, needs, world, alike, between
     )
@@ -320,15 +320,20 @@ def _typed(state: Any, specs: Any) -> Any:
     return jax.tree.map(of, state, specs)
 
 
-def _is_coarse(note: Any) -> bool:
-    """Whether a note is that of a mean in few bits, whose errors nobody keeps."""
-    if type(note) is not tuple or not isinstance(note[0], CodedMean | RandomKMean):
-        return False
-    codec = getattr(note[0], "selection", note[0].codec)
-    return codec.bits_per_value < 4 and not note[0].keeps_errors
+def _coarse(collectives: list[Collective], notes: _notes.Notes) -> set[Layout]:
+    """The layouts of means in few bits, whose errors nobody keeps."""
+    found = set()
+    for collective in collectives:
+        on = _notes.read(collective.scope, notes)
+        means = [x[0] for x in on if type(x) is tuple and isinstance(x[0], CodedMean | RandomKMean)]
+        for mean in means:
+            hops = getattr(mean, "selection", mean.codec), getattr(mean, "second_hop", mean.codec)
+            if not mean.keeps_errors and min(codec.bits_per_value for codec in hops) < 4:
+                found.update(x for x in on if isinstance(x, Layout))
+    return found
 
 
-def _needs(state: Any, is_coarse: bool) -> tuple[tuple[str, str], ...]:
+def _needs(state: Any, coarse: set[Layout]) -> tuple[tuple[str, str], ...]:
     """What each method needs, the outermost first."""
     found = nodes_of(state, tuple(_NEEDS))
     corrected = any(isinstance(node, ControlVariatesState) for node in found)
@@ -337,7 +342,7 @@ def _needs(state: Any, is_coarse: bool) -> tuple[tuple[str, str], ...]:
     needs = {}
     for node in found:
         name, text = _NEEDS[type(node)]
-        if isinstance(node, MeanState) and (node.residual.values or is_coarse):
+        if isinstance(node, MeanState) and (node.residual.values or node.layout in coarse):
             text = _FEEDBACK if node.residual.values else _COARSE
         if isinstance(node, MajorityVoteState):
             rate = "gradients" if node.residual.values else "signs"

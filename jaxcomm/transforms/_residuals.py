@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomm._axes import AxisName
 from jaxcomm.kernels.bfloat16 import round_at_random
 from jaxcomm.kernels.random_bits import own_key, random_bits
-from jaxcomm.transforms._buckets import LAYER
-from jaxcomm.transforms._exchange import Arrays, kept_if
+from jaxcomm.transforms._buckets import Bucket, keys_of
+from jaxcomm.transforms._exchange import Arrays
+from jaxcomm.transforms._layout import Layout, split_over
 
 _PURPOSE = 3  # of a key: messages and coins have others
 
@@ -36,37 +36,52 @@ def checked_dtype(dtype: Any, error_feedback: Any = True) -> str:
     return name
 
 
-def kept_residuals(
-    finite: jax.Array, new: Sequence[jax.Array], old: Arrays, key: jax.Array, axis_name: AxisName
+def rounded_leaves(
+    new: Sequence[jax.Array],
+    like: Sequence[jax.Array],
+    key: jax.Array,
+    layout: Layout,
+    which: Bucket,
 ) -> Arrays:
-    """The next residuals, in the dtypes of the old ones; unchanged if the step is not taken.
+    """The next residuals of some leaves, in the dtypes of the old ones.
 
     Args:
-      finite: whether the step is taken.
-      new: float32.
-      old: those before the step.
-      key: of the step.
-      axis_name: the mesh axis; devices along it round differently.
+      new: float32, by leaf.
+      like: those before the step.
+      key: of the step; leaves, layers, shards and devices round differently.
+      layout: the leaves.
+      which: their numbers.
     """
-    return kept_if(finite, rounded(new, old, key, axis_name), old)
+    if all(x.dtype == old.dtype for x, old in zip(new, like, strict=True)):
+        return list(new)
+    groups: dict[frozenset[str], list[int]] = {}
+    for place, i in enumerate(which):
+        groups.setdefault(split_over(layout.leaves[i]), []).append(place)
+    alike = list(groups.values())
+    keys = keys_of(key, layout, [tuple(which[place] for place in group) for group in alike])
+    found = {}
+    for group, of_all in zip(alike, keys, strict=True):
+        own = own_key(of_all, jax.lax.axis_index(layout.axis_name), _PURPOSE)
+        found |= zip(
+            group, rounded([new[i] for i in group], [like[i] for i in group], own), strict=True
+        )
+    return [found[place] for place in range(len(new))]
 
 
-def rounded(
-    new: Sequence[jax.Array], like: Sequence[jax.Array], key: jax.Array, axis_name: AxisName
-) -> Arrays:
+def rounded(new: Sequence[jax.Array], like: Sequence[jax.Array], key: jax.Array) -> Arrays:
     """Float32 arrays in the dtypes of others: in bfloat16, rounded at random.
 
     Rounded to nearest, what a step adds would be lost wherever it is below 1/256 of a residual, in
     every step anew. Rounded at random, the sum of many steps is kept.
+
+    Args:
+      new: float32.
+      like: arrays of the same shapes.
+      key: of this device.
     """
-    pairs = list(zip(new, like, strict=True))
-    if all(x.dtype == old.dtype for x, old in pairs):
-        return list(new)
-    layer = LAYER.get()
-    own = key if layer is None else jax.random.fold_in(key, layer)
-    own = own_key(own, jax.lax.axis_index(axis_name), _PURPOSE)
-    words = [random_bits(own, (x.size,), i).reshape(x.shape) for i, x in enumerate(new)]
     return [
-        x if x.dtype == old.dtype else round_at_random(x, w)
-        for (x, old), w in zip(pairs, words, strict=True)
+        x
+        if x.dtype == old.dtype
+        else round_at_random(x, random_bits(key, (x.size,), row).reshape(x.shape))
+        for row, (x, old) in enumerate(zip(new, like, strict=True))
     ]

@@ -42,8 +42,8 @@ class Structure:
         if len(leaves) != len(self.empty):
             raise ValueError(
                 f"the state of the inner transformation has {len(self.empty)} arrays after `init` "
-                f"and {len(leaves)} after `update`, as that of optax.monitor; put it after the "
-                "exchange in the chain, where nothing is kept for each device."
+                f"and {len(leaves)} after `update`, as that of optax.monitor; take it out of what "
+                "each device does by itself."
             )
         return [x for x, e in zip(leaves, self.empty, strict=True) if e is None]
 

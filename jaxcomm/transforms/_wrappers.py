@@ -65,10 +65,17 @@ _CHAIN_UPDATE, _NAMED_CHAIN_UPDATE = "chain.<locals>.update_fn", "named_chain.<l
 _MOMENTA = {"mu", "trace", "exp_avg", "e_x", "prev_updates", "previous_gradient"}
 _MOMENTA |= {"diff_updates_memory"}
 _VARIANCES = {"nu", "sum_of_squares", "e_g", "v_row", "exp_avg_sq", "grad_sum_sq"}
-# States of optax that a step whose update is zero leaves as they are, or changes rightly.
-_IDLE = {"ApplyIfFiniteState", "MonitorState", "SnapshotState", "ZeroNansState"}
-# What moves the shared parameters beside the update that it wraps.
+# States of optax in which steps whose updates are zero count as they should, or do little harm.
+_IDLE = {"ApplyIfFiniteState", "MonitorState", "ReduceLROnPlateauState", "SnapshotState"}
+_IDLE |= {"ZeroNansState"}
+# What moves parameters beside the update that it wraps, and what it must not be around.
 _MOVERS = {"lookahead", "mechanize", "schedule_free"}
+_NOT_AROUND = {
+    "local_steps": "it moves the shared parameters, and devices train at their own, so the next "
+    "exchange would undo that. Put it into the inner optimizer",
+    "multi_steps": "it would count the steps in between, whose updates are zero. Put it inside: "
+    "jaxcomm.multi_steps(optax.chain(exchange, wrapped), every)",
+}
 
 
 def with_extra_args(tx: Any, who: str, argument: str) -> optax.GradientTransformationExtraArgs:
@@ -109,7 +116,12 @@ def refuse_wrappers(has_zero: bool = True) -> None:
 
 
 def _names_in(init: Init, through_local: bool = True) -> set[str]:
-    """What made a transformation and those that it holds in closures.
+    """What made a transformation and those that it holds in closures."""
+    return set(_functions_in(init, through_local).values())
+
+
+def _functions_in(init: Init, through_local: bool = True) -> dict[Any, str]:
+    """The functions of a transformation and of those in closures, and what made them.
 
     The names of optax's are as they are; those of jaxcomm's begin with its name.
     """
@@ -123,7 +135,7 @@ def _names_in(init: Init, through_local: bool = True) -> set[str]:
         seen[function] = "jaxcomm." * is_ours + _factory(function)
         if through_local or seen[function] != "jaxcomm.local":
             waiting += _held(function)
-    return set(seen.values())
+    return seen
 
 
 def _held(function: FunctionType) -> Iterator[Any]:
@@ -192,24 +204,24 @@ def schedules_behind(params: Any) -> set[str]:
 
 
 def arrays_behind(params: Any) -> set[str]:
-    """The arrays in states of the transformations that follow, which count steps, likewise.
+    """The arrays of optax's own states of the transformations that follow, likewise.
 
     Returns:
-      Their names, such as "count" and "ema". Those of `optax.apply_if_finite` and of others that
-      only look on are left out.
+      Their names, such as "count" and "ema". Those that only look on are left out, such as that of
+      `optax.apply_if_finite`.
     """
 
-    def is_idle(node: Any) -> bool:
-        return type(node).__name__ in _IDLE
+    def is_known(node: Any) -> bool:
+        return hasattr(node, "_fields") and type(node).__module__.startswith("optax")
 
     def named(state: Any) -> set[str]:
         found = set()
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_idle):
-            if is_idle(leaf):
-                found |= named(getattr(leaf, "inner_state", ()))
-            else:
-                names = [key.name for key in path if hasattr(key, "name")]
-                found.add(names[-1] if names else "an array")
+        for node in filter(is_known, jax.tree.leaves(state, is_leaf=is_known)):
+            for field, value in zip(node._fields, node, strict=True):
+                inside = jax.tree.leaves(value, is_leaf=is_known)
+                is_idle = type(node).__name__ in _IDLE or field.startswith("inner_state")
+                found |= named([x for x in inside if is_known(x)])
+                found |= {field} if not is_idle and not all(map(is_known, inside)) else set()
         return found
 
     return set().union(*map(named, _states_behind(params)))
@@ -218,10 +230,19 @@ def arrays_behind(params: Any) -> set[str]:
 def decay_behind() -> bool:
     """Whether `optax.add_decayed_weights` follows in the same optax chains; in `update`."""
     return any(
-        "add_decayed_weights" in _names_in(update)
+        name == "add_decayed_weights" and not _has_rate_zero(function)
         for frame in _optax_frames()
         for update in _updates_behind(frame)
+        for function, name in _functions_in(update).items()
     )
+
+
+def _has_rate_zero(function: Any) -> bool:
+    """Whether it decays by the Python number 0."""
+    names = function.__code__.co_freevars
+    cells = dict(zip(names, function.__closure__ or (), strict=True))
+    rate = cells["weight_decay"].cell_contents if "weight_decay" in cells else None
+    return isinstance(rate, int | float) and rate == 0
 
 
 def _updates_behind(frame: FrameType) -> list[Init]:
@@ -291,12 +312,9 @@ def refuse_all_behind(name: str) -> None:
 
 
 def refuse_movers(name: str) -> None:
-    """Raises, in `init` of a method with own parameters on devices, around which one is."""
+    """Raises, in `init`, if one is around a method that it would mislead, or that would undo it."""
     for mover in _MOVERS & _optax_callers():
-        raise ValueError(
-            f"optax's {mover} around {name} moves the shared parameters, and devices train at "
-            "their own, so the next exchange would undo it. Put it into the inner optimizer."
-        )
+        raise ValueError(f"optax's {mover} is around {name}: {_NOT_AROUND[name]}.")
 
 
 def refuse_optimizer_behind(params: Any, name: str) -> None:

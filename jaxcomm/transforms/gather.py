@@ -43,12 +43,14 @@ class _Bucket:
     Attributes:
       scheme: how they travel.
       exempt: whether they travel in float32.
+      weight: what residuals are multiplied by before they are added to gradients.
       paths: the paths of the leaves.
       dims: for each leaf the dimension that is split, counted from the end.
     """
 
     scheme: Scheme
     exempt: bool
+    weight: int
     paths: tuple[str, ...]
     dims: tuple[int, ...]
 
@@ -188,8 +190,8 @@ _in_group.defvjp(
 
 def _buckets_of(leaves: list[Any]) -> list[tuple[_Bucket, list[int]]]:
     """The split leaves that travel together, in the order of the tree."""
-    groups: dict[tuple[Scheme, bool], list[list[int]]] = {}
-    room: dict[tuple[Scheme, bool], int] = {}
+    groups: dict[tuple[Scheme, bool, int], list[list[int]]] = {}
+    room: dict[tuple[Scheme, bool, int], int] = {}
     dims: dict[int, int] = {}
     for i, leaf in enumerate(leaves):
         if not is_sharded(leaf):
@@ -207,7 +209,7 @@ def _buckets_of(leaves: list[Any]) -> list[tuple[_Bucket, list[int]]]:
                 f"the state of parameter {place.path} was changed together with it; cast and scale "
                 "parameters after jaxcomm.gather, not before it."
             )
-        kind, dims[i] = (place.scheme, place.exempt), place.dim
+        kind, dims[i] = (place.scheme, place.exempt, place.weight), place.dim
         size = 4 * leaf.value.size * jax.lax.axis_size(place.axis_name)
         if size > room.get(kind, 0):
             groups.setdefault(kind, []).append([])
@@ -292,7 +294,7 @@ def _exchanged(
         zeros = [jnp.zeros(s, g.dtype) for s, g in zip(shapes, gradients, strict=True)]
         return zeros, residuals
     owed = [
-        g.astype(jnp.float32) if r is None else g.astype(jnp.float32) + r.astype(jnp.float32)
+        g.astype(jnp.float32) if r is None else g.astype(jnp.float32) + _times(r, bucket.weight)
         for g, r in zip(gradients, residuals, strict=True)
     ]
     parts = [_split(x, dim, world) for x, dim in zip(owed, bucket.dims, strict=True)]
@@ -325,9 +327,15 @@ def _exchanged(
         left.append(r if errors is None else _joined(errors[:, start:stop], shape, dim))
         start = stop
     if errors is not None:
-        key = _key_of(bucket, ticks, _KEPT)
-        left = rounded(left, residuals, key, axis)
+        left = [_times(x, 1 / bucket.weight) for x in left]
+        left = rounded(left, residuals, own_key(_key_of(bucket, ticks, _KEPT), me))
     return shards, left
+
+
+def _times(x: jax.Array, weight: float) -> jax.Array:
+    """In float32; as it is where the weight is 1."""
+    x = x.astype(jnp.float32)
+    return x if weight == 1 else weight * x
 
 
 def _split(x: jax.Array, dim: int, world: int) -> jax.Array:

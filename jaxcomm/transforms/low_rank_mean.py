@@ -38,7 +38,7 @@ from jaxcomm.transforms._exchange import (
 )
 from jaxcomm.transforms._layout import PATHS, Layout, Leaf, layout_of, local_shape
 from jaxcomm.transforms._options import Exempt, check_names
-from jaxcomm.transforms._residuals import checked_dtype, rounded
+from jaxcomm.transforms._residuals import checked_dtype, rounded_leaves
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
 from jaxcomm.transforms.per_device import PerDevice, zeros_per_device, zeros_per_group
@@ -262,7 +262,7 @@ class _Exchange:
         means = functools.reduce(dict.__or__, done.buckets, dict(done.exact))
         lacks, factors = ({k: x for kept in done.kept for k, x in kept[j].items()} for j in (0, 1))
         means, lacks = within_range(means, lacks, grads)
-        left = rounded([lacks[i] for i in large], own[0], step_key, self.axis_name)
+        left = rounded_leaves([lacks[i] for i in large], own[0], step_key, layout, large)
         new = left, [factors[i].reshape(-1) for i in large]
         finite = done.finite & jnp.all(jnp.stack(bounded))
         updates, finite = updates_of(means, finite, grads, self.axis_name)

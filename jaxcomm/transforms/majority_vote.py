@@ -31,6 +31,7 @@ from jaxcomm.transforms._exchange import (
     Own,
     by_leaf,
     exchange_buckets,
+    kept_if,
     local_leaves,
     on_every_device,
     updates_of,
@@ -38,7 +39,7 @@ from jaxcomm.transforms._exchange import (
 )
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._options import Exempt, check_names
-from jaxcomm.transforms._residuals import checked_dtype, kept_residuals
+from jaxcomm.transforms._residuals import checked_dtype, rounded_leaves
 from jaxcomm.transforms._scheme import Scheme, exchange
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
@@ -207,7 +208,8 @@ def majority_vote(
         left = {i: ballots[i] - scales["scale", i] * votes[i] for i in large if error_feedback}
         results, left = within_range(results, left, grads)
         updates, finite = updates_of(results, done.finite, grads, axis_name)
-        return updates, (kept_residuals(finite, list(left.values()), old, key, axis_name),)
+        new = rounded_leaves(list(left.values()), old, key, layout, tuple(left))
+        return updates, (kept_if(finite, new, old),)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params

@@ -35,6 +35,7 @@ from jaxcomm.transforms._exchange import (
     Partly,
     by_leaf,
     exchange_buckets,
+    kept_if,
     local_leaves,
     on_every_device,
     updates_of,
@@ -42,7 +43,7 @@ from jaxcomm.transforms._exchange import (
 )
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._options import Exempt, check_names
-from jaxcomm.transforms._residuals import checked_dtype, kept_residuals
+from jaxcomm.transforms._residuals import checked_dtype, rounded_leaves
 from jaxcomm.transforms._scheme import Scheme, exchange
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
@@ -187,8 +188,7 @@ def mean(
         codec, algorithm, second_hop, error_feedback, implementation
     )
     chosen.require_axes(axis_name)
-    limit, sent = bytes_of(bucket_mib), codecs.from_name(codec)
-    order = tuple(bucket_order or ())
+    limit, sent, order = bytes_of(bucket_mib), codecs.from_name(codec), tuple(bucket_order or ())
     scheme = Scheme(axis_name, reduction, chosen, seed, limit, order, residual_dtype=dtype)
     arriving = sent if second_hop is None else codecs.from_name(second_hop)
     float32 = codecs.float32()
@@ -234,7 +234,8 @@ def mean(
         left = by_leaf(done.kept, buckets, grads, are_state=True) if error_feedback else {}
         means, left = within_range(done.exact | by_leaf(done.buckets, buckets, grads), left, grads)
         updates, finite = updates_of(means, done.finite, grads, axis_name)
-        return updates, (kept_residuals(finite, [left[i] for i in residual], old, key, axis_name),)
+        new = rounded_leaves([left[i] for i in residual], old, key, layout, tuple(residual))
+        return updates, (kept_if(finite, new, old),)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params

@@ -24,6 +24,7 @@ from jaxcomm.transforms._wrappers import (
     arrays_behind,
     decay_behind,
     moments_behind,
+    refuse_movers,
     refuse_wrappers,
     schedules_behind,
     with_extra_args,
@@ -100,6 +101,7 @@ def multi_steps(
         refuse_wrappers()
         if every > 1:
             _refuse_behind(params)
+            refuse_movers("multi_steps")
         state = inner.init(params)
         layout = layout_of(params, axis_of(state, "multi_steps"), settings=every)
         own = zeros_per_device(layout, params, filled_leaves(layout))

@@ -188,6 +188,8 @@ def _on_numbers(f: Callable[[Any, np.ndarray], jax.Array], new: Any, old: Any) -
             "tiled=True), or let orbax restore whole arrays, on every device of the mesh."
         )
     old = np.asarray(jax.random.key_data(old) if are_keys(old) else old)
+    if old.dtype.kind == "V" and jnp.result_type(new) == jnp.bfloat16:  # as numpy's files have it
+        old = old.view(jnp.bfloat16)
     if not are_keys(new):
         return f(new, old)
     return jax.random.wrap_key_data(f(jax.random.key_data(new), old), impl=jax.random.key_impl(new))

@@ -45,7 +45,7 @@ from jaxcomm.transforms._exchange import (
 )
 from jaxcomm.transforms._layout import Layout, layout_of
 from jaxcomm.transforms._options import Exempt, check_names
-from jaxcomm.transforms._residuals import checked_dtype, rounded
+from jaxcomm.transforms._residuals import checked_dtype, rounded_leaves
 from jaxcomm.transforms._sparse_report import SparseReport, distance, report_of
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
@@ -319,9 +319,9 @@ class _Exchange:
             means |= {i: clipped(means[i], grads[i].dtype) for i in small}
             momenta = [kept.velocity for kept in done.kept]
             velocity = small | by_leaf(momenta, buckets, grads, are_state=True)
-        key = jax.random.fold_in(seeded_key(0), step)
+        key, kept = jax.random.fold_in(seeded_key(0), step), large if residual else ()
         new = (
-            rounded([residual[i] for i in large if residual], own[0], key, self.axis_name),
+            rounded_leaves([residual[i] for i in kept], own[0], key, layout, kept),
             [velocity[i] for i in full if velocity],
             [kept.threshold for kept in done.kept],
         )

@@ -44,14 +44,17 @@ def test_nothing_follows_local_steps(mesh8: Any, behind: optax.GradientTransform
     [lambda tx: optax.lookahead(tx, 2, 0.5), lambda tx: optax.contrib.schedule_free(tx, 0.1)],
 )
 def test_nothing_around_local_steps_moves_the_shared_parameters(mesh8: Any, mover: Any) -> None:
-    """The next exchange would take it back."""
+    """The next exchange would take it back; around multi_steps they would count idle steps."""
     with jax.set_mesh(mesh8):
         params = jaxcomm.replicate(PARAMS)
         pair = optax.LookaheadParams(params, params)
         tx = mover(local_steps(optax.sgd(0.1)))
-        with pytest.raises(ValueError, match="around local_steps moves the shared parameters"):
+        with pytest.raises(ValueError, match="is around local_steps: it moves the shared"):
             tx.init(pair if "lookahead" in tx.init.__qualname__ else params)
         local_steps(optax.contrib.schedule_free(optax.sgd(0.1), 0.1)).init(params)
+        tx = mover(jaxcomm.multi_steps(optax.chain(jaxcomm.mean("data"), optax.sgd(0.1)), 2))
+        with pytest.raises(ValueError, match="is around multi_steps: it would count"):
+            tx.init(pair if "lookahead" in tx.init.__qualname__ else params)
 
 
 def test_a_state_is_not_replicated(mesh8: Any) -> None:

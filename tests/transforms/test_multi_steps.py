@@ -198,7 +198,11 @@ def test_no_state_outside_sees_the_steps_in_between(mesh8: Any, follower: Any) -
             with pytest.raises(ValueError, match="follows multi_steps.*Put it inside"):
                 chain.init(params)
         only_looks = optax.apply_if_finite(optax.chain(optax.zero_nans(), optax.sgd(0.1)), 3)
-        optax.chain(accumulated, only_looks).init(params)
+        of_the_user = optax.GradientTransformation(
+            lambda params: {"rate": jnp.float32(0.1)}, lambda u, s, p=None: (u, s)
+        )
+        plateau = optax.contrib.reduce_on_plateau()
+        optax.chain(accumulated, only_looks, of_the_user, plateau).init(params)
 
 
 @pytest.mark.parametrize("around", [lambda x: x, lambda x: optax.masked(x, {"w": True})])
@@ -213,6 +217,8 @@ def test_weights_outside_would_decay_in_the_steps_in_between(mesh8: Any, around:
             state = chain.init(params)
             with pytest.raises(ValueError, match="add_decayed_weights follows multi_steps"):
                 jax.eval_shape(chain.update, {"w": jnp.zeros((8, 3))}, state, params)
+        none = optax.chain(accumulated, around(optax.add_decayed_weights(0.0)), sgd)
+        jax.eval_shape(none.update, {"w": jnp.zeros((8, 3))}, none.init(params), params)
         before = optax.chain(jaxcomm.local("data", optax.identity()), accumulated, sgd)
         jax.eval_shape(before.update, {"w": jnp.zeros((8, 3))}, before.init(params), params)
 

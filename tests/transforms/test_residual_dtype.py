@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxcomm
 from jaxcomm.transforms.per_device import PerDevice
@@ -182,12 +183,80 @@ def test_layers_in_loops(way: str, microbatches: int) -> None:
     np.testing.assert_allclose(losses["bfloat16"], losses["float32"], rtol=0.02)
 
 
+@pytest.mark.parametrize("microbatches", [1, 3, 7])
+def test_small_gradients_of_shards_add_up_over_microbatches(microbatches: int) -> None:
+    """Residuals that were multiplied by 3, and divided again, would be rounded to nearest."""
+    mean = jaxcomm.mean("data", "int4", error_feedback=True, residual_dtype="bfloat16")
+    tx = optax.chain(jaxcomm.sharded(mean))
+    slopes = np.full((4, 64), 0.7, np.float32)
+    slopes[:, ::2] = 2e-4
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        params = jaxcomm.shard({"w": jnp.zeros((4, 64))}, "data")
+        state, batch = tx.init(params), jaxcomm.global_batch(np.ones(2 * microbatches), "data")
+
+        def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+            return jnp.sum(jaxcomm.gather(params)["w"] * slopes) * jnp.mean(batch)
+
+        @jax.jit
+        def step(state, batch):
+            f = jaxcomm.value_and_grad(loss_fn, "data")
+            f = f if microbatches == 1 else jaxcomm.accumulate(f, microbatches)
+            _, grads = f(jaxcomm.sharded_params(params, state), batch)
+            return tx.update(grads, state, params)
+
+        total, steps = np.zeros((4, 64)), 400
+        for _ in range(steps):
+            updates, state = step(state, batch)
+            total += np.asarray(updates["w"])
+        (residual,) = (x for x in jax.tree.leaves(state) if jnp.ndim(x) == 3)
+    assert residual.dtype == jnp.bfloat16
+    total += np.asarray(residual, np.float64).mean(0)
+    np.testing.assert_allclose(total[:, ::2].mean(), steps * 2e-4, rtol=0.05)
+    np.testing.assert_allclose(total[:, 1::2], steps * slopes[:, 1::2], rtol=1e-3)
+
+
+def rounded_up(state: Any, exact: Any) -> list[np.ndarray]:
+    """Where each residual was rounded away from zero."""
+    pairs = zip(state.residual.values, exact.residual.values, strict=True)
+    return [np.abs(np.asarray(a, np.float32)) > np.abs(np.asarray(b)) for a, b in pairs]
+
+
+def test_parts_and_shards_round_differently() -> None:
+    """Of a partition, whose parts have one seed; and along an axis that splits a leaf."""
+    mean = METHODS["vote"]
+    rows = np.random.default_rng(0).standard_normal((WORLD, 8, 32)).astype(np.float32)
+
+    def of(dtype: str) -> Any:
+        parts = {"a": mean(residual_dtype=dtype), "b": mean(residual_dtype=dtype)}
+        return optax.partition(parts, {"v": "a", "w": "b"})
+
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:WORLD])):
+        found, params = {}, {"v": jnp.zeros((8, 32)), "w": jnp.zeros((8, 32))}
+        for dtype in ("float32", "bfloat16"):
+            tx = of(dtype)
+            _, found[dtype] = jax.jit(tx.update)({"v": rows, "w": rows}, tx.init(params))
+    by_dtype = [found[dtype].inner_states for dtype in ("bfloat16", "float32")]
+    one, two = (rounded_up(*(s[p].inner_state for s in by_dtype))[0] for p in "ab")
+    assert 0.3 < np.mean(one != two) < 0.7
+    mesh = VIEWS[3].mesh(WORLD)
+    with jax.set_mesh(mesh):
+        split = {"w": jax.device_put(jnp.zeros((8, 64)), NamedSharding(mesh, P(None, "model")))}
+        grads = {"w": np.concatenate([rows, rows], 2)}
+        grads = jax.device_put(grads, NamedSharding(mesh, P("data", None, "model")))
+        states = []
+        for dtype in ("bfloat16", "float32"):
+            tx = mean(residual_dtype=dtype)
+            states.append(jax.jit(tx.update)(grads, tx.init(split))[1])
+    (up,) = rounded_up(*states)
+    assert 0.3 < np.mean(up[..., :32] != up[..., 32:]) < 0.7
+
+
 def test_a_state_of_another_dtype_is_refused_and_resized() -> None:
     params = {"w": jnp.ones((8, 8))}
     half = jaxcomm.mean("data", "int4", error_feedback=True, residual_dtype="bfloat16")
     full = jaxcomm.mean("data", "int4", error_feedback=True)
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
-        by_device = NamedSharding(jax.sharding.get_mesh(), PartitionSpec("data"))
+        by_device = NamedSharding(jax.sharding.get_mesh(), P("data"))
         grads = {"w": jax.device_put(np.random.default_rng(0).random((2, 8, 8)), by_device)}
         for old, new, dtype in ((full, half, "bfloat16"), (half, full, "float32")):
             _, state = jax.jit(old.update)(grads, old.init(params))
@@ -195,6 +264,10 @@ def test_a_state_of_another_dtype_is_refused_and_resized() -> None:
                 new.update(grads, state)
             saved = jax.tree.map(jax.device_get, state)
             resized = jaxcomm.resize_state(new, saved, params)
+            # Numpy's files do not know bfloat16.
+            raw = jax.tree.map(lambda x: x.view("V2") if x.dtype == jnp.bfloat16 else x, saved)
+            again = jaxcomm.resize_state(old, raw, params).residual.values[0]
+            assert again.dtype == saved.residual.values[0].dtype
             found, kept = resized.residual.values[0], saved.residual.values[0]
             assert found.dtype == dtype
             mean = np.asarray(kept, np.float64).mean(0)
