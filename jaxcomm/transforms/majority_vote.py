@@ -153,10 +153,9 @@ def majority_vote(
     instead of averaging scaled signs: only votes can be all-reduced in few bits.
     """
     check_names(axis_name, exempt, bucket_order)
-    _check(ties, zeros, seed, error_feedback)
+    dtype = _checked(ties, zeros, seed, error_feedback, residual_dtype)
     chosen = Default("votes") if algorithm is None else _known(algorithm, axis_name)
     limit, order = bytes_of(bucket_mib), tuple(bucket_order or ())
-    dtype = checked_dtype(residual_dtype, error_feedback)
     reduction = None if error_feedback else Majority(ties, zeros, None)
     scheme = Scheme(axis_name, reduction, chosen, seed, limit, order, True, residual_dtype=dtype)
 
@@ -253,9 +252,14 @@ def _known(algorithm: str | algorithms.Algorithm, axis_name: AxisName) -> algori
     return chosen
 
 
-def _check(ties: str, zeros: str, seed: Any, error_feedback: Any) -> None:
-    """Raises a TypeError or a ValueError for what is none of a vote's options."""
+def _checked(ties: str, zeros: str, seed: Any, error_feedback: Any, residual_dtype: Any) -> str:
+    """The dtype of residuals.
+
+    Raises:
+      TypeError, ValueError: for what is none of a vote's options.
+    """
     check_majority(ties, zeros)
     check_seed(seed)
     if not isinstance(error_feedback, bool):
         raise ValueError(f"error_feedback of a vote must be True or False, got {error_feedback!r}.")
+    return checked_dtype(residual_dtype, error_feedback)
