@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pareto import results
-from benchmarks.pareto.methods import TABLES
+from benchmarks.pareto.rows import TABLES
 from benchmarks.pareto.tasks import TASKS
 
 ROOT = Path(__file__).parent.parent

@@ -65,6 +65,9 @@ _CHAIN_UPDATE, _NAMED_CHAIN_UPDATE = "chain.<locals>.update_fn", "named_chain.<l
 _MOMENTA = {"mu", "trace", "exp_avg", "e_x", "prev_updates", "previous_gradient"}
 _MOMENTA |= {"diff_updates_memory"}
 _VARIANCES = {"nu", "sum_of_squares", "e_g", "v_row", "exp_avg_sq", "grad_sum_sq"}
+_MUON = {"ns_coeffs"}
+# Bits per value that error feedback before them needs, as measured.
+_ENOUGH_FOR_ADAM, _ENOUGH_FOR_MUON = 4, 8
 # States of optax in which steps whose updates are zero count as they should, or do little harm.
 _IDLE = {"ApplyIfFiniteState", "MonitorState", "ReduceLROnPlateauState", "SnapshotState"}
 _IDLE |= {"ZeroNansState"}
@@ -333,9 +336,26 @@ def refuse_optimizer_behind(params: Any, name: str) -> None:
             )
 
 
-def warn_of_a_variance_behind(params: Any, exchange: str) -> None:
-    """Warns, in `init`, about few bytes with error feedback before an optimizer like Adam."""
-    if moments_behind(params) & _VARIANCES:
+def warn_of_few_bits(params: Any, exchange: str, bits: float = 0) -> None:
+    """Warns, in `init`, about few bits with error feedback before an optimizer like Adam or Muon.
+
+    Args:
+      params: the parameters that `init` was called with.
+      exchange: its name.
+      bits: per value; 0 where no codec rounds.
+    """
+    moments = moments_behind(params) if bits < _ENOUGH_FOR_MUON else set()
+    if moments & _MUON:
+        warnings.warn(
+            f"{exchange} with error feedback comes before Muon, which makes matrices orthogonal, "
+            "and so enlarges small errors: few bits lose accuracy here. Send int8 or more; or, "
+            "where devices' data are alike, what each device's Muon would do: "
+            "optax.chain(jaxcomm.local(axis_name, optax.chain(optax.contrib.muon(1.0), "
+            "optax.scale(-1.0))), the mean, optax.scale_by_learning_rate(rate)).",
+            UserWarning,
+            stacklevel=users_line(),
+        )
+    elif bits < _ENOUGH_FOR_ADAM and moments & _VARIANCES:
         warnings.warn(
             f"{exchange} with error feedback comes before an optimizer that keeps a variance, "
             "such as Adam. Error feedback is for optimizers that are linear in the gradient "
@@ -352,7 +372,7 @@ def _moments_of(node: Any) -> set[str]:
     fields = set(getattr(node, "_fields", ()))
     if fields.issuperset({"m", "v", "n", "g"}) or fields == {"t", "m", "n"}:
         return {"nu"}  # Adan's, and that of simplified AdEMAMix
-    return (_MOMENTA | _VARIANCES) & fields
+    return (_MOMENTA | _VARIANCES | _MUON) & fields
 
 
 def _schedules_of(node: Any) -> set[str]:

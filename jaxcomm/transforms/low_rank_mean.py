@@ -40,7 +40,7 @@ from jaxcomm.transforms._layout import PATHS, Layout, Leaf, layout_of, local_sha
 from jaxcomm.transforms._options import Exempt, check_names
 from jaxcomm.transforms._residuals import checked_dtype, rounded_leaves
 from jaxcomm.transforms._states import require_state
-from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
+from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_few_bits
 from jaxcomm.transforms.per_device import PerDevice, zeros_per_device, zeros_per_group
 from jaxcomm.transforms.stages import dense_first
 
@@ -177,7 +177,7 @@ def low_rank_mean(
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         chosen.warn_of_mesh(axis_name)
-        warn_of_a_variance_behind(params, "low_rank_mean")
+        warn_of_few_bits(params, "low_rank_mean")
         whole = layout_of(params, axis_name, exempt, bucket_order, exchange)
         layout = _low_rank_layout(whole, rank)
         _check_rank(whole, layout, rank)

@@ -42,7 +42,7 @@ from jaxcomm.transforms._options import Exempt, check_names
 from jaxcomm.transforms._residuals import checked_dtype, rounded_leaves
 from jaxcomm.transforms._scheme import Scheme, exchange
 from jaxcomm.transforms._states import require_state
-from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
+from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_few_bits
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
 
 
@@ -163,7 +163,7 @@ def majority_vote(
         refuse_wrappers(has_zero=error_feedback or zeros == "abstain")
         chosen.warn_of_mesh(axis_name)
         if error_feedback:
-            warn_of_a_variance_behind(params, "a majority vote")
+            warn_of_few_bits(params, "a majority vote")
         layout = layout_of(params, axis_name, exempt, bucket_order, (ties, zeros, scheme))
         chosen.require_world(layout.world)
         large, _ = split_off_exempt(layout)

@@ -46,11 +46,10 @@ from jaxcomm.transforms._options import Exempt, check_names
 from jaxcomm.transforms._residuals import checked_dtype, rounded_leaves
 from jaxcomm.transforms._scheme import Scheme, exchange
 from jaxcomm.transforms._states import require_state
-from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
+from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_few_bits
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
 
 _LARGE = 2**18  # elements of a leaf that is not joined with others
-_ENOUGH_FOR_ADAM = 4  # bits per value that error feedback before Adam needs, as measured
 
 
 class MeanState(NamedTuple):
@@ -105,9 +104,9 @@ def mean(
     them (arXiv:2102.02888). So with fewer bits than int4, put SGD's momentum before the mean,
     `jaxcomm.local(axis_name, optax.trace(0.9, nesterov=True))`; with Adam, put the mean inside
     `jaxcomm.factored_adam`. `init` warns about fewer than 4 bits with feedback before an optimizer
-    that keeps a variance, but only if both are in the same `optax.chain` or `optax.named_chain`. If
-    a codec's error can exceed the value (`Codec.variance`), residuals may grow without bound, and a
-    UserWarning is issued.
+    that keeps a variance, and fewer than 8 before Muon, but only if both are in the same
+    `optax.chain` or `optax.named_chain`. If a codec's error can exceed the value
+    (`Codec.variance`), residuals may grow without bound, and a UserWarning is issued.
 
     If any gradient on any device is not finite, every update on every device is NaN, and the
     residuals stay as they were. `optax.apply_if_finite` around the optimizer then skips the step on
@@ -197,10 +196,8 @@ def mean(
     def init_fn(params: Any) -> Any:
         refuse_wrappers(not (sent.needs_error_feedback or arriving.needs_error_feedback))
         chosen.warn_of_mesh(axis_name)
-        if (
-            coarsest := _fed_back(error_feedback, sent, arriving)
-        ).bits_per_value < _ENOUGH_FOR_ADAM:
-            warn_of_a_variance_behind(params, f"a mean in {coarsest.name}")
+        coarsest = _fed_back(error_feedback, sent, arriving)
+        warn_of_few_bits(params, f"a mean in {coarsest.name}", coarsest.bits_per_value)
         layout = layout_of(params, axis_name, exempt, bucket_order, scheme)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large, dtype) if error_feedback else NOTHING

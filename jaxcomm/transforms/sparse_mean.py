@@ -48,7 +48,7 @@ from jaxcomm.transforms._options import Exempt, check_names
 from jaxcomm.transforms._residuals import checked_dtype, rounded_leaves
 from jaxcomm.transforms._sparse_report import SparseReport, distance, report_of
 from jaxcomm.transforms._states import require_state
-from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_a_variance_behind
+from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_few_bits
 from jaxcomm.transforms.per_device import (
     NOTHING,
     PerDevice,
@@ -184,7 +184,7 @@ def sparse_mean(
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
         if error_feedback:
-            warn_of_a_variance_behind(params, f"a mean by {chosen.name}")
+            warn_of_few_bits(params, f"a mean by {chosen.name}")
         layout = layout_of(params, axis_name, exempt, bucket_order, exchange)
         _hosts.warn_of_order(axis_name, instead="")
         large, _ = split_off_exempt(layout)

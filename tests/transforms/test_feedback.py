@@ -351,6 +351,23 @@ def test_few_bits_in_front_of_a_variance_say_what_to_take() -> None:
             tx.init(params)  # a warning would be an error
 
 
+def test_few_bits_before_muon_are_warned_of() -> None:
+    fed_back = functools.partial(jaxcomm.mean, "data", error_feedback=True)
+    muon, step = optax.contrib.muon(0.1), optax.contrib.scale_by_muon()
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        params = jaxcomm.replicate({"w": jnp.zeros((3, 3))})
+        for exchange in (fed_back("int4"), fed_back("int2"), jaxcomm.sparse_mean("data", 0.5)):
+            for optimizer in (muon, step):
+                with pytest.warns(UserWarning, match=r"before Muon, .*Send int8 or more") as found:
+                    optax.chain(exchange, optimizer).init(params)
+                assert len(found) == 1 and found[0].filename == __file__
+        # A warning would be an error.
+        optax.chain(fed_back("int8"), muon).init(params)
+        optax.chain(jaxcomm.mean("data", "bfloat16"), muon).init(params)
+        own = optax.chain(optax.contrib.muon(1.0), optax.scale(-1.0))
+        optax.chain(jaxcomm.local("data", own), fed_back("int2"), optax.scale(-0.1)).init(params)
+
+
 @pytest.mark.parametrize("codec", ["scaled_sign", "int2"])
 @pytest.mark.parametrize("is_long", [True, False])
 def test_the_last_values_of_a_bucket_wait_no_longer_than_others(codec: str, is_long: bool) -> None:
