@@ -14,7 +14,7 @@ where the best of a row was an end, committed runs have some more. A finished ru
 are given. `--json` prints them as the last line: task, method, optimizer, rate, seed, loss (of the
 test text, nats), bytes_per_step (bytes that a device sends in a step for each parameter, averaged
 over the run), minus_float32 (the loss minus that of float32 at its chosen rate and the same seed,
-with Nesterov's momentum where the row has it), chosen (whether this is the chosen rate).
+with Nesterov's momentum or Muon where the row has it), chosen (whether this is the chosen rate).
 """
 
 import argparse
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     import jaxcomm
 
     jaxcomm.simulate_devices(4)
-    from benchmarks.pareto.methods import TABLES
+    from benchmarks.pareto.rows import TABLES
     from benchmarks.pareto.tasks import TASKS
     from benchmarks.pareto.training import train
 

@@ -298,12 +298,3 @@ def for_nesterov(rate: float, of_votes: float) -> dict[str, Method]:
             ),
         }
     )
-
-
-TABLES = {
-    "gpt": ADAM,
-    "gpt_small": ADAM,
-    "lstm": for_sgd(4.0, 16e-3),
-    "lstm_nesterov": for_nesterov(4.0, 8e-3),
-    "resnet20": for_sgd(0.1, 1e-3),
-}

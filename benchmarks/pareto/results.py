@@ -18,6 +18,8 @@ NESTEROV = (
     "4 local steps, scaled_sign, outer momentum",
 )
 BASELINE_OF_NESTEROV = "Nadam, float32"
+MUON, BASELINE_OF_MUON = ("muon", "local muon"), "Muon, float32"
+BASELINES = BASELINE, BASELINE_OF_NESTEROV, BASELINE_OF_MUON
 TITLES = {  # of the panels of the plot
     "gpt": "GPT of 1 M parameters, tiny Shakespeare",
     "gpt_small": "GPT of 0.24 M parameters, tiny Shakespeare",
@@ -53,11 +55,13 @@ def read(folder: Path) -> Rows:
     base = {}
     for row in rows:
         row["chosen"] = row["rate"] == rates[_key(row)]
-        if row["method"] in (BASELINE, BASELINE_OF_NESTEROV) and row["chosen"]:
+        if row["method"] in BASELINES and row["chosen"]:
             base[row["task"], row["method"], row["seed"]] = row["loss"]
     for row in rows:
         has_nesterov = {row["optimizer"], row["method"]}.intersection(NESTEROV)
         baseline = BASELINE_OF_NESTEROV if has_nesterov else BASELINE
+        if row["optimizer"] in MUON:
+            baseline = BASELINE_OF_MUON
         pair = row["loss"], base.get((row["task"], baseline, row["seed"]))
         row["minus_float32"] = None if None in pair else pair[0] - pair[1]
     order = ("task", "bytes_per_step", "method", "rate", "seed")
@@ -152,9 +156,7 @@ def plot(rows: Rows, file: Path) -> None:
         for place, line in enumerate(of[task]):
             color = "0.7" if _is_beaten(line, of[task]) else "C0"
             panel.plot(line["loss"], place, "o", color=color, markersize=6)
-        for base in (
-            line for line in of[task] if line["method"] in (BASELINE, BASELINE_OF_NESTEROV)
-        ):
+        for base in (line for line in of[task] if line["method"] in BASELINES):
             panel.axvline(base["loss"], color="0.8", linewidth=1, zorder=0)
         names = [f"{line['method']}   {line['bytes_per_step']:.2f}" for line in of[task]]
         panel.set_yticks(range(len(names)), names, fontsize=9)
