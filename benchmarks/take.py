@@ -109,7 +109,11 @@ IN_FLOAT32 = {"Adam": "adam", "SGD": "momentum"}
 
 MARKS = (
     ("*", "- \\*: at one learning rate alone; the loss at the best one may be lower."),
-    ("", "- An empty cell was not measured. Rows for SGD lose the given loss if put before Adam."),
+    (
+        "",
+        "- An empty cell was not measured. Rows for SGD lose the given loss if put before Adam; "
+        "before Muon, `cnat` and `int4` lose too.",
+    ),
 )
 
 
