@@ -111,8 +111,8 @@ MARKS = (
     ("*", "- \\*: at one learning rate alone; the loss at the best one may be lower."),
     (
         "",
-        "- An empty cell was not measured. Rows for SGD lose the given loss before Adam; `cnat` and "
-        "`int4` lose before Muon.",
+        "- An empty cell was not measured. Rows for SGD lose the given loss before Adam; `cnat` "
+        "and `int4` lose before Muon.",
     ),
 )
 
