@@ -123,13 +123,16 @@ def _names_in(init: Init, through_local: bool = True) -> set[str]:
     return set(_functions_in(init, through_local).values())
 
 
-def _functions_in(init: Init, through_local: bool = True) -> dict[Any, str]:
+def _functions_in(
+    first: Init, through_local: bool = True, of_chains: str = "init_fns"
+) -> dict[Any, str]:
     """The functions of a transformation and of those in closures, and what made them.
 
-    The names of optax's are as they are; those of jaxcomm's begin with its name.
+    The names of optax's are as they are; those of jaxcomm's begin with its name. Of chains either
+    the `init`s or, as `update_fns`, the `update`s of the members are looked through.
     """
     seen: dict[Any, str] = {}
-    waiting: list[Any] = [init]
+    waiting: list[Any] = [first]
     while waiting:
         function = waiting.pop()
         if not isinstance(function, FunctionType) or function in seen:
@@ -137,11 +140,11 @@ def _functions_in(init: Init, through_local: bool = True) -> dict[Any, str]:
         is_ours = (function.__module__ or "").startswith("jaxcomm.")
         seen[function] = "jaxcomm." * is_ours + _factory(function)
         if through_local or seen[function] != "jaxcomm.local":
-            waiting += _held(function)
+            waiting += _held(function, of_chains)
     return seen
 
 
-def _held(function: FunctionType) -> Iterator[Any]:
+def _held(function: FunctionType, of_chains: str) -> Iterator[Any]:
     """The `init`s and `update`s of the transformations in the closure of another one's."""
     for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -149,7 +152,7 @@ def _held(function: FunctionType) -> Iterator[Any]:
         except Exception:  # noqa: BLE001, S112 - an empty cell, or a pytree of the user's own
             continue
         yield from (part for tx in held if _is_transformation(tx) for part in tx)
-        if free in ("init_fns", "update_fns"):  # those of a chain
+        if free == of_chains:
             yield from held
 
 
@@ -236,7 +239,7 @@ def decay_behind() -> bool:
         name == "add_decayed_weights" and not _has_rate_zero(function)
         for frame in _optax_frames()
         for update in _updates_behind(frame)
-        for function, name in _functions_in(update).items()
+        for function, name in _functions_in(update, of_chains="update_fns").items()
     )
 
 
