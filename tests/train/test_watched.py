@@ -107,3 +107,12 @@ def test_a_run(
     again = loop.train(other, tmp_path, 0.0)
     assert again["frozen_at"] == 3 and "warm-up has ended" not in capsys.readouterr().err
     assert [line["step"] for line in read_lines(tmp_path, "warmup_ended")] == [3]
+
+
+def test_the_norm_of_residuals_in_16_bits_is_added_up_in_32() -> None:
+    tx = jaxcomm.mean("data", "int8", error_feedback=True, residual_dtype="bfloat16")
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        state = tx.init({f"w{i}": jnp.zeros((8, 8)) for i in range(300)})
+    ones = jax.tree.map(jnp.ones_like, state.residual)
+    found = jax.jit(watched.residual_norm)(state._replace(residual=ones))["residual_norm"]
+    assert float(found) == pytest.approx((300 * 64) ** 0.5, rel=1e-4)
