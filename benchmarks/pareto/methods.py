@@ -5,11 +5,13 @@ A row enters with a factory in `ADAM` or `for_sgd`.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import optax
 
 import jaxcomm
 
+SIGN128 = jaxcomm.codecs.scaled_sign(128)
 Factory = Callable[[optax.Schedule, int], optax.GradientTransformation]
 
 
@@ -177,32 +179,12 @@ def sign() -> optax.GradientTransformation:
 
 def sign128() -> optax.GradientTransformation:
     """A mean in 1.25 bits."""
-    return feedback(jaxcomm.codecs.scaled_sign(128))
+    return feedback(SIGN128)
 
 
-def int4_16() -> optax.GradientTransformation:
-    """The same as `int4`, with residuals in 16 bits."""
-    return feedback("int4", "bfloat16")
-
-
-def sign_16() -> optax.GradientTransformation:
-    """The same as `sign`."""
-    return feedback("scaled_sign", "bfloat16")
-
-
-def sign128_16() -> optax.GradientTransformation:
-    """The same as `sign128`."""
-    return feedback(jaxcomm.codecs.scaled_sign(128), "bfloat16")
-
-
-def oktopk_16() -> optax.GradientTransformation:
-    """The same as `oktopk`."""
-    return jaxcomm.sparse_mean("data", 0.01, residual_dtype="bfloat16")
-
-
-def oktopk() -> optax.GradientTransformation:
+def oktopk(residual_dtype: str = "float32") -> optax.GradientTransformation:
     """The largest 1 % of the values."""
-    return jaxcomm.sparse_mean("data", 0.01)
+    return jaxcomm.sparse_mean("data", 0.01, residual_dtype=residual_dtype)
 
 
 def low_rank() -> optax.GradientTransformation:
@@ -239,9 +221,13 @@ ADAM: dict[str, Method] = {
     "factored Adam, float32": Method("its own", factored_adam(float32), around(12e-3)),
     "bfloat16": Method("adam", before(bfloat16, adam), around(8e-3)),
     "Ok-Topk, 1 %": Method("adam", before(oktopk, adam), around(1e-3)),
-    "int4, feedback, 16-bit residuals": Method("adam", before(int4_16, adam), around(8e-3)),
+    "int4, feedback, 16-bit residuals": Method(
+        "adam", before(partial(feedback, "int4", "bfloat16"), adam), around(8e-3)
+    ),
     "factored Nadam, scaled_sign(128), 16-bit residuals": Method(
-        "factored nadam", factored_adam(sign128_16, nesterov=True), around(12e-3)
+        "factored nadam",
+        factored_adam(partial(feedback, SIGN128, "bfloat16"), nesterov=True),
+        around(12e-3),
     ),
 }
 
@@ -279,7 +265,7 @@ def for_sgd(rate: float, of_votes: float) -> dict[str, Method]:
 def for_nesterov(rate: float, of_votes: float) -> dict[str, Method]:
     """The same with Nesterov's momentum, after the exchange or on each device."""
     own = {"scaled_sign": sign, "scaled_sign(128)": sign128, "int2": int2}
-    own["scaled_sign, 16-bit residuals"] = sign_16
+    own["scaled_sign, 16-bit residuals"] = partial(feedback, "scaled_sign", "bfloat16")
     own_momentum = {
         f"local momentum, {name}": Method(
             "local nesterov", behind(NESTEROV_STEP, exchange), around(rate)
@@ -294,7 +280,7 @@ def for_nesterov(rate: float, of_votes: float) -> dict[str, Method]:
             "local momentum, vote": Method("signum", vote, around(of_votes)),
             "4 local steps, scaled_sign": local_steps(4, sign, "local nesterov", nesterov, rate),
             "Ok-Topk, 1 %, 16-bit residuals": Method(
-                "nesterov", before(oktopk_16, nesterov), around(rate / 2)
+                "nesterov", before(partial(oktopk, "bfloat16"), nesterov), around(rate / 2)
             ),
         }
     )

@@ -18,7 +18,7 @@ NESTEROV = (
     "4 local steps, scaled_sign, outer momentum",
 )
 BASELINE_OF_NESTEROV = "Nadam, float32"
-MUON, BASELINE_OF_MUON = ("muon", "local muon"), "Muon, float32"
+OF_MUON, BASELINE_OF_MUON = ("muon", "local muon"), "Muon, float32"
 BASELINES = BASELINE, BASELINE_OF_NESTEROV, BASELINE_OF_MUON
 TITLES = {  # of the panels of the plot
     "gpt": "GPT of 1 M parameters, tiny Shakespeare",
@@ -60,7 +60,7 @@ def read(folder: Path) -> Rows:
     for row in rows:
         has_nesterov = {row["optimizer"], row["method"]}.intersection(NESTEROV)
         baseline = BASELINE_OF_NESTEROV if has_nesterov else BASELINE
-        if row["optimizer"] in MUON:
+        if row["optimizer"] in OF_MUON:
             baseline = BASELINE_OF_MUON
         pair = row["loss"], base.get((row["task"], baseline, row["seed"]))
         row["minus_float32"] = None if None in pair else pair[0] - pair[1]

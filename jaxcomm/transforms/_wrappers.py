@@ -1,5 +1,6 @@
 """Refuses optax wrappers that would break a synchronised step, and names the fix."""
 
+import contextlib
 import functools
 import sys
 import warnings
@@ -56,10 +57,9 @@ _IN_FRONT = {
 # What is in optax.sgd, and may be around it.
 _OF_SGD = {"chain", "init_empty_state", "scale_by_schedule", "with_extra_args_support"}
 _OF_SGD |= {"masked", "partition", "named_chain", "set_to_zero"}
-# Where optax's chains call their members.
+# Where optax's chains call their members: to `init`, and to `update`.
 _CHAIN_INIT = "chain.<locals>.init_fn.<locals>.<genexpr>"
 _NAMED_CHAIN_INIT = "named_chain.<locals>.init_fn"
-# Where they update with their members.
 _CHAIN_UPDATE, _NAMED_CHAIN_UPDATE = "chain.<locals>.update_fn", "named_chain.<locals>.update_fn"
 # Fields of the states of optax and optax.contrib.
 _MOMENTA = {"mu", "trace", "exp_avg", "e_x", "prev_updates", "previous_gradient"}
@@ -213,8 +213,7 @@ def arrays_behind(params: Any) -> set[str]:
     """The arrays of optax's own states of the transformations that follow, likewise.
 
     Returns:
-      Their names, such as "count" and "ema". Those that only look on are left out, such as that of
-      `optax.apply_if_finite`.
+      Their names, such as "count" and "ema"; not of those that only look on.
     """
 
     def is_known(node: Any) -> bool:
@@ -245,8 +244,7 @@ def decay_behind() -> bool:
 
 def _has_rate_zero(function: Any) -> bool:
     """Whether it decays by the Python number 0."""
-    names = function.__code__.co_freevars
-    cells = dict(zip(names, function.__closure__ or (), strict=True))
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     rate = cells["weight_decay"].cell_contents if "weight_decay" in cells else None
     return isinstance(rate, int | float) and rate == 0
 
@@ -275,11 +273,13 @@ def _states_behind(params: Any) -> list[Any]:
     """The states, as shapes, of the transformations that follow in the same optax chains.
 
     Their own `init`, when called here, has no chain: where it looks for what follows, it would find
-    this one again.
+    this one again. One that reads the values of parameters has no shapes to look at.
     """
     states = []
     for frame in _optax_frames():
-        states += [jax.eval_shape(init, params) for init in _members(frame)[1]]
+        for init in _members(frame)[1]:
+            with contextlib.suppress(jax.errors.JAXTypeError):
+                states.append(jax.eval_shape(init, params))
     return states
 
 

@@ -366,6 +366,8 @@ def test_few_bits_before_muon_are_warned_of() -> None:
         optax.chain(jaxcomm.mean("data", "bfloat16"), muon).init(params)
         own = optax.chain(optax.contrib.muon(1.0), optax.scale(-1.0))
         optax.chain(jaxcomm.local("data", own), fed_back("int2"), optax.scale(-0.1)).init(params)
+        reads = optax.GradientTransformation(lambda p: float(p["w"].sum()), optax.identity().update)
+        assert optax.chain(fed_back("int4"), reads).init(params)[1] == 0.0
 
 
 @pytest.mark.parametrize("codec", ["scaled_sign", "int2"])
