@@ -37,11 +37,6 @@ _TAGS = {
 _UNSIGNED = {"float32": jnp.uint32, "bfloat16": jnp.uint16, "float16": jnp.uint16}
 
 
-def tag_of(kind: str) -> str:
-    """What values of this kind are, and what to do with them."""
-    return _TAGS[kind].format("any dtype")
-
-
 def _refuse(tag: str, *_: Any) -> Any:
     raise TypeError(f"this is not a random key, but {tag}.")
 

@@ -42,7 +42,6 @@ from jaxcomm._marks import (
     axes_of,
     kind_of,
     mark,
-    tag_of,
     unmark_local,
 )
 from jaxcomm._microbatches import accumulated, mean_dtype
@@ -97,8 +96,10 @@ class ValueAndGrad:
                     f"these parameters are each device's own over {', '.join(over)}, and gradients "
                     f"are taken over {self.axis_name!r}; name the axis of the exchange in both."
                 )
-        for kind in filter(None, kinds - {OWN_PARAMETER}):
-            raise TypeError(f"value_and_grad takes parameters, got a {tag_of(kind)}.")
+        if kinds - {None, OWN_PARAMETER}:
+            raise TypeError(
+                "got gradients as parameters; write value_and_grad(f, axis)(params, batch)."
+            )
         own, params = OWN_PARAMETER in kinds, unmark_local(params)
         _require_floats(params)
         self._check_attached(params)
@@ -211,8 +212,8 @@ def value_and_grad(
         devices or belongs to one process only, the loss was already averaged over the axis or does
         not depend on the batch, aux has one row per example, a Flax NNX model has shared variables,
         or the loss changes variables of one, whose new values would be lost.
-      TypeError: immediately, if `loss_fn` is no function; when called, if aux is not made of real
-        numbers, `loss_fn` does not return what `has_aux` requires, or a parameter is neither
+      TypeError: immediately, if `loss_fn` is not a function; when called, if aux is not made of
+        real numbers, `loss_fn` does not return what `has_aux` requires, or a parameter is neither
         float32, bfloat16 nor float16; also if the gradients are differentiated again.
 
     Wire: one float32 all-reduce of the loss and all of aux.
@@ -250,7 +251,7 @@ def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Call
     Raises:
       ValueError: if `microbatches` is not a positive integer; when called, if the batch does not
         divide.
-      TypeError: if `value_and_grad_fn` is no function; when called, if it does not return a loss
+      TypeError: if `value_and_grad_fn` is not a function; when called, if it does not return a loss
         and gradients.
 
     Wire: that of `value_and_grad_fn`, once for all microbatches of `jaxcomm.value_and_grad`.

@@ -97,7 +97,7 @@ MASKED = optax.masked(optax.sgd(1.0), True)
 def test_sgd_behind_an_optimizer_would_climb(mesh8: Any, behind: Any) -> None:
     adam = jaxcomm.factored_adam(jaxcomm.mean("data"), 0.1)
     with jax.set_mesh(mesh8):
-        with pytest.raises(ValueError, match="which would turn the sign of its updates"):
+        with pytest.raises(ValueError, match="which would reverse the sign of its updates"):
             optax.chain(adam, behind).init(params())
         with pytest.raises(ValueError, match="one_bit_adam is an optimizer, and another"):
             optax.chain(jaxcomm.one_bit_adam("data", 0.1, dense_steps=2), behind).init(params())

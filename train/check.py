@@ -319,7 +319,7 @@ def _fit_optimizer(config: Any) -> None:
         raise UserError(
             f"config.optimizer.name=scale only scales what {' or '.join(OPTIMIZERS)} made, and "
             f"after config.sync.method={method} it would increase the loss; set "
-            "--config.optimizer.name=sgd, or adamw"
+            "--config.optimizer.name=sgd, adamw or muon"
         )
     if config.sync.local_optimizer:
         _fit_local_optimizer(config.sync)

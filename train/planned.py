@@ -73,12 +73,8 @@ def resolved(
         load = plan.workload(params, milliseconds, accumulate=chosen.every, exempt=exempt)
     except ValueError as error:
         raise UserError(f"config.sync.exempt: {error}") from error
-    kind = "sgd" if config.optimizer.name == "sgd" else "adam"
-    per_host = cluster.devices_per_host
-    quality = config.network.quality
-    every = plan.methods(quality, per_host > 1, optimizer=kind, per_host=per_host)
-    allowed = [m for m in every if _fits(config, m, mesh.size)]
-    found = plan.plan(cluster, load, quality, allowed, reorder=False)
+    allowed = _allowed(config, mesh.size, cluster.devices_per_host)
+    found = plan.plan(cluster, load, config.network.quality, allowed, reorder=False)
     found = plan.timed(found, list(mesh.devices.flat))
     fields = _fields(chosen, found.choice.method)
     if jax.process_index() == 0:
@@ -86,6 +82,15 @@ def resolved(
         write_whole(file, json.dumps({"headline": found.headline, "config": fields}) + "\n")
     chosen.update(fields)
     return chosen
+
+
+def _allowed(config: Any, devices: int, per_host: int) -> list[plan.Method]:
+    """The methods of the wanted quality that go with the optimizer and the rest of the config."""
+    name = config.optimizer.name
+    kind = name if name in ("sgd", "muon") else "adam"
+    quality = config.network.quality
+    every = plan.methods(quality, per_host > 1, optimizer=kind, per_host=per_host)
+    return [method for method in every if _fits(config, method, devices)]
 
 
 def _fields(sync_config: Any, method: plan.Method) -> dict[str, Any]:

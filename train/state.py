@@ -10,6 +10,9 @@ import optax
 
 import jaxcomm
 from train.errors import choose
+from train.models.transformer import STACK
+
+OUTER_LAYERS = ("stem", "embed", "head")  # as the models of `train.models` call them
 
 
 class TrainState(NamedTuple):
@@ -59,13 +62,33 @@ def adamw(config: Any, rate: optax.Schedule) -> Optimizer:
     )
 
 
+def muon(config: Any, rate: optax.Schedule) -> Optimizer:
+    """Muon for the matrices of hidden layers, Adam for the rest; decoupled weight decay for both.
+
+    Steps of both are as large as Adam's, so they have one learning rate, and the momenta are equal
+    and Nesterov's.
+    """
+    step = optax.contrib.muon(
+        1.0,
+        beta=config.momentum,
+        consistent_rms=0.2,  # as large as Adam's
+        adam_b1=config.momentum,
+        adam_b2=config.b2,
+        muon_weight_dimension_numbers=hidden_matrices,
+    )
+    decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
+    return Optimizer(
+        optax.chain(step, optax.scale(-1.0)), decay, optax.scale_by_learning_rate(rate)
+    )
+
+
 def scale(config: Any, rate: optax.Schedule) -> Optimizer:
     """The learning rate alone, after a method of `train.sync` that is an optimizer itself."""
     del config
     return Optimizer(optax.identity(), optax.identity(), optax.scale_by_schedule(rate))
 
 
-OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "scale": scale}
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw, "muon": muon, "scale": scale}
 
 
 def decayed(params: Any) -> Any:
@@ -78,6 +101,33 @@ def decayed(params: Any) -> Any:
         return x.ndim > 1 and str(getattr(path[-1], "key", "")) not in ("bias", "scale")
 
     return jax.tree_util.tree_map_with_path(is_weight, params)
+
+
+def hidden_matrices(params: Any) -> Any:
+    """What Muon makes orthogonal: all kernels but those of the first and the last layer.
+
+    Each is a matrix from its inputs to its outputs: those of a convolution are all values of its
+    window, and those of attention have axes of heads. A stack of layers has a matrix for each.
+
+    Args:
+      params: the parameters of a model of `train.models`.
+
+    Returns:
+      `optax.contrib.MuonDimensionNumbers` for each of them, None for all other leaves.
+    """
+
+    def matrix(path: Any, x: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        names = [str(getattr(key, "key", "")) for key in path]
+        if names[-1] != "kernel" or names[0] in OUTER_LAYERS:
+            return None
+        first = int(names[0] == STACK)
+        splits_heads = "attention" in names and names[-2] != "out"
+        outputs = first + 1 if splits_heads else x.ndim - 1
+        return optax.contrib.MuonDimensionNumbers(
+            tuple(range(first, outputs)), tuple(range(outputs, x.ndim))
+        )
+
+    return jax.tree_util.tree_map_with_path(matrix, params)
 
 
 def make_optimizer(config: Any, steps: int) -> Optimizer:

@@ -2,7 +2,7 @@
 
 The bases of data sets add what belongs to the data; each config adds model, optimizer and exchange.
 A field that is None takes the default of the method or the model that reads it. Options of other
-methods have no effect, so flags can select any method on any config:
+methods are ignored, so flags can select any method on any config:
 
     --config.sync.method=majority_vote --config.optimizer.learning_rate=6e-3
     --config.sync.method=low_rank_mean --config.sync.rank=4
@@ -48,15 +48,15 @@ def get_config() -> config_dict.ConfigDict:
     config.model.dtype = "float32"  # Of the computation; or "bfloat16". Parameters are float32.
 
     config.optimizer = config_dict.ConfigDict()
-    config.optimizer.name = "sgd"  # Or "adamw"; "scale" after a method that is an optimizer.
+    config.optimizer.name = "sgd"  # Or "adamw", "muon"; "scale" after an optimizer.
     config.optimizer.learning_rate = 0.1  # The peak: it rises in warmup_steps, then falls to 0.
     config.optimizer.warmup_steps = 50
-    config.optimizer.momentum = 0.9  # sgd: Nesterov momentum; adamw: b1.
-    config.optimizer.b2 = 0.999  # For adamw.
-    config.optimizer.nesterov = False  # For adamw: Nesterov momentum, which sgd always has.
-    config.optimizer.weight_decay = 0.0  # For sgd and adamw.
+    config.optimizer.momentum = 0.9  # sgd, muon: Nesterov momentum; adamw: b1.
+    config.optimizer.b2 = 0.999  # For adamw, and for muon's Adam.
+    config.optimizer.nesterov = False  # For adamw: Nesterov momentum, which the others always have.
+    config.optimizer.weight_decay = 0.0  # Inside the gradient with sgd, apart from it with others.
     # Clips the mean gradient to this norm, over all parameters together, after the exchange. With
-    # sync.every, clips the gradient of each device in its own steps. None: never.
+    # sync.every or sync.local_optimizer, clips each device's own gradient. None: never.
     config.optimizer.clip_norm = config_dict.placeholder(float)
 
     config.sync = sync()
@@ -114,8 +114,8 @@ def sync() -> config_dict.ConfigDict:
     # moved. The steps of the run must be a multiple of `every`.
     sync.every = 1
     # Each device has its own optimizer, before the exchange: its step is sent, not the gradient.
-    # For few bits with error feedback, and for votes; with adamw, only for shuffled data. For all
-    # methods that are not optimizers.
+    # Meant for few bits with error feedback, and for votes; accepted with all methods that are not
+    # optimizers. With adamw and muon, only for shuffled data.
     sync.local_optimizer = False
     sync.outer_rate = 1.0  # Of the outer SGD, whose gradient is the exchanged difference.
     sync.outer_momentum = 0.0  # Nesterov momentum.

@@ -44,7 +44,10 @@ def mean_of(
     sent = codec.values if isinstance(codec, RandomK) else codec
     back = sent if second_hop is None else codecs.from_name(second_hop)
     if isinstance(back, RandomK):
-        raise ValueError("random_k draws once for both hops; name the format of its values.")
+        raise ValueError(
+            "second_hop cannot be random_k, which draws once for both hops; name the format of the "
+            'mean, such as second_hop="bfloat16".'
+        )
     if algorithm is None:
         algorithm = Default(_sent_as({sent.name, back.name}))
         if sent == back == codecs.float32():

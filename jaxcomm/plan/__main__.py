@@ -1,7 +1,7 @@
 """What to use on a cluster: methods ranked, each by its fastest algorithm, the choice first.
 
     python -m jaxcomm.plan CLUSTER.yaml --params=25.6e6 --step-ms=234
-        [--quality=exact|16bit|unbiased|any] [--optimizer=sgd|adam] [--set NAME=VALUE ...]
+        [--quality=exact|16bit|unbiased|any] [--optimizer=sgd|adam|muon] [--set NAME=VALUE ...]
         [--accumulate=N,...] [--costs=FILE.yaml] [--rows=N] [--keep-order] [--json]
 
 CLUSTER.yaml is a file as described in `jaxcomm.plan.machines`, or the name of a topology. `--set`

@@ -248,8 +248,8 @@ def plan(
       reorder: whether devices may get other ranks if that makes a ring faster, or makes
         halving-doubling faster and a ring no slower. The order of halving-doubling's dimensions is
         chosen in any case.
-      optimizer: "sgd" or "adam", to leave out methods that lost accuracy with it; None leaves out
-        none.
+      optimizer: "sgd", "adam" or "muon", to leave out methods that lost accuracy with it; None
+        leaves out none.
 
     Returns:
       The plan: the choice, then all other methods, and one sentence with the recommendation.

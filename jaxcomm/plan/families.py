@@ -14,7 +14,8 @@ from jaxcomm.collectives.algorithms import Algorithm, _default
 # Each contains those before it.
 QUALITIES = ("exact", "16bit", "unbiased", "any")
 QUALITY = "16bit"  # The default: no measurement tells these from float32.
-OPTIMIZERS = ("sgd", "adam")
+OPTIMIZERS = ("sgd", "adam", "muon")
+NOT_BEFORE_MUON = ("sgd", "adam")
 DENSITY = 0.01
 # Arguments of the algorithm, by name: of halving_doubling, or hierarchical's devices_per_host.
 Dimensions = tuple[tuple[str, Any], ...]
@@ -59,14 +60,16 @@ BOTH_LEVELS = (*SCHEDULED, "hierarchical")
 MERGED = BOTH_LEVELS[1:]  # partial sums are encoded again on the way
 
 
-def _mean(codec: str, quality: str, needs: str = "") -> Family:
+def _mean(
+    codec: str, quality: str, needs: str = "", optimizers: tuple[str, ...] = OPTIMIZERS
+) -> Family:
     options: dict[str, Any] = {"method": "mean", "codec": codec}
     if FEEDBACK in needs:
         options["error_feedback"] = True
     if needs == FEW_BITS:
         options["local_optimizer"] = True
     native = ("native",) if codec == "float32" else ()
-    return Family(quality, needs, options, 8.0, (*native, *BOTH_LEVELS))
+    return Family(quality, needs, options, 8.0, (*native, *BOTH_LEVELS), optimizers)
 
 
 def _sparse(name: str) -> Family:
@@ -84,10 +87,10 @@ FAMILIES: dict[str, Family] = {  # among equals, the first ones are preferred
     "float32": _mean("float32", "exact"),
     "bfloat16": _mean("bfloat16", "16bit"),
     "float16": _mean("float16", "16bit"),
-    "cnat": _mean("cnat", "unbiased"),
+    "cnat": _mean("cnat", "unbiased", "", NOT_BEFORE_MUON),
     "int8": _mean("int8", "any"),
-    "fp8_e4m3": _mean("fp8_e4m3", "any"),
-    "int4": _mean("int4", "any", FEEDBACK),
+    "fp8_e4m3": _mean("fp8_e4m3", "any", "", NOT_BEFORE_MUON),
+    "int4": _mean("int4", "any", FEEDBACK, NOT_BEFORE_MUON),
     "int2": _mean("int2", "any", FEW_BITS),
     "scaled_sign": _mean("scaled_sign", "any", FEW_BITS),
     **{f"powersgd{rank}": _low_rank(rank) for rank in (4, 2, 1)},
@@ -165,7 +168,7 @@ class Method:
         if self.about.optimizers == ("sgd",):
             return f"{self.about.needs}; {LOCAL_STEPS}"
         own = [FEEDBACK] if FEEDBACK in self.about.needs else []
-        return "; ".join([*own, LOCAL_STEPS, "with Adam, devices' data alike"])
+        return "; ".join([*own, LOCAL_STEPS, "with Adam or Muon, devices' data alike"])
 
     @property
     def is_by_hosts(self) -> bool:
@@ -246,8 +249,8 @@ def methods(
       quality: "exact", "16bit", "unbiased" or "any".
       two_levels: whether the network has two levels.
       dimensions: the arguments of halving-doubling.
-      optimizer: "sgd" or "adam", to leave out methods that lost accuracy with it; None leaves out
-        none.
+      optimizer: "sgd", "adam" or "muon", to leave out methods that lost accuracy with it; None
+        leaves out none.
       per_host: the devices of each host, if they follow each other; the two levels are then those.
 
     Returns:
@@ -281,4 +284,5 @@ def methods(
 def check_optimizer(optimizer: str | None) -> None:
     """Raises for anything but None and OPTIMIZERS."""
     if optimizer not in (None, *OPTIMIZERS):
-        raise ValueError(f"optimizer is {' or '.join(map(repr, OPTIMIZERS))}, got {optimizer!r}.")
+        known = ", ".join(map(repr, OPTIMIZERS))
+        raise ValueError(f"optimizer is one of {known}, got {optimizer!r}.")

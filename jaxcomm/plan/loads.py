@@ -48,7 +48,10 @@ class Workload:
                 "no leaf is exempt."
             )
         if not self.values:
-            raise ValueError("there are no parameters.")
+            raise ValueError(
+                "workload takes a pytree of arrays, or a number of parameters such as 25.6e6; this "
+                "tree has no arrays."
+            )
 
     @functools.cached_property
     def values(self) -> int:

@@ -80,7 +80,7 @@ def check_order(order: Sequence[str], paths: Sequence[str], is_part: bool) -> No
     wrong = [] if is_part else [name for name in order if name not in paths]
     if wrong:
         raise ValueError(
-            f"bucket_order names {wrong[0]!r}, which is no parameter; the paths are "
+            f"bucket_order names {wrong[0]!r}, which is not a parameter; the paths are "
             f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''}. "
             "jaxcomm.backward_order finds the order."
         )

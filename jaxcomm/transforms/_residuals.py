@@ -19,7 +19,7 @@ def checked_dtype(dtype: Any, error_feedback: Any = True) -> str:
     """The name of a residual's dtype.
 
     Raises:
-      TypeError: for what is no dtype.
+      TypeError: for what is not a dtype.
       ValueError: for another dtype than float32 and bfloat16, or where no residual is kept.
     """
     try:

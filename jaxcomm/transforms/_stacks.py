@@ -58,8 +58,8 @@ def layers_in(params: Any, of: Sequence[int | None], stacks: Sequence[str]) -> t
         own = {paths[i]: jnp.shape(leaves[i]) for i, x in enumerate(of) if x == number}
         if not own:
             raise ValueError(
-                f"in_backward names {stack!r}, which is no subtree of the parameters, or lies in "
-                f"one that was named before it; the paths are {', '.join(paths[:10])}"
+                f"in_backward names {stack!r}, which is not a subtree of the parameters, or lies "
+                f"in one that was named before it; the paths are {', '.join(paths[:10])}"
                 f"{', ...' if len(paths) > 10 else ''}."
             )
         size = next(iter(own.values()))[:1]

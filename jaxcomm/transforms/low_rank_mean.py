@@ -233,7 +233,8 @@ class _Exchange:
             if start.size != (due := self.rank * math.prod(_matrices(layout.leaves[i])[:2])):
                 raise ValueError(
                     f"the state has {start.size} numbers of {layout.leaves[i].path}'s factor, "
-                    f"expected {due} at rank {self.rank}: it was made with another rank."
+                    f"expected {due} at rank {self.rank}: make tx with the rank of the run that "
+                    "saved it."
                 )
 
         bounded = [jnp.bool_(True)]  # a flag of each bucket

@@ -96,7 +96,7 @@ def majority_vote(
 
     Votes are biased where the devices' data differ, with and without error feedback. In that case,
     put `jaxcomm.control_variates` before the vote, or use `jaxcomm.mean("data", "scaled_sign",
-    error_feedback=True)`, which is not biased and sends 2(N-1)/N bits per coordinate.
+    error_feedback=True)`, which is not biased and sends 2(N-1)/N bits per weight.
 
     If any gradient on any device is not finite, every update on every device is NaN and the
     residuals stay as they were.
@@ -127,9 +127,9 @@ def majority_vote(
     Raises:
       TypeError, ValueError: immediately for bad arguments; otherwise as for `jaxcomm.mean`.
 
-    Wire: a message with votes of k devices has ceil(log2(k+1)) bits per coordinate. The result has
+    Wire: a message with votes of k devices has ceil(log2(k+1)) bits per weight. The result has
     one bit, or two if it can be zero (ties="zero" at an even number of devices, or zeros="abstain",
-    which also doubles the bits of votes). Bits per coordinate: direct 2(N-1)/N; for N = 2^q devices
+    which also doubles the bits of votes). Bits per weight: direct 2(N-1)/N; for N = 2^q devices
     halving_doubling sum_{j=1..q} j/2^j + (N-1)/N, ring log2 N and two_way_ring log2 N - 1 + (log2 N
     + 1)/N; circulant 2.2 for 16 devices, 2.4 for 32 and 2.6 for 1,024. Exempt leaves are sent in
     one float32 all-reduce, together with a flag or, with error feedback, the scales; on a mesh of
@@ -245,7 +245,7 @@ def _known(algorithm: str | algorithms.Algorithm, axis_name: AxisName) -> algori
     """The algorithm; a ValueError for what cannot carry votes over these axes."""
     chosen = algorithms.from_name(algorithm)
     if chosen.name == "native":
-        raise ValueError("XLA has no native majority vote; choose another algorithm.")
+        raise ValueError('XLA has no native majority vote; leave algorithm out, or write "direct".')
     chosen.require_axes(axis_name)
     if getattr(chosen, "near_codec", None) is not None:
         raise ValueError("near_codec is the format of a mean, and votes have none; leave it out.")

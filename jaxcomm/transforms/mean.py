@@ -150,11 +150,12 @@ def mean(
 
     Raises:
       TypeError, ValueError: immediately for bad arguments; by `init` for parameters that are not
-        float or sharded over the axis, or when no mesh is set; by `update` for gradients that
-        are not local.
+        float arrays, or that are sharded over the axis, or when no mesh is set; by `update` for
+        gradients that are not local.
 
-    Wire: for each bucket of n elements, that of `jaxcomm.pmean`. Once per step, one float32
-    all-reduce of all exempt elements, and on a mesh of several axes one int32 over the other axes.
+    Wire: for each bucket of n values, (N-1) messages of ceil(n/N) values in the format of each hop,
+    2(N-1)/N of the bucket; see `jaxcomm.pmean` for other algorithms. Once per step, one float32
+    all-reduce of all exempt values, and on a mesh of several axes one int32 over the other axes.
     With random_k, the all-reduce includes a flag and a tag of the key.
 
     Example:

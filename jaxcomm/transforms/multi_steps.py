@@ -12,6 +12,12 @@ from jaxcomm import _axes, _branches
 from jaxcomm._marks import mark_local
 from jaxcomm._numbers import is_integer
 from jaxcomm.transforms import _roles
+from jaxcomm.transforms._chains import (
+    arrays_behind,
+    decay_behind,
+    moments_behind,
+    schedules_behind,
+)
 from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import (
     Layout,
@@ -20,15 +26,7 @@ from jaxcomm.transforms._layout import (
     layout_of,
 )
 from jaxcomm.transforms._states import require_kind
-from jaxcomm.transforms._wrappers import (
-    arrays_behind,
-    decay_behind,
-    moments_behind,
-    refuse_movers,
-    refuse_wrappers,
-    schedules_behind,
-    with_extra_args,
-)
+from jaxcomm.transforms._wrappers import refuse_movers, refuse_wrappers, with_extra_args
 from jaxcomm.transforms.per_device import (
     PerDevice,
     next_of,
@@ -81,7 +79,7 @@ def multi_steps(
       ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
         over several axes, or if an optimizer with moments, a schedule or other state follows in the
         chain: it would count the steps in between; by `update` if a decay of weights follows, or
-        `due` is no bool.
+        `due` is not a bool.
 
     Wire: that of `inner` in one step of `every`, in a branch of a conditional; otherwise nothing.
     With `due`, that of `inner` or nothing, and no conditional.

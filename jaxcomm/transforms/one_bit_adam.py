@@ -155,7 +155,7 @@ def one_bit_adam(
     Raises:
       TypeError, ValueError: immediately for bad arguments; by `init` if an optimizer with its own
         moments follows in the same `optax.chain`; by `update` if weight decay lacks the parameters,
-        the mask does not fit them, or `dense` is no bool of the host; otherwise as for
+        the mask does not fit them, or `dense` is not a Python bool; otherwise as for
         `jaxcomm.mean`.
 
     Wire: for each bucket of b blocks, 2(N-1) messages of 33 uint32 words for each of ceil(b/N)
@@ -265,7 +265,8 @@ def _dense_steps(total_steps: int | None, dense_steps: int | None) -> int | None
         return dense_steps
     if dense_steps is not None:
         raise ValueError(
-            f"give total_steps or dense_steps, got {total_steps!r} and {dense_steps!r}."
+            f"give either total_steps or dense_steps, got total_steps={total_steps!r} and "
+            f"dense_steps={dense_steps!r}."
         )
     check_number("total_steps", total_steps, is_count, "a whole number >= 1")
     return math.ceil(_DENSE_SHARE * total_steps)

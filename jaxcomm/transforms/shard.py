@@ -34,7 +34,7 @@ def shard(
       The pytree placed on the current mesh; for structs, the structs with shardings.
 
     Raises:
-      TypeError: if `layers` is not a list of patterns, or a leaf is no array.
+      TypeError: if `layers` is not a list of patterns, or a leaf is not an array.
       ValueError: if no mesh is set, it has no such axis, or N divides no dimension of a leaf; the
         error names the leaf. Also if processes hold different values.
 

@@ -162,7 +162,7 @@ def dense_first(
         devices only.
       ValueError: for a negative number of steps; by `init` as for `stages`, and without `dense`
         also if `inner` is more than an exchange, such as a chain with `jaxcomm.local`, or has the
-        momentum of the optimizer; by `update` if its `dense` is no bool.
+        momentum of the optimizer; by `update` if its `dense` is not a bool.
 
     Wire: that of `dense`, then that of `inner`, in the branches of a conditional; if `update` is
     told which, in none.

@@ -109,7 +109,10 @@ class WireReport:
             ValueError: for another number of devices.
         """
         if len(hosts) != self.devices:
-            raise ValueError(f"the program is for {self.devices} devices, got {len(hosts)} hosts.")
+            raise ValueError(
+                f"bytes_between takes the host of each of the {self.devices} devices, got "
+                f"{len(hosts)}; write [d.process_index for d in mesh.devices.flat]."
+            )
         totals = (
             self._total([_leaving(c, hosts, host) for c in self.collectives]) for host in set(hosts)
         )
@@ -132,7 +135,7 @@ class WireReport:
     def only(self, *ops: str) -> "WireReport":
         """Returns the report of only the collectives of these kinds, such as "all-to-all"."""
         if unknown := set(ops) - SHARE.keys():
-            raise ValueError(f"{unknown} are no collectives; choose from {sorted(SHARE)}.")
+            raise ValueError(f"{unknown} are not collectives; choose from {sorted(SHARE)}.")
         return replace(self, collectives=tuple(c for c in self.collectives if c.op in ops))
 
     def by_axes(self, mesh: Any) -> dict[tuple[str, ...], "WireReport"]:
@@ -151,7 +154,8 @@ class WireReport:
         sizes = [mesh.shape[name] for name in mesh.axis_names]
         if math.prod(sizes) != self.devices:
             raise ValueError(
-                f"the program is for {self.devices} devices and the mesh has {math.prod(sizes)}."
+                f"the program is for {self.devices} devices and the mesh has {math.prod(sizes)}; "
+                "pass the mesh that it was compiled for."
             )
         strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
         parts: dict[tuple[str, ...], list[Collective]] = {}

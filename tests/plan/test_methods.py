@@ -107,11 +107,13 @@ def test_every_family_can_be_made() -> None:
 
 
 def test_an_optimizer_leaves_out_what_loses_accuracy_in_front_of_it() -> None:
-    names = {kind: {m.family for m in methods(optimizer=kind)} for kind in ("sgd", "adam")}
+    names = {kind: {m.family for m in methods(optimizer=kind)} for kind in ("sgd", "adam", "muon")}
     assert names["sgd"] == set(FAMILIES)
     left_out = set(FAMILIES) - names["adam"]
     assert left_out == {"vote", *jaxcomm.sparse.BY_NAME, "powersgd1", "powersgd2", "powersgd4"}
-    with pytest.raises(ValueError, match="optimizer is 'sgd' or 'adam', got 'adamw'"):
+    assert names["adam"] - names["muon"] == {"cnat", "int4", "fp8_e4m3"}
+    assert names["muon"] < names["adam"]
+    with pytest.raises(ValueError, match="optimizer is one of 'sgd', 'adam', 'muon', got 'adamw'"):
         methods(optimizer="adamw")
     slow = plan.cluster(plan.fabrics.star("star", 4, "50Mbit"))
     adam = plan.plan(slow, plan.workload(4e6, 100.0), "any", optimizer="adam")

@@ -124,13 +124,18 @@ def test_only_methods_that_fit_the_rest_of_the_config_are_compared(config):
         changed = config.copy_and_resolve_references()
         changed.optimizer.name, changed.data.shards = optimizer, shards
         changed.sync.update(fields)
-        fit = [m for m in plan.methods("any") if planned._fits(changed, m, 4)]
+        changed.network.quality = "any"
+        fit = planned._allowed(changed, 4, 1)
         assert all(m.every == 1 for m in fit)
         found = {m.family for m in fit}
-        assert {"float32", "int4"} <= found and "float16" not in found
+        assert {"float32", "int8"} <= found and "float16" not in found
         return found
 
-    assert {"vote", "oktopk", "powersgd4"} <= fitting()
+    assert {"vote", "oktopk", "powersgd4", "int4", "cnat"} <= fitting()
+    assert not {"vote", "oktopk", "powersgd4"} & fitting("adamw")
+    assert {"int4", "cnat"} <= fitting("adamw")
+    assert fitting("muon") == {"float32", "bfloat16", "int8", "int2", "scaled_sign"}
+    assert fitting("muon", "by_label") == {"float32", "bfloat16", "int8"}
     assert "vote" not in fitting(every=4) and "oktopk" in fitting(every=4)
     assert not {"oktopk", "powersgd4", "scaled_sign"} & fitting(gather="bfloat16")
     assert "scaled_sign" in fitting("adamw") and "scaled_sign" in fitting("adamw", every=4)

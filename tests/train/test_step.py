@@ -106,7 +106,7 @@ def test_dense_steps_are_steps_also_where_devices_exchange_rarely() -> None:
     assert min(sizes[2], sizes[5]) > 100 > 10 > sizes[8]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
 def test_a_local_optimizer_stands_in_front_of_the_exchange(name: str) -> None:
     """With one device it is the optimizer; with several, each has steps of its own."""
     config = optimizer(name=name, warmup_steps=0, weight_decay=0.1, nesterov=name == "adamw")
@@ -192,7 +192,7 @@ def optimizer(**fields: Any) -> config_dict.ConfigDict:
 def test_only_weights_decay() -> None:
     params = parameters()
     zeros = jax.tree.map(jnp.zeros_like, params)
-    for name in ("sgd", "adamw"):
+    for name in ("sgd", "adamw", "muon"):
         config = optimizer(name=name, warmup_steps=0, weight_decay=0.1)
         tx = state.whole(state.make_optimizer(config, 10))
         updates, _ = tx.update(zeros, tx.init(params), params)
@@ -250,7 +250,7 @@ def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
     assert rates[12] == pytest.approx(0, abs=1e-7) and sorted(rates[4:]) == rates[:3:-1]
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "scale"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "scale"])
 def test_the_learning_rate_is_that_of_the_step_also_after_skipped_ones(name: str) -> None:
     config = optimizer(name=name, warmup_steps=3, momentum=0.0, weight_decay=0.0)
     tx = state.whole(state.make_optimizer(config, 8))
@@ -310,7 +310,7 @@ def test_adam_takes_its_b2_from_the_config() -> None:
         np.testing.assert_allclose(nu, 1 - b2, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "scale"])
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "scale"])
 def test_a_step_that_is_not_finite_is_skipped(name: str) -> None:
     """Parameters are those of the other steps; the optimizer by itself would be NaN for ever."""
     config = optimizer(name=name, learning_rate=1e-2, warmup_steps=0, weight_decay=0.01)

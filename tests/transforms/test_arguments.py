@@ -233,7 +233,7 @@ def test_gradients_are_no_parameters(mesh8: Any) -> None:
     f, w, x = jaxcomm.value_and_grad(squares, "data"), jnp.ones((4, 2)), jnp.ones((8, 4))
     with jax.set_mesh(mesh8):
         _, grads = jax.jit(f)(w, x)
-        with pytest.raises(TypeError, match="takes parameters, got a local gradient in any dtype"):
+        with pytest.raises(TypeError, match="got gradients as parameters; write"):
             jax.jit(f)(grads, x)
 
 

@@ -366,7 +366,7 @@ def test_wrappers_that_cannot_work_are_refused(wrap: Any, cure: str) -> None:
         ({"axis_name": 0}, TypeError, "name of a mesh axis or a tuple of names, got 0"),
         ({"algorithm": "tree"}, ValueError, "unknown algorithm 'tree'; choose one of"),
         ({"algorithm": algorithms.ring}, TypeError, "a factory must be called"),
-        ({"algorithm": "native"}, ValueError, "XLA has no native majority vote; choose"),
+        ({"algorithm": "native"}, ValueError, "XLA has no native majority vote; leave"),
         ({"algorithm": algorithms.native()}, ValueError, "XLA has no native majority vote"),
         ({"ties": "coin"}, ValueError, "ties must be one of random, zero.* got 'coin'"),
         ({"zeros": "skip"}, ValueError, "zeros must be one of random, abstain, got 'skip'"),

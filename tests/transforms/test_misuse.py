@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jaxcomm
-from jaxcomm.transforms import _wrappers
+from jaxcomm.transforms import _chains
 
 PARAMS = {"w": jnp.ones((8, 8)), "v": jnp.ones((8, 8))}
 LABELS = {"w": "trained", "v": "frozen"}
@@ -375,10 +375,10 @@ def test_a_further_argument_is_no_leak(mesh8: Any) -> None:
 
 def test_an_optax_that_makes_chains_otherwise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else nothing would warn of a wrong order any more, and nobody would know."""
-    _wrappers._warn_unless_chains_are_seen.__wrapped__()  # this one is known
-    monkeypatch.setattr(_wrappers, "_CHAIN_INIT", "chain.<locals>.start")
+    _chains.warn_unless_chains_are_seen.__wrapped__()  # this one is known
+    monkeypatch.setattr(_chains, "_CHAIN_INIT", "chain.<locals>.start")
     with pytest.warns(UserWarning, match="optax .* builds chains in a way"):
-        _wrappers._warn_unless_chains_are_seen.__wrapped__()
+        _chains.warn_unless_chains_are_seen.__wrapped__()
 
 
 def test_a_mutable_array_among_the_arguments(mesh8: Any) -> None:

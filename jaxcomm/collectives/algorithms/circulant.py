@@ -176,7 +176,7 @@ def circulant(skips: Iterable[int] | None = None) -> Circulant:
       The algorithm, for `algorithm=`.
 
     Raises:
-      TypeError: for skips that are no sequence.
+      TypeError: for skips that are not a sequence.
       ValueError: for skips that do not fall to 1; in the first step, for skips that do not fit the
         number of devices.
 

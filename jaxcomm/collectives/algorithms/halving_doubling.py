@@ -141,7 +141,7 @@ def halving_doubling(
       The algorithm, for `algorithm=`.
 
     Raises:
-      TypeError: for a grid that is no sequence.
+      TypeError: for a grid that is not a sequence.
       ValueError: for an unknown order, or one that the other arguments do not fit; in the first
         step, for arguments that do not fit the axis.
 

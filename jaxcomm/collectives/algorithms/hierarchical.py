@@ -62,8 +62,8 @@ class Hierarchical(Algorithm):
         """See `Algorithm.require_world`: whole hosts."""
         if self.devices_per_host is not None and world % self.devices_per_host:
             raise ValueError(
-                f"hierarchical(devices_per_host={self.devices_per_host}) needs a multiple of so "
-                f"many devices, and the axis has {world}."
+                f"hierarchical(devices_per_host={self.devices_per_host}) needs a multiple of "
+                f"{self.devices_per_host} devices, and the axis has {world}."
             )
 
     def levels(self, axis_name: Axis) -> tuple[Axis, Axis]:
@@ -84,7 +84,9 @@ class Hierarchical(Algorithm):
         if self.near_codec is None:
             return reduction
         if not isinstance(reduction, CodedMean):
-            raise ValueError("near_codec is the format of a mean, and votes have none; leave it.")
+            raise ValueError(
+                "near_codec is the format of a mean, and votes have none; leave it out."
+            )
         return dataclasses.replace(reduction, codec=self.near_codec)
 
     def all_reduce(

@@ -89,6 +89,6 @@ def two_way_ring() -> TwoWayRing:
       The algorithm. A partial result is decoded, added to and encoded again at most N/2 times.
 
     Wire: for a mean, 2(N-1)/N of the vector, in 2(N-1) rounds. For a vote, log2 N - 1 + (log2
-    N + 1)/N bits per coordinate at powers of two.
+    N + 1)/N bits per weight at powers of two.
     """
     return TwoWayRing()

@@ -46,7 +46,7 @@ class TwoClusters(Algorithm):
     Messages within a cluster travel at the same time as those across, padded to one length. The
     segments are as long as lets both take equally long (`weights`).
 
-    Wire: with m devices in a cluster, about (b+1)/2 bits per coordinate, b = ceil(log2(m+1)), and a
+    Wire: with m devices in a cluster, about (b+1)/2 bits per weight, b = ceil(log2(m+1)), and a
     fill and a drain: 2.28, 2.70 and 3.22 bits for m = 4, 8 and 16, in 8m rounds. With every round
     as long as its longest message, they take the time of 2.33, 2.72 and 3.22 bits.
     """
@@ -281,7 +281,7 @@ def two_clusters() -> TwoClusters:
     Returns:
       The algorithm, for `algorithm=` of `jaxcomm.majority_vote`, and for an even number of devices.
 
-    Wire: a device sends 2.28, 2.70 and 3.22 bits per coordinate among N = 8, 16 and 32 devices, in
+    Wire: a device sends 2.28, 2.70 and 3.22 bits per weight among N = 8, 16 and 32 devices, in
     4N rounds; in each round the link between the clusters carries one message each way.
     """
     return TwoClusters()
