@@ -19,6 +19,13 @@ A smaller one, of 0.4 M parameters on 0.3 M tokens, on four simulated devices:
     bfloat16  2.3602
     cnat      2.3731
 
+With Muon (`--config.optimizer.name=muon`), and AdamW at other rates, in float32 and in 8 bits:
+
+    learning rate  2e-3    4e-3    8e-3    16e-3
+    AdamW          2.2578  2.2989  2.3405
+    Muon           2.1038  1.8313  1.6663  1.6178
+    Muon, int8                     1.6685  1.6154
+
 In float32, FSDP (`--config.sync.gather=float32`) and HSDP (`--config.sync.fsdp=2`) have the same
 validation loss to 1e-7.
 

@@ -29,6 +29,7 @@ from jaxcomm import _axes
 from jaxcomm._axes import AxisName
 from jaxcomm._cached_programs import refuse_cached_programs
 from jaxcomm._order import tied, zero_of
+from jaxcomm._unready import Unready
 
 Arrays = list[jax.Array]
 # What a device does in the backward pass: from the local gradients of a layer, its carried arrays
@@ -60,7 +61,7 @@ class Stack:
 
 
 @jax.tree_util.register_pytree_node_class
-class Attached:
+class Attached(Unready):
     """A parameter that has to go through `exchanged` before anything computes with it.
 
     Attributes:
@@ -71,6 +72,9 @@ class Attached:
       number: which leaf of them it is.
       used: whether it went through `exchanged`.
     """
+
+    stack: Stack
+    number: int
 
     def __init__(self, value: Any, carried: Any, total: Any, stack: Stack, number: int) -> None:
         self.value, self.carried, self.total = value, carried, total
@@ -90,15 +94,7 @@ class Attached:
         """The path of the parameter."""
         return self.stack.paths[self.number]
 
-    def __jax_array__(self) -> jax.Array:
-        raise TypeError(self._unused())
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("stack", "number"):  # asked of one being copied
-            raise AttributeError(name)
-        raise AttributeError(f"{self._unused()} (Before that, it has no {name!r}.)")
-
-    def _unused(self) -> str:
+    def _cure(self) -> str:
         return (
             f"parameter {self.path} is to be exchanged in the backward pass; begin the body of the "
             "loop with `layer = jaxcomm.exchanged(layer)`, and compute with what it returns."

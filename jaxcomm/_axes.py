@@ -119,8 +119,18 @@ def varies(x: Any, axis_name: AxisName) -> bool:
 
 
 def is_manual(axis_name: AxisName) -> bool:
-    """Whether this code runs device by device along `axis_name`."""
-    return manual_axes().issuperset(names_of(axis_name))
+    """Whether this code runs device by device along `axis_name`.
+
+    Raises:
+      ValueError: if it does along some axes of a tuple, and not along the others.
+    """
+    own, manual = frozenset(names_of(axis_name)), manual_axes()
+    if (some := own & manual) and some != own:
+        raise ValueError(
+            f"this is inside a jax.shard_map over {sorted(some)} of {axis_name!r}; make it over "
+            "all of these axes (axis_names=), or over none."
+        )
+    return bool(some)
 
 
 def as_varying(x: Any, axes: frozenset[str]) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxcomm._axes import AxisName
+from jaxcomm._unready import Unready
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Place:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ShardedParam:
+class ShardedParam(Unready):
     """A parameter, or a stack of them, and the state of its exchange; `jaxcomm.gather` takes it.
 
     Attributes:
@@ -59,14 +60,6 @@ class ShardedParam:
     residual: Any
     tick: Any
     place: Place = dataclasses.field(metadata={"static": True})
-
-    def __jax_array__(self) -> jax.Array:
-        raise TypeError(self._cure())
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "place":  # asked of one that is being copied
-            raise AttributeError(name)
-        raise AttributeError(f"{self._cure()} (Before that, it has no {name!r}.)")
 
     def _cure(self) -> str:
         return (

@@ -125,3 +125,15 @@ def test_what_a_loop_sends_counts_by_its_trips() -> None:
     f = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     found = jaxcomm.wire_report(jax.jit(f).lower(jnp.zeros((WORLD, 64))).compile())
     assert found.per_step() == found.bytes_max == 5 * 1.5 * 4 * 64
+
+
+def test_it_is_that_of_the_device_that_sends_most() -> None:
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+        step = jax.shard_map(
+            lambda x: jax.lax.ppermute(x, "data", [(0, 1)]),
+            in_specs=jax.P("data"),
+            out_specs=jax.P("data"),
+        )
+        compiled = jax.jit(step).lower(jax.ShapeDtypeStruct((4, 100), "float32")).compile()
+    found = jaxcomm.wire_report(compiled)
+    assert found.per_step() == found.bytes_max == 400 == 4 * found.bytes_mean

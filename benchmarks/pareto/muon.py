@@ -48,6 +48,11 @@ def int8() -> optax.GradientTransformation:
     return jaxcomm.mean("data", "int8")
 
 
+def fp8() -> optax.GradientTransformation:
+    """A mean in 8-bit floats, whose errors do not grow with the block's largest value."""
+    return jaxcomm.mean("data", "fp8_e4m3")
+
+
 def behind(exchange: Exchange) -> Method:
     """Muon behind an exchange."""
 
@@ -87,6 +92,7 @@ MUON: dict[str, Method] = {
     "local Muon, int4": own(int4),
     "4 local steps of Muon, scaled_sign": local_steps(4, sign),
     "Muon, int8": behind(int8),
+    "Muon, fp8": behind(fp8),
     "Muon, int4, feedback": behind(int4),
     "Muon, cnat": behind(cnat),
     "Muon, bfloat16": behind(bfloat16),

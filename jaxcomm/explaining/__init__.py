@@ -38,8 +38,9 @@ from jaxcomm.transforms import (
     _roles,
     state_spec,
 )
-from jaxcomm.transforms._layout import Layout, names_in
+from jaxcomm.transforms._layout import Layout
 from jaxcomm.transforms._shapes import shapes_of_state
+from jaxcomm.transforms._specs import names_in
 from jaxcomm.transforms.per_device import is_own
 from jaxcomm.wire._report import SHARE, Bytes, exact
 

@@ -89,7 +89,7 @@ FAMILIES: dict[str, Family] = {  # among equals, the first ones are preferred
     "float16": _mean("float16", "16bit"),
     "cnat": _mean("cnat", "unbiased", "", NOT_BEFORE_MUON),
     "int8": _mean("int8", "any"),
-    "fp8_e4m3": _mean("fp8_e4m3", "any", "", NOT_BEFORE_MUON),
+    "fp8_e4m3": _mean("fp8_e4m3", "any"),
     "int4": _mean("int4", "any", FEEDBACK, NOT_BEFORE_MUON),
     "int2": _mean("int2", "any", FEW_BITS),
     "scaled_sign": _mean("scaled_sign", "any", FEW_BITS),

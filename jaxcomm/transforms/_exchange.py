@@ -45,7 +45,8 @@ from jaxcomm._shards import is_sharded
 from jaxcomm._users_line import users_line
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms._buckets import LAYER, SHORT, Bucket, in_row_major, joined, split
-from jaxcomm.transforms._layout import Layout, check_gradients, check_paths, names_in, restrict
+from jaxcomm.transforms._layout import Layout, check_gradients, check_paths
+from jaxcomm.transforms._specs import names_in, restrict
 from jaxcomm.transforms._wrappers import refuse_wrappers
 from jaxcomm.transforms.per_device import PerDevice, require_own
 

@@ -16,7 +16,8 @@ from jaxcomm import _axes
 from jaxcomm._notes import Message, noted
 from jaxcomm.transforms._buckets import joined, split
 from jaxcomm.transforms._exchange import Arrays, Own, on_every_device
-from jaxcomm.transforms._layout import Layout, Leaf, axes_in, filled_leaves, is_vector
+from jaxcomm.transforms._layout import Layout, Leaf, filled_leaves, is_vector
+from jaxcomm.transforms._specs import axes_in
 
 Names = list[tuple[str, ...]]
 

@@ -10,8 +10,9 @@ import optax
 
 from jaxcomm import _axes
 from jaxcomm.transforms._exchange import Arrays
-from jaxcomm.transforms._layout import Layout, names_in
+from jaxcomm.transforms._layout import Layout
 from jaxcomm.transforms._optimizer import check_adam, check_number, decayed, is_count, rate_after
+from jaxcomm.transforms._specs import names_in
 
 
 @dataclasses.dataclass(frozen=True)

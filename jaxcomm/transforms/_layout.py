@@ -12,19 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, _nnx, _paths, _placing
 from jaxcomm._axes import AxisName, names_in_entry
 from jaxcomm._marks import axes_of, marked_dtype
-from jaxcomm.transforms import _roles
+from jaxcomm.transforms import _roles, _specs
 from jaxcomm.transforms._options import Exempt, check_order, check_patterns, fits
+from jaxcomm.transforms._specs import names_in
 
-# How parameters are sharded, by path, for `init` where their types do not show it.
-GIVEN_SPECS: contextvars.ContextVar[dict[str, PartitionSpec]] = contextvars.ContextVar("specs")
-# Whether specs name axes of one device too, over which types of the manual view vary.
-ALL_AXES: contextvars.ContextVar[bool] = contextvars.ContextVar("all_axes", default=False)
 # Patterns of paths of leaves whose leading axis counts layers.
 STACKED: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("stacked")
 # All paths that patterns may name, where `init` is given a part of the parameters.
@@ -47,6 +43,8 @@ class Leaf:
       spec: how it is sharded over the axes other than the exchange's axis.
       exempt: whether it travels in float32.
       stacked: whether its leading axis counts layers.
+      varying: where `init` ran device by device along further axes, those over which the parameter
+        differs, and which are not in `spec`; None if that cannot be known.
     """
 
     path: str
@@ -55,6 +53,7 @@ class Leaf:
     spec: PartitionSpec
     exempt: bool = False
     stacked: bool = False
+    varying: frozenset[str] | None = frozenset()
 
 
 @jax.tree_util.register_static
@@ -143,8 +142,9 @@ def layout_of(
     for (name, leaf), (_, shape, stacked) in zip(named, kinds, strict=True):
         dtype = jnp.result_type(leaf)
         _paths.require_float(name, dtype)
-        spec = (spec_of or _spec_of)(leaf, name, axis_name)
-        leaves.append(Leaf(name, tuple(shape), dtype, spec, alone[name], stacked))
+        spec = (spec_of or _specs.spec_of)(leaf, name, axis_name)
+        varying = _specs.varying_in(leaf, name, axis_name)
+        leaves.append(Leaf(name, tuple(shape), dtype, spec, alone[name], stacked, varying))
     known = PATHS.get() or [leaf.path for leaf in leaves]
     is_part = any(isinstance(node, optax.MaskedNode) for node in nodes) and not PATHS.get()
     if not callable(exempt):
@@ -241,6 +241,11 @@ def check_gradients(grads: list[Any], layout: Layout) -> None:
     for grad, leaf in zip(grads, layout.leaves, strict=True):
         if manual:
             _check_local(grad, leaf, axis)
+        elif names_in(leaf.spec) & _axes.manual_axes():
+            raise ValueError(
+                f"this is inside a jax.shard_map over an axis that splits {leaf.path}, but not "
+                f"over {axis!r}; make it over {axis!r} too, or call tx.update outside of it."
+            )
         elif grad.shape != (layout.world, *leaf.shape):
             if marked_dtype(grad) is not None and grad.shape[:1] == (layout.world,):
                 raise ValueError(
@@ -297,67 +302,7 @@ def _check_local(grad: Any, leaf: Leaf, axis: AxisName) -> None:
         )
 
 
-def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
-    """How a parameter is sharded over axes that are not manual here and have several devices.
-
-    Axes of one device are kept where they are part of types, and within `ALL_AXES`.
-    """
-    current, own = _axes.current_mesh(), _axes.names_of(axis_name)
-    kinds = dict(zip(current.axis_names, current.axis_types, strict=True))
-    further = frozenset(
-        axis
-        for axis, kind in kinds.items()
-        if kind != AxisType.Manual and axis not in own
-        if kind == AxisType.Explicit or current.shape[axis] > 1 or ALL_AXES.get()
-    )
-    traced, given = isinstance(leaf, Tracer), GIVEN_SPECS.get({})
-    hidden = traced and any(
-        kinds[axis] == AxisType.Auto and current.shape[axis] > 1 for axis in further
-    )
-    if hidden and name not in given:
-        raise ValueError(
-            f"cannot see inside jax.jit how parameter {name} is sharded over {sorted(further)}; "
-            "use jaxcomm.with_param_specs(tx, specs), or call tx.init(params) outside jax.jit, on "
-            "placed parameters."
-        )
-    sharding = getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
-    seen = sharding.spec if isinstance(sharding, NamedSharding) and not hidden else None
-    spec = given.get(name, PartitionSpec()) if seen is None else seen
-    if restrict(given.get(name, spec), further) != restrict(spec, further):
-        raise ValueError(
-            f"parameter {name} is sharded by {spec}, but jaxcomm.with_param_specs was given "
-            f"{given[name]}; pass the spec that the parameter has."
-        )
-    if names_in(spec).intersection(own) and _axes.axis_size(axis_name) > 1:
-        raise ValueError(
-            f"parameter {name} is sharded over {axis_name!r}; data-parallel parameters are equal "
-            "on all of its devices. Place them with jaxcomm.replicate, shard over another axis "
-            "(such as experts), or put the exchange inside jaxcomm.sharded (FSDP), in a chain "
-            "without local, multi_steps, control_variates or local_steps (microbatches: "
-            "jaxcomm.accumulate)."
-        )
-    return restrict(spec, further)
-
-
-def restrict(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
-    """The spec with these axes only, and without trailing Nones."""
-    kept = [tuple(n for n in names_in_entry(entry) if n in axes) for entry in spec]
-    while kept and not kept[-1]:
-        kept.pop()
-    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in kept))
-
-
-def names_in(spec: PartitionSpec) -> frozenset[str]:
-    """The axes that a spec names."""
-    return frozenset(name for entry in spec for name in names_in_entry(entry))
-
-
 def split_over(leaf: Leaf) -> frozenset[str]:
-    """The axes of several devices over which a leaf is split."""
-    return frozenset(name for name in names_in(leaf.spec) if _axes.axis_size(name) > 1)
-
-
-def axes_in(spec: PartitionSpec, dimensions: int) -> list[tuple[str, ...]]:
-    """The axes over which each dimension of an array is sharded."""
-    named = [names_in_entry(entry) for entry in spec]
-    return named + [()] * (dimensions - len(named))
+    """The axes of several devices over which a leaf is known to differ."""
+    names = names_in(leaf.spec).union(leaf.varying or ())
+    return frozenset(name for name in names if _axes.axis_size(name) > 1)

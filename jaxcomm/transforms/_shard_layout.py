@@ -11,9 +11,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
 from jaxcomm.transforms import _layout
-from jaxcomm.transforms._layout import GIVEN_SPECS, Layout, Leaf, axes_in
+from jaxcomm.transforms._layout import Layout, Leaf
 from jaxcomm.transforms._options import Exempt
 from jaxcomm.transforms._scheme import Scheme
+from jaxcomm.transforms._specs import GIVEN_SPECS, axes_in, restrict
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, made_sharded
 
 
@@ -143,4 +144,4 @@ def _spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
     else:
         sharding = getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-    return _layout.restrict(spec, frozenset(own))
+    return restrict(spec, frozenset(own))

@@ -14,7 +14,7 @@ from jaxcomm import _axes, _paths
 from jaxcomm._attached import is_attached
 from jaxcomm._axes import AxisName
 from jaxcomm._shards import is_sharded
-from jaxcomm.transforms._layout import names_in, restrict
+from jaxcomm.transforms._specs import names_in, restrict
 from jaxcomm.transforms.per_device import PerDevice, is_own, made_sharded, next_of
 
 

@@ -12,7 +12,8 @@ from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms._exchange import Arrays, as_vectors, vectors_in_view
-from jaxcomm.transforms._layout import Layout, names_in
+from jaxcomm.transforms._layout import Layout
+from jaxcomm.transforms._specs import names_in
 from jaxcomm.transforms.per_device import PerDevice, made_sharded
 
 

@@ -11,12 +11,7 @@ from jaxcomm._marks import GRADIENT, mark, mark_local
 from jaxcomm._numbers import is_integer
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import clipped, local_leaves
-from jaxcomm.transforms._layout import (
-    Layout,
-    axis_of,
-    filled_leaves,
-    layout_of,
-)
+from jaxcomm.transforms._layout import Layout, axis_of, filled_leaves, layout_of
 from jaxcomm.transforms._states import require_kind
 from jaxcomm.transforms._wrappers import refuse_wrappers, with_extra_args
 from jaxcomm.transforms.per_device import (

@@ -23,7 +23,8 @@ from jaxcomm._notes import noted
 from jaxcomm._shards import is_sharded
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import LAYER
-from jaxcomm.transforms._layout import GIVEN_SPECS, PATHS, STACKED, axis_of, leaf_paths
+from jaxcomm.transforms._layout import PATHS, STACKED, axis_of, leaf_paths
+from jaxcomm.transforms._specs import GIVEN_SPECS
 from jaxcomm.transforms._stacks import (
     first_layer,
     is_nan,

@@ -19,12 +19,7 @@ from jaxcomm.transforms._chains import (
     schedules_behind,
 )
 from jaxcomm.transforms._exchange import local_leaves
-from jaxcomm.transforms._layout import (
-    Layout,
-    axis_of,
-    filled_leaves,
-    layout_of,
-)
+from jaxcomm.transforms._layout import Layout, axis_of, filled_leaves, layout_of
 from jaxcomm.transforms._states import require_kind
 from jaxcomm.transforms._wrappers import refuse_movers, refuse_wrappers, with_extra_args
 from jaxcomm.transforms.per_device import (

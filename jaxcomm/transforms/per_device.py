@@ -11,8 +11,9 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomm import _axes
-from jaxcomm.transforms._layout import ALL_AXES, Layout, Leaf, names_in, restrict, split_over
+from jaxcomm.transforms._layout import Layout, Leaf, split_over
 from jaxcomm.transforms._shapes import shapes_of_state
+from jaxcomm.transforms._specs import ALL_AXES, names_in, restrict
 
 
 @jax.tree_util.register_dataclass
@@ -151,7 +152,7 @@ def zeros_per_group(
     """
     leaves, flat, zeros = jax.tree.leaves(params), [], []
     for number, (group, size) in enumerate(zip(groups, sizes, strict=True)):
-        axes = tuple(sorted(split_over(layout.leaves[group[0]])))
+        axes = tuple(sorted(split_over(layout.leaves[group[0]]) - _axes.manual_axes()))
         length = _shards(layout.leaves[group[0]]) * size
         spec = PartitionSpec(axes) if axes else PartitionSpec()
         flat.append(Leaf(f"group {number}", (length,), jnp.float32, spec))

@@ -7,7 +7,8 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm import _paths
-from jaxcomm.transforms._layout import GIVEN_SPECS, PATHS
+from jaxcomm.transforms._layout import PATHS
+from jaxcomm.transforms._specs import GIVEN_SPECS
 from jaxcomm.transforms._wrappers import with_extra_args
 
 

@@ -248,3 +248,11 @@ def test_a_missing_key_names_the_codec(mesh8: Mesh, options: Any, name: str) -> 
     f = jax.shard_map(mean, mesh=mesh8, in_specs=PartitionSpec("data"), out_specs=PartitionSpec())
     with pytest.raises(ValueError, match=f"^{name} rounds at random and needs a key"):
         jax.jit(f)(jnp.ones(8))
+
+
+@pytest.mark.parametrize("algorithm", ["native", "ring", "halving_doubling"])
+def test_float16_holds_the_sum_of_what_all_devices_have_alike(mesh8: Mesh, algorithm: str) -> None:
+    """Just below a power of two, a sum of eight needs all of the head room."""
+    x = np.full((8, 5), np.float32(2 - 2**-12))
+    program = mean_program(mesh8, 5, codec="float16", algorithm=algorithm)
+    np.testing.assert_allclose(mean_on_all(program, x), x[0], rtol=2**-10)

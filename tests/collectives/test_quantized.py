@@ -15,6 +15,8 @@ import oracles
 from algorithm_table import CASES, NAMED, bytes_sent, mean_on_all, mean_program
 from codec_oracles import HALF, blockwise, cnat_window, fp8
 from jaxcomm import codecs, collectives
+from jaxcomm.collectives.algorithms._algorithm import message_id
+from jaxcomm.collectives.reductions import CodedMean
 from pairs import every_pair
 
 NEAREST = codecs.cnat(rounding="nearest")
@@ -217,3 +219,13 @@ def test_the_program_of_a_mean_does_not_grow_with_the_devices() -> None:
     found = np.asarray(jax.jit(merged)(x))
     np.testing.assert_array_equal(found, functools.reduce(np.add, x)[None])
     assert len(jax.make_jaxpr(merged)(normal(1000)).eqns) == len(jax.make_jaxpr(merged)(x).eqns)
+
+
+def test_the_second_hop_rounds_with_words_of_its_own() -> None:
+    """With those of a message of the first hop, the errors of both would be the same."""
+    int8, x = codecs.int8(rounding="random"), jax.random.normal(jax.random.key(0), (1, 512))
+    reduction = CodedMean(int8, int8, key=jax.random.key(1))
+    results = np.asarray(reduction.finish(4 * x, None, 4))
+    for devices, number in ((1, 0), (1, 1), (2, 0)):
+        sent = reduction.encode(x, (1,), message_id(devices, number))
+        assert np.any(np.asarray(sent) != results)

@@ -134,8 +134,9 @@ def test_only_methods_that_fit_the_rest_of_the_config_are_compared(config):
     assert {"vote", "oktopk", "powersgd4", "int4", "cnat"} <= fitting()
     assert not {"vote", "oktopk", "powersgd4"} & fitting("adamw")
     assert {"int4", "cnat"} <= fitting("adamw")
-    assert fitting("muon") == {"float32", "bfloat16", "int8", "int2", "scaled_sign"}
-    assert fitting("muon", "by_label") == {"float32", "bfloat16", "int8"}
+    means = {"float32", "bfloat16", "int8", "fp8_e4m3"}
+    assert fitting("muon") == {*means, "int2", "scaled_sign"}
+    assert fitting("muon", "by_label") == means
     assert "vote" not in fitting(every=4) and "oktopk" in fitting(every=4)
     assert not {"oktopk", "powersgd4", "scaled_sign"} & fitting(gather="bfloat16")
     assert "scaled_sign" in fitting("adamw") and "scaled_sign" in fitting("adamw", every=4)

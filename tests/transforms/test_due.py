@@ -289,3 +289,15 @@ def test_what_due_may_be(make: Any, due: Any, message: str) -> None:
     loop = Loop(make(), ARGUMENTS.get(make, "due"))
     with pytest.raises(ValueError, match=message):
         loop.run([due], [gradients(WORLD)])
+
+
+def test_what_the_host_put_off_is_exchanged_next() -> None:
+    tx = jaxcomm.multi_steps(jaxcomm.mean("data"), 2)
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        state = tx.init(jaxcomm.replicate({"w": jnp.ones((2, 2))}))
+        grads = {"w": jnp.ones((2, 2, 2))}
+        update = jax.jit(tx.update, static_argnames="due")
+        for _ in range(3):
+            _, state = update(grads, state, due=False)
+        updates, state = update(grads, state)
+    assert np.all(updates["w"] == 1) and state.mini_step == 0

@@ -119,3 +119,8 @@ def test_a_device_that_cannot_is_an_error_and_no_fallback(make_mesh: Any) -> Non
         state = tx.init(jnp.zeros((8, 8)))
         with pytest.raises(NotImplementedError, match="there is no NVIDIA GPU"):
             jax.eval_shape(tx.update, jax.ShapeDtypeStruct((4, 8, 8), jnp.float32), state)
+
+
+def test_the_operations_of_the_second_hop_have_implementations_too() -> None:
+    made = {"integers.encode": "xla"}
+    assert jaxcomm.mean("data", "bfloat16", second_hop="int8", implementation=made)

@@ -319,3 +319,28 @@ def test_attached_outside_of_jit_a_step_is_traced_once() -> None:
             _, grads = gradient(exchange.attach(params, state), data)
             _, state = update(grads, state)
     assert len(traces) == once and gradient._cache_size() == update._cache_size() == 1
+
+
+def test_what_is_not_finite_beside_the_layers_leaves_them_as_they_are() -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        def body(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ jaxcomm.exchanged(layer)["w"]), None
+
+        x, _ = jax.lax.scan(body, batch[0], params["blocks"])
+        return jnp.mean(x) + jnp.sum(params["head"]) * jnp.mean(batch[1])
+
+    exchange = jaxcomm.in_backward(jaxcomm.mean("data", "int8", error_feedback=True), ["blocks"])
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        params = {"blocks": {"w": jnp.full((2, 4, 4), 0.1)}, "head": jnp.ones((4, 4))}
+        params = jaxcomm.replicate(params)
+        state = exchange.init(params)
+        rows = (np.ones((4, 4), np.float32), np.array([1, 1, 1, np.nan], np.float32))
+
+        @jax.jit
+        def step(params: Any, state: Any, rows: Any) -> Any:
+            _, grads = jaxcomm.value_and_grad(loss, "data")(exchange.attach(params, state), rows)
+            return exchange.update(grads, state, params)
+
+        updates, after = step(params, state, jaxcomm.global_batch(rows, "data"))
+    assert all(np.isnan(u).all() for u in jax.tree.leaves(updates))
+    jax.tree.map(np.testing.assert_array_equal, after, state)

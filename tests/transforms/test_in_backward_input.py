@@ -32,6 +32,9 @@ BAD_LOSS = {
     r"parameter blocks/w is to be exchanged in the backward pass; begin the body": lambda p, b: (
         scanned(p, b, lambda x, layer: (x @ layer["w"], None))
     ),
+    r"parameter blocks/b is to be exchanged in the backward pass; begin the body": lambda p, b: (
+        jnp.mean(p["blocks"]["b"][0] * b[0])
+    ),
     "went through jaxcomm.exchanged already": lambda p, b: scanned(p, b, twice_in_a_body),
     r"blocks/b has shape \(3, 6\) in jaxcomm.exchanged, but in one layer it is": unsliced,
     "without parameter blocks/b": lambda p, b: scanned(
@@ -100,11 +103,11 @@ def test_bad_arguments_and_states() -> None:
         jaxcomm.in_backward(jaxcomm.mean("data"), "blocks")
     with jax.set_mesh(mesh_of()):
         params = placed(mesh_of())
-        with pytest.raises(ValueError, match="'layers', which is no subtree of the parameters"):
+        with pytest.raises(ValueError, match="'layers', which is not a subtree of the parameters"):
             jaxcomm.in_backward(jaxcomm.mean("data"), ["layers"]).init(params)
         with pytest.raises(ValueError, match="need the same leading axis of layers"):
             exchange.init({"blocks": {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}})
-        with pytest.raises(ValueError, match="bucket_order names 'x', which is no parameter"):
+        with pytest.raises(ValueError, match="bucket_order names 'x', which is not a parameter"):
             jaxcomm.in_backward(jaxcomm.mean("data", bucket_order=["x"]), ["blocks"]).init(params)
         own = jaxcomm.local("data", optax.inject_hyperparams(optax.trace)(decay=0.9))
         reading = jaxcomm.in_backward(optax.chain(own, jaxcomm.mean("data")), ["blocks"])

@@ -361,7 +361,7 @@ def test_a_bucket_order_that_names_no_parameter(method: Any) -> None:
     with jax.set_mesh(GLOBAL.mesh(4)):
         method(["v"]).init(params)
         with pytest.raises(
-            ValueError, match="bucket_order names 'u', which is no parameter.* v, w"
+            ValueError, match="bucket_order names 'u', which is not a parameter.* v, w"
         ):
             method(["w", "u"]).init(params)
         with pytest.raises(TypeError, match=r"bucket_order must be a list of paths.*write \['w'\]"):

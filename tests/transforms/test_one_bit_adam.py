@@ -348,7 +348,11 @@ def test_without_large_leaves_it_is_adam_with_a_frozen_variance() -> None:
     ("options", "error", "message"),
     [
         ({"dense_steps": None}, ValueError, "say when the warm-up ends"),
-        ({"total_steps": 100}, ValueError, "give total_steps or dense_steps, got 100 and 10"),
+        (
+            {"total_steps": 100},
+            ValueError,
+            "give either total_steps or dense_steps, got",
+        ),
         ({"dense_steps": None, "total_steps": 0}, ValueError, "total_steps must be a whole number"),
         ({"dense_steps": 0}, ValueError, "dense_steps must be a whole number >= 1"),
         ({"dense_steps": 1.5}, ValueError, "dense_steps must be a whole number >= 1"),

@@ -1,0 +1,93 @@
+"""How parameters are sharded over axes other than the exchange's, as `init` sees it."""
+
+import contextvars
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxcomm import _axes
+from jaxcomm._axes import AxisName, names_in_entry
+
+# How parameters are sharded, by path, for `init` where their types do not show it.
+GIVEN_SPECS: contextvars.ContextVar[dict[str, PartitionSpec]] = contextvars.ContextVar("specs")
+# Whether specs name axes of one device too, over which types of the manual view vary.
+ALL_AXES: contextvars.ContextVar[bool] = contextvars.ContextVar("all_axes", default=False)
+
+
+def varying_in(leaf: Any, name: str, axis_name: AxisName) -> frozenset[str] | None:
+    """The axes that are manual here, but not the exchange's, over which a parameter differs.
+
+    Returns:
+      The axes, of several devices each; None if nothing says which they are.
+    """
+    further = _axes.manual_axes().difference(_axes.names_of(axis_name))
+    further = frozenset(axis for axis in further if _axes.axis_size(axis) > 1)
+    if not further:
+        return further
+    if all(_axes.checks_on(axis) for axis in further):
+        return _axes.varying_axes(leaf) & further
+    given = GIVEN_SPECS.get({})
+    return names_in(given[name]) & further if name in given else None
+
+
+def spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
+    """How a parameter is sharded over axes that are not manual here and have several devices.
+
+    Axes of one device are kept where they are part of types, and within `ALL_AXES`.
+    """
+    current, own = _axes.current_mesh(), _axes.names_of(axis_name)
+    kinds = dict(zip(current.axis_names, current.axis_types, strict=True))
+    further = frozenset(
+        axis
+        for axis, kind in kinds.items()
+        if kind != AxisType.Manual and axis not in own
+        if kind == AxisType.Explicit or current.shape[axis] > 1 or ALL_AXES.get()
+    )
+    traced, given = isinstance(leaf, Tracer), GIVEN_SPECS.get({})
+    hidden = traced and any(
+        kinds[axis] == AxisType.Auto and current.shape[axis] > 1 for axis in further
+    )
+    if hidden and name not in given:
+        raise ValueError(
+            f"cannot see inside jax.jit how parameter {name} is sharded over {sorted(further)}; "
+            "use jaxcomm.with_param_specs(tx, specs), or call tx.init(params) outside jax.jit, on "
+            "placed parameters."
+        )
+    sharding = getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
+    seen = sharding.spec if isinstance(sharding, NamedSharding) and not hidden else None
+    spec = given.get(name, PartitionSpec()) if seen is None else seen
+    if restrict(given.get(name, spec), further) != restrict(spec, further):
+        raise ValueError(
+            f"parameter {name} is sharded by {spec}, but jaxcomm.with_param_specs was given "
+            f"{given[name]}; pass the spec that the parameter has."
+        )
+    if (over := names_in(spec).intersection(own)) and _axes.axis_size(axis_name) > 1:
+        raise ValueError(
+            f"parameter {name} is sharded over {', '.join(map(repr, sorted(over)))}; data-parallel "
+            f"parameters are equal on all devices of {axis_name!r}. Place them with "
+            "jaxcomm.replicate, shard over another axis (such as experts), or put the exchange "
+            "inside jaxcomm.sharded (FSDP), in a chain without local, multi_steps, "
+            "control_variates or local_steps (microbatches: jaxcomm.accumulate)."
+        )
+    return restrict(spec, further)
+
+
+def restrict(spec: PartitionSpec, axes: frozenset[str]) -> PartitionSpec:
+    """The spec with these axes only, and without trailing Nones."""
+    kept = [tuple(n for n in names_in_entry(entry) if n in axes) for entry in spec]
+    while kept and not kept[-1]:
+        kept.pop()
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in kept))
+
+
+def names_in(spec: PartitionSpec) -> frozenset[str]:
+    """The axes that a spec names."""
+    return frozenset(name for entry in spec for name in names_in_entry(entry))
+
+
+def axes_in(spec: PartitionSpec, dimensions: int) -> list[tuple[str, ...]]:
+    """The axes over which each dimension of an array is sharded."""
+    named = [names_in_entry(entry) for entry in spec]
+    return named + [()] * (dimensions - len(named))
