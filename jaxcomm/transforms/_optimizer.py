@@ -40,7 +40,7 @@ def rates_of(rate: optax.ScalarOrSchedule) -> list[float]:
 
 def _check_rate(rate: optax.ScalarOrSchedule) -> None:
     """Raises a TypeError unless a learning rate is a number or a schedule."""
-    is_array = isinstance(rate, jax.Array) or (isinstance(rate, np.ndarray) and rate.ndim == 0)
+    is_array = isinstance(rate, jax.Array | np.ndarray) and rate.ndim == 0
     if not (callable(rate) or is_real(rate) or is_array):
         raise TypeError(f"learning_rate must be a number or a schedule, got {rate!r}.")
     if callable(rate):

@@ -130,6 +130,15 @@ def refuse_movers(name: str) -> None:
         raise ValueError(f"optax's {mover} is around {name}: {_NOT_AROUND[name]}.")
 
 
+def refuse_lookahead(outer: optax.GradientTransformation) -> None:
+    """Raises if the outer optimizer of local steps is `optax.lookahead`, which takes two trees."""
+    if "lookahead" in names_in(outer.init):
+        raise ValueError(
+            "optax.lookahead cannot be the outer optimizer of local_steps, which is lookahead "
+            "already: write every=sync_period and outer=optax.sgd(slow_step_size)."
+        )
+
+
 def refuse_optimizer_behind(params: Any, name: str) -> None:
     """Raises, in `init` of a method that is an optimizer, if another one follows in its chain."""
     if moments := moments_behind(params):

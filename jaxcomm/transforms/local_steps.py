@@ -44,6 +44,7 @@ from jaxcomm.transforms._state_of_each import (
 from jaxcomm.transforms._states import require_kind, require_no_exchange
 from jaxcomm.transforms._wrappers import (
     refuse_all_behind,
+    refuse_lookahead,
     refuse_movers,
     refuse_wrappers,
     with_extra_args,
@@ -179,6 +180,7 @@ def local_steps(
         with_extra_args(tx, "local_steps", name)
         for tx, name in ((inner, "inner"), (outer, "outer"), (exchange, "exchange"))
     )
+    refuse_lookahead(outer)
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()

@@ -373,6 +373,12 @@ def test_a_further_argument_is_no_leak(mesh8: Any) -> None:
         assert step(jnp.ones(3), jnp.ones((16, 3)), jnp.float32(1)) == 6
 
 
+def test_lookahead_is_not_an_outer_optimizer() -> None:
+    outer = optax.lookahead(optax.sgd(1.0), 4, 0.5)
+    with pytest.raises(ValueError, match="every=sync_period and outer=optax.sgd.slow_step_size"):
+        jaxcomm.local_steps(optax.sgd(0.1), 4, outer, jaxcomm.mean("data"))
+
+
 def test_an_optax_that_makes_chains_otherwise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else nothing would warn of a wrong order any more, and nobody would know."""
     _chains.warn_unless_chains_are_seen.__wrapped__()  # this one is known

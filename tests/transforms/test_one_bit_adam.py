@@ -364,6 +364,7 @@ def test_without_large_leaves_it_is_adam_with_a_frozen_variance() -> None:
         ({"eps": -1e-8}, ValueError, "eps must be >= 0"),
         ({"weight_decay": float("nan")}, ValueError, "weight_decay must be >= 0"),
         ({"learning_rate": "0.1"}, TypeError, "learning_rate must be a number or a schedule"),
+        ({"learning_rate": jnp.ones(3)}, TypeError, "learning_rate must be a number or a sch"),
         ({"bucket_mib": 0}, ValueError, "bucket_mib must be a positive number"),
         ({"axis_name": 0}, TypeError, "axis_name must be the name"),
     ],
