@@ -10,6 +10,8 @@ _REFUSED += [f"__{side}{name}__" for name in _OPERATORS for side in ("", "r")]
 class Unready:
     """Its operators, attributes and conversion to an array raise an error that names the cure."""
 
+    __array_ufunc__ = None  # numpy's arrays leave their operators to it
+
     def _cure(self) -> str:
         raise NotImplementedError
 

@@ -121,7 +121,7 @@ class ValueAndGrad:
         if _axes.explicit_axes().issuperset(_axes.names_of(self.axis_name)):
             batch = jax.tree.map(lambda x: _spread(x, self.axis_name), batch)
         args = tuple(passed_whole(x, self.axis_name) for x in args)
-        # Checks would refuse models that scan from zeros; types within checked regions need them.
+        # Checks would refuse models that scan from zeros; what varies over other axes needs them.
         value, grads = jax.shard_map(
             lambda params, *inputs: _with_device_axis(
                 self._on_one_device(_first(params) if own else _shards.entering(params), *inputs)
@@ -138,7 +138,7 @@ class ValueAndGrad:
                 with_attached(_shards.out_specs(params, split), attached_specs),
             ),
             axis_names=set(_axes.names_of(self.axis_name)),
-            check_vma=any(_axes.checks_on(axis) for axis in _axes.manual_axes()),
+            check_vma=any(map(_axes.varying_axes, jax.tree.leaves((params, batch, args)))),
         )(params, batch, *args)
         # Not inside the region: at its border an opaque dtype would be gathered over other axes.
         return value, _marked(grads, kind, self.axis_name)

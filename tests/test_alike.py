@@ -241,3 +241,66 @@ def test_the_rows_of_the_first_batch() -> None:
     for process in run_processes(2, ROWS):
         assert "process 1 has other shapes of rows than process 0" in process.stdout
         assert "give every process as many rows for each" in process.stdout
+
+
+KINDS = """
+    import numpy as np
+    import jaxcomm
+
+    jax.set_mesh(jaxcomm.data_mesh())
+    rank = jax.process_index()
+    for rows in (np.ones((2, 3 + rank), np.float32), np.ones((2, 3), ["f4", "i4"][rank])):
+        try:
+            jaxcomm.global_batch(rows, "data")
+        except ValueError as error:
+            print("other shapes of rows" in str(error))
+        jaxcomm.mesh._ASKED.clear()
+    for tree in (
+        {"w": np.full(3, rank, np.float32)},
+        {"k": jax.random.key(rank)},
+        {"ab"[rank]: np.ones(3, np.float32)},
+    ):
+        try:
+            jaxcomm.replicate(tree)
+        except ValueError as error:
+            print(*str(error).split()[3:8])
+"""
+
+
+def test_each_kind_of_difference_is_noticed() -> None:
+    for process in run_processes(2, KINDS):
+        assert process.stdout.splitlines() == [
+            "True",
+            "True",
+            "other values of w than",
+            "other values of k than",
+            "other names, shapes or dtypes",
+        ]
+
+
+APART = """
+    import threading
+
+    import jax.numpy as jnp
+    import numpy as np
+    import jaxcomm
+
+    if jax.process_index():
+        with jax.set_mesh(jaxcomm.data_mesh(devices=jax.local_devices())):
+            jaxcomm.mean("data").init(jaxcomm.replicate({"w": jnp.ones(3)}))
+
+        def place():
+            with jax.set_mesh(jaxcomm.data_mesh()):
+                jaxcomm.global_batch(np.ones((2, 3), np.float32), "data")
+            print("placed")
+
+        thread = threading.Thread(target=place)
+        thread.start()
+        thread.join()
+    print("done")
+"""
+
+
+def test_a_mesh_of_one_process_and_a_thread_wait_for_no_other_process() -> None:
+    finished = run_processes(2, APART, timeout=60)
+    assert [process.stdout.split() for process in finished] == [["done"], ["placed", "done"]]

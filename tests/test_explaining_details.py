@@ -63,3 +63,33 @@ def test_each_part_has_needs_of_its_own() -> None:
         low_rank = jaxcomm.low_rank_mean("data", 1, "terngrad")
         tx = optax.partition({"a": parts["a"], "b": low_rank}, {"v": "a", "w": "b"})
         assert ("mean", "any optimizer after it") in jaxcomm.explain(tx, params).needs
+
+
+def test_a_float32_mean_of_what_is_split_over_a_further_axis(mesh4x2: Any) -> None:
+    with jax.set_mesh(mesh4x2):
+        sharding = NamedSharding(mesh4x2, PartitionSpec(None, "model"))
+        params = {"w": jax.ShapeDtypeStruct((64, 32), "float32", sharding=sharding)}
+        found = jaxcomm.explain(jaxcomm.mean("data", "int8"), params)
+    assert found.dense_bytes == 1.5 * 4 * 64 * 16
+
+
+def test_a_second_hop_is_shown_and_may_be_coarse(mesh8: Any) -> None:
+    with jax.set_mesh(mesh8):
+        tx = jaxcomm.mean("data", "int8", second_hop="terngrad")
+        found = jaxcomm.explain(tx, {"w": jnp.zeros((64, 64))})
+    assert "fewer than 4 bits" in dict(found.needs)["mean"]
+    assert found.leaves[0].travels == "int8, terngrad back, direct"
+
+
+def test_devices_along_an_axis_of_one_send_nothing_alike() -> None:
+    kinds = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 1), ("data", "model"), kinds, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        assert jaxcomm.explain(jaxcomm.mean("data", "int8"), {"w": jnp.zeros((64, 64))}).alike == ()
+
+
+def test_between_hosts_of_one_device_nothing_is_counted_apart(mesh8: Any, hosts_of: Any) -> None:
+    hosts_of(*range(8))
+    with jax.set_mesh(mesh8):
+        found = jaxcomm.explain(jaxcomm.mean("data", "int8"), {"w": jnp.zeros((64, 64))})
+    assert found.host_bytes is None

@@ -251,31 +251,6 @@ def fit_to_evaluate(config: Any, world: int) -> None:
         )
 
 
-def pixels(data: Any, channels: int) -> tuple[Any, Any]:
-    """Mean and standard deviation of the pixels of images.
-
-    Args:
-      data: `config.data`.
-      channels: the number of channels of an image.
-
-    Raises:
-      UserError: if one of them is missing, or is for another number of channels.
-    """
-    for name in ("mean", "std"):
-        if name not in data:
-            raise UserError(
-                f"the config has no field data.{name}, which images need: of the pixels, from 0 to "
-                "255, or of each channel's; configs/bases has those of some data sets"
-            )
-        count = len(data[name]) if isinstance(data[name], tuple) else 1
-        if count not in (1, channels):
-            raise UserError(
-                f"config.data.{name} has {count} values, and images of {data.name} have {channels} "
-                "channels; give one value, or one for each channel"
-            )
-    return data.mean, data.std
-
-
 def steps_left(steps: int, saved: int | None) -> None:
     """Raises if the checkpoint is from a later step than the last of the run.
 
@@ -321,6 +296,13 @@ def _fit_optimizer(config: Any) -> None:
             f"after config.sync.method={method} it would increase the loss; set "
             "--config.optimizer.name=sgd, adamw or muon"
         )
+    for field, whole_models in (("gather", ("", None)), ("fsdp", (1,))):
+        if optimizer == "muon" and config.sync[field] not in whole_models:
+            raise UserError(
+                f"config.sync.{field}={config.sync[field]} splits the matrices that muon makes "
+                "orthogonal, and XLA would send them in float32, whole, in each of its "
+                f"iterations; leave out {field}, or set --config.optimizer.name=adamw"
+            )
     if config.sync.local_optimizer:
         _fit_local_optimizer(config.sync)
         return  # it clips each device's gradient

@@ -309,3 +309,28 @@ def test_batches(
     for batch, weight in zip(batches, weights, strict=True):
         batch["weight"][weight == 0] = 0
     return batches
+
+
+def pixels(data: Any, channels: int) -> tuple[Any, Any]:
+    """Mean and standard deviation of the pixels of images.
+
+    Args:
+      data: `config.data`.
+      channels: the number of channels of an image.
+
+    Raises:
+      UserError: if one of them is missing, or is for another number of channels.
+    """
+    for name in ("mean", "std"):
+        if name not in data:
+            raise UserError(
+                f"the config has no field data.{name}, which images need: of the pixels, from 0 to "
+                "255, or of each channel's; configs/bases has those of some data sets"
+            )
+        count = len(data[name]) if isinstance(data[name], tuple) else 1
+        if count not in (1, channels):
+            raise UserError(
+                f"config.data.{name} has {count} values, and images of {data.name} have {channels} "
+                "channels; give one value, or one for each channel"
+            )
+    return data.mean, data.std

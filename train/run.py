@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import jaxcomm
-from train import agreement, check, data, models, planned, state, step, sync, watched
+from train import agreement, data, models, planned, state, step, sync, watched
 from train.errors import UserError, memory_for
 
 # What may run out of memory, and what to do then.
@@ -108,7 +108,7 @@ def data_and_model(config: Any) -> tuple[data.Data, step.Forward, Any]:
         rows = data.load(config.data, config.batch_size, own, mesh.size, config.seed)
     agreement.check_data(rows.identity)
 
-    pixels = check.pixels(config.data, rows.shape[-1]) if rows.unit == "images" else ()
+    pixels = data.pixels(config.data, rows.shape[-1]) if rows.unit == "images" else ()
     with memory_for(*MODEL):
         graph, params = models.build(config.model, rows.shape, rows.classes, config.seed)
     return rows, step.make_forward(graph, *pixels), params

@@ -104,7 +104,7 @@ def decayed(params: Any) -> Any:
 
 
 def hidden_matrices(params: Any) -> Any:
-    """What Muon makes orthogonal: all kernels but those of the first and the last layer.
+    """What Muon makes orthogonal: all kernels but those of a stem, an embedding and the head.
 
     Each is a matrix from its inputs to its outputs: those of a convolution are all values of its
     window, and those of attention have axes of heads. A stack of layers has a matrix for each.

@@ -50,7 +50,7 @@ class Workload:
         if not self.values:
             raise ValueError(
                 "workload takes a pytree of arrays, or a number of parameters such as 25.6e6; this "
-                "tree has no arrays."
+                "tree has no values."
             )
 
     @functools.cached_property

@@ -90,8 +90,7 @@ def buckets_of(
     gradient, and the last holds two thirds of the limit: few products are left to hide it.
 
     Leaves that are sharded over another axis never share a bucket with others: what is equal
-    along that axis must be rounded alike along it. Where that cannot be known, every leaf has a
-    bucket of its own.
+    along that axis must be rounded alike along it.
 
     Args:
       layout: the leaves.
@@ -104,13 +103,12 @@ def buckets_of(
     """
     queue = by_appearance(layout, chosen, order)
     buckets: list[list[int]] = []
-    current: dict[frozenset[str] | str, list[int]] = {}
-    room: dict[frozenset[str] | str, int] = {}
+    current: dict[frozenset[str], list[int]] = {}
+    room: dict[frozenset[str], int] = {}
     last_first = LAYER.get() is not None
     for i in reversed(queue) if last_first else queue:
         leaf = layout.leaves[i]
-        size = 4 * math.prod(leaf.shape)
-        axes = leaf.path if leaf.varying is None else split_over(leaf)
+        size, axes = 4 * math.prod(leaf.shape), split_over(leaf)
         if size > room.get(axes, 0):
             current[axes], room[axes] = [], 2 * limit // 3 if last_first and not buckets else limit
             buckets.append(current[axes])

@@ -44,7 +44,7 @@ class Leaf:
       exempt: whether it travels in float32.
       stacked: whether its leading axis counts layers.
       varying: where `init` ran device by device along further axes, those over which the parameter
-        differs, and which are not in `spec`; None if that cannot be known.
+        differs, and which are not in `spec`. A state that was made outside compares equal.
     """
 
     path: str
@@ -53,7 +53,7 @@ class Leaf:
     spec: PartitionSpec
     exempt: bool = False
     stacked: bool = False
-    varying: frozenset[str] | None = frozenset()
+    varying: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
 
 
 @jax.tree_util.register_static
@@ -139,12 +139,12 @@ def layout_of(
     _placing.note_settings((axis_name, patterns, bucket_order, settings, alone, stacks))
     _placing.require_equal_everywhere([name for name, _ in named], [x for _, x in named])
     leaves = []
-    for (name, leaf), (_, shape, stacked) in zip(named, kinds, strict=True):
+    varying = _specs.varying_in(named, axis_name)
+    for (name, leaf), (_, shape, stacked), axes in zip(named, kinds, varying, strict=True):
         dtype = jnp.result_type(leaf)
         _paths.require_float(name, dtype)
         spec = (spec_of or _specs.spec_of)(leaf, name, axis_name)
-        varying = _specs.varying_in(leaf, name, axis_name)
-        leaves.append(Leaf(name, tuple(shape), dtype, spec, alone[name], stacked, varying))
+        leaves.append(Leaf(name, tuple(shape), dtype, spec, alone[name], stacked, axes))
     known = PATHS.get() or [leaf.path for leaf in leaves]
     is_part = any(isinstance(node, optax.MaskedNode) for node in nodes) and not PATHS.get()
     if not callable(exempt):
@@ -304,5 +304,5 @@ def _check_local(grad: Any, leaf: Leaf, axis: AxisName) -> None:
 
 def split_over(leaf: Leaf) -> frozenset[str]:
     """The axes of several devices over which a leaf is known to differ."""
-    names = names_in(leaf.spec).union(leaf.varying or ())
+    names = names_in(leaf.spec).union(leaf.varying)
     return frozenset(name for name in names if _axes.axis_size(name) > 1)

@@ -1,6 +1,8 @@
 """How parameters are sharded over axes other than the exchange's, as `init` sees it."""
 
 import contextvars
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomm import _axes
 from jaxcomm._axes import AxisName, names_in_entry
+from jaxcomm._users_line import users_line
 
 # How parameters are sharded, by path, for `init` where their types do not show it.
 GIVEN_SPECS: contextvars.ContextVar[dict[str, PartitionSpec]] = contextvars.ContextVar("specs")
@@ -16,20 +19,28 @@ GIVEN_SPECS: contextvars.ContextVar[dict[str, PartitionSpec]] = contextvars.Cont
 ALL_AXES: contextvars.ContextVar[bool] = contextvars.ContextVar("all_axes", default=False)
 
 
-def varying_in(leaf: Any, name: str, axis_name: AxisName) -> frozenset[str] | None:
-    """The axes that are manual here, but not the exchange's, over which a parameter differs.
+def varying_in(named: Sequence[tuple[str, Any]], axis_name: AxisName) -> list[frozenset[str]]:
+    """The axes that are manual here, but not the exchange's, over which each parameter differs.
 
-    Returns:
-      The axes, of several devices each; None if nothing says which they are.
+    Without the checks of `jax.shard_map` types do not show it: only given specs do.
     """
     further = _axes.manual_axes().difference(_axes.names_of(axis_name))
     further = frozenset(axis for axis in further if _axes.axis_size(axis) > 1)
     if not further:
-        return further
+        return [further] * len(named)
     if all(_axes.checks_on(axis) for axis in further):
-        return _axes.varying_axes(leaf) & further
+        return [_axes.varying_axes(leaf) & further for _, leaf in named]
     given = GIVEN_SPECS.get({})
-    return names_in(given[name]) & further if name in given else None
+    if len(named) > 1 and not {name for name, _ in named} <= given.keys():
+        warnings.warn(
+            f"with check_vma=False, tx.init cannot see inside jax.shard_map which parameters are "
+            f"split over {', '.join(map(repr, sorted(further)))}, and takes all for equal along "
+            "it. If some are split, copies of the others may drift apart: call tx.init outside, "
+            "on placed parameters, or make tx jaxcomm.with_param_specs(tx, specs).",
+            UserWarning,
+            stacklevel=users_line(),
+        )
+    return [names_in(given.get(name, PartitionSpec())) & further for name, _ in named]
 
 
 def spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:

@@ -130,13 +130,21 @@ def refuse_movers(name: str) -> None:
         raise ValueError(f"optax's {mover} is around {name}: {_NOT_AROUND[name]}.")
 
 
-def refuse_lookahead(outer: optax.GradientTransformation) -> None:
-    """Raises if the outer optimizer of local steps is `optax.lookahead`, which takes two trees."""
-    if "lookahead" in names_in(outer.init):
+def parts_of_local_steps(*given: Any) -> list[optax.GradientTransformationExtraArgs]:
+    """The inner and the outer optimizer and the exchange, all taking further arguments.
+
+    Raises:
+      TypeError: for what is not a transformation.
+      ValueError: for `optax.lookahead` as the outer optimizer, which takes two trees.
+    """
+    names = ("inner", "outer", "exchange")
+    made = [with_extra_args(tx, "local_steps", name) for tx, name in zip(given, names, strict=True)]
+    if "lookahead" in names_in(made[1].init):
         raise ValueError(
             "optax.lookahead cannot be the outer optimizer of local_steps, which is lookahead "
             "already: write every=sync_period and outer=optax.sgd(slow_step_size)."
         )
+    return made
 
 
 def refuse_optimizer_behind(params: Any, name: str) -> None:

@@ -43,11 +43,10 @@ from jaxcomm.transforms._state_of_each import (
 )
 from jaxcomm.transforms._states import require_kind, require_no_exchange
 from jaxcomm.transforms._wrappers import (
+    parts_of_local_steps,
     refuse_all_behind,
-    refuse_lookahead,
     refuse_movers,
     refuse_wrappers,
-    with_extra_args,
 )
 from jaxcomm.transforms.local_params import LocalStepsState, own_tree
 from jaxcomm.transforms.per_device import PerDevice, next_of, require_own, sharded_as_before
@@ -176,11 +175,7 @@ def local_steps(
     about equal sizes and consist of leaves, not of whole layers. Any exchange can replace the mean.
     """
     _check_counts(every, fragments, delay)
-    inner, outer, exchange = (
-        with_extra_args(tx, "local_steps", name)
-        for tx, name in ((inner, "inner"), (outer, "outer"), (exchange, "exchange"))
-    )
-    refuse_lookahead(outer)
+    inner, outer, exchange = parts_of_local_steps(inner, outer, exchange)
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()

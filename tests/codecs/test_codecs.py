@@ -384,3 +384,7 @@ def test_no_messages_are_none(name: str) -> None:
     payload = codec.encode(jnp.zeros((0, 5)), KEY)
     assert payload.shape[0] == 0
     assert codec.decode(payload, 5).shape == (0, 5)
+
+
+def test_what_is_clipped_has_an_error_below_its_values() -> None:
+    assert codecs.terngrad(64).variance == 3.5 and codecs.terngrad(64, clip=2.5).variance == 0

@@ -56,3 +56,10 @@ def test_the_axes_are_two_and_the_algorithms_have_a_reduce_scatter(mesh8: Mesh) 
     algorithm = algorithms.hierarchical(near=algorithms.ring(), far=algorithms.ring())
     with pytest.raises(ValueError, match="needs two mesh axes"):
         mean_program(mesh8, 8, algorithm=algorithm)
+
+
+@pytest.mark.parametrize("codec", ["float16", "int2", "random_k"])
+def test_what_near_links_do_not_take(codec: str) -> None:
+    direct = algorithms.direct()
+    with pytest.raises(ValueError, match=f"near_codec is for fast links and cannot be {codec}"):
+        algorithms.hierarchical(near=direct, far=direct, near_codec=codec)

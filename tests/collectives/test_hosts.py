@@ -340,3 +340,7 @@ def test_processes_of_two_devices(hosts: int) -> None:
     done = run_processes(hosts, REAL, env=env)
     assert len({run.stdout for run in done}) == 1
     assert len(done[0].stdout.splitlines()) == 5
+
+
+def test_votes_of_more_than_16_devices_go_by_the_circulant_graph() -> None:
+    assert [usual("votes", n, False).name for n in (16, 17)] == ["direct", "circulant"]

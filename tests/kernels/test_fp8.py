@@ -86,6 +86,12 @@ def test_what_the_kernel_does_not_do_is_refused() -> None:
         fp8.encode(jnp.zeros(512), E4M3, 256, implementation="mosaic")
 
 
+def test_a_payload_of_more_elements_than_indices_is_refused() -> None:
+    many = jax.ShapeDtypeStruct((2**31 - 256,), jnp.float32)
+    with pytest.raises(ValueError, match=r"at most 2\^31 - 1 elements"):
+        jax.eval_shape(lambda x: fp8.encode(x, E4M3, 256, implementation="mosaic"), many)
+
+
 def test_bad_arguments() -> None:
     with pytest.raises(TypeError, match="takes float32, got bfloat16"):
         fp8.encode(jnp.zeros(4, jnp.bfloat16), E4M3, 256)

@@ -152,9 +152,12 @@ def test_bad_arguments() -> None:
         codecs.int8().decode_and_sum(jnp.zeros(8, jnp.uint8), 4)
 
 
-def test_more_elements_than_indices_is_refused() -> None:
-    many = jax.ShapeDtypeStruct((2**31,), jnp.float32)
+@pytest.mark.parametrize("shape", [(2**31,), (2**31 - 256,), (2**24, 125)])
+def test_more_elements_than_indices_is_refused(shape: tuple[int, ...]) -> None:
+    """Of the values or of the payload, which has a unit for each block too."""
+    many = jax.ShapeDtypeStruct(shape, jnp.float32)
     encode = functools.partial(integers.encode, levels=127, size=256)
     with pytest.raises(ValueError, match=r"at most 2\^31 - 1 elements"):
         jax.eval_shape(functools.partial(encode, implementation="mosaic"), many)
-    assert jax.eval_shape(encode, many).shape == (2**31 + 2**25,)
+    units = 4 * -(-shape[-1] // 256)
+    assert jax.eval_shape(encode, many).shape == (*shape[:-1], shape[-1] + units)

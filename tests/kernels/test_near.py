@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxcomm.kernels import select
+from jaxcomm.kernels.select import hashing, threshold
 
 INFINITY = np.float32(np.inf)
 NUMBER = jnp.int32(7)
@@ -84,3 +85,7 @@ def test_every_step_has_a_sample_of_its_own() -> None:
     thresholds = [select.threshold_near(x, n // 100, jnp.int32(step)) for step in range(4)]
     counts = [select.count_near(x, jnp.float32(2.5), n // 100, jnp.int32(i)) for i in range(4)]
     assert len({float(t) for t in thresholds}) > 1 and len({int(c) for c in counts}) > 1
+
+
+def test_no_stride_is_longer_than_what_is_hashed() -> None:
+    assert threshold._stride(2**31 - 256, 1000) == hashing.MOST

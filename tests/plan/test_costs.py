@@ -41,6 +41,9 @@ class TestCosts:
         [
             ("latency: 0.0", "latency: -1.0", "latency is in seconds, 0 or more, got -1.0"),
             ("swap: 0.0", "swap: -1.0", "swap is in seconds, 0 or more, got -1.0"),
+            ("call: 0.0", "call: -1.0", "call is in seconds, 0 or more, got -1.0"),
+            ("per_byte: 0.0", "per_byte: -1.0", "per_byte is in seconds, 0 or more, got -1.0"),
+            ("local: {}", "local: {int8: [1.0e-9]}", "int8 takes seconds per value, among"),
             ("latency: 0.0", "latency: soon", "line 3: latency is a number, got 'soon'"),
             ("latency: 0.0", "lateness: 0.0", "line 3: unknown key 'lateness'"),
             (

@@ -250,5 +250,17 @@ def test_arguments_of_other_types(make: Any) -> None:
 def test_leaves_without_elements_send_nothing() -> None:
     shapes = {"v": jax.ShapeDtypeStruct((8, 8), "f4"), "z": jax.ShapeDtypeStruct((0, 4), "f4")}
     assert plan.workload(shapes, 1.0) == plan.workload({"v": shapes["v"]}, 1.0)
-    with pytest.raises(ValueError, match="there are no parameters"):
+    with pytest.raises(ValueError, match="this tree has no values"):
         plan.workload({"z": shapes["z"]}, 1.0)
+
+
+def test_measured_costs_given_as_a_setting_are_those_of_this_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = dataclasses.replace(plan.defaults("cpu"), latency=1e-3)
+    (tmp_path / "cluster.yaml").write_text("fabric: star\nhosts: 2\nrate: 1Gbit\n")
+    (tmp_path / "here").mkdir()
+    costs.save(tmp_path / "here" / "costs.yaml")
+    monkeypatch.chdir(tmp_path / "here")
+    found = plan.load_cluster(str(tmp_path / "cluster.yaml"), {"costs": "costs.yaml"})
+    assert found.costs == costs

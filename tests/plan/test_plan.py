@@ -336,7 +336,7 @@ def test_a_number_of_any_type_is_a_number_of_parameters(number: Any) -> None:
         (True, 1.0, "or their number, got True"),
         (1e6, -1.0, "a step takes a positive time, got -0.001"),
         ({"w": 3.0}, 1.0, "a pytree of arrays or of shapes"),
-        ({}, 1.0, "such as 25.6e6; this tree has no arrays"),
+        ({}, 1.0, "such as 25.6e6; this tree has no values"),
     ],
 )
 def test_a_wrong_workload(params: Any, step_ms: float, message: str) -> None:

@@ -59,7 +59,7 @@ def step_of(params: Any, grads: Any) -> Any:
         ("cifar_alexnet", {"head"}),
     ],
 )
-def test_all_weights_but_those_of_the_first_and_the_last_layer(name: str, adam: set[str]) -> None:
+def test_all_weights_but_those_of_stems_embeddings_and_heads(name: str, adam: set[str]) -> None:
     params = parameters(name)
     found = state.hidden_matrices(params)
     weights = state.decayed(params)

@@ -162,3 +162,12 @@ def test_in_backward_beside_a_split_parameter(spec: jax.P) -> None:
     for leaf in found[0]:
         np.testing.assert_array_equal(found[0][leaf], found[1][leaf])
         np.testing.assert_allclose(found[0][leaf], 1.5, rtol=1e-2)
+
+
+def test_rows_of_a_microbatch_that_explicit_axes_do_not_divide() -> None:
+    kinds = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), kinds, devices=jax.devices()[:8])
+    f = jaxcomm.accumulate(jaxcomm.value_and_grad(lambda w, x: jnp.mean(w * x), "data"), 2)
+    rows = jax.NamedSharding(mesh, jax.P(("data", "fsdp")))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="6 rows of a microbatch do not div"):
+        jax.jit(f)(jnp.float32(1), jax.device_put(np.zeros(24, np.float32), rows))

@@ -387,3 +387,8 @@ def test_what_the_loss_function_must_return(
     f = jaxcomm.value_and_grad(lambda w, b: out(jnp.mean(w * b)), "data", has_aux=has_aux)
     with jax.set_mesh(mesh8), pytest.raises(TypeError, match=message):
         f(jnp.ones(()), jnp.ones(8))
+
+
+def test_microbatches_of_microbatches_are_multiplied() -> None:
+    of_one = jaxcomm.value_and_grad(lambda w, x: jnp.mean(w * x), "data")
+    assert jaxcomm.accumulate(jaxcomm.accumulate(of_one, 2), 3) == jaxcomm.accumulate(of_one, 6)

@@ -64,8 +64,7 @@ def updates_of(params: Any, inside: Any, checks: bool, **axes: Any) -> Any:
 
 
 @pytest.mark.parametrize("axes", [{}, {"axis_names": {"model"}}], ids=["all", "model"])
-@pytest.mark.parametrize("checks", [True, False])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "checks"), [*((m, True) for m in METHODS), ("specs", False)])
 def test_init_inside_rounds_what_is_equal_apart_from_what_is_split(
     mesh: Any, method: str, checks: bool, axes: Any
 ) -> None:
@@ -88,6 +87,36 @@ def test_init_inside_rounds_what_is_equal_apart_from_what_is_split(
         for name in updates if checks else ("r",):
             scale = float(jnp.abs(expected[name]).max())
             np.testing.assert_allclose(updates[name], expected[name], atol=0.02 * scale)
+
+
+def test_without_checks_init_inside_says_that_it_sees_no_split(mesh: Any) -> None:
+    """Buckets and the structure of the state are then as for parameters that are equal."""
+
+    def state_of(params: Any) -> Any:
+        return jaxcomm.mean("data", "int8", error_feedback=True).init(params)
+
+    params = jaxcomm.replicate({"v": jnp.ones((8, 8)), "w": jnp.ones((8, 8))})
+    tx = jaxcomm.mean("data", "int8", error_feedback=True)
+    spec = jaxcomm.state_spec(tx, params, mesh)
+    run = jax.shard_map(state_of, in_specs=P(), out_specs=spec, check_vma=False)
+    with pytest.warns(UserWarning, match="cannot see .* split over 'model'.*with_param_specs"):
+        state = jax.jit(run)(params)
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+
+
+def test_a_model_that_scans_from_zeros_in_a_checked_region_over_another_axis(mesh: Any) -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return jax.lax.scan(lambda c, x: (c + jnp.mean(x @ params["w"]), None), 0.0, batch)[0]
+
+    def of(params: Any, batch: Any) -> Any:
+        _, grads = jaxcomm.value_and_grad(loss, "data")(params, batch)
+        return jaxcomm.unmark_local(grads)["w"].mean(0)
+
+    run = jax.shard_map(of, in_specs=(P(), P()), out_specs=P(), axis_names={"model"})
+    params = {"w": jnp.ones((16, 4))}
+    found = jax.jit(run)(jaxcomm.replicate(params), jnp.asarray(BATCH))
+    expected = jax.grad(lambda p: loss(p, jnp.asarray(BATCH)) / 4)(params)["w"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_the_state_made_outside_keeps_copies_equal(mesh: Any) -> None:

@@ -104,3 +104,11 @@ def test_a_leaf_that_is_no_array_has_a_name(mesh8: Any, make: Any) -> None:
         pytest.raises(TypeError, match="parameter activation is .*not an array"),
     ):
         make(model, "data") if make is jaxcomm.shard else make("data").init(model)
+
+
+@pytest.mark.parametrize("reduced", ["data", "model"])
+def test_a_loss_that_is_reduced_over_one_of_two_axes(mesh4x2: Any, reduced: str) -> None:
+    loss = lambda w, x: jax.lax.pmean(jnp.mean(w * x), reduced)  # noqa: E731
+    f = jaxcomm.value_and_grad(loss, ("data", "model"))
+    with jax.set_mesh(mesh4x2), pytest.raises(ValueError, match="the loss is already reduced over"):
+        jax.jit(f)(jnp.float32(1), jnp.arange(8.0))

@@ -50,7 +50,7 @@ def encode(
         implementation,
         run,
         (x,),
-        elements=x.size + x.size // size * 4,  # at least those of x and of the payload
+        elements=form.elements(x),
         static=(jnp.dtype(dtype).name, size),
     )
 

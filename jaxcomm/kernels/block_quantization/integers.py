@@ -62,6 +62,6 @@ def encode(
         implementation,
         run,
         (x, key),
-        elements=x.size + x.size // size * 4,  # at least those of x and of the payload
+        elements=form.elements(x),
         static=(levels, size),
     )

@@ -38,6 +38,11 @@ class Writing(NamedTuple):
         """The bytes of the payload of a message of n values."""
         return blocks.message_bytes(n, self.size, self.width)
 
+    def elements(self, x: jax.Array) -> int:
+        """How many elements the longer of the messages and their payloads has."""
+        n = max(x.shape[-1], 1)
+        return x.size // n * max(n, self.message_bytes(n))
+
 
 def encode(x: jax.Array, writing: Writing, key: jax.Array | None) -> jax.Array:
     """Encodes checked arguments; see `integers.encode` and `fp8.encode`."""
