@@ -15,13 +15,13 @@ from jaxcomm.transforms._wrappers import with_extra_args
 def with_param_specs(
     tx: optax.GradientTransformation, specs: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets `tx.init` be traced if parameters are sharded over other, automatic mesh axes.
+    """Lets `tx.init` be traced if parameters are sharded over other mesh axes.
 
     `tx.init` has to know how parameters are sharded, because residuals and momenta are sharded the
     same way. Outside `jax.jit` it looks at the parameters; inside, their types do not show it. So
     `jax.jit(tx.init, out_shardings=...)`, which makes the state of a large model, and
     `jax.eval_shape(tx.init, ...)` need this around `tx`, unless all axes are Explicit or there is
-    only one.
+    only one. So does `tx.init` inside a `jax.shard_map` over further axes with check_vma=False.
 
     Args:
       tx: a transformation, usually the whole chain.
