@@ -15,7 +15,7 @@ from jaxcomm.collectives.algorithms import Algorithm, _default
 QUALITIES = ("exact", "16bit", "unbiased", "any")
 QUALITY = "16bit"  # The default: no measurement tells these from float32.
 OPTIMIZERS = ("sgd", "adam", "muon")
-NOT_BEFORE_MUON = ("sgd", "adam")
+NOT_BEFORE_MUON = ("sgd", "adam")  # of what lost accuracy there
 DENSITY = 0.01
 # Arguments of the algorithm, by name: of halving_doubling, or hierarchical's devices_per_host.
 Dimensions = tuple[tuple[str, Any], ...]

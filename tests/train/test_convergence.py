@@ -37,6 +37,16 @@ def test_the_control_without_exchange_fails(config: config_dict.ConfigDict, tmp_
     assert read_lines(tmp_path, "train")[-1]["accuracy"] > 0.95
 
 
+@pytest.mark.parametrize(("method", "low", "high"), [("mean", 0.9, 1.0), ("none", 0.0, 0.6)])
+def test_muon_learns_it_behind_8_bits_and_not_without_exchange(
+    config: config_dict.ConfigDict, tmp_path: Path, method: str, low: float, high: float
+) -> None:
+    config.optimizer.name, config.optimizer.learning_rate = "muon", 0.02
+    config.sync.codec = "int8"
+    summary = train(config, tmp_path, method, 100)
+    assert low <= summary["test_accuracy"] <= high
+
+
 def accuracy(program: Program, workdir: Path, name: str, *options: str) -> float:
     """Mean test accuracy of three seeds on four devices, each with classes of its own."""
     found = []
