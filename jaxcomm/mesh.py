@@ -67,6 +67,8 @@ def data_mesh(axis_name: str = "data", devices: Sequence[Any] | None = None) -> 
 def replicate(tree: Any) -> Any:
     """Places every array of a pytree on all devices of the current mesh.
 
+    Inside `jax.jit` it constrains the sharding of each array, and compares nothing.
+
     Args:
       tree: a pytree of arrays; every process passes equal values.
 
@@ -80,8 +82,9 @@ def replicate(tree: Any) -> Any:
     Raises:
       TypeError: for a leaf that is neither an array nor a number.
       ValueError: if no mesh is set, the tree has state of each device, such as residuals, or is a
-        Flax NNX model with shared variables, or processes hold different values. Values are not
-        compared if only some of the processes have devices in the mesh.
+        Flax NNX model with shared variables, or processes hold different values; inside
+        `jax.shard_map`. Values are not compared if only some of the processes have devices in the
+        mesh.
 
     Wire: a checksum of each array, between processes.
 
@@ -92,7 +95,7 @@ def replicate(tree: Any) -> Any:
       >>> [shard.data.shape for shard in params["w"].addressable_shards]
       [(3,), (3,)]
     """
-    _axes.current_mesh()
+    mesh, explicit = _axes.concrete_mesh(), _axes.explicit_axes()
     nodes = jax.tree.leaves(tree, is_leaf=_is_per_device)
     if any(_is_per_device(x) and jax.tree.leaves(x) for x in nodes):
         raise ValueError(
@@ -102,17 +105,19 @@ def replicate(tree: Any) -> Any:
         )
     _paths.require_arrays(tree, "leaf")
     refuse_shared(tree)
-    mesh, explicit = jax.sharding.get_mesh(), _axes.explicit_axes()
 
-    def sharding(x: Any) -> NamedSharding:
+    def spec(x: Any) -> PartitionSpec:
         # Spelled like the type of what a step returns, or the second step would compile again.
-        return NamedSharding(mesh, PartitionSpec(*[None] * np.ndim(x) if explicit else ()))
+        return PartitionSpec(*[None] * np.ndim(x) if explicit else ())
 
+    if mesh is None:
+        return jax.tree.map(lambda x: _axes.constrained(x, spec(x)), tree)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = [_paths.path_name(path) for path, _ in leaves]
     values = [leaf for _, leaf in leaves]
     _warn_of_splits(dict(zip(names, values, strict=True)), mesh)
-    return treedef.unflatten(place(names, values, [sharding(x) for x in values]))
+    shardings = [NamedSharding(mesh, spec(x)) for x in values]
+    return treedef.unflatten(place(names, values, shardings))
 
 
 def _warn_of_splits(arrays: dict[str, Any], mesh: jax.sharding.Mesh) -> None:
@@ -156,10 +161,10 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
       afterwards: some of its rows are then lost.
 
     Raises:
-      ValueError: if no mesh is set or it has no such axis; if the local leading axis differs
-        between leaves, or is not a multiple of the number of local devices along the mesh axis; if
-        the batch is global already, so that other processes hold a part of it; or, in the first
-        call outside of a thread, if processes pass other shapes.
+      ValueError: inside `jax.jit`; if no mesh is set or it has no such axis; if the local leading
+        axis differs between leaves, or is not a multiple of the number of local devices along the
+        mesh axis; if the batch is global already, so that other processes hold a part of it; or, in
+        the first call outside of a thread, if processes pass other shapes.
 
     Wire: a checksum of shapes between processes, in the first call for an axis.
 
@@ -171,7 +176,12 @@ def global_batch(local_batch: Any, axis_name: AxisName) -> Any:
       [[0, 1], [2, 3]]
     """
     _axes.names_of(axis_name)  # before it is hashed
-    mesh = jax.sharding.get_mesh()
+    mesh = _axes.concrete_mesh()
+    if mesh is None:
+        raise ValueError(
+            "global_batch joins what processes hold, and jax.jit and other transformations of jax "
+            "see one program; call it on each batch, before the jitted step."
+        )
     sharding, local = _rows_over(mesh, axis_name)
     leaves, tree = jax.tree.flatten(local_batch)
     if not all(_fits(leaf, local) for leaf in leaves):

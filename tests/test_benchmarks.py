@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import importlib
 import json
 import os
 import subprocess
@@ -91,12 +92,29 @@ def test_paths(tmp_path: Path) -> None:
         ("planner --report --out=/nope.json", "planner: /nope.json has no network that was"),
     ],
 )
-def test_a_wrong_argument_is_a_line(command: str, message: str) -> None:
+def test_a_wrong_argument_is_a_line(
+    command: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Called in this process: starting one for each would take longer than all the rest."""
     name, *flags = command.split()
-    run = [sys.executable, "-m", f"benchmarks.{name}", *flags]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [name, *flags])
+    module = "pareto.__main__" if name == "pareto" else name
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(importlib.import_module(f"benchmarks.{module}").main())
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (2, "")
+    assert message in said.err.splitlines()[-1]
+
+
+def test_a_wrong_argument_of_a_process() -> None:
+    run = [sys.executable, "-m", "benchmarks.seed_cnat", "--parts=1"]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (2, "") and "Traceback" not in done.stderr
-    assert message in done.stderr.splitlines()[-1]
+    assert "seed_cnat: a part is a number" in done.stderr.splitlines()[-1]
 
 
 def test_the_report_of_some_tasks_and_methods() -> None:

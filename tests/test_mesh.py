@@ -1,5 +1,6 @@
 """The mesh, and what is placed on it."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -129,3 +130,32 @@ def test_what_is_no_name_or_no_devices() -> None:
             jaxcomm.data_mesh(wrong)
     with pytest.raises(TypeError, match=r"a sequence of devices, got 4; write data_mesh\(devices="):
         jaxcomm.data_mesh(devices=4)
+
+
+@pytest.mark.parametrize(
+    "kinds", list(itertools.product((AxisType.Auto, AxisType.Explicit), repeat=2))
+)
+def test_placing_inside_jit_is_as_outside(kinds: Any) -> None:
+    """So that a large model is made in shards and is never whole."""
+    given = {"w": jnp.ones((4, 6)), "b": np.ones(3, np.float32)}
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), kinds)):
+        for axis in (None, "data", "model"):
+            place = lambda p, a=axis: jaxcomm.shard(p, a) if a else jaxcomm.replicate(p)  # noqa: E731
+            outside, inside = place(given), jax.jit(place)(given)
+            for x, y in zip(*map(jax.tree.leaves, (outside, inside)), strict=True):
+                assert x.sharding == y.sharding
+                np.testing.assert_array_equal(x, y)
+            both = jax.vmap(place)({"w": jnp.ones((3, 4, 6))})["w"]
+            assert (
+                both.sharding.shard_shape(both.shape)[1:]
+                == outside["w"].addressable_shards[0].data.shape
+            )
+
+
+def test_where_nothing_can_be_placed(mesh8: Any) -> None:
+    with jax.set_mesh(mesh8):
+        with pytest.raises(ValueError, match="call it on each batch, before the jitted step"):
+            jax.jit(lambda x: jaxcomm.global_batch(x, "data"))(jnp.ones(8))
+        inside = jax.shard_map(jaxcomm.replicate, in_specs=jax.P(), out_specs=jax.P())
+        with pytest.raises(ValueError, match=r"inside a jax.shard_map over \['data'\], where each"):
+            inside(jnp.ones(8))

@@ -62,9 +62,9 @@ def spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
     )
     if hidden and name not in given:
         raise ValueError(
-            f"cannot see inside jax.jit how parameter {name} is sharded over {sorted(further)}; "
-            "use jaxcomm.with_param_specs(tx, specs), or call tx.init(params) outside jax.jit, on "
-            "placed parameters."
+            f"cannot see inside jax.jit or jax.vmap how parameter {name} is sharded over "
+            f"{sorted(further)}; use jaxcomm.with_param_specs(tx, specs), or call tx.init(params) "
+            "outside of both, on placed parameters."
         )
     sharding = getattr(jax.typeof(leaf) if traced else leaf, "sharding", None)
     seen = sharding.spec if isinstance(sharding, NamedSharding) and not hidden else None

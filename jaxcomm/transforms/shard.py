@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm import _axes, _paths
@@ -21,7 +20,9 @@ def shard(
     """Places parameters so that each device holds 1/N of every large one (FSDP, ZeRO-3).
 
     A leaf is split along its largest dimension that N divides; among equal ones, the last. Leaves
-    that are sent in float32 (of at most one dimension, and `exempt`) are replicated.
+    that are sent in float32 (of at most one dimension, and `exempt`) are replicated. Inside
+    `jax.jit`, so that a large model is never whole, it constrains the sharding of each leaf, and
+    compares nothing.
 
     Args:
       params: a pytree of arrays, or of `jax.ShapeDtypeStruct`s; every process passes equal values.
@@ -36,7 +37,7 @@ def shard(
     Raises:
       TypeError: if `layers` is not a list of patterns, or a leaf is not an array.
       ValueError: if no mesh is set, it has no such axis, or N divides no dimension of a leaf; the
-        error names the leaf. Also if processes hold different values.
+        error names the leaf. Also if processes hold different values, and inside `jax.shard_map`.
 
     Wire: a checksum of each array, between processes.
 
@@ -47,11 +48,10 @@ def shard(
       >>> params["w"].sharding.spec, params["b"].sharding.spec
       (P(None, 'data'), P())
     """
-    world, mesh = _axes.axis_size(axis_name), jax.sharding.get_mesh()
+    world, mesh = _axes.axis_size(axis_name), _axes.concrete_mesh()
     # Without axes of one device, as in the type of what a step returns.
-    over = tuple(name for name in _axes.names_of(axis_name) if mesh.shape[name] > 1)
+    over = tuple(name for name in _axes.names_of(axis_name) if _axes.axis_size(name) > 1)
     over = over[0] if len(over) == 1 else over
-    explicit = _axes.explicit_axes().issuperset(_axes.names_of(axis_name))
     _paths.require_arrays(params, "parameter")
     pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
     names = [_paths.path_name(path) for path, _ in pairs]
@@ -65,9 +65,8 @@ def shard(
         if over and 0 not in shape and not is_exempt(name, shape, stacked, exempt):
             spec = _split(name, shape, over, world, int(stacked))
         spec = _axes.as_typed(spec, axis_name, len(shape))
-        if isinstance(leaf, Tracer):
-            move = jax.reshard if explicit else jax.lax.with_sharding_constraint
-            return move(leaf, spec)
+        if mesh is None:
+            return _axes.constrained(leaf, spec)
         sharding = NamedSharding(mesh, spec)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

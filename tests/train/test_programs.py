@@ -61,7 +61,7 @@ def test_a_run_with_dense_steps(
     compiled = all_programs(monkeypatch)
     config.sync.method, config.sync.dense_steps = method, 2
     config.sync.codec, config.sync.error_feedback = "int8", True
-    config.inspect.every, config.checkpoint.every = 0, 1
+    config.inspect.every, config.checkpoint.every, config.model.stages = 0, 1, (1,)
     told = loop.train(config, tmp_path / "told", 0.0)
     shutil.rmtree(tmp_path / "told" / "checkpoints" / str(config.steps))
     config.checkpoint.resume = True
