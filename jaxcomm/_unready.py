@@ -2,8 +2,9 @@
 
 from typing import Any
 
-_OPERATORS = ("add", "sub", "mul", "truediv", "pow", "matmul")
-_REFUSED = ["__jax_array__", "__getitem__", "__neg__"]
+_OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
+_REFUSED = ["__jax_array__", "__getitem__", "__neg__", "__abs__"]
+_REFUSED += [f"__{name}__" for name in ("lt", "le", "gt", "ge")]
 _REFUSED += [f"__{side}{name}__" for name in _OPERATORS for side in ("", "r")]
 
 

@@ -71,7 +71,9 @@ def by_device(one: Callable[..., Any], axis_name: AxisName, *args: Any) -> Any:
     """`one(*args)` for every device in the global view: arrays have a leading device axis."""
     names = _axes.names_of(axis_name)
     if _axes.axis_size(axis_name) > 1 or not _axes.explicit_axes().issuperset(names):
-        return jax.vmap(one, spmd_axis_name=axis_name)(*args)
+        # Inside a checked region over other axes jax takes spmd_axis_name for a manual axis.
+        checked = any(map(_axes.checks_on, _axes.manual_axes()))
+        return jax.vmap(one, spmd_axis_name=None if checked else axis_name)(*args)
 
     # Where types show shardings, jax loses a device axis of one beside another dimension of one.
     def alone(x: jax.Array) -> jax.Array:

@@ -39,7 +39,7 @@ def one_probe(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def short_timings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a run in this process predicts is timed as briefly as it can be: it is no measurement."""
+    """What a run in this process predicts is timed briefly: it is no measurement."""
     monkeypatch.setattr(predicting, "ROW", 0.0)
     monkeypatch.setattr(predicting, "ROWS", 2)
 

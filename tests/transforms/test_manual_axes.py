@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -203,3 +204,38 @@ def test_some_axes_of_a_tuple_are_manual(mesh: Any) -> None:
     message = re.escape("inside a jax.shard_map over ['data'] of ('data', 'model')")
     with pytest.raises(ValueError, match=message):
         jax.jit(run)(jaxcomm.replicate({"w": jnp.ones((16, 4))}), BATCH)
+
+
+@pytest.mark.parametrize("checks", [True, False])
+@pytest.mark.parametrize("name", ["local", "local_steps"])
+def test_own_steps_over_an_automatic_axis_in_a_region_over_another(
+    mesh: Any, name: str, checks: bool
+) -> None:
+    """Updates and bytes are those without the region, for parameters that are equal along it."""
+    mean = jaxcomm.mean("data", "int8")
+    own = optax.chain(optax.clip_by_global_norm(0.1), optax.trace(0.9))
+    txs = {
+        "local": optax.chain(jaxcomm.local("data", own), mean),
+        "local_steps": jaxcomm.local_steps(optax.sgd(0.1), 1, optax.sgd(1.0), mean),
+    }
+    tx, params = txs[name], jaxcomm.replicate({"w": jnp.ones((16, 8)), "b": jnp.zeros(8)})
+    state, batch = tx.init(params), jaxcomm.global_batch(BATCH, "data")
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        at = jaxcomm.local_params(state) if name == "local_steps" else params
+        loss = lambda p, b: jnp.mean((b @ p["w"] + p["b"][None]) ** 2)  # noqa: E731
+        return tx.update(jaxcomm.value_and_grad(loss, "data")(at, batch)[1], state, params)
+
+    spec = jaxcomm.state_spec(tx, params, mesh, {"model"})
+    run = jax.shard_map(
+        step,
+        in_specs=(P(), spec, P()),
+        out_specs=(P(), spec),
+        axis_names={"model"},
+        check_vma=checks,
+    )
+    inside, outside = (jax.jit(f).lower(params, state, batch).compile() for f in (run, step))
+    sent = [jaxcomm.wire_report(program).bytes_max for program in (inside, outside)]
+    assert sent[0] == sent[1]
+    found, expected = inside(params, state, batch), outside(params, state, batch)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

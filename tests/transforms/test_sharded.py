@@ -273,7 +273,7 @@ def test_bad_input() -> None:
     at = jaxcomm.sharded_params(params, state)
     with pytest.raises(ValueError, match="exchanged in the backward pass"):
         jaxcomm.mean("data").update(at, jaxcomm.mean("data").init(jaxcomm.replicate(whole)))
-    for use in (jnp.sum, lambda w: w[0], lambda w: -w, lambda w: np.ones(8) @ w):
+    for use in (jnp.sum, lambda w: w[0], abs, lambda w: 1 > w, lambda w: np.ones(8) @ w):
         with pytest.raises(TypeError, match="parameter w is a shard; compute with what jaxcomm.ga"):
             use(at["w"])
     x = jaxcomm.global_batch(np.ones((WORLD, 8), np.float32), "data")
