@@ -70,7 +70,9 @@ def naming_the_axis(axis_name: AxisName) -> Iterator[None]:
         if re.search(_NAMES_AN_AXIS, str(error)):
             error.add_note(
                 f"jaxcomm.value_and_grad: the loss runs device by device along {axis_name!r}, on "
-                "each device's own rows. Leave that axis out of the model's specs; others may stay."
+                "each device's own rows. Leave that axis out of the model's specs; others may "
+                "stay. Of parameters that Flax boxed by nn.with_partitioning, pass "
+                "flax.linen.unbox(params)."
             )
         raise
 

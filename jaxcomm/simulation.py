@@ -13,11 +13,12 @@ _COUNT_FLAG = r"\s*--xla_force_host_platform_device_count=\S*"
 def simulate_devices(count: int) -> None:
     """Makes jax show this many CPU devices in this process, on any number of cores.
 
-    Call it before anything runs on a device. It selects the CPU, sets the number of its devices,
-    and gives XLA's thread pool two threads per device (by the environment variable NPROC, unless
-    that is higher). By default the pool has one thread per core. With more devices than cores, a
-    loop that runs ahead of its results can leave a device without a thread, and after a minute XLA
-    aborts the process with "Expected 8 threads to join the rendezvous".
+    Call it before anything runs on a device; to rehearse several processes of several devices, in
+    each of them, before `jax.distributed.initialize`. It selects the CPU, sets the number of its
+    devices, and gives XLA's thread pool two threads per device (by the environment variable NPROC,
+    unless that is higher). By default the pool has one thread per core. With more devices than
+    cores, a loop that runs ahead of its results can leave a device without a thread, and after a
+    minute XLA aborts the process with "Expected 8 threads to join the rendezvous".
 
     Args:
       count: the number of devices.
