@@ -93,3 +93,12 @@ def test_between_hosts_of_one_device_nothing_is_counted_apart(mesh8: Any, hosts_
     with jax.set_mesh(mesh8):
         found = jaxcomm.explain(jaxcomm.mean("data", "int8"), {"w": jnp.zeros((64, 64))})
     assert found.host_bytes is None
+
+
+def test_hops_of_scanned_layers_are_counted(mesh8: Any) -> None:
+    tx = jaxcomm.in_backward(jaxcomm.mean("data", "bfloat16", algorithm="direct"), ["blocks"])
+    with jax.set_mesh(mesh8):
+        found = jaxcomm.explain(tx, {"blocks": {"w": jnp.zeros((3, 16, 16))}})
+    (bucket,) = [message for message in found.messages if message.leaves]
+    assert [times for _, times, _ in bucket.hops] == [3, 3]
+    assert "all-to-all x 3" in str(found) and "all-gather x 3" in str(found)

@@ -159,3 +159,23 @@ def test_where_nothing_can_be_placed(mesh8: Any) -> None:
         inside = jax.shard_map(jaxcomm.replicate, in_specs=jax.P(), out_specs=jax.P())
         with pytest.raises(ValueError, match=r"inside a jax.shard_map over \['data'\], where each"):
             inside(jnp.ones(8))
+
+
+def test_what_is_split_on_another_mesh_becomes_whole(mesh4x2: Any, mesh8: Any) -> None:
+    """Such as parameters of a run with an axis that this mesh does not have."""
+    w = jax.device_put(np.arange(4.0), jax.NamedSharding(mesh4x2, jax.P("model")))
+    with jax.set_mesh(mesh8):
+        whole = jaxcomm.replicate({"w": w})["w"]
+    assert whole.sharding.is_fully_replicated and whole.sharding.mesh == mesh8
+    np.testing.assert_array_equal(whole, np.arange(4.0))
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_random_keys_keep_their_generator(impl: str, mesh8: Any) -> None:
+    keys = jax.random.split(jax.random.key(0, impl=impl), 16)
+    with jax.set_mesh(mesh8):
+        batch = jaxcomm.global_batch({"x": np.zeros((16, 2)), "key": keys}, "data")
+        whole = jaxcomm.replicate(keys)
+    for found in (batch["key"], whole):
+        assert jax.random.key_impl(found) == impl
+        np.testing.assert_array_equal(*map(jax.random.key_data, (found, keys)))

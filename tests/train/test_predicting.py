@@ -127,3 +127,28 @@ def test_codes_are_what_an_exchange_does_between_messages(monkeypatch):
         took = iter([2.0, 2.0, *[3.0, 1.0] * predicting.ROWS])
         monkeypatch.setattr(predicting, "_mean_seconds", lambda p, _: [next(took) for _ in p])
         assert predicting.codes_ms(exchange, at, params) == pytest.approx(2000)
+
+
+GROUPS = ((0, 1, 2, 3),)
+
+
+def test_messages_are_those_of_the_branch_that_sends_least():
+    """Dense steps, the first of a run, are not what an exchange is predicted to take."""
+    rare, usual = (
+        Collective(name, "all-reduce", ("f32",), ((n,),), GROUPS, 4, (6 * n,) * 4, branch=branch)
+        for name, n, branch in (("a", 1000, (("cond", 0),)), ("b", 10, (("cond", 1),)))
+    )
+    wire = jaxcomm.WireReport((rare, usual), 4, (("cond", 2),))
+    assert [each.name for each in predicting._least(wire).collectives] == ["b"]
+
+
+def test_of_equal_messages_of_an_exchange_one_is_the_steps_own():
+    three = Collective("a", "all-reduce", ("f32",), ((3,),), GROUPS, 4, (), times=3)
+    one = Collective("b", "all-reduce", ("f32",), ((3,),), GROUPS, 4, ())
+    found = predicting._added(jaxcomm.WireReport((three,), 4), jaxcomm.WireReport((one,), 4))
+    assert found == 2 * [("all-reduce", GROUPS, (("f32", (3,)),))]
+
+
+def test_a_message_of_flags_has_a_byte_for_each():
+    message = predicting._Message("all-reduce", ((0, 1),), (("pred", (64,)), ("u16", (64,))))
+    assert predicting._words(message) == [16, 32]

@@ -1,5 +1,6 @@
 """Processes that belong together: who failed is named, and none is left behind."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -192,3 +193,14 @@ def test_after_the_grace_processes_are_named_and_left_to_be_killed(
     assert capfd.readouterr().err == line
     process.kill()
     process.wait()
+
+
+def test_under_nohup_a_terminal_that_hangs_up_ends_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        asked = supervision.Asked()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert asked.signal is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -144,13 +144,14 @@ def test_a_stage_at_any_time() -> None:
     assert 1e-3 < np.abs(kept).max() < np.abs(total).max() / 4
 
 
-def test_layers_exchanged_in_the_backward_pass_count_by_themselves() -> None:
+@pytest.mark.parametrize("word", ["dense", "stage"])
+def test_layers_exchanged_in_the_backward_pass_count_by_themselves(word: str) -> None:
     tx = jaxcomm.in_backward(jaxcomm.dense_first(jaxcomm.mean("data", "int8"), 2), ["layers"])
     with jax.set_mesh(VIEW.mesh(WORLD)):
         params = {"layers": {"w": jnp.zeros((2, 8, 8))}}
         state = tx.init(params)
-        with pytest.raises(ValueError, match="in_backward takes no dense=.*leave it out"):
-            tx.update(params, state, params, dense=True)
+        with pytest.raises(ValueError, match=f"in_backward takes no {word}=.*leave it out"):
+            tx.update(params, state, params, **{word: True})
 
 
 def test_a_step_of_one_bit_adam_sends_floats_or_bits() -> None:

@@ -34,3 +34,34 @@ def test_an_axis_of_one_device(shape: tuple[int, int]) -> None:
             params, state = step(params, state, x)
         assert step._cache_size() == 1
         jaxcomm.resize_state(tx, jax.tree.map(np.asarray, state), params)
+
+
+def test_on_one_device_no_argument_lacks_a_split() -> None:
+    """Where the batch is not split either, an argument of as many rows is no reason to warn."""
+    x, y = jnp.ones((4, 2)), jnp.ones(4)
+
+    def loss(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean((x @ w - y) ** 2)
+
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1])):
+        jax.jit(jaxcomm.value_and_grad(loss, "data"))(jnp.ones(2), x, y)
+
+
+def test_a_state_of_one_device_is_not_gathered() -> None:
+    tx = jaxcomm.mean("data", "int8", error_feedback=True)
+    mesh = jaxcomm.data_mesh(devices=jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        args = {"w": jnp.ones((1, 8, 8))}, tx.init({"w": jnp.zeros((8, 8))})
+        whole = jax.NamedSharding(mesh, jax.P())
+        jaxcomm.wire_report(jax.jit(tx.update, out_shardings=whole).lower(*args).compile())
+
+
+def test_sums_of_a_state_are_not_gathered(mesh8: Any) -> None:
+    """They have one row, as the state of one device."""
+    tx = jaxcomm.mean("data", "int8", error_feedback=True)
+    with jax.set_mesh(mesh8):
+        sums = jax.jit(
+            lambda state: jax.tree.map(lambda x: jnp.sum(x, 0, keepdims=x.ndim > 0), state),
+            out_shardings=jax.NamedSharding(mesh8, jax.P()),
+        )
+        jaxcomm.wire_report(sums.lower(tx.init({"w": jnp.zeros((8, 8))}).residual).compile())

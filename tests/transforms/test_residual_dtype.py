@@ -301,3 +301,17 @@ def test_a_state_of_another_dtype_is_refused_and_resized() -> None:
 def test_other_dtypes_are_refused(make: Callable[[], Any], error: type, text: str) -> None:
     with pytest.raises(error, match=text):
         make()
+
+
+def test_leaves_of_a_bucket_round_differently() -> None:
+    """Alike, their errors would add up."""
+    rows = np.random.default_rng(0).standard_normal((4, 8, 32)).astype(np.float32)
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+        params, kept = {"v": jnp.zeros((8, 32)), "w": jnp.zeros((8, 32))}, {}
+        for dtype in ("float32", "bfloat16"):
+            tx = jaxcomm.majority_vote("data", error_feedback=True, residual_dtype=dtype)
+            grads = jaxcomm.mark_local({"v": jnp.asarray(rows), "w": jnp.asarray(rows)})
+            _, state = jax.jit(tx.update)(grads, tx.init(params))
+            kept[dtype] = [np.abs(np.asarray(x, np.float32)) for x in state.residual.values]
+    one, two = (a > b for a, b in zip(kept["bfloat16"], kept["float32"], strict=True))
+    assert 0.3 < np.mean(one != two) < 0.7

@@ -1,5 +1,6 @@
 """States on another number of devices: what they owe stays, for every method."""
 
+import dataclasses
 import functools
 import importlib
 from typing import Any
@@ -313,3 +314,17 @@ def test_errors_of_other_buckets_are_refused() -> None:
         with pytest.raises(ValueError, match="state belongs to other buckets. Make tx with the"):
             jaxcomm.resize_state(one_bit(bucket_order=["b", "a"]), saved, params)
         jaxcomm.resize_state(one_bit(bucket_order=["a", "b"]), saved, params)
+
+
+def test_the_mean_of_bfloat16_residuals_is_not_taken_in_bfloat16(mesh8: Any) -> None:
+    tx = jaxcomm.mean("data", "int8", error_feedback=True, residual_dtype="bfloat16")
+    w = jnp.zeros((2, 2))
+    with jax.set_mesh(mesh8):
+        saved = jax.tree.map(jax.device_get, tx.init(w))
+    old = np.ones((8, 2, 2), jnp.bfloat16)
+    old[0] = 256
+    saved = saved._replace(residual=dataclasses.replace(saved.residual, values=[old]))
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        (found,) = jaxcomm.resize_state(tx, saved, w).residual.values
+    expected = np.full((2, 2, 2), 263 / 8, np.float32)
+    np.testing.assert_array_equal(found, expected.astype(jnp.bfloat16))

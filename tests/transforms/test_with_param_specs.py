@@ -104,3 +104,11 @@ def test_it_goes_around_the_backward_pass(make_mesh: Any) -> None:
             ValueError, match=r"put it around: jaxcomm.with_param_specs\(jaxcomm.in"
         ):
             jaxcomm.in_backward(inside, ["blocks"]).init({"blocks": {"w": jnp.zeros((3, 8, 8))}})
+
+
+def test_state_that_is_smaller_than_its_parameter_is_not_sharded_like_it(mesh4x2: Any) -> None:
+    rms = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+    with jax.set_mesh(mesh4x2):
+        w = jax.device_put(np.ones((4, 6)), NamedSharding(mesh4x2, jax.P(None, "model")))
+        spec = jaxcomm.state_spec(optax.chain(jaxcomm.mean("data"), rms), {"w": w}, mesh4x2)
+    assert spec[1].v_row["w"] == spec[1].v_col["w"] == jax.P()
