@@ -261,11 +261,12 @@ def _prediction(
     seconds = _seconds(cluster, load, method, made)
     local = _local(cluster, load, method)
     exposed, step = _step(cluster, load, seconds, local, method)
-    busiest = max((e for _, e in made), key=lambda e: e.busiest_link_seconds, default=None)
+    links = [(part.times * e.busiest_link_seconds, e.busiest_link) for part, e in made]
+    busiest = max(links, key=lambda link: link[0], default=(0.0, None))
     return Prediction(
         method=method,
         exchange=seconds,
-        link=sum(part.times * e.busiest_link_seconds for part, e in made),
+        link=sum(seconds for seconds, _ in links),
         device=cluster.costs.per_byte * sum(part.times * e.sent for part, e in made),
         local=local,
         latency=_call(cluster, method)
@@ -275,7 +276,7 @@ def _prediction(
         efficiency=load.compute_seconds / step,
         speedup=with_float32 / step,
         bytes_busiest_link=sum(part.times * e.bytes_busiest_link for part, e in made),
-        busiest_link=busiest.busiest_link if busiest else None,
+        busiest_link=busiest[1],
         error=error_of(method, load.values) if cluster.costs.are_measured else None,
     )
 

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcomm
-from jaxcomm import plan
+from jaxcomm import algorithms, plan
 from jaxcomm.plan import predict
 from jaxcomm.plan.families import Method
+from jaxcomm.plan.messages import Lists
+from jaxcomm.plan.sending import Sent
+from jaxcomm.plan.simulate import Exchange
 
 FREE = plan.Costs("none", 0.0, 0.0, 1.0, False, 0.0, False, False, 0.0, {})
 
@@ -64,3 +67,15 @@ def test_the_transformation_exempts_what_the_workload_does(mesh8: Any) -> None:
     with jax.set_mesh(mesh8):
         travels = {leaf.path: leaf.travels for leaf in jaxcomm.explain(tx, params).leaves}
     assert travels["head"] == "float32, native" != travels["w"]
+
+
+def test_the_busiest_link_is_that_of_all_runs_of_a_part() -> None:
+    """Buckets run several times, and the exchange of exempt leaves once."""
+    cluster = plan.cluster(plan.fabrics.star("room", 4, "1Gbit"), plan.defaults("cpu"))
+    load, method = plan.workload(4e6, 100.0), plan.Method("bfloat16", "ring")
+    parts = [Sent(algorithms.ring(), Lists(1.0, 0.0), 10, times) for times in (1, 3)]
+    exchanges = [
+        Exchange(1.0, 1.0, link, 1.0, s, 1) for link, s in ((("a", "s"), 2.0), (("b", "s"), 1.0))
+    ]
+    row = predict._prediction(cluster, load, method, list(zip(parts, exchanges, strict=True)), 1.0)
+    assert (row.busiest_link, row.link) == (("b", "s"), 5.0)
