@@ -212,22 +212,6 @@ def concrete_mesh() -> jax.sharding.Mesh | None:
         return None
 
 
-def constrained(x: Any, spec: PartitionSpec) -> jax.Array:
-    """An array that is sharded so while jax traces: by its type, unless along Auto axes.
-
-    Raises:
-      ValueError: inside `jax.shard_map`, where each device has an array of its own.
-    """
-    if manual := manual_axes():
-        raise ValueError(
-            f"this is inside a jax.shard_map over {sorted(manual)}, where each device has arrays "
-            "of its own; place them outside of it, and pass in_specs."
-        )
-    explicit, over = explicit_axes(), {name for entry in spec for name in names_in_entry(entry)}
-    move = jax.reshard if explicit and explicit >= over else jax.lax.with_sharding_constraint
-    return move(x, spec)
-
-
 def axis_size(axis_name: AxisName) -> int:
     """The number of devices along an axis of the current mesh, or along several together.
 

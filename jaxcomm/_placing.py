@@ -21,6 +21,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxcomm import _axes
 from jaxcomm._numbers import are_keys
 
 # Letters that an error shows before what differs, and in all.
@@ -136,6 +137,23 @@ def alone() -> Iterator[None]:
 def note_choice(cluster: Any) -> None:
     """Notes what now chooses in this process, in place of what did before; None is the default."""
     _CHOICE[:] = [] if cluster is None else [f"plan.use: {_as_text(cluster)}"]
+
+
+def constrained(x: Any, spec: PartitionSpec) -> jax.Array:
+    """An array that is sharded so while jax traces: by its type, unless along Auto axes.
+
+    Raises:
+      ValueError: inside `jax.shard_map`, where each device has an array of its own.
+    """
+    if manual := _axes.manual_axes():
+        raise ValueError(
+            f"this is inside a jax.shard_map over {sorted(manual)}, where each device has arrays "
+            "of its own; place them outside of it, and pass in_specs."
+        )
+    explicit = _axes.explicit_axes()
+    over = {name for entry in spec for name in _axes.names_in_entry(entry)}
+    move = jax.reshard if explicit and explicit >= over else jax.lax.with_sharding_constraint
+    return move(_strong(x), spec)
 
 
 def _as_text(settings: Any) -> str:

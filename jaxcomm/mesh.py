@@ -16,7 +16,7 @@ from jaxcomm._axes import AxisName
 from jaxcomm._batches import check_rows
 from jaxcomm._nnx import refuse_shared
 from jaxcomm._numbers import are_keys
-from jaxcomm._placing import place, require_equal_shapes
+from jaxcomm._placing import constrained, place, require_equal_shapes
 from jaxcomm._users_line import users_line
 
 
@@ -111,7 +111,7 @@ def replicate(tree: Any) -> Any:
         return PartitionSpec(*[None] * np.ndim(x) if explicit else ())
 
     if mesh is None:
-        return jax.tree.map(lambda x: _axes.constrained(x, spec(x)), tree)
+        return jax.tree.map(lambda x: constrained(x, spec(x)), tree)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = [_paths.path_name(path) for path, _ in leaves]
     values = [leaf for _, leaf in leaves]

@@ -137,13 +137,13 @@ def test_what_is_no_name_or_no_devices() -> None:
 )
 def test_placing_inside_jit_is_as_outside(kinds: Any) -> None:
     """So that a large model is made in shards and is never whole."""
-    given = {"w": jnp.ones((4, 6)), "b": np.ones(3, np.float32)}
+    given = {"w": jnp.full((4, 6), 0.5), "b": np.ones(3, np.float32)}
     with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), kinds)):
         for axis in (None, "data", "model"):
             place = lambda p, a=axis: jaxcomm.shard(p, a) if a else jaxcomm.replicate(p)  # noqa: E731
             outside, inside = place(given), jax.jit(place)(given)
             for x, y in zip(*map(jax.tree.leaves, (outside, inside)), strict=True):
-                assert x.sharding == y.sharding
+                assert (x.sharding, x.weak_type) == (y.sharding, y.weak_type)
                 np.testing.assert_array_equal(x, y)
             both = jax.vmap(place)({"w": jnp.ones((3, 4, 6))})["w"]
             assert (

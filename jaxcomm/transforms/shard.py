@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm import _axes, _paths
 from jaxcomm._axes import AxisName
-from jaxcomm._placing import place
+from jaxcomm._placing import constrained, place
 from jaxcomm.transforms._layout import is_exempt
 from jaxcomm.transforms._options import Exempt, check_patterns, fits
 
@@ -66,7 +66,7 @@ def shard(
             spec = _split(name, shape, over, world, int(stacked))
         spec = _axes.as_typed(spec, axis_name, len(shape))
         if mesh is None:
-            return _axes.constrained(leaf, spec)
+            return constrained(leaf, spec)
         sharding = NamedSharding(mesh, spec)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
