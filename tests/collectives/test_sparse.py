@@ -136,6 +136,16 @@ def test_the_law_holds_whatever_comes(make_mesh: MakeMesh, name: str) -> None:
         assert_law_over_steps(x, make_mesh(4), tight)
 
 
+@pytest.mark.parametrize("values", ["float32", "bfloat16"])
+@pytest.mark.parametrize("share", [0.4, 0.6, 0.8])
+def test_all_sums_come_back_where_they_are_fewer_bytes(
+    make_mesh: MakeMesh, share: float, values: str
+) -> None:
+    """Than entries for a share of them: 6 bytes instead of 4, or 4 instead of 2."""
+    algorithm = sparse.topk_dsa(values=values, slack=share / 4 / DENSITY)
+    assert_bytes(compiled(make_mesh(4), algorithm), algorithm, N, 4)
+
+
 def test_gaussiank_selects_about_k(make_mesh: MakeMesh) -> None:
     k = round(N * DENSITY)
     for x in (normal(3), normal(3) ** 3):
