@@ -179,3 +179,24 @@ def test_random_keys_keep_their_generator(impl: str, mesh8: Any) -> None:
     for found in (batch["key"], whole):
         assert jax.random.key_impl(found) == impl
         np.testing.assert_array_equal(*map(jax.random.key_data, (found, keys)))
+
+
+def test_which_dimension_is_split(mesh8: Any) -> None:
+    """The largest that the devices divide, the last of equals; but not the axis of layers."""
+    shapes = {"stack": (64, 8, 8), "w": (64, 8), "same": (8, 8), "empty": (0, 8), "b": (8,)}
+    with jax.set_mesh(mesh8):
+        params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+        placed = jaxcomm.shard(params, "data", layers=["stack"])
+    specs = {name: x.sharding.spec for name, x in placed.items()}
+    none = PartitionSpec()
+    assert specs == {
+        "stack": PartitionSpec(None, None, "data"),
+        "w": PartitionSpec("data"),
+        "same": PartitionSpec(None, "data"),
+        "empty": none,
+        "b": none,
+    }
+    one = jax.make_mesh((1, 8), ("hosts", "devices"), (AxisType.Auto,) * 2)
+    with jax.set_mesh(one):  # as in the types of what a step returns
+        w = jaxcomm.shard(jnp.zeros((8, 8)), ("hosts", "devices"))
+    assert w.sharding.spec == PartitionSpec(None, "devices")
