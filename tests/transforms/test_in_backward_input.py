@@ -162,3 +162,17 @@ def test_frozen_leaves_of_a_layer() -> None:
         alone = run(exchange, steps=1).updates[0]
     np.testing.assert_array_equal(updates["blocks"]["w"], alone["blocks"]["w"])
     assert not np.any(updates["blocks"]["b"])
+
+
+def test_stacks_that_are_none(mesh4x2: Any) -> None:
+    """Without layers, or with layers on different devices; a name that begins alike is another."""
+    tx = jaxcomm.in_backward(jaxcomm.mean("data", "int8"), ["block"])
+    with jax.set_mesh(mesh4x2):
+        with pytest.raises(ValueError, match=r"block/w has shape \(0, 8, 8\).*axis of layers"):
+            tx.init({"block": {"w": jnp.zeros((0, 8, 8))}})
+        split = jax.NamedSharding(mesh4x2, jax.P("model"))
+        with pytest.raises(ValueError, match="block/w is sharded by .*layers lie on different dev"):
+            tx.init({"block": {"w": jax.device_put(jnp.zeros((2, 8, 8)), split)}})
+        state = tx.init({"block": {"w": jnp.zeros((2, 8, 8))}, "blocks": {"w": jnp.zeros((8, 8))}})
+        stack, rest = (x.layout.leaves for x in (*state.layers, state.rest))
+        assert [leaf.path for leaf in (*stack, *rest)] == ["block/w", "blocks/w"]
