@@ -136,7 +136,6 @@ def test_what_is_no_name_or_no_devices() -> None:
     "kinds", list(itertools.product((AxisType.Auto, AxisType.Explicit), repeat=2))
 )
 def test_placing_inside_jit_is_as_outside(kinds: Any) -> None:
-    """So that a large model is made in shards and is never whole."""
     given = {"w": jnp.full((4, 6), 0.5), "b": np.ones(3, np.float32)}
     with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"), kinds)):
         for axis in (None, "data", "model"):
@@ -150,6 +149,17 @@ def test_placing_inside_jit_is_as_outside(kinds: Any) -> None:
                 both.sharding.shard_shape(both.shape)[1:]
                 == outside["w"].addressable_shards[0].data.shape
             )
+
+
+def test_a_model_that_is_made_inside_jit_is_never_whole(mesh8: Any) -> None:
+    def init(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, (1024, 1024))
+
+    with jax.set_mesh(mesh8):
+        made = (init, lambda key: jaxcomm.shard(init(key), "data"))
+        programs = [jax.jit(f).lower(jax.random.key(0)).compile() for f in made]
+        whole, shards = (p.memory_analysis().temp_size_in_bytes for p in programs)
+        assert shards < whole / 4 and jaxcomm.wire_report(programs[1]).bytes_max == 0
 
 
 def test_where_nothing_can_be_placed(mesh8: Any) -> None:

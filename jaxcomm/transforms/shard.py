@@ -20,9 +20,12 @@ def shard(
     """Places parameters so that each device holds 1/N of every large one (FSDP, ZeRO-3).
 
     A leaf is split along its largest dimension that N divides; among equal ones, the last. Leaves
-    that are sent in float32 (of at most one dimension, and `exempt`) are replicated. Inside
-    `jax.jit`, so that a large model is never whole, it constrains the sharding of each leaf, and
-    compares nothing.
+    that are sent in float32 (of at most one dimension, and `exempt`) are replicated.
+
+    Inside `jax.jit` it constrains the sharding of each leaf, and compares nothing. Along an
+    automatic axis XLA then makes only a device's own shards of a model that is initialised there.
+    Along an Explicit axis each device makes whole leaves, unless the initializers are told the
+    sharding, and keeps its shards.
 
     Args:
       params: a pytree of arrays, or of `jax.ShapeDtypeStruct`s; every process passes equal values.
