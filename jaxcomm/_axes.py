@@ -203,9 +203,14 @@ def concrete_mesh() -> jax.sharding.Mesh | None:
     """The mesh that `jax.set_mesh` set, with its devices; None while jax traces.
 
     Raises:
-      ValueError: if none is set.
+      ValueError: if none is set, and inside `jax.shard_map`.
     """
     current_mesh()
+    if manual := manual_axes():
+        raise ValueError(
+            f"this is inside a jax.shard_map over {sorted(manual)}, where each device has arrays "
+            "of its own; place them outside of it, and pass in_specs."
+        )
     try:
         return jax.sharding.get_mesh()
     except ValueError:  # inside jax.jit, jax.vmap, ...

@@ -62,9 +62,11 @@ def held_by(params: Any, further: Any) -> dict[str, Held]:
     if (nnx := sys.modules.get("flax.nnx")) is None:
         return {}
     found = dict(_variables(params))
-    for place, model in _objects(further):
-        inside = _variables(model)
-        found |= {f"further argument {place}/{path}": x for path, x in inside}
+    kept_apart = lambda x: isinstance(x, nnx.Pytree | nnx.Variable | nnx.State)  # noqa: E731
+    for place, node in jax.tree_util.tree_leaves_with_path(further, is_leaf=kept_apart):
+        inside = [] if isinstance(node, nnx.State) else _variables(node)
+        where = f"further argument {path_name(place)}"
+        found |= {f"{where}/{path}" if path else where: x for path, x in inside}
     return {
         path: Held(type(x).__name__, jax.tree.leaves(x))
         for path, x in found.items()

@@ -140,16 +140,7 @@ def note_choice(cluster: Any) -> None:
 
 
 def constrained(x: Any, spec: PartitionSpec) -> jax.Array:
-    """An array that is sharded so while jax traces: by its type, unless along Auto axes.
-
-    Raises:
-      ValueError: inside `jax.shard_map`, where each device has an array of its own.
-    """
-    if manual := _axes.manual_axes():
-        raise ValueError(
-            f"this is inside a jax.shard_map over {sorted(manual)}, where each device has arrays "
-            "of its own; place them outside of it, and pass in_specs."
-        )
+    """An array that is sharded so while jax traces: by its type, unless along Auto axes."""
     explicit = _axes.explicit_axes()
     over = {name for entry in spec for name in _axes.names_in_entry(entry)}
     move = jax.reshard if explicit and explicit >= over else jax.lax.with_sharding_constraint

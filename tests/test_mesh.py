@@ -151,6 +151,15 @@ def test_placing_inside_jit_is_as_outside(kinds: Any) -> None:
             )
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_shapes_get_shardings_inside_jit(kind: AxisType) -> None:
+    shapes, found = {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32)}, []
+    with jax.set_mesh(jax.make_mesh((8,), ("data",), (kind,))):
+        jax.eval_shape(lambda: found.append(jaxcomm.shard(shapes, "data")))
+        assert found[0]["w"].sharding.spec == jaxcomm.shard(shapes, "data")["w"].sharding.spec
+        assert found[0]["w"].sharding.spec[1] == "data"
+
+
 def test_a_model_that_is_made_inside_jit_is_never_whole(mesh8: Any) -> None:
     def init(key: jax.Array) -> jax.Array:
         return jax.random.normal(key, (1024, 1024))
@@ -166,9 +175,11 @@ def test_where_nothing_can_be_placed(mesh8: Any) -> None:
     with jax.set_mesh(mesh8):
         with pytest.raises(ValueError, match="call it on each batch, before the jitted step"):
             jax.jit(lambda x: jaxcomm.global_batch(x, "data"))(jnp.ones(8))
-        inside = jax.shard_map(jaxcomm.replicate, in_specs=jax.P(), out_specs=jax.P())
-        with pytest.raises(ValueError, match=r"inside a jax.shard_map over \['data'\], where each"):
-            inside(jnp.ones(8))
+        shapes = jax.eval_shape(lambda: jnp.ones(8))
+        for place in (jaxcomm.replicate, lambda _: jaxcomm.shard(shapes, "data")):
+            inside = jax.shard_map(place, in_specs=jax.P(), out_specs=jax.P())
+            with pytest.raises(ValueError, match=r"a jax.shard_map over \['data'\], where each"):
+                inside(jnp.ones(8))
 
 
 def test_what_is_split_on_another_mesh_becomes_whole(mesh4x2: Any, mesh8: Any) -> None:

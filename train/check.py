@@ -303,6 +303,12 @@ def _fit_optimizer(config: Any) -> None:
                 "orthogonal, and XLA would send them in float32, whole, in each of its "
                 f"iterations; leave out {field}, or set --config.optimizer.name=adamw"
             )
+    unsaid, _ = LEFT_OUT["b2"]
+    if optimizer == "sgd" and config.optimizer.b2 != unsaid:
+        raise UserError(
+            f"config.optimizer.b2={config.optimizer.b2} has no effect on sgd, which keeps no "
+            f"squares; set --config.optimizer.b2={unsaid}, or --config.optimizer.name=adamw"
+        )
     if config.sync.local_optimizer:
         _fit_local_optimizer(config.sync)
         return  # it clips each device's gradient

@@ -68,12 +68,10 @@ def shard(
         if over and 0 not in shape and not is_exempt(name, shape, stacked, exempt):
             spec = _split(name, shape, over, world, int(stacked))
         spec = _axes.as_typed(spec, axis_name, len(shape))
-        if mesh is None:
-            return constrained(leaf, spec)
-        sharding = NamedSharding(mesh, spec)
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh() if mesh is None else mesh, spec)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return sharding
+        return constrained(leaf, spec) if mesh is None else sharding
 
     leaves = [leaf for _, leaf in pairs]
     found = [placed(name, leaf) for name, leaf in zip(names, leaves, strict=True)]

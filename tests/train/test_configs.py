@@ -196,6 +196,16 @@ def test_nothing_is_dropped_behind_an_optimizer(
     check.fit(config, 4)
 
 
+@pytest.mark.parametrize("is_local", [False, True])
+def test_sgd_keeps_no_squares(is_local: bool) -> None:
+    config = changed("optimizer.b2", 0.99)
+    config.sync.local_optimizer = is_local
+    with pytest.raises(UserError, match=r"b2=0.99 has no effect on sgd.*--config.optimizer.b2=0.9"):
+        check.fit(config, 4)
+    config.optimizer.name = "adamw"
+    check.fit(config, 4)
+
+
 @pytest.mark.parametrize("method", [*check.OPTIMIZERS, "majority_vote"])
 def test_only_a_mean_is_clipped(method: str) -> None:
     config = changed("sync.method", method)

@@ -155,6 +155,29 @@ def test_what_a_further_argument_counts_is_not_lost(mesh8: Any) -> None:
     assert np.abs(statistics["norm"]["mean"][...]).min() > 0
 
 
+def test_a_variable_without_a_module_is_not_lost(mesh8: Any) -> None:
+    """Neither as an argument nor in a dictionary; one in a state is who split the model's own."""
+
+    def counting(w: jax.Array, x: jax.Array, given: Any) -> Any:
+        count = given if isinstance(given, Count) else given["count"]
+        count[...] += 1.0
+        return jnp.mean(x @ w), count[...]
+
+    w, x = jnp.ones((8, 8)), jnp.ones((8, 8))
+    with jax.set_mesh(mesh8):
+        for given, where in (
+            (Count(jnp.zeros(())), "0/0"),
+            ({"count": Count(jnp.zeros(()))}, "0/0/count"),
+        ):
+            alone = jaxcomm.value_and_grad(lambda *args: counting(*args)[0], "data")
+            with pytest.raises(ValueError, match=f"argument {where} of type Count.* would be lost"):
+                alone(w, x, given)
+            (_, count), _ = jaxcomm.value_and_grad(counting, "data", has_aux=True)(w, x, given)
+            assert float(count) == 1.0
+        state = nnx.State({"count": Count(jnp.zeros(()))})
+        assert float(alone(w, x, state)[0]) == 8.0
+
+
 class Block(nnx.Module):
     """Its transformations write all variables back, unchanged."""
 
