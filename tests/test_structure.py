@@ -23,7 +23,7 @@ FOLDERS = ("jaxcomm", "train", "configs", "tests", "benchmarks")
 # Any layer may import these.
 ANYWHERE = ("_attached", "_axes", "_batches", "_branches", "_cached_programs", "_marks", "_order")
 ANYWHERE += ("_compat", "_hosts", "_losses", "_microbatches", "_numbers", "_names")
-ANYWHERE += ("_jaxprs", "_nnx", "_notes", "_paths", "_placing", "_shards", "_unready")
+ANYWHERE += ("_jaxprs", "_nnx", "_notes", "_paths", "_pieces", "_placing", "_shards", "_unready")
 ANYWHERE += ("_users_line",)
 STACK = ("kernels", "codecs", "collectives", "transforms")
 BESIDE = ("compiling", "gradients", "mesh", "simulation", "wire", *ANYWHERE)  # nothing of it

@@ -29,14 +29,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxcomm._axes import AxisName
+from jaxcomm._pieces import cut
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.all_reduce import all_reduce, all_reduce_with_residual
 from jaxcomm.collectives.reductions import Reduction
 from jaxcomm.kernels.random_bits import own_key, random_bits
-from jaxcomm.kernels.reductions import all_finite, sums_of
+from jaxcomm.kernels.reductions import all_finite, computed_once, sums_of
 
 Arrays = list[jax.Array]
 # A column of which projection leaves no more than this share is nothing but rounding.
@@ -149,9 +149,9 @@ def _in_groups(
         n = max(bases[i].shape[-1] for i in group)
         wide = [jnp.pad(bases[i], ((0, 0), (0, 0), (0, n - bases[i].shape[-1]))) for i in group]
         done = f(number, jnp.concatenate(wide))
-        ends = np.cumsum([bases[i].shape[0] for i in group])[:-1]
-        pieces = jnp.split(done, ends)
-        found |= {i: x[..., : bases[i].shape[-1]] for i, x in zip(group, pieces, strict=True)}
+        pieces = cut(done, [bases[i].shape[0] for i in group])
+        short = [x[..., : bases[i].shape[-1]] for i, x in zip(group, pieces, strict=True)]
+        found |= dict(zip(group, map(computed_once, short), strict=True))
     return [found[i] for i in range(len(bases))]
 
 
@@ -287,5 +287,5 @@ def _joined(parts: Sequence[jax.Array]) -> jax.Array:
 
 
 def _split(vector: jax.Array, parts: Sequence[jax.Array]) -> Arrays:
-    pieces = jnp.split(vector, np.cumsum([part.size for part in parts])[:-1])
+    pieces = [computed_once(x) for x in cut(vector, [part.size for part in parts])]
     return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]

@@ -3,10 +3,9 @@
 import contextvars
 import dataclasses
 import functools
-import itertools
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +14,7 @@ import numpy as np
 
 from jaxcomm import _axes
 from jaxcomm._numbers import is_real
-from jaxcomm.kernels.reductions import computed_once
+from jaxcomm._pieces import cut, starts_of
 from jaxcomm.transforms._layout import Layout, filled_leaves, split_over
 
 Bucket = tuple[int, ...]
@@ -183,50 +182,17 @@ def _concatenated_once(vectors: list[jax.Array], size: int | None) -> jax.Array:
 def _written(vectors: list[jax.Array], size: int) -> jax.Array:
     """The same for CPU, where XLA is slow to concatenate and pad sums of odd lengths at once."""
     # Without the barrier XLA makes the first write a `pad`.
-    vector, start = jax.lax.optimization_barrier(jnp.zeros(size, jnp.float32)), 0
-    for part in vectors:
+    vector = jax.lax.optimization_barrier(jnp.zeros(size, jnp.float32))
+    for part, start in zip(vectors, starts_of([part.size for part in vectors]), strict=True):
         vector = jax.lax.dynamic_update_slice_in_dim(vector, part, start, axis=0)
-        start += part.size
     return vector
 
 
-def split(
-    vector: jax.Array, parts: Mapping[Any, Any], used_once: bool = False
-) -> dict[Any, jax.Array]:
-    """The reverse of `joined`, in the shapes of `parts`; `used_once` if one loop uses a piece."""
-    shapes = [part.shape for part in parts.values()]
-    cut = functools.partial(_cut, shapes=shapes)
-    if any(map(_is_short, shapes)) and not used_once:
-        pieces = jax.lax.platform_dependent(
-            vector, cpu=functools.partial(cut, each=computed_once), default=cut
-        )
-    else:
-        pieces = cut(vector)
-    return dict(zip(parts, pieces, strict=True))
-
-
-def _is_short(shape: tuple[int, ...]) -> bool:
-    return 0 < math.prod(shape) < SHORT
-
-
-def _cut(
-    vector: jax.Array,
-    shapes: list[tuple[int, ...]],
-    each: Callable[[jax.Array], jax.Array] = lambda x: x,
-) -> list[jax.Array]:
-    """The pieces; `each` is applied to short ones.
-
-    XLA on CPU would cut them again in every loop that uses them. It compiles loops with equal
-    bodies once, but each piece starts elsewhere: hundreds of short leaves would take many seconds.
-    """
-    stops = itertools.accumulate(map(math.prod, shapes))
-    pieces = [
-        vector[stop - math.prod(shape) : stop] for stop, shape in zip(stops, shapes, strict=True)
-    ]
-    return [
-        (each(piece) if _is_short(shape) else piece).reshape(shape)
-        for piece, shape in zip(pieces, shapes, strict=True)
-    ]
+def split(vector: jax.Array, parts: Mapping[Any, Any]) -> dict[Any, jax.Array]:
+    """The reverse of `joined`, in the shapes of `parts`."""
+    pieces = cut(vector, [math.prod(part.shape) for part in parts.values()])
+    pairs = zip(pieces, parts.items(), strict=True)
+    return {key: piece.reshape(part.shape) for piece, (key, part) in pairs}
 
 
 def bytes_of(bucket_mib: Any) -> int:

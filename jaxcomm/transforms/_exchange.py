@@ -322,7 +322,7 @@ def in_turn(
 
 
 def by_leaf(
-    results: Sequence[Result], buckets: Sequence[Bucket], grads: Arrays, are_state: bool = False
+    results: Sequence[Result], buckets: Sequence[Bucket], grads: Arrays
 ) -> dict[int, jax.Array]:
     """Buckets as arrays by leaf, in the shapes of the gradients; or the next state of leaves."""
     pieces = {}
@@ -331,7 +331,7 @@ def by_leaf(
             result = None, result
         vector, alone = result if isinstance(result, tuple) else (result, {})
         parts = {i: grads[i] for i in bucket if i not in alone}
-        pieces |= alone | ({} if vector is None else split(vector, parts, used_once=are_state))
+        pieces |= alone | ({} if vector is None else split(vector, parts))
     return pieces
 
 

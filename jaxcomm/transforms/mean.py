@@ -229,7 +229,7 @@ def mean(
             axis_name=axis_name,
             equal_key=key if reduction.needs_equal_keys else None,
         )
-        left = by_leaf(done.kept, buckets, grads, are_state=True) if error_feedback else {}
+        left = by_leaf(done.kept, buckets, grads) if error_feedback else {}
         means, left = within_range(done.exact | by_leaf(done.buckets, buckets, grads), left, grads)
         updates, finite = updates_of(means, done.finite, grads, axis_name)
         new = rounded_leaves([left[i] for i in residual], old, key, layout, tuple(residual))

@@ -312,13 +312,13 @@ class _Exchange:
         residual, velocity = {}, {}
         if self.error_feedback:
             left = [kept.residual for kept in done.kept]
-            residual = by_leaf(left, buckets, grads, are_state=True)
+            residual = by_leaf(left, buckets, grads)
             means, residual = within_range(means, residual, grads)
         if self.momentum is not None:
             # A float32 momentum can outgrow float16: the update is cut, or none would be finite.
             means |= {i: clipped(means[i], grads[i].dtype) for i in small}
             momenta = [kept.velocity for kept in done.kept]
-            velocity = small | by_leaf(momenta, buckets, grads, are_state=True)
+            velocity = small | by_leaf(momenta, buckets, grads)
         key, kept = jax.random.fold_in(seeded_key(0), step), large if residual else ()
         new = (
             rounded_leaves([residual[i] for i in kept], own[0], key, layout, kept),
