@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, _paths, _shards
@@ -47,6 +46,7 @@ from jaxcomm._marks import (
 from jaxcomm._microbatches import accumulated, mean_dtype
 from jaxcomm._nnx import refuse_shared, refuse_statistics
 from jaxcomm._numbers import is_integer
+from jaxcomm._pieces import cut
 
 _NONE: Any = object()  # no batch was given
 
@@ -381,7 +381,7 @@ def _mean_over(tree: Any, axis_name: AxisName, grads: Any) -> Any:
     axes = _axes.checked_names(axis_name)
     flat = [_axes.as_varying(x, axes).reshape(-1).astype(jnp.float32) for x in leaves]
     total = jax.lax.pmean(after_exchanges(grads, jnp.concatenate(flat)), axis_name)
-    pieces = jnp.split(total, np.cumsum([x.size for x in flat])[:-1])
+    pieces = cut(total, [x.size for x in flat])
     means = [
         piece.reshape(x.shape).astype(mean_dtype(x))
         for piece, x in zip(pieces, leaves, strict=True)

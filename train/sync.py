@@ -210,7 +210,8 @@ def build(
     _check_exempt(options.get("exempt", ()), bucket_order)
     try:
         tx = factory(AXIS, **{name: options[name] for name in names if name in options})
-        if not {"dense_steps", "dense_exchanges"}.intersection(names):  # otherwise it has its own
+        has_its_own = {"dense_steps", "dense_exchanges"}.intersection(names)
+        if config.method != "none" and not has_its_own:
             if dense_exchanges(config) and config.method == "factored_adam":
                 raise UserError(
                     f"config.sync.dense_steps: {config.method} is an optimizer, which has no dense "

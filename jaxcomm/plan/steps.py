@@ -153,7 +153,8 @@ def _two_clusters(world: int, with_counts: bool) -> Iterator[Step]:
         for distance in range(1, near + 1):
             pairs = round_of(distance, near, a + c + d > 0, b + c > 0)
             counts = (1,) * longest if with_counts else None
-            yield Step(Pairs(*np.asarray(pairs, int).T), longest, units, counts)
+            if pairs:  # a cluster of one device sends nothing within it
+                yield Step(Pairs(*np.asarray(pairs, int).T), longest, units, counts)
 
 
 def _two_levels(algorithm: Hierarchical, far: int, near: int, with_counts: bool) -> Iterator[Step]:

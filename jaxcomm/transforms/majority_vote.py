@@ -12,6 +12,7 @@ import optax
 from jaxcomm import collectives
 from jaxcomm._axes import AxisName
 from jaxcomm._numbers import check_seed
+from jaxcomm._pieces import cut
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import Default
 from jaxcomm.collectives.reductions import Majority, check_majority
@@ -235,7 +236,7 @@ def _decided(
         # The coins of a bucket are drawn at once: each draw has to be compiled.
         own = own_key(key, jax.lax.axis_index(axis_name))
         counts = [bitplanes.words_for(ballots[i].size) for i in bucket]
-        words = jnp.split(random_bits(own, (sum(counts),)), np.cumsum(counts)[:-1])
+        words = cut(random_bits(own, (sum(counts),)), counts)
         for i, drawn in zip(bucket, words, strict=True):
             coins[i] = bitplanes.signs(drawn, ballots[i].size).reshape(ballots[i].shape)
     return {i: jnp.where(x == 0, coins[i], jnp.sign(x)) for i, x in ballots.items()}

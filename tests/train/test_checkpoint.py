@@ -1,6 +1,7 @@
 """Checkpoints keep all bits, of every device, and say what does not fit."""
 
 import itertools
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -349,3 +350,21 @@ def test_among_equals_the_newest_is_best(tmp_path: Path) -> None:
         checkpoints.save(step, state_of(5, step), position(), tested)
     checkpoints.close()
     assert where_to_evaluate(tmp_path, "test_accuracy") == 2
+
+
+def test_a_test_that_was_added_outlives_a_restart(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, 1, "test_loss")
+    checkpoints.save(1, state_of(5, 1), position())
+    checkpoints.score(1, {"test_loss": 1.0})
+    checkpoints.close()
+    assert where_to_continue(tmp_path, True, False) == 1
+    assert where_to_evaluate(tmp_path, "test_loss") == 1
+
+
+def test_a_test_of_a_checkpoint_is_not_written_again(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, 1, "test_loss")
+    checkpoints.save(1, state_of(5, 1), position(), {"test_loss": 1.0})
+    checkpoints.score(1, {"test_loss": 2.0})
+    checkpoints.close()
+    found = json.loads((tmp_path / "1" / "metrics" / "metrics").read_text())
+    assert found == {"test_loss": 1.0}

@@ -205,3 +205,10 @@ def test_microbatches_lie_on_all_devices_of_a_group(kind: AxisType) -> None:
     # was refused, a copy of the rows of a device beside them.
     assert [c.times for c in inside if c.op == "all-reduce"] == [4]
     assert all(c.op == "all-reduce" for c in inside) or kind == AxisType.Explicit
+
+
+def test_a_further_axis_of_one_device_splits_nothing() -> None:
+    mesh = jax.sharding.Mesh(np.reshape(jax.devices()[:4], (2, 2, 1)), ("data", "fsdp", "tensor"))
+    with jax.set_mesh(mesh):
+        batch = jaxcomm.global_batch(batches(1)[0], ("data", "fsdp"))
+        jax.eval_shape(jaxcomm.value_and_grad(loss_fn, "data"), split(weights()), batch)
