@@ -66,12 +66,22 @@ def strict_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def one_process_shares_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exchanges in conditionals and loops too: none of these tests is among those that crash.
+def programs_that_lose_their_order_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """From the first exchange in a conditional or a loop on, what a test compiles is its own.
 
-    Compiling them all anew takes minutes. Processes of their own refuse such programs.
+    Read back, such a program may crash. Users are told to do without the cache; here it is for all
+    other tests. Processes of their own refuse such programs.
     """
-    monkeypatch.setattr(_cached_programs, "are_several", lambda: jax.process_count() > 1)
+    option = "jax_persistent_cache_min_compile_time_secs"
+    usual = getattr(jax.config, option)
+
+    def are_several() -> bool:
+        jax.config.update(option, 1e9)
+        return jax.process_count() > 1
+
+    monkeypatch.setattr(_cached_programs, "are_several", are_several)
+    yield
+    jax.config.update(option, usual)
 
 
 @pytest.fixture(autouse=True)
