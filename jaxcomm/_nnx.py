@@ -62,9 +62,10 @@ def held_by(params: Any, further: Any) -> dict[str, Held]:
     if (nnx := sys.modules.get("flax.nnx")) is None:
         return {}
     found = dict(_variables(params))
-    kept_apart = lambda x: isinstance(x, nnx.Pytree | nnx.Variable | nnx.State)  # noqa: E731
-    for place, node in jax.tree_util.tree_leaves_with_path(further, is_leaf=kept_apart):
-        inside = [] if isinstance(node, nnx.State) else _variables(node)
+    states = (nnx.State, nnx.FlatState)
+    is_one = lambda x: isinstance(x, (nnx.Pytree, nnx.Variable, *states))  # noqa: E731
+    for place, node in jax.tree_util.tree_leaves_with_path(further, is_leaf=is_one):
+        inside = [] if isinstance(node, states) else _variables(node)
         where = f"further argument {path_name(place)}"
         found |= {f"{where}/{path}" if path else where: x for path, x in inside}
     return {

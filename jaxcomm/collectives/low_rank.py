@@ -151,7 +151,7 @@ def _in_groups(
         done = f(number, jnp.concatenate(wide))
         pieces = cut(done, [bases[i].shape[0] for i in group])
         short = [x[..., : bases[i].shape[-1]] for i, x in zip(group, pieces, strict=True)]
-        found |= dict(zip(group, map(computed_once, short), strict=True))
+        found |= dict(zip(group, computed_once(short), strict=True))
     return [found[i] for i in range(len(bases))]
 
 
@@ -287,5 +287,5 @@ def _joined(parts: Sequence[jax.Array]) -> jax.Array:
 
 
 def _split(vector: jax.Array, parts: Sequence[jax.Array]) -> Arrays:
-    pieces = [computed_once(x) for x in cut(vector, [part.size for part in parts])]
+    pieces = computed_once(cut(vector, [part.size for part in parts]))
     return [piece.reshape(part.shape) for piece, part in zip(pieces, parts, strict=True)]

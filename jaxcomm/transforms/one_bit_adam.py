@@ -347,7 +347,7 @@ def _written(finite: jax.Array, new: Arrays, old: Arrays) -> Arrays:
     recomputed them for the step would need the old ones too, and so a copy of them.
     """
     pairs = zip(new, old, strict=True)
-    return [computed_once(jnp.where(finite, *pair)) for pair in pairs]
+    return computed_once([jnp.where(finite, *pair) for pair in pairs])
 
 
 def _blocks(n: int) -> int:

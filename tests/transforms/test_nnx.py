@@ -176,6 +176,9 @@ def test_a_variable_without_a_module_is_not_lost(mesh8: Any) -> None:
             assert float(count) == 1.0
         state = nnx.State({"count": Count(jnp.zeros(()))})
         assert float(alone(w, x, state)[0]) == 8.0
+        of_flat = lambda w, x, flat: counting(w, x, dict(nnx.from_flat_state(flat)))[0]  # noqa: E731
+        flat = nnx.to_flat_state(state)
+        assert float(jaxcomm.value_and_grad(of_flat, "data")(w, x, flat)[0]) == 8.0
 
 
 class Block(nnx.Module):

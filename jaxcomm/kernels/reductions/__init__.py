@@ -13,6 +13,7 @@ here is a single loop, which doubles the length of the sums each time.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -199,15 +200,14 @@ def _rows_are_finite(x: jax.Array) -> jax.Array:
     return jnp.all(_finite(rows), axis=1)
 
 
-def computed_once(x: jax.Array) -> jax.Array:
-    """x, float32, such that XLA on CPU does not compute it anew for each use.
+def computed_once(tree: Any) -> Any:
+    """float32 arrays, such that XLA on CPU does not compute them anew for each use.
 
     XLA recomputes cheap operations for each use, and removes barriers before that. It does not
     recompute a division by an array; a division by a scalar becomes a product. NaN stays NaN.
     """
-    return jax.lax.platform_dependent(
-        x, cpu=lambda x: x / jnp.where(x == x, 1.0, jnp.nan), default=lambda x: x
-    )
+    once = functools.partial(jax.tree.map, lambda x: x / jnp.where(x == x, 1.0, jnp.nan))
+    return jax.lax.platform_dependent(tree, cpu=once, default=lambda tree: tree)
 
 
 def _is_finite(x: jax.Array) -> jax.Array:
