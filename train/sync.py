@@ -186,7 +186,7 @@ def build(
       config: `config.sync`: `method` and its options. An option that is missing or None has the
         method's default; fields of other methods are ignored. A codec or an algorithm is a name or
         a call, such as "qsgd(levels=7)". With `dense_steps`, that many steps exchange in float32
-        first.
+        first; the method none never exchanges.
       bucket_order: the paths of the parameters, as `jaxcomm.backward_order` finds them.
       steps: the length of the run.
       seed: the seed of random rounding, of coins, and of the first factors.
