@@ -296,13 +296,6 @@ def _fit_optimizer(config: Any) -> None:
             f"after config.sync.method={method} it would increase the loss; set "
             "--config.optimizer.name=sgd, adamw or muon"
         )
-    for field, whole_models in (("gather", ("", None)), ("fsdp", (1,))):
-        if optimizer == "muon" and config.sync[field] not in whole_models:
-            raise UserError(
-                f"config.sync.{field}={config.sync[field]} splits the matrices that muon makes "
-                "orthogonal, and XLA would send them in float32, whole, in each of its "
-                f"iterations; leave out {field}, or set --config.optimizer.name=adamw"
-            )
     unsaid, _ = LEFT_OUT["b2"]
     if optimizer == "sgd" and config.optimizer.b2 != unsaid:
         raise UserError(

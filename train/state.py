@@ -68,18 +68,14 @@ def muon(config: Any, rate: optax.Schedule) -> Optimizer:
     Steps of both are as large as Adam's, so they have one learning rate, and the momenta are equal
     and Nesterov's.
     """
-    step = optax.contrib.muon(
-        1.0,
-        beta=config.momentum,
-        consistent_rms=0.2,  # as large as Adam's
-        adam_b1=config.momentum,
-        adam_b2=config.b2,
-        muon_weight_dimension_numbers=hidden_matrices,
+    matrices = optax.chain(
+        optax.trace(config.momentum, nesterov=True),
+        jaxcomm.orthogonalize(hidden_matrices, consistent_rms=0.2),  # steps as large as Adam's
     )
+    others = optax.scale_by_adam(config.momentum, config.b2, nesterov=True)
+    step = optax.partition({"matrix": matrices, "other": others}, _matrices_and_others)
     decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
-    return Optimizer(
-        optax.chain(step, optax.scale(-1.0)), decay, optax.scale_by_learning_rate(rate)
-    )
+    return Optimizer(step, decay, optax.scale_by_learning_rate(rate))
 
 
 def scale(config: Any, rate: optax.Schedule) -> Optimizer:
@@ -128,6 +124,15 @@ def hidden_matrices(params: Any) -> Any:
         )
 
     return jax.tree_util.tree_map_with_path(matrix, params)
+
+
+def _matrices_and_others(params: Any) -> Any:
+    """Labels of what Muon makes orthogonal, and of all other leaves."""
+    return jax.tree.map(
+        lambda axes: "other" if axes is None else "matrix",
+        hidden_matrices(params),
+        is_leaf=lambda x: x is None or isinstance(x, optax.contrib.MuonDimensionNumbers),
+    )
 
 
 def make_optimizer(config: Any, steps: int) -> Optimizer:

@@ -39,7 +39,7 @@ from jaxcomm.transforms import (
     state_spec,
 )
 from jaxcomm.transforms._layout import Layout
-from jaxcomm.transforms._shapes import shapes_of_state
+from jaxcomm.transforms._shapes import shapes_of
 from jaxcomm.transforms._specs import names_in
 from jaxcomm.transforms.per_device import is_own
 from jaxcomm.wire._report import SHARE, Bytes, exact
@@ -140,7 +140,7 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
     notes: _notes.Notes = {}
     token = _notes.NOTES.set(notes)
     try:
-        state = shapes_of_state(tx, params)
+        state = shapes_of(tx.init, params)
         specs = state_spec(tx, params, mesh)
         layouts = nodes_of(state, Layout)
         if not layouts or not _roles.exchanges(state):

@@ -13,6 +13,7 @@ from jaxcomm.transforms.mean import MeanState, mean
 from jaxcomm.transforms.multi_steps import MultiStepsState, multi_steps
 from jaxcomm.transforms.no_exchange import NoExchangeState, no_exchange
 from jaxcomm.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
+from jaxcomm.transforms.orthogonalize import OrthogonalizeState, orthogonalize
 from jaxcomm.transforms.per_device import PerDevice, state_spec
 from jaxcomm.transforms.resize_state import resize_state
 from jaxcomm.transforms.set_to_zero import SetToZeroState, set_to_zero
@@ -37,6 +38,7 @@ __all__ = [
     "MultiStepsState",
     "NoExchangeState",
     "OneBitAdamState",
+    "OrthogonalizeState",
     "PerDevice",
     "SetToZeroState",
     "ShardedState",
@@ -57,6 +59,7 @@ __all__ = [
     "multi_steps",
     "no_exchange",
     "one_bit_adam",
+    "orthogonalize",
     "resize_state",
     "set_to_zero",
     "shard",

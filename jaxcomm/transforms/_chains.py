@@ -15,6 +15,7 @@ import jax
 import optax
 
 from jaxcomm._users_line import users_line
+from jaxcomm.transforms._shapes import shapes_of
 
 Init = Callable[[Any], Any]
 
@@ -26,7 +27,7 @@ _CHAIN_UPDATE, _NAMED_CHAIN_UPDATE = "chain.<locals>.update_fn", "named_chain.<l
 _MOMENTA = {"mu", "trace", "exp_avg", "e_x", "prev_updates", "previous_gradient"}
 _MOMENTA |= {"diff_updates_memory"}
 VARIANCES = {"nu", "sum_of_squares", "e_g", "v_row", "exp_avg_sq", "grad_sum_sq"}
-MUON = {"ns_coeffs"}
+MUON = {"ns_coeffs", "matrices"}  # and of `orthogonalize`
 # States of optax in which steps whose updates are zero count as they should, or do little harm.
 _IDLE = {"ApplyIfFiniteState", "MonitorState", "ReduceLROnPlateauState", "SnapshotState"}
 _IDLE |= {"ZeroNansState"}
@@ -182,7 +183,7 @@ def _states_behind(params: Any) -> list[Any]:
     for frame in _optax_frames():
         for init in _members(frame)[1]:
             with contextlib.suppress(jax.errors.JAXTypeError):
-                states.append(jax.eval_shape(init, params))
+                states.append(shapes_of(init, params))
     return states
 
 

@@ -1,16 +1,16 @@
 """States of transformations, from parameters of which only the shapes may be known."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 
-def shapes_of_state(tx: optax.GradientTransformation, params: Any) -> Any:
-    """`jax.eval_shape(tx.init, params)`, where parameters keep the shardings that `init` reads."""
+def shapes_of(init: Callable[[Any], Any], params: Any) -> Any:
+    """`jax.eval_shape(init, params)`, where parameters keep the shardings that `init` reads."""
     given = jax.tree.map(lambda x: _Shape.of(x) if type(x) is jax.ShapeDtypeStruct else x, params)
-    return jax.eval_shape(lambda: tx.init(given))
+    return jax.eval_shape(lambda: init(given))
 
 
 class _Shape(jax.ShapeDtypeStruct):

@@ -43,12 +43,13 @@ def varying_in(named: Sequence[tuple[str, Any]], axis_name: AxisName) -> list[fr
     return [names_in(given.get(name, PartitionSpec())) & further for name, _ in named]
 
 
-def spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
+def spec_of(leaf: Any, name: str, axis_name: AxisName | None) -> PartitionSpec:
     """How a parameter is sharded over axes that are not manual here and have several devices.
 
-    Axes of one device are kept where they are part of types, and within `ALL_AXES`.
+    Axes of one device are kept where they are part of types, and within `ALL_AXES`. Over the axis
+    of the exchange it must not be sharded; None stands for no exchange.
     """
-    current, own = _axes.current_mesh(), _axes.names_of(axis_name)
+    current, own = _axes.current_mesh(), () if axis_name is None else _axes.names_of(axis_name)
     kinds = dict(zip(current.axis_names, current.axis_types, strict=True))
     further = frozenset(
         axis
@@ -74,7 +75,7 @@ def spec_of(leaf: Any, name: str, axis_name: AxisName) -> PartitionSpec:
             f"parameter {name} is sharded by {spec}, but jaxcomm.with_param_specs was given "
             f"{given[name]}; pass the spec that the parameter has."
         )
-    if (over := names_in(spec).intersection(own)) and _axes.axis_size(axis_name) > 1:
+    if (over := names_in(spec).intersection(own)) and axis_name and _axes.axis_size(axis_name) > 1:
         raise ValueError(
             f"parameter {name} is sharded over {', '.join(map(repr, sorted(over)))}; data-parallel "
             f"parameters are equal on all devices of {axis_name!r}. Place them with "

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomm import _axes
 from jaxcomm.transforms._layout import Layout, Leaf, split_over
-from jaxcomm.transforms._shapes import shapes_of_state
+from jaxcomm.transforms._shapes import shapes_of
 from jaxcomm.transforms._specs import ALL_AXES, names_in, restrict
 
 
@@ -205,10 +205,10 @@ def state_spec(
     if not hasattr(tx, "init"):
         raise TypeError(f"state_spec takes an optax transformation, got a {type(tx).__name__}.")
     with jax.set_mesh(mesh):
-        state = shapes_of_state(tx, params)
+        state = shapes_of(tx.init, params)
         token = ALL_AXES.set(True)
         try:
-            wide = jax.tree.leaves(shapes_of_state(tx, params), is_leaf=is_own)
+            wide = jax.tree.leaves(shapes_of(tx.init, params), is_leaf=is_own)
         finally:
             ALL_AXES.reset(token)
     own = iter([node for node in wide if is_own(node)])

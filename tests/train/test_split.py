@@ -105,6 +105,23 @@ def test_losses_are_those_of_replicated_training() -> None:
     assert small.bytes_max < 0.35 * report.bytes_max
 
 
+def test_muon_sends_parts_of_matrices_once_each_way() -> None:
+    """Of a stack of two layers; the device that makes one orthogonal has it whole."""
+    config = read_config("digits_vit").optimizer
+    config.name, config.learning_rate, config.warmup_steps = "muon", 0.02, 0
+    expected, copied, _ = trained(optimizer=state.whole(state.make_optimizer(config, 9)))
+    for options, world in (({"fsdp": 2}, 2), ({"gather": "float32"}, WORLD)):
+        optimizer = state.whole(state.make_optimizer(config, 9))
+        found, now, report = trained(optimizer=optimizer, **options)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        for ours, theirs in zip(kernels_of(now), kernels_of(copied), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-4)
+        there_and_back = [c for c in report.only("all-to-all").collectives if c.branch]
+        stacks = {2048: (2, 2), 1024: (6, 2)}  # matrices of each shape, by their values
+        dealt = sum(n * -(-g // world) for n, groups in stacks.items() for g in groups)
+        assert [c.shapes for c in there_and_back] == [((1, dealt // world),) * world] * 2
+
+
 def test_the_norm_of_split_gradients_is_that_of_the_whole() -> None:
     """So that they are clipped like others, in all three forms."""
     clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
