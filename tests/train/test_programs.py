@@ -53,7 +53,9 @@ def all_programs(monkeypatch: pytest.MonkeyPatch) -> list[programs.Programs]:
     return found
 
 
-@pytest.mark.parametrize("method", ["mean", "sparse_mean", "low_rank_mean"])
+@pytest.mark.parametrize(
+    "method", ["mean", "sparse_mean", pytest.param("low_rank_mean", marks=pytest.mark.slow)]
+)
 def test_a_run_with_dense_steps(
     method: str, config: config_dict.ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

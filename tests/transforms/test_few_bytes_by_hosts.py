@@ -303,7 +303,7 @@ REAL = """
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("hosts", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_processes_of_two_devices(hosts: int) -> None:
     """Over TCP: nothing is lost, and all processes have the same bits."""
     env = COMPILED_ANEW | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
