@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec
 from jaxcomm import _axes, collectives
 from jaxcomm._attached import attached_in
 from jaxcomm._axes import AxisName
-from jaxcomm._marks import OWN_GRADIENT, kind_of, unmark_local
+from jaxcomm._marks import OWN_GRADIENT, kind_of, mark_local, unmark_local
 from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
 from jaxcomm._users_line import users_line
@@ -124,7 +124,8 @@ def local_leaves(updates: Any, layout: Layout) -> tuple[Arrays, Any]:
             stacklevel=users_line(),
         )
     own = 0 if _axes.is_manual(layout.axis_name) else 1  # the device axis, else none
-    pairs = zip(unmark_local(grads), layout.leaves, strict=True)
+    bare = unmark_local(mark_local(grads))  # also of others no derivative would be right
+    pairs = zip(bare, layout.leaves, strict=True)
     return [g if names_in(leaf.spec) else in_row_major(g, own) for g, leaf in pairs], treedef
 
 
