@@ -2,7 +2,8 @@
 
 `python -m gpu_aot.sharded TARGET` prints, as JSON, the bytes of the state that each device holds,
 and what the step sends by kind of collective and over which groups. And, for each dtype of
-residuals, the bytes that a device needs in a step of FSDP: of arguments and of temporaries.
+residuals, the bytes that a device needs in a step of FSDP: of arguments and of temporaries. And
+what one step of Muon of split matrices sends, by `orthogonalize` and by optax.
 """
 
 import json
@@ -29,6 +30,7 @@ def main(target: str) -> None:
     mesh = mesh_of(target)
     with jax.set_mesh(mesh):
         found["memory"] = {dtype: memory(mesh, dtype) for dtype in ("float32", "bfloat16")}
+        found["muon"] = muon(mesh)
     print(json.dumps(found))
 
 
@@ -90,6 +92,25 @@ def memory(mesh: Any, dtype: str) -> list[int]:
     found = jax.jit(step, donate_argnums=(0, 1)).trace(params, state, x).lower().compile()
     analysis = found.memory_analysis()
     return [analysis.argument_size_in_bytes, analysis.temp_size_in_bytes]
+
+
+def muon(mesh: Any) -> dict[str, list[float]]:
+    """Bytes that a device sends, and the bytes of its temporaries."""
+    shape = jax.ShapeDtypeStruct(LAYERS, jnp.float32)
+    params = placed(mesh, {"layers": shape}, PartitionSpec(None, "data"))
+    matrices = {"layers": optax.contrib.MuonDimensionNumbers(1, 2)}
+    by_optax = optax.contrib.scale_by_muon(weight_dimension_numbers=matrices)
+    ours = jaxcomm.with_param_specs(jaxcomm.orthogonalize(matrices), params)
+    states = {
+        "optax": jax.eval_shape(by_optax.init, params)._replace(mu=params),
+        "orthogonalize": jax.eval_shape(ours.init, params),
+    }
+    found = {}
+    for name, tx in (("optax", by_optax), ("orthogonalize", ours)):
+        update = jax.jit(tx.update).trace(params, states[name]).lower().compile()
+        sent = jaxcomm.wire_report(update.as_text()).bytes_max
+        found[name] = [float(sent), update.memory_analysis().temp_size_in_bytes]
+    return found
 
 
 if __name__ == "__main__":

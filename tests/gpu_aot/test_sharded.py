@@ -27,3 +27,7 @@ def test_init_and_step_on_two_by_four(target: str) -> None:
     half = 2 * math.prod(LAYERS)
     floats, halves = found["memory"]["float32"], found["memory"]["bfloat16"]
     assert all(a - b >= 0.99 * half for a, b in zip(floats, halves, strict=True))
+    # Of 12 matrices 8 devices make 2 each: parts of 16 there and back.
+    (by_optax, memory), (ours, less) = found["muon"]["optax"], found["muon"]["orthogonalize"]
+    assert ours == 2 * 4 * 16 * math.prod(LAYERS[1:]) / 8 * 7 / 8
+    assert ours < by_optax / 10 and less < memory
