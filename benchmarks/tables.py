@@ -245,8 +245,21 @@ def milliseconds(name: str) -> Lines:
     return table(["", "ms"], [[row["name"], f"{row['ms']:.0f}"] for row in found["rows"]])
 
 
+def split_muon() -> Lines:
+    """Bytes and ms of one step of Muon for matrices that are split, at each rate."""
+    found = parts("split_muon")
+    rates = sorted(found, key=int)
+    columns = [found[rate]["rows"] for rate in rates]
+    body = []
+    for row in zip(*columns, strict=True):
+        sent = row[0]["bytes_busiest_link"] / found[rates[0]]["params"]
+        body.append([row[0]["name"], f"{sent:.2f}", *(f"{cell['ms']:.0f}" for cell in row)])
+    return table(["", "bytes a weight", *(f"ms at {rate} Mbit/s" for rate in rates)], body)
+
+
 TABLES: dict[str, Callable[[], Lines]] = {
     "take": what_to_take,
+    "split_muon": split_muon,
     "chains": lambda: table(*take.chains(RATES[:3])),
     "digits": lambda: table(*digits.alike()),
     "digits_by_label": lambda: table_or(*digits.by_label(), "None of these runs is kept yet."),

@@ -106,6 +106,18 @@ def test_oktopk(tmp_path: Path) -> None:
             assert 0.6 < row["volume"] / row["paper"][0] < 1.3
 
 
+@pytest.mark.multiprocess
+@on_networks
+def test_split_muon(tmp_path: Path) -> None:
+    """Four layers on two hosts: of each stack of parts, half is sent, there and back."""
+    flags = ["--hosts=2", "--layers=4", "--width=64", "--repeats=1"]
+    (rows,) = rows_of("split_muon", tmp_path / "rows.json", *flags).values()
+    for name, bits in {"orthogonalize": 32, "in bfloat16": 16}.items():
+        sent = 2 * (4 * 12 * 64**2) * bits / 8 / 2 / 2
+        assert sent < rows[name]["bytes_busiest_link"] < 1.1 * sent + 16_000
+        assert 4 * sent < rows["optax.contrib.muon"]["bytes_busiest_link"]
+
+
 @pytest.mark.parametrize(
     ("name", "flag", "message"),
     [
