@@ -30,7 +30,7 @@ def majority_vote(
     if local_momentum:
         chain.insert(0, jaxcomm.local(axis_name, optax.ema(local_momentum)))
     if correct_every:
-        shared = {"exempt", "bucket_mib", "bucket_order"} & options.keys()
+        shared = options.keys() & BUCKETS
         mean = jaxcomm.mean(axis_name, "bfloat16", **{name: options[name] for name in shared})
         chain.insert(0, jaxcomm.control_variates(mean, correct_every))
     return optax.chain(*chain) if len(chain) > 1 else chain[0]
@@ -82,97 +82,22 @@ CALLS: dict[str, dict[str, Callable[..., Any]]] = {
     "algorithm": jaxcomm.algorithms.BY_NAME | jaxcomm.sparse.BY_NAME,
 }
 
+# Arguments that several methods share, and those of votes, of sparse means and of 1-bit Adam alone.
+BUCKETS = ("exempt", "bucket_mib", "bucket_order")
+CODED = ("codec", "algorithm", *BUCKETS, "residual_dtype", "seed", "implementation")
+_FED_BACK = ("algorithm", "error_feedback", *BUCKETS, "residual_dtype")
+_VOTES = ("ties", "zeros", "local_momentum", "correct_every")
+_SPARSE = ("density", "dense_exchanges", "momentum_correction", "measure_xi")
+_ONE_BIT = ("total_steps", "dense_steps", "variance_stability")
+
 # Name -> (factory, the arguments that it takes from config.sync and the order of gradients).
 METHODS: dict[str, tuple[Callable[..., optax.GradientTransformation], tuple[str, ...]]] = {
-    "mean": (
-        jaxcomm.mean,
-        (
-            "codec",
-            "algorithm",
-            "error_feedback",
-            "second_hop",
-            "exempt",
-            "bucket_mib",
-            "bucket_order",
-            "residual_dtype",
-            "seed",
-            "implementation",
-        ),
-    ),
-    "majority_vote": (
-        majority_vote,
-        (
-            "algorithm",
-            "ties",
-            "zeros",
-            "error_feedback",
-            "local_momentum",
-            "correct_every",
-            "exempt",
-            "bucket_mib",
-            "bucket_order",
-            "residual_dtype",
-            "seed",
-        ),
-    ),
-    "factored_adam": (
-        factored_adam,
-        (
-            *ADAM,
-            "nesterov",
-            "codec",
-            "algorithm",
-            "second_hop",
-            "exempt",
-            "bucket_mib",
-            "bucket_order",
-            "residual_dtype",
-            "seed",
-            "implementation",
-        ),
-    ),
-    "one_bit_adam": (
-        one_bit_adam,
-        (
-            *ADAM,
-            "total_steps",
-            "dense_steps",
-            "variance_stability",
-            "exempt",
-            "bucket_mib",
-            "bucket_order",
-        ),
-    ),
-    "sparse_mean": (
-        sparse_mean,
-        (
-            "density",
-            "dense_exchanges",
-            "algorithm",
-            "error_feedback",
-            "momentum_correction",
-            "measure_xi",
-            "exempt",
-            "bucket_mib",
-            "bucket_order",
-            "residual_dtype",
-            "implementation",
-        ),
-    ),
-    "low_rank_mean": (
-        low_rank_mean,
-        (
-            "rank",
-            "codec",
-            "algorithm",
-            "exempt",
-            "bucket_mib",
-            "bucket_order",
-            "residual_dtype",
-            "seed",
-            "implementation",
-        ),
-    ),
+    "mean": (jaxcomm.mean, (*CODED, "error_feedback", "second_hop")),
+    "majority_vote": (majority_vote, (*_VOTES, *_FED_BACK, "seed")),
+    "factored_adam": (factored_adam, (*ADAM, "nesterov", *CODED, "second_hop")),
+    "one_bit_adam": (one_bit_adam, (*ADAM, *_ONE_BIT, *BUCKETS)),
+    "sparse_mean": (sparse_mean, (*_SPARSE, *_FED_BACK, "implementation")),
+    "low_rank_mean": (low_rank_mean, ("rank", *CODED)),
     "none": (jaxcomm.no_exchange, ()),
 }
 
