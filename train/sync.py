@@ -153,13 +153,11 @@ def algorithms(method: str) -> Mapping[str, Callable[..., Any]]:
     _, names = METHODS.get(method, METHODS["none"])
     if method == "sparse_mean":
         return jaxcomm.sparse.BY_NAME
-    if method == "majority_vote":
-        dense = jaxcomm.algorithms.BY_NAME
-        return {name: dense[name] for name in dense if name != "native"}  # XLA has no votes
     if "algorithm" not in names:
         return CALLS["algorithm"]
-    dense = jaxcomm.algorithms.BY_NAME
-    return {name: dense[name] for name in dense if name != "two_clusters"}  # which is for votes
+    # XLA has no votes, and two_clusters is for votes alone.
+    refused = "native" if method == "majority_vote" else "two_clusters"
+    return {name: make for name, make in jaxcomm.algorithms.BY_NAME.items() if name != refused}
 
 
 def chained(
