@@ -4,7 +4,6 @@
 have to hold one model per process. Here their checksums are compared.
 """
 
-import contextlib
 import contextvars
 import functools
 import os
@@ -12,7 +11,8 @@ import re
 import threading
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxcomm import _axes
+from jaxcomm._context import holding
 from jaxcomm._numbers import are_keys
 
 # Letters that an error shows before what differs, and in all.
@@ -124,14 +125,9 @@ def note_settings(settings: Any) -> None:
 _ALONE: contextvars.ContextVar[bool] = contextvars.ContextVar("alone", default=False)
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
+def alone() -> AbstractContextManager[None]:
     """Here processes make exchanges that others do not, or in another order; none is compared."""
-    token = _ALONE.set(True)
-    try:
-        yield
-    finally:
-        _ALONE.reset(token)
+    return holding(_ALONE, True)
 
 
 def note_choice(cluster: Any) -> None:

@@ -9,12 +9,13 @@ So the result of a collective and the next gradient leave a barrier together. Th
 cannot schedule the product that makes this gradient before it reaches the message.
 """
 
-import contextlib
 import contextvars
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+
+from jaxcomm._context import holding
 
 
 class Behind:
@@ -42,14 +43,9 @@ class Behind:
 _BEHIND: contextvars.ContextVar[Behind | None] = contextvars.ContextVar("behind", default=None)
 
 
-@contextlib.contextmanager
-def travelling(behind: Behind | None) -> Iterator[None]:
+def travelling(behind: Behind | None) -> AbstractContextManager[None]:
     """Inside, collectives that call `behind_next` take turns; with None they do not."""
-    token = _BEHIND.set(behind)
-    try:
-        yield
-    finally:
-        _BEHIND.reset(token)
+    return holding(_BEHIND, behind)
 
 
 def behind_next(arrived: Any) -> Any:

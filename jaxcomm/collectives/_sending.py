@@ -12,10 +12,10 @@ Inside `first_only`, programs do all the work of an exchange but send next to no
 can be timed separately, including the time that devices wait for each other in an exchange.
 """
 
-import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from jaxcomm import _axes, _hosts
 from jaxcomm._axes import Axis, AxisName, Part
+from jaxcomm._context import holding
 from jaxcomm._order import tied, zero_of
 from jaxcomm.kernels import _device
 
@@ -34,17 +35,12 @@ LEAST_SWAPPED = 32768  # an all-reduce is two messages, one after the other
 _FIRST_ONLY: contextvars.ContextVar[bool] = contextvars.ContextVar("first_only", default=False)
 
 
-@contextlib.contextmanager
-def first_only() -> Iterator[None]:
+def first_only() -> AbstractContextManager[None]:
     """Programs traced inside send only the first number of each message.
 
     A device fills in the rest of what it receives with the rest of its own message.
     """
-    token = _FIRST_ONLY.set(True)
-    try:
-        yield
-    finally:
-        _FIRST_ONLY.reset(token)
+    return holding(_FIRST_ONLY, True)
 
 
 def ppermute(x: jax.Array, axis: Axis, pairs: Sequence[tuple[int, int]]) -> jax.Array:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm import _axes, _hosts, _notes, _paths
+from jaxcomm._context import holding
 from jaxcomm._notes import Message
 from jaxcomm.collectives.reductions import CodedMean, RandomKMean
 from jaxcomm.explaining._explanation import Explanation, Leaf, Sent
@@ -138,8 +139,7 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
     """
     mesh = _checked(tx, params)
     notes: _notes.Notes = {}
-    token = _notes.NOTES.set(notes)
-    try:
+    with holding(_notes.NOTES, notes):
         state = shapes_of(tx.init, params)
         specs = state_spec(tx, params, mesh)
         layouts = nodes_of(state, Layout)
@@ -150,8 +150,6 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
             )
         typed = _typed(state, specs) if _axes.explicit_axes() else state
         program = trace(tx, params, typed, layouts[0].axis_name, extra_args)
-    finally:
-        _notes.NOTES.reset(token)
     collectives = list(collectives_in(program, dict(mesh.shape)))
     messages, wire = _messages(collectives, notes, mesh), wire_of(collectives, mesh.size)
     leaves = _leaves(params, messages)

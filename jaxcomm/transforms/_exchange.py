@@ -39,6 +39,7 @@ from jax.sharding import PartitionSpec
 from jaxcomm import _axes, collectives
 from jaxcomm._attached import attached_in
 from jaxcomm._axes import AxisName
+from jaxcomm._context import holding
 from jaxcomm._marks import OWN_GRADIENT, kind_of, mark_local, unmark_local
 from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
@@ -168,11 +169,8 @@ def on_every_device(
 
     def run(grads: Arrays, own: list[Arrays], shared: Any, layer: Any) -> Any:
         local = grads if is_manual else [g[0] for g in grads]
-        token = LAYER.set(layer)
-        try:
+        with holding(LAYER, layer):
             results, kept = on_device(local, tuple([x[0] for x in part] for part in own), shared)
-        finally:
-            LAYER.reset(token)
         return results, [[x[None] for x in part] for part in kept]
 
     equal = PartitionSpec()

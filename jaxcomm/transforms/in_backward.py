@@ -18,6 +18,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jaxcomm._attached import Arrays, Attached, Stack, from_floats, is_attached, to_floats
+from jaxcomm._context import holding
 from jaxcomm._marks import mark_local, unmark_local
 from jaxcomm._notes import noted
 from jaxcomm._shards import is_sharded
@@ -212,10 +213,9 @@ class _InBackward:
         ]
         given = GIVEN_SPECS.get({}).items()
         specs = {path: PartitionSpec(*s[1:]) if path in own else s for path, s in given}
-        tokens = [(GIVEN_SPECS, GIVEN_SPECS.set(specs)), (STACKED, STACKED.set(()))]
-        tokens.append((LAYER, LAYER.set(0)))
         try:
-            state = self._init_part(treedef.unflatten(layer), chosen)
+            with holding(GIVEN_SPECS, specs), holding(STACKED, ()), holding(LAYER, 0):
+                state = self._init_part(treedef.unflatten(layer), chosen)
         except (AttributeError, TypeError) as error:
             if "ShapeDtypeStruct" not in str(error):
                 raise
@@ -224,17 +224,11 @@ class _InBackward:
                 "inside it reads values, as optax.inject_hyperparams does: put that behind "
                 "in_backward in the chain, or leave it out."
             ) from error
-        finally:
-            for variable, token in tokens:
-                variable.reset(token)
         return jax.tree.map(lambda x: stacked(x, size), state, is_leaf=is_own)
 
     def _init_part(self, params: Any, chosen: Sequence[bool]) -> Any:
-        token = PATHS.set(tuple(paths_of(params)))
-        try:
+        with holding(PATHS, tuple(paths_of(params))):
             return self.exchange.init(part_of(params, chosen))
-        finally:
-            PATHS.reset(token)
 
     def attach(self, params: Any, state: Any) -> Any:
         nodes = jax.tree.leaves(state, is_leaf=_is_state)
@@ -297,13 +291,9 @@ class _InBackward:
 
         def on_layer(grads: Arrays, carried: Arrays, params: Arrays) -> tuple[Arrays, Arrays]:
             number, *floats = carried
-            token = LAYER.set(number.astype(jnp.int32))
-            try:
-                with jax.named_scope("jaxcomm.exchange"):
-                    local, params = mark_local(part.unflatten(grads)), part.unflatten(params)
-                    done, new = self.exchange.update(local, from_floats(floats, like), params)
-            finally:
-                LAYER.reset(token)
+            with holding(LAYER, number.astype(jnp.int32)), jax.named_scope("jaxcomm.exchange"):
+                local, params = mark_local(part.unflatten(grads)), part.unflatten(params)
+                done, new = self.exchange.update(local, from_floats(floats, like), params)
             updates = jax.tree.leaves(done)
             count = jnp.where(none_of([is_nan(x) for x in updates]), 1.0, jnp.nan)
             return updates, [count, *to_floats(new)]

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxcomm import _axes
+from jaxcomm._context import holding
 from jaxcomm.transforms._layout import Layout, Leaf, split_over
 from jaxcomm.transforms._shapes import shapes_of
 from jaxcomm.transforms._specs import ALL_AXES, names_in, restrict
@@ -206,11 +207,8 @@ def state_spec(
         raise TypeError(f"state_spec takes an optax transformation, got a {type(tx).__name__}.")
     with jax.set_mesh(mesh):
         state = shapes_of(tx.init, params)
-        token = ALL_AXES.set(True)
-        try:
+        with holding(ALL_AXES, True):
             wide = jax.tree.leaves(shapes_of(tx.init, params), is_leaf=is_own)
-        finally:
-            ALL_AXES.reset(token)
     own = iter([node for node in wide if is_own(node)])
     specs = {
         (jax.tree_util.keystr(path), jnp.shape(leaf)): leaf.sharding.spec

@@ -7,6 +7,7 @@ import jax
 import optax
 
 from jaxcomm import _paths
+from jaxcomm._context import holding
 from jaxcomm.transforms._buckets import LAYER
 from jaxcomm.transforms._layout import PATHS, STACKED
 from jaxcomm.transforms._options import fits, require_strings
@@ -66,10 +67,7 @@ def with_layer_axis(
                     f"with_layer_axis names {pattern!r}, and parameter {scalars[0]} has no axis "
                     "that could count layers; name only leaves that are stacked."
                 )
-        token = STACKED.set(() if is_layer else tuple(layers))
-        try:
+        with holding(STACKED, () if is_layer else tuple(layers)):
             return tx.init(params)
-        finally:
-            STACKED.reset(token)
 
     return optax.GradientTransformationExtraArgs(init_fn, tx.update)

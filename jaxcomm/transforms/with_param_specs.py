@@ -7,6 +7,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcomm import _paths
+from jaxcomm._context import holding
 from jaxcomm.transforms._layout import PATHS
 from jaxcomm.transforms._specs import GIVEN_SPECS
 from jaxcomm.transforms._wrappers import with_extra_args
@@ -67,11 +68,8 @@ def with_param_specs(
                 f"with_param_specs was given no spec for parameter {lacking[0]}; it has those of "
                 f"{', '.join(list(given)[:10])}. Give it a pytree like the parameters."
             )
-        token = GIVEN_SPECS.set(given)
-        try:
+        with holding(GIVEN_SPECS, given):
             return tx.init(params)
-        finally:
-            GIVEN_SPECS.reset(token)
 
     return optax.GradientTransformationExtraArgs(init_fn, tx.update)
 
