@@ -24,13 +24,29 @@ WORLDS = [*range(1, 18), 24, 31, 32, 33, 64]
 every = pytest.mark.parametrize("name", SCHEDULED)
 
 
-def complete(schedule: Schedule) -> bool:
+def holdings(schedule: Schedule) -> list[list[list[frozenset[int]]]]:
+    """`holdings(schedule)[t][r][i]`: whose values position i of device r holds before round t.
+
+    There is one entry more than there are rounds: the last is the state at the end.
+    """
+    history = [[[frozenset((r,))] * schedule.blocks for r in range(schedule.world)]]
+    for step in schedule.rounds:
+        state = [list(row) for row in history[-1]]
+        for source, target in step.pairs:
+            for k in range(step.size):
+                arrived = history[-1][source][step.send[0] + k]
+                state[target][step.into + k] = history[-1][target][step.into + k] | arrived
+        history.append(state)
+    return history
+
+
+def complete(schedule: Schedule, held: list[list[frozenset[int]]]) -> bool:
     """Every block is complete on exactly one device."""
     everyone = frozenset(range(schedule.world))
     owners = {block: set() for block in range(schedule.blocks)}
     for r in range(schedule.world):
-        for i, held in enumerate(schedule.holdings[-1][r]):
-            if held == everyone:
+        for i, devices in enumerate(held[r]):
+            if devices == everyone:
                 owners[schedule.order[r][i]].add(r)
     return all(len(devices) == 1 for devices in owners.values())
 
@@ -38,7 +54,8 @@ def complete(schedule: Schedule) -> bool:
 def assert_reduce_scatter(schedule: Schedule) -> None:
     """Nobody is counted twice, blocks are added to themselves, every block ends complete."""
     assert all(sorted(row) == list(range(schedule.blocks)) for row in schedule.order)
-    for step, before in zip(schedule.rounds, schedule.holdings, strict=False):
+    history = holdings(schedule)
+    for step, before in zip(schedule.rounds, history, strict=False):
         sources, targets = zip(*step.pairs, strict=True)
         assert len(set(sources)) == len(sources) and len(set(targets)) == len(targets)
         for source, target in step.pairs:
@@ -48,7 +65,7 @@ def assert_reduce_scatter(schedule: Schedule) -> None:
             for k in range(step.size):
                 arriving = before[source][step.send[0] + k]
                 assert not arriving & before[target][step.into + k]
-    assert complete(schedule)
+    assert complete(schedule, history[-1])
 
 
 def test_every_name_has_a_row():
@@ -183,7 +200,7 @@ def test_an_order_that_does_not_fit_is_refused(arguments: tuple, world: int, mes
 @pytest.mark.parametrize("device", [0, 2])
 def test_one_aggregator_gets_everything_and_answers_everyone(device: int):
     schedule = direct(aggregator=device).schedule(5)
-    assert schedule.holdings[-1][device] == (frozenset(range(5)),)
+    assert holdings(schedule)[-1][device] == [frozenset(range(5))]
     assert schedule.blocks_sent == tuple(4 if r == device else 1 for r in range(5))
 
 

@@ -51,23 +51,6 @@ class Schedule:
     rounds: tuple[Round, ...]
 
     @functools.cached_property
-    def holdings(self) -> tuple[tuple[tuple[frozenset[int], ...], ...], ...]:
-        """`holdings[t][r][i]`: whose values position i of device r holds before round t.
-
-        There is one entry more than there are rounds: the last is the state at the end.
-        """
-        state = [[frozenset((r,))] * self.blocks for r in range(self.world)]
-        history = [state]
-        for step in self.rounds:
-            state = [list(row) for row in state]
-            for source, target in step.pairs:
-                for k in range(step.size):
-                    arrived = history[-1][source][step.send[0] + k]
-                    state[target][step.into + k] = history[-1][target][step.into + k] | arrived
-            history.append(state)
-        return tuple(tuple(tuple(row) for row in rows) for rows in history)
-
-    @functools.cached_property
     def counts(self) -> tuple[tuple[int, ...], ...]:
         """`counts[t][k]`: how many devices the k-th block of round t's message is a sum of.
 
