@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxcomm.kernels import _implementations, float8
 from jaxcomm.kernels._messages import require_messages
-from jaxcomm.kernels.block_quantization import plain
+from jaxcomm.kernels.block_quantization import encoding, plain
 
 
 def encode(
@@ -36,23 +36,8 @@ def encode(
     require_messages(x)
     if size < 1:
         raise ValueError(f"a block has at least 1 value, got {size}.")
-    form = writing(dtype, size)
-
-    def run(name: str, x: jax.Array) -> jax.Array:
-        if name == "mosaic":
-            from jaxcomm.kernels.block_quantization import mosaic  # Pallas takes long to import
-
-            return mosaic.encode(x, form, None)
-        return plain.encode(x, form, None)
-
-    return _implementations.call(
-        "fp8.encode",
-        implementation,
-        run,
-        (x,),
-        elements=form.elements(x),
-        static=(jnp.dtype(dtype).name, size),
-    )
+    static = (jnp.dtype(dtype).name, size)
+    return encoding.encode(x, writing(dtype, size), None, static, implementation)
 
 
 def writing(dtype: Any, size: int) -> plain.Writing:

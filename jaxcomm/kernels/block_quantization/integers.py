@@ -6,7 +6,7 @@ import jax
 
 from jaxcomm.kernels import _implementations
 from jaxcomm.kernels._messages import require_messages
-from jaxcomm.kernels.block_quantization import plain
+from jaxcomm.kernels.block_quantization import encoding, plain
 from jaxcomm.kernels.block_quantization.rounding import round_to_levels, width_for
 
 
@@ -48,20 +48,4 @@ def encode(
     if levels not in range(1, 128) or size < 1:
         raise ValueError(f"levels are 1 to 127 and a size is positive, got {levels} and {size}.")
     require_messages(x)
-    form = writing(levels, size)
-
-    def run(name: str, x: jax.Array, key: jax.Array | None) -> jax.Array:
-        if name == "mosaic":
-            from jaxcomm.kernels.block_quantization import mosaic  # Pallas takes long to import
-
-            return mosaic.encode(x, form, key)
-        return plain.encode(x, form, key)
-
-    return _implementations.call(
-        "integers.encode",
-        implementation,
-        run,
-        (x, key),
-        elements=form.elements(x),
-        static=(levels, size),
-    )
+    return encoding.encode(x, writing(levels, size), key, (levels, size), implementation)

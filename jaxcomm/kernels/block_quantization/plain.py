@@ -45,7 +45,7 @@ class Writing(NamedTuple):
 
 
 def encode(x: jax.Array, writing: Writing, key: jax.Array | None) -> jax.Array:
-    """Encodes checked arguments; see `integers.encode` and `fp8.encode`."""
+    """Encodes checked arguments; see `encoding.encode`."""
     return encode_with(x, functools.partial(rounding_words, key, x.shape), writing)
 
 
