@@ -15,7 +15,7 @@ from jaxcomm._users_line import users_line
 from jaxcomm.codecs.random_k import RandomK
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms import Algorithm
-from jaxcomm.collectives.algorithms._default import Default
+from jaxcomm.collectives.algorithms._default import Default, sent_as
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.reductions import CodedMean, RandomKMean, Reduction
 from jaxcomm.kernels import _implementations
@@ -49,7 +49,7 @@ def mean_of(
             'mean, such as second_hop="bfloat16".'
         )
     if algorithm is None:
-        algorithm = Default(_sent_as({sent.name, back.name}))
+        algorithm = Default(sent_as({sent.name, back.name}))
         if sent == back == codecs.float32():
             algorithm = algorithms.native()
     chosen = algorithms.from_name(algorithm).for_means
@@ -80,15 +80,6 @@ def mean_of(
     if isinstance(codec, RandomK):
         return RandomKMean(sent, back, error_feedback, selection=codec), chosen
     return CodedMean(sent, back, error_feedback), chosen
-
-
-def _sent_as(names: set[str]) -> str:
-    """What `Default` calls codecs of these names."""
-    if names <= {"bfloat16", "float16"}:
-        return "16 bits"
-    if names == {"cnat"}:
-        return "cnat"
-    return "8 bits" if names == {"int8"} else "codes"
 
 
 def _check_ranges(used: Sequence[codecs.Codec]) -> None:

@@ -49,13 +49,6 @@ class Family:
 
 
 SCHEDULED = ("direct", "two_way_ring", "ring", "halving_doubling", "circulant")
-_SENT_AS = {  # as `algorithms.Default` calls it
-    "vote": "votes",
-    "bfloat16": "16 bits",
-    "float16": "16 bits",
-    "int8": "8 bits",
-    "cnat": "cnat",
-}
 BOTH_LEVELS = (*SCHEDULED, "hierarchical")
 MERGED = BOTH_LEVELS[1:]  # partial sums are encoded again on the way
 
@@ -186,7 +179,7 @@ class Method:
 
     @property
     def _sent_as(self) -> str:
-        return _SENT_AS.get(self.family, "codes")
+        return "votes" if self.family == "vote" else _default.sent_as({self.family})
 
     @property
     def config(self) -> dict[str, Any]:

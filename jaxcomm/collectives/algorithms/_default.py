@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 import jax
@@ -121,6 +121,15 @@ class Default(Algorithm):
         world = jax.lax.axis_size(axis_name)
         of_itself = self.of(world, values, _hosts.devices_per_host(axis_name))
         return of_itself if _chooser is None else _chooser(reduction, world, values, of_itself)
+
+
+def sent_as(names: Set[str]) -> str:
+    """What `Default` calls codecs of these names."""
+    if names <= {"bfloat16", "float16"}:
+        return "16 bits"
+    if names == {"cnat"}:
+        return "cnat"
+    return "8 bits" if names == {"int8"} else "codes"
 
 
 def usual(
