@@ -171,7 +171,7 @@ class Method:
     def is_usual(
         self, devices: int, between_cpus: bool, values: int | None = None, per_host: int = 1
     ) -> bool:
-        """Whether its algorithm is what None stands for (`algorithms.Default`)."""
+        """Whether its algorithm is what None stands for (`_default.usual`)."""
         if "direct" not in self.about.algorithms or self.family == "float32":
             return self.algorithm == self.about.algorithms[0]
         usual = _default.usual(self._sent_as, devices, between_cpus, values, per_host)
