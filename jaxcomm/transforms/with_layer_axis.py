@@ -10,7 +10,7 @@ from jaxcomm import _paths
 from jaxcomm._context import holding
 from jaxcomm.transforms._buckets import LAYER
 from jaxcomm.transforms._layout import PATHS, STACKED
-from jaxcomm.transforms._options import fits, require_strings
+from jaxcomm.transforms._options import check_patterns, fits, require_strings
 from jaxcomm.transforms._wrappers import with_extra_args
 
 
@@ -53,15 +53,9 @@ def with_layer_axis(
         shapes = {_paths.path_name(path): jax.numpy.shape(leaf) for path, leaf in leaves}
         paths = PATHS.get() or tuple(shapes)  # inside `in_backward`, of all its parts
         is_layer = LAYER.get() is not None  # of `in_backward`, which has no such axis
-        for pattern in layers:
+        check_patterns(layers, paths, "with_layer_axis")
+        for pattern in () if is_layer else layers:
             found = [path for path in paths if fits(path, [pattern])]
-            if not found:
-                raise ValueError(
-                    f"with_layer_axis names {pattern!r}, which fits no parameter; the paths are "
-                    f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''}."
-                )
-            if is_layer:
-                continue
             if scalars := [path for path in found if shapes.get(path) == ()]:
                 raise ValueError(
                     f"with_layer_axis names {pattern!r}, and parameter {scalars[0]} has no axis "
