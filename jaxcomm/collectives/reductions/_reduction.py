@@ -153,7 +153,7 @@ class Reduction:
         """What `restore` takes, by XLA's own all-reduce.
 
         Raises:
-          ValueError: if XLA has none for this reduction.
+          NotImplementedError: if XLA has none for this reduction.
         """
         raise NotImplementedError
 
@@ -161,6 +161,6 @@ class Reduction:
         """The full partial of this device's block, by XLA's own reduce-scatter.
 
         Raises:
-          ValueError: if XLA has none for this reduction.
+          NotImplementedError: if XLA has none for this reduction.
         """
         raise NotImplementedError

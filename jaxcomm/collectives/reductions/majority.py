@@ -140,12 +140,6 @@ class Majority(Reduction):
             return signs
         return jnp.where(bitplanes.unpack(vector[1], n), signs, jnp.zeros_like(signs))
 
-    def native(self, prepared: Prepared, axis_name: AxisName) -> Any:
-        """XLA has no majority vote."""
-        raise ValueError(
-            "XLA has no majority vote of its own; choose an algorithm other than native."
-        )
-
 
 def check_majority(ties: str, zeros: str) -> None:
     """Raises a ValueError for an unknown rule."""
