@@ -6,8 +6,10 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jaxcomm.codecs._rounding import require_choice
 from jaxcomm.kernels import bfloat16, reductions
 
+VALUES = ("float32", "bfloat16")
 BLOCK = 2**16  # the number of offsets that one word can tell apart
 
 
@@ -30,7 +32,7 @@ class Entries:
     width: int
 
     def __post_init__(self) -> None:
-        check_values(self.values)
+        require_choice("values", self.values, VALUES)
 
     @property
     def value_words(self) -> int:
@@ -88,12 +90,6 @@ class Entries:
             slot = _each(slots, starts.shape[:-1])
             offsets += reductions.count_up_to(starts, slot) * BLOCK
         return values, jnp.where(values == 0, self.width, offsets)
-
-
-def check_values(values: str) -> None:
-    """Raises a ValueError for an unknown format of values."""
-    if values not in ("float32", "bfloat16"):
-        raise ValueError(f'values must be "float32" or "bfloat16", got {values!r}.')
 
 
 def _each(number: int, lead: tuple[int, ...]) -> jax.Array:

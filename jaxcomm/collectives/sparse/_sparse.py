@@ -13,7 +13,7 @@ is added to its next gradient.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ import numpy as np
 
 from jaxcomm._axes import Axis
 from jaxcomm._numbers import is_integer, is_real
-from jaxcomm.codecs.entries import check_values
+from jaxcomm.codecs._rounding import require_choice
+from jaxcomm.codecs.entries import VALUES
 from jaxcomm.kernels import _implementations, select
 
 # The least magnitude that counts as a value: XLA may treat smaller ones as zeros.
@@ -81,7 +82,7 @@ class SparseAllReduce:
     operations: ClassVar[tuple[str, ...]] = ("select.compact",)
 
     def __post_init__(self) -> None:
-        check_values(self.values)
+        require_choice("values", self.values, VALUES)
         if not is_real(self.density):
             raise TypeError(f"density must be a Python number, got {self.density!r}.")
         if not 0 < self.density <= 1:
@@ -94,7 +95,9 @@ class SparseAllReduce:
         for name, least in (("slack", self.slack), ("scaling", self.scaling)):
             if not (is_real(least) and 1 <= least < math.inf):
                 raise ValueError(f"{name} must be at least 1, got {least!r}.")
-        check_interval("recompute_every", self.recompute_every)
+        steps = self.recompute_every
+        if not is_integer(steps) or steps < 1:
+            raise ValueError(f"recompute_every must be a positive number of steps, got {steps!r}.")
         most = self.tolerance
         if most is not None and not (is_real(most) and 1 < most < math.inf):
             raise ValueError(f"tolerance must be more than 1, or None, got {most!r}.")
@@ -183,12 +186,6 @@ class SparseAllReduce:
           The mean with its errors, and the threshold for the next step.
         """
         raise NotImplementedError
-
-
-def check_interval(name: str, steps: Any) -> None:
-    """Raises a ValueError for anything but a positive number of steps."""
-    if not is_integer(steps) or steps < 1:
-        raise ValueError(f"{name} must be a positive number of steps, got {steps!r}.")
 
 
 def add_lists(total: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Array:
