@@ -40,9 +40,7 @@ def check_flags(given: Mapping[str, bool]) -> None:
 
     This comes first: with different flags, processes would wait for each other in different places.
     """
-    if jax.process_count() == 1:
-        return
-    if odd := _others(_words([repr(is_given) for is_given in given.values()])):
+    if odd := _others(map(repr, given.values())):
         process, flags = odd[0]
         names = " and ".join(f"--{list(given)[i]}" for i in flags)
         raise UserError(
@@ -65,9 +63,9 @@ def check_same(config: Any) -> None:
     )
     names = sorted(own)
     # Names come first: where they differ, the number of values may differ too.
-    if odd := _others(_words(["".join(names)])):
+    if odd := _others(["".join(names)]):
         raise UserError(f"process {odd[0][0]} has other fields of the config than process 0")
-    if odd := _others(_words([own[name] for name in names])):
+    if odd := _others(own[name] for name in names):
         process, fields = odd[0]
         raise UserError(
             f"all processes need the same config and versions, and process {process} has another "
@@ -94,9 +92,7 @@ def check_data(identity: Mapping[str, str]) -> None:
     Args:
       identity: the `identity` of `train.data.Data`.
     """
-    if jax.process_count() == 1:
-        return
-    if odd := _others(_words(list(identity.values()))):
+    if odd := _others(identity.values()):
         process, differ = odd[0]
         names = list(identity)
         raise UserError(
@@ -148,14 +144,12 @@ def _version(name: str) -> str:
         return "unknown"
 
 
-def _words(texts: list[str]) -> np.ndarray:
-    """A word for each text."""
+def _others(texts: Iterable[str]) -> list[tuple[int, list[int]]]:
+    """The processes whose texts differ from those of process 0, and which texts."""
+    if jax.process_count() == 1:
+        return []
     digests = [hashlib.sha256(text.encode()).digest()[:4] for text in texts]
-    return np.frombuffer(b"".join(digests), np.uint32)
-
-
-def _others(words: np.ndarray) -> list[tuple[int, list[int]]]:
-    """The processes whose words differ from those of process 0, and which words."""
+    words = np.frombuffer(b"".join(digests), np.uint32)
     numbered = np.concatenate([np.asarray([jax.process_index()], np.uint32), words])
     rows = np.asarray(multihost_utils.process_allgather(numbered))
     rows = rows[np.argsort(rows[:, 0])]
