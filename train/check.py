@@ -159,10 +159,8 @@ def fields(config: Any) -> None:
             raise UserError(
                 f"the config has no field {name}, {rule.says}; configs/bases/run.py has all fields"
             )
-    rules = FIELDS | OPTIONAL
-    rules |= {name: _model_rule(found[name]) for name in found if name.startswith("model.")} | {
-        name: FIELDS[name] for name in FIELDS if name.startswith("model.")
-    }
+    free = (name for name in found if name.startswith("model.") and name not in FIELDS)
+    rules = FIELDS | OPTIONAL | {name: _model_rule(found[name]) for name in free}
     for name, rule in rules.items():  # In order: other mistakes may follow from `steps`.
         if name in found and not rule.holds(value := found[name]):
             near = difflib.get_close_matches(str(value), DTYPES, 1) if "dtype" in name else []
@@ -199,13 +197,12 @@ def fit(config: Any, world: int) -> None:
       UserError: says what to type instead.
     """
     _fit_optimizer(config)
-    method = config.sync.method
-    if method in (*OPTIMIZERS, "majority_vote", "none") and config.sync.every > 1:
+    method, every = config.sync.method, config.sync.every
+    if method in (*OPTIMIZERS, "majority_vote", "none") and every > 1:
         raise UserError(
-            f"config.sync.method={method} cannot average what devices did in "
-            f"{config.sync.every} steps; use mean, or --config.sync.every=1"
+            f"config.sync.method={method} cannot average what devices did in {every} steps; use "
+            "mean, or --config.sync.every=1"
         )
-    every = config.sync.every
     if config.steps % every:
         raise UserError(
             f"config.steps={config.steps} is not divisible by config.sync.every={every}: what "
