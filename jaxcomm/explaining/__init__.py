@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxcomm import _axes, _hosts, _notes, _paths
 from jaxcomm._context import holding
 from jaxcomm._notes import Message
-from jaxcomm.collectives.reductions import CodedMean, RandomKMean
+from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.explaining._explanation import Explanation, Leaf, Sent
 from jaxcomm.explaining._program import Collective, collectives_in, nodes_of, trace, wire_of
 from jaxcomm.transforms import (
@@ -324,9 +324,9 @@ def _coarse(collectives: list[Collective], notes: _notes.Notes) -> set[Layout]:
     found = set()
     for collective in collectives:
         on = _notes.read(collective.scope, notes)
-        means = [x[0] for x in on if type(x) is tuple and isinstance(x[0], CodedMean | RandomKMean)]
+        means = [x[0] for x in on if type(x) is tuple and isinstance(x[0], CodedMean)]
         for mean in means:
-            hops = getattr(mean, "selection", mean.codec), getattr(mean, "second_hop", mean.codec)
+            hops = getattr(mean, "selection", mean.codec), mean.second_hop
             if not mean.keeps_errors and min(codec.bits_per_value for codec in hops) < 4:
                 found.update(x for x in on if isinstance(x, Layout))
     return found
