@@ -138,9 +138,7 @@ def _warn_of_splits(arrays: dict[str, Any], mesh: jax.sharding.Mesh) -> None:
 
 
 def _is_per_device(x: Any) -> bool:
-    return hasattr(
-        type(x), "are_shares"
-    )  # of `jaxcomm.transforms.per_device`, which is a layer above
+    return getattr(type(x), "is_of_each_device", False)
 
 
 def global_batch(local_batch: Any, axis_name: AxisName) -> Any:

@@ -35,7 +35,7 @@ class PerDevice:
     specs: tuple[PartitionSpec, ...] = dataclasses.field(metadata={"static": True})
     are_shares: bool = dataclasses.field(default=False, metadata={"static": True})
     shards: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
-    is_of_each_device = True  # for `wire_report`, which knows no transformation
+    is_of_each_device = True  # for `wire_report` and `replicate`, which know no transformations
 
 
 NOTHING = PerDevice([], ())
