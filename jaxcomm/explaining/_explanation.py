@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jaxcomm.wire._report import Branch, Bytes, WireReport
+from jaxcomm.wire._report import Branch, Bytes, WireReport, shown
 
 
 class Leaf(NamedTuple):
@@ -104,7 +104,7 @@ class Explanation:
         lines += _table(["message", "form", "bytes", "hops"], map(_message_row, self.messages))
         lines += [
             *self._between_hosts(each),
-            f"A device sends at most {_number(self.bytes_max)} bytes in a step"
+            f"A device sends at most {shown(self.bytes_max)} bytes in a step"
             f"{'' if self.host_bytes is None else ', within its host too'}, "
             f"{float(self.bytes_max) / each:.2f} a value; a float32 mean "
             f"{float(self.dense_bytes) / each:.2f}.",
@@ -148,7 +148,7 @@ class Explanation:
         if self.host_bytes is None:
             return []
         return [
-            f"A host sends at most {_number(self.host_bytes)} bytes to other hosts in a step, "
+            f"A host sends at most {shown(self.host_bytes)} bytes to other hosts in a step, "
             f"{float(self.host_bytes) / each:.2f} a value; a float32 mean "
             f"{float(self.dense_bytes) / each:.2f}."
         ]
@@ -168,7 +168,7 @@ class Explanation:
             sent = [message.by_device for message in self.messages if message.when == when]
             most = max(map(sum, zip(*sent, strict=True)))
             parts.append(
-                f"{_number(most)} bytes, {float(most) / max(values, 1):.2f} a value ({when})"
+                f"{shown(most)} bytes, {float(most) / max(values, 1):.2f} a value ({when})"
             )
         return textwrap.wrap(f"Not in every step: {', '.join(parts)}.", 90) if parts else []
 
@@ -180,7 +180,7 @@ class Explanation:
             return []
         if math.isclose(mean, self.bytes_max, rel_tol=1e-9):  # an exact fraction
             return []
-        return [f"On average {_number(mean)} bytes a step, {mean / max(values, 1):.2f} a value."]
+        return [f"On average {shown(mean)} bytes a step, {mean / max(values, 1):.2f} a value."]
 
 
 def _counted(number: int, what: str) -> str:
@@ -213,18 +213,18 @@ def _ranges(names: list[str]) -> str:
                 runs[-1].append(number)
             else:
                 runs.append([number])
-        shown = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-        parts.append(f"{kind} {', '.join(shown)}".strip())
+        spans = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+        parts.append(f"{kind} {', '.join(spans)}".strip())
     return ", ".join(parts)
 
 
 def _message_row(message: Sent) -> tuple[str, ...]:
     hops = ", ".join(
-        f"{operation}{f' x {times}' if times > 1 else ''} {_number(sent)}"
+        f"{operation}{f' x {times}' if times > 1 else ''} {shown(sent)}"
         for operation, times, sent in message.hops
     )
     when = f" ({message.when})" if message.when else ""
-    return message.name + when, message.form, _number(message.sent), hops
+    return message.name + when, message.form, shown(message.sent), hops
 
 
 def _table(head: list[str], rows: Any) -> list[str]:
@@ -232,7 +232,3 @@ def _table(head: list[str], rows: Any) -> list[str]:
     cells = [tuple(head), *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-
-
-def _number(count: Bytes | float) -> str:
-    return f"{float(count):,.1f}".removesuffix(".0")

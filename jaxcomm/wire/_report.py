@@ -256,7 +256,7 @@ class WireReport:
         ]
         total = f"unknown, as are the trips of {', '.join(self.unknown_loops)}"
         if not self.unknown_loops:
-            most, mean = _number(self.bytes_max), _number(self.bytes_mean)
+            most, mean = shown(self.bytes_max), shown(self.bytes_mean)
             total = (
                 f"a device sends at most {most} bytes, {mean} on average; {_rounds(self.rounds)}"
             )
@@ -303,7 +303,7 @@ def _leaving(c: Collective, hosts: Sequence[int], host: int) -> Bytes:
 
 def _row(c: Collective, called: Mapping[tuple[str, int], str]) -> tuple[str, ...]:
     elements, mean = sum(map(math.prod, c.shapes)), Fraction(sum(c.sent)) / len(c.sent)
-    numbers = map(_number, (elements, c.group_size, c.times, max(c.sent), mean))
+    numbers = map(shown, (elements, c.group_size, c.times, max(c.sent), mean))
     branch = " ".join(called.get((name, i), f"{name}[{i}]") for name, i in c.branch)
     return c.op, "+".join(dict.fromkeys(c.dtypes)), *numbers, branch
 
@@ -312,7 +312,8 @@ def _rounds(count: int) -> str:
     return "1 round" if count == 1 else f"{count} rounds"
 
 
-def _number(amount: Bytes | None) -> str:
+def shown(amount: Bytes | float | None) -> str:
+    """A number with at most one decimal, and thousands apart."""
     return "unknown" if amount is None else f"{float(amount):,.1f}".removesuffix(".0")
 
 
