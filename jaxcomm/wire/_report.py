@@ -196,8 +196,7 @@ class WireReport:
                 and 1 or do not add up to 1, and where a conditional lacks shares; the message names
                 the branches.
         """
-        if self.unknown_loops:
-            self._total([0] * len(self.collectives))
+        self._require_trips()
         weights = self._shares(shares or {})
         amounts = [0.0] * self.devices
         for c in self.collectives:
@@ -222,21 +221,19 @@ class WireReport:
             if key in given:
                 known[pair] = float(given[key])
         for name, count in self.conditionals:
-            open_ = [i for i in range(count) if (name, i) not in known]
-            rest = 1 - sum(known.get((name, i), 0) for i in range(count))
             those = [(name, i) for i in range(count)]
-            # A conditional that jaxcomm has not named has a name of XLA's, which differs between
-            # programs.
-            called = [repr(names.get(pair, pair)) for pair in those if {*those}.isdisjoint(names)]
-            called = called or [repr(names[pair]) for pair in those if pair in names]
+            open_ = [pair for pair in those if pair not in known]
+            rest = 1 - sum(known.get(pair, 0) for pair in those)
             if rest < -1e-9 or (not open_ and rest > 1e-9):
-                raise ValueError(f"the shares of {', '.join(called)} must add up to 1.")
+                called = ", ".join(_called(those, names))
+                raise ValueError(f"the shares of {called} must add up to 1.")
             if len(open_) > 1:
+                called = _called(those, names)
                 raise ValueError(
                     f"per_step needs the share of {' or of '.join(called)}: "
                     f"per_step({{{called[0]}: share of the steps}})."
                 )
-            known |= {(name, i): rest for i in open_}
+            known |= dict.fromkeys(open_, rest)
         return known
 
     def as_dict(self) -> dict[str, Any]:
@@ -264,13 +261,17 @@ class WireReport:
 
     def _total(self, amounts: Sequence[Bytes]) -> Bytes:
         """The sum of one amount per collective, over the branches where it is largest."""
+        self._require_trips()
+        pairs = zip(self.collectives, amounts, strict=True)
+        return worst([(c.branch, (c.times or 0) * amount) for c, amount in pairs])
+
+    def _require_trips(self) -> None:
+        """Raises a ValueError if a loop's trip count is not in the program."""
         if self.unknown_loops:
             raise ValueError(
                 f"no total: the program does not hold the trip count of {self.unknown_loops}. Use "
                 "loops of fixed length (lax.scan), or add up the entries with times=None yourself."
             )
-        pairs = zip(self.collectives, amounts, strict=True)
-        return worst([(c.branch, (c.times or 0) * amount) for c, amount in pairs])
 
 
 def worst(amounts: Sequence[tuple[Branch, Bytes]]) -> Bytes:
@@ -306,6 +307,15 @@ def _row(c: Collective, called: Mapping[tuple[str, int], str]) -> tuple[str, ...
     numbers = map(shown, (elements, c.group_size, c.times, max(c.sent), mean))
     branch = " ".join(called.get((name, i), f"{name}[{i}]") for name, i in c.branch)
     return c.op, "+".join(dict.fromkeys(c.dtypes)), *numbers, branch
+
+
+def _called(branches: Sequence[tuple[str, int]], names: Mapping[tuple[str, int], str]) -> list[str]:
+    """What errors call the branches of a conditional: those with names by them, else all by number.
+
+    A conditional that jaxcomm has not named has a name of XLA's, which differs between programs.
+    """
+    named = [repr(names[pair]) for pair in branches if pair in names]
+    return named or [repr(pair) for pair in branches]
 
 
 def _rounds(count: int) -> str:
