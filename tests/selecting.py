@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm.kernels import select
+from jaxcomm.kernels.select.magnitudes import CHUNK
 
 INFINITY = 0x7F800000
 TINY = np.uint32(1).view(np.float32)
@@ -23,7 +24,7 @@ def selected(x: np.ndarray, threshold: float) -> np.ndarray:
         return np.zeros(0, int)
     limit = magnitudes(np.float32([threshold]))[0] if threshold > 0 else 1
     i = np.flatnonzero((found >= limit) & (found > 0))
-    return i[np.lexsort((i, i % 8, i // select.CHUNK))]
+    return i[np.lexsort((i, i % 8, i // CHUNK))]
 
 
 def kth(x: np.ndarray, k: int) -> np.float32:

@@ -8,7 +8,6 @@ from jaxcomm.collectives.all_reduce import (
     float32_mean,
     mean_of,
     pmean,
-    require_axis,
 )
 from jaxcomm.collectives.reduce_scatter import all_gather, reduce_scatter_with_residual
 
@@ -23,7 +22,6 @@ __all__ = [
     "pmean",
     "reduce_scatter_with_residual",
     "reductions",
-    "require_axis",
     "sparse",
     "travelling",
 ]

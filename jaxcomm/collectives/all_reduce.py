@@ -234,7 +234,7 @@ def pmean(
       Array([3., 4.], dtype=float32)
     """
     reduction, chosen = mean_of(codec, algorithm, second_hop, implementation=implementation)
-    require_axis(axis_name)
+    _require_axis(axis_name)
     if reduction.is_random and key is None:
         both = codecs.from_name(codec), reduction.second_hop
         name = next((c.name for c in both if c.is_random), both[0].name)
@@ -267,7 +267,7 @@ def pmean(
     return treedef.unflatten(means)
 
 
-def require_axis(axis_name: AxisName) -> None:
+def _require_axis(axis_name: AxisName) -> None:
     """Raises a NameError where the axis is not manual, or only some axes of the mesh are."""
     manual = _axes.manual_axes()
     if not _axes.is_manual(axis_name):

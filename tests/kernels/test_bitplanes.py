@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxcomm.kernels import bitplanes
+from jaxcomm.kernels.bitplanes import packing
 
 LENGTHS = (0, 1, 31, 32, 33, 63, 64, 1000)
 LEADING = (((), 33), ((1,), 64), ((3,), 33), ((2, 0), 33), ((2, 3), 0), ((2, 3), 64))
@@ -130,7 +131,7 @@ def test_special_values(wrapper: Callable) -> None:
     words = wrapper(bitplanes.pack)(x)
     np.testing.assert_array_equal(words, packed(np.arange(len(x)) < len(positive)))
     negative = (np.arange(len(x)) // len(positive)) == 1
-    np.testing.assert_array_equal(wrapper(bitplanes.negatives)(jnp.asarray(x)), negative)
+    np.testing.assert_array_equal(wrapper(packing.negatives)(jnp.asarray(x)), negative)
     both = wrapper(bitplanes.pack_both)(jnp.asarray(x))
     np.testing.assert_array_equal(both, (words, packed(negative)))
 
@@ -145,7 +146,7 @@ def test_every_pattern_of_bfloat16() -> None:
     wide = (patterns.astype(np.uint32) << 16).view(np.float32)
     words = jax.jit(bitplanes.pack)(bfloat16_of(patterns))
     np.testing.assert_array_equal(words, packed(wide > 0))
-    np.testing.assert_array_equal(jax.jit(bitplanes.negatives)(bfloat16_of(patterns)), wide < 0)
+    np.testing.assert_array_equal(jax.jit(packing.negatives)(bfloat16_of(patterns)), wide < 0)
 
 
 def test_signs() -> None:

@@ -20,7 +20,6 @@ from jaxcomm.kernels.select import magnitudes as bands
 from jaxcomm.kernels.select import threshold as search
 from selecting import INFINITY, TINY, assert_selected, bits_of, kth, magnitudes, samples, selected
 
-CHUNK = select.CHUNK
 LARGE = 2**19 + 17  # enough for a sample to be taken
 
 threshold_for = jax.jit(select.threshold_for, static_argnums=1)
@@ -169,7 +168,7 @@ def test_gpus_pack_and_place_alike() -> None:
         slot = jnp.arange(capacity, dtype=jnp.int32)
         for x in samples(n, n):
             inside = bands.patterns_of(x) >= bands.lowest_for(jnp.float32(0.5))
-            streams = jnp.pad(inside, (0, -n % CHUNK)).reshape(-1, packing.BITS, bands.LANES)
+            streams = jnp.pad(inside, (0, -n % bands.CHUNK)).reshape(-1, packing.BITS, bands.LANES)
             words = packing._joined(streams)
             np.testing.assert_array_equal(packing._joined_by_halves(streams), words)
             before = compaction._count_before(words)

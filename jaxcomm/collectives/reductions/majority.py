@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jaxcomm._axes import AxisName
 from jaxcomm.collectives.reductions._reduction import Prepared, Reduction
 from jaxcomm.kernels import bitplanes
+from jaxcomm.kernels.bitplanes import Planes
 from jaxcomm.kernels.random_bits import own_key, random_bits
 
 TIES = ("random", "zero", "positive", "negative")
 ZEROS = ("random", "abstain")
 
-Planes = tuple[jax.Array, ...]
 _CHAIN = 16  # counts that are added one after the other
 
 

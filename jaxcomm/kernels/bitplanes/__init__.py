@@ -15,7 +15,6 @@ every plane of a sum its own loop, which reads again what the lower planes read.
 from jaxcomm.kernels.bitplanes.counting import Planes, add, equals, exceeds, greater, planes_for
 from jaxcomm.kernels.bitplanes.packing import (
     BITS,
-    negatives,
     pack,
     pack_both,
     places_of_short_words,
@@ -32,7 +31,6 @@ __all__ = [
     "equals",
     "exceeds",
     "greater",
-    "negatives",
     "pack",
     "pack_both",
     "places_of_short_words",

@@ -11,12 +11,10 @@ GPUs.
 from jaxcomm.kernels.select.compaction import Selected, narrow
 from jaxcomm.kernels.select.hashing import hashed
 from jaxcomm.kernels.select.largest import largest
-from jaxcomm.kernels.select.magnitudes import CHUNK
 from jaxcomm.kernels.select.selection import MOST, compact, count_at_least
 from jaxcomm.kernels.select.threshold import count_near, threshold_for, threshold_near
 
 __all__ = [
-    "CHUNK",
     "MOST",
     "Selected",
     "compact",
