@@ -52,11 +52,6 @@ class CropFlip:
         return self.further(crop_flip(images, rng), rng)
 
 
-def only_crop_flip() -> CropFlip:
-    """`crop_flip` alone."""
-    return CropFlip()
-
-
 def rand_augment(**options: Any) -> CropFlip:
     """`crop_flip`, then what `train.rand_augment` does."""
     from train.rand_augment import rand_augment  # Imports Pillow, which most runs do not need.
@@ -68,7 +63,7 @@ def rand_augment(**options: Any) -> CropFlip:
 # (`train.pictures`), so only `further` of a CropFlip is left to do.
 AUGMENTATIONS: dict[str, Callable[..., CropFlip | None]] = {
     "none": lambda: None,
-    "crop_flip": only_crop_flip,
+    "crop_flip": lambda: CropFlip(),  # a config cannot give `further`
     "rand_augment": rand_augment,
 }
 
