@@ -37,8 +37,8 @@ def make_look(
     exchange: Any,
     order: Sequence[str],
     steps: int,
-    seed: int = 0,
-    like: tuple[Any, Any] | None = None,
+    seed: int,
+    like: tuple[Any, Any],
 ) -> Look:
     """A function of a state and a global batch.
 
@@ -49,7 +49,7 @@ def make_look(
       order: the order of the gradients, as `sync.build` takes it.
       steps: the length of the run.
       seed: the seed, as `sync.build` takes it.
-      like: a state and a batch to compile it for; None to compile it when it is first called.
+      like: a state and a batch to compile it for.
 
     Returns:
       `look(state, batch) -> numbers`, equal on all processes:
@@ -93,9 +93,8 @@ def make_look(
             values["ties"] = _share_of_ties(jax.tree.leaves(decided), before)
         return values
 
-    compiled: Any = jax.jit(look, compiler_options=jaxcomm.compiler_options())
-    if like is not None:
-        compiled = compiled.lower(*like).compile()
+    jitted = jax.jit(look, compiler_options=jaxcomm.compiler_options())
+    compiled = jitted.lower(*like).compile()
     return lambda state, batch: {k: float(v) for k, v in compiled(state, batch).items()}
 
 

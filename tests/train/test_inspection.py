@@ -40,10 +40,10 @@ def look_at(options: dict[str, Any], *all_grads: dict[str, np.ndarray]) -> list[
             del params
             return (jnp.zeros(()), {}), jaxcomm.mark_local(batch)
 
-        look = inspection.make_look(config, gradient, exchange, order, 10)
+        batches = [jaxcomm.global_batch(grads, sync.AXIS) for grads in all_grads]
+        look = inspection.make_look(config, gradient, exchange, order, 10, 0, (now, batches[0]))
         update = jax.jit(tx.update)
-        for grads in all_grads:
-            batch = jaxcomm.global_batch(grads, sync.AXIS)
+        for batch in batches:
             found.append(look(now, batch))
             _, opt_state = update(jaxcomm.mark_local(batch), now.opt_state, now.params)
             now = now._replace(opt_state=opt_state)
@@ -106,8 +106,9 @@ def test_where_no_mean_is_to_be_compared(options: dict[str, Any], names: set[str
     config = config_dict.create(method="mean", every=1, error_feedback=None)
     config.update(options)
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:DEVICES])):
-        look = inspection.make_look(
-            config, lambda p, b: ((0.0, {}), jaxcomm.mark_local(b)), None, (), 10
-        )
+        now = state.TrainState(jnp.zeros(()), {}, ())
         batch = jaxcomm.global_batch(gradients(0), sync.AXIS)
-        assert set(look(state.TrainState(jnp.zeros(()), {}, ()), batch)) == names
+        look = inspection.make_look(
+            config, lambda p, b: ((0.0, {}), jaxcomm.mark_local(b)), None, (), 10, 0, (now, batch)
+        )
+        assert set(look(now, batch)) == names
