@@ -101,31 +101,18 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
     """
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()  # Grain's readers look at absl's flags.
-    shards_of = choose(SHARDS, config.shards, "config.data.shards")
+    choose(SHARDS, config.shards, "config.data.shards")
     augment = read_call(config.augment, AUGMENTATIONS, "config.data.augment")
     if isinstance(augment, str):
         augment = AUGMENTATIONS[augment]()
     builder = open_builder(config)
-    is_text = "text" in builder.info.features
     source = open_source(builder, config)
     share = batch_size // world
-    # Dealing out rows by their numbers reads no label of a large set.
-    by_label, split = config.shards == "by_label", config.train_split
-    labels = source.labels(split) if by_label else range(source.train_rows(split))
-    shards = shards_of(labels, world, seed)
-    empty = [device for device in range(world) if not len(shards[device])]
-    if empty:
-        shuffled = "config.data.shards='shuffled'"
-        more = shuffled if config.shards != "shuffled" else "a larger config.data.train_split"
-        what = "a row" if is_text else "an image"
-        cure = "a shorter config.data.sequence_length" if is_text else more
+    split = config.train_split
+    shards = _dealt(source, config, world, seed)
+    if batch_size > (total := sum(map(len, shards))):
         raise UserError(
-            f"config.data.shards={config.shards!r} leaves device {empty[0]} of {world} without "
-            f"{what} of {config.name}; use fewer devices or {cure}"
-        )
-    if batch_size > len(labels):
-        raise UserError(
-            f"config.batch_size={batch_size} is more than the {len(labels)} rows of {config.name} "
+            f"config.batch_size={batch_size} is more than the {total} rows of {config.name} "
             f"in config.data.train_split={split!r}; lower it"
         )
     own = [shards[device] for device in devices]
@@ -147,6 +134,28 @@ def load(config: Any, batch_size: int, devices: Sequence[int], world: int, seed:
     size = source.test_size(config.test_split)
     identity = identity_of(source, config)
     return Data(train, batches, names, shape, source.classes, source.unit, size, identity)
+
+
+def _dealt(source: Images | Text, config: Any, world: int, seed: int) -> list[np.ndarray]:
+    """The rows of each device.
+
+    Raises:
+      UserError: if a device would hold no row.
+    """
+    # Dealing out rows by their numbers reads no label of a large set.
+    needs_labels, split = config.shards == "by_label", config.train_split
+    labels = source.labels(split) if needs_labels else range(source.train_rows(split))
+    shards = SHARDS[config.shards](labels, world, seed)
+    if empty := [device for device in range(world) if not len(shards[device])]:
+        is_text, is_even = isinstance(source, Text), config.shards == "shuffled"
+        more = "a larger config.data.train_split" if is_even else "config.data.shards='shuffled'"
+        what = "a row" if is_text else "an image"
+        cure = "a shorter config.data.sequence_length" if is_text else more
+        raise UserError(
+            f"config.data.shards={config.shards!r} leaves device {empty[0]} of {world} without "
+            f"{what} of {config.name}; use fewer devices or {cure}"
+        )
+    return shards
 
 
 def identity_of(source: Images | Text, config: Any) -> dict[str, str]:
