@@ -49,7 +49,7 @@ from jaxcomm.transforms._wrappers import (
     refuse_wrappers,
 )
 from jaxcomm.transforms.local_params import LocalStepsState, own_tree
-from jaxcomm.transforms.per_device import PerDevice, next_of, require_own, sharded_as_before
+from jaxcomm.transforms.per_device import NOTHING, next_of, require_own, sharded_as_before
 
 Arrays = list[jax.Array]
 
@@ -189,7 +189,7 @@ def local_steps(
         split = dealt(layout, fragments)
         structure, each = on_each_device(inner_state, layout)
         tree, own = on_each_device(params, layout)
-        taken = on_each_device(params, layout)[1] if delay else PerDevice([], ())
+        taken = on_each_device(params, layout)[1] if delay else NOTHING
         parts = [split.part(params, number) for number in range(fragments)]
         states = tuple(exchange.init(part) for part in parts)
         outers = tuple(outer.init(_float32(part)) for part in parts)
@@ -225,13 +225,14 @@ def local_steps(
 
         offsets = [state.fragments.offset(k, every) + delay for k in range(fragments)]
         due = known or [(number >= o) & (number % every == o % every) for o in offsets]
+        zeros = _typed(optax.tree.zeros_like(params), params)
         updates, own, exchanges, outers = _branches.if_one_is_due(
             due,
             [f"local_steps: fragment {k + 1}" for k in range(fragments)],
             every,
             [functools.partial(exchanged, k) for k in range(fragments)],
             (params, state.taken.values),
-            (_typed(_zeros(params), params), state.params.values, state.exchange, state.outer),
+            (zeros, state.params.values, state.exchange, state.outer),
         )
         state = state._replace(
             step=number,
@@ -342,7 +343,7 @@ def _exchange_fragment(
         (state.exchange[number], state.outer[number]),
     )
     updates = jax.tree.map(lambda u: jnp.where(finite, u, jnp.nan), updates)
-    updates = fragments.whole(updates, number, _zeros(params))
+    updates = fragments.whole(updates, number, optax.tree.zeros_like(params))
     new = jax.tree.leaves(optax.apply_updates(params, updates))
     own = []
     for k, i in enumerate(filled_leaves(state.layout)):
@@ -366,10 +367,6 @@ def _float32(params: Any) -> Any:
         return p.update(dtype=jnp.float32) if is_shape else jnp.asarray(p).astype(jnp.float32)
 
     return jax.tree.map(wide, params)
-
-
-def _zeros(params: Any) -> Any:
-    return jax.tree.map(jnp.zeros_like, params)
 
 
 def _with(states: tuple[Any, ...], number: int, new: Any) -> tuple[Any, ...]:
