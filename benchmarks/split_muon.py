@@ -107,8 +107,10 @@ def work(args: argparse.Namespace) -> None:
     steps = {
         "optax.contrib.muon": by_optax,
         "orthogonalize": optax.chain(trace, jaxcomm.orthogonalize(matrices)),
-        "in bfloat16": optax.chain(trace, jaxcomm.orthogonalize(matrices, codec="bfloat16")),
-        "in int8": optax.chain(trace, jaxcomm.orthogonalize(matrices, codec="int8")),
+        "orthogonalize, bfloat16": optax.chain(
+            trace, jaxcomm.orthogonalize(matrices, codec="bfloat16")
+        ),
+        "orthogonalize, int8": optax.chain(trace, jaxcomm.orthogonalize(matrices, codec="int8")),
     }
     cases = [Update(name, tx, params) for name, tx in steps.items()]
     measure(cases, together, args.repeats)

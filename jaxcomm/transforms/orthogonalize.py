@@ -94,7 +94,7 @@ def orthogonalize(
       ...     w = jaxcomm.shard(jnp.eye(4), "data")
       ...     update, _ = jax.jit(muon.update)(w, muon.init(w))
       >>> update.sharding.spec, bool(jnp.all(jnp.diag(update) < -0.01))
-      (P('data',), True)
+      (P(None, 'data'), True)
 
     References:
       K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,

@@ -112,7 +112,7 @@ def test_split_muon(tmp_path: Path) -> None:
     """Four layers on two hosts: of each stack of parts, half is sent, there and back."""
     flags = ["--hosts=2", "--layers=4", "--width=64", "--repeats=1"]
     (rows,) = rows_of("split_muon", tmp_path / "rows.json", *flags).values()
-    for name, bits in {"orthogonalize": 32, "in bfloat16": 16}.items():
+    for name, bits in {"orthogonalize": 32, "orthogonalize, bfloat16": 16}.items():
         sent = 2 * (4 * 12 * 64**2) * bits / 8 / 2 / 2
         assert sent < rows[name]["bytes_busiest_link"] < 1.1 * sent + 16_000
         assert 4 * sent < rows["optax.contrib.muon"]["bytes_busiest_link"]
