@@ -38,6 +38,7 @@ WITH_EXAMPLES = [
     "jaxcomm.transforms.no_exchange",
     "jaxcomm.transforms.factored_adam",
     "jaxcomm.transforms.one_bit_adam",
+    "jaxcomm.transforms.orthogonalize",
     "jaxcomm.transforms.per_device",
     "jaxcomm.transforms.resize_state",
     "jaxcomm.transforms.set_to_zero",
