@@ -52,6 +52,11 @@ class CropFlip:
         return self.further(crop_flip(images, rng), rng)
 
 
+def only_crop_flip() -> CropFlip:
+    """`crop_flip`, to which a config cannot add anything; an error shows this name."""
+    return CropFlip()
+
+
 def rand_augment(**options: Any) -> CropFlip:
     """`crop_flip`, then what `train.rand_augment` does."""
     from train.rand_augment import rand_augment  # Imports Pillow, which most runs do not need.
@@ -63,7 +68,7 @@ def rand_augment(**options: Any) -> CropFlip:
 # (`train.pictures`), so only `further` of a CropFlip is left to do.
 AUGMENTATIONS: dict[str, Callable[..., CropFlip | None]] = {
     "none": lambda: None,
-    "crop_flip": lambda: CropFlip(),  # a config cannot give `further`
+    "crop_flip": only_crop_flip,
     "rand_augment": rand_augment,
 }
 

@@ -13,7 +13,7 @@ from jaxcomm.transforms.mean import MeanState, mean
 from jaxcomm.transforms.multi_steps import MultiStepsState, multi_steps
 from jaxcomm.transforms.no_exchange import NoExchangeState, no_exchange
 from jaxcomm.transforms.one_bit_adam import OneBitAdamState, one_bit_adam
-from jaxcomm.transforms.orthogonalize import OrthogonalizeState, orthogonalize
+from jaxcomm.transforms.orthogonalize import orthogonalize
 from jaxcomm.transforms.per_device import PerDevice, state_spec
 from jaxcomm.transforms.resize_state import resize_state
 from jaxcomm.transforms.set_to_zero import SetToZeroState, set_to_zero
@@ -38,7 +38,6 @@ __all__ = [
     "MultiStepsState",
     "NoExchangeState",
     "OneBitAdamState",
-    "OrthogonalizeState",
     "PerDevice",
     "SetToZeroState",
     "ShardedState",
