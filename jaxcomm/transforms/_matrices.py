@@ -26,6 +26,7 @@ class Matrix:
       inputs: which of its axes are inputs; one that is split comes first.
       outputs: which are outputs, likewise. Its other axes count matrices.
       axes: the mesh axes of several devices over which each matrix is split; empty if none is.
+      split: what they split of a stack of matrices: 1 for inputs, 2 for outputs; 0 for whole ones.
     """
 
     path: str
@@ -33,20 +34,14 @@ class Matrix:
     spec: PartitionSpec
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    axes: tuple[str, ...]
+    axes: tuple[str, ...] = ()
+    split: int = 0
 
     @property
     def order(self) -> tuple[int, ...]:
         """The axes: those that count matrices, inputs, outputs."""
         own = self.inputs + self.outputs
         return tuple(i for i in range(len(self.shape)) if i not in own) + own
-
-    @property
-    def split(self) -> int | None:
-        """What is split of a stack of its matrices: 1 for inputs, 2 for outputs; None for whole."""
-        if not self.axes:
-            return None
-        return 1 if axes_in(self.spec, len(self.shape))[self.inputs[0]] else 2
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -104,22 +99,24 @@ def matrices_of(params: Any, dimension_numbers: Any) -> Matrices:
         shape = tuple(jnp.shape(leaf))
         if 0 in shape:
             continue
-        if said is None:
-            stacked = fits(path, STACKED.get(()))
-            if len(shape) != 2 + stacked:
-                raise ValueError(
-                    f"parameter {path} of shape {shape} is not a matrix; say what its axes are: "
-                    "weight_dimension_numbers={...: optax.contrib.MuonDimensionNumbers((1,), (2,)) "
-                    "or None, ...}, None for what is not made orthogonal. A stack of matrices is "
-                    f"also known by jaxcomm.with_layer_axis(tx, [{path!r}])."
-                )
-            inputs, outputs = (len(shape) - 2,), (len(shape) - 1,)
-        elif said[path] is None:
+        if said is not None and said[path] is None:
             continue
-        else:
-            inputs, outputs = _axes_of(said[path], path, len(shape))
+        rank = len(shape)
+        inputs, outputs = _usual(path, shape) if said is None else _axes_of(said[path], path, rank)
         known.append(_matrix(leaf, path, inputs, outputs))
     return Matrices(tuple((path, tuple(jnp.shape(leaf))) for path, leaf in named), tuple(known))
+
+
+def _usual(path: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes of inputs and of outputs of a matrix, or of a stack that is known as one."""
+    if len(shape) != 2 + fits(path, STACKED.get(())):
+        raise ValueError(
+            f"parameter {path} of shape {shape} is not a matrix; say what its axes are: "
+            "weight_dimension_numbers={...: optax.contrib.MuonDimensionNumbers((1,), (2,)) "
+            "or None, ...}, None for what is not made orthogonal. A stack of matrices is "
+            f"also known by jaxcomm.with_layer_axis(tx, [{path!r}])."
+        )
+    return (len(shape) - 2,), (len(shape) - 1,)
 
 
 def _by_path(dimension_numbers: Any, named: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -165,7 +162,7 @@ def _matrix(leaf: Any, path: str, inputs: tuple[int, ...], outputs: tuple[int, .
     """
     shape, sharding = tuple(jnp.shape(leaf)), getattr(leaf, "sharding", None)
     if jax.sharding.get_abstract_mesh().empty and getattr(sharding, "is_fully_replicated", True):
-        return Matrix(path, shape, PartitionSpec(), inputs, outputs, ())
+        return Matrix(path, shape, PartitionSpec(), inputs, outputs)
     spec, mesh = spec_of(leaf, path, None), _axes.current_mesh()
     over = [
         tuple(name for name in names if mesh.shape[name] > 1) for names in axes_in(spec, len(shape))
@@ -186,8 +183,10 @@ def _matrix(leaf: Any, path: str, inputs: tuple[int, ...], outputs: tuple[int, .
     def first(axes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(axes, key=lambda axis: axis not in split))
 
-    axes = over[split[0]] if split else ()
-    return Matrix(path, shape, spec, first(inputs), first(outputs), axes)
+    if not split:
+        return Matrix(path, shape, spec, inputs, outputs)
+    side = 1 if split[0] in inputs else 2
+    return Matrix(path, shape, spec, first(inputs), first(outputs), over[split[0]], side)
 
 
 def are_split(matrix: Matrix) -> bool:

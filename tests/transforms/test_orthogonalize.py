@@ -88,6 +88,19 @@ def test_each_matrix_is_orthogonal_and_where_it_was(kind: AxisType, rms: float |
         np.testing.assert_allclose(found[name], expected, atol=2e-5, err_msg=f"{name}, {spec}")
 
 
+def test_an_axis_of_one_device_splits_nothing() -> None:
+    """Though on Explicit axes it is part of the types."""
+    x = np.random.default_rng(5).standard_normal((4, 8), np.float32)
+    for kind in KINDS:
+        mesh = jax.make_mesh((1, 4), ("one", "data"), (kind,) * 2, devices=jax.devices()[:4])
+        with jax.set_mesh(mesh):
+            w = jax.device_put(x, NamedSharding(mesh, P("one", "data")))
+            tx = jaxcomm.orthogonalize()
+            found, _ = jax.jit(tx.update)(w, tx.init(w))
+        np.testing.assert_allclose(found, orthogonal(x, ([0], [1])), atol=2e-5)
+        assert found.sharding.is_equivalent_to(w.sharding, 2)
+
+
 @pytest.mark.parametrize(("codec", "width", "error"), [("float32", 4, 0), ("bfloat16", 2, 0.02)])
 def test_parts_are_sent_once_each_way(codec: str, width: int, error: float) -> None:
     """Of 8 layers and of 3 further matrices of their shape, in 12 places, and of one alone."""
