@@ -1,5 +1,7 @@
 """Paths in pytrees, in readable form."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -45,3 +47,12 @@ def require_arrays(tree: Any, what: str) -> None:
                 "tree, as nnx.split or eqx.partition(model, eqx.is_inexact_array) do, and join "
                 "both inside the loss."
             )
+
+
+def require_distinct(names: Sequence[str]) -> None:
+    """Raises a ValueError for two paths that read the same."""
+    if twice := [name for name, n in Counter(names).items() if n > 1]:
+        raise ValueError(
+            f"two parameters are called {twice[0]}: a name with a slash looks like a path; rename "
+            "one of them."
+        )

@@ -4,7 +4,6 @@ import contextvars
 import dataclasses
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,11 +126,7 @@ def layout_of(
     _paths.require_arrays(params, "parameter")
     _nnx.refuse_shared(params)
     named = [(_paths.path_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
-    if twice := [name for name, n in Counter(name for name, _ in named).items() if n > 1]:
-        raise ValueError(
-            f"two parameters are called {twice[0]}: a name with a slash looks like a path; rename "
-            "one of them."
-        )
+    _paths.require_distinct([name for name, _ in named])
     patterns = () if callable(exempt) else sorted(exempt)  # sets differ between processes
     kinds = [(name, jnp.shape(x), fits(name, STACKED.get(()))) for name, x in named]
     alone = {name: is_exempt(name, shape, stacked, exempt) for name, shape, stacked in kinds}

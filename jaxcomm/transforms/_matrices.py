@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxcomm import _axes, _paths
-from jaxcomm.transforms._layout import STACKED
+from jaxcomm._numbers import is_integer
+from jaxcomm.transforms._layout import STACKED, is_vector
 from jaxcomm.transforms._options import fits
-from jaxcomm.transforms._specs import axes_in, names_in, spec_of
+from jaxcomm.transforms._specs import axes_in, names_in, restrict, spec_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,36 @@ class Matrix:
         inputs = math.prod(self.shape[axis] for axis in self.inputs)
         return inputs, math.prod(self.shape[axis] for axis in self.outputs)
 
+    def require_place(self, x: jax.Array) -> None:
+        """Raises a ValueError unless an update can be, and by its type is, sharded as recorded."""
+        if not names_in(self.spec) and not _axes.explicit_axes():
+            return
+        mesh, explicit = _axes.current_mesh(), _axes.explicit_axes()
+        cure = "call tx.init again, on the parameters as they are placed now"
+        for axis in names_in(self.spec):
+            if axis not in mesh.axis_names:
+                raise ValueError(
+                    f"parameter {self.path} was split over {axis!r}, and the mesh has "
+                    f"the axes {', '.join(map(repr, mesh.axis_names))}; {cure}, or set its mesh."
+                )
+            if axis in _axes.manual_axes():
+                raise ValueError(
+                    f"parameter {self.path} is split over {axis!r}, and inside a "
+                    "jax.shard_map over it only a part is here; call tx.update outside of it."
+                )
+        for n, names in zip(self.shape, axes_in(self.spec, len(self.shape)), strict=True):
+            if n % math.prod(mesh.shape[name] for name in names):
+                raise ValueError(
+                    f"parameter {self.path} of shape {self.shape} cannot be split by "
+                    f"{self.spec} on this mesh; {cure}."
+                )
+        found = restrict(jax.typeof(x).sharding.spec, explicit)
+        if found != restrict(self.spec, explicit):
+            raise ValueError(
+                f"the update of {self.path} is sharded by {found}, and its parameter was "
+                f"by {self.spec}; {cure}."
+            )
+
     def stack(self, block: jax.Array) -> jax.Array:
         """A device's part of the parameter as matrices, `(b, inputs, outputs)`.
 
@@ -79,6 +110,11 @@ class Matrices:
     known: tuple[Matrix, ...]
 
 
+def name_of(keys: Any) -> str:
+    """What to call a parameter: its path, or "tree" where it is all of them."""
+    return _paths.path_name(keys) or "tree"
+
+
 def matrices_of(params: Any, dimension_numbers: Any) -> Matrices:
     """Reads off parameters how they are made of matrices.
 
@@ -87,12 +123,19 @@ def matrices_of(params: Any, dimension_numbers: Any) -> Matrices:
       dimension_numbers: as for `orthogonalize`.
 
     Raises:
-      TypeError: for dimension numbers of another kind.
+      TypeError: for dimension numbers of another kind, and for dtypes that gradients do not have.
       ValueError: for a parameter of which nothing is said; as `_matrix`.
     """
+    if type(params).__name__ == "_ParamsPlaceholder":  # of optax; it is not public
+        raise ValueError(
+            "optax.tree.map_params makes a state without parameters, but that of orthogonalize "
+            "has their shapes, and no arrays: map over the states of the others in the chain, such "
+            "as that of the momentum."
+        )
     if callable(dimension_numbers):
         dimension_numbers = dimension_numbers(params)
-    named = [(_paths.path_name(p), x) for p, x in jax.tree_util.tree_leaves_with_path(params)]
+    named = [(name_of(keys), x) for keys, x in jax.tree_util.tree_leaves_with_path(params)]
+    _paths.require_distinct([path for path, _ in named])
     said = None if dimension_numbers is None else _by_path(dimension_numbers, named)
     known = []
     for path, leaf in named:
@@ -101,6 +144,7 @@ def matrices_of(params: Any, dimension_numbers: Any) -> Matrices:
             continue
         if said is not None and said[path] is None:
             continue
+        _paths.require_float(path, jnp.result_type(leaf))
         rank = len(shape)
         inputs, outputs = _usual(path, shape) if said is None else _axes_of(said[path], path, rank)
         known.append(_matrix(leaf, path, inputs, outputs))
@@ -109,12 +153,14 @@ def matrices_of(params: Any, dimension_numbers: Any) -> Matrices:
 
 def _usual(path: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The axes of inputs and of outputs of a matrix, or of a stack that is known as one."""
-    if len(shape) != 2 + fits(path, STACKED.get(())):
+    stacked = fits(path, STACKED.get(()))
+    if len(shape) != 2 + stacked or is_vector(path, shape, stacked):
+        stack = f" A stack is known by jaxcomm.with_layer_axis(tx, [{path!r}])."
         raise ValueError(
             f"parameter {path} of shape {shape} is not a matrix; say what its axes are: "
             "weight_dimension_numbers={...: optax.contrib.MuonDimensionNumbers((1,), (2,)) "
-            "or None, ...}, None for what is not made orthogonal. A stack of matrices is "
-            f"also known by jaxcomm.with_layer_axis(tx, [{path!r}])."
+            "or None, ...}, None for what is not made orthogonal."
+            f"{stack if len(shape) == 3 and not stacked else ''}"
         )
     return (len(shape) - 2,), (len(shape) - 1,)
 
@@ -126,7 +172,7 @@ def _by_path(dimension_numbers: Any, named: Sequence[tuple[str, Any]]) -> dict[s
     leaves = jax.tree_util.tree_leaves_with_path(
         dimension_numbers, is_leaf=lambda x: x is None or _is_said(x)
     )
-    said = {_paths.path_name(path): x for path, x in leaves}
+    said = {name_of(keys): x for keys, x in leaves}
     for path, _ in named:
         if path not in said or not (said[path] is None or _is_said(said[path])):
             raise TypeError(
@@ -143,7 +189,7 @@ def _is_said(x: Any) -> bool:
 def _axes_of(numbers: Any, path: str, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The axes of inputs and of outputs, counted from 0."""
     given = (numbers.reduction_axis, numbers.output_axis)
-    both = [(axes,) if isinstance(axes, int) else tuple(axes) for axes in given]
+    both = [(axes,) if is_integer(axes) else tuple(axes) for axes in given]
     flat = [axis % rank if -rank <= axis < rank else None for axes in both for axis in axes]
     if not all(both) or None in flat or len(set(flat)) < len(flat):
         raise ValueError(
@@ -164,6 +210,12 @@ def _matrix(leaf: Any, path: str, inputs: tuple[int, ...], outputs: tuple[int, .
     if jax.sharding.get_abstract_mesh().empty and getattr(sharding, "is_fully_replicated", True):
         return Matrix(path, shape, PartitionSpec(), inputs, outputs)
     spec, mesh = spec_of(leaf, path, None), _axes.current_mesh()
+    if inside := sorted(axis for axis in _axes.varying_axes(leaf) if mesh.shape[axis] > 1):
+        raise ValueError(
+            f"parameter {path} differs along {', '.join(map(repr, inside))} inside this "
+            "jax.shard_map: it may be a part of matrices; call tx.init outside, on placed "
+            "parameters."
+        )
     over = [
         tuple(name for name in names if mesh.shape[name] > 1) for names in axes_in(spec, len(shape))
     ]
@@ -174,8 +226,8 @@ def _matrix(leaf: Any, path: str, inputs: tuple[int, ...], outputs: tuple[int, .
             "split one of them, over both mesh axes, or use optax.contrib.muon, for which XLA "
             "sends each matrix several times."
         )
-    for axis in split:
-        if shape[axis] % math.prod(mesh.shape[name] for name in over[axis]):
+    for n, names in zip(shape, over, strict=True):
+        if n % math.prod(mesh.shape[name] for name in names):
             raise ValueError(
                 f"parameter {path} of shape {shape} does not divide evenly by {spec}; pad it."
             )
@@ -187,8 +239,3 @@ def _matrix(leaf: Any, path: str, inputs: tuple[int, ...], outputs: tuple[int, .
         return Matrix(path, shape, spec, inputs, outputs)
     side = 1 if split[0] in inputs else 2
     return Matrix(path, shape, spec, first(inputs), first(outputs), over[split[0]], side)
-
-
-def are_split(matrix: Matrix) -> bool:
-    """Whether a device has only a part of the parameter, or its type says so."""
-    return bool(names_in(matrix.spec))

@@ -13,16 +13,16 @@ import optax
 from jaxcomm import _axes, codecs
 from jaxcomm._cached_programs import refuse_cached_programs
 from jaxcomm._notes import Message, noted
-from jaxcomm._numbers import is_real
+from jaxcomm._numbers import is_integer, is_real
 from jaxcomm._pieces import cut
 from jaxcomm.collectives._sending import all_to_all
 from jaxcomm.transforms._chains import optax_callers
-from jaxcomm.transforms._matrices import Matrices, Matrix, are_split, matrices_of
+from jaxcomm.transforms._layout import are_other_names
+from jaxcomm.transforms._matrices import Matrices, Matrix, matrices_of, name_of
+from jaxcomm.transforms._specs import names_in
 from jaxcomm.transforms._states import require_kind
 
 Arrays = list[jax.Array]
-# The arguments of `optax.contrib.scale_by_muon` that are not about a momentum.
-_OPTIONS = ("ns_coeffs", "ns_steps", "eps", "preconditioning")
 # What of optax calls its inner transformation in a conditional.
 _CONDITIONALS = {"apply_if_finite", "MultiSteps", "conditionally_mask", "conditionally_transform"}
 
@@ -40,9 +40,12 @@ class OrthogonalizeState(NamedTuple):
 def orthogonalize(
     weight_dimension_numbers: Any = None,
     *,
-    consistent_rms: float | None = None,
+    consistent_rms: Any = None,
     codec: str | codecs.Codec = "float32",
-    **newton_schulz: Any,
+    ns_coeffs: Any = (3.4445, -4.7750, 2.0315),
+    ns_steps: int = 5,
+    eps: Any = 1e-8,
+    preconditioning: str = "frobenius",
 ) -> optax.GradientTransformation:
     """Makes matrices orthogonal, as Muon does with momenta, where parameters are split (FSDP).
 
@@ -52,9 +55,10 @@ def orthogonalize(
     each computes 1/N of the step. The momentum before it, `optax.trace`, stays split like the
     parameters.
 
-    Call `update` outside `jax.shard_map`, on what comes from the exchange. Matrices that are whole
-    on every device, or in stacks that are split between matrices, are made orthogonal where they
-    are, and nothing is sent.
+    Call `init` on parameters that are placed, and `update` on what comes from the exchange, both
+    outside `jax.shard_map`: inside, each device has only its part, and with check_vma=False nothing
+    shows it. Matrices that are whole on every device, or in stacks that are split between matrices,
+    are made orthogonal where they are, and nothing is sent.
 
     Args:
       weight_dimension_numbers: as for `optax.contrib.scale_by_muon`: which axes of a parameter are
@@ -65,23 +69,26 @@ def orthogonalize(
       consistent_rms: as for `optax.contrib.muon`: with a number, updates are scaled by it and by
         sqrt(max(inputs, outputs)); None scales them by sqrt(max(1, outputs / inputs)).
       codec: the format in which parts are sent, both ways: "float32", "bfloat16" or another one
-        that rounds to nearest and needs no error feedback.
-      **newton_schulz: `ns_coeffs`, `ns_steps`, `eps` and `preconditioning` of
-        `optax.contrib.scale_by_muon`, which computes the steps.
+        that rounds to nearest, needs no error feedback and has the range of float32. A part of each
+        matrix is a message of its own, with its own scales.
+      ns_coeffs: as for `optax.contrib.scale_by_muon`, which computes the steps: the coefficients.
+      ns_steps: likewise: how many steps.
+      eps: likewise: what is added to the norm that a matrix is divided by.
+      preconditioning: likewise: by what a matrix is divided first.
 
     Returns:
       A transformation whose updates have the shapes and shardings of the parameters.
 
     Raises:
-      TypeError: immediately for other arguments.
-      ValueError: immediately for a codec that is random or needs feedback; by `init` for a
-        parameter of other than two axes about which nothing is said, one that is split along two
-        of the axes of a matrix, and one whose sharding cannot be seen here; by `update` for updates
-        of other parameters, and inside `jax.shard_map`.
+      TypeError: immediately for other arguments; by `init` for dtypes that gradients do not have.
+      ValueError: immediately for a codec that is random, needs feedback or has a smaller range; by
+        `init` for a parameter of other than two axes about which nothing is said, one that is split
+        along two of the axes of a matrix, and one whose sharding cannot be seen here; by `update`
+        for updates of other parameters, or that are sharded otherwise.
 
-    Wire: for G matrices of n values, each split over N devices, twice (N-1) messages of
-    ceil(G/N) n / N values in the format of `codec`: in float32 8 (N-1)/N^2 bytes a value where N
-    divides G.
+    Wire: for G matrices of n values, split over N devices along the same side, twice (N-1) messages
+    of ceil(G/N) parts of n / N values in the format of `codec`: in float32 8 (N-1)/N^2 bytes a
+    value where N divides G.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm, optax
@@ -105,21 +112,27 @@ def orthogonalize(
     momentum is not corrected for its start from zero, which only changes the relative weight of the
     newest gradient in the first steps.
     """
-    if unknown := sorted(set(newton_schulz).difference(_OPTIONS)):
-        raise TypeError(
-            f"orthogonalize has no option {unknown[0]!r}; of optax.contrib.scale_by_muon it takes "
-            f"{', '.join(_OPTIONS)}, and a momentum goes before it: "
-            "optax.trace(0.95, nesterov=True)."
-        )
-    if consistent_rms is not None and not (is_real(consistent_rms) and consistent_rms > 0):
+    is_array = isinstance(consistent_rms, jax.Array) and consistent_rms.ndim == 0  # injected
+    is_positive = is_real(consistent_rms) and consistent_rms > 0
+    if not (consistent_rms is None or is_array or is_positive):
         raise ValueError(f"consistent_rms must be None or positive, got {consistent_rms!r}.")
-    chosen = codecs.from_name(codec)
-    if chosen.is_random or chosen.needs_error_feedback:
+    if not is_integer(ns_steps) or ns_steps < 1:
         raise ValueError(
-            f"matrices cannot be sent in {chosen.name}, which rounds at random or needs error "
-            'feedback; use "float32", "bfloat16" or "int8".'
+            f"ns_steps must be a whole number of at least 1, got {ns_steps!r}; with "
+            'optax.inject_hyperparams name it in static_args=("ns_steps",).'
         )
-    rule = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, **newton_schulz)
+    chosen = codecs.from_name(codec)
+    if chosen.is_random or chosen.needs_error_feedback or chosen.largest is not None:
+        raise ValueError(
+            f"matrices cannot be sent in {chosen.name}, which rounds at random, needs error "
+            'feedback or has a smaller range; use "float32", "bfloat16" or "int8".'
+        )
+    further: dict[str, Any] = {}  # optax 0.2.5 does not have it
+    if preconditioning != "frobenius":
+        further["preconditioning"] = preconditioning
+    rule = optax.contrib.scale_by_muon(
+        ns_coeffs, ns_steps, beta=0.0, eps=eps, nesterov=False, **further
+    )
 
     def orthogonal(x: jax.Array) -> jax.Array:
         step: Any = lambda m: rule.update(m, rule.init(m))[0]  # noqa: E731
@@ -134,9 +147,8 @@ def orthogonalize(
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
         require_kind(state, OrthogonalizeState)
-        leaves, treedef = jax.tree.flatten(updates)
-        by_path = dict(zip(_checked(leaves, state.matrices), leaves, strict=True))
-        known = state.matrices.known
+        known, (named, treedef) = state.matrices.known, jax.tree.flatten_with_path(updates)
+        by_path = _checked(named, state.matrices)
         if any(m.axes for m in known) and optax_callers() & _CONDITIONALS:
             refuse_cached_programs("jaxcomm.orthogonalize exchanges in a conditional of optax")
         done = _Step(orthogonal, chosen)(known, [by_path[m.path] for m in known])
@@ -148,11 +160,11 @@ def orthogonalize(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _checked(updates: Sequence[Any], matrices: Matrices) -> list[str]:
-    """The path of each update.
+def _checked(updates: Sequence[tuple[Any, Any]], matrices: Matrices) -> dict[str, jax.Array]:
+    """The updates, by the paths of their parameters.
 
     Raises:
-      ValueError: unless these are updates of the parameters that `init` saw.
+      ValueError: unless these are updates of the parameters that `init` saw, and where they were.
     """
     if len(updates) != len(matrices.shapes):
         raise ValueError(
@@ -160,16 +172,25 @@ def _checked(updates: Sequence[Any], matrices: Matrices) -> list[str]:
             "updates; put orthogonalize after the exchange, and call tx.init on the parameters "
             "that are updated."
         )
-    for x, (path, shape) in zip(updates, matrices.shapes, strict=True):
+    for (keys, x), (path, shape) in zip(updates, matrices.shapes, strict=True):
+        if are_other_names(name := name_of(keys), path):
+            raise ValueError(
+                f"the state was made for a parameter {path!r} where this update is of {name!r}; "
+                "call tx.init again, on these parameters."
+            )
         if jnp.shape(x) != shape:
             raise ValueError(
                 f"the update of {path} has shape {jnp.shape(x)}, expected {shape}; put "
                 "orthogonalize after the exchange, and call tx.update outside jax.shard_map."
             )
-    return [path for path, _ in matrices.shapes]
+    pairs = zip(updates, matrices.shapes, strict=True)
+    by_path = {path: x for (_, x), (path, _) in pairs}
+    for m in matrices.known:
+        m.require_place(by_path[m.path])
+    return by_path
 
 
-def _factor(m: Matrix, rms: float | None) -> float:
+def _factor(m: Matrix, rms: Any) -> Any:
     """What updates of a parameter are multiplied by, as in `optax.contrib.muon`."""
     inputs, outputs = m.sides
     if rms is None:
@@ -191,14 +212,8 @@ class _Step:
 
     def __call__(self, matrices: Sequence[Matrix], updates: Arrays) -> Arrays:
         """The orthogonal updates of these parameters, in the global view."""
-        split = [m for m in matrices if are_split(m)]
-        if not split:
+        if not any(names_in(m.spec) for m in matrices):
             return self._over((), matrices, updates)
-        if _axes.manual_axes():
-            raise ValueError(
-                f"parameter {split[0].path} is split over devices, and inside jax.shard_map only "
-                "a part of it is here; call tx.update outside of it."
-            )
         specs = [m.spec for m in matrices]
 
         def on_device(blocks: Arrays) -> Arrays:
@@ -211,9 +226,7 @@ class _Step:
                 found |= dict(zip(own, done, strict=True))
             return [found[i] for i in range(len(blocks))]
 
-        return jax.shard_map(on_device, in_specs=(specs,), out_specs=specs, check_vma=False)(
-            updates
-        )
+        return _axes.region(on_device, (specs,), specs)(updates)
 
     def _over(self, axes: tuple[str, ...], matrices: Sequence[Matrix], blocks: Arrays) -> Arrays:
         """The same for a device's parts of parameters whose matrices are split over these axes.
@@ -272,16 +285,24 @@ class _Exchange:
         return [_merged(x, 0)[:size] for x, size in zip(arrived, sizes, strict=True)]
 
     def _sent(self, rows: Arrays) -> Arrays:
-        """Row i of device r becomes row r of device i, `(N, ...)` each, all in one message."""
+        """Row i of device r becomes row r of device i, `(N, b, rows, columns)` each.
+
+        The part of each matrix has its own scales, and all are one message.
+        """
         world = len(rows[0])
-        message = jnp.concatenate([x.astype(jnp.float32).reshape(world, -1) for x in rows], axis=1)
-        arrived = all_to_all(self.codec.encode(message), self.axes)
-        values = self.codec.decode(arrived, message.shape[1])
-        stops = list(itertools.accumulate(x.size // world for x in rows))
-        pieces = jnp.split(values, stops[:-1], axis=1)
-        return [
-            piece.reshape(x.shape).astype(x.dtype) for piece, x in zip(pieces, rows, strict=True)
-        ]
+        parts = [x.astype(jnp.float32).reshape(*x.shape[:2], -1) for x in rows]
+        payloads = [self.codec.encode(x) for x in parts]
+        arrived = all_to_all(
+            jnp.concatenate([x.reshape(world, -1) for x in payloads], 1), self.axes
+        )
+        stops = list(itertools.accumulate(x.size // world for x in payloads))
+        found = []
+        for x, part, sent, payload in zip(
+            rows, parts, jnp.split(arrived, stops[:-1], axis=1), payloads, strict=True
+        ):
+            values = self.codec.decode(sent.reshape(payload.shape), part.shape[-1])
+            found.append(values.reshape(x.shape).astype(x.dtype))
+        return found
 
 
 def _merged(x: jax.Array, axis: int) -> jax.Array:
