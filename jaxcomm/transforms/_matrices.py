@@ -24,8 +24,8 @@ class Matrix:
       path: its path in the tree.
       shape: its global shape.
       spec: how it is sharded.
-      inputs: which of its axes are inputs; one that is split comes first.
-      outputs: which are outputs, likewise. Its other axes count matrices.
+      inputs: which of its axes are inputs.
+      outputs: which are outputs. Its other axes count matrices.
       axes: the mesh axes of several devices over which each matrix is split; empty if none is.
       split: what they split of a stack of matrices: 1 for inputs, 2 for outputs; 0 for whole ones.
     """
@@ -83,7 +83,8 @@ class Matrix:
     def stack(self, block: jax.Array) -> jax.Array:
         """A device's part of the parameter as matrices, `(b, inputs, outputs)`.
 
-        Rows and columns are in an order of their own: orthogonal matrices do not depend on it.
+        Parts of devices make up a matrix whose rows and columns are in an order of their own. A
+        step of Muon does not depend on it.
         """
         x = block.transpose(self.order)
         rows = math.prod(block.shape[axis] for axis in self.inputs)
@@ -231,11 +232,7 @@ def _matrix(leaf: Any, path: str, inputs: tuple[int, ...], outputs: tuple[int, .
             raise ValueError(
                 f"parameter {path} of shape {shape} does not divide evenly by {spec}; pad it."
             )
-
-    def first(axes: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(sorted(axes, key=lambda axis: axis not in split))
-
     if not split:
         return Matrix(path, shape, spec, inputs, outputs)
     side = 1 if split[0] in inputs else 2
-    return Matrix(path, shape, spec, first(inputs), first(outputs), over[split[0]], side)
+    return Matrix(path, shape, spec, inputs, outputs, over[split[0]], side)
