@@ -115,6 +115,20 @@ def _as_user_wrote(init: Init) -> str:
     return "another transformation" if name in ("", "chain", "init_empty_state") else name
 
 
+def refuse_states_before(name: str) -> None:
+    """Raises, in `init` of an exchange of shards, if something with a state is before it.
+
+    Such a state has the parameters' structure, and these gradients do not. What has none is refused
+    by their dtype.
+    """
+    for init in inits_before():
+        if factory_of(init) != "init_empty_state":
+            raise ValueError(
+                f"{_as_user_wrote(init)} comes before {name} in the chain, and would see gradients "
+                f"that are not finished: put it after {name}."
+            )
+
+
 def refuse_all_behind(name: str) -> None:
     """Raises, in `init` of a method around optimizers, if anything follows in its chains."""
     for init in inits_behind():

@@ -23,7 +23,7 @@ from jaxcomm.transforms._exchange import FLAG
 from jaxcomm.transforms._layout import Layout
 from jaxcomm.transforms._scheme import Exchange, Scheme
 from jaxcomm.transforms._states import require_dtype, require_kind
-from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_few_bits
+from jaxcomm.transforms._wrappers import refuse_states_before, refuse_wrappers, warn_of_few_bits
 from jaxcomm.transforms.per_device import PerDevice, require_own
 from jaxcomm.transforms.sharded_params import ShardedState
 
@@ -119,6 +119,7 @@ def sharded(
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()
+        refuse_states_before("jaxcomm.sharded")
         if isinstance(scheme.reduction, CodedMean) and scheme.reduction.keeps_errors:
             sent = scheme.reduction.codec
             warn_of_few_bits(params, f"a mean in {sent.name}", sent.bits_per_value)

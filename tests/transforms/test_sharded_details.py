@@ -283,3 +283,14 @@ def test_inside_shard_map_without_checks() -> None:
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one, other)
         assert np.any(one)
+
+
+def test_nothing_with_a_state_comes_first() -> None:
+    tx = jaxcomm.sharded(jaxcomm.mean("data"))
+    with jax.set_mesh(four()):
+        params = jaxcomm.shard({"w": jnp.ones((8, 4))}, "data")
+        for first, name in ((optax.trace(0.9), "trace"), (optax.scale_by_adam(), "scale_by_adam")):
+            with pytest.raises(ValueError, match=f"{name} comes before jaxcomm.sharded in the"):
+                optax.chain(first, tx).init(params)
+        optax.chain(optax.identity(), tx, optax.adam(0.1)).init(params)
+        optax.chain(optax.chain(tx, optax.adam(0.1)), optax.trace(0.9)).init(params)
