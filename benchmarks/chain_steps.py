@@ -14,8 +14,8 @@ import sys
 from typing import Any
 
 from benchmarks import take
-from benchmarks.arguments import count, new_file, positive, values
-from benchmarks.netlab.flags import add_flags, chosen
+from benchmarks.arguments import values
+from benchmarks.netlab.flags import add_flags, add_run_flags, chosen
 from benchmarks.netlab.measuring import Lab, guarded, keep
 from benchmarks.netlab.methods import Step, shapes_of
 from benchmarks.netlab.network import Network
@@ -39,10 +39,7 @@ def parse() -> argparse.Namespace:
     add_flags(parser)
     parser.set_defaults(hosts=4, rate="200")
     parser.add_argument("--params", type=values, default=2e6, help="weights of the perceptron")
-    parser.add_argument("--repeats", type=count, default=5)
-    parser.add_argument("--seconds", type=positive, default=600)
-    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    add_run_flags(parser, repeats=5)
     return parser.parse_args()
 
 

@@ -15,8 +15,8 @@ import concurrent.futures
 import sys
 from typing import Any
 
-from benchmarks.arguments import count, new_file, positive, values
-from benchmarks.netlab.flags import add_flags, chosen
+from benchmarks.arguments import count, values
+from benchmarks.netlab.flags import add_flags, add_run_flags, chosen
 from benchmarks.netlab.measuring import Lab, guarded, keep
 from benchmarks.netlab.methods import SIDE, compiled
 from benchmarks.netlab.network import Network
@@ -40,10 +40,7 @@ def parse() -> argparse.Namespace:
     parser.set_defaults(hosts=2, rate="200")
     parser.add_argument("--params", type=values, default=2.5e6, help="values of the all-reduce")
     parser.add_argument("--products", type=count, default=10, help="of matrices of 1024 x 1024")
-    parser.add_argument("--repeats", type=count, default=5)
-    parser.add_argument("--seconds", type=positive, default=300)
-    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    add_run_flags(parser, repeats=5, seconds=300)
     return parser.parse_args()
 
 

@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import count, new_file, positive
+from benchmarks.arguments import count
+from benchmarks.netlab.flags import add_run_flags
 from benchmarks.netlab.measuring import RESULTS, Lab, guarded, keep
 from benchmarks.netlab.methods import COMPUTE, Step, check_method, warm_of, with_sgd
 from benchmarks.netlab.network import Network
@@ -58,10 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--methods", help="instead of all; separate by ,")
     parser.add_argument("--side", type=count, default=512, help="of the two square layers")
     parser.add_argument("--rows", type=count, default=12288, help="of a host's batch")
-    parser.add_argument("--repeats", type=count, default=12)
-    parser.add_argument("--seconds", type=positive, default=600)
-    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    add_run_flags(parser, repeats=12)
     return parser.parse_args()
 
 

@@ -17,7 +17,8 @@ import dataclasses
 import sys
 from typing import Any
 
-from benchmarks.arguments import count, new_file, positive, values
+from benchmarks.arguments import count, values
+from benchmarks.netlab.flags import add_run_flags
 from benchmarks.netlab.measuring import Lab, guarded, keep
 from benchmarks.netlab.methods import Collective
 from benchmarks.netlab.network import Network
@@ -59,10 +60,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rate", default="10", help="Mbit/s of every link")
     parser.add_argument("--params", type=values, default=PARAMS)
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--repeats", type=count, default=3)
-    parser.add_argument("--seconds", type=positive, default=600)
-    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    add_run_flags(parser, repeats=3)
     return parser.parse_args()
 
 

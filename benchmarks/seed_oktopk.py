@@ -13,7 +13,8 @@ import argparse
 import sys
 from typing import Any
 
-from benchmarks.arguments import count, new_file, positive, several, share, values
+from benchmarks.arguments import count, several, share, values
+from benchmarks.netlab.flags import add_run_flags
 from benchmarks.netlab.measuring import Lab, guarded, keep
 from benchmarks.netlab.methods import SPARSE, Exchange, shapes_of
 from benchmarks.netlab.network import Network
@@ -42,10 +43,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--params", type=values, default=2e6)
     parser.add_argument("--density", type=share, default=0.01)
     parser.add_argument("--rate", default="50")
-    parser.add_argument("--repeats", type=count, default=5)
-    parser.add_argument("--seconds", type=positive, default=600)
-    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    add_run_flags(parser, repeats=5)
     return parser.parse_args()
 
 

@@ -13,8 +13,8 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.arguments import count, new_file, positive
-from benchmarks.netlab.flags import add_flags, chosen
+from benchmarks.arguments import count
+from benchmarks.netlab.flags import add_flags, add_run_flags, chosen
 from benchmarks.netlab.measuring import Lab, guarded, keep
 from benchmarks.netlab.methods import compiled
 from benchmarks.netlab.network import Network
@@ -38,15 +38,14 @@ def parse() -> argparse.Namespace:
     parser.set_defaults(hosts=4, rate="200")
     parser.add_argument("--layers", type=count, default=12)
     parser.add_argument("--width", type=count, default=128, help="of a layer")
-    parser.add_argument("--repeats", type=count, default=5)
-    parser.add_argument("--seconds", type=positive, default=600)
-    parser.add_argument("--out", type=new_file, help="a JSON file that the rows are kept in")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    add_run_flags(parser, repeats=5)
     return parser.parse_args()
 
 
 def run(args: argparse.Namespace) -> None:
     made, size = chosen(args), (f"--layers={args.layers}", f"--width={args.width}")
+    if args.width % len(made.hosts):
+        raise ValueError(f"--width={args.width} cannot be split over {len(made.hosts)} hosts.")
     command = [sys.executable, "-m", NAME, "--worker", *size, f"--repeats={args.repeats}"]
     with Network(made) as network:
         rows = Lab(network).rows(command, args.seconds)

@@ -10,7 +10,10 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def holding(variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
-    """Inside, the variable has this value; nothing of this is on the call stack there."""
+    """Inside, the variable has this value. No frame of this is on the call stack there.
+
+    Others look at the stack for the user's line and for optax's chains.
+    """
     token = variable.set(value)
     try:
         yield

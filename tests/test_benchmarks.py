@@ -78,6 +78,7 @@ def test_paths(tmp_path: Path) -> None:
         ("seed_cnat --parts=1", "seed_cnat: a part is a number of workers above 1, or train"),
         ("seed_ethernet --methods=nope", "seed_ethernet: unknown method 'nope'; there are psum,"),
         ("seed_ethernet --parts=two --out=nope.json", "nope.json has no part 'one', whose rate"),
+        ("split_muon --width=6", "split_muon: --width=6 cannot be split over 4 hosts."),
         ("split_muon --layers=0", "--layers: expected a whole number of at least 1, got '0'"),
         ("seed_oktopk --worlds=2,x", "--worlds: expected a whole number of at least 1, got 'x'"),
         ("pareto --at=0", "--at: expected a number above 0, got '0'"),

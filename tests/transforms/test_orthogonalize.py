@@ -229,7 +229,7 @@ def program(
 @pytest.mark.parametrize("how", ["fsdp", "hsdp"])
 @pytest.mark.standard_promotion
 def test_training_on_shards_is_training_on_whole_parameters(how: str) -> None:
-    """With optax's own Muon, whose momentum is the trace without corrections of its start."""
+    """There optax makes them orthogonal on every device, and nothing but gradients is sent."""
 
     def muon(axes: Any) -> optax.GradientTransformation:
         tx = jaxcomm.orthogonalize({"stack": axes})
