@@ -20,7 +20,16 @@ def load_of(size: float) -> plan.Workload:
 def as_method(name: str) -> Method:
     """The planner's name for it."""
     family, _, algorithm = name.partition("/")
+    algorithm, _, per_host = algorithm.partition("/")
+    if per_host:
+        return Method(family, algorithm, (("devices_per_host", int(per_host)),))
     return Method(family, algorithm or ("native" if family.startswith("powersgd") else "own"))
+
+
+def world_of(case: dict[str, Any]) -> tuple[int, bool, int]:
+    """Its devices, whether they are CPUs of several processes, and the devices of each host."""
+    per_host = case.get("devices", 1)
+    return case["hosts"] * per_host, True, per_host
 
 
 class Choice(NamedTuple):
@@ -41,7 +50,7 @@ def choices(case: dict[str, Any], found: dict[str, Prediction]) -> Iterator[Choi
 
     def planned(names: list[str]) -> str:
         rows = [found[name] for name in names]
-        first = choose(rows, load_of(case["size"]), case["hosts"], True)[0]
+        first = choose(rows, load_of(case["size"]), *world_of(case))[0]
         return next(name for name in names if found[name] is first)
 
     yield from judged(planned, {row["method"]: row["ms"] for row in case["rows"]})
@@ -61,7 +70,7 @@ def leaders_choices(
     load = load_of(case["size"])
 
     def settled(names: list[str]) -> str:
-        rows = choose([found[name] for name in names], load, case["hosts"], True)
+        rows = choose([found[name] for name in names], load, *world_of(case))
         planned = plan.Plan(room, load, tuple(rows), room.order)
         by_method = {found[name].method: name for name in names}
         seconds = {method: own[name] / 1e3 for method, name in by_method.items()}

@@ -1,7 +1,8 @@
 """The planner's predictions beside what real processes need on real networks.
 
-    python -m benchmarks.planner [--networks=star,clusters,...] [--hosts=4,8] [--rates=100,300,1000]
-        [--sizes=245760,1966080] [--methods=...] [--repeats=3] [--measured=3] [--out=JSON]
+    python -m benchmarks.planner [--networks=star,clusters,...] [--hosts=4,8] [--devices=1]
+        [--rates=100,300,1000] [--sizes=245760,1966080] [--methods=...] [--repeats=3] [--measured=3]
+        [--out=JSON]
     python -m benchmarks.planner --report [--out=JSON] [--png=PNG] [--json]
 
 On each network (`benchmarks.netlab`; needs root) the processes probe messages and codes, and then
@@ -65,6 +66,24 @@ METHODS = (
     "bfloat16/hierarchical",
     "vote/hierarchical",
 )
+# Between hosts of several devices, which the hierarchical ones add up first.
+METHODS_OF_HOSTS = (
+    "float32/native",
+    "float32/ring",
+    "bfloat16/direct",
+    "bfloat16/hierarchical",
+    "int8/direct",
+    "int8/hierarchical",
+    "cnat/hierarchical",
+    "int4/hierarchical",
+    "scaled_sign/hierarchical",
+    "vote/direct",
+    "vote/hierarchical",
+    "oktopk",
+    "topk_allgather",
+    "powersgd1",
+    "powersgd4",
+)
 TUNED = ("star", "clusters")
 Case = tuple[dict[str, Any], dict[str, Prediction]]  # as it was measured, and as it was predicted
 
@@ -82,11 +101,12 @@ def parse() -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--networks", default="star,clusters,chain,chain_heterogeneous")
     parser.add_argument("--hosts", type=several(count), default="4,8")
+    parser.add_argument("--devices", type=count, default=1, help="of each host")
     parser.add_argument("--rates", default="100,300,1000", help="Mbit/s of the links")
     parser.add_argument(
         "--sizes", type=several(values), default="245760,1966080", help="values of the gradients"
     )
-    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--methods", help="separated by ,")
     parser.add_argument("--repeats", type=count, default=3, help="at least")
     parser.add_argument("--measured", type=positive, default=3, help="seconds of each method")
     parser.add_argument("--seconds", type=positive, default=900, help="after which a run is ended")
@@ -101,18 +121,21 @@ def parse() -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> None:
     """Measures what is missing; a case is a network and a size."""
-    unknown = set(args.methods.split(",")) - set(METHODS)
-    if unknown:
-        raise ValueError(f"unknown method {min(unknown)!r}; there are {', '.join(METHODS)}.")
+    known = METHODS if args.devices == 1 else METHODS_OF_HOSTS
+    args.methods = args.methods or ",".join(known)
+    if unknown := set(args.methods.split(",")) - set(known):
+        raise ValueError(f"unknown method {min(unknown)!r}; there are {', '.join(known)}.")
     if args.repeats < 2:
         raise ValueError(f"--repeats is at least 2: half choose, half judge; got {args.repeats}.")
     names, rates = args.networks.split(","), args.rates.split(",")
     with tempfile.TemporaryDirectory(prefix="planner-") as folder:
         for n, size, name, rate in itertools.product(args.hosts, args.sizes, names, rates):
             case = {"network": name, "hosts": n, "rate": rate, "size": size}
+            if args.devices > 1:
+                case["devices"] = args.devices
             kept = read(args.out) if args.out else {"cases": []}
             if any(is_same(old, case) for old in kept["cases"]):
-                print(f"{name}, {n} hosts, {rate} Mbit/s, {size:g} values: {args.out} has it")
+                print(f"{title_of(case)}: {args.out} has it")
             else:
                 # Programs know the number of hosts and the size, and no network.
                 programs = Path(folder, f"{n}-{size:g}")
@@ -130,7 +153,26 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    return all(str(a[key]) == str(b[key]) for key in ("network", "hosts", "rate", "size"))
+    keys = ("network", "hosts", "devices", "rate", "size")
+    return all(str(a.get(key)) == str(b.get(key)) for key in keys)
+
+
+def title_of(case: dict[str, Any]) -> str:
+    """A line about its network and size."""
+    of = f" of {case['devices']} devices" if "devices" in case else ""
+    return (
+        f"{case['network']}, {case['hosts']} hosts{of}, {case['rate']} Mbit/s, "
+        f"{case['size']:g} values"
+    )
+
+
+def cluster_of(case: dict[str, Any]) -> plan.Cluster:
+    """What the planner knows of the network; by default costs as long as none are measured."""
+    settings = {"hosts": case["hosts"], "rate": case["rate"]}
+    if devices := case.get("devices"):
+        settings["nodes.devices"] = devices
+    costs = Costs(**case["costs"]) if "costs" in case else None
+    return plan.load_cluster(case["network"], settings, costs)
 
 
 def measured_on(case: dict[str, Any], args: argparse.Namespace, programs: Path) -> dict[str, Any]:
@@ -138,6 +180,7 @@ def measured_on(case: dict[str, Any], args: argparse.Namespace, programs: Path) 
     made = plan.load(case["network"], hosts=case["hosts"], rate=case["rate"])
     command = [sys.executable, "-m", NAME, "--worker", f"--methods={args.methods}"]
     command += [f"--networks={case['network']}", f"--hosts={case['hosts']}"]
+    command += [f"--devices={args.devices}"]
     command += [f"--rates={case['rate']}", f"--sizes={case['size']}", f"--repeats={args.repeats}"]
     command += [f"--measured={args.measured}"]
     with tempfile.TemporaryDirectory() as folder, Network(made) as network:
@@ -152,13 +195,14 @@ def measured_on(case: dict[str, Any], args: argparse.Namespace, programs: Path) 
 
 def work(args: argparse.Namespace) -> None:
     """What one host does."""
-    together = Jax()
     import jax
 
     import jaxcomm
 
-    topology = plan.load(args.networks, hosts=args.hosts[0], rate=args.rates)
-    cluster = plan.cluster(topology)
+    jax.config.update("jax_num_cpu_devices", args.devices)
+    together = Jax()
+    case = {"network": args.networks, "hosts": args.hosts[0], "rate": args.rates}
+    cluster = cluster_of(case | ({"devices": args.devices} if args.devices > 1 else {}))
     costs = plan.probe(cluster=cluster)
     if together.rank == 0:
         costs.save(args.costs)
@@ -167,14 +211,14 @@ def work(args: argparse.Namespace) -> None:
     names = args.methods.split(",")
     if cluster.levels is None:
         names = [name for name in names if not name.endswith("/hierarchical")]
-    cases = [Exchange(method, shapes, levels=cluster.levels) for method in names]
+    if args.devices > 1:  # by hosts is what no algorithm stands for
+        cases = [Exchange(name.removesuffix("/hierarchical"), shapes) for name in names]
+        for exchange, name in zip(cases, names, strict=True):
+            by_hosts = name.endswith("/hierarchical")
+            exchange.row["method"] = f"{name}/{args.devices}" if by_hosts else name
+    else:
+        cases = [Exchange(name, shapes, levels=cluster.levels) for name in names]
     measure(cases, together, args.repeats, args.measured)
-
-
-def cluster_of(case: dict[str, Any]) -> plan.Cluster:
-    """What the planner knows of the network."""
-    made = plan.load(case["network"], hosts=case["hosts"], rate=case["rate"])
-    return plan.cluster(made, Costs(**case["costs"]))
 
 
 def predicted(case: dict[str, Any]) -> dict[str, Prediction]:
@@ -195,9 +239,7 @@ def summary_of(case: dict[str, Any]) -> str:
     """A case as a table."""
     found = predicted(case)
     times = milliseconds(found)
-    lines = [
-        f"{case['network']} of {case['hosts']}, {case['rate']} Mbit/s, {case['size']:g} values"
-    ]
+    lines = [title_of(case)]
     for row in case["rows"]:
         ratio = times[row["method"]] / row["ms"]
         lines.append(f"  {row['method']:24}{row['ms']:9.1f} ms, predicted {ratio:6.2f} of it")

@@ -1,13 +1,17 @@
 """Two algorithms on two mesh axes."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
+import jaxcomm
 from algorithm_table import CASES, mean_on_all, mean_program
 from jaxcomm import codecs
 from jaxcomm.collectives import algorithms
+from jaxcomm.plan.exchanges import Exchange
 
 
 @pytest.mark.parametrize("near", ["ring", "halving_doubling", "direct"])
@@ -45,6 +49,23 @@ def test_a_near_axis_of_one_device_rounds_nothing(near: str) -> None:
     both = mean_program(mesh, n, codec="qsgd", algorithm=algorithm)
     far = mean_program(alone, n, codec="qsgd", algorithm="direct")
     np.testing.assert_array_equal(mean_on_all(both, x), mean_on_all(far, x))
+
+
+@pytest.mark.parametrize("codec", ["int4", "scaled_sign"])
+def test_residuals_of_hosts_take_no_more_memory_than_those_of_devices(
+    mesh8: Mesh, codec: str
+) -> None:
+    """What is added up in float32 leaves no errors, so none are computed of the whole vector."""
+    kinds = {"near": algorithms.direct(), "far": algorithms.direct(), "near_codec": "float32"}
+
+    def temporaries(algorithm: Any) -> int:
+        tx = jaxcomm.mean("data", codec, algorithm, bucket_mib=1, error_feedback=True)
+        with jax.set_mesh(mesh8):
+            exchange = Exchange(mesh8, "data", tx, [(1024, 256)] * 6)
+            return exchange.lower().compile().memory_analysis().temp_size_in_bytes
+
+    by_hosts = temporaries(algorithms.hierarchical(**kinds, devices_per_host=4))
+    assert by_hosts < 1.1 * temporaries("direct")
 
 
 def test_the_axes_are_two_and_the_algorithms_have_a_reduce_scatter(mesh8: Mesh) -> None:

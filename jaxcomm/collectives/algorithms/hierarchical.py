@@ -16,6 +16,7 @@ from jaxcomm.collectives.algorithms._algorithm import (
     cut,
     join,
     length,
+    put_block,
     take_block,
 )
 from jaxcomm.collectives.reductions import CodedMean, Prepared, Reduction
@@ -81,12 +82,15 @@ class Hierarchical(Algorithm):
         self.far.require_own_blocks(far)
 
     def _near_reduction(self, reduction: Reduction) -> Reduction:
+        """That of the near reduce-scatter; float32 leaves no errors to keep."""
         if self.near_codec is None:
             return reduction
         if not isinstance(reduction, CodedMean):
             raise ValueError(
                 "near_codec is the format of a mean, and votes have none; leave it out."
             )
+        if self.near_codec == codecs.float32():
+            reduction = dataclasses.replace(reduction, error_feedback=False)
         return dataclasses.replace(reduction, codec=self.near_codec)
 
     def all_reduce(
@@ -117,7 +121,8 @@ class Hierarchical(Algorithm):
             error = reduction.second_hop_error(mine, result, world)
             error = jnp.where(self.far.is_owner(far), error, 0)
             block = join(add_block(far_errors, error, far_owned), n)[None]
-            errors = add_block(errors, jnp.where(self.near.is_owner(near), block, 0), near_owned)
+            block = jnp.where(self.near.is_owner(near), block, 0)
+            errors = _with_block(errors, block, near_owned, near_blocks)
         result = self.far.all_gather(result, far)
         result = jax.tree.map(lambda v: v[None], result)
         result = self.near.all_gather(result, near)
@@ -149,9 +154,10 @@ class Hierarchical(Algorithm):
         mine = jax.tree.map(lambda b: b.reshape(on_far, -1), mine)
         per_far_partial = devices_per_partial * on_near
         mine, far_errors = self.far.reduce_scatter(mine, far, reduction, per_far_partial)
-        if errors is not None:
+        if reduction.keeps_errors:
             # Far errors belong to the partial sums of the near block that this device owns.
-            errors = add_block(errors, far_errors.reshape(1, -1), self.near.owned(near))
+            block = far_errors.reshape(1, -1)
+            errors = _with_block(errors, block, self.near.owned(near), on_near)
             errors = errors.reshape(on_near, on_far, -1).swapaxes(0, 1)
             errors = errors.reshape(on_far * on_near, -1)
         return mine, errors
@@ -160,6 +166,13 @@ class Hierarchical(Algorithm):
 def _cut_again(block: Any, blocks: int) -> Any:
     """One block with its leading axis of 1, as further blocks."""
     return jax.tree.map(lambda b: cut(b[0], blocks), block)
+
+
+def _with_block(errors: Any, block: jax.Array, index: jax.Array, blocks: int) -> jax.Array:
+    """The errors with those of one block added; None is a near exchange that made none."""
+    if errors is not None:
+        return add_block(errors, block, index)
+    return put_block(jnp.zeros((blocks, block.shape[-1]), jnp.float32), block, index)
 
 
 def _far_and_near(axis_name: AxisName) -> tuple[str, str]:
