@@ -26,12 +26,6 @@ def as_method(name: str) -> Method:
     return Method(family, algorithm or ("native" if family.startswith("powersgd") else "own"))
 
 
-def world_of(case: dict[str, Any]) -> tuple[int, bool, int]:
-    """Its devices, whether they are CPUs of several processes, and the devices of each host."""
-    per_host = case.get("devices", 1)
-    return case["hosts"] * per_host, True, per_host
-
-
 class Choice(NamedTuple):
     """The method that is taken among those of a quality, and how good it is.
 
@@ -45,12 +39,14 @@ class Choice(NamedTuple):
     over: float
 
 
-def choices(case: dict[str, Any], found: dict[str, Prediction]) -> Iterator[Choice]:
+def choices(
+    case: dict[str, Any], found: dict[str, Prediction], room: plan.Cluster
+) -> Iterator[Choice]:
     """The planner's, one for each quality."""
 
     def planned(names: list[str]) -> str:
         rows = [found[name] for name in names]
-        first = choose(rows, load_of(case["size"]), *world_of(case))[0]
+        first = choose(rows, load_of(case["size"]), room)[0]
         return next(name for name in names if found[name] is first)
 
     yield from judged(planned, {row["method"]: row["ms"] for row in case["rows"]})
@@ -70,7 +66,7 @@ def leaders_choices(
     load = load_of(case["size"])
 
     def settled(names: list[str]) -> str:
-        rows = choose([found[name] for name in names], load, *world_of(case))
+        rows = choose([found[name] for name in names], load, room)
         planned = plan.Plan(room, load, tuple(rows), room.order)
         by_method = {found[name].method: name for name in names}
         seconds = {method: own[name] / 1e3 for method, name in by_method.items()}

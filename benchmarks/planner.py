@@ -243,7 +243,7 @@ def summary_of(case: dict[str, Any]) -> str:
     for row in case["rows"]:
         ratio = times[row["method"]] / row["ms"]
         lines.append(f"  {row['method']:24}{row['ms']:9.1f} ms, predicted {ratio:6.2f} of it")
-    for choice in choices(case, found):
+    for choice in choices(case, found, cluster_of(case)):
         line = f"  {choice.quality:10} choice {choice.method:20} {choice.over:.2f} of the best"
         lines.append(line)
     return "\n".join(lines)
@@ -266,26 +266,34 @@ def report(args: argparse.Namespace) -> None:
 
 
 def summarised(kept: dict[str, Any]) -> dict[str, Any]:
-    """Errors of tuned networks and of the others, choices by size, as far as there are cases."""
+    """Errors by groups of networks, choices by size and devices, as far as there are cases."""
     groups: dict[str, list[Case]] = {}
-    sizes: dict[float, list[Case]] = {}
+    sizes: dict[tuple[int, float], list[Case]] = {}
     for case in kept["cases"]:
-        pair = case, predicted(case)
-        groups.setdefault("tuned" if case["network"] in TUNED else "others", []).append(pair)
-        sizes.setdefault(float(f"{case['size']:.2g}"), []).append(pair)
+        pair, devices = (case, predicted(case)), case.get("devices", 1)
+        groups.setdefault(group_of(case), []).append(pair)
+        sizes.setdefault((devices, -float(f"{case['size']:.2g}")), []).append(pair)
     return {
         "errors": {group: errors_in(cases) for group, cases in sorted(groups.items())},
-        "choices": [choices_of(size, sizes[size]) for size in sorted(sizes, reverse=True)],
+        "choices": [choices_of(-key[1], key[0], sizes[key]) for key in sorted(sizes)],
     }
 
 
-def choices_of(size: float, cases: list[Case]) -> dict[str, Any]:
+def group_of(case: dict[str, Any]) -> str:
+    """What a network has in common with others."""
+    if devices := case.get("devices"):
+        return f"hosts of {devices} devices"
+    return "tuned" if case["network"] in TUNED else "others"
+
+
+def choices_of(size: float, devices: int, cases: list[Case]) -> dict[str, Any]:
     """Of the choices at a size: how many were good, and which was worst."""
-    found = [choice for case, rows in cases for choice in choices(case, rows)]
+    found = [c for case, rows in cases for c in choices(case, rows, cluster_of(case))]
     leaders = [c for case, rows in cases for c in leaders_choices(case, rows, cluster_of(case))]
     worst = max(found, key=lambda choice: choice.over)
     return {
         "size": size,
+        "devices": devices,
         "networks": len(cases),
         "choices": len(found),
         "good": sum(choice.over <= 1.05 for choice in found),
@@ -344,7 +352,7 @@ def choices_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Head and cells: how often the choice was good, by size."""
     body = [
         [
-            f"{row['size'] / 1e6:g} M",
+            f"{row['size'] / 1e6:g} M{of_hosts(row['devices'])}",
             str(row["networks"]),
             f"{row['good']} of {row['choices']}",
             f"{row['leaders_timed']} of {row['choices']}",
@@ -364,6 +372,11 @@ def choices_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         "it took, not the fastest",
     ]
     return head, body
+
+
+def of_hosts(devices: int) -> str:
+    """What a row says of hosts of several devices."""
+    return "" if devices == 1 else f", hosts of {devices} devices"
 
 
 def draw(kept: dict[str, Any], path: str) -> None:

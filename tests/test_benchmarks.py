@@ -130,7 +130,15 @@ def test_the_report_of_some_tasks_and_methods() -> None:
 
 
 def test_a_choice_that_was_the_best_has_no_worst_method() -> None:
-    row = {"size": 1e6, "networks": 1, "choices": 4, "good": 4, "leaders_timed": 4, "timed": 4}
+    row = {
+        "size": 1e6,
+        "devices": 2,
+        "networks": 1,
+        "choices": 4,
+        "good": 4,
+        "leaders_timed": 4,
+        "timed": 4,
+    }
     row |= {"worst": 1.0, "chosen": "vote/ring", "best": "vote/ring"}
     _, (best, worse) = planner.choices_table({"choices": [row, {**row, "best": "int8/ring"}]})
     assert (best[-1], worse[-1]) == ("", "`vote/ring`, not `int8/ring`")

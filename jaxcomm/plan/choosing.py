@@ -295,14 +295,12 @@ def plan(
         order = best_order(cluster.topology, model, cluster.order)
         near = near_of(cluster.topology, order)
         cluster = dataclasses.replace(cluster, order=order, near=near)
-    per_host = cluster.devices_per_host
     if chosen is None:
         dimensions = best_dimensions(cluster.topology, model, cluster.order)
-        two_levels = cluster.levels is not None
+        two_levels, per_host = cluster.levels is not None, cluster.devices_per_host
         chosen = methods(quality, two_levels, dimensions, optimizer, per_host)
     found = predictions(cluster, load, chosen)
-    between_cpus = cluster.costs.is_between_cpus
-    rows = choose(found, load, cluster.devices, between_cpus, per_host)
+    rows = choose(found, load, cluster)
     return Plan(cluster, load, tuple(rows), given)
 
 

@@ -17,7 +17,7 @@ from jaxcomm._numbers import is_real
 from jaxcomm.plan.files import File, pyyaml
 
 VERSION = 3
-MERGING = "/ring"  # the end of a name in `Costs.local`
+MERGING, BY_HOSTS = "/ring", "/hosts"  # ends of names in `Costs.local`
 SIZES = (2**18, 2**21)  # values at which codes are timed; the second fills a bucket
 _NOT_MEASURED = "not measured here"
 
@@ -43,8 +43,9 @@ class Costs:
         error feedback or selecting, with all devices of a machine busy, including the time that
         they wait for each other. Two numbers: for a value among 2^18 and among 2^21, where the
         fixed cost of operations is spread over more values. A name that ends in "/ring" is for
-        algorithms that decode and encode on the way; without such an entry they are assumed to cost
-        as much as the others.
+        algorithms that decode and encode on the way, one in "/hosts" for exchanges in which the
+        devices of a host add up first. Without an entry of its own, the latter is assumed to cost
+        as much as "/ring", and this as much as the others.
     """
 
     source: str
@@ -78,18 +79,19 @@ class Costs:
         """Whether messages behave as between CPU processes, which are connected by gloo."""
         return self.half_duplex or self.swap > 0
 
-    def local_seconds(self, family: str, values: float, is_merged: bool = False) -> float:
+    def local_seconds(self, family: str, values: float, ending: str = "") -> float:
         """Seconds for this many values. A family without costs counts as the slowest one.
 
         Args:
           family: its name.
           values: the number of values.
-          is_merged: whether partial sums are decoded and encoded on the way.
+          ending: of the names of its algorithm's kind in `local`.
         """
         small, full = SIZES
-        dearest = max(self.local.values(), key=lambda pair: pair[1], default=(0.0, 0.0))
-        usual = self.local.get(family, dearest)
-        among_few, among_many = self.local.get(family + MERGING, usual) if is_merged else usual
+        pair = max(self.local.values(), key=lambda pair: pair[1], default=(0.0, 0.0))
+        for more in {"": ("",), MERGING: ("", MERGING), BY_HOSTS: ("", MERGING, BY_HOSTS)}[ending]:
+            pair = self.local.get(family + more, pair)
+        among_few, among_many = pair
         if values <= small:
             return among_few * values
         if values >= full:  # one bucket after the other
@@ -159,9 +161,9 @@ def _check_type(file: File, key: str, value: Any) -> None:
 def _check_local(file: File, local: Any) -> None:
     if not isinstance(local, dict):
         raise file.error("local", f"local has a line for each family, got {local!r}.")
-    known = [family for family in DEFAULTS["cpu"].local if not family.endswith(MERGING)]
+    known = [family for family in DEFAULTS["cpu"].local if "/" not in family]
     for family, pair in local.items():
-        if str(family).removesuffix(MERGING) not in known:
+        if str(family).removesuffix(MERGING).removesuffix(BY_HOSTS) not in known:
             wrong = f"there is no family {family!r}; there are {', '.join(known)}."
             raise file.error("local", wrong)
         if not isinstance(pair, list) or len(pair) != 2 or not all(map(is_real, pair)):

@@ -10,6 +10,7 @@ from jaxcomm import transforms
 from jaxcomm._numbers import is_integer
 from jaxcomm.collectives import algorithms, sparse
 from jaxcomm.collectives.algorithms import Algorithm, _default
+from jaxcomm.plan.costs import BY_HOSTS, MERGING
 
 # Each contains those before it.
 QUALITIES = ("exact", "16bit", "unbiased", "any")
@@ -51,6 +52,13 @@ class Family:
 SCHEDULED = ("direct", "two_way_ring", "ring", "halving_doubling", "circulant")
 BOTH_LEVELS = (*SCHEDULED, "hierarchical")
 MERGED = BOTH_LEVELS[1:]  # partial sums are encoded again on the way
+
+
+def ending_of(algorithm: str, is_by_hosts: bool) -> str:
+    """The end of the names in `Costs.local` of what goes by this algorithm."""
+    if is_by_hosts:
+        return BY_HOSTS
+    return MERGING if algorithm in MERGED else ""
 
 
 def _mean(

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.algorithms.native import Native
-from jaxcomm.plan.families import FAMILIES, MERGED, QUALITIES, Method
+from jaxcomm.plan.families import FAMILIES, QUALITIES, Method, ending_of
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.messages import BetweenHosts, Lists, Reduction
@@ -223,8 +223,8 @@ def _local(cluster: Cluster, load: Workload, method: Method) -> float:
     if _is_left_out(cluster, method):
         return 0.0
     exempt = 0 if method.family == "float32" else load.exempt_values
-    is_merged = method.algorithm in MERGED
-    compressed = cluster.costs.local_seconds(method.family, load.values - exempt, is_merged)
+    ending = ending_of(method.algorithm, method.is_by_hosts)
+    compressed = cluster.costs.local_seconds(method.family, load.values - exempt, ending)
     return compressed + cluster.costs.local_seconds("float32", exempt)
 
 
@@ -307,13 +307,14 @@ def with_exchange(
     )
 
 
-def choose(
-    found: Sequence[Prediction],
-    load: Workload,
-    devices: int,
-    between_cpus: bool,
-    per_host: int = 1,
-) -> list[Prediction]:
+def is_usual(cluster: Cluster, load: Workload, method: Method) -> bool:
+    """Whether the method's algorithm is what None stands for."""
+    between_cpus = cluster.costs.is_between_cpus
+    values = values_of_bucket(method, load, between_cpus)
+    return method.is_usual(cluster.devices, between_cpus, values, cluster.devices_per_host)
+
+
+def choose(found: Sequence[Prediction], load: Workload, cluster: Cluster) -> list[Prediction]:
     """The predictions with the choice first: the best quality within 2 % of the fastest step.
 
     Among methods of that quality those that exchange in every step come before others. Among these
@@ -323,18 +324,15 @@ def choose(
     Args:
       found: the predictions.
       load: what is exchanged.
-      devices: how many there are.
-      between_cpus: whether they are CPUs of several processes.
-      per_host: the devices of each host, which follow each other; 1 if they do not.
+      cluster: the devices.
     """
     order = list(FAMILIES)
 
     def preferred(prediction: Prediction) -> tuple[int, int, int, bool, float]:
         method = prediction.method
-        values = values_of_bucket(method, load, between_cpus)
-        is_usual = method.is_usual(devices, between_cpus, values, per_host)
-        family = order.index(method.family)
-        return QUALITIES.index(method.quality), method.every, family, not is_usual, prediction.step
+        quality, family = QUALITIES.index(method.quality), order.index(method.family)
+        is_other = not is_usual(cluster, load, method)
+        return quality, method.every, family, is_other, prediction.step
 
     fastest = min(prediction.step for prediction in found)
     near = [p for p in found if p.step <= fastest * (1 + _MARGIN)]

@@ -20,7 +20,7 @@ from jaxcomm.collectives import _sending
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.kernels import _device
 from jaxcomm.plan.compiling import compiled
-from jaxcomm.plan.costs import MERGING, SIZES, Costs, defaults
+from jaxcomm.plan.costs import BY_HOSTS, MERGING, SIZES, Costs, defaults
 from jaxcomm.plan.exchanges import Exchange
 from jaxcomm.plan.fabrics import star
 from jaxcomm.plan.families import FAMILIES, Method
@@ -165,10 +165,15 @@ def _measured(mesh: Mesh, cluster: Cluster | None, families: tuple[str, ...]) ->
     )
 
 
-def _algorithms_of(family: str) -> dict[str, str]:
-    """The algorithms by which a family's exchange is timed, by the suffix of its name in Costs."""
-    usual = FAMILIES[family].algorithms[0]
-    return {"": usual, MERGING: "ring"} if family in ALSO_BY_RING else {"": usual}
+def _methods_of(family: str, mesh: Mesh) -> dict[str, Method]:
+    """The exchanges of a family that are timed, by the ends of its names in Costs."""
+    known, per_host = FAMILIES[family].algorithms, _per_host(mesh)
+    found = {"": Method(family, known[0])}
+    if family in ALSO_BY_RING:
+        found[MERGING] = Method(family, "ring")
+    if 1 < per_host < mesh.size and "hierarchical" in known and family != "float32":
+        found[BY_HOSTS] = Method(family, "hierarchical", (("devices_per_host", per_host),))
+    return found
 
 
 def _declared(cluster: Cluster, pairs: Pairs) -> float:
@@ -252,9 +257,9 @@ def _slowest(
 def _locals(mesh: Mesh, families: Sequence[str], messages: Model) -> dict[str, tuple[float, float]]:
     """Seconds of a value, among few and among many; see Costs.local."""
     named = [
-        (family, suffix, Method(family, algorithm))
+        (family, suffix, method)
         for family in families
-        for suffix, algorithm in _algorithms_of(family).items()
+        for suffix, method in _methods_of(family, mesh).items()
     ]
     asked = [(method, size) for _, _, method in named for size in SIZES]
     seconds = _seconds(mesh, asked, messages)
@@ -320,8 +325,7 @@ def _sending_seconds(method: Method, values: int, mesh: Mesh, messages: Model) -
     if method == BASELINE:
         return 0.0
     devices = mesh.size
-    with jax.set_mesh(mesh):
-        per_host = _hosts.devices_per_host(mesh.axis_names[0])
+    per_host = _per_host(mesh)
     parts = sent(method, _load(values), devices, _device.is_between_cpu_processes(), per_host)
     if method.algorithm == "native":
         hops = 2 * (devices - 1)
@@ -340,6 +344,12 @@ def _sending_seconds(method: Method, values: int, mesh: Mesh, messages: Model) -
         ).seconds
         for p in parts
     )
+
+
+def _per_host(mesh: Mesh) -> int:
+    """The devices of each host that follow each other."""
+    with jax.set_mesh(mesh):
+        return _hosts.devices_per_host(mesh.axis_names[0])
 
 
 def _alone(mesh: Mesh) -> Mesh:

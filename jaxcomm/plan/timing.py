@@ -14,9 +14,8 @@ from jaxcomm.plan.choosing import Plan
 from jaxcomm.plan.compiling import compiled
 from jaxcomm.plan.exchanges import Exchange, Repeated
 from jaxcomm.plan.families import Method
-from jaxcomm.plan.predict import BASELINE, Prediction, choose, with_exchange
+from jaxcomm.plan.predict import BASELINE, Prediction, choose, is_usual, with_exchange
 from jaxcomm.plan.probing import TIMED, max_over
-from jaxcomm.plan.sending import values_of_bucket
 
 WITHIN, FIRST = 1.3, 3  # at most FIRST rivals within this factor of the fastest predicted step
 MOST = 8  # with the best of each quality, and those that lead once the first are timed
@@ -82,12 +81,9 @@ def settle(found: Plan, measure: Measure) -> Plan:
         more for those that may be chosen, with the longest of their times as the second argument.
     """
     medians: dict[Method, float] = {}
-    cluster = found.cluster
-    between_cpus, devices = cluster.costs.is_between_cpus, cluster.devices
 
     def is_other(row: Prediction) -> bool:
-        values = values_of_bucket(row.method, found.load, between_cpus)
-        return not row.method.is_usual(devices, between_cpus, values, cluster.devices_per_host)
+        return not is_usual(found.cluster, found.load, row.method)
 
     # Among methods with equal predictions the default comes first, so it is timed and chosen.
     leading = [r.method for r in finalists([found.choice, *sorted(found.rows[1:], key=is_other)])]
@@ -104,7 +100,7 @@ def settle(found: Plan, measure: Measure) -> Plan:
     base = next((row.step for row in rows if row.method == BASELINE), 0.0)
     rows = [dataclasses.replace(row, speedup=base / row.step) for row in rows]
     may_be_chosen = [row for row in rows if row.method in again]
-    choice = choose(may_be_chosen, found.load, devices, between_cpus, cluster.devices_per_host)[0]
+    choice = choose(may_be_chosen, found.load, found.cluster)[0]
     others = sorted((row for row in rows if row is not choice), key=lambda row: row.step)
     return dataclasses.replace(found, rows=(choice, *others))
 

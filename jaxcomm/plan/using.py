@@ -9,7 +9,7 @@ from jaxcomm.collectives.algorithms._default import choose_by
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.reductions import CodedMean, Majority, Reduction
 from jaxcomm.plan import messages
-from jaxcomm.plan.families import MERGED, SCHEDULED
+from jaxcomm.plan.families import SCHEDULED, ending_of
 from jaxcomm.plan.machines import Cluster
 from jaxcomm.plan.order import best_dimensions
 
@@ -59,10 +59,12 @@ def use(cluster: Cluster | None) -> None:
     def seconds(
         algorithm: Algorithm, family: str, reduction: messages.Reduction, values: int
     ) -> float:
-        world = cluster.levels if isinstance(algorithm, Hierarchical) else cluster.devices
+        is_hierarchical = isinstance(algorithm, Hierarchical)
+        world = cluster.levels if is_hierarchical else cluster.devices
         network = cluster.network_of(algorithm)
         sent = network.exchange(algorithm, reduction, values, world).seconds
-        return sent + cluster.costs.local_seconds(family, values, algorithm.name in MERGED)
+        ending = ending_of(algorithm.name, is_hierarchical)  # none is of two axes
+        return sent + cluster.costs.local_seconds(family, values, ending)
 
     def chooser(reduction: Reduction, world: int, values: int, usual: Algorithm) -> Algorithm:
         known = _as_messages(reduction, world)

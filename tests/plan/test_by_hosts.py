@@ -1,5 +1,6 @@
 """Hosts of several devices: rows that go by hosts, as programs do without an algorithm."""
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import jaxcomm
 from jaxcomm import plan, sparse
 from jaxcomm.collectives.algorithms import _default
+from jaxcomm.plan import probing
 from jaxcomm.plan.families import Method, methods
 from jaxcomm.plan.sending import sent
 
@@ -179,3 +181,31 @@ def test_the_table_of_the_docs(tmp_path: Path) -> None:
         ]
         expected = [f"{sent[name]:.2f}" for name in ("float32/native", *names)]
         assert cells.split(" | ") == expected
+
+
+def test_work_by_hosts_has_costs_of_its_own(
+    tmp_path: Path, make_mesh: Any, hosts_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What hosts encode is a part of the vector, which may take less than all of it, or more."""
+    cluster = office(tmp_path, 2)
+    local = {"int8": (1e-9, 1e-9), "int8/ring": (2e-9, 2e-9), "vote": (1e-9, 1e-9)}
+
+    def seconds(**more: tuple[float, float]) -> list[float]:
+        costs = dataclasses.replace(cluster.costs, local=local | more)
+        costs.save(tmp_path / "costs.yaml")
+        costs = plan.read_costs(tmp_path / "costs.yaml")
+        found = rows(dataclasses.replace(cluster, costs=costs))
+        names = ("int8/direct", "int8/ring", "int8/hierarchical/2", "vote/hierarchical/2")
+        return [found[name].local / (4 * 2**20) for name in names]
+
+    assert seconds() == pytest.approx([1e-9, 2e-9, 2e-9, 1e-9])
+    assert seconds(**{"int8/hosts": (5e-9, 5e-9)}) == pytest.approx([1e-9, 2e-9, 5e-9, 1e-9])
+
+    named = lambda _, asked, *__: {(m, n): (m.name, n) for m, n in asked}  # noqa: E731
+    monkeypatch.setattr(probing, "_seconds", named)
+    monkeypatch.setattr(probing, "Costs", lambda **fields: fields)
+    for hosts, ends in (HOSTS, {"", "/ring", "/hosts"}), ((0,) * 8, {"", "/ring"}):
+        hosts_of(*hosts)
+        found = plan.probe(make_mesh(8), families=["cnat", "float32", "oktopk"])["local"]
+        assert {name for name in found if name.startswith("cnat")} == {f"cnat{e}" for e in ends}
+        assert {name for name in found if name.endswith("/hosts")} <= {"cnat/hosts"}

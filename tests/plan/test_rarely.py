@@ -18,10 +18,13 @@ LOAD = plan.workload(4e6, 100.0)
 OFTEN, RARELY = plan.Method("scaled_sign", "direct"), plan.Method("scaled_sign", "direct", every=4)
 
 
+def star(device: str) -> plan.Cluster:
+    return plan.cluster(plan.fabrics.star("star", 4, "200Mbit"), plan.defaults(device))
+
+
 def both(device: str, load: plan.Workload = LOAD) -> list[plan.Prediction]:
     """The rows of the exchange in every step and in every 4th."""
-    room = plan.cluster(plan.fabrics.star("star", 4, "200Mbit"), plan.defaults(device))
-    rows = {row.method: row for row in predictions(room, load, [OFTEN, RARELY])}
+    rows = {row.method: row for row in predictions(star(device), load, [OFTEN, RARELY])}
     return [rows[OFTEN], rows[RARELY]]
 
 
@@ -50,7 +53,7 @@ def test_the_bytes_are_those_of_the_transformation(make_mesh: Any) -> None:
 
 def test_an_exchange_in_every_step_is_preferred() -> None:
     rows = [dataclasses.replace(row, step=1.0) for row in both("cpu")]
-    assert choose(rows[::-1], LOAD, 4, True)[0].method == OFTEN
+    assert choose(rows[::-1], LOAD, star("cpu"))[0].method == OFTEN
 
 
 def test_any_quality_has_it_and_its_needs_are_told() -> None:
