@@ -29,8 +29,8 @@ VERSIONS = $(VENV)/bin/python -c "import platform, importlib.metadata as m; prin
 # Where QUICK is set, programs compile quickly: without LLVM's optimizations and, where XLA still has
 # it, with its simpler code generator they take half of the time; as one module for LLVM, not as many
 # for threads that two cores do not have, a tenth less. XLA ends the process for a flag that it does
-# not know. With all optimizations run the processes of tests/processes.py and all of
-# `make test-oldest`.
+# not know. With all optimizations run the processes of tests/collectives/test_real_processes.py
+# and all of `make test-oldest`.
 define run_tests
 	@$(VERSIONS)
 	@if [ -n "$(QUICK)" ]; then \

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 # For exchanges in conditionals and loops: a program that is read back has lost their order.
 COMPILED_ANEW = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+OPTIMIZED = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}  # as users compile
 # Gloo's threads write to file descriptor 1, in pieces that mix with each other's and with ours.
 _OWN_STDOUT = """\
 import os, sys
@@ -29,6 +30,12 @@ import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize({coordinator!r}, num_processes={n}, process_id={rank})
 """
+
+
+def flags_of(devices: int) -> dict[str, str]:
+    """What makes of processes such of so many devices, which compile as quickly as the tests."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {"XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}"}
 
 
 class Finished(NamedTuple):
@@ -112,7 +119,7 @@ def _environment(rank: int, n: int, env: dict[str, str]) -> dict[str, str]:
     return {
         **{name: value for name, value in os.environ.items() if name != "NPROC"},
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        **flags_of(devices=1),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
         "RANK": str(rank),
         "WORLD_SIZE": str(n),

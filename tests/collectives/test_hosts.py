@@ -13,7 +13,7 @@ from algorithm_table import CASES, mean_on_all, mean_program
 from jaxcomm import _hosts
 from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms._default import usual
-from processes import run_processes
+from processes import flags_of, run_processes
 
 DIRECT = algorithms.direct()
 HOSTS = (0, 0, 1, 1, 2, 2, 3, 3)
@@ -336,7 +336,7 @@ REAL = """
 @pytest.mark.parametrize("hosts", [2, 3])
 def test_processes_of_two_devices(hosts: int) -> None:
     """Over TCP, with swaps between two of them: nothing is lost, and all have the same bits."""
-    env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = flags_of(devices=2)
     done = run_processes(hosts, REAL, env=env)
     assert len({run.stdout for run in done}) == 1
     assert len(done[0].stdout.splitlines()) == 5

@@ -7,7 +7,7 @@ import pytest
 
 import oracles
 from algorithm_table import NAMED
-from processes import COMPILED_ANEW, as_a_machine, run_processes
+from processes import COMPILED_ANEW, OPTIMIZED, as_a_machine, run_processes
 
 SCRIPT = """
 import functools, json, os, sys
@@ -68,7 +68,7 @@ print(json.dumps({"rank": rank, "pid": os.getpid(), "checked": checked}))
 def test_every_process_has_the_oracle_bits() -> None:
     """Of two processes, then of three, then of all four."""
     tests = Path(__file__).parent.parent
-    finished = run_processes(4, SCRIPT, env={"TESTS": str(tests)}, timeout=240)
+    finished = run_processes(4, SCRIPT, env=OPTIMIZED | {"TESTS": str(tests)}, timeout=240)
     reports = [json.loads(process.stdout.splitlines()[-1]) for process in finished]
     assert [r["rank"] for r in reports] == list(range(4))
     assert len({r["pid"] for r in reports}) == 4
@@ -161,7 +161,7 @@ print(json.dumps([len({d.slice_index for d in devices}), order, list(meshes[3].d
 def test_meshes_span_machines() -> None:
     if not as_a_machine():
         pytest.skip("nothing can be mounted over the boot id, so all is one machine")
-    for finished in run_processes(4, MACHINES):
+    for finished in run_processes(4, MACHINES, env=OPTIMIZED):
         machines, (whole, backwards, planned, groups), shape = json.loads(finished.stdout)
         assert machines == 4 and shape == [2, 2]
         assert whole == planned == groups == [0, 1, 2, 3] and backwards == [3, 2, 1, 0]
@@ -223,7 +223,7 @@ print(json.dumps({"w": bits, "loss": float(loss), "cache": step._cache_size()}))
 def test_the_front_page_on_two_processes() -> None:
     reports = [
         json.loads(p.stdout.splitlines()[-1])
-        for p in run_processes(2, FRONT_PAGE, env=COMPILED_ANEW, timeout=240)
+        for p in run_processes(2, FRONT_PAGE, env=OPTIMIZED | COMPILED_ANEW, timeout=240)
     ]
     assert reports[0] == reports[1]
     assert reports[0]["cache"] == 1

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 import jaxcomm
 from jaxcomm import sparse
 from jaxcomm.collectives.one_bit import BLOCK, chunk_length, one_bit_mean
-from processes import COMPILED_ANEW, run_processes
+from processes import COMPILED_ANEW, flags_of, run_processes
 
 N, DENSITY = 6000, 0.02
 LAYOUTS = {4: (0, 0, 1, 1, 2, 2, 3, 3), 2: (0, 0, 0, 0, 1, 1, 1, 1)}
@@ -306,7 +306,7 @@ REAL = """
 @pytest.mark.parametrize("hosts", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_processes_of_two_devices(hosts: int) -> None:
     """Over TCP: nothing is lost, and all processes have the same bits."""
-    env = COMPILED_ANEW | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = COMPILED_ANEW | flags_of(devices=2)
     done = run_processes(hosts, REAL, env=env)
     assert len({run.stdout for run in done}) == 1
     assert len(done[0].stdout.splitlines()) == 6
