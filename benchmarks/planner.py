@@ -106,7 +106,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--sizes", type=several(values), default="245760,1966080", help="values of the gradients"
     )
-    parser.add_argument("--methods", help="separated by ,")
+    parser.add_argument("--methods", help="separated by ,; all if left out")
     parser.add_argument("--repeats", type=count, default=3, help="at least")
     parser.add_argument("--measured", type=positive, default=3, help="seconds of each method")
     parser.add_argument("--seconds", type=positive, default=900, help="after which a run is ended")
@@ -130,9 +130,8 @@ def run(args: argparse.Namespace) -> None:
     names, rates = args.networks.split(","), args.rates.split(",")
     with tempfile.TemporaryDirectory(prefix="planner-") as folder:
         for n, size, name, rate in itertools.product(args.hosts, args.sizes, names, rates):
-            case = {"network": name, "hosts": n, "rate": rate, "size": size}
-            if args.devices > 1:
-                case["devices"] = args.devices
+            case = {"network": name, "hosts": n, "devices": args.devices, "rate": rate}
+            case["size"] = size
             kept = read(args.out) if args.out else {"cases": []}
             if any(is_same(old, case) for old in kept["cases"]):
                 print(f"{title_of(case)}: {args.out} has it")
@@ -154,23 +153,23 @@ def read(path: str | Path) -> dict[str, Any]:
 
 def is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     keys = ("network", "hosts", "devices", "rate", "size")
-    return all(str(a.get(key)) == str(b.get(key)) for key in keys)
+    return all(str(a[key]) == str(b[key]) for key in keys)
 
 
 def title_of(case: dict[str, Any]) -> str:
     """A line about its network and size."""
-    of = f" of {case['devices']} devices" if "devices" in case else ""
-    return (
-        f"{case['network']}, {case['hosts']} hosts{of}, {case['rate']} Mbit/s, "
-        f"{case['size']:g} values"
-    )
+    hosts = f"{case['hosts']} {hosts_of(case['devices']) or 'hosts'}"
+    return f"{case['network']}, {hosts}, {case['rate']} Mbit/s, {case['size']:g} values"
+
+
+def hosts_of(devices: int) -> str:
+    """What is said of hosts of several devices; nothing of others."""
+    return f"hosts of {devices} devices" if devices > 1 else ""
 
 
 def cluster_of(case: dict[str, Any]) -> plan.Cluster:
-    """What the planner knows of the network; by default costs as long as none are measured."""
-    settings = {"hosts": case["hosts"], "rate": case["rate"]}
-    if devices := case.get("devices"):
-        settings["nodes.devices"] = devices
+    """What the planner knows of the network; with default costs until they are measured."""
+    settings = {"hosts": case["hosts"], "rate": case["rate"], "nodes.devices": case["devices"]}
     costs = Costs(**case["costs"]) if "costs" in case else None
     return plan.load_cluster(case["network"], settings, costs)
 
@@ -202,7 +201,7 @@ def work(args: argparse.Namespace) -> None:
     jax.config.update("jax_num_cpu_devices", args.devices)
     together = Jax()
     case = {"network": args.networks, "hosts": args.hosts[0], "rate": args.rates}
-    cluster = cluster_of(case | ({"devices": args.devices} if args.devices > 1 else {}))
+    cluster = cluster_of(case | {"devices": args.devices})
     costs = plan.probe(cluster=cluster)
     if together.rank == 0:
         costs.save(args.costs)
@@ -270,9 +269,9 @@ def summarised(kept: dict[str, Any]) -> dict[str, Any]:
     groups: dict[str, list[Case]] = {}
     sizes: dict[tuple[int, float], list[Case]] = {}
     for case in kept["cases"]:
-        pair, devices = (case, predicted(case)), case.get("devices", 1)
+        pair = case, predicted(case)
         groups.setdefault(group_of(case), []).append(pair)
-        sizes.setdefault((devices, -float(f"{case['size']:.2g}")), []).append(pair)
+        sizes.setdefault((case["devices"], -float(f"{case['size']:.2g}")), []).append(pair)
     return {
         "errors": {group: errors_in(cases) for group, cases in sorted(groups.items())},
         "choices": [choices_of(-key[1], key[0], sizes[key]) for key in sorted(sizes)],
@@ -281,9 +280,8 @@ def summarised(kept: dict[str, Any]) -> dict[str, Any]:
 
 def group_of(case: dict[str, Any]) -> str:
     """What a network has in common with others."""
-    if devices := case.get("devices"):
-        return f"hosts of {devices} devices"
-    return "tuned" if case["network"] in TUNED else "others"
+    alone = "tuned" if case["network"] in TUNED else "others"
+    return hosts_of(case["devices"]) or alone
 
 
 def choices_of(size: float, devices: int, cases: list[Case]) -> dict[str, Any]:
@@ -352,7 +350,7 @@ def choices_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """Head and cells: how often the choice was good, by size."""
     body = [
         [
-            f"{row['size'] / 1e6:g} M{of_hosts(row['devices'])}",
+            ", ".join(filter(None, [f"{row['size'] / 1e6:g} M", hosts_of(row["devices"])])),
             str(row["networks"]),
             f"{row['good']} of {row['choices']}",
             f"{row['leaders_timed']} of {row['choices']}",
@@ -372,11 +370,6 @@ def choices_table(summary: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         "it took, not the fastest",
     ]
     return head, body
-
-
-def of_hosts(devices: int) -> str:
-    """What a row says of hosts of several devices."""
-    return "" if devices == 1 else f", hosts of {devices} devices"
 
 
 def draw(kept: dict[str, Any], path: str) -> None:

@@ -33,7 +33,7 @@ jax.distributed.initialize({coordinator!r}, num_processes={n}, process_id={rank}
 
 
 def flags_of(devices: int) -> dict[str, str]:
-    """What makes of processes such of so many devices, which compile as quickly as the tests."""
+    """Variables of processes of so many devices each, which compile as quickly as the tests."""
     flags = os.environ.get("XLA_FLAGS", "")
     return {"XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}"}
 
