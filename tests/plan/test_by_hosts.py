@@ -209,3 +209,18 @@ def test_work_by_hosts_has_costs_of_its_own(
         found = plan.probe(make_mesh(8), families=["cnat", "float32", "oktopk"])["local"]
         assert {name for name in found if name.startswith("cnat")} == {f"cnat{e}" for e in ends}
         assert {name for name in found if name.endswith("/hosts")} <= {"cnat/hosts"}
+
+
+def test_what_is_used_depends_on_these_costs(tmp_path: Path, hosts_of: Any) -> None:
+    hosts_of(*HOSTS)
+    cluster, tx = office(tmp_path, 2), jaxcomm.mean("data", "int8")
+    dear = dict(cluster.costs.local) | {"int8/hosts": (1e-6, 1e-6)}
+    costly = dataclasses.replace(cluster, costs=dataclasses.replace(cluster.costs, local=dear))
+    for used, goes_by_hosts in (cluster, True), (costly, False):
+        plan.use(used)
+        try:
+            with jax.set_mesh(jaxcomm.data_mesh()):
+                found = str(jaxcomm.explain(tx, [jnp.zeros((1024, 1024))]))
+        finally:
+            plan.use(None)
+        assert ("int8, hierarchical" in found) == goes_by_hosts
