@@ -135,7 +135,7 @@ def assemble(config: Any, workdir: Path, goes_on: bool = False) -> Run:
     # The model's gradient, the exchange, and the optimizer.
     gradient = step.make_gradient(forward, config.label_smoothing, config.microbatches)
     order = jaxcomm.backward_order(gradient, params, example)
-    optimizer = state.make_optimizer(config.optimizer, config.steps)
+    optimizer = state.make_optimizer(config.optimizer, config.steps, sync.parts_codec(config.sync))
     how = planned.resolved(config, workdir, gradient, params, example, optimizer, goes_on)
     exchange = sync.build(how, order, config.steps, config.seed)
     tx = sync.joined(how, exchange, optimizer)

@@ -44,16 +44,18 @@ class Optimizer(NamedTuple):
     rate: optax.GradientTransformation
 
 
-def sgd(config: Any, rate: optax.Schedule) -> Optimizer:
+def sgd(config: Any, rate: optax.Schedule, parts: Any) -> Optimizer:
     """Nesterov momentum with the weight decay inside the gradient, as ResNets are trained."""
+    del parts
     decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
     momentum = optax.trace(config.momentum, nesterov=True)
     step = optax.chain(decay, momentum)
     return Optimizer(step, optax.identity(), optax.scale_by_learning_rate(rate))
 
 
-def adamw(config: Any, rate: optax.Schedule) -> Optimizer:
+def adamw(config: Any, rate: optax.Schedule, parts: Any) -> Optimizer:
     """Adam with decoupled weight decay, as transformers are trained."""
+    del parts
     decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
     return Optimizer(
         optax.scale_by_adam(config.momentum, config.b2, nesterov=config.nesterov),
@@ -62,25 +64,27 @@ def adamw(config: Any, rate: optax.Schedule) -> Optimizer:
     )
 
 
-def muon(config: Any, rate: optax.Schedule) -> Optimizer:
+def muon(config: Any, rate: optax.Schedule, parts: Any) -> Optimizer:
     """Muon for the matrices of hidden layers, Adam for the rest; decoupled weight decay for both.
 
     Steps of both are as large as Adam's, so they have one learning rate, and the momenta are equal
-    and Nesterov's.
+    and Nesterov's. Parts of matrices that are split are sent in the codec `parts`.
     """
-    matrices = optax.chain(
-        optax.trace(config.momentum, nesterov=True),
-        jaxcomm.orthogonalize(hidden_matrices, consistent_rms=0.2),  # steps as large as Adam's
+    orthogonal = jaxcomm.orthogonalize(
+        hidden_matrices,
+        consistent_rms=0.2,  # steps as large as Adam's
+        codec=parts,
     )
+    matrices = optax.chain(optax.trace(config.momentum, nesterov=True), orthogonal)
     others = optax.scale_by_adam(config.momentum, config.b2, nesterov=True)
     step = optax.partition({"matrix": matrices, "other": others}, _matrices_and_others)
     decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
     return Optimizer(step, decay, optax.scale_by_learning_rate(rate))
 
 
-def scale(config: Any, rate: optax.Schedule) -> Optimizer:
+def scale(config: Any, rate: optax.Schedule, parts: Any) -> Optimizer:
     """The learning rate alone, after a method of `train.sync` that is an optimizer itself."""
-    del config
+    del config, parts
     return Optimizer(optax.identity(), optax.identity(), optax.scale_by_schedule(rate))
 
 
@@ -135,7 +139,7 @@ def _matrices_and_others(params: Any) -> Any:
     )
 
 
-def make_optimizer(config: Any, steps: int) -> Optimizer:
+def make_optimizer(config: Any, steps: int, parts: Any = "float32") -> Optimizer:
     """The optimizer that a config names; its learning rate warms up and then falls as a cosine.
 
     With `clip_norm` it first clips the gradient to that norm, taken over all values.
@@ -144,9 +148,11 @@ def make_optimizer(config: Any, steps: int) -> Optimizer:
       config: `config.optimizer`: `name`, `learning_rate` (the peak), `warmup_steps` and the
         options of that optimizer.
       steps: length of the run, where the cosine reaches zero.
+      parts: the codec in which an optimizer sends parts of matrices that are split, such as the
+        result of `train.sync.parts_codec`.
     """
     rule = choose(OPTIMIZERS, config.name, "config.optimizer.name")
-    found = rule(config, schedule(config, steps))
+    found = rule(config, schedule(config, steps), parts)
     if config.clip_norm is not None:
         clip = optax.clip_by_global_norm(config.clip_norm)
         found = found._replace(step=optax.chain(clip, found.step))

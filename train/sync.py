@@ -214,6 +214,18 @@ def _sharded(tx: optax.GradientTransformation, config: Any) -> optax.GradientTra
     return jaxcomm.sharded(tx, codec)
 
 
+def parts_codec(config: Any) -> jaxcomm.codecs.Codec:
+    """The codec in which an optimizer sends parts of split matrices.
+
+    It is that of `gather` where it rounds to nearest and has the range of float32; else float32, in
+    which `fsdp` gathers too.
+    """
+    name = read_call(config.get("gather") or "float32", CALLS["codec"], "config.sync.gather")
+    codec = jaxcomm.codecs.from_name(name)
+    unfit = codec.is_random or codec.needs_error_feedback or codec.largest is not None
+    return jaxcomm.codecs.from_name("float32") if unfit else codec
+
+
 def make_mesh(config: Any, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
     """Devices (of all processes) along AXIS; with `fsdp`, neighbours in groups along SPLIT."""
     if config.fsdp == 1:

@@ -1,6 +1,7 @@
 """Muon in the training program: which leaves it makes orthogonal, and as which matrices."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import pytest
 from ml_collections import config_dict
 from running import read_config
 
+import jaxcomm
 from train import models, state
+from train.run import assemble
 
 SHAPES = {
     "lm_transformer": ((16,), 256),
@@ -109,3 +112,23 @@ def test_each_layer_of_a_stack_is_made_orthogonal_by_itself() -> None:
     embedding = np.asarray(step["tokens"]["embedding"]) / np.sign(grads["tokens"]["embedding"])
     np.testing.assert_allclose(embedding, embedding[0, 0], rtol=1e-4)
     assert embedding[0, 0] > 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "parts"),
+    [
+        ("gather", "int8", "int8"),
+        ("gather", "int8(block_size=64)", "int8"),
+        ("gather", "cnat", "float32"),  # rounds at random
+        ("gather", "float16", "float32"),  # has not its range
+        ("fsdp", 2, "float32"),
+    ],
+)
+def test_parts_of_matrices_travel_as_parameters_are_gathered(
+    field: str, value: Any, parts: str, tmp_path: Path
+) -> None:
+    config = read_config("digits_vit")
+    config.model.depth, config.optimizer.name, config.sync[field] = 1, "muon", value
+    run = assemble(config, tmp_path)
+    text = str(jaxcomm.explain(run.tx, run.place(run.params)))
+    assert f"; {parts}, whole matrices" in text
