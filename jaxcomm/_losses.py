@@ -5,7 +5,7 @@ import functools
 import inspect
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm import _axes
+from jaxcomm._aux import differing, is_same
 from jaxcomm._axes import AxisName
 from jaxcomm._nnx import changed, held_by, refuse_changes
 from jaxcomm._users_line import users_line
 
-_AVERAGED = (jnp.integer, jnp.floating, jnp.bool_)
 # Errors of jax about a spec with an axis over which the loss runs device by device.
 _NAMES_AN_AXIS = (
     "with_sharding_constraint|shard_map in_specs|axis names that are of type Auto or Manual"
@@ -81,7 +81,7 @@ def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
     """The loss and aux that a loss function returned; aux is () if there is none.
 
     Raises:
-      TypeError: if they are not what `has_aux` says, or aux is not made of real numbers.
+      TypeError: if they are not what `has_aux` says, or the loss is None.
     """
     if has_aux and not (isinstance(out, tuple | list) and len(out) == 2):
         raise TypeError(
@@ -93,19 +93,8 @@ def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
             "(loss, aux), pass has_aux=True."
         )
     loss, aux = out if has_aux else (out, ())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(aux):
-        dtype = getattr(leaf, "dtype", type(leaf))
-        if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-            raise TypeError(
-                f"aux{jax.tree_util.keystr(path)} is a random key, which has no mean over devices; "
-                "give the loss another key in every step, and return only what else changes, such "
-                "as nnx.state(model, nnx.BatchStat)."
-            )
-        if not any(jnp.issubdtype(dtype, kind) for kind in _AVERAGED):
-            raise TypeError(
-                f"aux{jax.tree_util.keystr(path)} is {dtype}, but the mean over devices is taken "
-                "in float32, of real numbers only; leave it out of aux."
-            )
+    if loss is None:
+        raise TypeError("the loss function returned None; return the loss.")
     return loss, aux
 
 
@@ -124,8 +113,8 @@ def refuse_rows(aux: Any, aux_of: Callable[[Any], Any], batch: Any, axis_name: A
     rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     found = {
         path: leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(aux)
-        if jnp.ndim(leaf) and jnp.shape(leaf)[:1] in rows
+        for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_same)
+        if not is_same(leaf) and jnp.ndim(leaf) and jnp.shape(leaf)[:1] in rows
     }
     if not found:
         return
@@ -228,40 +217,63 @@ def check_loss(
     args: Any,
     has_aux: bool,
     axis_name: AxisName,
-) -> None:
-    """Raises if the loss is the same on all devices by construction.
+    microbatches: int,
+    own: bool,
+) -> Collection[int]:
+    """Raises if the loss is the same on all devices by construction; returns which aux is.
 
-    Under a `vmap` that requires an unmapped result, a loss can be traced only if it does not use
-    its batch or, where the `vmap` binds the axis name, was reduced over the axis. Where the checks
-    of shard_map are on, types show reductions. A correct loss cannot be traced here; its other
-    errors are raised in the real trace.
+    Under a `vmap` over the devices, which binds the axis name, a loss is the same for all if it
+    does not use its batch or was reduced over the axis. Where the checks of shard_map are on, types
+    show reductions. The other errors of a loss are raised in the real trace.
+
+    Args:
+      loss_fn: the loss.
+      params: arrays or `jax.ShapeDtypeStruct`s, as one device gets them.
+      batch: one device's share, likewise.
+      args: its further arguments, likewise.
+      has_aux: whether it also returns aux.
+      axis_name: the axes of the devices.
+      microbatches: their number. Aux has to be the same in all of them too.
+      own: whether each device has parameters of its own.
+
+    Returns:
+      The leaves of aux that are the same, if the further arguments are; as far as can be seen.
     """
     # Nothing is closed over: jax would report what a failed trace holds as a leak.
     inputs = params, args
 
-    def loss(inputs: tuple[Any, Any], batch: Any) -> Any:
-        out = loss_fn(inputs[0], batch, *inputs[1])
-        return out[0] if has_aux else out
+    def results(inputs: tuple[Any, Any], batch: Any) -> list[jax.Array]:
+        loss, aux = loss_and_aux(loss_fn(inputs[0], batch, *inputs[1]), has_aux)
+        return [jnp.asarray(x) for x in (loss, *jax.tree.leaves(aux))]
 
     def of_two(inputs: tuple[Any, Any], batch: Any) -> Any:
         two = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
+        loss: Any = lambda inputs, batch: results(inputs, batch)[0]  # noqa: E731
         return jax.vmap(loss, in_axes=(None, 0), out_axes=None)(inputs, two)
 
     if not (_axes.is_manual(axis_name) and _axes.checks_on(axis_name)):
-        shares = stacked(batch, axis_name)
-        names = _axes.names_of(axis_name)
-        mapped = [over_devices(loss, axis_name, unmapped=name) for name in names]
-        if not any(_traces(f, inputs, shares) for f in mapped):
-            return
+        names, shares = _axes.names_of(axis_name), stacked(batch, axis_name)
+        try:
+            differ = differing(results, names, inputs, shares)
+            if all(of_results[0] for of_results in differ):
+                if own:
+                    given = stacked((params, batch), axis_name)
+                    differ += differing(lambda a, x: results((x[0], a), x[1]), names, args, given)
+                if microbatches > 1:
+                    parts = stacked(_two_of(batch, microbatches), axis_name)
+                    differ += differing(results, [*names, None], inputs, parts)
+                of_aux = list(zip(*differ, strict=True))[1:]
+                return [i for i, along in enumerate(of_aux) if not any(along)]
+        except Exception:
+            return ()
         if not _traces(of_two, inputs, batch):
             raise ValueError(already_reduced(axis_name))
     if _traces(of_two, inputs, batch):
-        if jax.eval_shape(loss, inputs, batch) is None:
-            raise TypeError("the loss function returned None; return the loss.")
         raise ValueError(
             "the loss does not depend on the batch, so all devices have the same gradient and "
             "there is nothing to exchange. loss_fn(params, batch) must use what it is given."
         )
+    return ()
 
 
 def over_devices(
@@ -287,6 +299,15 @@ def stacked(batch: Any, axis_name: AxisName) -> Any:
     """The shapes of the shares of all devices, with a leading axis for each mesh axis."""
     sizes = [_axes.axis_size(name) for name in _axes.names_of(axis_name)]
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*sizes, *x.shape), x.dtype), batch)
+
+
+def _two_of(batch: Any, microbatches: int) -> Any:
+    """The shapes of two microbatches, with a leading axis for them."""
+
+    def of_two(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((2, x.shape[0] // microbatches, *x.shape[1:]), x.dtype)
+
+    return jax.tree.map(of_two, batch)
 
 
 def _traces(f: Callable[..., Any], *args: Any) -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxcomm import _axes, _shards
 from jaxcomm._attached import attached_in, detached, finished, last_of, map_leaves, nan_if_skipped
+from jaxcomm._aux import Same, is_same, mean_dtype
 from jaxcomm._batches import name_in_batch
 from jaxcomm._marks import GRADIENT, OWN_GRADIENT, kind_of
 
@@ -28,7 +29,11 @@ def accumulated(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Cal
         if attached_in(params):
             return _exchanged_last(of_part, microbatches, params, batches, *args)
         total, start, state = _sums(of_part, params, batches, *args)
-        means = jax.tree.map(lambda t, o: (t / microbatches).astype(mean_dtype(o)), total, start)
+
+        def mean(t: Any, o: Any) -> Any:
+            return t if is_same(t) else (t / microbatches).astype(mean_dtype(o))
+
+        means = jax.tree.map(mean, total, start, is_leaf=is_same)
         return _shards.without_weights(_shards.with_residuals(means, state), microbatches)
 
     return on_batch
@@ -45,14 +50,16 @@ def _exchanged_last(
     state = _shards.next_state(state, last_grads)
     last_grads = _shards.without_residuals(last_grads)
 
-    def mean(out: Any, total: Any, _: Any = None) -> jax.Array:
+    def mean(out: Any, total: Any, _: Any = None) -> Any:
+        if is_same(out):
+            return out
         return ((total + _in_float32(out)) / microbatches).astype(mean_dtype(out))
 
     last_grads = nan_if_skipped(last_grads, grads)
     of_each = last_grads, grads, _shards.without_residuals(params)
     grads = map_leaves(mean, lambda node, _, of: finished(node, of), *of_each)
     grads = _shards.without_weights(_shards.with_residuals(grads, state), microbatches)
-    return jax.tree.map(mean, last_value, value), grads
+    return jax.tree.map(mean, last_value, value, is_leaf=is_same), grads
 
 
 def _sums(
@@ -85,16 +92,23 @@ def _sums(
         total, state = carry
         out = value_and_grad_fn(_shards.with_state(params, state), batch, *args)
         state, out = _shards.next_state(state, out[1]), _shards.without_residuals(out)
-        return (jax.tree.map(lambda t, o: t + _in_float32(o), total, out), state), None
+        return (jax.tree.map(_plus, total, out, is_leaf=is_same), state), None
 
     start = _shards.without_residuals(start)
-    zeros = jax.tree.map(_zeros_like, start)
+    zeros = jax.tree.map(_zeros_like, start, is_leaf=is_same)
     (total, state), _ = jax.lax.scan(add, (zeros, _shards.state_of(params)), batches)
     return total, start, state
 
 
-def _zeros_like(x: jax.ShapeDtypeStruct) -> jax.Array:
-    """Float32 zeros, sharded and typed as a result of this type."""
+def _plus(total: Any, x: Any) -> Any:
+    """The sum with one more value; of what is the same for all microbatches, one of them."""
+    return x if is_same(x) else total + _in_float32(x)
+
+
+def _zeros_like(x: Any) -> Any:
+    """Float32 zeros, sharded and typed as a result of this type; others for what has no sum."""
+    if is_same(x):
+        return Same(jnp.zeros_like(x.value, x.value.dtype))
     return _axes.as_varying(jnp.zeros_like(x, jnp.float32), _axes.varying_axes(x))
 
 
@@ -130,9 +144,3 @@ def _devices_of_rows(x: jax.Array) -> int:
 
 def _in_float32(x: Any) -> jax.Array:
     return jnp.asarray(x).astype(jnp.float32)
-
-
-def mean_dtype(x: Any) -> Any:
-    """The dtype of a mean of such values."""
-    dtype = jnp.result_type(x)
-    return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from jaxcomm._attached import (
     values_of,
     with_attached,
 )
+from jaxcomm._aux import mean_over, with_same
 from jaxcomm._axes import AxisName
 from jaxcomm._batches import check_rows, refuse_unplaced, shares_of
 from jaxcomm._losses import (
@@ -43,10 +44,9 @@ from jaxcomm._marks import (
     mark,
     unmark_local,
 )
-from jaxcomm._microbatches import accumulated, mean_dtype
+from jaxcomm._microbatches import accumulated
 from jaxcomm._nnx import refuse_shared, refuse_statistics
 from jaxcomm._numbers import is_integer
-from jaxcomm._pieces import cut
 
 _NONE: Any = object()  # no batch was given
 
@@ -104,9 +104,10 @@ class ValueAndGrad:
         _require_floats(params)
         self._check_attached(params)
         kind = OWN_GRADIENT if own else GRADIENT
+        how = self.has_aux, self.axis_name, self.microbatches, own
         if _axes.is_manual(self.axis_name):
-            check_loss(self.loss_fn, values_of(params), batch, args, self.has_aux, self.axis_name)
-            value, grads = self._on_one_device(params, batch, *args)
+            check_loss(self.loss_fn, values_of(params), batch, args, *how)
+            value, grads = self._on_one_device((), params, batch, *args)  # all may differ
             return value, _marked(grads, kind, self.axis_name)
         shares = shares_of(batch, world, self.axis_name)
         refuse_unplaced(batch, self.axis_name)
@@ -115,7 +116,7 @@ class ValueAndGrad:
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), params
         )
         whole = of_one if own else _shards.whole(values_of(params))
-        check_loss(self.loss_fn, whole, shares, args, self.has_aux, self.axis_name)
+        same = check_loss(self.loss_fn, whole, shares, args, *how)
         replicated, split = PartitionSpec(), PartitionSpec(self.axis_name)
         attached_specs = map_leaves(lambda x: x, specs_of, params)
         if _axes.explicit_axes().issuperset(_axes.names_of(self.axis_name)):
@@ -124,7 +125,9 @@ class ValueAndGrad:
         # Checks would refuse models that scan from zeros; what varies over other axes needs them.
         value, grads = jax.shard_map(
             lambda params, *inputs: _with_device_axis(
-                self._on_one_device(_first(params) if own else _shards.entering(params), *inputs)
+                self._on_one_device(
+                    same, _first(params) if own else _shards.entering(params), *inputs
+                )
             ),
             in_specs=(
                 split
@@ -153,20 +156,26 @@ class ValueAndGrad:
                     "same axis in both."
                 )
 
-    def _on_one_device(self, params: Any, batch: Any, *args: Any) -> tuple[Any, Any]:
+    def _on_one_device(
+        self, same: Collection[int], params: Any, batch: Any, *args: Any
+    ) -> tuple[Any, Any]:
         if _axes.checks_on(self.axis_name):
             axes = frozenset(_axes.names_of(self.axis_name))
             params = map_leaves(lambda p: _axes.as_varying(p, axes), lambda node: node, params)
-        differentiate = jax.value_and_grad(self._checked_loss, has_aux=True)
+        loss = functools.partial(self._checked_loss, same)
+        differentiate = jax.value_and_grad(loss, has_aux=True)
         value, grads = accumulate(differentiate, self.microbatches)(params, batch, *args)
         grads = map_leaves(functools.partial(after_exchanges, grads), lambda node: node, grads)
-        loss, aux = _mean_over(value, self.axis_name, grads)
-        return ((loss, aux) if self.has_aux else loss), grads
+        value, aux = mean_over(value, self.axis_name, grads)
+        return ((value, aux) if self.has_aux else value), grads
 
-    def _checked_loss(self, params: Any, batch: Any, *args: Any) -> tuple[jax.Array, Any]:
+    def _checked_loss(
+        self, same: Collection[int], params: Any, batch: Any, *args: Any
+    ) -> tuple[jax.Array, Any]:
         with naming_the_axis(self.axis_name):
             out = self.loss_fn(params, batch, *args)
         loss, aux = loss_and_aux(out, self.has_aux)
+        aux = with_same(aux, same, self.axis_name, self.microbatches)
         if _axes.axis_size(self.axis_name) > 1:
             aux_of = functools.partial(self._aux, params, args=args)
             refuse_rows(aux, aux_of, batch, self.axis_name)
@@ -200,9 +209,12 @@ def value_and_grad(
     Returns:
       `f(params, batch, *args, **kwargs)`, which returns `(loss, grads)` or `((loss, aux), grads)`.
       `params` are shared, or each device's own from `jaxcomm.local_params`. Loss and aux are means
-      over the devices, equal on all of them. Integer aux becomes float32, which rounds integers
-      above 2^24; float64 values keep only float32 precision. The leaves of `batch` have a common
-      leading axis of examples. All further arguments are passed to every device unchanged,
+      over the devices, equal on all of them. Aux that all devices have in common by construction,
+      such as counters, seeds and results of `jax.lax.psum`, comes back as it is; other integers
+      become float32, which rounds those above 2^24, and float64 values keep only float32 precision.
+      With microbatches, a result of `psum` is averaged over them; inside a `jax.shard_map` that
+      does not check, all aux is averaged. The leaves of `batch` have a common leading axis of
+      examples. All further arguments are passed to every device unchanged,
       including those that are not arrays, such as `train=True`. So a dropout key among them is the
       same on all devices, and so would be the masks: begin `loss_fn` with
       `key = jax.random.fold_in(key, jax.lax.axis_index(axis_name))`.
@@ -216,7 +228,7 @@ def value_and_grad(
         real numbers, `loss_fn` does not return what `has_aux` requires, or a parameter is neither
         float32, bfloat16 nor float16; also if the gradients are differentiated again.
 
-    Wire: one float32 all-reduce of the loss and all of aux.
+    Wire: one float32 all-reduce of the loss and the aux that is averaged.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxcomm
@@ -373,20 +385,6 @@ def _marked(grads: Any, kind: str, axis_name: AxisName) -> Any:
 def _first(tree: Any) -> Any:
     """What one device holds of arrays with a device axis."""
     return jax.tree.map(lambda x: x[0], tree)
-
-
-def _mean_over(tree: Any, axis_name: AxisName, grads: Any) -> Any:
-    """The mean of every leaf over the axis, in one all-reduce after those of the backward pass."""
-    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
-    axes = _axes.checked_names(axis_name)
-    flat = [_axes.as_varying(x, axes).reshape(-1).astype(jnp.float32) for x in leaves]
-    total = jax.lax.pmean(after_exchanges(grads, jnp.concatenate(flat)), axis_name)
-    pieces = cut(total, [x.size for x in flat])
-    means = [
-        piece.reshape(x.shape).astype(mean_dtype(x))
-        for piece, x in zip(pieces, leaves, strict=True)
-    ]
-    return treedef.unflatten(means)
 
 
 def _spread(x: Any, axis_name: AxisName) -> Any:

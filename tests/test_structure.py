@@ -21,7 +21,7 @@ FOLDERS = ("jaxcomm", "train", "configs", "tests", "benchmarks")
 
 # Each layer of jaxcomm imports only itself and those to its left; `jaxcomm` itself is __init__.
 # Any layer may import these.
-ANYWHERE = ("_attached", "_axes", "_batches", "_branches", "_cached_programs", "_context")
+ANYWHERE = ("_attached", "_aux", "_axes", "_batches", "_branches", "_cached_programs", "_context")
 ANYWHERE += ("_compat", "_hosts", "_losses", "_marks", "_microbatches", "_numbers", "_names")
 ANYWHERE += ("_jaxprs", "_nnx", "_notes", "_order", "_paths", "_pieces", "_placing", "_shards")
 ANYWHERE += ("_unready", "_users_line")

@@ -1,0 +1,118 @@
+"""Auxiliary values of a loss: what all devices have in common comes back as it is."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxcomm
+
+SEED = np.uint32(2**31 + 2**7 + 1)  # float32 does not hold it
+BATCH = np.arange(16, dtype=np.float32).reshape(16, 1) % 7
+
+
+def loss_fn(w: Any, x: jax.Array, seed: Any) -> tuple[jax.Array, dict[str, Any]]:
+    own = jax.lax.axis_index("data")
+    aux = {
+        "seed": jnp.stack([seed, seed + 1]),
+        "rows": len(x),
+        "weight": 2 * w["w"],
+        "drawn": jax.random.bits(jax.random.fold_in(jax.random.key(0), own)) >> 8,
+        "all": jax.lax.psum(jnp.sum(x > 3), "data"),
+        "own": jnp.sum(x > 3),
+    }
+    return jnp.mean((x * w["w"]) ** 2), aux
+
+
+def gradient(microbatches: int) -> Any:
+    f = jaxcomm.value_and_grad(loss_fn, "data", has_aux=True)
+    return jaxcomm.accumulate(f, microbatches)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_it_is_not_averaged(microbatches: int, make_mesh: Any) -> None:
+    with jax.set_mesh(mesh := make_mesh(4)):
+        params = {"w": jaxcomm.replicate(jnp.float32(1.7))}
+        args = params, jaxcomm.global_batch(BATCH, "data"), SEED
+        run = jax.jit(gradient(microbatches))
+        (_, aux), _ = run(*args)
+        report = jaxcomm.wire_report(run.lower(*args).compile())
+        drawn = jax.shard_map(
+            lambda x: loss_fn({"w": x[0, 0]}, x, SEED)[1]["drawn"][None],
+            mesh=mesh,
+            in_specs=P("data"),
+            out_specs=P("data"),
+        )(BATCH)
+    assert aux["seed"].dtype == jnp.uint32
+    np.testing.assert_array_equal(aux["seed"], [SEED, SEED + 1])
+    assert aux["rows"] == 4 // microbatches and aux["rows"].dtype == jnp.int32
+    assert aux["weight"] == 2 * np.float32(1.7)
+    # These differ; and a sum over the devices differs between microbatches.
+    above = int((BATCH > 3).sum())
+    assert aux["own"] == above / 4 / microbatches and aux["own"].dtype == jnp.float32
+    np.testing.assert_allclose(aux["drawn"], np.mean(drawn), rtol=1e-6)
+    np.testing.assert_array_equal(aux["all"], above / microbatches)
+    assert aux["all"].dtype == (jnp.int32 if microbatches == 1 else jnp.float32)
+    averaged = [c for c in report.collectives if c.shapes in (((3,),), ((4,),))]
+    assert [c.shapes for c in averaged] == [((2 + microbatches,),)]  # the loss and those
+
+
+def test_inside_shard_map_types_tell_it(make_mesh: Any) -> None:
+    """Without the checks, further arguments may be another device's, and all is averaged."""
+    with jax.set_mesh(make_mesh(4)):
+        params, batch = {"w": jnp.float32(1.7)}, jaxcomm.global_batch(BATCH, "data")
+        for checks in (True, False):
+
+            @jax.jit
+            @jax.shard_map(in_specs=(P(), P("data"), P()), out_specs=P(), check_vma=checks)
+            def run(params: Any, x: jax.Array, seed: Any) -> Any:
+                return gradient(1)(params, x, seed)[0][1]
+
+            aux = run(params, batch, SEED)
+            expected = jnp.uint32 if checks else jnp.float32
+            assert aux["seed"].dtype == expected and aux["own"] == (BATCH > 3).sum() / 4
+            assert (int(aux["seed"][0]) == SEED) == checks
+
+
+def test_parameters_of_its_own_differ(make_mesh: Any) -> None:
+    tx = jaxcomm.local_steps(optax.sgd(0.01), 3, optax.sgd(1.0), jaxcomm.mean("data"))
+    with jax.set_mesh(make_mesh(4)):
+        params, batch = {"w": jnp.float32(1.7)}, jaxcomm.global_batch(BATCH, "data")
+        state = tx.init(jaxcomm.replicate(params))
+
+        @jax.jit
+        def step(state: Any) -> Any:
+            own = jaxcomm.local_params(state)
+            (_, aux), grads = gradient(2)(own, batch, SEED)
+            return aux, jaxcomm.unmark_local(own)["w"], tx.update(grads, state, params)[1]
+
+        _, _, state = step(state)
+        aux, own, state = step(state)
+    assert aux["seed"][0] == SEED
+    assert np.ptp(own) > 0.1
+    np.testing.assert_allclose(aux["weight"], 2 * np.mean(own), rtol=1e-6)
+
+
+def test_a_carried_state_keeps_its_types(make_mesh: Any) -> None:
+    """So that a step is compiled once."""
+    traced = []
+
+    def loss(w: jax.Array, x: jax.Array, state: Any) -> Any:
+        mean = jax.lax.pmean(x.mean(), "data")
+        return jnp.mean(w * x), {"count": state["count"] + 1, "mean": mean.astype(jnp.bfloat16)}
+
+    @jax.jit
+    def step(w: jax.Array, x: jax.Array, state: Any) -> Any:
+        traced.append(0)
+        return jaxcomm.value_and_grad(loss, "data", has_aux=True)(w, x, state)[0][1]
+
+    with jax.set_mesh(make_mesh(4)):
+        state = jaxcomm.replicate({"count": jnp.uint32(0), "mean": jnp.bfloat16(0)})
+        for _ in range(3):
+            state = step(jnp.float32(1), jaxcomm.global_batch(BATCH, "data"), state)
+    assert state["count"] == 3 and state["count"].dtype == jnp.uint32
+    assert state["mean"] == jnp.bfloat16(BATCH.mean()) and len(traced) == 1
