@@ -163,7 +163,7 @@ def _check_local(file: File, local: Any) -> None:
         raise file.error("local", f"local has a line for each family, got {local!r}.")
     known = [family for family in DEFAULTS["cpu"].local if "/" not in family]
     for family, pair in local.items():
-        if str(family).removesuffix(MERGING).removesuffix(BY_HOSTS) not in known:
+        if not any(str(family) == name + end for name in known for end in ("", MERGING, BY_HOSTS)):
             wrong = f"there is no family {family!r}; there are {', '.join(known)}."
             raise file.error("local", wrong)
         if not isinstance(pair, list) or len(pair) != 2 or not all(map(is_real, pair)):

@@ -308,7 +308,10 @@ def _seconds(
 def _exchange(mesh: Mesh, method: Method, values: int) -> Exchange:
     """What is timed for a method."""
     # Votes have no kernels, so they lack this option.
-    options = {} if method.family == "vote" else {"implementation": "measure"}
+    options: dict[str, Any] = {} if method.family == "vote" else {"implementation": "measure"}
+    if method.is_by_hosts:  # named, as plan.use may prefer another
+        between_cpus = _device.is_between_cpu_processes()
+        options["algorithm"] = method.made(mesh.size, between_cpus, values)
     tx = method.transformation(mesh.axis_names[0], **options)
     room = _alone(mesh) if method == BASELINE else mesh
     first_only = method.algorithm != "native"

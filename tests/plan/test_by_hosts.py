@@ -13,6 +13,7 @@ import jaxcomm
 from jaxcomm import plan, sparse
 from jaxcomm.collectives.algorithms import _default
 from jaxcomm.plan import probing
+from jaxcomm.plan.costs import BY_HOSTS
 from jaxcomm.plan.families import Method, methods
 from jaxcomm.plan.sending import sent
 
@@ -224,3 +225,18 @@ def test_what_is_used_depends_on_these_costs(tmp_path: Path, hosts_of: Any) -> N
         finally:
             plan.use(None)
         assert ("int8, hierarchical" in found) == goes_by_hosts
+
+
+def test_what_is_used_does_not_change_what_is_probed(tmp_path: Path, hosts_of: Any) -> None:
+    hosts_of(*HOSTS)
+    cluster = office(tmp_path, 2)
+    dear = dict(cluster.costs.local) | {"int8/hosts": (1e-6, 1e-6)}
+    plan.use(dataclasses.replace(cluster, costs=dataclasses.replace(cluster.costs, local=dear)))
+    try:
+        with jax.set_mesh(mesh := jaxcomm.data_mesh()):
+            method = probing._methods_of("int8", mesh)[BY_HOSTS]
+            tx = probing._exchange(mesh, method, 2**21).tx
+            found = str(jaxcomm.explain(tx, [jnp.zeros((1024, 1024))]))
+    finally:
+        plan.use(None)
+    assert "int8, hierarchical" in found

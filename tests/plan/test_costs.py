@@ -62,6 +62,7 @@ class TestCosts:
                 "there is no family 'int88'; there are",
             ),
             ("local: {}", "local: {vote/rings: [1e-9, 2e-9]}", "there is no family 'vote/rings'"),
+            ("local: {}", "local: {int8/hosts/ring: [1e-9, 2e-9]}", "family .int8/hosts/ring.;"),
             ("local: {}", "local: 3", "line 11: local has a line for each family, got 3"),
             ("overlap: false", "overlap: 1", "overlap is true or false, got 1"),
             ("efficiency: 1.0", "efficiency: 2.0", r"efficiency is a share in \(0, 1\], got 2.0"),
