@@ -44,18 +44,16 @@ class Optimizer(NamedTuple):
     rate: optax.GradientTransformation
 
 
-def sgd(config: Any, rate: optax.Schedule, parts: Any) -> Optimizer:
+def sgd(config: Any, rate: optax.Schedule) -> Optimizer:
     """Nesterov momentum with the weight decay inside the gradient, as ResNets are trained."""
-    del parts
     decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
     momentum = optax.trace(config.momentum, nesterov=True)
     step = optax.chain(decay, momentum)
     return Optimizer(step, optax.identity(), optax.scale_by_learning_rate(rate))
 
 
-def adamw(config: Any, rate: optax.Schedule, parts: Any) -> Optimizer:
+def adamw(config: Any, rate: optax.Schedule) -> Optimizer:
     """Adam with decoupled weight decay, as transformers are trained."""
-    del parts
     decay = optax.add_decayed_weights(config.weight_decay, mask=decayed)
     return Optimizer(
         optax.scale_by_adam(config.momentum, config.b2, nesterov=config.nesterov),
@@ -64,7 +62,7 @@ def adamw(config: Any, rate: optax.Schedule, parts: Any) -> Optimizer:
     )
 
 
-def muon(config: Any, rate: optax.Schedule, parts: Any) -> Optimizer:
+def muon(config: Any, rate: optax.Schedule, parts: Any = "float32") -> Optimizer:
     """Muon for the matrices of hidden layers, Adam for the rest; decoupled weight decay for both.
 
     Steps of both are as large as Adam's, so they have one learning rate, and the momenta are equal
@@ -82,9 +80,9 @@ def muon(config: Any, rate: optax.Schedule, parts: Any) -> Optimizer:
     return Optimizer(step, decay, optax.scale_by_learning_rate(rate))
 
 
-def scale(config: Any, rate: optax.Schedule, parts: Any) -> Optimizer:
+def scale(config: Any, rate: optax.Schedule) -> Optimizer:
     """The learning rate alone, after a method of `train.sync` that is an optimizer itself."""
-    del config, parts
+    del config
     return Optimizer(optax.identity(), optax.identity(), optax.scale_by_schedule(rate))
 
 
@@ -152,7 +150,8 @@ def make_optimizer(config: Any, steps: int, parts: Any = "float32") -> Optimizer
         result of `train.sync.parts_codec`.
     """
     rule = choose(OPTIMIZERS, config.name, "config.optimizer.name")
-    found = rule(config, schedule(config, steps), parts)
+    options = {"parts": parts} if rule is muon else {}  # no other one sends anything
+    found = rule(config, schedule(config, steps), **options)
     if config.clip_norm is not None:
         clip = optax.clip_by_global_norm(config.clip_norm)
         found = found._replace(step=optax.chain(clip, found.step))
