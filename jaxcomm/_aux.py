@@ -25,13 +25,33 @@ class Same:
         return (self.value,), None
 
     @classmethod
-    def tree_unflatten(cls, aux: None, children: Sequence[Any]) -> "Same":
-        del aux
+    def tree_unflatten(cls, nothing: None, children: Sequence[Any]) -> "Same":
+        del nothing
         return cls(children[0])
 
 
 def is_same(x: Any) -> bool:
     return isinstance(x, Same)
+
+
+@jax.tree_util.register_pytree_node_class
+class Aux:
+    """The leaves of aux without its containers, some of which look at what is put into them.
+
+    Attributes:
+      leaves: arrays, and `Same`.
+      tree: the containers.
+    """
+
+    def __init__(self, leaves: Sequence[Any], tree: Any) -> None:
+        self.leaves, self.tree = leaves, tree
+
+    def tree_flatten(self) -> tuple[Sequence[Any], Any]:
+        return tuple(self.leaves), self.tree
+
+    @classmethod
+    def tree_unflatten(cls, tree: Any, leaves: Sequence[Any]) -> "Aux":
+        return cls(leaves, tree)
 
 
 def differing(
@@ -40,15 +60,15 @@ def differing(
     """Along which axes of the batch the results of a function differ, by tracing it once.
 
     Args:
-      f: from inputs and one device's batch, or one microbatch, to arrays.
+      f: from inputs and one device's batch, or one microbatch, to a loss and arrays.
       levels: for each leading axis of `batch` the mesh axis that its entries lie along, which is
         bound in `f`, or None.
       inputs: what is the same for all of them.
       batch: `jax.ShapeDtypeStruct`s.
 
     Returns:
-      For each level, whether each result differs along it. It may also do so where that cannot be
-      seen.
+      For each level, whether each result differs along it. Where that cannot be seen, all arrays
+      do.
 
     Raises:
       Exception: if `f` cannot be traced this way.
@@ -72,11 +92,32 @@ def differing(
     for name in reversed(levels):
         of_one = jax.vmap(of_one, in_axes=(None, 0), axis_name=name)
     sizes = jax.tree.leaves(batch)[0].shape[: len(levels)]
-    jax.eval_shape(of_one, inputs, (jax.ShapeDtypeStruct(sizes, jnp.float32), batch))
+    traced = jax.make_jaxpr(of_one)(inputs, (jax.ShapeDtypeStruct(sizes, jnp.float32), batch))
+    if _is_unclear(traced.jaxpr, frozenset(filter(None, levels))):
+        found = [(differ[0], *[True] * len(differ[1:])) for differ in found]
     return found[::-1]
 
 
-def with_same(aux: Any, same: Collection[int], axis_name: AxisName, microbatches: int) -> Any:
+def _is_unclear(jaxpr: Any, names: frozenset[str]) -> bool:
+    """Whether devices may differ in what `vmap` does not see.
+
+    These are callbacks, and axes that are still named: in a function with a rule of its own for
+    `vmap`, to which no operand that differs was passed.
+    """
+    for line in jaxpr.eqns:
+        if line.primitive.name in ("io_callback", "pure_callback"):
+            return True
+        for value in line.params.values():
+            for each in value if isinstance(value, tuple | list) else (value,):
+                inside = getattr(each, "jaxpr", each)
+                if hasattr(inside, "eqns") and _is_unclear(inside, names):
+                    return True
+                if isinstance(each, str) and each in names:
+                    return True
+    return False
+
+
+def with_same(aux: Any, same: Collection[int], axis_name: AxisName, microbatches: int) -> Aux:
     """Marks the values in aux that are the same everywhere.
 
     Args:
@@ -99,8 +140,8 @@ def with_same(aux: Any, same: Collection[int], axis_name: AxisName, microbatches
         _require_number(path, x)
         return Same(jax.lax.convert_element_type(x, jnp.result_type(x))) if is_found(i, x) else x
 
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(aux)
-    return treedef.unflatten([marked(i, *leaf) for i, leaf in enumerate(leaves)])
+    leaves, tree = jax.tree_util.tree_flatten_with_path(aux)
+    return Aux([marked(i, *leaf) for i, leaf in enumerate(leaves)], tree)
 
 
 def _require_number(path: Any, x: Any) -> None:
@@ -124,16 +165,17 @@ def mean_dtype(x: Any) -> Any:
     return dtype if jnp.issubdtype(dtype, jnp.floating) else jnp.float32
 
 
-def mean_over(tree: Any, axis_name: AxisName, grads: Any) -> Any:
-    """The mean over the axis of every leaf that is not `Same`.
+def mean_over(value: tuple[Any, Aux], axis_name: AxisName, grads: Any) -> tuple[Any, Any]:
+    """The mean loss, and aux with the means of what is not `Same`.
 
     It is one all-reduce, after those of the backward pass.
     """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_same)
-    averaged = [jnp.asarray(x) for x in leaves if not is_same(x)]
+    loss, aux = value
+    averaged = [jnp.asarray(x) for x in (loss, *aux.leaves) if not is_same(x)]
     axes = _axes.checked_names(axis_name)
     flat = [_axes.as_varying(x, axes).reshape(-1).astype(jnp.float32) for x in averaged]
     total = jax.lax.pmean(after_exchanges(grads, jnp.concatenate(flat)), axis_name)
     pieces = zip(cut(total, [x.size for x in flat]), averaged, strict=True)
-    means = (piece.reshape(x.shape).astype(mean_dtype(x)) for piece, x in pieces)
-    return treedef.unflatten([x.value if is_same(x) else next(means) for x in leaves])
+    mean, *means = (piece.reshape(x.shape).astype(mean_dtype(x)) for piece, x in pieces)
+    rest = iter(means)
+    return mean, aux.tree.unflatten([x.value if is_same(x) else next(rest) for x in aux.leaves])

@@ -46,3 +46,18 @@ def needed_for(jaxpr: Any, outs: Iterable[Any]) -> set[int]:
         if needed.intersection(map(id, line.outvars)):
             needed.update(map(id, line.invars))
     return needed
+
+
+def position_of(jaxpr: Any, var: Any) -> tuple[int, ...]:
+    """The equation that makes a value, past those with one operand; then the one inside it."""
+    maker = {id(out): i for i, eqn in enumerate(jaxpr.eqns) for out in eqn.outvars}
+    while (at := maker.get(id(var), -1)) >= 0:
+        eqn = jaxpr.eqns[at]
+        if "jaxpr" in eqn.params:  # a jitted function, a scan
+            inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+            made = [out is var for out in eqn.outvars].index(True)
+            return (at, *position_of(inner, inner.outvars[made]))
+        if len(eqn.invars) != 1:
+            break
+        var = eqn.invars[0]
+    return (at,)

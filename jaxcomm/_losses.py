@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm import _axes
-from jaxcomm._aux import differing, is_same
+from jaxcomm._aux import Aux, differing, is_same
 from jaxcomm._axes import AxisName
 from jaxcomm._nnx import changed, held_by, refuse_changes
 from jaxcomm._users_line import users_line
@@ -98,7 +98,9 @@ def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
     return loss, aux
 
 
-def refuse_rows(aux: Any, aux_of: Callable[[Any], Any], batch: Any, axis_name: Any) -> None:
+def refuse_rows(
+    aux: Any, with_marks: Aux, aux_of: Callable[[Any], Any], batch: Any, axis_name: Any
+) -> None:
     """Raises if aux has a row for each example, as a mean over devices would mix examples.
 
     A number of features can equal the number of rows by chance. So if any leaf has as many rows,
@@ -106,6 +108,7 @@ def refuse_rows(aux: Any, aux_of: Callable[[Any], Any], batch: Any, axis_name: A
 
     Args:
       aux: what the loss returned.
+      with_marks: its leaves; those that are the same everywhere have no mean.
       aux_of: a function from another batch to its aux.
       batch: one device's batch, or one microbatch.
       axis_name: the mesh axis, for the message.
@@ -113,8 +116,10 @@ def refuse_rows(aux: Any, aux_of: Callable[[Any], Any], batch: Any, axis_name: A
     rows = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     found = {
         path: leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(aux, is_leaf=is_same)
-        if not is_same(leaf) and jnp.ndim(leaf) and jnp.shape(leaf)[:1] in rows
+        for (path, leaf), marked in zip(
+            jax.tree_util.tree_leaves_with_path(aux), with_marks.leaves, strict=True
+        )
+        if not is_same(marked) and jnp.ndim(leaf) and jnp.shape(leaf)[:1] in rows
     }
     if not found:
         return
@@ -234,7 +239,7 @@ def check_loss(
       has_aux: whether it also returns aux.
       axis_name: the axes of the devices.
       microbatches: their number. Aux has to be the same in all of them too.
-      own: whether each device has parameters of its own.
+      own: whether each device has parameters of its own, or each microbatch.
 
     Returns:
       The leaves of aux that are the same, if the further arguments are; as far as can be seen.

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ from jaxcomm._attached import (
     values_of,
     with_attached,
 )
-from jaxcomm._aux import mean_over, with_same
+from jaxcomm._aux import Aux, mean_over, with_same
 from jaxcomm._axes import AxisName
 from jaxcomm._batches import check_rows, refuse_unplaced, shares_of
+from jaxcomm._jaxprs import position_of
 from jaxcomm._losses import (
     already_reduced,
     bound,
@@ -104,7 +105,9 @@ class ValueAndGrad:
         _require_floats(params)
         self._check_attached(params)
         kind = OWN_GRADIENT if own else GRADIENT
-        how = self.has_aux, self.axis_name, self.microbatches, own
+        # Random codecs gather parameters that are split anew for every microbatch.
+        vary = own or (self.microbatches > 1 and bool(_shards.state_of(params)))
+        how = self.has_aux, self.axis_name, self.microbatches, vary
         if _axes.is_manual(self.axis_name):
             check_loss(self.loss_fn, values_of(params), batch, args, *how)
             value, grads = self._on_one_device((), params, batch, *args)  # all may differ
@@ -171,18 +174,18 @@ class ValueAndGrad:
 
     def _checked_loss(
         self, same: Collection[int], params: Any, batch: Any, *args: Any
-    ) -> tuple[jax.Array, Any]:
+    ) -> tuple[jax.Array, Aux]:
         with naming_the_axis(self.axis_name):
             out = self.loss_fn(params, batch, *args)
         loss, aux = loss_and_aux(out, self.has_aux)
-        aux = with_same(aux, same, self.axis_name, self.microbatches)
+        marked = with_same(aux, same, self.axis_name, self.microbatches)
         if _axes.axis_size(self.axis_name) > 1:
             aux_of = functools.partial(self._aux, params, args=args)
-            refuse_rows(aux, aux_of, batch, self.axis_name)
+            refuse_rows(aux, marked, aux_of, batch, self.axis_name)
         on = _axes.checks_on(self.axis_name)
         if on and not _axes.varies(loss, self.axis_name):
             raise ValueError(already_reduced(self.axis_name))
-        return loss, aux
+        return loss, marked
 
     def _aux(self, params: Any, batch: Any, args: tuple[Any, ...]) -> Any:
         return loss_and_aux(self.loss_fn(params, batch, *args), self.has_aux)[1]
@@ -212,8 +215,8 @@ def value_and_grad(
       over the devices, equal on all of them. Aux that all devices have in common by construction,
       such as counters, seeds and results of `jax.lax.psum`, comes back as it is; other integers
       become float32, which rounds those above 2^24, and float64 values keep only float32 precision.
-      With microbatches, a result of `psum` is averaged over them; inside a `jax.shard_map` that
-      does not check, all aux is averaged. The leaves of `batch` have a common leading axis of
+      Microbatches average a result of `psum`. Inside `jax.shard_map`, all aux is averaged without
+      its checks and with microbatches. The leaves of `batch` have a common leading axis of
       examples. All further arguments are passed to every device unchanged,
       including those that are not arrays, such as `train=True`. So a dropout key among them is the
       same on all devices, and so would be the masks: begin `loss_fn` with
@@ -246,6 +249,10 @@ def value_and_grad(
     return ValueAndGrad(loss_fn, axis_name, has_aux)
 
 
+@overload
+def accumulate(value_and_grad_fn: ValueAndGrad, microbatches: int) -> ValueAndGrad: ...
+@overload
+def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Callable[..., Any]: ...
 def accumulate(value_and_grad_fn: Callable[..., Any], microbatches: int) -> Callable[..., Any]:
     """Processes a batch in microbatches, using the memory of one.
 
@@ -338,7 +345,7 @@ def backward_order(
 
     mapped = over_devices(grad, f.axis_name)
     jaxpr = jax.make_jaxpr(mapped)((params, arrays), stacked(shares, f.axis_name)).jaxpr
-    made = [_position(jaxpr, var) for var in jaxpr.outvars]
+    made = [position_of(jaxpr, var) for var in jaxpr.outvars]
     return tuple(paths[i] for i in sorted(range(len(paths)), key=lambda i: made[i]))
 
 
@@ -354,21 +361,6 @@ def _require_floats(params: Any) -> None:
     _paths.require_arrays(params, "parameter")
     for path, leaf in jax.tree_util.tree_leaves_with_path(values_of(params)):
         _paths.require_float(_paths.path_name(path), jnp.result_type(leaf))
-
-
-def _position(jaxpr: Any, var: Any) -> tuple[int, ...]:
-    """The equation that makes a value, past those with one operand; then the one inside it."""
-    maker = {id(out): i for i, eqn in enumerate(jaxpr.eqns) for out in eqn.outvars}
-    while (at := maker.get(id(var), -1)) >= 0:
-        eqn = jaxpr.eqns[at]
-        if "jaxpr" in eqn.params:  # a jitted function, a scan
-            inner = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
-            made = [out is var for out in eqn.outvars].index(True)
-            return (at, *_position(inner, inner.outvars[made]))
-        if len(eqn.invars) != 1:
-            break
-        var = eqn.invars[0]
-    return (at,)
 
 
 def _with_device_axis(out: tuple[Any, Any]) -> tuple[Any, Any]:

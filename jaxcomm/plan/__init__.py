@@ -5,6 +5,7 @@ module itself is callable too: `jaxcomm.plan(...)` is `jaxcomm.plan.plan(...)`, 
 know.
 """
 
+import importlib
 import sys
 import types
 from typing import Any
@@ -62,6 +63,10 @@ class _Planner(types.ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Plan:
         return plan(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """By its name, as cloudpickle would for a plain module, so that functions may use it."""
+        return importlib.import_module, (self.__name__,)
 
 
 sys.modules[__name__].__class__ = _Planner

@@ -1,6 +1,7 @@
 """What else the planner refuses, counts and says."""
 
 import dataclasses
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -199,3 +200,8 @@ def test_the_shortest_message_that_is_swapped() -> None:
     cost = Simulation(star("star", 2, 8), Model(half_duplex=True)).cost(pair)
     assert cost.seconds(LEAST_SWAPPED) == pytest.approx(LEAST_SWAPPED / 1e6)
     assert cost.seconds(LEAST_SWAPPED - 1) == pytest.approx(2 * (LEAST_SWAPPED - 1) / 1e6)
+
+
+def test_functions_that_use_the_module_are_sent_to_other_processes() -> None:
+    """As cloudpickle does, which sends modules by name only if their class is that of modules."""
+    assert pickle.loads(pickle.dumps(plan)) is plan

@@ -1,5 +1,7 @@
 """Auxiliary values of a loss: what all devices have in common comes back as it is."""
 
+import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -7,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 import jaxcomm
@@ -116,3 +119,64 @@ def test_a_carried_state_keeps_its_types(make_mesh: Any) -> None:
             state = step(jnp.float32(1), jaxcomm.global_batch(BATCH, "data"), state)
     assert state["count"] == 3 and state["count"].dtype == jnp.uint32
     assert state["mean"] == jnp.bfloat16(BATCH.mean()) and len(traced) == 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Picky:
+    """Looks at what is put into it."""
+
+    x: Any
+
+    def __post_init__(self) -> None:
+        assert self.x.ndim == 1
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_containers_get_arrays_only(microbatches: int, make_mesh: Any) -> None:
+    def loss(w: jax.Array, x: jax.Array) -> Any:
+        return jnp.mean(w * x), (Picky(w * jnp.ones(3)), Picky(x.mean(0)))
+
+    with jax.set_mesh(make_mesh(4)):
+        f = jaxcomm.accumulate(jaxcomm.value_and_grad(loss, "data", has_aux=True), microbatches)
+        (_, (same, own)), _ = jax.jit(f)(jnp.float32(2), jaxcomm.global_batch(BATCH, "data"))
+    np.testing.assert_array_equal(same.x, [2, 2, 2])
+    np.testing.assert_allclose(own.x, BATCH.mean(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("hidden", ["sequential_vmap", "callback"])
+def test_what_cannot_be_seen_to_be_the_same_is_averaged(hidden: str, make_mesh: Any) -> None:
+    """A rule of `vmap` that no operand calls hides the name of the axis; a callback, its host."""
+    number = itertools.count()
+
+    @jax.custom_batching.sequential_vmap
+    def of_device(x: jax.Array) -> jax.Array:
+        return x * jax.lax.axis_index("data").astype(jnp.float32)
+
+    def loss(w: jax.Array, x: jax.Array) -> Any:
+        if hidden == "callback":
+            kind = jax.ShapeDtypeStruct((), jnp.float32)
+            return jnp.mean(w * x), io_callback(lambda: np.float32(next(number)), kind)
+        return jnp.mean(w * x), of_device(jnp.float32(1))
+
+    with jax.set_mesh(make_mesh(4)):
+        f = jax.jit(jaxcomm.value_and_grad(loss, "data", has_aux=True))
+        (_, aux), _ = f(jnp.float32(1), jaxcomm.global_batch(BATCH, "data"))
+    assert aux == 1.5
+
+
+def test_microbatches_gather_parameters_anew(make_mesh: Any) -> None:
+    tx = jaxcomm.sharded(jaxcomm.mean("data"), "cnat")
+
+    def loss(params: Any, x: jax.Array) -> Any:
+        w = jaxcomm.gather(params)["w"]
+        return jnp.mean(x @ w[:1]), w
+
+    with jax.set_mesh(make_mesh(4)):
+        w = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
+        params = jaxcomm.shard({"w": w}, "data")
+        f = jaxcomm.value_and_grad(loss, "data", has_aux=True)
+        run = jax.jit(lambda p, s, x: jaxcomm.accumulate(f, 4)(jaxcomm.sharded_params(p, s), x))
+        (_, mean), _ = run(params, tx.init(params), jaxcomm.global_batch(BATCH, "data"))
+    powers = np.frexp(np.asarray(mean))[0] == 0.5
+    assert 0.05 < powers.mean() < 0.5  # the others are means of different powers of two
