@@ -45,6 +45,8 @@ from jaxcomm.transforms._specs import names_in
 from jaxcomm.transforms.per_device import is_own
 from jaxcomm.wire._report import SHARE, Bytes, exact
 
+__all__ = ["Explanation", "Leaf", "Sent", "explain"]
+
 _FEEDBACK = (
     "error feedback: below int4 the momentum of SGD before it, jaxcomm.local(axis, "
     "optax.trace(0.9, nesterov=True)), and with Adam the mean inside jaxcomm.factored_adam"
