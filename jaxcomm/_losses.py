@@ -223,7 +223,7 @@ def check_loss(
     has_aux: bool,
     axis_name: AxisName,
     microbatches: int,
-    own: bool,
+    vary: bool,
 ) -> Collection[int]:
     """Raises if the loss is the same on all devices by construction; returns which aux is.
 
@@ -239,7 +239,7 @@ def check_loss(
       has_aux: whether it also returns aux.
       axis_name: the axes of the devices.
       microbatches: their number. Aux has to be the same in all of them too.
-      own: whether each device has parameters of its own, or each microbatch.
+      vary: whether parameters differ between devices or microbatches.
 
     Returns:
       The leaves of aux that are the same, if the further arguments are; as far as can be seen.
@@ -261,7 +261,7 @@ def check_loss(
         try:
             differ = differing(results, names, inputs, shares)
             if all(of_results[0] for of_results in differ):
-                if own:
+                if vary:
                     given = stacked((params, batch), axis_name)
                     differ += differing(lambda a, x: results((x[0], a), x[1]), names, args, given)
                 if microbatches > 1:
