@@ -6,6 +6,7 @@ from jaxcomm.collectives.all_reduce import (
     all_reduce,
     all_reduce_with_residual,
     float32_mean,
+    majority_of,
     mean_of,
     pmean,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "all_reduce",
     "all_reduce_with_residual",
     "float32_mean",
+    "majority_of",
     "mean_of",
     "pmean",
     "reduce_scatter_with_residual",

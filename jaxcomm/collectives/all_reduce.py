@@ -17,8 +17,9 @@ from jaxcomm.collectives import algorithms
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.algorithms._default import Default, sent_as
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
-from jaxcomm.collectives.reductions import CodedMean, RandomKMean, Reduction
+from jaxcomm.collectives.reductions import CodedMean, Majority, RandomKMean, Reduction
 from jaxcomm.kernels import _implementations
+from jaxcomm.kernels.bitplanes import Planes
 
 
 def mean_of(
@@ -144,6 +145,27 @@ def all_reduce(
 def float32_mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """`all_reduce` of the mean in float32, as XLA does it."""
     return all_reduce(x, axis_name, *mean_of("float32", "native"))
+
+
+def majority_of(
+    vectors: Sequence[jax.Array], axis_name: AxisName, reduction: Majority, algorithm: Algorithm
+) -> Planes:
+    """The outcome of one vote on several vectors, still packed.
+
+    Args:
+      vectors: as `Majority.ballot` takes them, where the checks of `jax.shard_map` are off.
+      axis_name: the mesh axis.
+      reduction: the rules.
+      algorithm: who talks to whom.
+
+    Returns:
+      One plane of signs or, where the outcome can be zero, also the plane of what is not zero:
+      uint32 words of all vectors in turn, equal on all devices of the axis.
+
+    Wire: that of the algorithm.
+    """
+    with noted((reduction, algorithm)):
+        return algorithm.all_reduce(reduction.ballot(vectors, axis_name), axis_name, reduction)[0]
 
 
 def all_reduce_with_residual(

@@ -60,9 +60,9 @@ OnDevice = Callable[[Arrays, Own, Any], tuple[Arrays, Own]]
 Partly = tuple[jax.Array | None, dict[int, jax.Array]]
 # A bucket as one float32 vector, as its leaves, or in part.
 Result = jax.Array | dict[int, jax.Array] | Partly
-# How a method exchanges a bucket: from its number and its parts, by leaf, to the result, float32
-# and equal on all devices, and anything that the method keeps of it.
-OnBucket = Callable[[int, dict[int, jax.Array]], tuple[Result, Any]]
+# How a method exchanges a bucket: from its number and its parts, by leaf, to the result, equal on
+# all devices, a float32 `Result` or still packed, and anything that the method keeps of it.
+OnBucket = Callable[[int, dict[int, jax.Array]], tuple[Any, Any]]
 
 # Which part of a bucket shows that something is not finite; see `exchange_buckets`.
 LookAt = Literal["results", "own", "parts"]
@@ -75,7 +75,7 @@ class Exchanged(NamedTuple):
     """The result of an exchange, on each device.
 
     Attributes:
-      buckets: the result of each bucket, float32, equal on all devices.
+      buckets: the result of each bucket, equal on all devices.
       kept: what the method keeps of each bucket.
       exact: the float32 means of the small arrays, by their keys, equal on all devices.
       finite: whether gradients, results and what is kept are finite, on all devices along the axis.

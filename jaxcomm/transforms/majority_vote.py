@@ -1,7 +1,7 @@
 """The majority of signs over devices, as an optax transformation."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,16 +25,18 @@ from jaxcomm.transforms._buckets import (
     bytes_of,
     joined,
     keys_of,
+    split,
     split_off_exempt,
 )
 from jaxcomm.transforms._exchange import (
     Arrays,
+    Exchanged,
     Own,
-    by_leaf,
     exchange_buckets,
     kept_if,
     local_leaves,
     on_every_device,
+    on_further_axes,
     updates_of,
     within_range,
 )
@@ -45,6 +47,8 @@ from jaxcomm.transforms._scheme import Scheme, exchange
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_few_bits
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
+
+_LARGE = 2**16  # values of a leaf that is packed by itself
 
 
 class MajorityVoteState(NamedTuple):
@@ -177,18 +181,17 @@ def majority_vote(
         key = jax.random.fold_in(seeded_key(seed), step)
         zero_key, tie_key = jax.random.split(key)
         (old,), tie_keys = own, keys_of(tie_key, layout, buckets)
-        ballots = {i: grads[i].astype(jnp.float32) for i in large}
+        ballots = _ballots(grads, large, old)
         votes, scales = ballots, {}
         if error_feedback:
-            owed = zip(large, old, strict=True)
-            ballots = {i: ballots[i] + r.astype(jnp.float32) for i, r in owed}
-            keys = dict(zip(buckets, keys_of(zero_key, layout, buckets), strict=True))
-            votes = _decided(ballots, zeros, keys, axis_name)
+            zero_keys = keys_of(zero_key, layout, buckets)
+            votes = _decided(ballots, zeros, buckets, zero_keys, axis_name)
             scales = {("scale", i): _mean_magnitude(x) for i, x in ballots.items()}
 
-        def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, None]:
+        def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[bitplanes.Planes, None]:
             reduction = Majority(ties, zeros, tie_keys[number])
-            return collectives.all_reduce(joined(parts), axis_name, reduction, chosen), None
+            vectors = [joined(group) for group in _packed_together(parts)]
+            return collectives.majority_of(vectors, axis_name, reduction, chosen), None
 
         done = exchange_buckets(
             votes,
@@ -200,12 +203,12 @@ def majority_vote(
             axis_name=axis_name,
             results_are_finite=True,
         )
-        signs, small = by_leaf(done.buckets, buckets, grads), {i: done.exact[i] for i in exempt_}
-        if error_feedback:
-            results = {i: s * done.exact["scale", i] for i, s in signs.items()} | small
-        else:
-            results = signs | {i: jnp.sign(x) for i, x in small.items()}
-        left = {i: ballots[i] - scales["scale", i] * votes[i] for i in large if error_feedback}
+        small = {i: done.exact[i] for i in exempt_}
+        if not error_feedback:
+            return _signs(done, buckets, grads, small, axis_name), own
+        signs = _by_leaf(done.buckets, buckets, ballots)
+        results = {i: s * done.exact["scale", i] for i, s in signs.items()} | small
+        left = {i: ballots[i] - scales["scale", i] * votes[i] for i in large}
         results, left = within_range(results, left, grads)
         updates, finite = updates_of(results, done.finite, grads, axis_name)
         new = rounded_leaves(list(left.values()), old, key, layout, tuple(left))
@@ -222,17 +225,77 @@ def majority_vote(
     return exchange(init_fn, update_fn, scheme, exempt)
 
 
+def _ballots(grads: Arrays, large: Bucket, residual: Arrays) -> dict[int, jax.Array]:
+    """What this device votes on: its gradients in float32, and residuals if there are any."""
+    ballots = {i: grads[i].astype(jnp.float32) for i in large}
+    for i, owed in zip(large, residual, strict=bool(residual)):
+        ballots[i] += owed.astype(jnp.float32)
+    return ballots
+
+
+def _packed_together(parts: Mapping[int, jax.Array]) -> list[dict[int, jax.Array]]:
+    """The leaves of a bucket in groups: each large one alone, and then all others.
+
+    To join a large leaf with others and to cut it out again takes as long as to pack and unpack it.
+    """
+    alone = [i for i, x in parts.items() if x.size >= _LARGE and x.size % bitplanes.BITS == 0]
+    rest = {i: x for i, x in parts.items() if i not in alone}
+    return [{i: parts[i]} for i in alone] + ([rest] if rest else [])
+
+
+def _signs(
+    done: Exchanged,
+    buckets: Sequence[Bucket],
+    grads: Arrays,
+    small: Mapping[int, jax.Array],
+    axis_name: AxisName,
+) -> Arrays:
+    """The outcomes and the signs of exempt leaves; NaN on every device if any was not finite."""
+    unit = jnp.where(on_further_axes(done.finite, axis_name), jnp.float32(1), jnp.nan)
+    signs = _by_leaf(done.buckets, buckets, grads, unit)
+    signs |= {i: jnp.sign(x) * unit for i, x in small.items()}
+    return [signs[i].astype(g.dtype) for i, g in enumerate(grads)]
+
+
+def _by_leaf(
+    outcomes: Sequence[bitplanes.Planes],
+    buckets: Sequence[Bucket],
+    like: Any,
+    unit: jax.Array | None = None,
+) -> dict[int, jax.Array]:
+    """What `majority_of` returned for each bucket, in the shapes of the leaves.
+
+    It has the dtype of leaves that are packed together, if they have one. The unit is NaN if the
+    step is not taken: to choose afterwards would read and write all again.
+    """
+    signs = {}
+    for planes, bucket in zip(outcomes, buckets, strict=True):
+        groups = _packed_together({i: like[i] for i in bucket})
+        sizes = [sum(x.size for x in group.values()) for group in groups]
+        words = [cut(plane, [bitplanes.words_for(n) for n in sizes]) for plane in planes]
+        for n, group, (won, *voted) in zip(sizes, groups, zip(*words, strict=True), strict=True):
+            dtypes = {x.dtype for x in group.values()}
+            dtype = dtypes.pop() if len(dtypes) == 1 else jnp.float32
+            vector = bitplanes.signs(won, n, voted[0] if voted else None, unit, dtype)
+            signs |= split(vector, group)
+    return signs
+
+
 def _mean_magnitude(x: jax.Array) -> jax.Array:
     """Divided before the sum: a sum that overflows would do so in every later step too."""
     return jnp.sum(jnp.abs(x) * np.float32(1 / x.size))
 
 
 def _decided(
-    ballots: dict[int, jax.Array], zeros: str, keys: dict[Bucket, jax.Array], axis_name: AxisName
+    ballots: dict[int, jax.Array],
+    zeros: str,
+    buckets: Sequence[Bucket],
+    keys: Sequence[jax.Array],
+    axis_name: AxisName,
 ) -> dict[int, jax.Array]:
     """This device's votes: +1 or -1; for a zero a coin, or 0 if zeros abstain."""
     coins = {i: jnp.zeros_like(x) for i, x in ballots.items()}
-    for bucket, key in keys.items() if zeros == "random" else ():
+    for bucket, key in zip(buckets, keys, strict=True) if zeros == "random" else ():
         # The coins of a bucket are drawn at once: each draw has to be compiled.
         own = own_key(key, jax.lax.axis_index(axis_name))
         counts = [bitplanes.words_for(ballots[i].size) for i in bucket]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -47,9 +48,20 @@ class Majority(Reduction):
         check_majority(self.ties, self.zeros)
 
     def prepare(self, x: jax.Array, axis_name: AxisName) -> Prepared:
-        """Packs the signs into one plane of votes, or two; draws the coins for ties."""
+        """`ballot` of one vector."""
+        return self.ballot([x], axis_name)
+
+    def ballot(self, vectors: Sequence[jax.Array], axis_name: AxisName) -> Prepared:
+        """Packs the signs into one plane of votes, or two; draws the coins for ties.
+
+        Args:
+          vectors: float32 or bfloat16 each, packed one by one, so that they need not be joined. All
+            but the last have multiples of 32 values.
+          axis_name: the mesh axis.
+        """
         # Without the barrier, XLA on CPU would fuse this and what follows into one slow loop.
-        votes, against = jax.lax.optimization_barrier(bitplanes.pack_both(x))
+        packed = jax.lax.optimization_barrier([bitplanes.pack_both(x) for x in vectors])
+        votes, against = (jnp.concatenate(words) for words in zip(*packed, strict=True))
         assert self.key is not None  # set in every reduction that runs
         shared = own_key(self.key, 0, 1)
         if self.zeros == "abstain":
@@ -135,10 +147,7 @@ class Majority(Reduction):
     def restore(self, vector: Planes, shared_scale: None, n: int) -> jax.Array:
         """+1 and -1, and 0 where neither sign won."""
         del shared_scale
-        signs = bitplanes.signs(vector[0], n)
-        if len(vector) == 1:
-            return signs
-        return jnp.where(bitplanes.unpack(vector[1], n), signs, jnp.zeros_like(signs))
+        return bitplanes.signs(vector[0], n, *vector[1:])
 
 
 def check_majority(ties: str, zeros: str) -> None:

@@ -1,5 +1,8 @@
 """One bit per element: packed into words, and unpacked."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,31 +127,58 @@ def unpack(words: jax.Array, n: int) -> jax.Array:
     """
     _check_words(words, n)
     *lead, width = words.shape
-    streams = jnp.broadcast_to(words[..., None, :], (*lead, BITS, width))
-    bits = (streams >> _stream(streams.shape)) & 1
+    bits = _streams(words) & 1
     return (bits == 1).reshape(*lead, BITS * width)[..., :n]
 
 
-def signs(words: jax.Array, n: int) -> jax.Array:
-    """+1 for every bit that is one and -1 for every other, as float32 `(..., n)`.
+def signs(
+    words: jax.Array,
+    n: int,
+    voted: jax.Array | None = None,
+    unit: jax.Array | None = None,
+    dtype: Any = jnp.float32,
+) -> jax.Array:
+    """`unit` for every bit that is one and minus it for every other, as an array `(..., n)`.
 
-    Takes the arguments of `unpack` and raises its errors.
+    Args:
+      words: as for `unpack`.
+      n: likewise.
+      voted: words of the same shape; where their bits are zero, the result is 0. None is all ones.
+      unit: float32 scalar, not negative; NaN makes all results NaN. None is 1.
+      dtype: of the result, a float.
+
+    Raises:
+      TypeError, ValueError: as `unpack` does.
     """
     _check_words(words, n)
-    streams = jax.lax.platform_dependent(words, cpu=apart(_signs), default=_signs)
+    made = functools.partial(_signs, dtype=dtype)
+    streams = jax.lax.platform_dependent(words, voted, unit, cpu=apart(made), default=made)
     return streams.reshape(*words.shape[:-1], BITS * words.shape[-1])[..., :n]
 
 
-def _signs(words: jax.Array) -> jax.Array:
-    """The signs of all bits, float32 `(..., 32, W)`.
+def _signs(
+    words: jax.Array, voted: jax.Array | None, unit: jax.Array | None, dtype: Any
+) -> jax.Array:
+    """The signs of all bits, `(..., 32, W)`.
 
     Compiled separately on CPU, this becomes loops over the streams, which read and write in order.
     Fused with an operation that uses part of the result, it divides by W to find each bit, and is 6
     times as slow.
     """
+    minus = _MINUS_ONE
+    if unit is not None:
+        minus = jax.lax.bitcast_convert_type(unit, jnp.uint32) ^ np.uint32(1 << (BITS - 1))
+    signed = jax.lax.bitcast_convert_type((_streams(words) << (BITS - 1)) ^ minus, jnp.float32)
+    if voted is not None:
+        nothing = jnp.float32(0) if unit is None else unit * 0
+        signed = jnp.where(_streams(voted) & 1 == 1, signed, nothing)
+    return signed.astype(dtype)
+
+
+def _streams(words: jax.Array) -> jax.Array:
+    """uint32 `(..., 32, W)`: the words, with the bit of each stream lowest."""
     streams = jnp.broadcast_to(words[..., None, :], (*words.shape[:-1], BITS, words.shape[-1]))
-    signed = ((streams >> _stream(streams.shape)) << (BITS - 1)) ^ _MINUS_ONE
-    return jax.lax.bitcast_convert_type(signed, jnp.float32)
+    return streams >> _stream(streams.shape)
 
 
 def votes(x: jax.Array) -> jax.Array:
