@@ -11,6 +11,7 @@ from jaxcomm.codecs._codec import EVEN, Codec
 from jaxcomm.codecs._rounding import require_integer, rounding_key
 from jaxcomm.kernels import reductions
 from jaxcomm.kernels.block_quantization import blocks as layout
+from jaxcomm.kernels.block_quantization.rows import Rows, are_rows, rows_of
 from jaxcomm.kernels.random_bits import rounding_words
 
 
@@ -91,6 +92,14 @@ class BlockScaled(Codec):
     def error(self, x: jax.Array, payload: jax.Array) -> jax.Array:
         """float32 `(..., n)` and its payload to float32 `(..., n)`."""
         return layout.error(x, payload, self._format)
+
+    def in_rows(self, n: int) -> bool:
+        """See `Codec.in_rows`: whole blocks, and codes that fill whole bytes."""
+        return are_rows(n, self._format)
+
+    def rows(self, payloads: jax.Array, n: int) -> Rows:
+        """See `Codec.rows`."""
+        return rows_of(payloads, n, self._format)
 
     def message_bytes(self, n: int) -> int:
         """The bytes of the codes, and 4 ceil(n / block_size) of units."""

@@ -8,6 +8,7 @@ import jax
 
 from jaxcomm.kernels import _implementations, reductions
 from jaxcomm.kernels._apart import once
+from jaxcomm.kernels.block_quantization.rows import Rows
 
 _LONG = 2**16
 EVEN = 256  # values; XLA on CPU makes vector loops of this many
@@ -101,6 +102,15 @@ class Codec:
     def error(self, x: jax.Array, payload: jax.Array) -> jax.Array:
         """What encoding took from x, float32 `(..., n)`: x minus the values of its payload."""
         return x - self.decode(payload, x.shape[-1])
+
+    def in_rows(self, n: int) -> bool:
+        """Whether parts of n values can be decoded by themselves, as `rows`."""
+        del n
+        return False
+
+    def rows(self, payloads: jax.Array, n: int) -> Rows:
+        """The blocks of payloads `(N, m)` of n values each, where `in_rows`."""
+        raise NotImplementedError
 
     def message_bytes(self, n: int) -> int:
         """The bytes of the payload of one message of n values, scales included."""

@@ -11,9 +11,11 @@ from jaxcomm.collectives.all_reduce import (
     pmean,
 )
 from jaxcomm.collectives.reduce_scatter import all_gather, reduce_scatter_with_residual
+from jaxcomm.collectives.undecoded import Undecoded, stays_encoded, undecoded_mean
 
 __all__ = [
     "Behind",
+    "Undecoded",
     "algorithms",
     "all_gather",
     "all_reduce",
@@ -25,5 +27,7 @@ __all__ = [
     "reduce_scatter_with_residual",
     "reductions",
     "sparse",
+    "stays_encoded",
     "travelling",
+    "undecoded_mean",
 ]

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxcomm.transforms._layout import Layout, filled_leaves, split_over
 Bucket = tuple[int, ...]
 
 SHORT = 2**14  # values of a leaf: to start an operation on it takes as long as to do it
+LARGE = 2**16  # values of a leaf that is worth a program of its own
 _CONVOLUTION = 4  # axes of a kernel, two of them in space
 _MOST = 2**32  # bytes of leaves that are joined: int32 counts their values, with room to spare
 _EVEN = 64  # XLA on CPU concatenates sums well, without padding, if this divides their lengths
@@ -142,6 +143,21 @@ def keys_of(key: jax.Array, layout: Layout, buckets: Sequence[Bucket]) -> list[j
             own = jax.random.fold_in(own, jax.lax.axis_index(axis))
         keys.append(own)
     return keys
+
+
+def alone_or_joined(
+    parts: Mapping[int, jax.Array], fits: Callable[[int], bool]
+) -> tuple[list[dict[int, jax.Array]], int]:
+    """The leaves of a bucket in groups: each large one whose size fits alone, then all others.
+
+    To join a large leaf with others and to cut it out again takes as long as to encode it.
+
+    Returns:
+      The groups, none of them empty, and how many are one leaf that is alone.
+    """
+    alone = [i for i, x in parts.items() if x.size >= LARGE and fits(x.size)]
+    rest = {i: x for i, x in parts.items() if i not in alone}
+    return [{i: parts[i]} for i in alone] + ([rest] if rest else []), len(alone)
 
 
 def joined(parts: Mapping[Any, jax.Array], size: int | None = None) -> jax.Array:

@@ -21,6 +21,7 @@ from jaxcomm.kernels.random_bits import own_key, random_bits, seeded_key
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._buckets import (
     Bucket,
+    alone_or_joined,
     buckets_of,
     bytes_of,
     joined,
@@ -47,8 +48,6 @@ from jaxcomm.transforms._scheme import Scheme, exchange
 from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_few_bits
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
-
-_LARGE = 2**16  # values of a leaf that is packed by itself
 
 
 class MajorityVoteState(NamedTuple):
@@ -234,13 +233,8 @@ def _ballots(grads: Arrays, large: Bucket, residual: Arrays) -> dict[int, jax.Ar
 
 
 def _packed_together(parts: Mapping[int, jax.Array]) -> list[dict[int, jax.Array]]:
-    """The leaves of a bucket in groups: each large one alone, and then all others.
-
-    To join a large leaf with others and to cut it out again takes as long as to pack and unpack it.
-    """
-    alone = [i for i, x in parts.items() if x.size >= _LARGE and x.size % bitplanes.BITS == 0]
-    rest = {i: x for i, x in parts.items() if i not in alone}
-    return [{i: parts[i]} for i in alone] + ([rest] if rest else [])
+    """The leaves of a bucket in groups; those of all but the last fill whole words."""
+    return alone_or_joined(parts, lambda n: n % bitplanes.BITS == 0)[0]
 
 
 def _signs(

@@ -17,7 +17,7 @@ from jaxcomm._numbers import check_seed
 from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _device, _implementations
 from jaxcomm.kernels.random_bits import seeded_key
-from jaxcomm.transforms import _roles
+from jaxcomm.transforms import _roles, _undecoded
 from jaxcomm.transforms._buckets import (
     LAYER,
     Bucket,
@@ -31,6 +31,7 @@ from jaxcomm.transforms._buckets import (
 )
 from jaxcomm.transforms._exchange import (
     Arrays,
+    Exchanged,
     Own,
     Partly,
     by_leaf,
@@ -216,8 +217,13 @@ def mean(
             if is_plain:
                 with noted("float32, native"):
                     return plain_mean(parts, axis_name), None
-            vector = _one_vector(parts, residual, reduction, chosen.blocks(layout.world))
             keyed = dataclasses.replace(reduction, key=keys[number])
+            if _undecoded.stays_encoded(parts, residual, axis_name, keyed, chosen):
+                ordered = _undecoded.in_order(parts, keyed)
+                vector = _one_vector(ordered, residual, reduction, chosen.blocks(layout.world))
+                mean = collectives.undecoded_mean(vector, axis_name, keyed, chosen)
+                return mean.result.units, mean
+            vector = _one_vector(parts, residual, reduction, chosen.blocks(layout.world))
             return collectives.all_reduce_with_residual(vector, axis_name, keyed, chosen)
 
         done = exchange_buckets(
@@ -229,11 +235,8 @@ def mean(
             axis_name=axis_name,
             equal_key=key if reduction.needs_equal_keys else None,
         )
-        left = by_leaf(done.kept, buckets, grads) if error_feedback else {}
-        means, left = within_range(done.exact | by_leaf(done.buckets, buckets, grads), left, grads)
-        updates, finite = updates_of(means, done.finite, grads, axis_name)
-        new = rounded_leaves([left[i] for i in residual], old, key, layout, tuple(residual))
-        return updates, (kept_if(finite, new, old),)
+        updates, kept = _finished(done, buckets, grads, residual, reduction, key, layout)
+        return updates, (kept,)
 
     def update_fn(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
@@ -244,6 +247,40 @@ def mean(
         return treedef.unflatten(means), MeanState(state.layout, state.step + 1, residual)
 
     return exchange(init_fn, update_fn, scheme, exempt)
+
+
+def _finished(
+    done: Exchanged,
+    buckets: Sequence[Bucket],
+    grads: Arrays,
+    residual: dict[int, jax.Array],
+    reduction: CodedMean,
+    key: jax.Array,
+    layout: Layout,
+) -> tuple[Arrays, Arrays]:
+    """The updates, and the next residuals."""
+    decoded: list[tuple[Bucket, Any, Any]] = []
+    encoded: list[tuple[Bucket, collectives.Undecoded]] = []
+    for bucket, result, kept in zip(buckets, done.buckets, done.kept, strict=True):
+        if isinstance(kept, collectives.Undecoded):
+            encoded.append((bucket, kept))
+        else:
+            decoded.append((bucket, result, kept))
+    others, results, errors = zip(*decoded, strict=True) if decoded else ((), (), ())
+    left = by_leaf(errors, others, grads) if residual else {}
+    means, left = within_range(done.exact | by_leaf(results, others, grads), left, grads)
+    order = sorted(means)
+    of_order = {n: means[i] for n, i in enumerate(order)}
+    found, finite = updates_of(of_order, done.finite, [grads[i] for i in order], layout.axis_name)
+    updates, which = dict(zip(order, found, strict=True)), tuple(i for i in residual if i in left)
+    old = [residual[i] for i in which]
+    new = rounded_leaves([left[i] for i in which], old, key, layout, which)
+    after = dict(zip(which, kept_if(finite, new, old), strict=True))
+    for bucket, mean in encoded:
+        parts = {i: grads[i] for i in bucket}
+        more, waiting = _undecoded.finished(mean, parts, residual, reduction, finite)
+        updates, after = updates | more, after | waiting
+    return [updates[i] for i in range(len(grads))], [after[i] for i in residual]
 
 
 def _one_vector(

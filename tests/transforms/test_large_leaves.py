@@ -1,11 +1,15 @@
 """Leaves and vectors beyond the sizes where means take another way."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxcomm
+from jaxcomm.transforms import _undecoded
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -64,11 +68,79 @@ def test_large_leaves_are_voted_on_as_small_ones_are(zeros: str, error_feedback:
     assert all(np.isnan(x).all() for x in jax.tree.leaves(spoiled))
 
 
-def test_large_leaves_are_not_copied_for_a_vote() -> None:
+@pytest.mark.parametrize(
+    ("tx", "most"),
+    [
+        (jaxcomm.majority_vote("data"), 0.25),
+        (jaxcomm.mean("data", "int4", error_feedback=True), 1.75),  # their sum with the residuals
+    ],
+    ids=["vote", "int4"],
+)
+def test_temporary_memory_of_large_leaves(tx: Any, most: float) -> None:
+    """In vectors of the gradients' size, without what one device keeps."""
     params = {"a": jnp.zeros((2**9, 2**9)), "b": jnp.zeros((2**10, 2**7))}
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
-        tx = jaxcomm.majority_vote("data")
         grads = jax.tree.map(lambda x: jnp.zeros((4, *x.shape)), params)
-        lowered = jax.jit(tx.update).lower(grads, tx.init(jaxcomm.replicate(params)))
+        state = tx.init(jaxcomm.replicate(params))
+        lowered = jax.jit(tx.update, donate_argnums=1).lower(grads, state)
     memory = lowered.compile().memory_analysis()
-    assert memory.temp_size_in_bytes < memory.output_size_in_bytes / 4
+    vector = sum(x.nbytes for x in params.values())
+    assert memory.temp_size_in_bytes < most * vector
+
+
+# In the order in which they are joined: those that are decoded alone come first.
+BLOCKS = {"z": (2**8, 2**9), "y": (2**9, 2**7), "odd": (257, 259), "few": (3, 5)}
+MEANS = {
+    "int4": {"codec": "int4"},
+    "random": {"codec": jaxcomm.codecs.int4(rounding="random")},
+    "scaled_sign": {"codec": jaxcomm.codecs.scaled_sign(128)},
+    "two hops": {"codec": "int2", "second_hop": "int8"},
+    "first hop": {"codec": "int4", "error_feedback": "first_hop"},
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_that_stays_encoded_is_that_of_the_decoded_vector(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, in updates and residuals; and a step with a NaN is not taken."""
+    params = {leaf: jnp.zeros(shape) for leaf, shape in BLOCKS.items()}
+    rng = np.random.default_rng(0)
+    steps = [
+        {leaf: rng.standard_normal((4, *shape), np.float32) for leaf, shape in BLOCKS.items()}
+        for _ in range(2)
+    ]
+    bad = {**steps[0], "odd": steps[0]["odd"].copy()}
+    bad["odd"][2, 100, 200] = np.nan
+
+    def run(*grads: dict[str, np.ndarray]) -> tuple[Any, Any]:
+        with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+            tx = jaxcomm.mean("data", **{"error_feedback": True, **MEANS[name]})
+            state, updates = tx.init(jaxcomm.replicate(params)), None
+            update = jax.jit(tx.update)
+            for step in grads:
+                updates, state = update(jax.tree.map(jnp.asarray, step), state)
+        return updates, state
+
+    took = []
+    monkeypatch.setattr(_undecoded, "finished", noting(took, _undecoded.finished))
+    updates, state = run(*steps)
+    spoiled, after = run(*steps, bad)
+    assert took
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(spoiled))
+    jax.tree.map(np.testing.assert_array_equal, after.residual, state.residual)
+    monkeypatch.setattr(_undecoded, "stays_encoded", lambda *_: False)
+    took.clear()
+    expected, kept = run(*steps)
+    assert not took
+    jax.tree.map(np.testing.assert_array_equal, (updates, state), (expected, kept))
+
+
+def noting(calls: list[Any], f: Callable[..., Any]) -> Callable[..., Any]:
+    """f, which notes that it was called."""
+
+    def noted(*args: Any) -> Any:
+        calls.append(args)
+        return f(*args)
+
+    return noted

@@ -40,6 +40,11 @@ class Algorithm:
         """The number of blocks that a vector is cut into."""
         return world
 
+    def chosen(self, axis_name: AxisName, reduction: Reduction, values: int) -> "Algorithm":
+        """The algorithm that carries out a reduction of so many values: this one, or its choice."""
+        del axis_name, reduction, values
+        return self
+
     @property
     def for_means(self) -> "Algorithm":
         """The variant for means, whose sums are as wide as their terms, unlike those of votes."""

@@ -103,7 +103,7 @@ class Default(Algorithm):
     ) -> tuple[Any, Any]:
         """See `Algorithm.all_reduce`."""
         values = length_of(prepared.vector) * reduction.packed
-        chosen = self._chosen(axis_name, reduction, values)
+        chosen = self.chosen(axis_name, reduction, values)
         with noted((reduction, chosen)):
             return chosen.all_reduce(prepared, axis_name, reduction)
 
@@ -117,7 +117,8 @@ class Default(Algorithm):
         with noted((reduction, chosen)):
             return chosen.reduce_scatter(partial, axis_name, reduction, devices_per_partial)
 
-    def _chosen(self, axis_name: AxisName, reduction: Reduction, values: int) -> Algorithm:
+    def chosen(self, axis_name: AxisName, reduction: Reduction, values: int) -> Algorithm:
+        """See `Algorithm.chosen`: by the plan in use, or what is usual."""
         world = jax.lax.axis_size(axis_name)
         of_itself = self.of(world, values, _hosts.devices_per_host(axis_name))
         return of_itself if _chooser is None else _chooser(reduction, world, values, of_itself)

@@ -1,0 +1,125 @@
+"""Rows of blocks: encoded vectors, of which any blocks can be decoded by themselves.
+
+Decoded into the place where they are needed, values are written once. On CPU, all of them at once
+would be written, read to look for what is not finite, and copied to where they are needed.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomm.kernels._apart import apart
+from jaxcomm.kernels.block_quantization import packing
+from jaxcomm.kernels.block_quantization.blocks import Format, cut
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("codes", "units"), meta_fields=("form",)
+)
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Blocks of one encoded vector, in order.
+
+    Attributes:
+      codes: uint8 `(blocks, columns)`, packed.
+      units: float32 `(blocks,)`; NaN for a block with a value that is not finite.
+      form: how the values are written.
+    """
+
+    codes: jax.Array
+    units: jax.Array
+    form: Format
+
+
+class Owed(NamedTuple):
+    """What is left of a vector that was sent in N messages, all but one.
+
+    Attributes:
+      values: float32 `(N * n,)`, the vector.
+      sent: all blocks of the messages.
+      own: float32 `(n,)`, what is left of the message that is not sent.
+      place: its place, int32.
+    """
+
+    values: jax.Array
+    sent: Rows
+    own: jax.Array
+    place: jax.Array
+
+
+def are_rows(n: int, form: Format) -> bool:
+    """Whether messages of n values are whole blocks whose codes fill whole bytes."""
+    return n > 0 and n % form.size == 0 and 8 % form.width == 0 and form.size * form.width % 8 == 0
+
+
+def rows_of(payloads: jax.Array, n: int, form: Format) -> Rows:
+    """The blocks of a vector that was cut into messages of n values, from payloads `(N, m)`."""
+    blocks, columns = n // form.size, packing.bytes_for(form.size, form.width)
+    codes = cut(payloads, 0, blocks, columns).reshape(-1, columns)
+    units = jax.lax.bitcast_convert_type(cut(payloads, blocks * columns, blocks, 4), jnp.float32)
+    return Rows(codes, units.reshape(-1), form)
+
+
+def values(rows: Rows) -> jax.Array:
+    """The values of the blocks, float32 `(blocks * size,)`."""
+    return _flat(_decoded, rows)
+
+
+def left(
+    owed: Owed, start: jax.Array, rows: Rows, old: Any = None, is_new: Any = None
+) -> jax.Array:
+    """What is owed of some blocks, float32 `(blocks * size,)`.
+
+    Args:
+      owed: of the whole vector.
+      start: the first of the blocks.
+      rows: these blocks of `owed.sent`.
+      old: float32 of as many values, to return instead where `is_new` is False; None for none.
+      is_new: a bool scalar.
+    """
+
+    def of(in_streams: bool, rows: Rows, owed: Owed, start: Any, old: Any, is_new: Any) -> Any:
+        decoded = _decoded(in_streams, rows)
+        count, size = decoded.shape[0], rows.form.size
+        part = jax.lax.dynamic_slice_in_dim(owed.values, start * size, decoded.size)
+        own = owed.own.reshape(-1, *decoded.shape[1:])
+        place = start - owed.place * len(own) + jnp.arange(count, dtype=jnp.int32)
+        is_own = (place >= 0) & (place < len(own))
+        is_own = is_own.reshape(-1, *[1] * (decoded.ndim - 1))
+        kept = own.at[place].get(mode="clip")
+        found = jnp.where(is_own, kept, part.reshape(decoded.shape) - decoded)
+        return found if old is None else jnp.where(is_new, found, old)
+
+    def shaped(in_streams: bool) -> Any:
+        if old is None:
+            return None
+        return old.reshape(jax.eval_shape(functools.partial(_decoded, in_streams), rows).shape)
+
+    cpu = apart(functools.partial(of, True))
+    return jax.lax.platform_dependent(
+        cpu=lambda: cpu(rows, owed, start, shaped(True), is_new).reshape(-1),
+        default=lambda: of(False, rows, owed, start, shaped(False), is_new).reshape(-1),
+    )
+
+
+def _decoded(in_streams: bool, rows: Rows) -> jax.Array:
+    """The values, `(blocks, size)`; in streams `(blocks, streams, columns)`, in the same order."""
+    form = rows.form
+    if in_streams:
+        codes, units = packing.streams(rows.codes, form.width), rows.units[:, None, None]
+    else:
+        codes, units = packing.unpack(rows.codes, form.size, form.width), rows.units[:, None]
+    return form.numbers(codes) * units
+
+
+def _flat(of: Any, *args: Any) -> jax.Array:
+    """The result as a vector; on CPU in streams and apart, as in `blocks`."""
+    on_cpu, default = apart(functools.partial(of, True)), functools.partial(of, False)
+    return jax.lax.platform_dependent(
+        *args,
+        cpu=lambda *args: on_cpu(*args).reshape(-1),
+        default=lambda *args: default(*args).reshape(-1),
+    )
