@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 import jaxcomm
 from jaxcomm.transforms import _undecoded
@@ -99,11 +100,14 @@ MEANS = {
 }
 
 
-@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize(("name", "model"), [*((name, 1) for name in MEANS), ("int4", 2)])
 def test_a_mean_that_stays_encoded_is_that_of_the_decoded_vector(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, model: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, in updates and residuals; and a step with a NaN is not taken."""
+    mesh = jax.make_mesh(
+        (4, model), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[: 4 * model]
+    )
     params = {leaf: jnp.zeros(shape) for leaf, shape in BLOCKS.items()}
     rng = np.random.default_rng(0)
     steps = [
@@ -114,9 +118,10 @@ def test_a_mean_that_stays_encoded_is_that_of_the_decoded_vector(
     bad["odd"][2, 100, 200] = np.nan
 
     def run(*grads: dict[str, np.ndarray]) -> tuple[Any, Any]:
-        with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+        with jax.set_mesh(mesh):
             tx = jaxcomm.mean("data", **{"error_feedback": True, **MEANS[name]})
-            state, updates = tx.init(jaxcomm.replicate(params)), None
+            split = {"z": jax.device_put(params["z"], jax.P("model"))}
+            state, updates = tx.init(jaxcomm.replicate(params) | split), None
             update = jax.jit(tx.update)
             for step in grads:
                 updates, state = update(jax.tree.map(jnp.asarray, step), state)
