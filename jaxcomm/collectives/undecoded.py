@@ -3,14 +3,17 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxcomm import _axes
-from jaxcomm._axes import AxisName
+from jaxcomm._axes import Axis, AxisName
 from jaxcomm._notes import noted
+from jaxcomm.codecs import float32
 from jaxcomm.collectives._sending import all_gather, all_to_all
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.algorithms._algorithm import cut, message_id, take_block
 from jaxcomm.collectives.algorithms.direct import Direct
+from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.reductions import CodedMean
 from jaxcomm.kernels import _device
 from jaxcomm.kernels.block_quantization.rows import Owed, Rows
@@ -34,14 +37,19 @@ def stays_encoded(
     """Whether `undecoded_mean` takes vectors of this size.
 
     It is for codecs in blocks with error feedback, over `direct`, in messages of whole blocks; and
-    for CPUs, as others fuse the passes that it saves.
+    for CPUs, as others fuse the passes that it saves. Hosts may add up first, in float32.
     """
     world = jax.lax.axis_size(axis_name)
     if _device.current().platform != "cpu":
         return False
     if type(reduction) is not CodedMean or not reduction.keeps_errors or size % world or world == 1:
         return False
-    is_direct = type(algorithm.chosen(axis_name, reduction, size)) is Direct
+    chosen = algorithm.chosen(axis_name, reduction, size)
+    if isinstance(chosen, Hierarchical):
+        is_direct = chosen.near == chosen.far == Direct() and chosen.near_codec == float32()
+        is_direct &= _axes.world_of(chosen.levels(axis_name)[0]) > 1
+    else:
+        is_direct = chosen == Direct()
     return is_direct and all(
         codec.in_rows(size // world) for codec in (reduction.codec, reduction.second_hop)
     )
@@ -50,23 +58,40 @@ def stays_encoded(
 def undecoded_mean(
     x: jax.Array, axis_name: AxisName, reduction: CodedMean, algorithm: Algorithm
 ) -> Undecoded:
-    """`all_reduce_with_residual` by `direct` without its last passes, where `stays_encoded`.
+    """`all_reduce_with_residual` without its last passes, where `stays_encoded`.
 
     Wire: the same.
     """
-    world, me = _axes.world_of(axis_name), _axes.place_on(axis_name)
-    chosen, n = algorithm.chosen(axis_name, reduction, x.size), x.size // world
+    chosen = algorithm.chosen(axis_name, reduction, x.size)
     own = reduction.for_this_device(axis_name)
     with noted((reduction, algorithm)), noted((reduction, chosen)):
-        blocks = own.start(cut(x, world), world)
-        with jax.named_scope("encode"):
-            message = own.encode(blocks, (1,) * world, message_id(1, 0))
-        arrived = all_to_all(message, axis_name)
-        with jax.named_scope("decode"):
-            mine = own.merge_with_own(arrived, take_block(blocks, me), me)
-        with jax.named_scope("encode"):
-            result = own.finish(mine, None, world)
-        error = own.second_hop_error(mine, result, world)
-        results = all_gather(result, axis_name, tiled=True)
-    sent = own.codec.rows(message, n)
-    return Undecoded(own.second_hop.rows(results, n), Owed(x, sent, error.reshape(-1), me))
+        if isinstance(chosen, Hierarchical):
+            far, near = chosen.levels(axis_name)
+            within = _axes.world_of(near)
+            add_up, blocks = chosen.near_reduction(own), cut(x, within)
+            summed, _ = chosen.near.reduce_scatter(blocks, near, add_up, 1)
+            results, owed = _exchanged(summed[0], far, own, within)
+            results = chosen.near.all_gather(results[None], near)
+            results = results.reshape(-1, results.shape[-1])
+            first = _axes.place_on(near) * len(owed.sent.units)
+            owed = owed._replace(first=first)
+        else:
+            results, owed = _exchanged(x, axis_name, own, 1)
+    return Undecoded(own.second_hop.rows(results, x.size // len(results)), owed)
+
+
+def _exchanged(x: jax.Array, axis: Axis, own: CodedMean, devices: int) -> tuple[jax.Array, Owed]:
+    """The encoded results, `(N, m)`, of partials of so many devices, by `direct`; what is owed."""
+    world, me = _axes.world_of(axis), _axes.place_on(axis)
+    blocks = cut(x, world)
+    with jax.named_scope("encode"):
+        message = own.encode(blocks, (devices,) * world, message_id(devices, 0))
+    arrived = all_to_all(message, axis)
+    with jax.named_scope("decode"):
+        mine = own.merge_with_own(arrived, take_block(blocks, me), me)
+    with jax.named_scope("encode"):
+        result = own.finish(mine, None, world * devices)
+    error = own.second_hop_error(mine, result, world * devices)
+    results = all_gather(result, axis, tiled=True)
+    sent = own.codec.rows(message, blocks.shape[1])
+    return results, Owed(x, sent, error.reshape(-1), me, jnp.int32(0))

@@ -62,15 +62,15 @@ def finished(
     groups, alone = _groups(parts, reduction)
     sizes = [sum(x.size for x in group.values()) for group in groups]
     if len(groups) > alone:  # the padding belongs to those that are joined
-        sizes[-1] = mean.owed.values.size - sum(sizes[:-1])
+        sizes[-1] = len(mean.result.units) * mean.result.form.size - sum(sizes[:-1])
     units = jnp.where(finite, mean.result.units, jnp.nan)
     results = _parted(dataclasses.replace(mean.result, units=units), sizes)
-    sent = _parted(mean.owed.sent, sizes)
-    starts = starts_of([len(part.units) for part in sent])
+    counts = [n // mean.owed.sent.form.size for n in sizes]
+    starts = starts_of(counts)
     updates, left = {}, {}
     for number, group in enumerate(groups):
         updates |= split(rows.values(results[number]), group)
-        owed = functools.partial(rows.left, mean.owed, starts[number], sent[number])
+        owed = functools.partial(rows.left, mean.owed, starts[number], counts[number])
         if number < alone:
             (i,) = group
             left |= split(owed(residual[i], finite), group)

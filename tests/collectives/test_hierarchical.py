@@ -1,7 +1,5 @@
 """Two algorithms on two mesh axes."""
 
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -52,20 +50,17 @@ def test_a_near_axis_of_one_device_rounds_nothing(near: str) -> None:
 
 
 @pytest.mark.parametrize("codec", ["int4", "scaled_sign"])
-def test_residuals_of_hosts_take_no_more_memory_than_those_of_devices(
-    mesh8: Mesh, codec: str
-) -> None:
+def test_residuals_of_hosts_take_no_memory_of_their_own(mesh8: Mesh, codec: str) -> None:
     """What is added up in float32 leaves no errors, so none are computed of the whole vector."""
     kinds = {"near": algorithms.direct(), "far": algorithms.direct(), "near_codec": "float32"}
 
-    def temporaries(algorithm: Any) -> int:
-        tx = jaxcomm.mean("data", codec, algorithm, bucket_mib=1, error_feedback=True)
-        with jax.set_mesh(mesh8):
-            exchange = Exchange(mesh8, "data", tx, [(1024, 256)] * 6)
-            return exchange.lower().compile().memory_analysis().temp_size_in_bytes
-
-    by_hosts = temporaries(algorithms.hierarchical(**kinds, devices_per_host=4))
-    assert by_hosts < 1.1 * temporaries("direct")
+    by_hosts = algorithms.hierarchical(**kinds, devices_per_host=4)
+    tx = jaxcomm.mean("data", codec, by_hosts, bucket_mib=1, error_feedback=True)
+    with jax.set_mesh(mesh8):
+        exchange = Exchange(mesh8, "data", tx, [(1024, 256)] * 6)
+        memory = exchange.lower().compile().memory_analysis()
+    gradients = 6 * 4 * 1024 * 256
+    assert memory.temp_size_in_bytes < 1.1 * gradients
 
 
 def test_the_axes_are_two_and_the_algorithms_have_a_reduce_scatter(mesh8: Mesh) -> None:

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxcomm
+from jaxcomm import algorithms
 from jaxcomm.transforms import _undecoded
 
 
@@ -91,12 +92,19 @@ def test_temporary_memory_of_large_leaves(tx: Any, most: float) -> None:
 
 # In the order in which they are joined: those that are decoded alone come first.
 BLOCKS = {"z": (2**8, 2**9), "y": (2**9, 2**7), "odd": (257, 259), "few": (3, 5)}
+BY_HOSTS: dict[str, Any] = {
+    "near": algorithms.direct(),
+    "far": algorithms.direct(),
+    "near_codec": "float32",
+    "devices_per_host": 2,
+}
 MEANS = {
     "int4": {"codec": "int4"},
     "random": {"codec": jaxcomm.codecs.int4(rounding="random")},
     "scaled_sign": {"codec": jaxcomm.codecs.scaled_sign(128)},
     "two hops": {"codec": "int2", "second_hop": "int8"},
     "first hop": {"codec": "int4", "error_feedback": "first_hop"},
+    "by hosts": {"codec": "int4", "algorithm": algorithms.hierarchical(**BY_HOSTS)},
 }
 
 

@@ -81,7 +81,7 @@ class Hierarchical(Algorithm):
         self.near.require_own_blocks(near)
         self.far.require_own_blocks(far)
 
-    def _near_reduction(self, reduction: Reduction) -> Reduction:
+    def near_reduction(self, reduction: Reduction) -> Reduction:
         """That of the near reduce-scatter; float32 leaves no errors to keep."""
         if self.near_codec is None:
             return reduction
@@ -109,7 +109,7 @@ class Hierarchical(Algorithm):
         blocks = cut(prepared.vector, near_blocks)
         n, near_owned, far_owned = length(blocks), self.near.owned(near), self.far.owned(far)
         partial = reduction.start(blocks, world)
-        mine, errors = self.near.reduce_scatter(partial, near, self._near_reduction(reduction), 1)
+        mine, errors = self.near.reduce_scatter(partial, near, self.near_reduction(reduction), 1)
         mine = _cut_again(mine, far_blocks)
         mine, far_errors = self.far.reduce_scatter(mine, far, reduction, on_near)
         replicated = take_block(cut(prepared.replicated, near_blocks), near_owned)
@@ -149,7 +149,7 @@ class Hierarchical(Algorithm):
             return x.reshape(on_far, on_near, -1).swapaxes(0, 1).reshape(on_near, -1)
 
         blocks = jax.tree.map(by_near, partial)
-        reduced = self._near_reduction(reduction)
+        reduced = self.near_reduction(reduction)
         mine, errors = self.near.reduce_scatter(blocks, near, reduced, devices_per_partial)
         mine = jax.tree.map(lambda b: b.reshape(on_far, -1), mine)
         per_far_partial = devices_per_partial * on_near

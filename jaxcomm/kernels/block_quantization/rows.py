@@ -35,19 +35,21 @@ class Rows:
 
 
 class Owed(NamedTuple):
-    """What is left of a vector that was sent in N messages, all but one.
+    """What a device still owes of a vector: it sent a part of it in N messages, all but one.
 
     Attributes:
-      values: float32 `(N * n,)`, the vector.
-      sent: all blocks of the messages.
+      values: float32 `(N * n,)`, the part.
+      sent: its blocks, as in the messages.
       own: float32 `(n,)`, what is left of the message that is not sent.
       place: its place, int32.
+      first: the first block of the part, int32; nothing is owed of others.
     """
 
     values: jax.Array
     sent: Rows
     own: jax.Array
     place: jax.Array
+    first: jax.Array
 
 
 def are_rows(n: int, form: Format) -> bool:
@@ -69,40 +71,47 @@ def values(rows: Rows) -> jax.Array:
 
 
 def left(
-    owed: Owed, start: jax.Array, rows: Rows, old: Any = None, is_new: Any = None
+    owed: Owed, start: jax.Array, count: int, old: Any = None, is_new: Any = None
 ) -> jax.Array:
-    """What is owed of some blocks, float32 `(blocks * size,)`.
+    """What is owed of some blocks, float32 `(count * size,)`.
 
     Args:
       owed: of the whole vector.
       start: the first of the blocks.
-      rows: these blocks of `owed.sent`.
+      count: how many there are.
       old: float32 of as many values, to return instead where `is_new` is False; None for none.
       is_new: a bool scalar.
     """
 
-    def of(in_streams: bool, rows: Rows, owed: Owed, start: Any, old: Any, is_new: Any) -> Any:
-        decoded = _decoded(in_streams, rows)
-        count, size = decoded.shape[0], rows.form.size
-        part = jax.lax.dynamic_slice_in_dim(owed.values, start * size, decoded.size)
-        own = owed.own.reshape(-1, *decoded.shape[1:])
-        place = start - owed.place * len(own) + jnp.arange(count, dtype=jnp.int32)
-        is_own = (place >= 0) & (place < len(own))
-        is_own = is_own.reshape(-1, *[1] * (decoded.ndim - 1))
-        kept = own.at[place].get(mode="clip")
-        found = jnp.where(is_own, kept, part.reshape(decoded.shape) - decoded)
+    def of(in_streams: bool, owed: Owed, start: Any, old: Any, is_new: Any) -> Any:
+        row = start - owed.first + jnp.arange(count, dtype=jnp.int32)
+        sent = Rows(_at(owed.sent.codes, row), _at(owed.sent.units, row), owed.sent.form)
+        decoded = _decoded(in_streams, sent)
+        values, own = (x.reshape(-1, *decoded.shape[1:]) for x in (owed.values, owed.own))
+        own_row = row - owed.place * len(own)
+        each = (-1, *[1] * (decoded.ndim - 1))
+        is_own = ((own_row >= 0) & (own_row < len(own))).reshape(each)
+        is_owed = ((row >= 0) & (row < len(values))).reshape(each)
+        found = jnp.where(is_own, _at(own, own_row), _at(values, row) - decoded)
+        found = jnp.where(is_owed, found, jnp.float32(0))
         return found if old is None else jnp.where(is_new, found, old)
 
-    def shaped(in_streams: bool) -> Any:
-        if old is None:
-            return None
-        return old.reshape(jax.eval_shape(functools.partial(_decoded, in_streams), rows).shape)
+    form = owed.sent.form
+
+    def shaped(*row: int) -> Any:
+        return None if old is None else old.reshape(count, *row)
 
     cpu = apart(functools.partial(of, True))
+    streams = 8 // form.width, form.size * form.width // 8
     return jax.lax.platform_dependent(
-        cpu=lambda: cpu(rows, owed, start, shaped(True), is_new).reshape(-1),
-        default=lambda: of(False, rows, owed, start, shaped(False), is_new).reshape(-1),
+        cpu=lambda: cpu(owed, start, shaped(*streams), is_new).reshape(-1),
+        default=lambda: of(False, owed, start, shaped(form.size), is_new).reshape(-1),
     )
+
+
+def _at(array: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows of an array; any where there are none."""
+    return array.at[rows].get(mode="clip")
 
 
 def _decoded(in_streams: bool, rows: Rows) -> jax.Array:
