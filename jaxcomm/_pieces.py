@@ -33,6 +33,6 @@ def starts_of(sizes: Sequence[int]) -> list[jax.Array]:
     They come from a conditional, whichever way it goes: XLA removes barriers only after it has
     simplified conditionals.
     """
-    starts = [0, *itertools.accumulate(sizes[:-1])]
+    starts = list(itertools.accumulate(sizes, initial=0))[:-1]
     known = lambda: [np.int32(start) for start in starts]  # noqa: E731
     return jax.lax.cond(jax.lax.optimization_barrier(np.bool_(True)), known, known)

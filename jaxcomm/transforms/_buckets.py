@@ -3,6 +3,7 @@
 import contextvars
 import dataclasses
 import functools
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ SHORT = 2**14  # values of a leaf: to start an operation on it takes as long as 
 LARGE = 2**16  # values of a leaf that is worth a program of its own
 _CONVOLUTION = 4  # axes of a kernel, two of them in space
 _MOST = 2**32  # bytes of leaves that are joined: int32 counts their values, with room to spare
-_EVEN = 64  # XLA on CPU concatenates sums well, without padding, if this divides their lengths
+_EVEN = 64  # XLA on CPU concatenates sums well if this divides their lengths
 
 
 @jax.tree_util.register_static
@@ -170,9 +171,7 @@ def joined_sums(
 ) -> jax.Array:
     """The sums of arrays with the same keys, as `joined` makes one vector of them."""
     sums = [_flat(part) + _flat(b[key]) for key, part in a.items()]
-    total = sum(part.size for part in sums)
-    is_even = size in (None, total) and all(part.size % _EVEN == 0 for part in sums)
-    write = functools.partial(_concatenated if is_even else _written, size=size or total)
+    write = functools.partial(_written, size=size or sum(part.size for part in sums))
     once = functools.partial(_concatenated_once, size=size)
     return jax.lax.platform_dependent(sums, cpu=write, default=once)
 
@@ -196,12 +195,19 @@ def _concatenated_once(vectors: list[jax.Array], size: int | None) -> jax.Array:
 
 
 def _written(vectors: list[jax.Array], size: int) -> jax.Array:
-    """The same for CPU, where XLA is slow to concatenate and pad sums of odd lengths at once."""
+    """The same for CPU, where XLA is slow to concatenate or pad sums of odd lengths."""
+    even = list(itertools.takewhile(lambda part: part.size % _EVEN == 0, vectors))
+    behind = size - sum(part.size for part in even)
+    if behind % _EVEN:
+        even, behind = [], size
+    if not behind:
+        return jnp.concatenate(even)
     # Without the barrier XLA makes the first write a `pad`.
-    vector = jax.lax.optimization_barrier(jnp.zeros(size, jnp.float32))
-    for part, start in zip(vectors, starts_of([part.size for part in vectors]), strict=True):
+    vector = jax.lax.optimization_barrier(jnp.zeros(behind, jnp.float32))
+    odd = vectors[len(even) :]
+    for part, start in zip(odd, starts_of([part.size for part in odd]), strict=True):
         vector = jax.lax.dynamic_update_slice_in_dim(vector, part, start, axis=0)
-    return vector
+    return jnp.concatenate([*even, vector])
 
 
 def split(vector: jax.Array, parts: Mapping[Any, Any]) -> dict[Any, jax.Array]:
