@@ -5,6 +5,8 @@ own for each target: Pallas keeps the kernels that it has compiled, whatever the
 and takes the architecture of the first device that it sees.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -54,6 +56,13 @@ def mesh_of(target: str, devices: int = 8, within: int = 1) -> Any:
         mesh = Mesh(own[:, 0], ("data",), (AxisType.Auto,))
     assert jax.devices()[0].platform == "cpu"  # nothing runs on these
     return mesh
+
+
+@contextlib.contextmanager
+def traced_for(mesh: Mesh) -> Iterator[None]:
+    """The mesh, with all that is traced traced for its devices; nothing may run in here."""
+    with jax.default_device(mesh.devices.flat[0]), jax.set_mesh(mesh):
+        yield
 
 
 def _gpus(target: str) -> Any:

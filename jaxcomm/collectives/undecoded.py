@@ -15,7 +15,6 @@ from jaxcomm.collectives.algorithms._algorithm import cut, message_id, take_bloc
 from jaxcomm.collectives.algorithms.direct import Direct
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.reductions import CodedMean
-from jaxcomm.kernels import _device
 from jaxcomm.kernels.block_quantization.rows import Owed, Rows
 
 
@@ -36,12 +35,10 @@ def stays_encoded(
 ) -> bool:
     """Whether `undecoded_mean` takes vectors of this size.
 
-    It is for codecs in blocks with error feedback, over `direct`, in messages of whole blocks; and
-    for CPUs, as others fuse the passes that it saves. Hosts may add up first, in float32.
+    It is for codecs in blocks with error feedback, over `direct`, in messages of whole blocks.
+    Hosts may add up first, directly and in float32, if there are several.
     """
     world = jax.lax.axis_size(axis_name)
-    if _device.current().platform != "cpu":
-        return False
     if type(reduction) is not CodedMean or not reduction.keeps_errors or size % world or world == 1:
         return False
     chosen = algorithm.chosen(axis_name, reduction, size)
@@ -64,7 +61,7 @@ def undecoded_mean(
     """
     chosen = algorithm.chosen(axis_name, reduction, x.size)
     own = reduction.for_this_device(axis_name)
-    with noted((reduction, algorithm)), noted((reduction, chosen)):
+    with noted((reduction, chosen)):
         if isinstance(chosen, Hierarchical):
             far, near = chosen.levels(axis_name)
             within = _axes.world_of(near)

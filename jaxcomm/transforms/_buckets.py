@@ -16,12 +16,13 @@ import numpy as np
 from jaxcomm import _axes
 from jaxcomm._numbers import is_real
 from jaxcomm._pieces import cut, starts_of
+from jaxcomm.kernels import _device
 from jaxcomm.transforms._layout import Layout, filled_leaves, split_over
 
 Bucket = tuple[int, ...]
 
 SHORT = 2**14  # values of a leaf: to start an operation on it takes as long as to do it
-LARGE = 2**16  # values of a leaf that is worth a program of its own
+LARGE = 2**17  # values of a leaf that is worth loops of its own: they take 0.1 s to compile
 _CONVOLUTION = 4  # axes of a kernel, two of them in space
 _MOST = 2**32  # bytes of leaves that are joined: int32 counts their values, with room to spare
 _EVEN = 64  # XLA on CPU concatenates sums well if this divides their lengths
@@ -151,14 +152,20 @@ def alone_or_joined(
 ) -> tuple[list[dict[int, jax.Array]], int]:
     """The leaves of a bucket in groups: each large one whose size fits alone, then all others.
 
-    To join a large leaf with others and to cut it out again takes as long as to encode it.
+    To join a large leaf with others and to cut it out again takes as long as to encode it, on CPU.
+    Elsewhere all are joined: XLA does that where they are encoded, in fewer kernels.
 
     Returns:
       The groups, none of them empty, and how many are one leaf that is alone.
     """
-    alone = [i for i, x in parts.items() if x.size >= LARGE and fits(x.size)]
-    rest = {i: x for i, x in parts.items() if i not in alone}
-    return [{i: parts[i]} for i in alone] + ([rest] if rest else []), len(alone)
+    on_cpu = _device.current().platform == "cpu"
+    alone, rest = [], {}
+    for i, x in parts.items():
+        if on_cpu and x.size >= LARGE and fits(x.size):
+            alone.append({i: x})
+        else:
+            rest[i] = x
+    return alone + ([rest] if rest else []), len(alone)
 
 
 def joined(parts: Mapping[Any, jax.Array], size: int | None = None) -> jax.Array:

@@ -61,7 +61,8 @@ Partly = tuple[jax.Array | None, dict[int, jax.Array]]
 # A bucket as one float32 vector, as its leaves, or in part.
 Result = jax.Array | dict[int, jax.Array] | Partly
 # How a method exchanges a bucket: from its number and its parts, by leaf, to the result, equal on
-# all devices, a float32 `Result` or still packed, and anything that the method keeps of it.
+# all devices, and anything that the method keeps of it. The result is a `Result`, planes of votes,
+# or units of blocks, where what is still encoded is kept.
 OnBucket = Callable[[int, dict[int, jax.Array]], tuple[Any, Any]]
 
 # Which part of a bucket shows that something is not finite; see `exchange_buckets`.
@@ -340,9 +341,9 @@ def updates_of(
     """The updates, in the dtypes of the gradients; NaN on every device if any was not finite.
 
     Args:
-      results: by leaf.
+      results: by the place of their gradient.
       finite: whether they are finite, equal along the axis.
-      grads: all gradients.
+      grads: the gradients.
       axis_name: the mesh axis.
 
     Returns:

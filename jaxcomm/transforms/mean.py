@@ -50,7 +50,7 @@ from jaxcomm.transforms._states import require_state
 from jaxcomm.transforms._wrappers import refuse_wrappers, warn_of_few_bits
 from jaxcomm.transforms.per_device import NOTHING, PerDevice, zeros_per_device
 
-_LARGE = 2**18  # elements of a leaf that is not joined with others
+_OPERAND = 2**18  # elements of a leaf that is an operand of its own of XLA's all-reduce
 
 
 class MeanState(NamedTuple):
@@ -317,7 +317,7 @@ def plain_mean(parts: dict[int, jax.Array], axis_name: AxisName) -> Partly:
     Joining a large leaf would take as long as reducing it. Exempt leaves are sent the same way and
     are included, so that all leaves together take the latency of one all-reduce.
     """
-    small = {i: part for i, part in parts.items() if part.size < _LARGE}
+    small = {i: part for i, part in parts.items() if part.size < _OPERAND}
     large = {i: part.astype(jnp.float32) for i, part in parts.items() if i not in small}
     vector = joined(small) if small else None
     scale = np.float32(1 / jax.lax.axis_size(axis_name))

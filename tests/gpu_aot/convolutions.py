@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 import jaxcomm
 from benchmarks.aot import resnet
 from benchmarks.aot.program import read_program
-from benchmarks.aot.targets import mesh_of, placed
+from benchmarks.aot.targets import mesh_of, placed, traced_for
 from train.step import make_forward, make_loss
 
 IMAGE, STAGES = 32, (2, 2)
@@ -66,7 +66,7 @@ def compiled(tx: Any, mesh: Any) -> str:
 
 def main(target: str) -> None:
     mesh = mesh_of(target, 1)
-    with jax.set_mesh(mesh):
+    with traced_for(mesh):
         print(json.dumps({name: counts(compiled(tx, mesh)) for name, tx in METHODS.items()}))
 
 

@@ -1,5 +1,6 @@
 """Leaves and vectors beyond the sizes where means take another way."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,7 @@ def test_one_bad_value_of_a_long_vector_is_seen(codec: str) -> None:
 @pytest.mark.parametrize("zeros", ["random", "abstain"])
 def test_large_leaves_are_voted_on_as_small_ones_are(zeros: str, error_feedback: bool) -> None:
     """Those whose bits fill whole words are packed apart, the others together, in one bucket."""
-    shapes = {"apart": (2**8, 2**8), "half": (2**9, 2**7), "odd": (259, 257), "small": (3, 5)}
+    shapes = {"apart": (2**9, 2**8), "half": (2**9, 2**8), "odd": (519, 257), "small": (3, 5)}
     params = {
         name: jnp.zeros(s, "bfloat16" if name == "half" else None) for name, s in shapes.items()
     }
@@ -64,7 +65,7 @@ def test_large_leaves_are_voted_on_as_small_ones_are(zeros: str, error_feedback:
         scale = np.abs(x).mean() if error_feedback else 1
         found = np.asarray(updates[name], np.float32)
         np.testing.assert_allclose(found[is_known], scale * sign[is_known], rtol=2e-2)
-        assert is_known.mean() > 0.5
+        assert is_known.mean() > 0.3
         assert updates[name].dtype == params[name].dtype
         assert updates[name].shape == shapes[name]
     assert all(np.isnan(x).all() for x in jax.tree.leaves(spoiled))
@@ -90,8 +91,9 @@ def test_temporary_memory_of_large_leaves(tx: Any, most: float) -> None:
     assert memory.temp_size_in_bytes < most * vector
 
 
+INT4 = jaxcomm.codecs.int4()
 # In the order in which they are joined: those that are decoded alone come first.
-BLOCKS = {"z": (2**8, 2**9), "y": (2**9, 2**7), "odd": (257, 259), "few": (3, 5)}
+BLOCKS = {"z": (2**9, 3 * 2**8), "y": (2**10, 2**7), "odd": (257, 519), "few": (3, 5)}
 BY_HOSTS: dict[str, Any] = {
     "near": algorithms.direct(),
     "far": algorithms.direct(),
@@ -104,22 +106,31 @@ MEANS = {
     "scaled_sign": {"codec": jaxcomm.codecs.scaled_sign(128)},
     "two hops": {"codec": "int2", "second_hop": "int8"},
     "first hop": {"codec": "int4", "error_feedback": "first_hop"},
-    "by hosts": {"codec": "int4", "algorithm": algorithms.hierarchical(**BY_HOSTS)},
+    "by hosts": {
+        "codec": jaxcomm.codecs.int4(rounding="random"),
+        "algorithm": algorithms.hierarchical(**BY_HOSTS),
+    },
 }
 
 
-@pytest.mark.parametrize(("name", "model"), [*((name, 1) for name in MEANS), ("int4", 2)])
+@pytest.mark.parametrize(
+    ("name", "world", "model"),
+    [*((name, 4, 1) for name in MEANS), ("int4", 4, 2), ("scaled_sign", 3, 1)],
+)
 def test_a_mean_that_stays_encoded_is_that_of_the_decoded_vector(
-    name: str, model: int, monkeypatch: pytest.MonkeyPatch
+    name: str, world: int, model: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit, in updates and residuals; and a step with a NaN is not taken."""
     mesh = jax.make_mesh(
-        (4, model), ("data", "model"), (AxisType.Auto,) * 2, devices=jax.devices()[: 4 * model]
+        (world, model),
+        ("data", "model"),
+        (AxisType.Auto,) * 2,
+        devices=jax.devices()[: world * model],
     )
     params = {leaf: jnp.zeros(shape) for leaf, shape in BLOCKS.items()}
     rng = np.random.default_rng(0)
     steps = [
-        {leaf: rng.standard_normal((4, *shape), np.float32) for leaf, shape in BLOCKS.items()}
+        {leaf: rng.standard_normal((world, *shape), np.float32) for leaf, shape in BLOCKS.items()}
         for _ in range(2)
     ]
     bad = {**steps[0], "odd": steps[0]["odd"].copy()}
@@ -157,3 +168,30 @@ def noting(calls: list[Any], f: Callable[..., Any]) -> Callable[..., Any]:
         return f(*args)
 
     return noted
+
+
+class Halved(type(INT4)):
+    """Decodes in its own way, as a user's codec may."""
+
+    def decode(self, payload: jax.Array, n: int) -> jax.Array:
+        return super().decode(payload, n) / 2
+
+    def decode_and_sum(self, payloads: jax.Array, n: int) -> jax.Array:
+        return super().decode_and_sum(payloads, n) / 2
+
+    def sum_with_own(self, payloads: jax.Array, own: jax.Array, place: jax.Array) -> jax.Array:
+        return super().sum_with_own(payloads, 2 * own, place) / 2
+
+    def error(self, x: jax.Array, payload: jax.Array) -> jax.Array:
+        return x - self.decode(payload, x.shape[-1])
+
+
+def test_a_codec_that_decodes_in_its_own_way_loses_nothing() -> None:
+    codec = Halved(**{f.name: getattr(INT4, f.name) for f in dataclasses.fields(INT4)})
+    x = np.random.default_rng(0).standard_normal((4, 2**9, 2**9), np.float32)
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+        tx = jaxcomm.mean("data", codec, error_feedback=True)
+        state = tx.init({"w": jaxcomm.replicate(jnp.zeros(x.shape[1:]))})
+        updates, state = jax.jit(tx.update)({"w": jnp.asarray(x)}, state)
+    (residual,) = state.residual.values
+    np.testing.assert_allclose(4 * updates["w"] + residual.sum(0), x.sum(0), atol=1e-5)

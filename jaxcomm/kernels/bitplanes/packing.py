@@ -152,7 +152,8 @@ def signs(
     """
     _check_words(words, n)
     made = functools.partial(_signs, dtype=dtype)
-    streams = jax.lax.platform_dependent(words, voted, unit, cpu=apart(made), default=made)
+    on_cpu = functools.partial(_signs_apart, dtype=np.dtype(dtype))
+    streams = jax.lax.platform_dependent(words, voted, unit, cpu=on_cpu, default=made)
     return streams.reshape(*words.shape[:-1], BITS * words.shape[-1])[..., :n]
 
 
@@ -173,6 +174,9 @@ def _signs(
         nothing = jnp.float32(0) if unit is None else unit * 0
         signed = jnp.where(_streams(voted) & 1 == 1, signed, nothing)
     return signed.astype(dtype)
+
+
+_signs_apart = apart(_signs, static_argnames="dtype")
 
 
 def _streams(words: jax.Array) -> jax.Array:

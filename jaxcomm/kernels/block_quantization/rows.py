@@ -67,7 +67,10 @@ def rows_of(payloads: jax.Array, n: int, form: Format) -> Rows:
 
 def values(rows: Rows) -> jax.Array:
     """The values of the blocks, float32 `(blocks * size,)`."""
-    return _flat(_decoded, rows)
+    return jax.lax.platform_dependent(
+        cpu=lambda: _values_in_streams(rows).reshape(-1),
+        default=lambda: _decoded(False, rows).reshape(-1),
+    )
 
 
 def left(
@@ -82,31 +85,33 @@ def left(
       old: float32 of as many values, to return instead where `is_new` is False; None for none.
       is_new: a bool scalar.
     """
-
-    def of(in_streams: bool, owed: Owed, start: Any, old: Any, is_new: Any) -> Any:
-        row = start - owed.first + jnp.arange(count, dtype=jnp.int32)
-        sent = Rows(_at(owed.sent.codes, row), _at(owed.sent.units, row), owed.sent.form)
-        decoded = _decoded(in_streams, sent)
-        values, own = (x.reshape(-1, *decoded.shape[1:]) for x in (owed.values, owed.own))
-        own_row = row - owed.place * len(own)
-        each = (-1, *[1] * (decoded.ndim - 1))
-        is_own = ((own_row >= 0) & (own_row < len(own))).reshape(each)
-        is_owed = ((row >= 0) & (row < len(values))).reshape(each)
-        found = jnp.where(is_own, _at(own, own_row), _at(values, row) - decoded)
-        found = jnp.where(is_owed, found, jnp.float32(0))
-        return found if old is None else jnp.where(is_new, found, old)
-
     form = owed.sent.form
 
-    def shaped(*row: int) -> Any:
-        return None if old is None else old.reshape(count, *row)
+    def by(of: Any, *row: int) -> jax.Array:
+        before = None if old is None else old.reshape(count, *row)
+        return of(owed, start, before, is_new, count=count).reshape(-1)
 
-    cpu = apart(functools.partial(of, True))
+    left_of = functools.partial(_left_of, False)
     streams = 8 // form.width, form.size * form.width // 8
     return jax.lax.platform_dependent(
-        cpu=lambda: cpu(owed, start, shaped(*streams), is_new).reshape(-1),
-        default=lambda: of(False, owed, start, shaped(form.size), is_new).reshape(-1),
+        cpu=lambda: by(_left_in_streams, *streams), default=lambda: by(left_of, form.size)
     )
+
+
+def _left_of(
+    in_streams: bool, owed: Owed, start: jax.Array, old: Any, is_new: Any, count: int
+) -> jax.Array:
+    row = start - owed.first + jnp.arange(count, dtype=jnp.int32)
+    sent = Rows(_at(owed.sent.codes, row), _at(owed.sent.units, row), owed.sent.form)
+    decoded = _decoded(in_streams, sent)
+    values, own = (x.reshape(-1, *decoded.shape[1:]) for x in (owed.values, owed.own))
+    own_row = row - owed.place * len(own)
+    each = (-1, *[1] * (decoded.ndim - 1))
+    is_own = ((own_row >= 0) & (own_row < len(own))).reshape(each)
+    is_owed = ((row >= 0) & (row < len(values))).reshape(each)
+    found = jnp.where(is_own, _at(own, own_row), _at(values, row) - decoded)
+    found = jnp.where(is_owed, found, jnp.float32(0))
+    return found if old is None else jnp.where(is_new, found, old)
 
 
 def _at(array: jax.Array, rows: jax.Array) -> jax.Array:
@@ -124,11 +129,6 @@ def _decoded(in_streams: bool, rows: Rows) -> jax.Array:
     return form.numbers(codes) * units
 
 
-def _flat(of: Any, *args: Any) -> jax.Array:
-    """The result as a vector; on CPU in streams and apart, as in `blocks`."""
-    on_cpu, default = apart(functools.partial(of, True)), functools.partial(of, False)
-    return jax.lax.platform_dependent(
-        *args,
-        cpu=lambda *args: on_cpu(*args).reshape(-1),
-        default=lambda *args: default(*args).reshape(-1),
-    )
+# In streams and apart on CPU, as in `blocks`. Leaves of one shape are traced once.
+_values_in_streams = apart(functools.partial(_decoded, True))
+_left_in_streams = apart(functools.partial(_left_of, True), static_argnames="count")
