@@ -9,9 +9,8 @@ from jaxcomm import _axes
 from jaxcomm._axes import Axis, AxisName
 from jaxcomm._notes import noted
 from jaxcomm.codecs import float32
-from jaxcomm.collectives._sending import all_gather, all_to_all
 from jaxcomm.collectives.algorithms import Algorithm
-from jaxcomm.collectives.algorithms._algorithm import cut, message_id, take_block
+from jaxcomm.collectives.algorithms._algorithm import cut
 from jaxcomm.collectives.algorithms.direct import Direct
 from jaxcomm.collectives.algorithms.hierarchical import Hierarchical
 from jaxcomm.collectives.reductions import CodedMean
@@ -79,16 +78,12 @@ def undecoded_mean(
 
 def _exchanged(x: jax.Array, axis: Axis, own: CodedMean, devices: int) -> tuple[jax.Array, Owed]:
     """The encoded results, `(N, m)`, of partials of so many devices, by `direct`; what is owed."""
-    world, me = _axes.world_of(axis), _axes.place_on(axis)
+    world, direct = _axes.world_of(axis), Direct()
     blocks = cut(x, world)
-    with jax.named_scope("encode"):
-        message = own.encode(blocks, (devices,) * world, message_id(devices, 0))
-    arrived = all_to_all(message, axis)
-    with jax.named_scope("decode"):
-        mine = own.merge_with_own(arrived, take_block(blocks, me), me)
+    mine, message = direct.merged_with_own(blocks, axis, own, devices)
     with jax.named_scope("encode"):
         result = own.finish(mine, None, world * devices)
     error = own.second_hop_error(mine, result, world * devices)
-    results = all_gather(result, axis, tiled=True)
+    results = direct.all_gather(result, axis)
     sent = own.codec.rows(message, blocks.shape[1])
-    return results, Owed(x, sent, error.reshape(-1), me, jnp.int32(0))
+    return results, Owed(x, sent, error.reshape(-1), _axes.place_on(axis), jnp.int32(0))

@@ -62,17 +62,32 @@ class Direct(Algorithm):
         if world == 1:  # no message, such as on the near level with one device a host
             errors = jax.tree.map(jnp.zeros_like, partial) if reduction.keeps_errors else None
             return reduction.merge_all(partial), errors
+        if reduction.keeps_errors:
+            merged, message = self.merged_with_own(
+                partial, axis_name, reduction, devices_per_partial
+            )
+            errors = reduction.first_hop_error(partial, message)
+            return merged, put_block(errors, jnp.zeros_like(errors[:1]), me)
         with jax.named_scope("encode"):
             message = reduction.encode(partial, counts, message_id(devices_per_partial, 0))
         arrived = all_to_all(message, axis_name)
-        if not reduction.keeps_errors:
-            with jax.named_scope("decode"):
-                return reduction.decode_and_merge(arrived, counts, partial), None
-        # The device's own block needs no message, so it is merged whole and leaves no error.
         with jax.named_scope("decode"):
-            merged = reduction.merge_with_own(arrived, take_block(partial, me), me)
-        errors = reduction.first_hop_error(partial, message)
-        return merged, put_block(errors, jnp.zeros_like(errors[:1]), me)
+            return reduction.decode_and_merge(arrived, counts, partial), None
+
+    def merged_with_own(
+        self, partial: Any, axis_name: Axis, reduction: Reduction, devices_per_partial: int
+    ) -> tuple[Any, Any]:
+        """`reduce_scatter` where errors are kept: the block that this device owns; its messages.
+
+        The device's own block needs no message, so it is merged whole and leaves no error.
+        """
+        world, me = _axes.world_of(axis_name), _axes.place_on(axis_name)
+        counts = (devices_per_partial,) * world
+        with jax.named_scope("encode"):
+            message = reduction.encode(partial, counts, message_id(devices_per_partial, 0))
+        arrived = all_to_all(message, axis_name)
+        with jax.named_scope("decode"):
+            return reduction.merge_with_own(arrived, take_block(partial, me), me), message
 
     def all_gather(self, result: Any, axis_name: Axis) -> Any:
         """See `Algorithm.all_gather`."""

@@ -101,15 +101,16 @@ def left(
 def _left_of(
     in_streams: bool, owed: Owed, start: jax.Array, old: Any, is_new: Any, count: int
 ) -> jax.Array:
+    """`left`, in the shape of what `_decoded` returns."""
     row = start - owed.first + jnp.arange(count, dtype=jnp.int32)
     sent = Rows(_at(owed.sent.codes, row), _at(owed.sent.units, row), owed.sent.form)
     decoded = _decoded(in_streams, sent)
-    values, own = (x.reshape(-1, *decoded.shape[1:]) for x in (owed.values, owed.own))
+    whole, own = (x.reshape(-1, *decoded.shape[1:]) for x in (owed.values, owed.own))
     own_row = row - owed.place * len(own)
     each = (-1, *[1] * (decoded.ndim - 1))
     is_own = ((own_row >= 0) & (own_row < len(own))).reshape(each)
-    is_owed = ((row >= 0) & (row < len(values))).reshape(each)
-    found = jnp.where(is_own, _at(own, own_row), _at(values, row) - decoded)
+    is_owed = ((row >= 0) & (row < len(whole))).reshape(each)
+    found = jnp.where(is_own, _at(own, own_row), _at(whole, row) - decoded)
     found = jnp.where(is_owed, found, jnp.float32(0))
     return found if old is None else jnp.where(is_new, found, old)
 
