@@ -7,6 +7,7 @@ the parts that these are made of, reports of what is sent, and the planner.
 from jaxcomm import algorithms, codecs, plan, sparse
 from jaxcomm._attached import exchanged
 from jaxcomm._marks import mark_local, unmark_local
+from jaxcomm._version import __version__ as __version__
 from jaxcomm.collectives import pmean
 from jaxcomm.compiling import compiler_options
 from jaxcomm.explaining import Explanation, explain
@@ -58,8 +59,6 @@ from jaxcomm.transforms import (
     with_param_specs,
 )
 from jaxcomm.wire import WireReport, wire_report
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ControlVariatesState",

@@ -21,7 +21,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jaxcomm import _axes
+from jaxcomm import _axes, _compat
 from jaxcomm._context import holding
 from jaxcomm._numbers import are_keys
 
@@ -161,8 +161,8 @@ def _is_for_all() -> bool:
 
 
 def _require_same_settings() -> None:
-    lines = [*_SETTINGS, *_CHOICE]
-    cure = "run the same program with the same arguments everywhere"
+    lines = [_compat.versions(), *_SETTINGS, *_CHOICE]
+    cure = "run the same program with the same arguments and versions everywhere"
     new = [_sum_of(text) for text in _SETTINGS]
     _SETTINGS.clear()  # also if they are refused: another exchange may follow
     _require_same_text("; ".join(lines), "settings of exchanges", cure)

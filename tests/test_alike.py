@@ -133,6 +133,33 @@ def test_settings_of_exchanges(first: bool) -> None:
         assert "([0.01, " in lines[6] and "([0.02, " in lines[6]  # what differs is shown
 
 
+VERSIONS = """
+    import jax.numpy as jnp
+    import jaxcomm
+
+    rank = jax.process_index()
+    jax.set_mesh(jaxcomm.data_mesh())
+    if {how} == "option":
+        jax.config.update("jax_threefry_partitionable", rank == 0)
+    elif {how} == "version":
+        jaxcomm._compat.__version__ = f"0.{rank}"
+    tx = jaxcomm.mean("data", "cnat")
+    try:
+        tx.init({"w": jnp.ones((8, 8))})
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("how", ["option", "version"])
+def test_versions_and_options_of_jax(how: str) -> None:
+    """With other keys, or of another version, a process would misread what others send."""
+    differ = {"option": "jax_threefry_partitionable=False", "version": "jaxcomm 0.1, jax "}[how]
+    for process in run_processes(2, VERSIONS.replace("{how}", repr(how))):
+        assert "process 1 has other settings of exchanges than process 0" in process.stdout
+        assert differ in process.stdout
+
+
 ALONE = """
     import threading
     import jax.numpy as jnp
