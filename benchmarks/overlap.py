@@ -37,7 +37,7 @@ import jax
 import jaxcomm
 from benchmarks.aot import steps
 from benchmarks.aot.overlap import Overlap, overlap
-from benchmarks.aot.targets import TARGETS, mesh_of
+from benchmarks.aot.targets import TARGETS, mesh_of, traced_for
 from benchmarks.arguments import new_file
 from benchmarks.device_time import keep, refused
 
@@ -104,7 +104,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*before an optimizer that keeps a variance")
     first = "float32" if args.model == "resnet50" else "psum"
     mesh, rows = mesh_of(args.target, within=args.fsdp), {}
-    with jax.set_mesh(mesh):
+    with traced_for(mesh):
         for method in dict.fromkeys((first, *methods)):
             begin = time.perf_counter()
             program = MODELS[args.model](mesh, method)

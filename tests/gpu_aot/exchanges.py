@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
-from benchmarks.aot.targets import mesh_of
+from benchmarks.aot.targets import mesh_of, traced_for
 from jaxcomm import _hosts
 
 ON_A_HOST = 4  # devices, of methods by hosts
@@ -69,7 +69,7 @@ def everywhere(mesh: Any) -> NamedSharding:
 
 def main(target: str, n: str) -> None:
     mesh = mesh_of(target)
-    with jax.set_mesh(mesh):
+    with traced_for(mesh):
         found = {}
         for method in METHODS:
             # Devices that are not there belong to no host.

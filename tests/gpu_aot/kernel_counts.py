@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
 from benchmarks.aot.program import read_program
-from benchmarks.aot.targets import mesh_of
+from benchmarks.aot.targets import mesh_of, traced_for
 
 P = PartitionSpec
 KERNELS = ("fusion", "custom-call", "sort", "copy")
@@ -67,7 +67,7 @@ def main(target: str, pairs: str) -> None:
         shapes[f"w{i}"] = jax.ShapeDtypeStruct((128, 256 + i), jnp.float32)
         shapes[f"b{i}"] = jax.ShapeDtypeStruct((256 + i,), jnp.float32)
     mesh = mesh_of(target, 1)
-    with jax.set_mesh(mesh):
+    with traced_for(mesh):
         print(json.dumps({m: kernels(compiled(tx, shapes, mesh)) for m, tx in METHODS.items()}))
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
 from benchmarks.aot.overlap import overlap
-from benchmarks.aot.targets import mesh_of
+from benchmarks.aot.targets import mesh_of, traced_for
 
 LAYERS, WIDTH, BATCH = 12, 2048, 4096
 BUCKET = 3 * WIDTH**2 * 4 / 2**20  # MiB
@@ -61,7 +61,7 @@ def behind_products(mesh: Any, method: str) -> float:
 
 def main(target: str) -> None:
     mesh = mesh_of(target)
-    with jax.set_mesh(mesh):
+    with traced_for(mesh):
         print(json.dumps({method: behind_products(mesh, method) for method in METHODS}))
 
 

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxcomm
-from benchmarks.aot.targets import mesh_of, placed
+from benchmarks.aot.targets import mesh_of, placed, traced_for
 
 SHAPES = {"dense": ((4096, 1024), PartitionSpec("fsdp")), "bias": ((1024,), PartitionSpec())}
 
@@ -25,10 +25,10 @@ SHAPES = {"dense": ((4096, 1024), PartitionSpec("fsdp")), "bias": ((1024,), Part
 def main(target: str) -> None:
     devices = np.asarray(mesh_of(target).devices).reshape(2, 4)
     mesh = Mesh(devices, ("data", "fsdp"), (AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh):
+    with traced_for(mesh):
         found = compiled(mesh)
     mesh = mesh_of(target)
-    with jax.set_mesh(mesh):
+    with traced_for(mesh):
         found["memory"] = {dtype: memory(mesh, dtype) for dtype in ("float32", "bfloat16")}
         found["muon"] = muon(mesh)
     print(json.dumps(found))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 import jaxcomm
-from benchmarks.aot.targets import mesh_of, placed
+from benchmarks.aot.targets import mesh_of, placed, traced_for
 
 SHAPE = (512, 512)
 INT4 = {"codec": "int4", "error_feedback": True}
@@ -86,7 +86,7 @@ def report(mesh: Any, tx: Any) -> dict[str, Any]:
 
 def main(target: str) -> None:
     mesh = mesh_of(target, 4)
-    with jax.set_mesh(mesh):
+    with traced_for(mesh):
         print(json.dumps({name: report(mesh, tx) for name, tx in wrappers().items()}))
 
 
