@@ -192,6 +192,18 @@ def low_rank() -> optax.GradientTransformation:
     return jaxcomm.low_rank_mean("data", 4)
 
 
+def decaying(density: float, decay: float) -> optax.GradientTransformation:
+    """The largest values of a momentum that each device keeps for itself."""
+    return jaxcomm.sparse_mean("data", density, "topk_allgather", residual_decay=decay)
+
+
+def demo(density: float, decay: float) -> Factory:
+    """DeMo without its transform: the sign of what the largest values of the momenta add up to."""
+    return lambda rate, steps: optax.chain(
+        decaying(density, decay), optax.scale_by_sign(), optax.scale_by_learning_rate(rate)
+    )
+
+
 # The methods for Adam, on the transformers; those that are compared most come first.
 ADAM: dict[str, Method] = {
     "float32": Method("adam", before(float32, adam), around(8e-3)),
@@ -220,6 +232,8 @@ ADAM: dict[str, Method] = {
     "Nadam, PowerSGD, rank 4": Method("nadam", before(low_rank, nadam), around(4e-3)),
     "factored Adam, float32": Method("its own", factored_adam(float32), around(12e-3)),
     "bfloat16": Method("adam", before(bfloat16, adam), around(8e-3)),
+    "TopkA, 1 %, decay 0.99, sign": Method("demo", demo(0.01, 0.99), around(4e-3)),
+    "15 local steps, TopkA, 3 %, decay 0.95": local_steps(15, partial(decaying, 0.03, 0.95)),
     "Ok-Topk, 1 %": Method("adam", before(oktopk, adam), around(1e-3)),
     "int4, feedback, 16-bit residuals": Method(
         "adam", before(partial(feedback, "int4", "bfloat16"), adam), around(8e-3)

@@ -104,6 +104,12 @@ def moments_behind(params: Any) -> set[str]:
     return _kept_behind(params, _moments_of)
 
 
+def moments_in(init: Init, params: Any) -> set[str]:
+    """The moments of gradients that a transformation keeps, with the names of `moments_behind`."""
+    nodes = jax.tree.leaves(shapes_of(init, params), is_leaf=lambda x: _moments_of(x) != set())
+    return set().union(*map(_moments_of, nodes))
+
+
 def schedules_behind(params: Any) -> set[str]:
     """The schedules of the transformations that follow in the same optax chains, likewise.
 

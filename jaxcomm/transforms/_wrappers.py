@@ -1,10 +1,13 @@
 """Refuses optax wrappers that would break a synchronised step, and names the fix."""
 
+import contextvars
 import warnings
+from contextlib import AbstractContextManager
 from typing import Any
 
 import optax
 
+from jaxcomm._context import holding
 from jaxcomm._users_line import users_line
 from jaxcomm.transforms._chains import (
     MUON,
@@ -14,6 +17,7 @@ from jaxcomm.transforms._chains import (
     inits_before,
     inits_behind,
     moments_behind,
+    moments_in,
     names_in,
     optax_callers,
     warn_unless_chains_are_seen,
@@ -22,7 +26,8 @@ from jaxcomm.transforms._chains import (
 _CURES = {
     "apply_if_finite": (
         "optax.apply_if_finite looks at local gradients, so devices would disagree. Put it around "
-        "the optimizer only: optax.chain(jaxcomm.mean(...), optax.apply_if_finite(optimizer)). "
+        "the optimizer only: optax.chain(jaxcomm.mean(...), optax.apply_if_finite(optimizer)); "
+        "in jaxcomm.local_steps, around the outer one. "
         "A non-finite gradient on any device makes jaxcomm's update NaN on all of them."
     ),
     "MultiSteps": (
@@ -65,6 +70,10 @@ _OF_SGD |= {"masked", "partition", "named_chain", "set_to_zero"}
 _ENOUGH_FOR_ADAM, _ENOUGH_FOR_MUON = 4, 8
 # What moves parameters beside the update that it wraps, and what it must not be around.
 _MOVERS = {"lookahead", "mechanize", "schedule_free"}
+_LOOKAHEAD = "is lookahead already: write every=sync_period and outer=optax.sgd(slow_step_size)"
+# What the optimizer after an exchange keeps that is not in its chain: local_steps has it.
+_OUTER: contextvars.ContextVar[frozenset[str]]
+_OUTER = contextvars.ContextVar("outer", default=frozenset())
 _NOT_AROUND = {
     "local_steps": "it moves the shared parameters, and devices train at their own, so the next "
     "exchange would undo that. Put it into the inner optimizer",
@@ -73,7 +82,9 @@ _NOT_AROUND = {
 }
 
 
-def with_extra_args(tx: Any, who: str, argument: str) -> optax.GradientTransformationExtraArgs:
+def with_extra_args(
+    tx: Any, who: str, argument: str, example: str = "optax.trace(0.9)"
+) -> optax.GradientTransformationExtraArgs:
     """The transformation, made by optax to take further arguments.
 
     Raises:
@@ -82,8 +93,7 @@ def with_extra_args(tx: Any, who: str, argument: str) -> optax.GradientTransform
     if not isinstance(tx, optax.GradientTransformation):
         call = "; call it" if callable(tx) else ""
         raise TypeError(
-            f"{who} needs an optax transformation as {argument}, got {tx!r}{call}, as in "
-            "optax.trace(0.9)."
+            f"{who} needs an optax transformation as {argument}, got {tx!r}{call}, as in {example}."
         )
     return optax.with_extra_args_support(tx)
 
@@ -141,6 +151,8 @@ def refuse_all_behind(name: str) -> None:
 def refuse_movers(name: str) -> None:
     """Raises, in `init`, if one is around a method that it would mislead, or that would undo it."""
     for mover in _MOVERS & optax_callers():
+        if (mover, name) == ("lookahead", "local_steps"):
+            raise ValueError(f"optax.lookahead is around local_steps, which {_LOOKAHEAD}.")
         raise ValueError(f"optax's {mover} is around {name}: {_NOT_AROUND[name]}.")
 
 
@@ -149,16 +161,29 @@ def parts_of_local_steps(*given: Any) -> list[optax.GradientTransformationExtraA
 
     Raises:
       TypeError: for what is not a transformation.
-      ValueError: for `optax.lookahead` as the outer optimizer, which takes two trees.
+      ValueError: for `optax.lookahead` as an optimizer, which takes two trees.
     """
-    names = ("inner", "outer", "exchange")
-    made = [with_extra_args(tx, "local_steps", name) for tx, name in zip(given, names, strict=True)]
-    if "lookahead" in names_in(made[1].init):
-        raise ValueError(
-            "optax.lookahead cannot be the outer optimizer of local_steps, which is lookahead "
-            "already: write every=sync_period and outer=optax.sgd(slow_step_size)."
-        )
+    examples = {
+        "inner": "optax.adamw(1e-3)",
+        "outer": "optax.sgd(0.7, momentum=0.9, nesterov=True)",
+        "exchange": 'jaxcomm.mean("data", "int4", error_feedback=True)',
+    }
+    made = [
+        with_extra_args(tx, "local_steps", argument, example)
+        for tx, (argument, example) in zip(given, examples.items(), strict=True)
+    ]
+    for tx, which in zip(made, ("inner", "outer"), strict=False):
+        if "lookahead" in names_in(tx.init):
+            raise ValueError(
+                f"optax.lookahead cannot be the {which} optimizer of local_steps, which "
+                f"{_LOOKAHEAD}."
+            )
     return made
+
+
+def before_outer(outer: optax.GradientTransformation, params: Any) -> AbstractContextManager[None]:
+    """Here the `init` of an exchange knows which optimizer of `local_steps` takes its means."""
+    return holding(_OUTER, frozenset(moments_in(outer.init, params)))
 
 
 def refuse_optimizer_behind(params: Any, name: str) -> None:
@@ -186,7 +211,19 @@ def warn_of_few_bits(params: Any, exchange: str, bits: float = 0) -> None:
       bits: per value; 0 where no codec rounds.
     """
     moments = moments_behind(params) if bits < _ENOUGH_FOR_MUON else set()
-    if moments & MUON:
+    outer = _OUTER.get()
+    if (outer & MUON and bits < _ENOUGH_FOR_MUON) or (
+        outer & VARIANCES and bits < _ENOUGH_FOR_ADAM
+    ):
+        warnings.warn(
+            f"{exchange} with error feedback comes before an outer optimizer of local_steps that "
+            "keeps a variance, such as Adam, or makes matrices orthogonal. Error feedback is for "
+            "optimizers that are linear in what they get: few bits lose accuracy here. Take "
+            "outer=optax.sgd(0.7, momentum=0.9, nesterov=True), or send more bits.",
+            UserWarning,
+            stacklevel=users_line(),
+        )
+    elif moments & MUON:
         warnings.warn(
             f"{exchange} with error feedback comes before Muon, which makes matrices orthogonal, "
             "and so enlarges small errors: few bits lose accuracy here. Send int8 or more; or, "

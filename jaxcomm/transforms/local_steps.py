@@ -43,6 +43,7 @@ from jaxcomm.transforms._state_of_each import (
 )
 from jaxcomm.transforms._states import require_kind, require_no_exchange
 from jaxcomm.transforms._wrappers import (
+    before_outer,
     parts_of_local_steps,
     refuse_all_behind,
     refuse_movers,
@@ -81,8 +82,9 @@ def local_steps(
     optimizer accumulates what they have in common.
 
     A device whose update or state would not be finite skips that step; the others take it. If the
-    outer update is not finite, it is NaN on every device, and all parameters and states stay as
-    they were.
+    outer update is not finite, it is NaN on every device, and the devices' own parameters and all
+    states stay as they were. Shared parameters that it is applied to are NaN: to skip what a
+    difference makes NaN, take `outer=optax.apply_if_finite(optimizer, n)`.
 
     Call `init` with the initial parameters of the training: the devices' own start as copies of
     them.
@@ -181,7 +183,9 @@ def local_steps(
         refuse_wrappers()
         refuse_all_behind("local_steps")
         refuse_movers("local_steps")
-        exchange_state, inner_state = exchange.init(params), inner.init(params)
+        with before_outer(outer, params):  # which it warns of
+            exchange_state = exchange.init(params)
+        inner_state = inner.init(params)
         axis_name = axis_of(exchange_state, "local_steps")
         _roles.require_means(exchange_state, "local_steps")
         require_no_exchange(inner_state, "local_steps", "optax.adamw(1e-3)", "as exchange=")

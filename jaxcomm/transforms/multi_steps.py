@@ -22,6 +22,7 @@ from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import Layout, axis_of, filled_leaves, layout_of
 from jaxcomm.transforms._states import require_kind
 from jaxcomm.transforms._wrappers import refuse_movers, refuse_wrappers, with_extra_args
+from jaxcomm.transforms.local_params import LocalStepsState
 from jaxcomm.transforms.per_device import (
     PerDevice,
     next_of,
@@ -72,9 +73,9 @@ def multi_steps(
     Raises:
       TypeError: by `update` if `due` is known on the devices only.
       ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
-        over several axes, or if an optimizer with moments, a schedule or other state follows in the
-        chain: it would count the steps in between; by `update` if a decay of weights follows, or
-        `due` is not a bool.
+        over several axes, or holds `local_steps`, or if an optimizer with moments, a schedule or
+        other state follows in the chain: it would count the steps in between; by `update` if a
+        decay of weights follows, or `due` is not a bool.
 
     Wire: that of `inner` in one step of `every`, in a branch of a conditional; otherwise nothing.
     With `due`, that of `inner` or nothing, and no conditional.
@@ -96,6 +97,7 @@ def multi_steps(
             _refuse_behind(params)
             refuse_movers("multi_steps")
         state = inner.init(params)
+        _refuse_local_steps(state)
         layout = layout_of(params, axis_of(state, "multi_steps"), settings=every)
         own = zeros_per_device(layout, params, filled_leaves(layout))
         return MultiStepsState(layout, jnp.zeros((), jnp.int32), own, state)
@@ -148,6 +150,17 @@ def _refuse_behind(params: Any) -> None:
             f"a transformation with {', '.join(sorted(kept))} follows multi_steps in the chain, "
             "and would count the steps in between, whose updates are zero. Put it inside: "
             f"{_INSIDE}."
+        )
+
+
+def _refuse_local_steps(state: Any) -> None:
+    """Raises, in `init`, if devices train parameters of their own, at which it takes gradients."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, LocalStepsState))
+    if any(isinstance(node, LocalStepsState) for node in nodes):
+        raise ValueError(
+            "multi_steps is around local_steps, which has a gradient of every step. To average "
+            "several, put optax.MultiSteps(optimizer, k).gradient_transformation() into it as "
+            "inner, or use jaxcomm.accumulate."
         )
 
 

@@ -237,3 +237,30 @@ def test_bfloat16_parameters_and_donation(mesh8: Any) -> None:
     assert all(p.dtype == jnp.bfloat16 for p in jax.tree.leaves(params))
     assert losses[-1] < losses[0] / 2
     assert step._cache_size() == 1
+
+
+@jax.tree_util.register_pytree_node_class
+class Named:
+    """An array with names for its axes, as haliax has it: a node without a key for its child."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        return (self.array,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: Any) -> "Named":
+        return cls(*children)
+
+
+def test_biases_and_norms_whose_arrays_have_named_axes(mesh8: Any) -> None:
+    """Also those of stacked layers, and in lists; `explain` has the paths that patterns match."""
+    leaf = Named(jnp.ones((4, 32)))
+    params = {"q": {"bias": leaf, "weight": leaf}, "ln": {"weight": leaf}, "scale": [leaf.array]}
+    with jax.set_mesh(mesh8):
+        state = jaxcomm.mean("data", "int8").init(params)
+        named = jaxcomm.mean("data", "int8", exempt=["q/weight/0"]).init(params)
+    compressed = [leaf.path for leaf in state.layout.leaves if not leaf.exempt]
+    assert compressed == ["q/weight/0"]
+    assert all(leaf.exempt for leaf in named.layout.leaves)

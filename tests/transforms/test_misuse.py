@@ -49,7 +49,8 @@ def test_nothing_around_local_steps_moves_the_shared_parameters(mesh8: Any, move
         params = jaxcomm.replicate(PARAMS)
         pair = optax.LookaheadParams(params, params)
         tx = mover(local_steps(optax.sgd(0.1)))
-        with pytest.raises(ValueError, match="is around local_steps: it moves the shared"):
+        said = "around local_steps(: it moves the shared|, which is lookahead already)"
+        with pytest.raises(ValueError, match=said):
             tx.init(pair if "lookahead" in tx.init.__qualname__ else params)
         local_steps(optax.contrib.schedule_free(optax.sgd(0.1), 0.1)).init(params)
         tx = mover(jaxcomm.multi_steps(optax.chain(jaxcomm.mean("data"), optax.sgd(0.1)), 2))
@@ -371,12 +372,6 @@ def test_a_further_argument_is_no_leak(mesh8: Any) -> None:
     with jax.set_mesh(mesh8), jax.checking_leaks():
         step = jax.jit(lambda w, x, s: jaxcomm.value_and_grad(loss, "data")(w, x, 2 * s)[0])
         assert step(jnp.ones(3), jnp.ones((16, 3)), jnp.float32(1)) == 6
-
-
-def test_lookahead_is_not_an_outer_optimizer() -> None:
-    outer = optax.lookahead(optax.sgd(1.0), 4, 0.5)
-    with pytest.raises(ValueError, match="every=sync_period and outer=optax.sgd.slow_step_size"):
-        jaxcomm.local_steps(optax.sgd(0.1), 4, outer, jaxcomm.mean("data"))
 
 
 def test_an_optax_that_makes_chains_otherwise_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,33 @@ def test_momentum_correction() -> None:
         jax.tree.map(np.testing.assert_array_equal, old, new)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "view"), in_views(sparse.BY_NAME, ["topk_allgather"]), ids=by_name
+)
+def test_a_residual_that_decays_is_a_momentum(algorithm: str, view: View) -> None:
+    """m = decay * m + g, from which what is sent is taken; a skipped step leaves it as it was."""
+    decay = 0.5
+    batches, _ = steps_of(algorithm, view)
+    tx = jaxcomm.sparse_mean("data", 0.1, algorithm, residual_decay=decay)
+    m: Any = {name: np.zeros((WORLD, *SHAPES[name]), np.float32) for name in LARGE}
+    for i, (grads, (updates, state)) in enumerate(
+        zip(batches, run(view, tx, batches), strict=True)
+    ):
+        left = kept(state.residual)
+        if i == BAD:
+            assert nan_everywhere(updates)
+            jax.tree.map(np.testing.assert_array_equal, left, m)
+            continue
+        for name in LARGE:
+            moved = np.float32(decay) * m[name] + grads[name]
+            np.testing.assert_allclose(updates[name] + left[name].mean(0), moved.mean(0), atol=1e-5)
+            if algorithm == "topk_allgather":  # each device's is what it did not send
+                waits = left[name] != 0
+                np.testing.assert_allclose(left[name], np.where(waits, moved, 0), atol=1e-6)
+                assert 0.5 < waits.mean() < 1
+        m = left
+
+
 @pytest.mark.parametrize("view", [GLOBAL, VIEWS[4]], ids=by_name)
 def test_momentum_is_that_of_the_optimizer_in_exempt_leaves_and_dense_steps(view: View) -> None:
     """Nothing of these waits, so momentum before the mean is momentum behind it."""
@@ -199,6 +226,18 @@ def test_a_dense_warmup_first() -> None:
         ({"measure_xi": "no"}, ValueError, "measure_xi must be True or False, got 'no'"),
         ({"momentum_correction": 1.0}, ValueError, r"a number in \[0, 1\), got 1.0"),
         ({"dense_steps": -1}, ValueError, "at least 0, got -1"),
+        ({"residual_decay": 0}, ValueError, r"residual_decay must be a number in \(0, 1\], got 0"),
+        ({"residual_decay": 1.1}, ValueError, r"in \(0, 1\], got 1.1"),
+        (
+            {"residual_decay": 0.9, "momentum_correction": 0.9},
+            ValueError,
+            "a momentum of the residual: leave out momentum_correction",
+        ),
+        (
+            {"residual_decay": 0.9, "error_feedback": False},
+            ValueError,
+            "leave out error_feedback=False",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(options: Any, error: type[Exception], message: str) -> None:

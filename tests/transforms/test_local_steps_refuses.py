@@ -1,0 +1,78 @@
+"""What `jaxcomm.local_steps` refuses and warns of, and what its messages say to write instead."""
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jaxcomm
+
+PARAMS = {"w": jnp.ones((8, 128))}
+SGD, MEAN = optax.sgd(0.1), jaxcomm.mean("data")
+LOOKAHEAD = optax.lookahead(SGD, 4, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "exchange", "message"),
+    [
+        (0.1, SGD, MEAN, r"as inner, got 0.1, as in optax.adamw\(1e-3\)\."),
+        (SGD, 0.7, MEAN, r"as outer, got 0.7, as in optax.sgd\(0.7, momentum=0.9, nesterov"),
+        (SGD, SGD, "int4", r"as exchange, got 'int4', as in jaxcomm.mean\(\"data\", \"int4\""),
+    ],
+)
+def test_an_argument_of_another_kind(inner: Any, outer: Any, exchange: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        jaxcomm.local_steps(inner, 4, outer, exchange)
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(SGD, LOOKAHEAD), (LOOKAHEAD, SGD)])
+def test_lookahead_is_no_part_of_it(inner: Any, outer: Any) -> None:
+    with pytest.raises(ValueError, match="every=sync_period and outer=optax.sgd.slow_step_size"):
+        jaxcomm.local_steps(inner, 4, outer, MEAN)
+
+
+def test_it_is_not_inside_multi_steps(mesh8: Any) -> None:
+    tx = jaxcomm.multi_steps(jaxcomm.local_steps(SGD, 4, SGD, MEAN), 2)
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match=r"put optax.MultiSteps\(.*into it"):
+        tx.init(PARAMS)
+    inside = optax.MultiSteps(SGD, 2).gradient_transformation()
+    with jax.set_mesh(mesh8):
+        jaxcomm.local_steps(inside, 4, SGD, MEAN).init(PARAMS)
+
+
+MUON = optax.contrib.muon(0.1)
+FEW = (
+    jaxcomm.mean("data", "scaled_sign", error_feedback=True),
+    jaxcomm.sparse_mean("data", 0.1),
+    jaxcomm.low_rank_mean("data", 1),
+)
+INT4 = jaxcomm.mean("data", "int4", error_feedback=True)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_few_bits_before_an_outer_optimizer_with_a_variance(mesh8: Any, inside: bool) -> None:
+    """Once, at the user's line; also of an exchange that is in a chain."""
+    own = jaxcomm.local("data", optax.identity())
+    wrapped = [optax.chain(own, exchange) if inside else exchange for exchange in FEW]
+    cases = [(exchange, optax.adam(0.1)) for exchange in wrapped]
+    for exchange, outer in [*cases, (INT4, MUON)]:
+        tx = jaxcomm.local_steps(SGD, 4, outer, exchange)
+        with jax.set_mesh(mesh8):
+            with pytest.warns(
+                UserWarning, match="before an outer optimizer of local_steps"
+            ) as seen:
+                tx.init(PARAMS)
+        assert len(seen) == 1 and seen[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("outer", "exchange"),
+    [(optax.sgd(0.7, momentum=0.9), FEW[0]), (optax.adam(0.1), INT4), (optax.adam(0.1), MEAN)],
+)
+def test_nothing_is_said_of_others(mesh8: Any, outer: Any, exchange: Any) -> None:
+    with jax.set_mesh(mesh8), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jaxcomm.local_steps(optax.adam(0.1), 4, outer, exchange).init(PARAMS)
