@@ -22,6 +22,9 @@ from jaxcomm._users_line import users_line
 _NAMES_AN_AXIS = (
     "with_sharding_constraint|shard_map in_specs|axis names that are of type Auto or Manual"
 )
+# And of libraries that compare types, in which arrays inside jax.shard_map have a mesh; jax's own
+# assertion says nothing.
+_COMPARES_TYPES = "^$|structures do not match|does not match out_structure"
 
 
 def bound(
@@ -62,12 +65,19 @@ def bound(
 
 
 @contextlib.contextmanager
-def naming_the_axis(axis_name: AxisName) -> Iterator[None]:
-    """Surrounds the loss: adds what jax cannot know where a model names the axis of the batch."""
+def saying_where(axis_name: AxisName) -> Iterator[None]:
+    """Surrounds the loss: adds to errors that come of where it runs what jax cannot know."""
     try:
         yield
-    except ValueError as error:
-        if re.search(_NAMES_AN_AXIS, str(error)):
+    except (AssertionError, ValueError) as error:
+        if re.search(_COMPARES_TYPES, str(error)):
+            error.add_note(
+                "jaxcomm.value_and_grad: the loss runs inside jax.shard_map, where diffrax, lineax "
+                "and optimistix fail, and numpyro unless numpyro.enable_validation(False). If it "
+                "works without, take the gradient of each device's rows by jax.vmap, and give it "
+                'to jaxcomm.mark_local (recipes, "Losses that fail inside shard_map").'
+            )
+        elif re.search(_NAMES_AN_AXIS, str(error)):
             error.add_note(
                 f"jaxcomm.value_and_grad: the loss runs device by device along {axis_name!r}, on "
                 "each device's own rows. Leave that axis out of the model's specs; others may "

@@ -27,11 +27,11 @@ from jaxcomm._losses import (
     bound,
     check_loss,
     loss_and_aux,
-    naming_the_axis,
     over_devices,
     passed_whole,
     refuse_refs,
     refuse_rows,
+    saying_where,
     stacked,
     warn_of_rows,
 )
@@ -175,7 +175,7 @@ class ValueAndGrad:
     def _checked_loss(
         self, same: Collection[int], params: Any, batch: Any, *args: Any
     ) -> tuple[jax.Array, Aux]:
-        with naming_the_axis(self.axis_name):
+        with saying_where(self.axis_name):
             out = self.loss_fn(params, batch, *args)
         loss, aux = loss_and_aux(out, self.has_aux)
         marked = with_same(aux, same, self.axis_name, self.microbatches)
