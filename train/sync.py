@@ -87,7 +87,7 @@ BUCKETS = ("exempt", "bucket_mib", "bucket_order")
 CODED = ("codec", "algorithm", *BUCKETS, "residual_dtype", "seed", "implementation")
 _FED_BACK = ("algorithm", "error_feedback", *BUCKETS, "residual_dtype")
 _VOTES = ("ties", "zeros", "local_momentum", "correct_every")
-_SPARSE = ("density", "dense_exchanges", "momentum_correction", "measure_xi")
+_SPARSE = ("density", "dense_exchanges", "momentum_correction", "residual_decay", "measure_xi")
 _ONE_BIT = ("total_steps", "dense_steps", "variance_stability")
 
 # Name -> (factory, the arguments that it takes from config.sync and the order of gradients).

@@ -134,6 +134,7 @@ def sync() -> config_dict.ConfigDict:
     # For sparse_mean:
     sync.density = config_dict.placeholder(float)  # The share of values that is selected.
     sync.momentum_correction = config_dict.placeholder(float)  # Each device's own momentum.
+    sync.residual_decay = config_dict.placeholder(float)  # Below 1, the residual is a momentum.
     sync.measure_xi = False  # The distance to the true top-k in the metrics: costs two means.
     # For low_rank_mean:
     sync.rank = config_dict.placeholder(int)  # Columns of a factor.
