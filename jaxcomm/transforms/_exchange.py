@@ -69,7 +69,7 @@ OnBucket = Callable[[int, dict[int, jax.Array]], tuple[Any, Any]]
 LookAt = Literal["results", "own", "parts"]
 
 _TAGS = 8
-FLAG, TAG = "not finite", "tag of the key"
+FLAG, TAG, COUNTS = "not finite", "tag of the key", "counts"
 
 
 class Exchanged(NamedTuple):
@@ -217,7 +217,7 @@ def exchange_buckets(
       small: what is averaged exactly, in float32; leaves in the order of their gradients.
       look_at: where to look for non-finite values of buckets: "results", which every device sees;
         "parts", also what travels; "own", only at `finite` of what `on_bucket` keeps, a bool array
-        for everything. The last two send a flag.
+        for everything. The last two send a flag; "own" averages the sums of `counts` with it.
       axis_name: the mesh axis.
       equal_key: a key that must be equal on all devices; if it is not, `finite` is False.
       results_are_finite: whether the results of buckets are always finite, as signs are.
@@ -243,6 +243,7 @@ def exchange_buckets(
     if look_at == "own":
         local = [k.finite for k in kept] or [jnp.ones(1, bool)]
         small[FLAG] = 1 - jnp.all(jnp.concatenate(local)).astype(jnp.float32)
+        small[COUNTS] = sum((k.counts for k in kept), jnp.zeros(3, jnp.float32))
     elif look_at == "parts":
         local = [parts[i] for i in itertools.chain(*buckets)] + jax.tree.leaves(kept)
         small[FLAG] = 1 - all_finite(as_vectors(local)).astype(jnp.float32)
@@ -261,8 +262,7 @@ def exchange_buckets(
         with noted(Message("exempt", exempt)), jax.named_scope("small"):
             computed = [collectives.float32_mean(joined(small), axis_name)]
         exact = split(computed[0], small)
-    if FLAG in exact:
-        finite &= exact.pop(FLAG) == 0
+    finite &= exact.pop(FLAG, 0) == 0
     if equal_key is not None:
         means, means_of_squares = exact.pop(TAG)
         variances = means_of_squares - jnp.square(means)

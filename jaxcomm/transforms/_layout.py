@@ -163,8 +163,7 @@ def is_vector(path: str, shape: tuple[int, ...], stacked: bool) -> bool:
 
     A number at the end of its path counts it in a list, or is haliax's for the array of a name.
     """
-    parts = path.split("/")
-    *_, name = last_two = parts[-3:-1] if parts[-1].isdigit() else parts[-2:]
+    *_, name = last_two = re.sub(r"/\d+$", "", path).split("/")[-2:]
     is_named_so = name in VECTORS or _NORMS.fullmatch("/".join(last_two)) is not None
     return len(shape) - stacked <= 1 or is_named_so
 

@@ -25,6 +25,7 @@ from jaxcomm.transforms._buckets import (
     split_off_exempt,
 )
 from jaxcomm.transforms._exchange import (
+    COUNTS,
     Arrays,
     Own,
     by_leaf,
@@ -46,7 +47,8 @@ class _Bucket(NamedTuple):
       residual: float32 vector, the next residual; None without error feedback.
       velocity: float32 vector, the next momentum; None without momentum correction.
       threshold: float32[1], the next one.
-      counts: float32[5]: the counts of `SparseResult`, and the two numbers of `distance`.
+      counts: float32[3]: those of `SparseResult`.
+      squares: float32[2]: the two numbers of `distance`, equal along the axis, or zeros.
       finite: bool array, true everywhere if x, the mean and what this device keeps are finite.
     """
 
@@ -54,6 +56,7 @@ class _Bucket(NamedTuple):
     velocity: jax.Array | None
     threshold: jax.Array
     counts: jax.Array
+    squares: jax.Array
     finite: jax.Array
 
 
@@ -119,6 +122,7 @@ class SparseExchange:
             look_at="own",
             axis_name=self.axis_name,
         )
+        counts = done.exact.pop(COUNTS)
         means = done.exact | by_leaf(done.buckets, buckets, grads)
         residual, velocity = {}, {}
         if self.error_feedback:
@@ -140,7 +144,8 @@ class SparseExchange:
         new = tuple(kept_if(finite, *pair) for pair in zip(new, own, strict=True))
         sizes = [vector.size for vector in done.buckets]
         k = sum(sizes if self.is_dense else map(self.k, sizes))
-        report = report_of(k, sum((kept.counts for kept in done.kept), jnp.zeros(5, jnp.float32)))
+        squares = sum((kept.squares for kept in done.kept), jnp.zeros(2, jnp.float32))
+        report = report_of(k, counts, squares, self.axis_name)
         return [*updates, report], new
 
     def _on_bucket(
@@ -151,9 +156,9 @@ class SparseExchange:
             with noted("float32, native"):
                 mean = collectives.float32_mean(x, self.axis_name)
             residual = jnp.zeros_like(x) if self.error_feedback else None
-            counts = jnp.array([x.size, x.size, x.size, 0, 0], jnp.float32)
+            counts, squares = jnp.full(3, x.size, jnp.float32), jnp.zeros(2, jnp.float32)
             # The mean carries what is not finite.
-            return mean, _Bucket(residual, velocity, threshold, counts, finite_parts(mean))
+            return mean, _Bucket(residual, velocity, threshold, counts, squares, finite_parts(mean))
         # Not of the errors, which are written over x: they would be read once more.
         finite = finite_parts(x)
         x, finite = jax.lax.optimization_barrier((x, finite))
@@ -167,15 +172,14 @@ class SparseExchange:
                 self.axis_name,
                 with_taken=self.momentum is not None,
             )
-        squares = [jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32)]
+        squares = jnp.zeros(2, jnp.float32)
         if self.measure_xi:
             squares = distance(x, velocity, result.mean, self.k(x.size), self.axis_name)
-        counts = (result.selected, result.delivered, result.applied)
-        counts = jnp.stack([*(c.astype(jnp.float32) for c in counts), *squares])
+        counts = jnp.stack([result.selected, result.delivered, result.applied]).astype(jnp.float32)
         residual = result.errors if self.error_feedback else None
         # Factor masking: where a value was sent, its momentum restarts from zero.
         masked = None
         if self.momentum is not None:
             masked = velocity.at[result.taken].set(0.0, mode="drop")
         finite = jnp.concatenate([finite, *map(finite_parts, result.witnesses)])
-        return result.mean, _Bucket(residual, masked, after[None], counts, finite)
+        return result.mean, _Bucket(residual, masked, after[None], counts, squares, finite)

@@ -30,19 +30,24 @@ class SparseReport(NamedTuple):
     xi: jax.Array
 
 
-def report_of(k: int, counts: jax.Array) -> jax.Array:
-    """The numbers of a `SparseReport`, from the sums over a device's buckets of their counts."""
-    counts = jax.lax.pmean(counts, tuple(sorted(_axes.manual_axes())))
-    # Both are means over devices of sums of squares, so their ratio is that of the sums.
-    xi = jnp.sqrt(counts[3] / jnp.where(counts[4] > 0, counts[4], 1.0))
-    return jnp.stack([jnp.float32(k), *counts[:3], xi])
+def report_of(k: int, counts: jax.Array, squares: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The numbers of a `SparseReport`, from sums over buckets, which are equal along the axis.
+
+    Wire: on a mesh of several axes, an all-reduce of 5 numbers over the others.
+    """
+    values = jnp.concatenate([counts, squares])
+    if further := _axes.manual_axes().difference(_axes.names_of(axis_name)):
+        values = jax.lax.pmean(values, tuple(sorted(further)))
+    # Both squares are means over devices of sums, so their ratio is that of the sums.
+    xi = jnp.sqrt(values[3] / jnp.where(values[4] > 0, values[4], 1.0))
+    return jnp.stack([jnp.float32(k), *values[:3], xi])
 
 
 def distance(
     x: jax.Array, gradient: jax.Array, mean: jax.Array, k: int, axis_name: AxisName
-) -> list[jax.Array]:
+) -> jax.Array:
     """The squares of the distance to the true top-k and of the norm of the mean gradient."""
     exact = jax.lax.pmean(x, axis_name)
     best = jnp.where(jnp.abs(exact) >= select.threshold_for(exact, k), exact, 0.0)
     norm = jnp.sum(jnp.square(jax.lax.pmean(gradient, axis_name)))
-    return [jnp.sum(jnp.square(best - mean)), norm]
+    return jnp.stack([jnp.sum(jnp.square(best - mean)), norm])

@@ -140,8 +140,8 @@ def sparse_mean(
 
     Wire: for each bucket that of the algorithm; where hosts have D devices, that between hosts for
     1/D of the bucket, and within hosts an all-to-all and an all-gather of the bucket in float32.
-    One float32 all-reduce of all exempt elements and one flag; one of 5 numbers for the report; on
-    a mesh of several axes, one int32 over the others. With `measure_xi`, two more float32
+    One float32 all-reduce of all exempt elements, a flag and 3 numbers for the report; on a mesh of
+    several axes, one int32 and 5 numbers over the others. With `measure_xi`, two more float32
     all-reduces of each bucket.
 
     Example:

@@ -259,6 +259,9 @@ def test_biases_and_norms_whose_arrays_have_named_axes(mesh8: Any) -> None:
     leaf = Named(jnp.ones((4, 32)))
     params = {"q": {"bias": leaf, "weight": leaf}, "ln": {"weight": leaf}, "scale": [leaf.array]}
     with jax.set_mesh(mesh8):
+        assert (
+            not jaxcomm.mean("data").init([leaf.array]).layout.leaves[0].exempt
+        )  # its path is "0"
         state = jaxcomm.mean("data", "int8").init(params)
         named = jaxcomm.mean("data", "int8", exempt=["q/weight/0"]).init(params)
     compressed = [leaf.path for leaf in state.layout.leaves if not leaf.exempt]

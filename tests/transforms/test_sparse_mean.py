@@ -16,6 +16,7 @@ from jaxcomm import sparse
 from transforms.both_views import (
     SHAPES,
     VIEWS,
+    Program,
     View,
     by_name,
     gradients,
@@ -212,6 +213,15 @@ def test_a_dense_warmup_first() -> None:
     (first, _), (second, _) = run(GLOBAL, tx, [gradients(WORLD)] * 2)
     np.testing.assert_allclose(first["head"], gradients(WORLD)["head"].mean(0), atol=1e-6)
     assert (np.asarray(second["head"]) == 0).mean() > 0.5
+
+
+def test_what_is_exact_the_flag_and_the_report_travel_together() -> None:
+    """Each all-reduce of a few bytes takes as many trips as one of many."""
+    grads = gradients(WORLD)
+    report = Program(GLOBAL, jaxcomm.sparse_mean("data", 0.1), grads).report()
+    exempt = sum(g[0].size for name, g in grads.items() if name not in LARGE)
+    reduced = report.only("all-reduce").collectives
+    assert [(c.shapes, c.dtypes) for c in reduced] == [(((exempt + 4,),), ("f32",))]
 
 
 @pytest.mark.parametrize(
