@@ -1,8 +1,7 @@
 """The version of jax, for the few things that differ: no other file looks at `jax.__version__`."""
 
-import importlib.metadata
-
 import jax
+import jaxlib.version
 
 from jaxcomm._version import __version__
 
@@ -13,8 +12,11 @@ def jax_version() -> tuple[int, ...]:
 
 
 def versions() -> str:
-    """Of what makes the programs of a process, and what keys become in them."""
-    jaxlib = importlib.metadata.version("jaxlib")
+    """Of what makes the programs of a process, and what keys become in them.
+
+    Labels of builds, such as "+cuda13", are left out.
+    """
+    of_jax = f"jax {jax.__version__}, jaxlib {jaxlib.version.__version__.split('+')[0]}"
     options = "jax_enable_x64", "jax_default_prng_impl", "jax_threefry_partitionable"
     set_to = (f"{option}={getattr(jax.config, option, None)}" for option in options)
-    return ", ".join([f"jaxcomm {__version__}, jax {jax.__version__}, jaxlib {jaxlib}", *set_to])
+    return ", ".join([f"jaxcomm {__version__}", of_jax, *set_to])

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -22,9 +23,8 @@ from jaxcomm._users_line import users_line
 _NAMES_AN_AXIS = (
     "with_sharding_constraint|shard_map in_specs|axis names that are of type Auto or Manual"
 )
-# And of libraries that compare types, in which arrays inside jax.shard_map have a mesh; jax's own
-# assertion says nothing.
-_COMPARES_TYPES = "^$|structures do not match|does not match out_structure"
+# And of libraries that compare types, in which arrays inside jax.shard_map have a mesh.
+_COMPARES_TYPES = "operator structures do not match|pytree does not match out_structure"
 
 
 def bound(
@@ -70,7 +70,7 @@ def saying_where(axis_name: AxisName) -> Iterator[None]:
     try:
         yield
     except (AssertionError, ValueError) as error:
-        if re.search(_COMPARES_TYPES, str(error)):
+        if re.search(_COMPARES_TYPES, str(error)) or _is_assertion_of_jax(error):
             error.add_note(
                 "jaxcomm.value_and_grad: the loss runs inside jax.shard_map, where diffrax, lineax "
                 "and optimistix fail, and numpyro unless numpyro.enable_validation(False). If it "
@@ -85,6 +85,13 @@ def saying_where(axis_name: AxisName) -> Iterator[None]:
                 "flax.linen.unbox(params)."
             )
         raise
+
+
+def _is_assertion_of_jax(error: Exception) -> bool:
+    """Whether it says nothing, and comes from jax itself: for a sharding inside jax.shard_map."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_of_jax = frames[-1].f_globals.get("__name__", "").startswith("jax.")
+    return isinstance(error, AssertionError) and not str(error) and is_of_jax
 
 
 def loss_and_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import GetAttrKey
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _NUMBERS = (bool, int, float, complex)
@@ -15,8 +15,12 @@ _NUMBERS = (bool, int, float, complex)
 def path_name(path: Any) -> str:
     """A path in a pytree such as `layers/0/kernel`.
 
-    The `.value` of a Flax variable is left out, so that a parameter has one name in all frameworks.
+    The `.value` of a Flax variable is left out, and the number of the array in a named array of
+    haliax, so that a parameter has one name in all frameworks.
     """
+    if len(path) > 1 and path[-1] == FlattenedIndexKey(0):
+        if isinstance(path[-2], GetAttrKey | DictKey):
+            path = path[:-1]
     if path and isinstance(path[-1], GetAttrKey) and path[-1].name == "value":
         path = path[:-1]
     return jax.tree_util.keystr(path, simple=True, separator="/")

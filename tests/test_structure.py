@@ -36,6 +36,7 @@ LIBRARIES = {  # who may import what; jaxcomm depends on nothing else
     "flax": ("train",),
     "jax": ("jaxcomm", "train"),
     "jax.experimental.pallas": ("jaxcomm.kernels",),
+    "jaxlib": ("jaxcomm._compat",),
     "numpy": ("jaxcomm", "train"),
     "optax": ("jaxcomm.transforms", "train"),
     "scipy": ("jaxcomm.plan",),

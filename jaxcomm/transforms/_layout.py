@@ -159,11 +159,8 @@ def is_exempt(path: str, shape: tuple[int, ...], stacked: bool, exempt: Exempt) 
 
 
 def is_vector(path: str, shape: tuple[int, ...], stacked: bool) -> bool:
-    """Whether a leaf has one number for each feature: a bias, or the scale of a norm.
-
-    A number at the end of its path counts it in a list, or is haliax's for the array of a name.
-    """
-    *_, name = last_two = re.sub(r"/\d+$", "", path).split("/")[-2:]
+    """Whether a leaf has one number for each feature: a bias, or the scale of a norm."""
+    *_, name = last_two = path.split("/")[-2:]
     is_named_so = name in VECTORS or _NORMS.fullmatch("/".join(last_two)) is not None
     return len(shape) - stacked <= 1 or is_named_so
 

@@ -1,5 +1,6 @@
 """Refuses optax wrappers that would break a synchronised step, and names the fix."""
 
+import contextlib
 import contextvars
 import warnings
 from contextlib import AbstractContextManager
@@ -71,9 +72,8 @@ _ENOUGH_FOR_ADAM, _ENOUGH_FOR_MUON = 4, 8
 # What moves parameters beside the update that it wraps, and what it must not be around.
 _MOVERS = {"lookahead", "mechanize", "schedule_free"}
 _LOOKAHEAD = "is lookahead already: write every=sync_period and outer=optax.sgd(slow_step_size)"
-# What the optimizer after an exchange keeps that is not in its chain: local_steps has it.
-_OUTER: contextvars.ContextVar[frozenset[str]]
-_OUTER = contextvars.ContextVar("outer", default=frozenset())
+# The `init` of the optimizer after an exchange that is not in its chain: local_steps has it.
+_OUTER: contextvars.ContextVar[Init | None] = contextvars.ContextVar("outer", default=None)
 _NOT_AROUND = {
     "local_steps": "it moves the shared parameters, and devices train at their own, so the next "
     "exchange would undo that. Put it into the inner optimizer",
@@ -181,9 +181,17 @@ def parts_of_local_steps(*given: Any) -> list[optax.GradientTransformationExtraA
     return made
 
 
-def before_outer(outer: optax.GradientTransformation, params: Any) -> AbstractContextManager[None]:
-    """Here the `init` of an exchange knows which optimizer of `local_steps` takes its means."""
-    return holding(_OUTER, frozenset(moments_in(outer.init, params)))
+def before_outer(init: Init) -> AbstractContextManager[None]:
+    """Here the `init` of an exchange knows that of the optimizer of `local_steps` behind it."""
+    return holding(_OUTER, init)
+
+
+def _outer_moments(params: Any) -> set[str]:
+    """The moments that the outer optimizer of `local_steps` keeps, if its `init` takes shapes."""
+    if (init := _OUTER.get()) is not None:
+        with contextlib.suppress(Exception):  # what is wrong there, its own call says
+            return moments_in(init, params)
+    return set()
 
 
 def refuse_optimizer_behind(params: Any, name: str) -> None:
@@ -211,7 +219,7 @@ def warn_of_few_bits(params: Any, exchange: str, bits: float = 0) -> None:
       bits: per value; 0 where no codec rounds.
     """
     moments = moments_behind(params) if bits < _ENOUGH_FOR_MUON else set()
-    outer = _OUTER.get()
+    outer = _outer_moments(params) if bits < _ENOUGH_FOR_MUON else set()
     if (outer & MUON and bits < _ENOUGH_FOR_MUON) or (
         outer & VARIANCES and bits < _ENOUGH_FOR_ADAM
     ):

@@ -183,7 +183,7 @@ def local_steps(
         refuse_wrappers()
         refuse_all_behind("local_steps")
         refuse_movers("local_steps")
-        with before_outer(outer, params):  # which it warns of
+        with before_outer(lambda params: outer.init(_float32(params))):  # which it warns of
             exchange_state = exchange.init(params)
         inner_state = inner.init(params)
         axis_name = axis_of(exchange_state, "local_steps")

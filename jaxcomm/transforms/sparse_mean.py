@@ -176,7 +176,7 @@ def sparse_mean(
         axis_name,
         chosen,
         error_feedback,
-        residual_decay,
+        float(residual_decay),
         m,
         measure_xi,
         bucket_order,

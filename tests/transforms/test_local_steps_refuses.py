@@ -68,6 +68,20 @@ def test_few_bits_before_an_outer_optimizer_with_a_variance(mesh8: Any, inside: 
         assert len(seen) == 1 and seen[0].filename == __file__
 
 
+def reading(params: Any) -> Any:
+    """An `init` that looks at values, and wants what `local_steps` gives: float32."""
+    assert all(float(x.max()) == 1 and x.dtype == jnp.float32 for x in jax.tree.leaves(params))
+    return optax.EmptyState()
+
+
+def test_an_outer_optimizer_that_reads_parameters(mesh8: Any) -> None:
+    outer = optax.chain(optax.GradientTransformation(reading, optax.identity().update), SGD)
+    params = {"w": jnp.ones((8, 128), jnp.bfloat16)}
+    with jax.set_mesh(mesh8):
+        for exchange in (MEAN, *FEW):
+            jaxcomm.local_steps(SGD, 4, outer, exchange).init(params)
+
+
 @pytest.mark.parametrize(
     ("outer", "exchange"),
     [(optax.sgd(0.7, momentum=0.9), FEW[0]), (optax.adam(0.1), INT4), (optax.adam(0.1), MEAN)],

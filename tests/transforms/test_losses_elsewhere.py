@@ -45,6 +45,19 @@ def test_the_error_says_where_the_loss_runs(mesh8: Any, loss: Any, error: Any) -
     assert "jaxcomm.mark_local" in raised.value.__notes__[0]
 
 
+def of_the_user(params: jax.Array, batch: jax.Array) -> jax.Array:
+    if batch.shape[0] != 2 * N:
+        raise AssertionError  # as a bare `assert` does, to which pytest adds a text
+    return loss_fn(params, batch)
+
+
+def test_an_assertion_of_the_user_gets_no_note(mesh8: Any) -> None:
+    with jax.set_mesh(mesh8):
+        with pytest.raises(AssertionError) as raised:
+            jax.jit(jaxcomm.value_and_grad(of_the_user, "data"))(jnp.ones(4), jnp.ones((2 * N, 4)))
+    assert not any("jaxcomm" in note for note in getattr(raised.value, "__notes__", ()))
+
+
 def test_gradients_by_vmap_are_those_of_value_and_grad(mesh8: Any) -> None:
     """And nothing more is sent."""
 
