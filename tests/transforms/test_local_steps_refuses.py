@@ -82,6 +82,19 @@ def test_an_outer_optimizer_that_reads_parameters(mesh8: Any) -> None:
             jaxcomm.local_steps(SGD, 4, outer, exchange).init(params)
 
 
+def wanting_float32(params: Any) -> Any:
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
+    return optax.EmptyState()
+
+
+def test_moments_of_an_optimizer_that_wants_float32(mesh8: Any) -> None:
+    """As `local_steps` gives it, whatever the parameters have."""
+    wanting = optax.GradientTransformation(wanting_float32, optax.identity().update)
+    outer = optax.chain(wanting, optax.adam(0.1))
+    with jax.set_mesh(mesh8), pytest.warns(UserWarning, match="before an outer optimizer"):
+        jaxcomm.local_steps(SGD, 4, outer, FEW[0]).init({"w": jnp.ones((8, 128), jnp.bfloat16)})
+
+
 @pytest.mark.parametrize(
     ("outer", "exchange"),
     [(optax.sgd(0.7, momentum=0.9), FEW[0]), (optax.adam(0.1), INT4), (optax.adam(0.1), MEAN)],
