@@ -13,7 +13,7 @@ from jaxcomm.codecs import sign
 n, WORLD = 2**16, 8
 OTHERS = WORLD - 1
 FLAG = 2 * OTHERS / WORLD * 4  # one float32 beside everything else
-REPORT = 5 * FLAG  # of sparse means
+REPORT = 3 * FLAG  # of sparse means
 # On TPUs, XLA gathers some messages whose length is no multiple of 128 by an all-reduce.
 UNEVEN = ("one_bit_adam", "topk_allgather", "one_bit_adam by hosts", "topk_allgather by hosts")
 ENTRY = 4 + 2  # bytes of a value and of an index below 2^16
