@@ -32,7 +32,6 @@ from typing import Any
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
 
-
 import jaxcomm
 from benchmarks.aot import steps
 from benchmarks.aot.overlap import Overlap, overlap

@@ -220,14 +220,13 @@ def warn_of_few_bits(params: Any, exchange: str, bits: float = 0) -> None:
     """
     moments = moments_behind(params) if bits < _ENOUGH_FOR_MUON else set()
     outer = _outer_moments(params) if bits < _ENOUGH_FOR_MUON else set()
-    if (outer & MUON and bits < _ENOUGH_FOR_MUON) or (
-        outer & VARIANCES and bits < _ENOUGH_FOR_ADAM
-    ):
+    if outer & MUON or (outer & VARIANCES and bits < _ENOUGH_FOR_ADAM):
         warnings.warn(
             f"{exchange} with error feedback comes before an outer optimizer of local_steps that "
             "keeps a variance, such as Adam, or makes matrices orthogonal. Error feedback is for "
-            "optimizers that are linear in what they get: few bits lose accuracy here. Take "
-            "outer=optax.sgd(0.7, momentum=0.9, nesterov=True), or send more bits.",
+            "optimizers that are linear in what they get: few bits lose accuracy here. Send more "
+            "bits, or take outer=optax.sgd(0.7, momentum=0.9, nesterov=True), after a sparse mean "
+            "outer=optax.sgd(1.0).",
             UserWarning,
             stacklevel=users_line(),
         )
