@@ -10,22 +10,18 @@ eight workers.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from benchmarks.arguments import count, new_file, positive, several, share, values, whole
-from benchmarks.netlab.hosts import run_everywhere
-from benchmarks.netlab.measuring import WORKER_VARIABLES, Lab, guarded, keep
+from benchmarks.netlab.measuring import Lab, guarded, keep
 from benchmarks.netlab.methods import Exchange, shapes_of
 from benchmarks.netlab.network import Network
+from benchmarks.netlab.training import trained
 from benchmarks.netlab.worker import Jax, measure
 from jaxcomm import plan
-from jaxcomm.plan.fabrics import rate_of
 
 NAME = "benchmarks.seed_cnat"
 METHODS = "float32,bfloat16,int8,cnat"
@@ -109,7 +105,8 @@ def train(args: argparse.Namespace) -> None:
     with Network(plan.load("star", hosts=4, rate=args.train_rate)) as network:
         for seed in args.seeds:
             for codec in ("float32", "cnat"):
-                lines = trained(args, network, codec, seed)
+                options = options_of(args, codec, seed)
+                lines = trained(network, CONFIG, args.train_rate, options, args.seconds)
                 rows.append({"codec": codec, "seed": seed, **reached(lines, args.accuracy)})
     print(f"digits, 4 workers, {args.train_rate} Mbit/s, to {100 * args.accuracy:.0f} %")
     for row in rows:
@@ -128,11 +125,9 @@ def median_seconds(rows: list[dict[str, Any]], codec: str) -> float:
     return statistics.median(math.inf if s is None else s for s in found)
 
 
-def trained(
-    args: argparse.Namespace, network: Network, codec: str, seed: int
-) -> list[dict[str, Any]]:
-    """The metrics of a run of the training program on all hosts."""
-    options = {
+def options_of(args: argparse.Namespace, codec: str, seed: int) -> dict[str, Any]:
+    """The fields of the training program's config."""
+    return {
         "seed": seed,
         "sync.codec": codec,
         "steps": args.steps,
@@ -141,15 +136,7 @@ def trained(
         "measure_steps": 8,
         "model.width": args.width,
         "checkpoint.every": args.steps,
-        "network.gigabits": rate_of(args.train_rate) / 1e3,  # not measured
     }
-    with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
-        command = [sys.executable, "-m", "train", f"--config={CONFIG}"]
-        command += [f"--config.{name}={value}" for name, value in options.items()]
-        command += [f"--workdir={folder}/run"]
-        run_everywhere(network, command, args.seconds, WORKER_VARIABLES)
-        lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def reached(lines: list[dict[str, Any]], accuracy: float) -> dict[str, Any]:

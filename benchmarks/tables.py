@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import digits, links, on_gpu, planner, plots, take
+from benchmarks import digits, links, on_gpu, planner, plots, take, time_to_loss
 from benchmarks.arguments import existing_file
 from benchmarks.links import NAMES, RATES, over, table, timed_steps
 from benchmarks.pareto import results as front
@@ -121,6 +121,30 @@ def cnat_train() -> Lines:
     at = f"seconds to {100 * found['accuracy']:.0f} %"
     head = ["", "seed", at, "steps", "accuracy at the end", "step, ms", "computing, ms"]
     return table(head, rows)
+
+
+def training() -> Lines:
+    """A transformer's loss, and the time that training took."""
+    (found,) = parts("time_to_loss").values()
+    means = time_to_loss.means(found["rows"])
+    first = means[0]
+    rows = []
+    for row in means:
+        reached = row["until"]
+        rows.append(
+            [
+                time_to_loss.TITLES.get(row["method"], row["method"]),
+                f"{row['bytes']:.2f}",
+                f"{row['step_ms']:.0f}",
+                f"{row['seconds']:.0f}",
+                f"{row['loss']:.3f}",
+                f"{row['loss'] - first['loss']:+.3f}",
+                "not" if reached is None else f"{reached:.0f}",
+                "" if reached is None else f"{first['until'] / reached:.1f}x",
+            ]
+        )
+    head = ["", "bytes", "step, ms", "seconds", "test loss", "minus float32"]
+    return table([*head, "seconds to float32's late loss", "as fast"], rows)
 
 
 def median(row: dict[str, Any]) -> float:
@@ -289,11 +313,15 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "cnat": cnat,
     "cnat_train": cnat_train,
     "oktopk": oktopk,
+    "training": training,
 }
 PLOTS: dict[str, Callable[[Path], None]] = {
     "allreduce_star4.png": lambda path: plots.plot_exchanges(path, timed_steps(), RATES[:3], NAMES),
     "step_time.png": lambda path: plots.plot_steps(path, timed_steps(), RATES[:3], NAMES),
     "seed_cnat.png": lambda path: plots.plot_cnat(path, aggregations()),
+    "time_to_loss.png": lambda path: plots.plot_training(
+        path, next(iter(parts("time_to_loss").values()))["rows"], time_to_loss.TITLES
+    ),
     "planner.png": lambda path: planner.draw(planner.read(PLANNER), str(path)),
 }
 

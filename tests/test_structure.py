@@ -120,7 +120,8 @@ def programs(module: str, source: str) -> list[str]:
     """Nothing imports tests, train, benchmarks, notebooks or configs; some packages are for all."""
     folders = ("aot", "netlab", "pareto")
     files = ("arguments", "choices", "device_time", "digits", "links", "on_gpu", "planner", "plots")
-    shared = tuple(f"benchmarks.{name}" for name in (*folders, *files, "tables", "take"))
+    files += ("tables", "take", "time_to_loss")
+    shared = tuple(f"benchmarks.{name}" for name in (*folders, *files))
     free = {"tests": ("tests", "train", *shared), "train": ("train",)}
     free["benchmarks"] = ("train", *shared)  # which time what it does
     free["configs"] = ("configs",)

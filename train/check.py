@@ -16,6 +16,7 @@ LEFT_OUT = {
     "momentum": (0.9, "b1"),
     "b2": (0.999, "b2"),
 }
+NETWORK = {"quality": "16bit", "probe_mib": 16}  # Defaults of fields that others may leave idle.
 MASKED_MODEL = "bert"  # Also sees what follows a token.
 
 
@@ -213,17 +214,32 @@ def fit(config: Any, world: int) -> None:
         _fit_groups(config.sync, world)
     _fit_split(config.sync)
     _fit_local_steps(config.sync)
-    if config.network.costs and not (config.network.cluster or method == "auto"):
-        raise UserError(
-            f"config.network.costs={config.network.costs} has no effect without config.network."
-            "cluster or --config.sync.method=auto; leave it out, or add one of these"
-        )
+    _fit_network(config.network, method)
     fit_to_evaluate(config, world)
     if config.optimizer.warmup_steps > config.steps:
         raise UserError(
             f"config.optimizer.warmup_steps={config.optimizer.warmup_steps} is more than "
             f"config.steps={config.steps}: the learning rate would not reach its peak; set "
             f"--config.optimizer.warmup_steps={config.steps // 10}, or more steps"
+        )
+
+
+def _fit_network(network: Any, method: str) -> None:
+    """Raises if a field of the network has no effect."""
+    if network.costs and not (network.cluster or method == "auto"):
+        raise UserError(
+            f"config.network.costs={network.costs} has no effect without config.network.cluster or "
+            "--config.sync.method=auto; leave it out, or add one of these"
+        )
+    if network.quality != NETWORK["quality"] and method != "auto":
+        raise UserError(
+            f"config.network.quality={network.quality} is for --config.sync.method=auto, and has "
+            f"no effect on {method}; leave it out, or set --config.sync.method=auto"
+        )
+    if network.probe_mib != NETWORK["probe_mib"] and network.gigabits is not None:
+        raise UserError(
+            f"config.network.probe_mib={network.probe_mib} is for measuring the network, and "
+            f"config.network.gigabits={network.gigabits} says how fast it is; leave out one"
         )
 
 

@@ -112,7 +112,8 @@ def _fits(config: Any, method: plan.Method, devices: int) -> bool:
         return False
     changed = config.copy_and_resolve_references()
     changed.sync.update(_fields(changed.sync, method))
-    changed.network.costs = ""  # the plan has them; they say nothing of a method
+    # The plan has them; they say nothing of a method.
+    changed.network.costs, changed.network.quality = "", check.NETWORK["quality"]
     if config.data.shards != "shuffled" and _is_biased(changed, config):
         return False
     try:

@@ -38,6 +38,12 @@ def check_names(axis_name: AxisName, exempt: Exempt, bucket_order: Sequence[str]
         require_strings(bucket_order, "bucket_order", "paths")
 
 
+_EACH = (
+    " Give each part the patterns of its own leaves; where one exchange has several parts, as the "
+    "fragments of local_steps, let exempt be a function of path and shape."
+)
+
+
 def require_call(f: Callable[..., Any], name: str, *arguments: str) -> None:
     """Raises a TypeError for an option that is a plain function of other arguments."""
     if not inspect.isfunction(f):  # a jitted one has the signature of what it wraps
@@ -71,7 +77,7 @@ def check_patterns(
                 f"{what} names {pattern!r}, which fits no parameter"
                 f"{' of this part of the tree' if is_part else ''}; the paths are "
                 f"{', '.join(paths[:10])}{', ...' if len(paths) > 10 else ''}."
-                f"{' Give each part the patterns of its own leaves.' if is_part else ''}"
+                f"{_EACH if is_part else ''}"
             )
 
 

@@ -27,8 +27,9 @@ from jaxcomm.transforms._chains import (
 _CURES = {
     "apply_if_finite": (
         "optax.apply_if_finite looks at local gradients, so devices would disagree. Put it around "
-        "the optimizer only: optax.chain(jaxcomm.mean(...), optax.apply_if_finite(optimizer)); "
-        "in jaxcomm.local_steps, around the outer one. "
+        "the optimizer only: optax.chain(jaxcomm.mean(...), optax.apply_if_finite(optimizer, 3)); "
+        "in jaxcomm.local_steps, around the outer one; after jaxcomm.factored_adam or "
+        "jaxcomm.one_bit_adam, which are optimizers, optax.apply_if_finite(optax.identity(), 3). "
         "A non-finite gradient on any device makes jaxcomm's update NaN on all of them."
     ),
     "MultiSteps": (
@@ -71,7 +72,13 @@ _OF_SGD |= {"masked", "partition", "named_chain", "set_to_zero"}
 _ENOUGH_FOR_ADAM, _ENOUGH_FOR_MUON = 4, 8
 # What moves parameters beside the update that it wraps, and what it must not be around.
 _MOVERS = {"lookahead", "mechanize", "schedule_free"}
-_LOOKAHEAD = "is lookahead already: write every=sync_period and outer=optax.sgd(slow_step_size)"
+_LOOKAHEAD = {
+    "local_steps": "is lookahead already: write every=sync_period and "
+    "outer=optax.sgd(slow_step_size)",
+    "multi_steps": "has updates of zero in the steps in between, which lookahead would count. To "
+    "average microbatches of one step, use jaxcomm.accumulate for the gradients and "
+    "optax.lookahead(optax.chain(exchange, optimizer), ...)",
+}
 # The `init` of the optimizer after an exchange that is not in its chain: local_steps has it.
 _OUTER: contextvars.ContextVar[Init | None] = contextvars.ContextVar("outer", default=None)
 _NOT_AROUND = {
@@ -151,8 +158,8 @@ def refuse_all_behind(name: str) -> None:
 def refuse_movers(name: str) -> None:
     """Raises, in `init`, if one is around a method that it would mislead, or that would undo it."""
     for mover in _MOVERS & optax_callers():
-        if (mover, name) == ("lookahead", "local_steps"):
-            raise ValueError(f"optax.lookahead is around local_steps, which {_LOOKAHEAD}.")
+        if mover == "lookahead":
+            raise ValueError(f"optax.lookahead is around {name}, which {_LOOKAHEAD[name]}.")
         raise ValueError(f"optax's {mover} is around {name}: {_NOT_AROUND[name]}.")
 
 
@@ -173,12 +180,14 @@ def parts_of_local_steps(*given: Any) -> list[optax.GradientTransformationExtraA
         for tx, (argument, example) in zip(given, examples.items(), strict=True)
     ]
     for tx, which in zip(made, ("inner", "outer"), strict=False):
-        if "lookahead" in names_in(tx.init):
-            raise ValueError(
-                f"optax.lookahead cannot be the {which} optimizer of local_steps, which "
-                f"{_LOOKAHEAD}."
-            )
+        refuse_lookahead(tx, "local_steps", f"the {which} optimizer of")
     return made
+
+
+def refuse_lookahead(tx: optax.GradientTransformation, name: str, what: str) -> None:
+    """Raises a ValueError if a part of a method is `optax.lookahead`, which takes two trees."""
+    if "lookahead" in names_in(tx.init):
+        raise ValueError(f"optax.lookahead cannot be {what} {name}, which {_LOOKAHEAD[name]}.")
 
 
 def before_outer(init: Init) -> AbstractContextManager[None]:

@@ -319,11 +319,12 @@ def _check_rank(whole: Layout, layout: Layout, rank: int) -> None:
     if not could or is_rest or not all(leaf.exempt for leaf in layout.leaves):
         return
     largest = max(could, key=lambda leaf: math.prod(leaf.shape))
-    instead = "Choose a lower rank" if rank > 1 else "Use jaxcomm.mean"
+    is_too_high = any(_compressed(leaf, 1) for leaf in could)
+    instead = "Choose a lower rank" if is_too_high else "Use jaxcomm.mean"
     raise ValueError(
         f"rank {rank} compresses no parameter: the largest, {largest.path} of shape "
         f"{largest.shape}, would take (rows + columns) * rank values, which are no fewer than "
-        f"it has. {instead}, or send them in float32: exempt=[{largest.path!r}]."
+        f"it has. {instead}, or send them in float32: exempt={[leaf.path for leaf in could]}."
     )
 
 

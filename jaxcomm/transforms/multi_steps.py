@@ -21,7 +21,12 @@ from jaxcomm.transforms._chains import (
 from jaxcomm.transforms._exchange import local_leaves
 from jaxcomm.transforms._layout import Layout, axis_of, filled_leaves, layout_of
 from jaxcomm.transforms._states import require_kind
-from jaxcomm.transforms._wrappers import refuse_movers, refuse_wrappers, with_extra_args
+from jaxcomm.transforms._wrappers import (
+    refuse_lookahead,
+    refuse_movers,
+    refuse_wrappers,
+    with_extra_args,
+)
 from jaxcomm.transforms.local_params import LocalStepsState
 from jaxcomm.transforms.per_device import (
     PerDevice,
@@ -72,10 +77,11 @@ def multi_steps(
 
     Raises:
       TypeError: by `update` if `due` is known on the devices only.
-      ValueError: if `every` is not a positive integer; by `init` if `inner` exchanges nothing, or
-        over several axes, or holds `local_steps`, or if an optimizer with moments, a schedule or
-        other state follows in the chain: it would count the steps in between; by `update` if a
-        decay of weights follows, or `due` is not a bool.
+      ValueError: if `every` is not a positive integer, or `inner` has `optax.lookahead` in it; by
+        `init` if `inner` exchanges nothing, or over several axes, or holds `local_steps`, or if an
+        optimizer with moments, a schedule or other state follows in the chain: it would count the
+        steps in between; by `update` if a decay of weights follows, or `due` is neither True nor
+        False.
 
     Wire: that of `inner` in one step of `every`, in a branch of a conditional; otherwise nothing.
     With `due`, that of `inner` or nothing, and no conditional.
@@ -90,6 +96,7 @@ def multi_steps(
             f"multi_steps needs a positive number of steps, got {every!r}; it takes no schedule."
         )
     inner = with_extra_args(inner, "multi_steps", "inner")
+    refuse_lookahead(inner, "multi_steps", "inside")
 
     def init_fn(params: Any) -> Any:
         refuse_wrappers()

@@ -154,9 +154,9 @@ def one_bit_adam(
 
     Raises:
       TypeError, ValueError: immediately for bad arguments; by `init` if an optimizer with its own
-        moments follows in the same `optax.chain`; by `update` if weight decay lacks the parameters,
-        the mask does not fit them, or `dense` is not a Python bool; otherwise as for
-        `jaxcomm.mean`.
+        moments, or a chain such as `optax.sgd`, follows in the same `optax.chain`; by `update` if
+        weight decay lacks the parameters, the mask does not fit them, or `dense` is neither True
+        nor False; otherwise as for `jaxcomm.mean`.
 
     Wire: for each bucket of b blocks, 2(N-1) messages of 33 uint32 words for each of ceil(b/N)
     blocks, which is 2(N-1)/N of 1.03 bits per value; a leaf is padded to whole blocks of 1024

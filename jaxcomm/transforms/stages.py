@@ -162,7 +162,7 @@ def dense_first(
         devices only.
       ValueError: for a negative number of steps; by `init` as for `stages`, and without `dense`
         also if `inner` is more than an exchange, such as a chain with `jaxcomm.local`, or has the
-        momentum of the optimizer; by `update` if its `dense` is not a bool.
+        momentum of the optimizer; by `update` if its `dense` is neither True nor False.
 
     Wire: that of `dense`, then that of `inner`, in the branches of a conditional; if `update` is
     told which, in none.
@@ -207,7 +207,8 @@ def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientT
             raise ValueError(
                 "dense_first replaces all of inner by a mean, including what comes before its "
                 "exchange. Put that first: optax.chain(jaxcomm.local(...), jaxcomm.dense_first("
-                "exchange, steps)); or pass the transformation of the first steps as dense=."
+                "exchange, steps)); or pass the transformation of the first steps as dense=, with "
+                "error_feedback=True in its mean too if the exchange has it."
             )
         if _roles.WRAPPED in _roles.roles_of(state):
             raise ValueError(

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import time_to_loss
+
 ROOT = Path(__file__).parents[2]
 on_networks = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="networks need root and iproute2"
@@ -118,6 +120,44 @@ def test_split_muon(tmp_path: Path) -> None:
         assert 4 * sent < rows["optax.contrib.muon"]["bytes_busiest_link"]
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@on_networks
+def test_training(tmp_path: Path) -> None:
+    """Methods take the same steps; times add up; fewer bytes need less of them on a slow link."""
+    out = tmp_path / "rows.json"
+    flags = ["--hosts=2", "--steps=60", "--depth=1", "--batch_size=4", "--seeds=1", "--rate=20"]
+    rows_of("time_to_loss", out, *flags, "--methods=float32,local_steps")
+    ((part, kept),) = json.loads(out.read_text())["parts"].items()
+    float32, local = kept["rows"]
+    assert part == "20 Mbit/s" and float32["params"] == local["params"]
+    assert float32["bytes_per_param_mean"] > 50 * local["bytes_per_param_mean"]
+    for row in kept["rows"]:
+        assert len(row["curve"]) == 15 and row["seconds"] > 0.06 * row["step_ms"] / 2
+        assert row["curve"][0][1] > row["loss"]
+    assert local["seconds"] < float32["seconds"]
+
+
+def test_what_training_is_compared_by() -> None:
+    """The goal is what float32 has after four fifths of its steps, for each seed."""
+    curves = {
+        ("float32", 0): [(1.0, 5.0), (2.0, 4.0), (3.0, 3.5), (4.0, 3.0), (5.0, 2.5)],
+        ("float32", 1): [(1.0, 5.0), (2.0, 4.0), (3.0, 3.0), (4.0, 2.0), (5.0, 1.5)],
+        ("int4", 0): [(0.5, 5.0), (1.0, 3.0), (1.5, 2.9), (2.0, 2.8), (2.5, 2.7)],
+        ("int4", 1): [(0.5, 5.0), (1.0, 4.0), (1.5, 3.0), (2.0, 2.5), (2.5, 2.0)],
+        ("cnat", 0): [(0.5, 5.0), (1.0, 5.0), (1.5, 5.0), (2.0, 5.0), (2.5, 3.1)],
+    }
+    other = {"step_ms": 1.0, "compute_ms": 1.0, "bytes_per_param_mean": 6.0}
+    rows = [
+        {"method": m, "seed": s, "curve": c, "loss": c[-1][1], "seconds": c[-1][0], **other}
+        for (m, s), c in curves.items()
+    ]
+    assert time_to_loss.goals(rows) == {0: 3.0, 1: 2.0}
+    float32, int4, cnat = time_to_loss.means(rows)
+    assert (float32["until"], int4["until"], cnat["until"]) == (4.0, 1.75, None)
+    assert (float32["loss"], int4["loss"]) == (2.0, 2.35)
+
+
 @pytest.mark.parametrize(
     ("name", "flag", "message"),
     [
@@ -132,6 +172,7 @@ def test_split_muon(tmp_path: Path) -> None:
         ("compile_time", "--methods=votes", "unknown method 'votes'; there are psum, float32"),
         ("planner", "--methods=votes", "unknown method 'votes'; there are float32/native,"),
         ("seed_oktopk", "--methods=top", "unknown method 'top'; there are float32,oktopk,"),
+        ("time_to_loss", "--steps=100", "steps are a multiple of 60, got 100."),
     ],
 )
 def test_what_cannot_be_is_one_line(

@@ -17,6 +17,8 @@ from train.errors import UserError
         ({"sync.outer_rate": 0.5}, "outer_rate=0.5 has no effect"),
         ({"sync.fragments": 3}, "fragments=3 has no effect"),
         ({"network.costs": "costs.yaml"}, "costs=costs.yaml has no effect without config.network"),
+        ({"network.quality": "any"}, "quality=any is for --config.sync.method=auto"),
+        ({"network.probe_mib": 8, "network.gigabits": 1.0}, "gigabits=1.0 says how fast it is"),
         (
             {"sync.gather": "bfloat16", "sync.dense_steps": 2},
             "gather=bfloat16 splits parameters, and does not go with config.sync.dense_steps=2",
@@ -29,12 +31,17 @@ def test_fields(fields: dict[str, Any], message: str) -> None:
     config.update_from_flattened_dict(fields)
     with pytest.raises(UserError, match=message):
         check.fit(config, 4)
-    if "network.costs" in fields:
-        config.sync.method = "auto"
+    if "network" in next(iter(fields)):
+        config.sync.method, config.network.gigabits = "auto", None
         check.fit(config, 4)
     elif "sync.gather" not in fields:
         config.sync.every, config.steps = 4, 400
         check.fit(config, 4)
+
+
+def test_what_is_unsaid_is_the_default() -> None:
+    network = read_config("digits_resnet").network.to_dict()
+    assert check.NETWORK == {name: network[name] for name in check.NETWORK}
 
 
 def test_a_test_needs_only_what_it_uses() -> None:

@@ -34,6 +34,27 @@ def test_lookahead_is_no_part_of_it(inner: Any, outer: Any) -> None:
         jaxcomm.local_steps(inner, 4, outer, MEAN)
 
 
+@pytest.mark.parametrize("inner", [LOOKAHEAD, optax.lookahead(optax.chain(MEAN, SGD), 4, 0.5)])
+def test_lookahead_is_not_inside_multi_steps(inner: Any) -> None:
+    """Nor around them; it goes with microbatches of one step."""
+    with pytest.raises(ValueError, match="inside multi_steps, which .* use jaxcomm.accumulate"):
+        jaxcomm.multi_steps(inner, 2)
+
+
+def test_patterns_for_fragments(mesh8: Any) -> None:
+    """What is advised instead of patterns works."""
+    params = {name: jnp.zeros((8, 8)) for name in ("v", "w")}
+    two = {"every": 4, "outer": SGD, "fragments": 2}
+    with jax.set_mesh(mesh8):
+        tx = jaxcomm.local_steps(SGD, exchange=jaxcomm.mean("data", "int8", exempt=["v"]), **two)
+        with pytest.raises(ValueError, match="fragments of local_steps, let exempt be a function"):
+            tx.init(params)
+        exempt = lambda path, shape: path == "v"  # noqa: E731
+        tx = jaxcomm.local_steps(SGD, exchange=jaxcomm.mean("data", "int8", exempt=exempt), **two)
+        said = {leaf.path: leaf.travels for leaf in jaxcomm.explain(tx, params).leaves}
+    assert said["v"].startswith("float32") and said["w"].startswith("int8")
+
+
 def test_it_is_not_inside_multi_steps(mesh8: Any) -> None:
     tx = jaxcomm.multi_steps(jaxcomm.local_steps(SGD, 4, SGD, MEAN), 2)
     with jax.set_mesh(mesh8), pytest.raises(ValueError, match=r"put optax.MultiSteps\(.*into it"):

@@ -319,6 +319,12 @@ def test_only_leaves_that_become_smaller_are_compressed(make_mesh: Any) -> None:
         stacked = {"blocks": jnp.zeros((2, 64, 64)), "head": jnp.zeros((64, 2))}
         inside = jaxcomm.in_backward(jaxcomm.low_rank_mean("data", 3), ["blocks"])
         inside.init(stacked)  # of the head nothing is compressed, of the blocks much
+        low = r"Choose a lower rank, or send them in float32: exempt=\['even', 'long', 'row'\]"
+        with pytest.raises(ValueError, match=low):
+            jaxcomm.low_rank_mean("data", 3).init(params)
+        with pytest.raises(ValueError, match=r"Use jaxcomm.mean, or .*: exempt=\['row'\]"):
+            jaxcomm.low_rank_mean("data", 3).init({"row": params["row"]})
+        jaxcomm.low_rank_mean("data", 3, exempt=["even", "long", "row"]).init(params)
         with pytest.raises(ValueError, match=r"or send them in float32: exempt=\['blocks'\]"):
             inside.init({**stacked, "blocks": jnp.zeros((2, 64, 2))})
 

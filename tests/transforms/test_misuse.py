@@ -54,7 +54,8 @@ def test_nothing_around_local_steps_moves_the_shared_parameters(mesh8: Any, move
             tx.init(pair if "lookahead" in tx.init.__qualname__ else params)
         local_steps(optax.contrib.schedule_free(optax.sgd(0.1), 0.1)).init(params)
         tx = mover(jaxcomm.multi_steps(optax.chain(jaxcomm.mean("data"), optax.sgd(0.1)), 2))
-        with pytest.raises(ValueError, match="is around multi_steps: it would count"):
+        said = "around multi_steps(: it would count|, which .* use jaxcomm.accumulate)"
+        with pytest.raises(ValueError, match=said):
             tx.init(pair if "lookahead" in tx.init.__qualname__ else params)
 
 
