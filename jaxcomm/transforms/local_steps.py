@@ -22,6 +22,7 @@ them in a dtype that only `jaxcomm.value_and_grad` accepts.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -101,16 +102,16 @@ def local_steps(
         `every / fragments` steps, which lowers the peak (streaming DiLoCo). Whole leaves are
         assigned, the largest first, each to the fragment with the fewest values.
       delay: how many steps before its exchange a pseudo-gradient is taken, less than `every`. With
-        1, what is sent in a step does not depend on what the step computes. A delay costs one copy
-        of the parameters on each device.
+        1, what is sent in a step does not depend on what the step computes. Exchanges are that many
+        steps later. A delay costs one copy of the parameters on each device.
 
     Returns:
       A transformation that is the whole optimizer: nothing belongs after it. Every device keeps
       its own parameters and inner state. `update(..., due=True)`, or False, decides instead of
       `every` whether this step exchanges; with several fragments, `due` is the number of one,
-      counted from 1, or 0. This makes no conditional: where steps are jitted, `due` is a static
-      argument, and each of its values has a program. On GPUs, XLA overlaps an exchange only
-      outside of conditionals.
+      counted from 1, or 0. With any delay, it exchanges the movement up to the previous step. This
+      makes no conditional: where steps are jitted, `due` is a static argument, and each of its
+      values has a program. On GPUs, XLA overlaps an exchange only outside of conditionals.
 
     Raises:
       TypeError: by `update` if `due` is known on the devices only.
@@ -244,7 +245,7 @@ def local_steps(
             exchange=sharded_as_before(exchanges),
             outer=outers,
         )
-        return updates, _take(state, every, delay, known) if delay else state
+        return updates, _take(state, every, delay, due, known is not None) if delay else state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -301,16 +302,17 @@ def _inner_steps(
 
 
 def _take(
-    state: LocalStepsState, every: int, delay: int, exchanged: list[bool] | None
+    state: LocalStepsState, every: int, delay: int, exchanged: Sequence[Any], is_told: bool
 ) -> LocalStepsState:
     """The state with `taken` renewed, except for the fragments that wait for their exchange.
 
-    So an exchange before its time, which `due` can ask for, finds the movement until then.
+    Where `due` decides, it may ask for any of them in the next step, so none waits.
     """
     offsets = [state.fragments.offset(k, every) for k in range(state.fragments.count)]
-    waits = [(state.step - offset - 1) % every < delay for offset in offsets]
-    if exchanged:
-        waits = [wait & (not done) for wait, done in zip(waits, exchanged, strict=True)]
+    waits: list[Any] = [False] * len(offsets)
+    if not is_told:
+        pairs = zip(offsets, exchanged, strict=True)
+        waits = [((state.step - o - 1) % every < delay) & ~done for o, done in pairs]
     filled = filled_leaves(state.layout)
     values = [
         jnp.where(waits[state.fragments.of[i]], t, p)

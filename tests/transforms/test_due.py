@@ -211,27 +211,28 @@ def test_accumulates_until_the_host_says_so() -> None:
     assert int(loop.state.mini_step) == 0
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-def test_an_exchange_at_any_time(delay: int) -> None:
+@pytest.mark.parametrize(("delay", "counted"), [(0, 0), (1, 0), (2, 0), (1, 5), (2, 4)])
+def test_an_exchange_at_any_time(delay: int, counted: int) -> None:
     """It averages what the devices moved since the last one, and each keeps what it moved since.
 
-    With a delay, that is up to the step before, or to where the count began to wait.
+    With a delay, that is up to the step before, also behind steps that the count decided about.
     """
     loop = Loop(local(2, delay, outer=optax.sgd(1.0), exchange=jaxcomm.mean("data")))
     fragment = loop.state.fragments.of[sorted(SHAPES).index("kernel")] + 1
-    dues: list[Due] = [2, 0, 1, 1, 2, 0, 0, 1, 2, 2, 0, 1, 2, 1]
+    dues: list[Due] = [2, 0, 1, 1, 0, 2, 0, 1, 2, 2, 0, 1, 2, 1]
+    dues[:counted] = [0] * delay + [0, 1, 0, 2][: counted - delay]
     momentum = own = taken = np.zeros((WORLD, *SHAPES["kernel"]))
     shared = np.zeros(SHAPES["kernel"])
     for number, due in enumerate(dues, start=1):
         batch = gradients(WORLD, number)
-        loop.run([due], [batch])
+        loop.run([due if number > counted else None], [batch])
         momentum = 0.5 * momentum + batch["kernel"]
         own = own - RATE * momentum
         if due == fragment:
             taken = taken if delay else own
             shared = taken.mean(0)
-            taken = own = shared + own - taken
-        elif (number - 2 * fragment - 1) % 4 >= delay:
+            own = shared + own - taken
+        if number > counted or (number - 2 * fragment - 1) % 4 >= delay or due == fragment:
             taken = own
         found = jaxcomm.unmark_local(jaxcomm.local_params(loop.state))["kernel"]
         np.testing.assert_allclose(found, own, atol=1e-5)
