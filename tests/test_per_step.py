@@ -74,6 +74,16 @@ def test_stages_need_their_shares() -> None:
     assert found.per_step({(name, 0): 1}) == sent("float32")
 
 
+def test_what_sends_nothing_needs_no_shares() -> None:
+    """As on one device."""
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:1])):
+        tx, params = METHODS["dense_first"](), {"w": jnp.zeros((8, 8))}
+        grads = {"w": np.zeros((1, 8, 8), np.float32)}
+        lowered = jax.jit(tx.update).lower(grads, tx.init(params), params)
+        found = jaxcomm.wire_report(lowered.compile())
+    assert found.conditionals and found.per_step() == 0
+
+
 def test_branches_in_branches() -> None:
     mixed = 0.1 * sent("float32") + 0.9 * sent("mean")
     assert report("dense, accumulated").per_step({"from step 0": 0.1}) == pytest.approx(mixed / 4)

@@ -193,8 +193,8 @@ class WireReport:
 
         Raises:
             ValueError: for a branch that is not in the program, for shares that are not between 0
-                and 1 or do not add up to 1, and where a conditional lacks shares; the message names
-                the branches.
+                and 1 or do not add up to 1, and where a conditional that sends lacks shares; the
+                message names the branches.
         """
         self._require_trips()
         weights = self._shares(shares or {})
@@ -220,6 +220,7 @@ class WireReport:
             key = pair if pair in given else names.get(pair, pair)
             if key in given:
                 known[pair] = float(given[key])
+        sending = {name for c in self.collectives if any(c.sent) for name, _ in c.branch}
         for name, count in self.conditionals:
             those = [(name, i) for i in range(count)]
             open_ = [pair for pair in those if pair not in known]
@@ -227,7 +228,7 @@ class WireReport:
             if rest < -1e-9 or (not open_ and rest > 1e-9):
                 called = ", ".join(_called(those, names))
                 raise ValueError(f"the shares of {called} must add up to 1.")
-            if len(open_) > 1:
+            if len(open_) > 1 and name in sending:
                 called = _called(those, names)
                 raise ValueError(
                     f"per_step needs the share of {' or of '.join(called)}: "
