@@ -136,14 +136,14 @@ def training() -> Lines:
                 time_to_loss.TITLES.get(row["method"], row["method"]),
                 f"{row['bytes']:.2f}",
                 f"{row['step_ms']:.0f}",
+                str(row["steps"]),
                 f"{row['seconds']:.0f}",
                 f"{row['loss']:.3f}",
-                f"{row['loss'] - first['loss']:+.3f}",
                 "not" if reached is None else f"{reached:.0f}",
                 "" if reached is None else f"{first['until'] / reached:.1f}x",
             ]
         )
-    head = ["", "bytes", "step, ms", "seconds", "test loss", "minus float32"]
+    head = ["", "bytes", "step, ms", "steps", "seconds", "test loss at the end"]
     return table([*head, "seconds to float32's late loss", "as fast"], rows)
 
 
