@@ -125,8 +125,7 @@ def cnat_train() -> Lines:
 
 def training() -> Lines:
     """A transformer's loss, and the time that training took."""
-    (found,) = parts("time_to_loss").values()
-    means = time_to_loss.means(found["rows"])
+    means = time_to_loss.means(time_to_loss.rows_of(parts("time_to_loss")))
     first = means[0]
     rows = []
     for row in means:
@@ -320,7 +319,7 @@ PLOTS: dict[str, Callable[[Path], None]] = {
     "step_time.png": lambda path: plots.plot_steps(path, timed_steps(), RATES[:3], NAMES),
     "seed_cnat.png": lambda path: plots.plot_cnat(path, aggregations()),
     "time_to_loss.png": lambda path: plots.plot_training(
-        path, next(iter(parts("time_to_loss").values()))["rows"], time_to_loss.TITLES
+        path, time_to_loss.rows_of(parts("time_to_loss")), time_to_loss.TITLES
     ),
     "planner.png": lambda path: planner.draw(planner.read(PLANNER), str(path)),
 }

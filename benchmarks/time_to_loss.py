@@ -98,7 +98,9 @@ def run(args: argparse.Namespace) -> None:
                 found = ", ".join(f"{k} {v}" for k, v in rows[-1].items() if k != "curve")
                 print(found, flush=True)
     show(rows)
-    keep(args.out, NAME, f"{args.rate} Mbit/s", rows, rate=args.rate, steps=args.steps)
+    for method in args.methods:
+        own = [row for row in rows if row["method"] == method]
+        keep(args.out, NAME, method, own, rate=args.rate)
 
 
 def options_of(args: argparse.Namespace, seed: int, method: str) -> dict[str, Any]:
@@ -136,6 +138,11 @@ def summary_of(lines: list[dict[str, Any]]) -> dict[str, Any]:
         **{name: last[name] for name in names},
         "curve": curve,
     }
+
+
+def rows_of(parts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows that were kept, in the order of the methods."""
+    return [row for method in METHODS if method in parts for row in parts[method]["rows"]]
 
 
 def goals(rows: list[dict[str, Any]]) -> dict[int, float]:

@@ -115,12 +115,18 @@ def projected_mean(
 
 
 def sides(shape: Sequence[int]) -> tuple[int, int]:
-    """(m, n): an array of two axes or more as a matrix of m inputs and n outputs.
+    """(m, n): an array of two axes or more as a matrix of m inputs and n outputs."""
+    k = inputs_of(shape)
+    return math.prod(shape[:k]), math.prod(shape[k:])
+
+
+def inputs_of(shape: Sequence[int]) -> int:
+    """How many axes of an array of two or more are inputs; the others are outputs.
 
     The axes are split where rows and columns together are fewest, at the last such place.
     """
-    cuts = [(math.prod(shape[:k]), math.prod(shape[k:])) for k in range(1, len(shape))]
-    return min(reversed(cuts), key=sum)
+    cuts = range(len(shape) - 1, 0, -1)
+    return min(cuts, key=lambda k: math.prod(shape[:k]) + math.prod(shape[k:]))
 
 
 def orthonormal(bases: Sequence[jax.Array]) -> Arrays:

@@ -1,8 +1,11 @@
 """Mean squares of gradients by rows and columns, which all devices know exactly.
 
 The squares of a matrix are kept as the means R of its rows and C of its columns, and stand for
-R C^T / mean(R). A parameter with more dimensions has such a pair at each position of the leading
-ones. Squares of vectors, biases and norms are kept in full, also where layers are stacked.
+R C^T / mean(R). A parameter with more dimensions has such a pair at each position of those leading
+ones that are shorter than both sides of what is behind them: the layers of a stack, the positions
+of a kernel. What is behind them is a matrix of some axes by the others, as in `low_rank_mean`: a
+projection to heads, (inputs, heads, width), is one of inputs by heads times width. Squares of
+vectors, biases and norms are kept in full, also where layers are stacked.
 """
 
 import functools
@@ -14,6 +17,7 @@ import jax.numpy as jnp
 
 from jaxcomm import _axes
 from jaxcomm._notes import Message, noted
+from jaxcomm.collectives.low_rank import inputs_of, sides
 from jaxcomm.transforms._buckets import joined, split
 from jaxcomm.transforms._exchange import Arrays, Own, on_every_device
 from jaxcomm.transforms._layout import Layout, Leaf, filled_leaves, is_vector
@@ -22,12 +26,20 @@ from jaxcomm.transforms._specs import axes_in
 Names = list[tuple[str, ...]]
 
 
+class _Axes(NamedTuple):
+    """The axes of a parameter: those of positions, then of inputs, then of outputs."""
+
+    positions: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
 class _Squares(NamedTuple):
-    """The mean of a parameter's squared gradients, by its last two dimensions.
+    """The mean of a parameter's squared gradients.
 
     Attributes:
-      rows: float32, the mean over the last dimension; for a vector its squares.
-      columns: float32, the mean over the last but one; for a vector ().
+      rows: float32, the mean over the outputs; for a vector its squares.
+      columns: float32, the mean over the inputs; for a vector ().
     """
 
     rows: Any
@@ -49,11 +61,23 @@ def _is_matrix(leaf: Leaf) -> bool:
     return not is_vector(leaf.path, leaf.shape, leaf.stacked)
 
 
+def _axes_of(leaf: Leaf) -> _Axes:
+    """How a leaf that is no vector is a matrix, at each of some positions."""
+    shape, layers = leaf.shape, int(leaf.stacked)
+    before = len(shape) - 2
+    while max(shape[layers:before], default=0) >= min(sides(shape[before:])) and before > layers:
+        before -= 1
+    cut, axes = before + inputs_of(shape[before:]), tuple(range(len(shape)))
+    return _Axes(axes[:before], axes[before:cut], axes[cut:])
+
+
 def _shapes(leaf: Leaf) -> _Squares:
     array, shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32), leaf.shape
     if not _is_matrix(leaf):
         return _Squares(array(shape), ())
-    return _Squares(array(shape[:-1]), array((*shape[:-2], shape[-1])))
+    positions, inputs, outputs = _axes_of(leaf)
+    rows, columns = ([shape[i] for i in positions + own] for own in (inputs, outputs))
+    return _Squares(array(rows), array(columns))
 
 
 def next_squares_and_roots(
@@ -93,8 +117,9 @@ def next_squares_and_roots(
             if not _is_matrix(leaf):
                 parts[i, 0] = _in_place(square, shapes[i].rows, rows, size)
             else:
-                parts[i, 0] = _in_place(square.mean(-1), shapes[i].rows, rows, size)
-                parts[i, 1] = _in_place(square.mean(-2), shapes[i].columns, columns, size)
+                _, inputs, outputs = _axes_of(leaf)
+                parts[i, 0] = _in_place(square.mean(outputs), shapes[i].rows, rows, size)
+                parts[i, 1] = _in_place(square.mean(inputs), shapes[i].columns, columns, size)
         with noted(Message("squares", tuple(shapes))), noted("float32, native"):
             means = jax.lax.psum(joined(parts), every_axis)
         new = decay * old + (1 - decay) * means
@@ -116,9 +141,16 @@ def _root(squares: _Squares, leaf: Leaf, shape: tuple[int, ...]) -> jax.Array:
     rows, columns = _names(leaf)
     if not _is_matrix(leaf):
         return jnp.sqrt(_own_part(squares.rows, rows, shape))
-    own_rows = _own_part(squares.rows, rows, shape[:-1])[..., :, None]
-    own_columns = _own_part(squares.columns, columns, (*shape[:-2], shape[-1]))[..., None, :]
-    mean = _own_part(squares.rows.mean(-1), rows[:-1], shape[:-2])[..., None, None]
+    positions, inputs, outputs = _axes_of(leaf)
+
+    def own(x: jax.Array, names: Names, *kept: tuple[int, ...]) -> jax.Array:
+        part = _own_part(x, names, tuple(shape[i] for axes in kept for i in axes))
+        return jnp.expand_dims(part, [i for i in range(len(shape)) if i not in sum(kept, ())])
+
+    own_rows = own(squares.rows, rows, positions, inputs)
+    own_columns = own(squares.columns, columns, positions, outputs)
+    mean = squares.rows.mean(range(len(positions), squares.rows.ndim))
+    mean = own(mean, rows[: len(positions)], positions)
     # Two roots: the product of two mean squares could underflow. XLA multiplies with a reciprocal,
     # which is infinite on GPUs for numbers that are not normal.
     tiny = jnp.finfo(jnp.float32).tiny
@@ -128,7 +160,10 @@ def _root(squares: _Squares, leaf: Leaf, shape: tuple[int, ...]) -> jax.Array:
 def _names(leaf: Leaf) -> tuple[Names, Names]:
     """The mesh axes over which each dimension of a leaf's rows, and of its columns, is sharded."""
     names = axes_in(leaf.spec, len(leaf.shape))
-    return (names[:-1], [*names[:-2], names[-1]]) if _is_matrix(leaf) else (names, [])
+    if not _is_matrix(leaf):
+        return names, []
+    positions, inputs, outputs = _axes_of(leaf)
+    return [names[i] for i in positions + inputs], [names[i] for i in positions + outputs]
 
 
 def _starts(names: Names, local: tuple[int, ...]) -> list[Any]:

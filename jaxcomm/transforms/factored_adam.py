@@ -86,8 +86,9 @@ def factored_adam(
     The root mean square of a matrix is the product of a row factor and a column factor (Adafactor),
     which all devices share exactly. So they all divide their gradients by the same numbers before
     they send anything, and need no dense steps to learn these numbers. A convolution has such
-    factors at each position of its kernel, and stacked layers have them in each layer. Biases and
-    norms (recognised as in `jaxcomm.mean`) keep the squares of all their values.
+    factors at each position of its kernel, and stacked layers have them in each layer; a projection
+    to heads, (inputs, heads, width), is a matrix. Biases and norms (recognised as in
+    `jaxcomm.mean`) keep the squares of all their values.
 
     With `nesterov=True`, a transformer ended with a lower loss, with one bit as in float32
     (`python -m benchmarks.pareto`).

@@ -1,6 +1,7 @@
 """Factored Adam: its equations, what it sends, what it refuses, and a run that only it survives."""
 
 import functools
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -80,6 +81,59 @@ def test_stacked_layers_have_factors_of_their_own() -> None:
     sizes = np.float32([1, 1000])[:, None, None]
     batches = [{"w": (rng.standard_normal((3, 2, 4, 5)) * sizes).astype("f")} for _ in range(4)]
     assert_follows(run(GLOBAL, tx, batches), batches)
+
+
+@pytest.mark.parametrize(
+    ("shape", "matrix"),
+    [
+        ((32, 4, 8), (32, 32)),  # to heads
+        ((12, 3, 4, 4), (36, 16)),
+        ((3, 16, 4, 8), (3, 16, 32)),  # in a stack
+        ((4, 8, 32), (4, 8, 32)),  # from heads
+        ((3, 3, 8, 16), (3, 3, 8, 16)),  # a convolution
+        ((7, 7, 3, 64), (7, 21, 64)),
+    ],
+)
+def test_what_is_a_matrix_at_each_position(shape: tuple[int, ...], matrix: tuple[int, ...]) -> None:
+    """Factors are those of this matrix, or of these matrices, and few."""
+    tx = jaxcomm.factored_adam(jaxcomm.mean("data"), 0.5, **OPTIONS)
+    rng, found = np.random.default_rng(0), []
+    sizes = np.geomspace(0.1, 10, math.prod(shape), dtype=np.float32)
+    batches = [sizes * rng.standard_normal((4, len(sizes)), np.float32) for _ in range(3)]
+    for view_of in shape, matrix:
+        steps = run(GLOBAL, tx, [{"w": g.reshape(4, *view_of)} for g in batches])
+        found.append(steps)
+    for (updates, state), (expected, of_matrix) in zip(*found, strict=True):
+        np.testing.assert_allclose(updates["w"].ravel(), expected["w"].ravel(), rtol=1e-4)
+        assert state.squares.shape == of_matrix.squares.shape
+    assert_follows(found[1], [{"w": g.reshape(4, *matrix)} for g in batches])
+
+
+@pytest.mark.parametrize("spec", [jax.P("model"), jax.P(None, "model"), jax.P(None, None, "model")])
+def test_projections_to_heads_that_are_split(mesh4x2: Any, spec: jax.P) -> None:
+    """Over inputs, heads or their width: as unsplit."""
+    tx = jaxcomm.factored_adam(jaxcomm.mean("data"), 0.5, **OPTIONS)
+    grads = np.random.default_rng(0).standard_normal((4, 16, 4, 6), np.float32)
+    grads *= np.geomspace(0.1, 10, 16, dtype=np.float32)[:, None, None]
+    found = []
+    with jax.set_mesh(mesh4x2):
+        for placed in jax.P(), spec:
+            params = jax.device_put(jnp.zeros((16, 4, 6)), jax.NamedSharding(mesh4x2, placed))
+            own = jax.device_put(grads, jax.NamedSharding(mesh4x2, jax.P("data", *placed)))
+            updates, state = jax.jit(tx.update)(own, tx.init(params), params)
+            found.append((np.asarray(updates), np.asarray(state.squares)))
+    for split, whole in zip(*found, strict=True):
+        np.testing.assert_allclose(split, whole, rtol=1e-4)
+    assert found[0][1].size == 16 + 24
+
+
+def test_attention_of_flax_costs_little(make_mesh: Any) -> None:
+    """Its kernels have an axis of heads; rows of so few values would cost more than the signs."""
+    signs = jaxcomm.mean("data", jaxcomm.codecs.scaled_sign(128), error_feedback=True)
+    tx, heads = jaxcomm.factored_adam(signs, 1e-3), jax.ShapeDtypeStruct((768, 12, 64), "float32")
+    with jax.set_mesh(make_mesh(4)):
+        sent = jaxcomm.explain(tx, heads).bytes_max - jaxcomm.explain(signs, heads).bytes_max
+    assert sent < 0.05 * heads.size
 
 
 @pytest.mark.parametrize("name", ["bias", "norm/weight", "gain"])
