@@ -100,14 +100,17 @@ def plot_cnat(path: Path, found: dict[str, Any]) -> None:
 
 def plot_training(path: Path, rows: Sequence[dict[str, Any]], names: Names) -> None:
     """A line for each method: the test loss by the seconds of training, means over seeds."""
-    figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
+    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
     for method in dict.fromkeys(row["method"] for row in rows):
         curves = [row["curve"] for row in rows if row["method"] == method]
         seconds, losses = np.mean(np.array(curves), axis=0).T
         axes.plot(seconds, losses, ".-", linewidth=1, label=names.get(method, method))
     axes.set(xscale="log", xlabel="seconds of training", ylabel="test loss, nats a byte")
+    marks = (5, 10, 20, 50, 100, 200, 500)
+    axes.set_xticks(marks, map(str, marks))
+    axes.minorticks_off()
     axes.grid(linewidth=0.3)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
