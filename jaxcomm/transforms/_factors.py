@@ -26,7 +26,7 @@ from jaxcomm.transforms._specs import axes_in
 Names = list[tuple[str, ...]]
 
 
-class _Axes(NamedTuple):
+class _Cut(NamedTuple):
     """The axes of a parameter: those of positions, then of inputs, then of outputs."""
 
     positions: tuple[int, ...]
@@ -61,21 +61,21 @@ def _is_matrix(leaf: Leaf) -> bool:
     return not is_vector(leaf.path, leaf.shape, leaf.stacked)
 
 
-def _axes_of(leaf: Leaf) -> _Axes:
+def _cut_of(leaf: Leaf) -> _Cut:
     """How a leaf that is no vector is a matrix, at each of some positions."""
     shape, layers = leaf.shape, int(leaf.stacked)
     before = len(shape) - 2
     while max(shape[layers:before], default=0) >= min(sides(shape[before:])) and before > layers:
         before -= 1
     cut, axes = before + inputs_of(shape[before:]), tuple(range(len(shape)))
-    return _Axes(axes[:before], axes[before:cut], axes[cut:])
+    return _Cut(axes[:before], axes[before:cut], axes[cut:])
 
 
 def _shapes(leaf: Leaf) -> _Squares:
     array, shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32), leaf.shape
     if not _is_matrix(leaf):
         return _Squares(array(shape), ())
-    positions, inputs, outputs = _axes_of(leaf)
+    positions, inputs, outputs = _cut_of(leaf)
     rows, columns = ([shape[i] for i in positions + own] for own in (inputs, outputs))
     return _Squares(array(rows), array(columns))
 
@@ -117,7 +117,7 @@ def next_squares_and_roots(
             if not _is_matrix(leaf):
                 parts[i, 0] = _in_place(square, shapes[i].rows, rows, size)
             else:
-                _, inputs, outputs = _axes_of(leaf)
+                _, inputs, outputs = _cut_of(leaf)
                 parts[i, 0] = _in_place(square.mean(outputs), shapes[i].rows, rows, size)
                 parts[i, 1] = _in_place(square.mean(inputs), shapes[i].columns, columns, size)
         with noted(Message("squares", tuple(shapes))), noted("float32, native"):
@@ -141,7 +141,7 @@ def _root(squares: _Squares, leaf: Leaf, shape: tuple[int, ...]) -> jax.Array:
     rows, columns = _names(leaf)
     if not _is_matrix(leaf):
         return jnp.sqrt(_own_part(squares.rows, rows, shape))
-    positions, inputs, outputs = _axes_of(leaf)
+    positions, inputs, outputs = _cut_of(leaf)
 
     def own(x: jax.Array, names: Names, *kept: tuple[int, ...]) -> jax.Array:
         part = _own_part(x, names, tuple(shape[i] for axes in kept for i in axes))
@@ -162,7 +162,7 @@ def _names(leaf: Leaf) -> tuple[Names, Names]:
     names = axes_in(leaf.spec, len(leaf.shape))
     if not _is_matrix(leaf):
         return names, []
-    positions, inputs, outputs = _axes_of(leaf)
+    positions, inputs, outputs = _cut_of(leaf)
     return [names[i] for i in positions + inputs], [names[i] for i in positions + outputs]
 
 

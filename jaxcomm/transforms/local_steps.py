@@ -102,16 +102,18 @@ def local_steps(
         `every / fragments` steps, which lowers the peak (streaming DiLoCo). Whole leaves are
         assigned, the largest first, each to the fragment with the fewest values.
       delay: how many steps before its exchange a pseudo-gradient is taken, less than `every`. With
-        1, what is sent in a step does not depend on what the step computes. Exchanges are that many
-        steps later. A delay costs one copy of the parameters on each device.
+        1, what is sent in a step does not depend on what the step computes. The exchanges that
+        `every` decides about come that many steps later. A delay costs one copy of the parameters
+        on each device.
 
     Returns:
       A transformation that is the whole optimizer: nothing belongs after it. Every device keeps
       its own parameters and inner state. `update(..., due=True)`, or False, decides instead of
       `every` whether this step exchanges; with several fragments, `due` is the number of one,
-      counted from 1, or 0. With any delay, it exchanges the movement up to the previous step. This
-      makes no conditional: where steps are jitted, `due` is a static argument, and each of its
-      values has a program. On GPUs, XLA overlaps an exchange only outside of conditionals.
+      counted from 1, or 0. With a delay, whatever its length, it exchanges the movement up to the
+      previous step. This makes no conditional: where steps are jitted, `due` is a static argument,
+      and each of its values has a program. On GPUs, XLA overlaps an exchange only outside of
+      conditionals.
 
     Raises:
       TypeError: by `update` if `due` is known on the devices only.
