@@ -6,6 +6,8 @@ import warnings
 from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 from jaxcomm._context import holding
@@ -201,6 +203,27 @@ def _outer_moments(params: Any) -> set[str]:
         with contextlib.suppress(Exception):  # what is wrong there, its own call says
             return moments_in(init, params)
     return set()
+
+
+def refuse_uphill(tx: optax.GradientTransformationExtraArgs, which: str, params: Any) -> None:
+    """Raises, in `init`, if an optimizer of `local_steps` would follow gradients, not descend.
+
+    It is asked for a step on leaves of one value. Where it gives no answer, such as inside of
+    `jax.shard_map` or for an optimizer that needs more, nothing is refused.
+    """
+    updates: list[float] = []
+    with contextlib.suppress(Exception), jax.ensure_compile_time_eval():
+        grads = jax.tree.map(lambda p: jnp.full((1,) * jnp.ndim(p), 1e3, jnp.float32), params)
+        zeros = jax.tree.map(jnp.zeros_like, grads)
+        found, _ = tx.update(grads, tx.init(zeros), zeros)
+        updates = [float(x.sum()) for x in jax.tree.leaves(found)]
+    if any(x > 0 for x in updates) and not any(x < 0 for x in updates):
+        raise ValueError(
+            f"the {which} optimizer of local_steps goes uphill: its updates have the sign of the "
+            "gradients, and parameters are moved by adding them. After a part of an optimizer such "
+            "as optax.trace(0.9), write optax.scale_by_learning_rate(rate); as the outer one, "
+            "optax.sgd(1.0) takes the mean."
+        )
 
 
 def refuse_optimizer_behind(params: Any, name: str) -> None:

@@ -33,7 +33,7 @@ from jaxcomm import _axes, _branches
 from jaxcomm._marks import GRADIENT, kind_of, mark_local, unmark_local
 from jaxcomm._numbers import is_integer
 from jaxcomm.kernels.reductions import all_finite
-from jaxcomm.transforms import _roles
+from jaxcomm.transforms import _roles, _wrappers
 from jaxcomm.transforms._fragments import dealt
 from jaxcomm.transforms._layout import axis_of, check_gradients, filled_leaves, layout_of
 from jaxcomm.transforms._state_of_each import (
@@ -43,13 +43,6 @@ from jaxcomm.transforms._state_of_each import (
     on_each_device,
 )
 from jaxcomm.transforms._states import require_kind, require_no_exchange
-from jaxcomm.transforms._wrappers import (
-    before_outer,
-    parts_of_local_steps,
-    refuse_all_behind,
-    refuse_movers,
-    refuse_wrappers,
-)
 from jaxcomm.transforms.local_params import LocalStepsState, own_tree
 from jaxcomm.transforms.per_device import NOTHING, next_of, require_own, sharded_as_before
 
@@ -118,8 +111,9 @@ def local_steps(
     Raises:
       TypeError: by `update` if `due` is known on the devices only.
       ValueError: immediately, for bad numbers; by `init` if `inner` exchanges, `exchange` does not
-        or is not a mean, or there are more fragments than leaves; by `update` without the shared
-        parameters, for gradients that were taken at them, and for another `due`.
+        or is not a mean, an optimizer goes uphill, or there are more fragments than leaves; by
+        `update` without the shared parameters, for gradients that were taken at them, and for
+        another `due`.
 
     Wire: that of `exchange` for a fragment, in one step of `every / fragments`, in a branch of a
     conditional, unless `due` is given; in other steps only the mean of the loss, if
@@ -180,13 +174,17 @@ def local_steps(
     about equal sizes and consist of leaves, not of whole layers. Any exchange can replace the mean.
     """
     _check_counts(every, fragments, delay)
-    inner, outer, exchange = parts_of_local_steps(inner, outer, exchange)
+    inner, outer, exchange = _wrappers.parts_of_local_steps(inner, outer, exchange)
 
     def init_fn(params: Any) -> Any:
-        refuse_wrappers()
-        refuse_all_behind("local_steps")
-        refuse_movers("local_steps")
-        with before_outer(lambda params: outer.init(_float32(params))):  # which it warns of
+        _wrappers.refuse_wrappers()
+        _wrappers.refuse_all_behind("local_steps")
+        _wrappers.refuse_movers("local_steps")
+        _wrappers.refuse_uphill(inner, "inner", params)
+        _wrappers.refuse_uphill(outer, "outer", params)
+        with _wrappers.before_outer(
+            lambda params: outer.init(_float32(params))
+        ):  # which it warns of
             exchange_state = exchange.init(params)
         inner_state = inner.init(params)
         axis_name = axis_of(exchange_state, "local_steps")
@@ -258,7 +256,7 @@ def _own_gradients(updates: Any, state: LocalStepsState) -> Any:
     Raises:
       ValueError: if they are not local, or were taken at the shared parameters.
     """
-    refuse_wrappers()
+    _wrappers.refuse_wrappers()
     for part in (state.params, state.inner, state.taken):
         require_own(part, state.layout)
     leaves = jax.tree.leaves(updates)

@@ -34,6 +34,22 @@ def test_lookahead_is_no_part_of_it(inner: Any, outer: Any) -> None:
         jaxcomm.local_steps(inner, 4, outer, MEAN)
 
 
+@pytest.mark.standard_promotion  # optax promotes
+@pytest.mark.parametrize("uphill", [optax.identity(), optax.trace(0.9), optax.scale_by_adam()])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_an_optimizer_that_goes_uphill(mesh8: Any, uphill: Any, jitted: bool) -> None:
+    """What is advised goes downhill, and what freezes everything goes nowhere."""
+    downhill = optax.chain(uphill, optax.scale_by_learning_rate(0.1))
+    start = jax.jit if jitted else lambda f: f
+    with jax.set_mesh(mesh8):
+        for which in ("inner", "outer"):
+            good = {"inner": downhill, "outer": downhill, "exchange": MEAN, "every": 4}
+            start(jaxcomm.local_steps(**good).init)(PARAMS)
+            start(jaxcomm.local_steps(**good | {which: optax.set_to_zero()}).init)(PARAMS)
+            with pytest.raises(ValueError, match=f"the {which} optimizer of local_steps goes up"):
+                start(jaxcomm.local_steps(**good | {which: uphill}).init)(PARAMS)
+
+
 @pytest.mark.parametrize("inner", [LOOKAHEAD, optax.lookahead(optax.chain(MEAN, SGD), 4, 0.5)])
 def test_lookahead_is_not_inside_multi_steps(inner: Any) -> None:
     """Nor around them; it goes with microbatches of one step."""
