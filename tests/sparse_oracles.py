@@ -27,6 +27,25 @@ def topk(x: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return total, taken
 
 
+def topk_chunks(x: np.ndarray, ks: np.ndarray, chunk: int = 4096) -> tuple[np.ndarray, np.ndarray]:
+    """The sum of the k largest values of each chunk and device, in two magnitudes of a chunk.
+
+    Returns:
+        float32[n], and float32[N, n]: what leaves the residual of each device.
+    """
+    sent = np.zeros_like(x)
+    for row, out, k in zip(x, sent, ks, strict=True):
+        for first in range(0, len(row), chunk):
+            part = largest(row[first : first + chunk], k)
+            size = np.abs(part[part != 0])
+            for mine in (size > size.mean(), size <= size.mean()) if size.size else ():
+                if mine.any():
+                    among = np.isin(np.abs(part), size[mine])
+                    level = np.float32(jnp.bfloat16(size[mine].mean()))
+                    out[first : first + chunk][among] = level * np.sign(part[among])
+    return sent.sum(0), sent
+
+
 def gtopk(x: np.ndarray, ks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Shi et al. 2019, algorithm 2, as a tree; whose places survived leaves the residual.
 

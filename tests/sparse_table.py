@@ -81,6 +81,15 @@ def sent_by_oktopk(algorithm: Any, n: int, world: int) -> Sent:
     }
 
 
+def sent_by_chunks(algorithm: Any, n: int, world: int) -> Sent:
+    """Bits of places and values, each kind in whole words, and two magnitudes of 16 bits."""
+    width = min(n, algorithm.chunk)
+    k, chunks = max(1, round(algorithm.density * width)), ceil(n / width)
+    low = int(np.log2(width // k))
+    bits = [chunks * k] * (low + 2) + [chunks * (k + width // 2**low), 32 * chunks]
+    return {"all-gather": [(world - 1) * sum(4 * ceil(b / 32) for b in bits)]}
+
+
 CASES: dict[str, Case] = {
     "oktopk": Case(
         sparse.oktopk(slack=20.0, recompute_every=1),
@@ -88,12 +97,15 @@ CASES: dict[str, Case] = {
         sent_by_oktopk,
     ),
     "topk_allgather": Case(sparse.topk_allgather(), sparse_oracles.topk, sent_by_all_gather),
+    "topk_chunks": Case(sparse.topk_chunks(), sparse_oracles.topk_chunks, sent_by_chunks),
     "topk_dsa": Case(sparse.topk_dsa(slack=20.0), sparse_oracles.topk, sent_by_dsa),
     "gtopk": Case(sparse.gtopk(), sparse_oracles.gtopk, sent_by_gtopk, sorts=True),
     "gaussiank": Case(
         sparse.gaussiank(slack=20.0), sparse_oracles.topk, sent_by_all_gather, is_exact=False
     ),
 }
+# Those whose messages have room for what reaches a threshold, in a format that is chosen.
+BY_THRESHOLD = [name for name in CASES if name != "topk_chunks"]
 
 
 @functools.cache  # inputs are many, programs few

@@ -52,6 +52,7 @@ TIMED: dict[str, tuple[str, ...]] = {
     "vote": (),
     "oktopk": (),
     "topk_allgather": ("topk_dsa", "gtopk", "gaussiank"),
+    "topk_chunks": (),
     "powersgd1": (),
     "powersgd4": ("powersgd2",),
 }

@@ -9,7 +9,8 @@ from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives import algorithms, sparse
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.low_rank import sides
-from jaxcomm.plan.families import DENSITY, Method
+from jaxcomm.collectives.sparse.topk_chunks import TopkChunks
+from jaxcomm.plan.families import Method, density_of
 from jaxcomm.plan.loads import Workload
 from jaxcomm.plan.messages import BetweenHosts, Coded, Lists, PerBlock, Reduction, Votes
 
@@ -96,7 +97,9 @@ def _of_sparse(name: str, n: int, world: int, per_host: int) -> tuple[Algorithm,
             near=algorithms.direct(), far=far, devices_per_host=per_host
         )
         return by_hosts, BetweenHosts(of_part, per_host)
-    chosen = dataclasses.replace(sparse.from_name(name), density=DENSITY)
+    chosen = dataclasses.replace(sparse.from_name(name), density=density_of(name))
+    if isinstance(chosen, TopkChunks):
+        return algorithms.ring(), PerBlock(world, 0, 4 * chosen.entries(n).words)
     width = -(-n // world)
     small, whole = Entries(chosen.values, width), Entries(chosen.values, n)
     if name in ("topk_allgather", "gaussiank"):

@@ -1,11 +1,12 @@
 """Mean squares of gradients by rows and columns, which all devices know exactly.
 
 The squares of a matrix are kept as the means R of its rows and C of its columns, and stand for
-R C^T / mean(R). A parameter with more dimensions has such a pair at each position of those leading
-ones that are shorter than both sides of what is behind them: the layers of a stack, the positions
-of a kernel. What is behind them is a matrix of some axes by the others, as in `low_rank_mean`: a
-projection to heads, (inputs, heads, width), is one of inputs by heads times width. Squares of
-vectors, biases and norms are kept in full, also where layers are stacked.
+R C^T / mean(R). A parameter with more dimensions has such a pair at each position of its leading
+ones: the layers of a stack, the positions of a kernel. What is behind them is a matrix of some axes
+by the others, as in `low_rank_mean`. It has the last two axes, and more of them where these save
+little, or where those in front are as long as its sides and the matrix is not much longer than
+wide: a projection to heads, (inputs, heads, width), is one of inputs by heads times width. Squares
+of vectors, biases and norms are kept in full, also where layers are stacked.
 """
 
 import functools
@@ -24,6 +25,11 @@ from jaxcomm.transforms._layout import Layout, Leaf, filled_leaves, is_vector
 from jaxcomm.transforms._specs import axes_in
 
 Names = list[tuple[str, ...]]
+
+
+# How many times fewer rows and columns a matrix should have than values, and how many times longer
+# than wide one of more than two axes may be: Llama's keys have 8192 inputs and 8 heads of 128.
+_LEAST_SAVED, _LOPSIDED = 4, 8
 
 
 class _Cut(NamedTuple):
@@ -65,10 +71,18 @@ def _cut_of(leaf: Leaf) -> _Cut:
     """How a leaf that is no vector is a matrix, at each of some positions."""
     shape, layers = leaf.shape, int(leaf.stacked)
     before = len(shape) - 2
-    while max(shape[layers:before], default=0) >= min(sides(shape[before:])) and before > layers:
+    while before > layers and _goes_on(shape[layers:before], shape[before:]):
         before -= 1
     cut, axes = before + inputs_of(shape[before:]), tuple(range(len(shape)))
     return _Cut(axes[:before], axes[before:cut], axes[cut:])
+
+
+def _goes_on(leading: tuple[int, ...], behind: tuple[int, ...]) -> bool:
+    """Whether the last of some leading axes belongs to the matrix behind them."""
+    m, n = sorted(sides(behind))
+    less, more = sorted(sides((leading[-1], *behind)))
+    saves_little = m * n < _LEAST_SAVED * (m + n)
+    return saves_little or (max(leading) >= n and more <= _LOPSIDED * less)
 
 
 def _shapes(leaf: Leaf) -> _Squares:

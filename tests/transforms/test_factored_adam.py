@@ -79,7 +79,7 @@ def test_nesterovs_momentum_is_that_of_optax(view: View) -> None:
 def test_stacked_layers_have_factors_of_their_own() -> None:
     rng, tx = np.random.default_rng(0), jaxcomm.factored_adam(jaxcomm.mean("data"), 0.5, **OPTIONS)
     sizes = np.float32([1, 1000])[:, None, None]
-    batches = [{"w": (rng.standard_normal((3, 2, 4, 5)) * sizes).astype("f")} for _ in range(4)]
+    batches = [{"w": (rng.standard_normal((3, 2, 8, 12)) * sizes).astype("f")} for _ in range(4)]
     assert_follows(run(GLOBAL, tx, batches), batches)
 
 
@@ -92,6 +92,9 @@ def test_stacked_layers_have_factors_of_their_own() -> None:
         ((4, 8, 32), (4, 8, 32)),  # from heads
         ((3, 3, 8, 16), (3, 3, 8, 16)),  # a convolution
         ((7, 7, 3, 64), (7, 21, 64)),
+        ((64, 2, 16), (64, 32)),  # to few heads
+        ((16, 12, 24), (16, 12, 24)),  # stacks of thin matrices
+        ((32, 64, 8), (32, 64, 8)),
     ],
 )
 def test_what_is_a_matrix_at_each_position(shape: tuple[int, ...], matrix: tuple[int, ...]) -> None:

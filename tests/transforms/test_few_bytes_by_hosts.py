@@ -1,5 +1,6 @@
 """Sparse means and 1-bit Adam between hosts of several devices: a host sends one vector."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -66,11 +67,12 @@ def test_nothing_is_lost_and_a_host_keeps_one_residual(
     part_of, m = parts_of(per_host)
     for device, kept in enumerate(residual):
         assert set(part_of[np.flatnonzero(kept)]) == {device % per_host}
-    k = per_host * round(DENSITY * m)
+    k = per_host * dataclasses.replace(sparse.from_name(name), density=DENSITY).k(m)
     assert state.report.k == k
     assert 0.5 * k <= state.report.delivered <= 2 * k
     assert 0.5 * k <= np.count_nonzero(updates[-1]) <= hosts * 2 * k
-    assert float(state.report.applied) == np.count_nonzero(updates[-1])
+    cancelled = float(state.report.applied) - np.count_nonzero(updates[-1])
+    assert 0 <= cancelled <= (4 if name == "topk_chunks" else 0)  # values have few magnitudes
 
 
 @pytest.mark.parametrize("momentum", [None, 0.5])
@@ -309,4 +311,4 @@ def test_processes_of_two_devices(hosts: int) -> None:
     env = COMPILED_ANEW | flags_of(devices=2)
     done = run_processes(hosts, REAL, env=env)
     assert len({run.stdout for run in done}) == 1
-    assert len(done[0].stdout.splitlines()) == 6
+    assert len(done[0].stdout.splitlines()) == len(sparse.BY_NAME) + 1

@@ -12,6 +12,7 @@ from jaxcomm.collectives.sparse.gaussiank import gaussiank
 from jaxcomm.collectives.sparse.gtopk import gtopk
 from jaxcomm.collectives.sparse.oktopk import oktopk
 from jaxcomm.collectives.sparse.topk_allgather import topk_allgather
+from jaxcomm.collectives.sparse.topk_chunks import topk_chunks
 from jaxcomm.collectives.sparse.topk_dsa import topk_dsa
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "gtopk",
     "oktopk",
     "topk_allgather",
+    "topk_chunks",
     "topk_dsa",
 ]
 
@@ -30,6 +32,7 @@ __all__ = [
 BY_NAME: dict[str, Callable[..., SparseAllReduce]] = {
     "oktopk": oktopk,
     "topk_allgather": topk_allgather,
+    "topk_chunks": topk_chunks,
     "topk_dsa": topk_dsa,
     "gtopk": gtopk,
     "gaussiank": gaussiank,

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomm._axes import Axis
-from jaxcomm.collectives.sparse._sparse import SMALLEST, SparseAllReduce, SparseResult
+from jaxcomm.collectives.sparse._by_threshold import ByThreshold
+from jaxcomm.collectives.sparse._sparse import SMALLEST, SparseResult
 from jaxcomm.collectives.sparse.topk_allgather import gathered
 from jaxcomm.kernels import select
 
@@ -16,7 +17,7 @@ ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Gaussiank(SparseAllReduce):
+class Gaussiank(ByThreshold):
     """TopkA with a threshold that is estimated in every step, and never exact.
 
     The first guess is right for normally distributed values: k of n are above the mean plus z

@@ -12,7 +12,8 @@ from jaxcomm._axes import Axis
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives import _sending
 from jaxcomm.collectives.algorithms import halving_doubling
-from jaxcomm.collectives.sparse._sparse import SparseAllReduce, SparseResult, take_out
+from jaxcomm.collectives.sparse._by_threshold import ByThreshold
+from jaxcomm.collectives.sparse._sparse import SparseResult, take_out
 from jaxcomm.kernels import bitplanes, select
 
 Pairs = tuple[tuple[int, int], ...]
@@ -28,7 +29,7 @@ class _List(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Gtopk(SparseAllReduce):
+class Gtopk(ByThreshold):
     """A butterfly in which both devices of a pair keep the k largest of the sum of their lists.
 
     In round j, device r merges with r XOR 2^j; after log2 N rounds all devices have the list that

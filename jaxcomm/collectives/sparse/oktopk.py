@@ -10,19 +10,14 @@ from jaxcomm._axes import Axis
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives._behind import behind_next
 from jaxcomm.collectives._sending import all_gather
+from jaxcomm.collectives.sparse._by_threshold import ByThreshold
 from jaxcomm.collectives.sparse._owners import Owners
-from jaxcomm.collectives.sparse._sparse import (
-    SMALLEST,
-    SparseAllReduce,
-    SparseResult,
-    take,
-    take_out,
-)
+from jaxcomm.collectives.sparse._sparse import SMALLEST, SparseResult, take, take_out
 from jaxcomm.kernels import select
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OkTopk(SparseAllReduce):
+class OkTopk(ByThreshold):
     """An O(k) sparse all-reduce: what a device sends does not grow with the number of devices.
 
     1. Split and reduce: the values above a local threshold go to the owners of their places, which

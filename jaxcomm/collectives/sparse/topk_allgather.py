@@ -9,18 +9,13 @@ from jaxcomm import _axes
 from jaxcomm._axes import Axis
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives._sending import all_gather
-from jaxcomm.collectives.sparse._sparse import (
-    SparseAllReduce,
-    SparseResult,
-    add_lists,
-    take,
-    take_out,
-)
+from jaxcomm.collectives.sparse._by_threshold import ByThreshold
+from jaxcomm.collectives.sparse._sparse import SparseResult, add_lists, take, take_out
 from jaxcomm.kernels import select
 
 
 @dataclasses.dataclass(frozen=True)
-class TopkAllGather(SparseAllReduce):
+class TopkAllGather(ByThreshold):
     """An all-gather of every device's k largest values, and a local sum.
 
     The mean has up to N k values. A value that has no room in a message stays with its device.
@@ -47,7 +42,7 @@ class TopkAllGather(SparseAllReduce):
 
 
 def gathered(
-    algorithm: SparseAllReduce, x: jax.Array, found: select.Selected, axis: Axis
+    algorithm: ByThreshold, x: jax.Array, found: select.Selected, axis: Axis
 ) -> SparseResult:
     """The mean of what the devices selected for their messages."""
     entries, room = Entries(algorithm.values, x.size), algorithm.room(x.size)

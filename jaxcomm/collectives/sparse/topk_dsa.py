@@ -9,18 +9,14 @@ from jaxcomm import _axes
 from jaxcomm._axes import Axis
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives._sending import all_gather
+from jaxcomm.collectives.sparse._by_threshold import ByThreshold
 from jaxcomm.collectives.sparse._owners import Owners
-from jaxcomm.collectives.sparse._sparse import (
-    SMALLEST,
-    SparseAllReduce,
-    SparseResult,
-    take_out,
-)
+from jaxcomm.collectives.sparse._sparse import SMALLEST, SparseResult, take_out
 from jaxcomm.kernels import bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
-class TopkDsa(SparseAllReduce):
+class TopkDsa(ByThreshold):
     """A sparse reduce-scatter over N owners, then an all-gather of what they hold.
 
     The owner of a place adds the entries that arrive. Its sums go back as entries, or as the values

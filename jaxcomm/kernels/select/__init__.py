@@ -11,6 +11,7 @@ GPUs.
 from jaxcomm.kernels.select.compaction import Selected, narrow
 from jaxcomm.kernels.select.hashing import hashed
 from jaxcomm.kernels.select.largest import largest
+from jaxcomm.kernels.select.rows import largest_of_rows
 from jaxcomm.kernels.select.selection import MOST, compact, count_at_least
 from jaxcomm.kernels.select.threshold import count_near, threshold_for, threshold_near
 
@@ -22,6 +23,7 @@ __all__ = [
     "count_near",
     "hashed",
     "largest",
+    "largest_of_rows",
     "narrow",
     "threshold_for",
     "threshold_near",
