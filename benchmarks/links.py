@@ -20,6 +20,7 @@ NAMES = {
     "vote": "vote",
     "oktopk": "Ok-Topk, 1 %",
     "topk_allgather": "TopkA, 1 %",
+    "topk_chunks": "top-k of chunks, 3 %",
     "powersgd1": "PowerSGD rank 1",
     "powersgd2": "PowerSGD rank 2",
     "powersgd4": "PowerSGD rank 4",

@@ -82,12 +82,13 @@ def sent_by_oktopk(algorithm: Any, n: int, world: int) -> Sent:
 
 
 def sent_by_chunks(algorithm: Any, n: int, world: int) -> Sent:
-    """Bits of places and values, each kind in whole words, and two magnitudes of 16 bits."""
+    """Planes of bits of all entries; and for each chunk whole words of unary, and one more."""
     width = min(n, algorithm.chunk)
     k, chunks = max(1, round(algorithm.density * width)), ceil(n / width)
     low = int(np.log2(width // k))
-    bits = [chunks * k] * (low + 2) + [chunks * (k + width // 2**low), 32 * chunks]
-    return {"all-gather": [(world - 1) * sum(4 * ceil(b / 32) for b in bits)]}
+    planes = (low + 2) * ceil(chunks * k / 32)
+    of_each = ceil((k + width // 2**low) / 32) + 1
+    return {"all-gather": [4 * (world - 1) * (planes + chunks * of_each)]}
 
 
 CASES: dict[str, Case] = {

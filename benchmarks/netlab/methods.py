@@ -32,6 +32,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "vote": ("default", *SCHEDULED, "hierarchical"),
     "oktopk": ("default",),
     "topk_allgather": ("default",),
+    "topk_chunks": ("default",),
     "topk_dsa": ("default",),
     "gtopk": ("default",),
     "gaussiank": ("default",),
@@ -39,7 +40,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "powersgd2": ("default",),
     "powersgd4": ("default",),
 }
-SPARSE = ("oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussiank")
+SPARSE = ("oktopk", "topk_allgather", "topk_chunks", "topk_dsa", "gtopk", "gaussiank")
 COMPILED = "NETLAB_COMPILED"  # a folder that the processes of a machine share
 
 
@@ -53,10 +54,10 @@ def check_method(method: str) -> tuple[str, str]:
     return family, algorithm or FAMILIES[family][0]
 
 
-def transformation(method: str, density: float = 0.01) -> Any:
+def transformation(method: str, density: float | None = None) -> Any:
     """The exchange of a method over the axes of `axes_of`; sparse ones have a density."""
     import jaxcomm
-    from jaxcomm.plan.families import hierarchical
+    from jaxcomm.plan.families import density_of, hierarchical
 
     family, algorithm = check_method(method)
     options: dict[str, Any] = {} if algorithm == "default" else {"algorithm": algorithm}
@@ -65,7 +66,7 @@ def transformation(method: str, density: float = 0.01) -> Any:
     if family == "vote":
         return jaxcomm.majority_vote(axes_of(method), **options)
     if family in SPARSE:
-        return jaxcomm.sparse_mean("data", density, family)
+        return jaxcomm.sparse_mean("data", density or density_of(family), family)
     if family.startswith("powersgd"):
         return jaxcomm.low_rank_mean("data", int(family.removeprefix("powersgd")))
     if family in ("int4", "scaled_sign"):
@@ -144,7 +145,7 @@ class Exchange(Case):
         self,
         method: str,
         shapes: dict[str, tuple[int, int]],
-        density: float = 0.01,
+        density: float | None = None,
         levels: tuple[int, int] | None = None,
     ):
         import jax

@@ -197,6 +197,11 @@ def decaying(density: float, decay: float) -> optax.GradientTransformation:
     return jaxcomm.sparse_mean("data", density, "topk_allgather", residual_decay=decay)
 
 
+def chunks(decay: float = 1.0) -> optax.GradientTransformation:
+    """The largest thirty-second of each chunk, in two bits."""
+    return jaxcomm.sparse_mean("data", 1 / 32, "topk_chunks", residual_decay=decay)
+
+
 def demo(density: float, decay: float) -> Factory:
     """DeMo without its transform: the sign of what the largest values of the momenta add up to."""
     return lambda rate, steps: optax.chain(
@@ -234,6 +239,12 @@ ADAM: dict[str, Method] = {
     "bfloat16": Method("adam", before(bfloat16, adam), around(8e-3)),
     "TopkA, 1 %, decay 0.99, sign": Method("demo", demo(0.01, 0.99), around(4e-3)),
     "15 local steps, TopkA, 3 %, decay 0.95": local_steps(15, partial(decaying, 0.03, 0.95)),
+    "15 local steps, top-k of chunks, decay 0.95": local_steps(
+        15, partial(chunks, 0.95), rate=24e-3
+    ),
+    "4 local steps, top-k of chunks, outer momentum": outer_momentum(
+        4, 0.75, partial(chunks, 0.95)
+    ),
     "Ok-Topk, 1 %": Method("adam", before(oktopk, adam), around(1e-3)),
     "int4, feedback, 16-bit residuals": Method(
         "adam", before(partial(feedback, "int4", "bfloat16"), adam), around(8e-3)
@@ -253,6 +264,7 @@ EXCHANGES: dict[str, Callable[[], optax.GradientTransformation]] = {
     "scaled_sign(128), feedback": sign128,
     "int2, feedback": int2,
     "Ok-Topk, 1 %": oktopk,
+    "top-k of chunks, feedback": chunks,
     "PowerSGD, rank 4": low_rank,
     "int4, feedback": int4,
     "cnat": cnat,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxcomm.kernels import bfloat16, bitplanes, reductions
+from jaxcomm.kernels import bfloat16, bitplanes, select
 
 
 class Codes(NamedTuple):
@@ -34,8 +34,9 @@ class ChunkEntries:
     means of the magnitudes above and below their mean, so 0.006 of the squared norm is lost of the
     largest 3 % of normally distributed values.
 
-    Format: planes of the low bits of all places, lowest first; the unary numbers; the signs; which
-    magnitude; and a word for each chunk, its lower magnitude in the low half.
+    Format: planes of bits of all entries: the low bits of the place, lowest first, the sign, and
+    which magnitude it is; the unary numbers, in whole words for each chunk; and a word for each
+    chunk, its lower magnitude in the low half.
 
     Attributes:
       width: the values in a chunk; this number as a place stands for no entry.
@@ -56,25 +57,26 @@ class ChunkEntries:
         return max(0, (self.width // self.k).bit_length() - 1)
 
     @property
-    def unary(self) -> int:
-        """The bits of a chunk's unary numbers."""
-        return (self.width >> self.low) + self.k
+    def _planes(self) -> int:
+        """The words of the planes of bits."""
+        return (self.low + 2) * bitplanes.words_for(self.chunks * self.k)
+
+    @property
+    def _unary_words(self) -> int:
+        """The words of a chunk's unary numbers."""
+        return bitplanes.words_for((self.width >> self.low) + self.k)
 
     @property
     def words(self) -> int:
         """The size of the message, in words of 4 bytes."""
-        entries = bitplanes.words_for(self.chunks * self.k)
-        return (
-            (self.low + 2) * entries + bitplanes.words_for(self.chunks * self.unary) + self.chunks
-        )
+        return self._planes + self.chunks * (self._unary_words + 1)
 
     def codes(self, values: jax.Array) -> Codes:
         """Of values, float32 `(chunks, k)`, of which zeros stand in slots without an entry."""
         magnitudes = jnp.abs(values)
         largest = jnp.max(magnitudes, axis=1, keepdims=True)
-        parts = magnitudes / jnp.where(
-            largest > 0, largest, 1
-        )  # Sums of large values are infinite.
+        # Sums of large values are infinite, and those of their parts are not.
+        parts = magnitudes / jnp.where(largest > 0, largest, 1)
         entry = magnitudes > 0
         high = parts > _mean(parts, entry)
         levels = [largest * _mean(parts, entry & (high == which)) for which in (False, True)]
@@ -82,44 +84,43 @@ class ChunkEntries:
         return Codes(values > 0, high, bits)
 
     def rounded(self, codes: Codes) -> jax.Array:
-        """What the codes stand for, float32 `(chunks, k)`."""
+        """What the codes stand for, float32 `(..., chunks, k)`."""
         lower, higher = bfloat16.widen_bits(codes.levels)[..., None]
         magnitudes = jnp.where(codes.high, higher, lower)
         return jnp.where(codes.positive, magnitudes, -magnitudes)
 
     def encode(self, codes: Codes, places: jax.Array) -> jax.Array:
         """The message, uint32 `(words,)`, of codes and ascending places, int32 `(chunks, k)`."""
-        flat = places.reshape(-1)
-        planes = [bitplanes.pack((flat >> bit) & 1 != 0) for bit in range(self.low)]
+        fields = places.astype(jnp.uint32) & (2**self.low - 1)
+        for i, bits in enumerate((codes.positive, codes.high)):
+            fields |= bits.astype(jnp.uint32) << self.low + i
+        planes = bitplanes.pack_fields(fields.reshape(-1), self.low + 2)
+        long = 32 * self._unary_words
         row, column = (_numbered((self.chunks, self.k), axis) for axis in (0, 1))
-        ends = (places >> self.low) + column + self.unary * row
-        unary = jnp.zeros(self.chunks * self.unary, bool).at[ends.reshape(-1)].set(True)
-        values = [bitplanes.pack(bits.reshape(-1)) for bits in (codes.positive, codes.high)]
+        ends = (places >> self.low) + column + long * row
+        bits = jnp.zeros(self.chunks * long, jnp.uint32).at[ends.reshape(-1)].set(1)
+        bits = bits.reshape(-1, 32)
+        unary = jnp.sum(bits << _numbered(bits.shape, 1).astype(jnp.uint32), 1, dtype=jnp.uint32)
         lower, higher = codes.levels.astype(jnp.uint32)
-        return jnp.concatenate([*planes, bitplanes.pack(unary), *values, lower | higher << 16])
+        return jnp.concatenate([planes.reshape(-1), unary, lower | higher << 16])
 
-    def decode(self, message: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The values and places, float32 and int32 `(chunks, k)`."""
-        entries, long = self.chunks * self.k, self.chunks * self.unary
-        sizes = [*[bitplanes.words_for(entries)] * self.low, bitplanes.words_for(long)]
-        sizes += [bitplanes.words_for(entries)] * 2
-        ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-        *planes, unary, positive, high, levels = jnp.split(message, ends)
-        shape = self.chunks, self.k
-        places = self._from_unary(bitplanes.unpack(unary, long).reshape(self.chunks, self.unary))
-        for bit, plane in enumerate(planes):
-            places |= bitplanes.unpack(plane, entries).reshape(shape).astype(jnp.int32) << bit
+    def largest(self, messages: jax.Array) -> jax.Array:
+        """The higher magnitude of every chunk of N messages, float32 `(N, chunks)`."""
+        return bfloat16.widen_bits((messages[:, -self.chunks :] >> 16).astype(jnp.uint16))
+
+    def decode(self, messages: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The values and places, float32 and int32 `(N, chunks, k)`, of N messages."""
+        shape, entries = (len(messages), self.chunks, self.k), self.chunks * self.k
+        ends = self._planes, self._planes + self.chunks * self._unary_words
+        planes, unary, levels = jnp.split(messages, ends, axis=1)
+        planes = planes.reshape(len(messages), self.low + 2, -1)
+        fields = bitplanes.unpack_fields(planes, entries).reshape(shape)
+        word, bit = select.bits_of_rows(unary.reshape(-1, self._unary_words), self.k)
+        places = ((32 * word + bit - _numbered(word.shape, 1)) << self.low).reshape(shape)
+        places |= (fields & (2**self.low - 1)).astype(jnp.int32)
         halves = jnp.stack([levels.astype(jnp.uint16), (levels >> 16).astype(jnp.uint16)])
-        signs = [bitplanes.unpack(words, entries).reshape(shape) for words in (positive, high)]
-        return self.rounded(Codes(*signs, halves)), places
-
-    def _from_unary(self, bits: jax.Array) -> jax.Array:
-        """The high bits of the places, shifted, int32 `(chunks, k)`."""
-        row, column = (_numbered(bits.shape, axis) for axis in (0, 1))
-        number = reductions.running_sum(bits.astype(jnp.int32), axis=1) - 1
-        slot = jnp.where(bits, number, self.k)
-        high = jnp.zeros((self.chunks, self.k), jnp.int32)
-        return high.at[row, slot].set((column - number) << self.low, mode="drop")
+        positive, high = ((fields >> self.low + i) & 1 == 1 for i in (0, 1))
+        return self.rounded(Codes(positive, high, halves)), places
 
 
 def _numbered(shape: tuple[int, ...], axis: int) -> jax.Array:

@@ -16,7 +16,7 @@ from jaxcomm import sparse
 from jaxcomm.codecs.chunk_entries import ChunkEntries
 from jaxcomm.kernels import select
 from jaxcomm.kernels.select import rows
-from sparse_table import DENSITY, exchanged, normal
+from sparse_table import DENSITY, N, exchanged, normal
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_entries_arrive_as_they_are_sent(width: int, k: int, chunks: int, fill: 
     entries = ChunkEntries(width, k, chunks)
     codes = entries.codes(jnp.asarray(values))
     message = entries.encode(codes, jnp.asarray(places))
-    got, arrived = entries.decode(message)
+    got, arrived = (x[0] for x in entries.decode(message[None]))
     assert message.dtype == np.uint32 and message.shape == (entries.words,)
     np.testing.assert_array_equal(arrived, places)
     np.testing.assert_array_equal(got, entries.rounded(codes))
@@ -98,13 +98,30 @@ def test_largest_of_rows(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.round(4 * normal(9, 100)) / 4
     x[0], x[1, 10:], x[2] = 0, 0, np.where(x[2] > 0, 1e-30, x[2])
     x[3], x[4] = np.float32(3e38) * np.sign(x[3]), np.inf
-    wanted = np.full((9, k), 100)
-    for row, values in enumerate(np.where(np.abs(x) >= 1e-3, np.abs(x), 0)):
-        chosen = [i for i in np.argsort(-values, kind="stable")[:k] if values[i] > 0]
-        wanted[row, : len(chosen)] = np.sort(chosen)
-    np.testing.assert_array_equal(select.largest_of_rows(jnp.asarray(x), k, 1e-3), wanted)
+    sizes = np.where(np.abs(x) >= 1e-3, np.abs(x), 0)
+
+    def check(found: jax.Array) -> None:
+        for row, columns in zip(sizes, np.asarray(found), strict=True):
+            there = columns[columns < 100]
+            assert (np.diff(there) > 0).all() and (columns[len(there) :] == 100).all()
+            wanted = np.sort(row)[::-1][: len(there)]
+            np.testing.assert_array_equal(np.sort(row[there])[::-1], wanted)
+            assert len(there) == min(k, np.count_nonzero(row))
+
+    check(select.largest_of_rows(jnp.asarray(x), k, 1e-3))
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, default, **_: default(*args))
-    np.testing.assert_array_equal(rows.largest_of_rows(jnp.asarray(x), k, 1e-3), wanted)
+    check(rows.largest_of_rows(jnp.asarray(x), k, 1e-3))
+
+
+def test_rows_without_many_ties(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates are enough: nothing is sorted out."""
+    x = np.concatenate([normal(50), normal(50) ** 5, np.eye(50, N, dtype=np.float32)])
+    monkeypatch.setattr(
+        jax.lax, "top_k", lambda x, k: (x[:, :k], jnp.zeros((len(x), k), jnp.int32))
+    )
+    found = np.asarray(rows.largest_of_rows(jnp.asarray(x), 64, 1e-30))
+    for row, columns in zip(np.abs(x), found, strict=True):
+        assert set(columns[columns < N]) == {i for i in np.argsort(-row)[:64] if row[i] >= 1e-30}
 
 
 @pytest.mark.parametrize(

@@ -60,20 +60,18 @@ class TopkChunks(SparseAllReduce):
         entries, n = self.entries(x.size), x.size
         chunks = jnp.pad(x, (0, -n % entries.width)).reshape(entries.chunks, entries.width)
         columns = select.largest_of_rows(chunks, entries.k, SMALLEST)
-        chosen = jnp.take_along_axis(chunks, columns, axis=1, mode="fill", fill_value=0)
-        codes = entries.codes(chosen)
+        own = _places(columns, entries, n)
+        codes = entries.codes(take(x, own))
         messages = all_gather(entries.encode(codes, columns), axis)
-        values, arrived = jax.vmap(entries.decode)(messages)
+        values, arrived = entries.decode(messages)
         places = _places(arrived, entries, n).reshape(len(messages), -1)
         mean = add_lists(jnp.zeros_like(x), values.reshape(places.shape), places)
         mean /= _axes.world_of(axis)
-        own = _places(columns, entries, n).reshape(-1)
-        errors, taken = take_out(x, entries.rounded(codes).reshape(-1), own)
-        claimed = jnp.zeros(n, bool).at[places.reshape(-1)].set(True, mode="drop")
+        errors, taken = take_out(x, entries.rounded(codes), own)
         selected = jnp.sum(own < n, dtype=jnp.int32)
-        applied = jnp.sum(claimed, dtype=jnp.int32)
-        witnesses = [take(mean, places.reshape(-1))]
-        return SparseResult(mean, errors, taken, selected, selected, applied, witnesses), threshold
+        applied = select.count_at_least(mean, jnp.float32(0))
+        bounds = jnp.sum(entries.largest(messages), axis=0)  # no sum is larger
+        return SparseResult(mean, errors, taken, selected, selected, applied, [bounds]), threshold
 
 
 def _places(columns: jax.Array, entries: ChunkEntries, n: int) -> jax.Array:

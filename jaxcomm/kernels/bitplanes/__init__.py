@@ -13,6 +13,7 @@ every plane of a sum its own loop, which reads again what the lower planes read.
 """
 
 from jaxcomm.kernels.bitplanes.counting import Planes, add, equals, exceeds, greater, planes_for
+from jaxcomm.kernels.bitplanes.fields import pack_fields, unpack_fields
 from jaxcomm.kernels.bitplanes.packing import (
     BITS,
     pack,
@@ -33,10 +34,12 @@ __all__ = [
     "greater",
     "pack",
     "pack_both",
+    "pack_fields",
     "places_of_short_words",
     "planes_for",
     "signs",
     "unpack",
+    "unpack_fields",
     "votes",
     "words_for",
 ]

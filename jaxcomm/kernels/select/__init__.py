@@ -11,13 +11,14 @@ GPUs.
 from jaxcomm.kernels.select.compaction import Selected, narrow
 from jaxcomm.kernels.select.hashing import hashed
 from jaxcomm.kernels.select.largest import largest
-from jaxcomm.kernels.select.rows import largest_of_rows
+from jaxcomm.kernels.select.rows import bits_of_rows, largest_of_rows
 from jaxcomm.kernels.select.selection import MOST, compact, count_at_least
 from jaxcomm.kernels.select.threshold import count_near, threshold_for, threshold_near
 
 __all__ = [
     "MOST",
     "Selected",
+    "bits_of_rows",
     "compact",
     "count_at_least",
     "count_near",
