@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as managers
 
 import jaxcomm
-from train import digests, fitting
+from train import digests, fitting, sync
 from train.errors import RunError, UserError
 from train.state import TrainState
 from train.workdir import write_whole
@@ -78,7 +78,7 @@ def where_to_continue(
     if resume and not restarted and whole < 0:
         raise UserError(
             f"checkpoint.resume: there is no complete checkpoint in {directory}; set --workdir to "
-            "the folder of the run to continue"
+            "the folder of the run to continue; without --config.checkpoint.resume one starts anew"
         )
     return None if whole < 0 else whole
 
@@ -345,8 +345,9 @@ class Checkpoints:
             raise UserError(f"{where}: {error}") from error
         if jax.process_index() == 0:
             print(
-                f"checkpoint {step} was saved on another number of devices: what each of them kept "
-                f"for itself, such as residuals, is adapted to {jax.device_count()}",
+                f"checkpoint {step} was saved on another number of devices or groups of them: what "
+                "each kept for itself, such as residuals, is adapted to "
+                f"{jax.sharding.get_mesh().shape[sync.AXIS]}",
                 file=sys.stderr,
             )
         return saved._replace(opt_state=resized)

@@ -33,6 +33,8 @@ def damage(folder: Path) -> str | None:
         return f"{FILE} is cut"
     except OSError as error:
         return f"{FILE} cannot be read: {error.strerror}"
+    if not isinstance(table, dict):
+        return f"{FILE} is no table"
     for name, (size, checksum) in table.items():
         try:
             found = (folder / name).stat().st_size

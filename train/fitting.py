@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +48,20 @@ def check(where: str, found: Mapping[str, Any], state: Any) -> None:
             raise UserError(
                 f"{where}: {name} is {_shown(there)} there and {_shown(here)} here{reason}"
             )
+
+
+def check_exempt(changed: Iterable[str], state: Any) -> None:
+    """Raises a UserError if residuals would go to other parameters, in places of equal shapes.
+
+    Args:
+      changed: the fields that differ from the config of the checkpoint, see `workdir.changes`.
+      state: the state of the run.
+    """
+    if own(state) and any(change.startswith("sync.exempt") for change in changed):
+        raise UserError(
+            "config.sync.exempt decides which parameters have residuals, and those of the "
+            "checkpoint would go to others: set it back, or choose another --workdir"
+        )
 
 
 def _of_one_device(found: Mapping[str, Any], state: Any) -> str:

@@ -14,6 +14,7 @@ from train import (
     agreement,
     check,
     checkpoint,
+    fitting,
     inspection,
     measure,
     metrics,
@@ -68,6 +69,7 @@ def train(
     checkpoints = checkpoint.Checkpoints(folder, kept.keep, kept.best)
     if saved is not None:
         with naming_changes(workdir, config):
+            fitting.check_exempt(changes(workdir, config), now)
             now = checkpoints.restore(saved, now, run.rows.train, run.tx)
     start = int(now.step)
     keep_data(workdir, config, run.rows.identity, resumed=saved is not None)

@@ -21,6 +21,7 @@ from train.errors import UserError
 from train.workdir import write_whole
 
 STEPS = 5  # timed without exchange, after one to warm up
+_NAME_IT = "name the method by --config.sync.method"
 # Fields that mean the same for every method, or do not affect the exchange; `auto` keeps them.
 _OF_ALL = {"exempt", "implementation", "dense_steps", "local_momentum", "nesterov", *sync.ADAM}
 
@@ -60,7 +61,10 @@ def resolved(
     file = workdir / "exchange.json"
     # Only process 0 looks: on a shared folder others may see a file later, and would plan alone.
     if goes_on and int(multihost_utils.broadcast_one_to_all(np.int32(file.exists()))):
-        chosen.update(_kept(file))
+        try:
+            chosen.update(_kept(file))
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{file} is of another version: {error}; {_NAME_IT}") from error
         return chosen
     with _told_as_network():
         cluster = _cluster(config.network, mesh.size)
@@ -138,7 +142,7 @@ def _kept(file: Path) -> dict[str, Any]:
     except (KeyError, OSError, TypeError, ValueError) as error:
         raise UserError(
             f"{file}, the exchange that the run chose at its beginning, cannot be read: {error}; "
-            "name the method by --config.sync.method"
+            f"{_NAME_IT}"
         ) from error
 
 

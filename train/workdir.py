@@ -156,7 +156,12 @@ def naming_changes(workdir: Path, config: Any) -> Iterator[None]:
         if not (changed := changes(workdir, config)):
             raise
         fields = ", ".join(f"config.{change}" for change in changed)
-        raise UserError(f"{error}; changed since then: {fields}") from error
+        cure = (
+            ""
+            if "--workdir" in str(error)
+            else "; set back what does not fit, or choose another --workdir"
+        )
+        raise UserError(f"{error}; changed since then: {fields}{cure}") from error
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -3,12 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import cast
 
 from jaxcomm import codecs
 from jaxcomm.codecs.entries import Entries
 from jaxcomm.collectives import algorithms, sparse
 from jaxcomm.collectives.algorithms import Algorithm
 from jaxcomm.collectives.low_rank import sides
+from jaxcomm.collectives.sparse._by_threshold import ByThreshold
 from jaxcomm.collectives.sparse.topk_chunks import TopkChunks
 from jaxcomm.plan.families import Method, density_of
 from jaxcomm.plan.loads import Workload
@@ -100,16 +102,21 @@ def _of_sparse(name: str, n: int, world: int, per_host: int) -> tuple[Algorithm,
     chosen = dataclasses.replace(sparse.from_name(name), density=density_of(name))
     if isinstance(chosen, TopkChunks):
         return algorithms.ring(), PerBlock(world, 0, 4 * chosen.entries(n).words)
+    return _of_lists(cast(ByThreshold, chosen), n, world)
+
+
+def _of_lists(chosen: ByThreshold, n: int, world: int) -> tuple[Algorithm, Reduction]:
+    """The messages of those that send lists of values and places."""
     width = -(-n // world)
     small, whole = Entries(chosen.values, width), Entries(chosen.values, n)
-    if name in ("topk_allgather", "gaussiank"):
+    if chosen.name in ("topk_allgather", "gaussiank"):
         return algorithms.ring(), PerBlock(world, 0, whole.bytes_of(chosen.room(n)))
-    if name == "gtopk":
+    if chosen.name == "gtopk":
         # Every round sends whole lists, to the same devices as in halving-doubling.
         k = chosen.k(n)
         return algorithms.halving_doubling(), Lists(whole.bytes_of(k), 4 * -(-k // 32))
     there = small.bytes_of(chosen.room(n, world))
-    if name == "oktopk":
+    if chosen.name == "oktopk":
         back = small.bytes_of(-(-chosen.k(n) // world))
     else:
         back = min(small.bytes_of(min(world * chosen.room(n, world), width)), 4 * width)

@@ -110,6 +110,15 @@ def moments_in(init: Init, params: Any) -> set[str]:
     return set().union(*map(_moments_of, nodes))
 
 
+def rates_behind(params: Any) -> bool:
+    """Whether a transformation follows that has a learning rate of `inject_hyperparams`."""
+
+    def rates_of(node: Any) -> set[str]:
+        return {"learning_rate"} & set(getattr(node, "hyperparams", ()))
+
+    return bool(_kept_behind(params, rates_of))
+
+
 def schedules_behind(params: Any) -> set[str]:
     """The schedules of the transformations that follow in the same optax chains, likewise.
 

@@ -58,6 +58,17 @@ def no_squares(layout: Layout) -> jax.Array:
     return jnp.zeros(sum(x.size for x in arrays), jnp.float32)
 
 
+def require_squares(squares: jax.Array, layout: Layout) -> None:
+    """Raises a ValueError for squares that are of other rows and columns."""
+    arrays = jax.tree.leaves([_shapes(leaf) for _, leaf in _filled(layout)])
+    if squares.shape != (expected := (sum(x.size for x in arrays),)):
+        raise ValueError(
+            f"the state of factored_adam has {squares.shape} squares, expected {expected}. Make tx "
+            "as in the run that saved the state, also with its jaxcomm.with_layer_axis, or start "
+            "over with tx.init(params)."
+        )
+
+
 def _filled(layout: Layout) -> list[tuple[int, Leaf]]:
     """The parameters that are not empty, and their numbers."""
     return [(i, layout.leaves[i]) for i in filled_leaves(layout)]

@@ -23,6 +23,7 @@ from jaxcomm.transforms._chains import (
     moments_in,
     names_in,
     optax_callers,
+    rates_behind,
     warn_unless_chains_are_seen,
 )
 
@@ -233,13 +234,13 @@ def refuse_optimizer_behind(params: Any, name: str) -> None:
             f"{name} is an optimizer, and another one, which keeps {', '.join(sorted(moments))}, "
             f"follows it in the chain. The updates of {name} are final: remove the other one."
         )
-    for init in inits_behind():
-        if "chain" in (names := names_in(init)) and names <= _OF_SGD:
-            raise ValueError(
-                f"{name} is an optimizer, and another chain, such as optax.sgd, follows it, "
-                f"which would reverse the sign of its updates. Those of {name} are final: remove "
-                "the other one; if it is not an optimizer, put its members into this chain."
-            )
+    names = (names_in(init) for init in inits_behind())
+    if rates_behind(params) or any("chain" in found and found <= _OF_SGD for found in names):
+        raise ValueError(
+            f"{name} is an optimizer, and another chain, such as optax.sgd, follows it, "
+            f"which would reverse the sign of its updates. Those of {name} are final: remove "
+            "the other one; if it is not an optimizer, put its members into this chain."
+        )
 
 
 def warn_of_few_bits(params: Any, exchange: str, bits: float = 0) -> None:

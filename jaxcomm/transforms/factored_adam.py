@@ -31,7 +31,7 @@ from jaxcomm._placing import note_settings
 from jaxcomm.kernels.reductions import all_finite
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._exchange import Arrays, local_leaves, vectors_in_view
-from jaxcomm.transforms._factors import next_squares_and_roots, no_squares
+from jaxcomm.transforms._factors import next_squares_and_roots, no_squares, require_squares
 from jaxcomm.transforms._layout import Layout, axis_of, layout_of
 from jaxcomm.transforms._optimizer import (
     check_adam,
@@ -86,9 +86,11 @@ def factored_adam(
     The root mean square of a matrix is the product of a row factor and a column factor (Adafactor),
     which all devices share exactly. So they all divide their gradients by the same numbers before
     they send anything, and need no dense steps to learn these numbers. A convolution has such
-    factors at each position of its kernel, and stacked layers have them in each layer; a projection
-    to heads, (inputs, heads, width), is a matrix. Biases and norms (recognised as in
-    `jaxcomm.mean`) keep the squares of all their values.
+    factors at each position of its kernel, or where it has few channels of each row of positions,
+    and stacked layers have them in each layer; a projection to heads, (inputs, heads, width), is a
+    matrix. By its shape alone a stack of many thin layers may look like one:
+    `jaxcomm.with_layer_axis` names stacks. Biases and norms (recognised as in `jaxcomm.mean`) keep
+    the squares of all their values.
 
     With `nesterov=True`, a transformer ended with a lower loss, with one bit as in float32
     (`python -m benchmarks.pareto`).
@@ -181,6 +183,7 @@ def factored_adam(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         require_kind(state, FactoredAdamState)
+        require_squares(state.squares, state.layout)
         grads, treedef = local_leaves(updates, state.layout)
         require_params(params, weight_decay)
         rate = rate_after(learning_rate, state.count)

@@ -12,9 +12,9 @@ from jaxcomm._axes import AxisName
 from jaxcomm._marks import OWN_PARAMETER, mark
 from jaxcomm.transforms import _roles
 from jaxcomm.transforms._fragments import Fragments
-from jaxcomm.transforms._layout import Layout
+from jaxcomm.transforms._layout import Layout, filled_leaves
 from jaxcomm.transforms._state_of_each import Structure
-from jaxcomm.transforms.per_device import PerDevice
+from jaxcomm.transforms.per_device import PerDevice, require_own
 
 
 class LocalStepsState(NamedTuple):
@@ -83,6 +83,7 @@ def local_params(state: Any) -> Any:
             f"local_params needs the state of one jaxcomm.local_steps, found {len(found)}; pass "
             "what tx.init or tx.update returned."
         )
+    require_own(found[0].params, found[0].layout)
     # Leaves, as nnx.Optimizer keeps each array of a state in a variable.
     own = own_tree(found[0], jax.tree.leaves(found[0].params.values))
     if any(isinstance(x, optax.MaskedNode) for x in jax.tree.leaves(own, is_leaf=_is_masked)):
@@ -92,6 +93,16 @@ def local_params(state: Any) -> Any:
             "optax.partition({..., 'frozen': optax.set_to_zero()}, labels)."
         )
     return mark(own, OWN_PARAMETER, _axes.names_of(found[0].layout.axis_name))
+
+
+def require_delay(state: LocalStepsState, delay: int) -> None:
+    """Raises a ValueError for a state of local steps without the delay of this transformation."""
+    if filled_leaves(state.layout) and bool(state.taken.values) != bool(delay):
+        made = "with" if state.taken.values else "without"
+        raise ValueError(
+            f"the state of local_steps was made {made} a delay, and this one has delay={delay}. "
+            "Make tx as in the run that saved the state, or start over with tx.init(params)."
+        )
 
 
 def _is_masked(x: Any) -> bool:

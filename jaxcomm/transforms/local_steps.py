@@ -43,7 +43,7 @@ from jaxcomm.transforms._state_of_each import (
     on_each_device,
 )
 from jaxcomm.transforms._states import require_kind, require_no_exchange
-from jaxcomm.transforms.local_params import LocalStepsState, own_tree
+from jaxcomm.transforms.local_params import LocalStepsState, own_tree, require_delay
 from jaxcomm.transforms.per_device import NOTHING, next_of, require_own, sharded_as_before
 
 Arrays = list[jax.Array]
@@ -104,9 +104,9 @@ def local_steps(
       its own parameters and inner state. `update(..., due=True)`, or False, decides instead of
       `every` whether this step exchanges; with several fragments, `due` is the number of one,
       counted from 1, or 0. With a delay, whatever its length, it exchanges the movement up to the
-      previous step. This makes no conditional: where steps are jitted, `due` is a static argument,
-      and each of its values has a program. On GPUs, XLA overlaps an exchange only outside of
-      conditionals.
+      previous step, or up to where the count has begun an exchange. This makes no conditional:
+      where steps are jitted, `due` is a static argument, and each of its values has a program. On
+      GPUs, XLA overlaps an exchange only outside of conditionals.
 
     Raises:
       TypeError: by `update` if `due` is known on the devices only.
@@ -208,6 +208,7 @@ def local_steps(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
         require_kind(state, LocalStepsState)
+        require_delay(state, delay)
         grads = _own_gradients(updates, state)
         if params is None:
             raise ValueError(
@@ -312,7 +313,9 @@ def _take(
     waits: list[Any] = [False] * len(offsets)
     if not is_told:
         pairs = zip(offsets, exchanged, strict=True)
-        waits = [((state.step - o - 1) % every < delay) & ~done for o, done in pairs]
+        waits = [
+            (state.step > o) & ((state.step - o - 1) % every < delay) & ~done for o, done in pairs
+        ]
     filled = filled_leaves(state.layout)
     values = [
         jnp.where(waits[state.fragments.of[i]], t, p)

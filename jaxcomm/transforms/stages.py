@@ -207,8 +207,8 @@ def _mean_over_same_axis(inner: optax.GradientTransformation) -> optax.GradientT
             raise ValueError(
                 "dense_first replaces all of inner by a mean, including what comes before its "
                 "exchange. Put that first: optax.chain(jaxcomm.local(...), jaxcomm.dense_first("
-                "exchange, steps)); or pass the transformation of the first steps as dense=, with "
-                "error_feedback=True in its mean too if the exchange has it."
+                "exchange, steps)); or, if the exchange is a mean, pass the transformation of the "
+                "first steps as dense=, with the error_feedback and residual_dtype of this mean."
             )
         if _roles.WRAPPED in _roles.roles_of(state):
             raise ValueError(

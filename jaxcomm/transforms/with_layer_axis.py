@@ -19,10 +19,10 @@ def with_layer_axis(
 ) -> optax.GradientTransformationExtraArgs:
     """Declares that the leading axis of some leaves counts layers, as `jax.lax.scan` needs it.
 
-    A stack of biases or norms is then exempt, like a single one, and `jaxcomm.low_rank_mean` treats
-    a stack of kernels as one matrix per layer. Without it, stacks of biases and norms are
-    recognised only by their usual names ("bias", "scale", "offset", "beta", "gamma",
-    "norm1/weight").
+    A stack of biases or norms is then exempt, like a single one, and `jaxcomm.low_rank_mean` and
+    `jaxcomm.factored_adam` treat a stack of kernels as one matrix per layer. Without it, stacks of
+    biases and norms are recognised only by their usual names ("bias", "scale", "offset", "beta",
+    "gamma", "norm1/weight").
 
     Args:
       tx: a transformation, usually the whole chain.

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxcomm
-from train import digests
+from train import digests, fitting
 from train.checkpoint import Checkpoints, where_to_continue, where_to_evaluate
 from train.errors import UserError
 from train.state import TrainState
@@ -188,6 +188,15 @@ def test_a_checkpoint_of_another_run(tmp_path: Path, state: Any, message: str) -
         restored(tmp_path, state())
 
 
+def test_residuals_stay_with_their_parameters() -> None:
+    """Where others are exempt, those of equal shapes would fit as well."""
+    changed = ["sync.exempt=['b'] (was ['a'])"]
+    with pytest.raises(UserError, match="config.sync.exempt decides which parameters have resid"):
+        fitting.check_exempt(changed, state_of(5, 0))
+    fitting.check_exempt(changed, state_of(5, 0)._replace(opt_state=()))
+    fitting.check_exempt(["steps=3 (was 2)"], state_of(5, 0))
+
+
 def test_a_checkpoint_of_parameters_that_were_not_split(tmp_path: Path) -> None:
     """All arrays are alike; only what is static says how parameters travel."""
 
@@ -292,6 +301,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "_CHECKPOINT_METADATA is cut",
     ),
     "digests cut": (lambda step: cut(step / "digests.json"), "digests.json is cut"),
+    "digests of another form": (
+        lambda step: (step / "digests.json").write_text("[]"),
+        "digests.json is no table",
+    ),
     "state missing": (lambda step: shutil.rmtree(step / "state"), "state/.* is missing"),
     "all missing": (
         lambda step: [

@@ -60,6 +60,9 @@ def test_a_choice_is_of_one_run(config, tmp_path):
         (tmp_path / "exchange.json").write_text(text)
         with pytest.raises(UserError, match="exchange.json, the exchange that the run chose at"):
             resolved(config, tmp_path, 1, goes_on=True)
+    (tmp_path / "exchange.json").write_text('{"config": {"method": "mean", "of_later": 3}}')
+    with pytest.raises(UserError, match=r"json is of another version: .*by --config.sync.method"):
+        resolved(config, tmp_path, 1, goes_on=True)
 
 
 def test_measuring_is_announced(config, tmp_path, capsys, monkeypatch):

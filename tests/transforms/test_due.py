@@ -211,16 +211,18 @@ def test_accumulates_until_the_host_says_so() -> None:
     assert int(loop.state.mini_step) == 0
 
 
-@pytest.mark.parametrize(("delay", "counted"), [(0, 0), (1, 0), (2, 0), (1, 5), (2, 4)])
+@pytest.mark.parametrize(
+    ("delay", "counted"), [(0, 0), (1, 0), (2, 0), (1, 5), (2, 4), (1, 1), (2, 2), (2, 3)]
+)
 def test_an_exchange_at_any_time(delay: int, counted: int) -> None:
     """It averages what the devices moved since the last one, and each keeps what it moved since.
 
-    With a delay, that is up to the step before, also behind steps that the count decided about.
+    With a delay, that is up to the step before, or up to where the count has begun an exchange.
     """
     loop = Loop(local(2, delay, outer=optax.sgd(1.0), exchange=jaxcomm.mean("data")))
     fragment = loop.state.fragments.of[sorted(SHAPES).index("kernel")] + 1
     dues: list[Due] = [2, 0, 1, 1, 0, 2, 0, 1, 2, 2, 0, 1, 2, 1]
-    dues[:counted] = [0] * delay + [0, 1, 0, 2][: counted - delay]
+    dues[:counted] = [*[0] * delay, 0, 1, 0, 2][:counted]
     momentum = own = taken = np.zeros((WORLD, *SHAPES["kernel"]))
     shared = np.zeros(SHAPES["kernel"])
     for number, due in enumerate(dues, start=1):
@@ -232,7 +234,8 @@ def test_an_exchange_at_any_time(delay: int, counted: int) -> None:
             taken = taken if delay else own
             shared = taken.mean(0)
             own = shared + own - taken
-        if number > counted or (number - 2 * fragment - 1) % 4 >= delay or due == fragment:
+        since = number - 2 * fragment  # the movement was taken by the count
+        if number > counted or since <= 0 or (since - 1) % 4 >= delay or due == fragment:
             taken = own
         found = jaxcomm.unmark_local(jaxcomm.local_params(loop.state))["kernel"]
         np.testing.assert_allclose(found, own, atol=1e-5)

@@ -319,7 +319,13 @@ def test_bad_input_raises() -> None:
                     optax.chain(optax.chain(made), behind).init(params)
                 with pytest.raises(ValueError, match="_adam are final"):
                     optax.named_chain(("a", made), ("b", behind)).init(params)
+                with pytest.raises(ValueError, match="_adam are final"):
+                    optax.chain(made, optax.inject_hyperparams(optax.sgd)(0.1)).init(params)
+                optax.chain(made, optax.inject_hyperparams(optax.clip)(0.1)).init(params)
         optax.chain(jaxcomm.local("data", optax.trace(0.9)), tx, optax.scale(0.1)).init(params)
+        short = state._replace(squares=state.squares[:1])
+        with pytest.raises(ValueError, match=r"has \(1,\) squares, expected \(4,\)"):
+            tx.update(grads, short, params)
 
 
 def test_shards_that_are_made_inside_a_shard_map_have_squares_of_their_own(

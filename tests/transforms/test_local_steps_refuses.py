@@ -50,6 +50,22 @@ def test_an_optimizer_that_goes_uphill(mesh8: Any, uphill: Any, jitted: bool) ->
                 start(jaxcomm.local_steps(**good | {which: uphill}).init)(PARAMS)
 
 
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (2, 0)])
+def test_a_state_without_its_delay(mesh8: Any, before: int, after: int) -> None:
+    """It would exchange nothing any more, or has no movement to exchange."""
+    first, second = (jaxcomm.local_steps(SGD, 4, SGD, MEAN, delay=n) for n in (before, after))
+    with jax.set_mesh(mesh8):
+        state, loss_fn = first.init(PARAMS), lambda params, x: x.sum() * params["w"].sum()
+        f = jax.jit(jaxcomm.value_and_grad(loss_fn, "data"))
+        _, grads = f(jaxcomm.local_params(state), jnp.ones(8))
+        first.update(grads, state, PARAMS)
+        made = "with" if before else "without"
+        with pytest.raises(
+            ValueError, match=f"made {made} a delay, and this one has delay={after}"
+        ):
+            second.update(grads, state, PARAMS)
+
+
 @pytest.mark.parametrize("inner", [LOOKAHEAD, optax.lookahead(optax.chain(MEAN, SGD), 4, 0.5)])
 def test_lookahead_is_not_inside_multi_steps(inner: Any) -> None:
     """Nor around them; it goes with microbatches of one step."""

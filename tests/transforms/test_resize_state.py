@@ -254,6 +254,24 @@ def test_a_state_of_another_method_is_named_as_such() -> None:
                 jaxcomm.resize_state(METHODS[name], saved, params)
 
 
+def test_a_typed_state_of_another_method_or_exemption_is_refused() -> None:
+    """Of the same shapes: residuals would become votes', or another parameter's."""
+    params = {name: jnp.zeros((4, 4)) for name in ("a", "b")}
+    mean = functools.partial(jaxcomm.mean, "data", "int8", error_feedback=True)
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
+        saved = jax.tree.map(np.asarray, mean(exempt=["b"]).init(params))
+        exact = jax.tree.map(np.asarray, jaxcomm.mean("data", "int8", exempt=["b"]).init(params))
+    with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
+        params = jaxcomm.replicate(params)
+        jaxcomm.resize_state(mean(exempt=["b"]), saved, params)
+        with pytest.raises(ValueError, match="'a' is exempt here and was not exempt in the old"):
+            jaxcomm.resize_state(mean(exempt=["a"]), saved, params)
+        jaxcomm.resize_state(jaxcomm.mean("data", "int8", exempt=["a"]), exact, params)
+        vote = jaxcomm.majority_vote("data", error_feedback=True, exempt=["b"])
+        with pytest.raises(ValueError, match="has a MeanState where this one has a MajorityVoteS"):
+            jaxcomm.resize_state(vote, saved, params)
+
+
 SAVE_OR_GO_ON = """
     import os, jax.numpy as jnp, numpy as np, optax, orbax.checkpoint as ocp
     import jaxcomm
