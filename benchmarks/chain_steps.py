@@ -68,13 +68,22 @@ def optimizers() -> dict[str, tuple[Any, int]]:
     sgd = optax.sgd(1e-3, momentum=0.9, nesterov=True)
     behind = optax.scale_by_learning_rate(1e-3)
     outer = optax.sgd(1.0, momentum=0.75, nesterov=True)
-    local = jaxcomm.local_steps(optax.adam(1e-3, b1=0.5), EVERY, outer, blocks_of_1024)
+    chunks, decaying = (
+        jaxcomm.sparse_mean("data", 1 / 32, "topk_chunks", residual_decay=decay)
+        for decay in (1.0, 0.95)
+    )
+    local, sparse_local = (
+        jaxcomm.local_steps(optax.adam(1e-3, b1=0.5), EVERY, outer, exchange)
+        for exchange in (blocks_of_1024, decaying)
+    )
     return {
         "adam": (optax.chain(jaxcomm.mean("data"), optax.adam(1e-3)), 1),
         "local_adam": (optax.chain(nadam, blocks_of_1024, behind), 1),
         "factored_adam": (jaxcomm.factored_adam(signs, 1e-3, nesterov=True), 1),
         "local_steps": (local, EVERY),
+        "local_steps_chunks": (sparse_local, EVERY),
         "momentum": (optax.chain(jaxcomm.mean("data"), sgd), 1),
+        "chunks": (optax.chain(chunks, sgd), 1),
         "local_momentum": (optax.chain(momentum, blocks_of_1024, behind), 1),
         "local_momentum_vote": (optax.chain(momentum, jaxcomm.majority_vote("data"), behind), 1),
     }

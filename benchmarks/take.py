@@ -82,10 +82,9 @@ TAKE = (
     ),
     Take(
         "SGD",
-        '`jaxcomm.sparse_mean("data", 0.01)`',
-        "oktopk",
-        adam="Ok-Topk, 1 %",
-        sgd="Ok-Topk, 1 %",
+        '`jaxcomm.sparse_mean("data", 1/32, "topk_chunks")`',
+        sgd="top-k of chunks, feedback",
+        step="chunks",
     ),
     Take(
         "SGD",
@@ -101,7 +100,9 @@ CHAINS = {
     "factored_adam": ("Adam", "signs in blocks of 128 in factored Nadam"),
     "local_adam": ("Adam", "each device's Nadam, then scaled signs"),
     "local_steps": ("Adam", "4 local steps of Adam, scaled signs, outer momentum"),
+    "local_steps_chunks": ("Adam", "4 local steps of Adam, top-k of chunks, outer momentum"),
     "momentum": ("SGD", "float32 mean, SGD with momentum"),
+    "chunks": ("SGD", "top-k of chunks, SGD with momentum"),
     "local_momentum": ("SGD", "each device's momentum, then scaled signs"),
     "local_momentum_vote": ("SGD", "each device's momentum, then a vote"),
 }

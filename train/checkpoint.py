@@ -300,6 +300,7 @@ class Checkpoints:
         state: TrainState,
         position: grain.DatasetIterator,
         tx: optax.GradientTransformation,
+        changed: Sequence[str] = (),
     ) -> TrainState:
         """Reads a checkpoint, also one from another number of devices or processes.
 
@@ -308,6 +309,7 @@ class Checkpoints:
           state: the state at the beginning of this run; it gives shapes, dtypes and shardings.
           position: the input, which is moved to the saved position.
           tx: the transformation that made `state.opt_state`.
+          changed: the fields in which the config differs, see `workdir.changes`.
 
         Returns:
           The state, bit for bit as it was saved. On another number of devices,
@@ -318,6 +320,7 @@ class Checkpoints:
         """
         found = fitting.leaves(self._manager.item_metadata(step)["state"].tree)
         where = f"checkpoint {step} in {self._directory} does not fit this model and optimizer"
+        fitting.check_exempt(changed, state)
         fitting.check(where, found, state)
         wanted = jax.tree_util.tree_map_with_path(
             lambda path, x: fitting.like(found[fitting.name_of(path)], x), state

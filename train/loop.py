@@ -14,7 +14,6 @@ from train import (
     agreement,
     check,
     checkpoint,
-    fitting,
     inspection,
     measure,
     metrics,
@@ -69,8 +68,7 @@ def train(
     checkpoints = checkpoint.Checkpoints(folder, kept.keep, kept.best)
     if saved is not None:
         with naming_changes(workdir, config):
-            fitting.check_exempt(changes(workdir, config), now)
-            now = checkpoints.restore(saved, now, run.rows.train, run.tx)
+            now = checkpoints.restore(saved, now, run.rows.train, run.tx, changes(workdir, config))
     start = int(now.step)
     keep_data(workdir, config, run.rows.identity, resumed=saved is not None)
     keep_config(workdir, config, resumed=saved is not None)

@@ -207,7 +207,7 @@ def _picoseconds(**of: float) -> dict[str, tuple[float, float]]:
 # CPU, on two cores of a current x86 server: codes by `python -m jaxcomm.probe --simulate=2`,
 # medians of three runs; messages as between the four processes of `benchmarks.planner`. GPU: codes
 # as in steps of one H200 on a mesh of one (`python -m benchmarks.gpu_steps`), with fp8 as int8,
-# int2 as int4, and TopkDSA and gTopk as TopkA; sparse means in ResNet-50, the others in the
+# int2 as int4, and other sparse means as TopkA; sparse means in ResNet-50, the others in the
 # transformer, float32 and low rank on an H100. Messages are estimated, not measured: tens of
 # microseconds for one over TCP, and 400 GB/s within a machine, or less if the file says so.
 DEFAULTS = {
@@ -237,6 +237,7 @@ DEFAULTS = {
             **dict.fromkeys(
                 ("topk_allgather", "topk_dsa", "gtopk", "gaussiank"), (10.5e-9, 9.4e-9)
             ),
+            "topk_chunks": (15e-9, 15e-9),
             "powersgd1": (1.7e-9, 1.8e-9),
             **dict.fromkeys(("powersgd2", "powersgd4"), (2.1e-9, 2.1e-9)),
         },
@@ -264,7 +265,7 @@ DEFAULTS = {
             vote=4.1,
             oktopk=34,
             gaussiank=31,
-            **dict.fromkeys(("topk_allgather", "topk_dsa", "gtopk"), 76),
+            **dict.fromkeys(("topk_allgather", "topk_chunks", "topk_dsa", "gtopk"), 76),
             **dict.fromkeys(("powersgd1", "powersgd2", "powersgd4"), 19),
         ),
     ),

@@ -49,10 +49,8 @@ TIMED: dict[str, tuple[str, ...]] = {
     "cnat": (),
     "int4": (),
     "scaled_sign": ("int2",),
-    "vote": (),
-    "oktopk": (),
+    **dict.fromkeys(("vote", "oktopk", "topk_chunks"), ()),
     "topk_allgather": ("topk_dsa", "gtopk", "gaussiank"),
-    "topk_chunks": (),
     "powersgd1": (),
     "powersgd4": ("powersgd2",),
 }

@@ -206,6 +206,15 @@ def _outer_moments(params: Any) -> set[str]:
     return set()
 
 
+def refuse_for_local_steps(inner: Any, outer: Any, params: Any) -> None:
+    """Raises, in `init` of local steps, for what is around them, and for optimizers uphill."""
+    refuse_wrappers()
+    refuse_all_behind("local_steps")
+    refuse_movers("local_steps")
+    refuse_uphill(inner, "inner", params)
+    refuse_uphill(outer, "outer", params)
+
+
 def refuse_uphill(tx: optax.GradientTransformationExtraArgs, which: str, params: Any) -> None:
     """Raises, in `init`, if an optimizer of `local_steps` would follow gradients, not descend.
 

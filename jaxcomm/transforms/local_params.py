@@ -14,6 +14,7 @@ from jaxcomm.transforms import _roles
 from jaxcomm.transforms._fragments import Fragments
 from jaxcomm.transforms._layout import Layout, filled_leaves
 from jaxcomm.transforms._state_of_each import Structure
+from jaxcomm.transforms._states import require_kind
 from jaxcomm.transforms.per_device import PerDevice, require_own
 
 
@@ -95,8 +96,9 @@ def local_params(state: Any) -> Any:
     return mark(own, OWN_PARAMETER, _axes.names_of(found[0].layout.axis_name))
 
 
-def require_delay(state: LocalStepsState, delay: int) -> None:
-    """Raises a ValueError for a state of local steps without the delay of this transformation."""
+def require_delay(state: Any, delay: int) -> None:
+    """Raises a ValueError for a state that is not one of local steps with, or without, a delay."""
+    require_kind(state, LocalStepsState)
     if filled_leaves(state.layout) and bool(state.taken.values) != bool(delay):
         made = "with" if state.taken.values else "without"
         raise ValueError(

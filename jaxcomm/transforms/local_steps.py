@@ -42,7 +42,7 @@ from jaxcomm.transforms._state_of_each import (
     is_sound,
     on_each_device,
 )
-from jaxcomm.transforms._states import require_kind, require_no_exchange
+from jaxcomm.transforms._states import require_no_exchange
 from jaxcomm.transforms.local_params import LocalStepsState, own_tree, require_delay
 from jaxcomm.transforms.per_device import NOTHING, next_of, require_own, sharded_as_before
 
@@ -177,11 +177,7 @@ def local_steps(
     inner, outer, exchange = _wrappers.parts_of_local_steps(inner, outer, exchange)
 
     def init_fn(params: Any) -> Any:
-        _wrappers.refuse_wrappers()
-        _wrappers.refuse_all_behind("local_steps")
-        _wrappers.refuse_movers("local_steps")
-        _wrappers.refuse_uphill(inner, "inner", params)
-        _wrappers.refuse_uphill(outer, "outer", params)
+        _wrappers.refuse_for_local_steps(inner, outer, params)
         with _wrappers.before_outer(
             lambda params: outer.init(_float32(params))
         ):  # which it warns of
@@ -207,13 +203,10 @@ def local_steps(
     def update_fn(
         updates: Any, state: Any, params: Any = None, **extra_args: Any
     ) -> tuple[Any, Any]:
-        require_kind(state, LocalStepsState)
         require_delay(state, delay)
         grads = _own_gradients(updates, state)
         if params is None:
-            raise ValueError(
-                "local_steps needs the shared parameters: call tx.update(grads, state, params)."
-            )
+            raise ValueError("local_steps needs the shared parameters: tx.update(grads, state, p)")
         known, extra_args = _branches.known_on_the_host("local_steps", extra_args, fragments)
         state = _inner_steps(inner, grads, state, extra_args)
         number = state.step + 1  # of this step

@@ -110,8 +110,8 @@ def sparse_mean(
     Args:
       axis_name: the mesh axis, or axes, over which the batch is spread.
       density: the share k/n of the values of a bucket that are selected, in (0, 1].
-      algorithm: "oktopk", "topk_allgather", "topk_dsa", "gtopk", "gaussiank" or one with options,
-        such as `jaxcomm.sparse.oktopk(values="bfloat16", recompute_every=128)`.
+      algorithm: "oktopk", "topk_chunks", "topk_allgather", "topk_dsa", "gtopk", "gaussiank" or one
+        with options, such as `jaxcomm.sparse.oktopk(values="bfloat16", recompute_every=128)`.
       error_feedback: whether residuals are kept; without them, values that are not sent are lost.
       residual_decay: what a residual is multiplied by in each step, in (0, 1]. Below 1 the
         residual is a momentum, and what is sent is subtracted from it: with the sign of the result,
@@ -148,7 +148,9 @@ def sparse_mean(
       >>> import jaxcomm, optax
       >>> halves = jaxcomm.sparse.oktopk(values="bfloat16")  # entries of 4 bytes
       >>> tx = optax.chain(jaxcomm.sparse_mean("data", 0.01, halves), optax.sgd(0.1, momentum=0.9))
-      >>> own = jaxcomm.sparse_mean("data", 0.01, "topk_allgather", residual_decay=0.99)
+      >>> chunks = jaxcomm.sparse_mean("data", 1 / 32, "topk_chunks")  # entries of 9 bits
+      >>> few = optax.chain(chunks, optax.sgd(0.1, momentum=0.9, nesterov=True))
+      >>> own = jaxcomm.sparse_mean("data", 1 / 32, "topk_chunks", residual_decay=0.99)
       >>> demo = optax.chain(own, optax.scale_by_sign(), optax.scale_by_learning_rate(1e-3))
 
     References:
@@ -162,8 +164,7 @@ def sparse_mean(
 
     Differs from the paper: in bytes and owners, as `jaxcomm.sparse.oktopk` says. Momentum
     correction and factor masking are those of Lin et al.; their clipping and their rising density
-    are left out. DeMo selects among cosine coefficients of each chunk, SparseLoCo values of each
-    chunk, which it sends in two bits; here it is values of a bucket, in 16 or 32 bits.
+    are left out. DeMo selects among cosine coefficients of each chunk; here it is values.
     """
     check_names(axis_name, exempt, bucket_order)
     chosen = sparse.from_name(algorithm)
