@@ -1,12 +1,14 @@
 """Whole training steps of chains on a network, beside those of the same optimizer in float32.
 
     python -m benchmarks.chain_steps [--rate=200] [--params=2e6] [--repeats=5] [--out=JSON]
+        [--chains=momentum,chunks]
 
 The chains are those whose exchange does not stand right in front of the optimizer: for Adam, and
 for SGD with momentum. The step is that of `python -m benchmarks.allreduce --peers`: forward,
 backward, exchange and optimizer of a perceptron with so many weights, 32 rows a host. Four local
 steps, one of which exchanges, are timed together. Hosts are real processes in namespaces of their
-own (`benchmarks.netlab`; needs root). Each rate is a part of the JSON.
+own (`benchmarks.netlab`; needs root). Each rate is a part of the JSON; some chains
+of a rate are one of their own, with the float32 steps of their run.
 """
 
 import argparse
@@ -14,7 +16,7 @@ import sys
 from typing import Any
 
 from benchmarks import take
-from benchmarks.arguments import values
+from benchmarks.arguments import one_of, several, values
 from benchmarks.netlab.flags import add_flags, add_run_flags, chosen
 from benchmarks.netlab.measuring import Lab, guarded, keep
 from benchmarks.netlab.methods import Step, shapes_of
@@ -39,19 +41,26 @@ def parse() -> argparse.Namespace:
     add_flags(parser)
     parser.set_defaults(hosts=4, rate="200")
     parser.add_argument("--params", type=values, default=2e6, help="weights of the perceptron")
+    every = ",".join(take.CHAINS)
+    parser.add_argument("--chains", type=several(one_of(take.CHAINS)), default=every)
     add_run_flags(parser, repeats=5)
     return parser.parse_args()
 
 
 def run(args: argparse.Namespace) -> None:
-    made = chosen(args)
+    made, names = (
+        chosen(args),
+        list(dict.fromkeys([*map(take.in_float32, args.chains), *args.chains])),
+    )
     command = [sys.executable, "-m", NAME, "--worker", f"--params={args.params}"]
+    command.append(f"--chains={','.join(names)}")
     with Network(made) as network:
         rows = Lab(network).rows([*command, f"--repeats={args.repeats}"], args.seconds)
     found = {row["name"]: row["ms"] for row in rows}
     for name, ms in found.items():
         print(f"{name:20}{ms:9.1f} ms{found[take.in_float32(name)] / ms:8.1f} x")
-    keep(args.out, NAME, str(args.rate), rows, params=args.params, topology=made.name)
+    part = f"{args.rate}/{','.join(names)}" if set(names) < set(take.CHAINS) else str(args.rate)
+    keep(args.out, NAME, part, rows, params=args.params, topology=made.name)
 
 
 def optimizers() -> dict[str, tuple[Any, int]]:
@@ -98,7 +107,8 @@ def work(args: argparse.Namespace) -> None:
 
     jax.set_mesh(jaxcomm.data_mesh())
     shapes = shapes_of(round(args.params))
-    cases = [Step(name, shapes, tx, steps=n) for name, (tx, n) in optimizers().items()]
+    made = optimizers()
+    cases = [Step(name, shapes, made[name][0], steps=made[name][1]) for name in args.chains]
     measure(cases, together, args.repeats)
 
 

@@ -164,8 +164,7 @@ def worse(runs: list[dict[str, Any]]) -> str:
 def speed(timed: Timed, row: Take, rate: str) -> str:
     """How many steps fit into a float32 step; empty where that was not measured."""
     if row.step:
-        found = {step["name"]: step["ms"] for step in chain_steps(rate)}
-        ms, float32 = found.get(row.step), found.get(in_float32(row.step))
+        ms, float32 = chain_step(rate, row.step)
     else:
         ms = timed[row.link].get(rate, {}).get("step_ms")
         float32 = timed["float32"][rate]["step_ms"]
@@ -176,20 +175,24 @@ def times(factor: float) -> str:
     return f"{factor:.0f}x" if factor >= 10 else f"{factor:.1f}x"
 
 
-def chain_steps(rate: str) -> list[dict[str, Any]]:
-    """What `python -m benchmarks.chain_steps` has kept of links with this rate."""
-    if not CHAIN_STEPS.exists():
-        return []
-    return json.loads(CHAIN_STEPS.read_text())["parts"].get(rate, {"rows": []})["rows"]
+def chain_step(rate: str, chain: str) -> tuple[float | None, float | None]:
+    """Milliseconds of a chain's step, and of the same optimizer's in float32 in the same run."""
+    parts = json.loads(CHAIN_STEPS.read_text())["parts"] if CHAIN_STEPS.exists() else {}
+    for name, part in parts.items():
+        found = {step["name"]: step["ms"] for step in part["rows"]}
+        if name.partition("/")[0] == rate and chain in found:
+            return found[chain], found[in_float32(chain)]
+    return None, None
 
 
 def chains(rates: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Head and cells of the steps of chains."""
-    found = [{step["name"]: step["ms"] for step in chain_steps(rate)} for rate in rates]
+    """Head and cells of the steps of chains, where they were measured at all rates."""
     body = []
     for name, (_, words) in CHAINS.items():
-        cells = [f"{ms[name]:.0f} ({times(ms[in_float32(name)] / ms[name])})" for ms in found]
-        body.append([words, *cells])
+        found = [chain_step(rate, name) for rate in rates]
+        cells = [f"{ms:.0f} ({times(float32 / ms)})" for ms, float32 in found if ms and float32]
+        if len(cells) == len(rates):
+            body.append([words, *cells])
     return ["", f"{rates[0]} Mbit/s", *rates[1:]], body
 
 

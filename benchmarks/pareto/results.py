@@ -16,6 +16,7 @@ NESTEROV = (
     "local nadam",
     "factored nadam",
     "4 local steps, scaled_sign, outer momentum",
+    "4 local steps, top-k of chunks, outer momentum",
 )
 BASELINE_OF_NESTEROV = "Nadam, float32"
 OF_MUON, BASELINE_OF_MUON = ("muon", "local muon"), "Muon, float32"
