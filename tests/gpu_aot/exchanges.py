@@ -37,6 +37,7 @@ METHODS: dict[str, Any] = {
     "vote ring": lambda: jaxcomm.majority_vote("data", "ring"),
     "one_bit_adam": lambda: jaxcomm.one_bit_adam("data", 1e-3, dense_steps=10),
     "topk_allgather": lambda: jaxcomm.sparse_mean("data", DENSITY, "topk_allgather"),
+    "topk_chunks": lambda: jaxcomm.sparse_mean("data", DENSITY, "topk_chunks"),
     "one_bit_adam by hosts": lambda: jaxcomm.one_bit_adam("data", 1e-3, dense_steps=10),
     "topk_allgather by hosts": lambda: jaxcomm.sparse_mean("data", DENSITY, "topk_allgather"),
     "gtopk": lambda: jaxcomm.sparse_mean("data", DENSITY, "gtopk"),

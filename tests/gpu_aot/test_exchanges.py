@@ -16,6 +16,7 @@ FLAG = 2 * OTHERS / WORLD * 4  # one float32 beside everything else
 REPORT = 3 * FLAG  # of sparse means
 # On TPUs, XLA gathers some messages whose length is no multiple of 128 by an all-reduce.
 UNEVEN = ("one_bit_adam", "topk_allgather", "one_bit_adam by hosts", "topk_allgather by hosts")
+UNEVEN += ("topk_chunks",)
 ENTRY = 4 + 2  # bytes of a value and of an index below 2^16
 
 
@@ -57,6 +58,11 @@ def expected() -> dict[str, tuple[dict[str, float], set[str]]]:
         "topk_allgather": (
             {"all-gather": OTHERS * math.ceil(1.25 * k) * ENTRY, "all-reduce": FLAG + REPORT},
             {"u16", "f32"},
+        ),
+        # Of 16 chunks with 41 entries each: 8 planes of bits, and 4 + 1 words of a chunk.
+        "topk_chunks": (
+            {"all-gather": OTHERS * 4 * (8 * 21 + 16 * 5), "all-reduce": FLAG + REPORT},
+            {"u32", "f32"},
         ),
         # float32 within hosts there and back, in the latter case bits of both hosts.
         "topk_allgather by hosts": (
