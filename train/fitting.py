@@ -57,11 +57,16 @@ def check_exempt(changed: Iterable[str], state: Any) -> None:
       changed: the fields that differ from the config of the checkpoint, see `workdir.changes`.
       state: the state of the run.
     """
-    if own(state) and any(change.startswith("sync.exempt") for change in changed):
+    if _has_residuals(state) and any(change.startswith("sync.exempt") for change in changed):
         raise UserError(
             "config.sync.exempt decides which parameters have residuals, and those of the "
             "checkpoint would go to others: set it back, or choose another --workdir"
         )
+
+
+def _has_residuals(state: Any) -> bool:
+    keeps = lambda x: bool(getattr(getattr(x, "residual", None), "values", ()))  # noqa: E731
+    return any(map(keeps, jax.tree.leaves(state, is_leaf=keeps)))
 
 
 def _of_one_device(found: Mapping[str, Any], state: Any) -> str:

@@ -67,8 +67,8 @@ def train(
     folder, kept = workdir / CHECKPOINTS, config.checkpoint
     checkpoints = checkpoint.Checkpoints(folder, kept.keep, kept.best)
     if saved is not None:
-        with naming_changes(workdir, config):
-            now = checkpoints.restore(saved, now, run.rows.train, run.tx, changes(workdir, config))
+        with naming_changes(workdir, config) as other:
+            now = checkpoints.restore(saved, now, run.rows.train, run.tx, other)
     start = int(now.step)
     keep_data(workdir, config, run.rows.identity, resumed=saved is not None)
     keep_config(workdir, config, resumed=saved is not None)

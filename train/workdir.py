@@ -144,14 +144,17 @@ def changes(workdir: Path, config: Any, added: bool = True) -> list[str]:
 
 
 @contextlib.contextmanager
-def naming_changes(workdir: Path, config: Any) -> Iterator[None]:
+def naming_changes(workdir: Path, config: Any) -> Iterator[list[str]]:
     """Surrounds the reading of a checkpoint: if it does not fit, says what changed in the config.
+
+    Yields:
+      The fields that the file has and that differ.
 
     Raises:
       UserError: the one that was raised, with the changed fields added.
     """
     try:
-        yield
+        yield changes(workdir, config, added=False)
     except UserError as error:
         if not (changed := changes(workdir, config)):
             raise

@@ -74,12 +74,12 @@ class ChunkEntries:
     def codes(self, values: jax.Array) -> Codes:
         """Of values, float32 `(chunks, k)`, of which zeros stand in slots without an entry."""
         magnitudes = jnp.abs(values)
-        largest = jnp.max(magnitudes, axis=1, keepdims=True)
-        # Sums of large values are infinite, and those of their parts are not.
-        parts = magnitudes / jnp.where(largest > 0, largest, 1)
-        entry = magnitudes > 0
+        # Sums of huge values would be infinite.
+        is_huge = jnp.max(magnitudes, axis=1, keepdims=True) > 2.0**100
+        parts = magnitudes * jnp.where(is_huge, jnp.float32(2.0**-40), 1)
+        entry, unit = magnitudes > 0, jnp.where(is_huge, jnp.float32(2.0**40), 1)
         high = parts > _mean(parts, entry)
-        levels = [largest * _mean(parts, entry & (high == which)) for which in (False, True)]
+        levels = [unit * _mean(parts, entry & (high == which)) for which in (False, True)]
         bits = bfloat16.round_to_bits(jnp.concatenate(levels, axis=1).T)
         return Codes(values > 0, high, bits)
 

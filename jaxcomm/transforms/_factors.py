@@ -28,8 +28,8 @@ Names = list[tuple[str, ...]]
 
 
 # How many times fewer rows and columns a matrix should have than values, and how many times longer
-# than wide one of more than two axes may be: Llama's keys have 8192 inputs and 8 heads of 128.
-_LEAST_SAVED, _LOPSIDED = 4, 8
+# than wide one of more than two axes may be: Llama's keys have 16384 inputs and 8 heads of 128.
+_LEAST_SAVED, _LOPSIDED = 4, 16
 
 
 class _Cut(NamedTuple):

@@ -206,34 +206,39 @@ def _outer_moments(params: Any) -> set[str]:
     return set()
 
 
-def refuse_for_local_steps(inner: Any, outer: Any, params: Any) -> None:
+def refuse_for_local_steps(inner: Any, outer: Any) -> None:
     """Raises, in `init` of local steps, for what is around them, and for optimizers uphill."""
     refuse_wrappers()
     refuse_all_behind("local_steps")
     refuse_movers("local_steps")
-    refuse_uphill(inner, "inner", params)
-    refuse_uphill(outer, "outer", params)
+    for tx, which in ((inner, "inner"), (outer, "outer")):
+        if _climb(tx, 1e3) > 0 > _climb(tx, -1e3):
+            raise ValueError(
+                f"the {which} optimizer of local_steps goes uphill: its updates have the sign of "
+                "the gradients, and parameters are moved by adding them. After a part of an "
+                "optimizer such as optax.trace(0.9), write optax.scale_by_learning_rate(rate); as "
+                "the outer one, optax.sgd(1.0) takes the mean."
+            )
 
 
-def refuse_uphill(tx: optax.GradientTransformationExtraArgs, which: str, params: Any) -> None:
-    """Raises, in `init`, if an optimizer of `local_steps` would follow gradients, not descend.
+def _climb(tx: optax.GradientTransformationExtraArgs, slope: float) -> float:
+    """How far an optimizer moves one parameter in three steps on a slope.
 
-    It is asked for a step on leaves of one value. Where it gives no answer, such as inside of
-    `jax.shard_map` or for an optimizer that needs more, nothing is refused.
+    0 for one that needs other parameters, or climbs on purpose; and inside of `jax.shard_map`.
     """
-    updates: list[float] = []
+    if "sam" in names_in(tx.init):
+        return 0.0
     with contextlib.suppress(Exception), jax.ensure_compile_time_eval():
-        grads = jax.tree.map(lambda p: jnp.full((1,) * jnp.ndim(p), 1e3, jnp.float32), params)
-        zeros = jax.tree.map(jnp.zeros_like, grads)
-        found, _ = tx.update(grads, tx.init(zeros), zeros)
-        updates = [float(x.sum()) for x in jax.tree.leaves(found)]
-    if any(x > 0 for x in updates) and not any(x < 0 for x in updates):
-        raise ValueError(
-            f"the {which} optimizer of local_steps goes uphill: its updates have the sign of the "
-            "gradients, and parameters are moved by adding them. After a part of an optimizer such "
-            "as optax.trace(0.9), write optax.scale_by_learning_rate(rate); as the outer one, "
-            "optax.sgd(1.0) takes the mean."
+        grads, params = (
+            {"w": jnp.full((1, 1), slope, jnp.float32)},
+            {"w": jnp.zeros((1, 1), jnp.float32)},
         )
+        state, moved = tx.init(params), 0.0
+        for _ in range(3):
+            updates, state = tx.update(grads, state, params)
+            moved += float(updates["w"][0, 0])
+        return moved
+    return 0.0
 
 
 def refuse_optimizer_behind(params: Any, name: str) -> None:

@@ -84,9 +84,10 @@ def local_params(state: Any) -> Any:
             f"local_params needs the state of one jaxcomm.local_steps, found {len(found)}; pass "
             "what tx.init or tx.update returned."
         )
-    require_own(found[0].params, found[0].layout)
     # Leaves, as nnx.Optimizer keeps each array of a state in a variable.
-    own = own_tree(found[0], jax.tree.leaves(found[0].params.values))
+    values = jax.tree.leaves(found[0].params.values)
+    require_own(dataclasses.replace(found[0].params, values=values), found[0].layout)
+    own = own_tree(found[0], values)
     if any(isinstance(x, optax.MaskedNode) for x in jax.tree.leaves(own, is_leaf=_is_masked)):
         raise ValueError(
             "this jaxcomm.local_steps has only a part of the parameters, and a model needs all. "

@@ -177,7 +177,7 @@ def local_steps(
     inner, outer, exchange = _wrappers.parts_of_local_steps(inner, outer, exchange)
 
     def init_fn(params: Any) -> Any:
-        _wrappers.refuse_for_local_steps(inner, outer, params)
+        _wrappers.refuse_for_local_steps(inner, outer)
         with _wrappers.before_outer(
             lambda params: outer.init(_float32(params))
         ):  # which it warns of

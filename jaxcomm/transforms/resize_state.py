@@ -71,7 +71,7 @@ def resize_state(tx: optax.GradientTransformation, state: Any, params: Any) -> A
     nodes = jax.tree.leaves(state, is_leaf=is_own)  # a state from a file has none of its own
     _check_shards([x for _, x in new if is_own(x)], list(filter(is_own, nodes)))
     static = treedef.unflatten([None] * len(new))
-    _check_names(static, state, any(is_own(x) and x.values for _, x in new))
+    _check_names(treedef.unflatten([x for _, x in new]), state)
     _check_buckets(static, state)
     return treedef.unflatten([_resized(*pair) for pair in pairs])
 
@@ -102,40 +102,42 @@ def _check_shards(new: list[PerDevice], old: list[PerDevice]) -> None:
             )
 
 
-def _check_names(new: Any, old: Any, keeps: bool) -> None:
+def _check_names(new: Any, old: Any) -> None:
     """Raises if what is kept for a parameter would go to another one; a file has no names.
 
     Args:
-      new: the state of `tx.init`, without arrays.
+      new: the state of `tx.init`.
       old: the state, whose arrays have the same names.
-      keeps: whether devices have arrays of their own.
     """
-
-    def layouts(state: Any) -> list[Layout]:
-        nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Layout))
-        return [node for node in nodes if isinstance(node, Layout)]
-
-    is_state = lambda x: hasattr(x, "layout")  # noqa: E731
-    states = [jax.tree.leaves(state, is_leaf=is_state) for state in (new, old)]
-    for here, there in zip(*states, strict=False):
-        if is_state(here) and is_state(there) and type(here) is not type(there):
+    for here, there in zip(_states_in(new), _states_in(old), strict=False):
+        if type(here) is not type(there):
             raise ValueError(
                 f"the state is not one of this transformation: it has a {type(there).__name__} "
                 f"where this one has a {type(here).__name__}."
             )
-    for here, there in zip(layouts(new), layouts(old), strict=False):
-        for leaf, other in zip(here.leaves, there.leaves, strict=False):
+        has_residuals = bool(getattr(getattr(here, "residual", None), "values", ()))
+        for leaf, other in zip(here.layout.leaves, there.layout.leaves, strict=False):
             if are_other_names(leaf.path, other.path):
                 raise ValueError(
                     f"the state was made for a parameter {other.path!r} where tx.init now finds "
                     f"{leaf.path!r}; resize it with the parameters of the run that saved it."
                 )
-            if keeps and leaf.exempt != other.exempt:
+            if has_residuals and leaf.exempt != other.exempt:
                 raise ValueError(
                     f"{leaf.path!r} is {'' if leaf.exempt else 'not '}exempt here and was "
-                    f"{'' if other.exempt else 'not '}exempt in the old run, so what devices keep "
-                    "would go to another parameter. Make tx with the exempt= of that run."
+                    f"{'' if other.exempt else 'not '}exempt in the old run, so residuals would go "
+                    "to another parameter. Make tx with the exempt= of that run."
                 )
+
+
+def _states_in(tree: Any) -> list[Any]:
+    """The states of exchanges, also those that others hold."""
+    is_state = lambda x: isinstance(getattr(x, "layout", None), Layout)  # noqa: E731
+    found = []
+    for node in jax.tree.leaves(tree, is_leaf=is_state):
+        if is_state(node):
+            found += [node, *_states_in(tuple(node))]
+    return found
 
 
 def _check_buckets(new: Any, old: Any) -> None:

@@ -50,6 +50,21 @@ def test_an_optimizer_that_goes_uphill(mesh8: Any, uphill: Any, jitted: bool) ->
                 start(jaxcomm.local_steps(**good | {which: uphill}).init)(PARAMS)
 
 
+def test_an_optimizer_that_is_not_uphill_by_its_first_step(mesh8: Any) -> None:
+    """Schedules that begin at zero, projections that move parameters from zero, and SAM."""
+    warm = optax.schedules.linear_schedule(0.0, 0.1, 10)
+    project = optax.stateless(
+        lambda u, p: jax.tree.map(lambda u, p: jnp.maximum(p + u, 0.1) - p, u, p)
+    )
+    sam = optax.contrib.sam(SGD, optax.chain(optax.contrib.normalize(), SGD), sync_period=2)
+    with jax.set_mesh(mesh8):
+        for inner in (optax.sgd(warm), optax.chain(SGD, project), sam):
+            jaxcomm.local_steps(inner, 4, SGD, MEAN).init(PARAMS)
+        uphill = optax.chain(optax.trace(0.9), optax.scale_by_schedule(warm))
+        with pytest.raises(ValueError, match="the inner optimizer of local_steps goes uphill"):
+            jaxcomm.local_steps(uphill, 4, SGD, MEAN).init(PARAMS)
+
+
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (2, 0)])
 def test_a_state_without_its_delay(mesh8: Any, before: int, after: int) -> None:
     """It would exchange nothing any more, or has no movement to exchange."""

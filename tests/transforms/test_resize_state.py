@@ -25,6 +25,8 @@ METHODS: dict[str, optax.GradientTransformation] = {
         jaxcomm.mean("data", "scaled_sign", error_feedback=True), 1e-3
     ),
     "control_variates": jaxcomm.control_variates(jaxcomm.mean("data")),
+    "dense sparse_mean": jaxcomm.sparse_mean("data", 0.05, "topk_chunks", dense_steps=2),
+    "dense low_rank_mean": jaxcomm.dense_first(jaxcomm.low_rank_mean("data", 2), 2),
 }
 SIZES = {"w": (30, 70), "b": (7,)}
 BLOCKS = 3  # of 1024 values, that the second errors of `w` are
@@ -258,15 +260,20 @@ def test_a_typed_state_of_another_method_or_exemption_is_refused() -> None:
     """Of the same shapes: residuals would become votes', or another parameter's."""
     params = {name: jnp.zeros((4, 4)) for name in ("a", "b")}
     mean = functools.partial(jaxcomm.mean, "data", "int8", error_feedback=True)
+
+    def own_momentum(**how: Any) -> optax.GradientTransformation:
+        momentum = jaxcomm.local("data", optax.trace(0.9))
+        return optax.chain(momentum, jaxcomm.mean("data", "int8", **how))
+
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:4])):
         saved = jax.tree.map(np.asarray, mean(exempt=["b"]).init(params))
-        exact = jax.tree.map(np.asarray, jaxcomm.mean("data", "int8", exempt=["b"]).init(params))
+        exact = jax.tree.map(np.asarray, own_momentum(exempt=["b"]).init(params))
     with jax.set_mesh(jaxcomm.data_mesh(devices=jax.devices()[:2])):
         params = jaxcomm.replicate(params)
         jaxcomm.resize_state(mean(exempt=["b"]), saved, params)
         with pytest.raises(ValueError, match="'a' is exempt here and was not exempt in the old"):
             jaxcomm.resize_state(mean(exempt=["a"]), saved, params)
-        jaxcomm.resize_state(jaxcomm.mean("data", "int8", exempt=["a"]), exact, params)
+        jaxcomm.resize_state(own_momentum(exempt=["a"]), exact, params)  # kept of all leaves
         vote = jaxcomm.majority_vote("data", error_feedback=True, exempt=["b"])
         with pytest.raises(ValueError, match="has a MeanState where this one has a MajorityVoteS"):
             jaxcomm.resize_state(vote, saved, params)

@@ -94,9 +94,10 @@ def topk_chunks(chunk: int = 4096) -> TopkChunks:
     Raises:
       ValueError: for a chunk that is not a positive number.
 
-    Wire: N-1 messages in one all-gather. Each has k entries of 2 bits for the value and
-    floor(log2 1/d) + 1 to 2 bits for the place, where d is the density, and 4 bytes for each chunk:
-    9.25 bits an entry for d = 1/32, 10.5 for 1/64.
+    Wire: N-1 messages in one all-gather. Each has k entries of 2 bits for the value and about
+    floor(log2 1/d) + 2 bits for the place, where d is the density, and 4 bytes for each chunk: 9.25
+    bits an entry for d = 1/32, 10.5 for 1/64, 12 for 0.01, where whole words of each chunk cost
+    more than a bit.
 
     References:
       A. Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025,
