@@ -229,14 +229,12 @@ def _climb(tx: optax.GradientTransformationExtraArgs, slope: float) -> float:
     if "sam" in names_in(tx.init):
         return 0.0
     with contextlib.suppress(Exception), jax.ensure_compile_time_eval():
-        grads, params = (
-            {"w": jnp.full((1, 1), slope, jnp.float32)},
-            {"w": jnp.zeros((1, 1), jnp.float32)},
-        )
+        params = {"w": jnp.zeros((1, 1), jnp.float32)}
+        grads = {"w": jnp.full((1, 1), slope, jnp.float32)}
         state, moved = tx.init(params), 0.0
         for _ in range(3):
             updates, state = tx.update(grads, state, params)
-            moved += float(updates["w"][0, 0])
+            moved += sum(float(x.sum()) for x in jax.tree.leaves(updates))
         return moved
     return 0.0
 
