@@ -92,14 +92,14 @@ def test_bits_of_an_entry_and_what_they_lose(density: float, bits: float, lost: 
     assert float(jnp.sum(errors**2) / jnp.sum(values**2)) < lost
 
 
-def test_a_huge_value_is_sent(make_mesh: Callable[[int], Mesh]) -> None:
-    """Its chunk has no magnitude that is 0 or infinite, and nothing else waits for it."""
+def test_huge_values_are_sent(make_mesh: Callable[[int], Mesh]) -> None:
+    """Their chunk has no magnitude that is 0 or infinite, and nothing else waits for them."""
     x = normal(2, N)
-    x[0, 7], x[1, 9] = 1.5e38, -3e38
+    x[0, 7:10], x[1, 12] = 1.5e38, -3e38
     outcome, _ = exchanged(x, make_mesh(2), sparse.topk_chunks())
-    np.testing.assert_allclose(outcome.mean[0, [7, 9]], [0.75e38, -1.5e38], rtol=2**-7)
+    np.testing.assert_allclose(outcome.mean[0, [7, 9, 12]], [7.5e37, 7.5e37, -1.5e38], rtol=2**-7)
     assert outcome.taken.sum() == 2 * max(1, round(DENSITY * N))
-    assert np.abs(outcome.errors[:, [7, 9]]).max() < 2e36
+    assert np.abs(outcome.errors).max() < 2e36
 
 
 @pytest.mark.parametrize("k", [1, 7, 64, 100])

@@ -243,6 +243,19 @@ def test_an_exchange_at_any_time(delay: int, counted: int) -> None:
     assert dues.count(fragment) > 3
 
 
+@pytest.mark.parametrize("delay", [1, 2])
+def test_the_first_steps_wait_for_no_exchange(delay: int) -> None:
+    """The count has begun none: what is told exchanges the movement up to the step before."""
+    loop = Loop(local(1, delay, outer=optax.sgd(1.0), exchange=jaxcomm.mean("data")))
+    batches = [gradients(WORLD, seed) for seed in range(delay + 1)]
+    for batch in batches[:-1]:
+        loop.run([None], [batch])
+    own = jaxcomm.unmark_local(jaxcomm.local_params(loop.state))["kernel"]
+    loop.run([True], batches[-1:])
+    assert np.abs(own).max() > 0
+    np.testing.assert_allclose(loop.params["kernel"], np.mean(own, 0), atol=1e-6)
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 def test_with_a_delay_what_is_sent_waits_for_no_gradient(delay: int) -> None:
     loop = Loop(local(1, delay))

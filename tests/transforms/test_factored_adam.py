@@ -95,6 +95,7 @@ def test_stacked_layers_have_factors_of_their_own() -> None:
         ((64, 2, 16), (64, 32)),  # to few heads
         ((16, 12, 24), (16, 12, 24)),  # stacks of thin matrices
         ((32, 64, 8), (32, 64, 8)),
+        ((64, 32, 64), (64, 32, 64)),  # one matrix would be 32 times longer than wide
     ],
 )
 def test_what_is_a_matrix_at_each_position(shape: tuple[int, ...], matrix: tuple[int, ...]) -> None:

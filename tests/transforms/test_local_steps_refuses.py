@@ -50,13 +50,14 @@ def test_an_optimizer_that_goes_uphill(mesh8: Any, uphill: Any, jitted: bool) ->
                 start(jaxcomm.local_steps(**good | {which: uphill}).init)(PARAMS)
 
 
+@pytest.mark.standard_promotion  # optax promotes
 def test_an_optimizer_that_is_not_uphill_by_its_first_step(mesh8: Any) -> None:
     """Schedules that begin at zero, projections that move parameters from zero, and SAM."""
     warm = optax.schedules.linear_schedule(0.0, 0.1, 10)
     project = optax.stateless(
         lambda u, p: jax.tree.map(lambda u, p: jnp.maximum(p + u, 0.1) - p, u, p)
     )
-    sam = optax.contrib.sam(SGD, optax.chain(optax.contrib.normalize(), SGD), sync_period=2)
+    sam = optax.contrib.sam(SGD, optax.chain(optax.contrib.normalize(), SGD), sync_period=5)
     with jax.set_mesh(mesh8):
         for inner in (optax.sgd(warm), optax.chain(SGD, project), sam):
             jaxcomm.local_steps(inner, 4, SGD, MEAN).init(PARAMS)
