@@ -65,7 +65,12 @@ def check_exempt(changed: Iterable[str], state: Any) -> None:
 
 
 def _has_residuals(state: Any) -> bool:
-    keeps = lambda x: bool(getattr(getattr(x, "residual", None), "values", ()))  # noqa: E731
+    """Whether an exchange in it keeps errors, by parameter or, in 1-bit Adam, by bucket."""
+
+    def keeps(node: Any) -> bool:
+        kept = (getattr(node, name, None) for name in ("residual", "worker_error"))
+        return any(getattr(own, "values", ()) for own in kept)
+
     return any(map(keeps, jax.tree.leaves(state, is_leaf=keeps)))
 
 

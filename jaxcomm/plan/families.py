@@ -75,7 +75,7 @@ def _mean(
 
 def density_of(name: str) -> float:
     """The density of a sparse all-reduce: more where entries are short and each chunk has some."""
-    return 1 / 32 if name == "topk_chunks" else 0.01
+    return 1 / 32 if name == "topk_chunks" else DENSITY
 
 
 def _sparse(name: str) -> Family:

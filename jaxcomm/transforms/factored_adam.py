@@ -86,8 +86,8 @@ def factored_adam(
     The root mean square of a matrix is the product of a row factor and a column factor (Adafactor),
     which all devices share exactly. So they all divide their gradients by the same numbers before
     they send anything, and need no dense steps to learn these numbers. A convolution has such
-    factors at each position of its kernel, or where it has few channels of each row of positions,
-    and stacked layers have them in each layer; a projection to heads, (inputs, heads, width), is a
+    factors at each position of its kernel, one of few channels at each row of positions, and
+    stacked layers have them in each layer; a projection to heads, (inputs, heads, width), is a
     matrix. By its shape alone a stack of many thin layers may look like one:
     `jaxcomm.with_layer_axis` names stacks. Biases and norms (recognised as in `jaxcomm.mean`) keep
     the squares of all their values.

@@ -178,9 +178,8 @@ def local_steps(
 
     def init_fn(params: Any) -> Any:
         _wrappers.refuse_for_local_steps(inner, outer)
-        with _wrappers.before_outer(
-            lambda params: outer.init(_float32(params))
-        ):  # which it warns of
+        start = lambda params: outer.init(_float32(params))  # noqa: E731
+        with _wrappers.before_outer(start):  # which the exchange warns of
             exchange_state = exchange.init(params)
         inner_state = inner.init(params)
         axis_name = axis_of(exchange_state, "local_steps")
@@ -206,7 +205,7 @@ def local_steps(
         require_delay(state, delay)
         grads = _own_gradients(updates, state)
         if params is None:
-            raise ValueError("local_steps needs the shared parameters: tx.update(grads, state, p)")
+            raise ValueError("local_steps needs the shared parameters in tx.update(..., params).")
         known, extra_args = _branches.known_on_the_host("local_steps", extra_args, fragments)
         state = _inner_steps(inner, grads, state, extra_args)
         number = state.step + 1  # of this step

@@ -195,6 +195,11 @@ def test_residuals_stay_with_their_parameters() -> None:
         fitting.check_exempt(changed, state_of(5, 0))
     fitting.check_exempt(changed, state_of(5, 0)._replace(opt_state=()))
     fitting.check_exempt(["steps=3 (was 2)"], state_of(5, 0))
+    state = state_of(5, 0)
+    with jax.set_mesh(jaxcomm.data_mesh()):
+        by_bucket = jaxcomm.one_bit_adam("data", 1e-3, dense_steps=1).init(state.params)
+    with pytest.raises(UserError, match="which parameters have residuals"):
+        fitting.check_exempt(changed, state._replace(opt_state=by_bucket))
 
 
 def test_a_checkpoint_of_parameters_that_were_not_split(tmp_path: Path) -> None:
