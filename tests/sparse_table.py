@@ -85,6 +85,7 @@ def sent_by_chunks(algorithm: Any, n: int, world: int) -> Sent:
     """Planes of bits of all entries; and for each chunk whole words of unary, and one more."""
     width = min(n, algorithm.chunk)
     k, chunks = max(1, round(algorithm.density * width)), ceil(n / width)
+    width = 32 * ceil(width / 32)
     low = int(np.log2(width // k))
     planes = (low + 2) * ceil(chunks * k / 32)
     of_each = ceil((k + width // 2**low) / 32) + 1

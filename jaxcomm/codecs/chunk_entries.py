@@ -39,7 +39,7 @@ class ChunkEntries:
     chunk, its lower magnitude in the low half.
 
     Attributes:
-      width: the values in a chunk; this number as a place stands for no entry.
+      width: the places in a chunk; this number as a place stands for no entry.
       k: the entries of a chunk.
       chunks: how many.
 
@@ -99,8 +99,7 @@ class ChunkEntries:
         row, column = (_numbered((self.chunks, self.k), axis) for axis in (0, 1))
         ends = (places >> self.low) + column + long * row
         bits = jnp.zeros(self.chunks * long, jnp.uint32).at[ends.reshape(-1)].set(1)
-        bits = bits.reshape(-1, 32)
-        unary = jnp.sum(bits << _numbered(bits.shape, 1).astype(jnp.uint32), 1, dtype=jnp.uint32)
+        unary = select.words_of_rows(bits.reshape(self.chunks, long)).reshape(-1)
         lower, higher = codes.levels.astype(jnp.uint32)
         return jnp.concatenate([planes.reshape(-1), unary, lower | higher << 16])
 
@@ -115,8 +114,8 @@ class ChunkEntries:
         planes, unary, levels = jnp.split(messages, ends, axis=1)
         planes = planes.reshape(len(messages), self.low + 2, -1)
         fields = bitplanes.unpack_fields(planes, entries).reshape(shape)
-        word, bit = select.bits_of_rows(unary.reshape(-1, self._unary_words), self.k)
-        places = ((32 * word + bit - _numbered(word.shape, 1)) << self.low).reshape(shape)
+        ends = select.bits_of_rows(unary.reshape(-1, self._unary_words), self.k)
+        places = ((ends - _numbered(ends.shape, 1)) << self.low).reshape(shape)
         places |= (fields & (2**self.low - 1)).astype(jnp.int32)
         halves = jnp.stack([levels.astype(jnp.uint16), (levels >> 16).astype(jnp.uint16)])
         positive, high = ((fields >> self.low + i) & 1 == 1 for i in (0, 1))

@@ -110,8 +110,10 @@ class SparseExchange:
         small = moved({i: grads[i] for i in exempt_})
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, _Bucket]:
-            moving = moved(parts)
-            x = joined_sums(moving, residual) if self.error_feedback else joined(moving)
+            moving, n = moved(parts), sum(part.size for part in parts.values())
+            size = n if self.is_dense else _by_hosts.padded(self.algorithm, n, self.axis_name)
+            size = None if size == n else size
+            x = joined_sums(moving, residual, size) if self.error_feedback else joined(moving, size)
             return self._on_bucket(x, joined(moving), own[2][number], step)
 
         done = exchange_buckets(
@@ -142,7 +144,7 @@ class SparseExchange:
         )
         updates, finite = updates_of(means, done.finite, grads, self.axis_name)
         new = tuple(kept_if(finite, *pair) for pair in zip(new, own, strict=True))
-        sizes = [vector.size for vector in done.buckets]
+        sizes = [sum(grads[i].size for i in bucket) for bucket in buckets]
         k = sum(sizes if self.is_dense else map(self.k, sizes))
         squares = sum((kept.squares for kept in done.kept), jnp.zeros(2, jnp.float32))
         report = report_of(k, counts, squares, self.axis_name)
@@ -174,7 +176,7 @@ class SparseExchange:
             )
         squares = jnp.zeros(2, jnp.float32)
         if self.measure_xi:
-            squares = distance(x, velocity, result.mean, self.k(x.size), self.axis_name)
+            squares = distance(x, velocity, result.mean, self.k(velocity.size), self.axis_name)
         counts = jnp.stack([result.selected, result.delivered, result.applied]).astype(jnp.float32)
         residual = result.errors if self.error_feedback else None
         # Factor masking: where a value was sent, its momentum restarts from zero.

@@ -87,7 +87,8 @@ def test_bits_of_an_entry_and_what_they_lose(density: float, bits: float, lost: 
     k = round(4096 * density)
     entries = ChunkEntries(4096, k, 400)
     assert 32 * entries.words / (400 * k) == bits
-    values = jnp.take_along_axis(x, select.largest_of_rows(x, k, 1e-30), axis=1)
+    columns = select.columns_of(select.largest_of_rows(x, k, 1e-30), 4096)
+    values = jnp.take_along_axis(x, columns, axis=1)
     errors = values - entries.rounded(entries.codes(values))
     assert float(jnp.sum(errors**2) / jnp.sum(values**2)) < lost
 
@@ -111,9 +112,11 @@ def test_largest_of_rows(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = np.where(np.abs(x) >= 1e-3, np.abs(x), 0)
 
     def check(found: jax.Array) -> None:
-        for row, columns in zip(sizes, np.asarray(found), strict=True):
-            there = columns[columns < 100]
-            assert (np.diff(there) > 0).all() and (columns[len(there) :] == 100).all()
+        assert found.shape == (9, k)
+        for row, places in zip(sizes, np.asarray(found), strict=True):
+            there = places[places < 128]
+            assert (np.diff(there) > 0).all() and (places[len(there) :] == 128).all()
+            there = 4 * (there % 32) + there // 32  # by words of which there are four
             wanted = np.sort(row)[::-1][: len(there)]
             np.testing.assert_array_equal(np.sort(row[there])[::-1], wanted)
             assert len(there) == min(k, np.count_nonzero(row))
@@ -129,7 +132,7 @@ def test_rows_without_many_ties(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         jax.lax, "top_k", lambda x, k: (x[:, :k], jnp.zeros((len(x), k), jnp.int32))
     )
-    found = np.asarray(rows.largest_of_rows(jnp.asarray(x), 64, 1e-30))
+    found = np.asarray(select.columns_of(rows.largest_of_rows(jnp.asarray(x), 64, 1e-30), N))
     for row, columns in zip(np.abs(x), found, strict=True):
         assert set(columns[columns < N]) == {i for i in np.argsort(-row)[:64] if row[i] >= 1e-30}
 

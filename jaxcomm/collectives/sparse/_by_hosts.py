@@ -78,6 +78,12 @@ def k_of(algorithm: SparseAllReduce, n: int, axis_name: AxisName) -> int:
     return min(n, within.size * algorithm.k(block * -(-n // (block * within.size))))
 
 
+def padded(algorithm: SparseAllReduce, n: int, axis_name: AxisName) -> int:
+    """The length that `exchange` best finds a vector of n values in; zeros are behind them."""
+    _, within = _hosts.levels(axis_name)
+    return algorithm.padded(n) if within is None else n
+
+
 def block_of(n: int, parts: int) -> int:
     """The number of values in a block."""
     return max(1, min(BLOCK, n // (LEAST_BLOCKS * parts)))

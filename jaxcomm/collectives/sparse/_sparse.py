@@ -79,6 +79,10 @@ class SparseAllReduce:
         """The number of values to select from n: at least one."""
         return max(1, round(self.density * n))
 
+    def padded(self, n: int) -> int:
+        """A length, n or more, that a vector may have for this; with zeros behind its n values."""
+        return n
+
     def exchange(
         self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis: Axis
     ) -> tuple[SparseResult, jax.Array]:
@@ -102,8 +106,9 @@ def add_lists(total: jax.Array, values: jax.Array, indices: jax.Array) -> jax.Ar
 
     Args:
       total: float32[n].
-      values: float32[N, c].
-      indices: int32[N, c], without repetition in a list; an index of n or more stands for no place.
+      values: float32[N, ...].
+      indices: int32 of the same shape, without repetition in a list; an index of n or more stands
+        for no place.
     """
 
     def add(total: jax.Array, entries: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
@@ -120,7 +125,7 @@ def take_out(
 
     A mask of what has changed would keep x beside the result, which XLA else writes over it.
     """
-    left = x.at[indices.reshape(-1)].add(-jnp.where(taken, values, 0).reshape(-1), mode="drop")
+    left = x.at[indices].add(-jnp.where(taken, values, 0), mode="drop")
     return left, jnp.where(taken & (values != 0), indices, x.size).reshape(-1)
 
 

@@ -19,6 +19,7 @@ from jaxcomm.collectives.sparse._sparse import (
     take_out,
 )
 from jaxcomm.kernels import select
+from jaxcomm.kernels.reductions import computed_once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,41 +44,50 @@ class TopkChunks(SparseAllReduce):
 
     def entries(self, n: int) -> ChunkEntries:
         """The message of n values."""
-        width = min(n, self.chunk)
-        return ChunkEntries(width, super().k(width), -(-n // width))
+        width = self._width(n)
+        return ChunkEntries(select.places_in(width), super().k(width), -(-n // width))
 
     def k(self, n: int) -> int:
         """The number of values to select from n: at least one of every chunk."""
         entries = self.entries(n)
-        *_, last = range(0, n, entries.width)
+        *_, last = range(0, n, self._width(n))
         return (entries.chunks - 1) * entries.k + min(entries.k, n - last)
+
+    def padded(self, n: int) -> int:
+        """Whole chunks: the last one would be filled up by a copy of all values."""
+        return -(-n // self._width(n)) * self._width(n)
+
+    def _width(self, n: int) -> int:
+        """The values of a chunk."""
+        return min(n, self.chunk)
 
     def exchange(
         self, x: jax.Array, threshold: jax.Array, step: jax.Array, axis: Axis
     ) -> tuple[SparseResult, jax.Array]:
         """See `SparseAllReduce.exchange`."""
         del step
-        entries, n = self.entries(x.size), x.size
-        chunks = jnp.pad(x, (0, -n % entries.width)).reshape(entries.chunks, entries.width)
-        columns = select.largest_of_rows(chunks, entries.k, SMALLEST)
-        own = _places(columns, entries, n)
+        x = computed_once(x)  # before its view as a matrix
+        entries, n, width = self.entries(x.size), x.size, self._width(x.size)
+        chunks = jnp.pad(x, (0, -n % width)).reshape(entries.chunks, width)
+        selected = select.largest_of_rows(chunks, entries.k, SMALLEST)
+        own = _indices(selected, width, n)
         codes = entries.codes(take(x, own))
-        messages = all_gather(entries.encode(codes, columns), axis)
+        messages = all_gather(entries.encode(codes, selected), axis)
         values, arrived = entries.decode(messages)
-        places = _places(arrived, entries, n).reshape(len(messages), -1)
-        mean = add_lists(jnp.zeros_like(x), values.reshape(places.shape), places)
+        mean = add_lists(jnp.zeros_like(x), values, _indices(arrived, width, n))
         mean /= _axes.world_of(axis)
         errors, taken = take_out(x, entries.rounded(codes), own)
-        selected = jnp.sum(own < n, dtype=jnp.int32)
+        sent = jnp.sum(own < n, dtype=jnp.int32)
         applied = select.count_at_least(mean, jnp.float32(0))
         bounds = jnp.sum(entries.largest(messages), axis=0)  # no sum is larger
-        return SparseResult(mean, errors, taken, selected, selected, applied, [bounds]), threshold
+        return SparseResult(mean, errors, taken, sent, sent, applied, [bounds]), threshold
 
 
-def _places(columns: jax.Array, entries: ChunkEntries, n: int) -> jax.Array:
-    """Places in the bucket, int32 `(..., chunks, k)`; n where there is no entry."""
-    first = entries.width * jax.lax.broadcasted_iota(jnp.int32, columns.shape, columns.ndim - 2)
-    return jnp.where(columns < entries.width, first + jnp.minimum(columns, n - first), n)
+def _indices(places: jax.Array, width: int, n: int) -> jax.Array:
+    """Indices in the bucket, int32 `(..., chunks, k)`; n where there is no entry."""
+    columns = select.columns_of(places, width)
+    first = width * jax.lax.broadcasted_iota(jnp.int32, columns.shape, columns.ndim - 2)
+    return jnp.where(columns < width, first + jnp.minimum(columns, n - first), n)
 
 
 def topk_chunks(chunk: int = 4096) -> TopkChunks:

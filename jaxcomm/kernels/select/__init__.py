@@ -11,7 +11,13 @@ GPUs.
 from jaxcomm.kernels.select.compaction import Selected, narrow
 from jaxcomm.kernels.select.hashing import hashed
 from jaxcomm.kernels.select.largest import largest
-from jaxcomm.kernels.select.rows import bits_of_rows, largest_of_rows
+from jaxcomm.kernels.select.rows import (
+    bits_of_rows,
+    columns_of,
+    largest_of_rows,
+    places_in,
+    words_of_rows,
+)
 from jaxcomm.kernels.select.selection import MOST, compact, count_at_least
 from jaxcomm.kernels.select.threshold import count_near, threshold_for, threshold_near
 
@@ -19,6 +25,7 @@ __all__ = [
     "MOST",
     "Selected",
     "bits_of_rows",
+    "columns_of",
     "compact",
     "count_at_least",
     "count_near",
@@ -26,6 +33,8 @@ __all__ = [
     "largest",
     "largest_of_rows",
     "narrow",
+    "places_in",
     "threshold_for",
     "threshold_near",
+    "words_of_rows",
 ]

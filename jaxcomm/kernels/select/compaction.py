@@ -18,6 +18,7 @@ from jaxcomm.kernels.select.magnitudes import (
     LANES,
     PAST_INFINITY,
     bit_with_rank,
+    first_bits,
     lowest_for,
     patterns_of,
     words_in,
@@ -128,12 +129,7 @@ def _without_surplus(
     """
     ties_before = _count_before(ties)
     kept = at_most - (total - ties_before[-1])
-    counts = jax.lax.population_count(ties).astype(jnp.int32)
-    before = ties_before[:-1, None] + jnp.cumsum(counts, axis=1, dtype=jnp.int32) - counts
-    left = kept - before
-    first = (jnp.uint32(1) << bit_with_rank(ties, jnp.clip(left, 0, 31)).astype(jnp.uint32)) - 1
-    stay = jnp.where(left >= counts, ties, jnp.where(left > 0, ties & first, jnp.uint32(0)))
-    words = (words & ~ties) | stay
+    words = (words & ~ties) | first_bits(ties, kept - ties_before[:-1])
     return words, _count_before(words)
 
 

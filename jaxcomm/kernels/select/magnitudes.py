@@ -82,6 +82,23 @@ def bit_with_rank(word: jax.Array, rank: jax.Array) -> jax.Array:
     return place
 
 
+def first_bits(words: jax.Array, room: jax.Array) -> jax.Array:
+    """The words without the last of their bits.
+
+    Args:
+      words: uint32 array `(rows, w)`.
+      room: how many bits of each row stay, at most, int32 `(rows,)`; none if it is negative.
+
+    Returns:
+      uint32 array `(rows, w)`.
+    """
+    counts = jax.lax.population_count(words).astype(jnp.int32)
+    before = jnp.cumsum(counts, axis=1, dtype=jnp.int32) - counts
+    left = room[:, None] - before
+    first = (jnp.uint32(1) << bit_with_rank(words, jnp.clip(left, 0, 31)).astype(jnp.uint32)) - 1
+    return jnp.where(left >= counts, words, jnp.where(left > 0, words & first, jnp.uint32(0)))
+
+
 def _count_one_by_one(patterns: jax.Array, lows: jax.Array) -> jax.Array:
     return jnp.stack([jnp.sum(_above(patterns, low), dtype=jnp.int32) for low in lows])
 

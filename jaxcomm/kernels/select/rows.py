@@ -1,13 +1,29 @@
-"""The largest entries of every row of a matrix, as many of each."""
+"""The largest entries of every row of a matrix, as many of each.
+
+They are listed in the order of `packing.pack`, by the word of a row and then by the bit, as a CPU
+finds them without sorting: place 32 w + b of a row of W words is column b W + w.
+"""
 
 import functools
+import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcomm.kernels import reductions
 from jaxcomm.kernels.bitplanes import packing
-from jaxcomm.kernels.select.magnitudes import PAST_INFINITY, bit_with_rank, patterns_of
+from jaxcomm.kernels.select.magnitudes import (
+    PAST_INFINITY,
+    bit_with_rank,
+    first_bits,
+    patterns_of,
+)
+
+# How often a guess is mended before bisection. Half as many values reach a magnitude that is a
+# sixth of an octave higher: between normal and Laplace's distribution, at a few percent.
+_GUESSES, _HALVING = 4, 2**23 / 6
 
 
 def largest_of_rows(x: jax.Array, k: int, least: float) -> jax.Array:
@@ -19,11 +35,11 @@ def largest_of_rows(x: jax.Array, k: int, least: float) -> jax.Array:
     Args:
       x: float32 array `(rows, n)`, without NaN.
       k: 1 to n.
-      least: the smallest magnitude that is selected, positive.
+      least: the smallest magnitude that is selected, a positive normal number.
 
     Returns:
-      int32 array `(rows, k)` of columns in ascending order, with n in the last slots of a row that
-      has fewer entries.
+      int32 array `(rows, k)` of places in ascending order, with `places_in(n)` in the last slots of
+      a row that has fewer entries. `columns_of` turns them into columns.
 
     Raises:
       TypeError: for another dtype.
@@ -33,78 +49,35 @@ def largest_of_rows(x: jax.Array, k: int, least: float) -> jax.Array:
         raise TypeError(f"largest_of_rows takes float32, got {x.dtype}.")
     if x.ndim != 2 or not 1 <= k <= x.shape[1]:
         raise ValueError(f"largest_of_rows takes a matrix and 1 <= k <= n, got {x.shape}, k={k}.")
-    patterns = patterns_of(jnp.where(jnp.abs(x) >= least, x, 0))
-    return jax.lax.platform_dependent(
-        patterns, cpu=functools.partial(_by_words, k=k), default=functools.partial(_by_bits, k=k)
-    )
+    first = int(np.float32(least).view(np.uint32))
+    by_words = functools.partial(_by_words, k=k, first=first)
+    by_bits = functools.partial(_by_bits, k=k, first=first)
+    return jax.lax.platform_dependent(x, cpu=by_words, default=by_bits)
 
 
-def _by_words(patterns: jax.Array, k: int) -> jax.Array:
-    """For CPUs: a few more than k candidates of each row, and among them the k largest.
+def places_in(n: int) -> int:
+    """The places in a row of n columns, of which some may have none."""
+    return packing.BITS * packing.words_for(n)
 
-    A pass over the matrix makes a bit of each entry, and counts them. XLA's `top_k` takes twice as
-    long; here it is for rows in which more entries tie than there are slots for candidates.
+
+def columns_of(places: jax.Array, n: int) -> jax.Array:
+    """The columns of places in rows of n, int32 of the same shape; n for `places_in(n)`."""
+    word, bit = places >> 5, places & 31
+    width = packing.words_for(n)
+    return jnp.where(word < width, bit * width + word, n)
+
+
+def words_of_rows(bits: jax.Array) -> jax.Array:
+    """Neighbours in words, the first lowest: uint32 `(rows, w)` of bool or 0 and 1 `(rows, 32 w)`.
+
+    `packing.pack` is several times as fast for large arrays; in its words neighbours are apart.
     """
-    most, n = k + max(k // 2, 1), patterns.shape[1]
-    low, count = _lows(patterns, k, most)
-
-    def narrowed(patterns: jax.Array, low: jax.Array) -> jax.Array:
-        columns = _places(_words(patterns, low), min(most, n), n)
-        found = jnp.take_along_axis(patterns, columns, axis=1, mode="fill", fill_value=0)
-        kept = _is_largest(found, k)
-        return jnp.sort(jnp.where(kept, columns, n), axis=1)[:, :k]
-
-    def sorted_out(patterns: jax.Array, low: jax.Array) -> jax.Array:
-        del low
-        found, columns = jax.lax.top_k(patterns.astype(jnp.int32), k)
-        return jnp.sort(jnp.where(found > 0, columns, n), axis=1)
-
-    return jax.lax.cond(jnp.all(count <= most), narrowed, sorted_out, patterns, low)
+    bits = bits.astype(jnp.uint32).reshape(len(bits), -1, packing.BITS)
+    shift = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, 2)
+    return jnp.sum(bits << shift, axis=2, dtype=jnp.uint32)
 
 
-def _words(patterns: jax.Array, low: jax.Array) -> jax.Array:
-    """A bit for each entry, whether it is at least its row's `low`."""
-    return packing.pack(patterns >= low[:, None])
-
-
-def _counts(words: jax.Array) -> jax.Array:
-    return jnp.sum(jax.lax.population_count(words), axis=1, dtype=jnp.int32)
-
-
-def _lows(patterns: jax.Array, k: int, most: int) -> tuple[jax.Array, jax.Array]:
-    """Patterns that k to `most` entries of their row reach, by bisection, and how many do.
-
-    Where a row has fewer entries, all reach the least; where too many tie, more than `most` do.
-    """
-
-    def goes_on(state: tuple[jax.Array, ...]) -> jax.Array:
-        low, count, past = state
-        return jnp.any((count > most) & (past - low > 1))
-
-    def halved(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        low, count, past = state
-        middle = low + (past - low) // 2
-        found = _counts(_words(patterns, middle))
-        is_done, is_low = count <= most, found >= k
-        rises = is_low & ~is_done
-        low, count = jnp.where(rises, middle, low), jnp.where(rises, found, count)
-        return low, count, jnp.where(is_low | is_done, past, middle)
-
-    low = jnp.ones(len(patterns), jnp.uint32)
-    past = jnp.full_like(low, PAST_INFINITY)
-    count = _counts(_words(patterns, low))
-    low, count, _ = jax.lax.while_loop(goes_on, halved, (low, count, past))
-    return low, count
-
-
-def _places(words: jax.Array, slots: int, n: int) -> jax.Array:
-    """The columns of a row's bits, `(rows, slots)`, in some order; n where there are no more."""
-    word, bit = bits_of_rows(words, slots)
-    there = _numbered(word.shape, 1) < _counts(words)[:, None]
-    return jnp.where(there, bit * words.shape[1] + word, n)
-
-
-def bits_of_rows(words: jax.Array, slots: int) -> tuple[jax.Array, jax.Array]:
+def bits_of_rows(words: jax.Array, slots: int) -> jax.Array:
     """Where the bits of every row are that are set.
 
     Args:
@@ -112,41 +85,130 @@ def bits_of_rows(words: jax.Array, slots: int) -> tuple[jax.Array, jax.Array]:
       slots: how many bits of a row are asked for.
 
     Returns:
-      The word and the place in it, from 0 to 31, of the first bits, int32 arrays `(rows, slots)`,
-      the words in ascending order; anything in slots beyond the last bit.
+      32 times the word and the place in it, from 0 to 31, of the first bits, ascending, int32
+      `(rows, slots)`; 32 w in slots beyond the last bit.
     """
-    up_to = jnp.cumsum(jax.lax.population_count(words).astype(jnp.int32), axis=1)
-    slot = _numbered((len(words), slots), 1)
+    counts = jax.lax.population_count(words).astype(jnp.int32)
+    up_to = reductions.running_sum(counts, axis=1)
+    slot = jax.lax.broadcasted_iota(jnp.int32, (len(words), slots), 1)
     word = reductions.count_up_to(up_to, slot)
     take = functools.partial(jnp.take_along_axis, axis=1, mode="clip")
     before = jnp.where(word > 0, take(up_to, jnp.maximum(word - 1, 0)), 0)
-    return word, bit_with_rank(take(words, word), slot - before)
+    bit = bit_with_rank(take(words, word), slot - before)
+    return packing.BITS * word + jnp.where(word < words.shape[1], bit, 0)
 
 
-def _numbered(shape: tuple[int, ...], axis: int) -> jax.Array:
-    """The number of each row or column, int32."""
-    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+def _by_words(x: jax.Array, k: int, first: int) -> jax.Array:
+    """For CPUs: a few more than k candidates of each row, and among them the k largest.
+
+    A pass over the matrix makes a bit of each entry, and counts them. XLA's `top_k` takes four
+    times as long; here it is for rows in which more entries tie than there are slots for
+    candidates.
+    """
+    most, n = places_in(k + k // 2), x.shape[1]
+    words, count = _candidates(x, k, most, first)
+
+    def narrowed(x: jax.Array, words: jax.Array) -> jax.Array:
+        places = bits_of_rows(words, most)
+        take = functools.partial(jnp.take_along_axis, axis=1, mode="fill")
+        found = patterns_of(take(x, columns_of(places, n), fill_value=0))
+        return take(places, bits_of_rows(_largest(found, k), k), fill_value=places_in(n))
+
+    def sorted_out(x: jax.Array, words: jax.Array) -> jax.Array:
+        patterns = patterns_of(x)
+        patterns = jnp.where(patterns >= first, patterns, 0).astype(jnp.int32)
+        found, columns = jax.lax.top_k(patterns, k)
+        width = words.shape[1]
+        places = packing.BITS * (columns % width) + columns // width
+        return jnp.sort(jnp.where(found > 0, places, places_in(n)), axis=1)
+
+    return jax.lax.cond(jnp.all(count <= most), narrowed, sorted_out, x, words)
+
+
+def _candidates(x: jax.Array, k: int, most: int, first: int) -> tuple[jax.Array, jax.Array]:
+    """The k to `most` largest entries of each row.
+
+    Where a row has fewer, these are all whose pattern is at least `first`; where too many tie, they
+    are more.
+
+    Returns:
+      The words of `packing.pack`, and the number of entries of each row.
+    """
+    wanted = (k + most) / 2
+
+    def goes_on(state: tuple[jax.Array, ...]) -> jax.Array:
+        _, _, count, low, past, _ = state
+        return jnp.any((count > most) & (past - low > 1))
+
+    def tried(state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        number, words, count, low, past, guess = state
+        found = _words(x, guess)
+        reached = _counts(found)
+        is_open, is_low = count > most, reached >= k
+        rises, falls = is_open & is_low, is_open & ~is_low
+        words = jnp.where(rises[:, None], found, words)
+        count, low = jnp.where(rises, reached, count), jnp.where(rises, guess, low)
+        past = jnp.where(falls, guess, past)
+        halvings = jnp.log2(jnp.maximum(reached, 1).astype(jnp.float32) / wanted)
+        closer = guess + (halvings * _HALVING).astype(jnp.int32).astype(jnp.uint32)
+        is_inside = (number < _GUESSES) & (low < closer) & (closer < past)
+        guess = jnp.where(is_inside, closer, low + (past - low) // 2)
+        return number + 1, words, count, low, past, guess
+
+    low = jnp.full(len(x), first, jnp.uint32)
+    past = jnp.full_like(low, PAST_INFINITY)
+    words = _words(x, low)
+    # Of values with Laplace's distribution. Beyond infinity it would never be below `past`.
+    scale = max(0.5, math.log(x.shape[1] / wanted)) / x.shape[1]
+    guess = jnp.minimum(patterns_of(scale * reductions.total(jnp.abs(x))), PAST_INFINITY - 1)
+    state = jnp.int32(0), words, _counts(words), low, past, jnp.maximum(guess, low + 1)
+    _, words, count, *_ = jax.lax.while_loop(goes_on, tried, state)
+    return words, count
+
+
+def _words(x: jax.Array, low: jax.Array) -> jax.Array:
+    """A bit for each entry, whether its magnitude is at least its row's `low`, a pattern."""
+    least = jax.lax.bitcast_convert_type(low, jnp.float32)[:, None]
+    # Of `abs` XLA would keep a copy for the loop, which takes as long as three passes.
+    return packing.pack((x >= least) | (x <= -least))
+
+
+def _counts(words: jax.Array) -> jax.Array:
+    return jnp.sum(jax.lax.population_count(words), axis=1, dtype=jnp.int32)
+
+
+def _largest(patterns: jax.Array, k: int) -> jax.Array:
+    """The words, as of `words_of_rows`, of what `_is_largest` is true for."""
+    kth = _kth(lambda tried: _counts(packing.pack(patterns >= tried)), patterns, k)
+    above, ties = words_of_rows(patterns > kth), words_of_rows((patterns == kth) & (kth > 0))
+    return above | first_bits(ties, k - _counts(above))
+
+
+def _kth(count: Callable[[jax.Array], jax.Array], patterns: jax.Array, k: int) -> jax.Array:
+    """The k-th largest pattern of every row, `(rows, 1)`, bit by bit; `count` counts larger."""
+
+    def with_bit(number: jax.Array, kth: jax.Array) -> jax.Array:
+        tried = kth | (jnp.uint32(1 << 30) >> number.astype(jnp.uint32))
+        return jnp.where(count(tried)[:, None] >= k, tried, kth)
+
+    return jax.lax.fori_loop(0, 31, with_bit, jnp.zeros((len(patterns), 1), jnp.uint32))
 
 
 def _is_largest(patterns: jax.Array, k: int) -> jax.Array:
     """Whether an entry is one of its row's k largest, of those that tie the first; no zeros."""
-
-    def with_bit(number: jax.Array, kth: jax.Array) -> jax.Array:
-        tried = kth | (jnp.uint32(1 << 30) >> number.astype(jnp.uint32))
-        count = jnp.sum(patterns >= tried[:, None], axis=1, dtype=jnp.int32)
-        return jnp.where(count >= k, tried, kth)
-
-    start = jnp.zeros(len(patterns), jnp.uint32)
-    kth = jax.lax.fori_loop(0, 31, with_bit, start)[:, None]
+    kth = _kth(lambda tried: jnp.sum(patterns >= tried, axis=1, dtype=jnp.int32), patterns, k)
     above, ties = patterns > kth, (patterns == kth) & (kth > 0)
     room = k - jnp.sum(above, axis=1, keepdims=True, dtype=jnp.int32)
     return above | (ties & (reductions.running_sum(ties.astype(jnp.int32), axis=1) <= room))
 
 
-def _by_bits(patterns: jax.Array, k: int) -> jax.Array:
+def _by_bits(x: jax.Array, k: int, first: int) -> jax.Array:
     """For others: the bits of the k-th magnitude of every row, from the highest to the lowest."""
-    rows, n = patterns.shape
+    (rows, n), patterns = x.shape, patterns_of(x)
+    patterns = jnp.where(patterns >= first, patterns, 0)
+    patterns = jnp.pad(patterns, ((0, 0), (0, places_in(n) - n)))
+    patterns = patterns.reshape(rows, packing.BITS, -1).swapaxes(1, 2).reshape(rows, -1)
     chosen = _is_largest(patterns, k)
     slot = jnp.where(chosen, reductions.running_sum(chosen.astype(jnp.int32), axis=1) - 1, k)
-    row, columns = _numbered((rows, n), 0), _numbered((rows, n), 1)
-    return jnp.full((rows, k), n, jnp.int32).at[row, slot].set(columns, mode="drop")
+    row, place = (jax.lax.broadcasted_iota(jnp.int32, chosen.shape, axis) for axis in (0, 1))
+    return jnp.full((rows, k), places_in(n), jnp.int32).at[row, slot].set(place, mode="drop")
