@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcomm.codecs._rounding import require_choice
 from jaxcomm.kernels import bfloat16, reductions
@@ -67,10 +68,10 @@ class Entries:
             parts = _words(jax.lax.bitcast_convert_type(values, jnp.uint32))
         parts.append(offsets.astype(jnp.uint16))
         if self.blocks:
-            block = jnp.where(offsets < self.width, offsets // BLOCK, self.blocks)
-            by_ends = functools.partial(_counts_by_ends, blocks=self.blocks)
-            searched = functools.partial(_counts_by_search, blocks=self.blocks)
-            counts = jax.lax.platform_dependent(block, cpu=searched, default=by_ends)
+            sizes = {"blocks": self.blocks, "width": self.width}
+            by_ends = functools.partial(_counts_by_ends, **sizes)
+            searched = functools.partial(_counts_by_search, **sizes)
+            counts = jax.lax.platform_dependent(offsets, cpu=searched, default=by_ends)
             parts += _words(counts.astype(jnp.uint32))
         return jnp.concatenate(parts, -1)
 
@@ -97,14 +98,18 @@ def _each(number: int, lead: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(jnp.arange(number, dtype=jnp.int32), (*lead, number))
 
 
-def _counts_by_search(block: jax.Array, blocks: int) -> jax.Array:
-    """From ascending blocks `(..., c)`, how many entries each has, int32 `(..., blocks)`."""
-    ends = reductions.count_up_to(block, _each(blocks, block.shape[:-1]))
-    return jnp.diff(ends, axis=-1, prepend=0)
+def _counts_by_search(offsets: jax.Array, blocks: int, width: int) -> jax.Array:
+    """From offsets `(..., c)`, how many entries each block has, int32 `(..., blocks)`."""
+    last = np.minimum(np.arange(1, blocks + 1) * BLOCK, width) - 1
+    last = np.broadcast_to(last.astype(np.int32), (*offsets.shape[:-1], blocks))
+    ends = reductions.count_up_to(offsets, jnp.asarray(last))
+    one_later = [(0, 0, 0)] * (ends.ndim - 1) + [(1, -1, 0)]
+    return ends - jax.lax.pad(ends, np.int32(0), one_later)
 
 
-def _counts_by_ends(block: jax.Array, blocks: int) -> jax.Array:
+def _counts_by_ends(offsets: jax.Array, blocks: int, width: int) -> jax.Array:
     """The same for GPUs, in one kernel: the first and the last entry of a block know its ends."""
+    block = jnp.where(offsets < width, offsets // BLOCK, blocks)
     changes = block[..., 1:] != block[..., :-1]
     end = jnp.ones((*block.shape[:-1], 1), bool)
     first, last = jnp.concatenate([end, changes], -1), jnp.concatenate([changes, end], -1)

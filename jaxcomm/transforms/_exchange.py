@@ -44,7 +44,7 @@ from jaxcomm._marks import OWN_GRADIENT, kind_of, mark_local, unmark_local
 from jaxcomm._notes import Message, noted
 from jaxcomm._shards import is_sharded
 from jaxcomm._users_line import users_line
-from jaxcomm.kernels.reductions import all_finite
+from jaxcomm.kernels.reductions import all_finite, all_parts
 from jaxcomm.transforms._buckets import LAYER, SHORT, Bucket, in_row_major, joined, split
 from jaxcomm.transforms._layout import Layout, check_gradients, check_paths
 from jaxcomm.transforms._specs import names_in, restrict
@@ -216,8 +216,8 @@ def exchange_buckets(
       on_bucket: how the method exchanges a bucket.
       small: what is averaged exactly, in float32; leaves in the order of their gradients.
       look_at: where to look for non-finite values of buckets: "results", which every device sees;
-        "parts", also what travels; "own", only at `finite` of what `on_bucket` keeps, a bool array
-        for everything. The last two send a flag; "own" averages the sums of `counts` with it.
+        "parts", also what travels; "own", only at `finite` of what `on_bucket` keeps, the parts
+        of everything. The last two send a flag; "own" averages the sums of `counts` with it.
       axis_name: the mesh axis.
       equal_key: a key that must be equal on all devices; if it is not, `finite` is False.
       results_are_finite: whether the results of buckets are always finite, as signs are.
@@ -241,8 +241,8 @@ def exchange_buckets(
         kept.append(rest)
     small = {key: behind.arrays[key] for key in small}
     if look_at == "own":
-        local = [k.finite for k in kept] or [jnp.ones(1, bool)]
-        small[FLAG] = 1 - jnp.all(jnp.concatenate(local)).astype(jnp.float32)
+        local = [part for k in kept for part in k.finite] or [jnp.ones(1, bool)]
+        small[FLAG] = 1 - all_parts(local).astype(jnp.float32)
         small[COUNTS] = sum((k.counts for k in kept), jnp.zeros(3, jnp.float32))
     elif look_at == "parts":
         local = [parts[i] for i in itertools.chain(*buckets)] + jax.tree.leaves(kept)

@@ -49,7 +49,7 @@ class _Bucket(NamedTuple):
       threshold: float32[1], the next one.
       counts: float32[3]: those of `SparseResult`.
       squares: float32[2]: the two numbers of `distance`, equal along the axis, or zeros.
-      finite: bool array, true everywhere if x, the mean and what this device keeps are finite.
+      finite: results of `finite_parts`, true if x, the mean and what this device keeps are finite.
     """
 
     residual: jax.Array | None
@@ -57,7 +57,7 @@ class _Bucket(NamedTuple):
     threshold: jax.Array
     counts: jax.Array
     squares: jax.Array
-    finite: jax.Array
+    finite: Sequence[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +160,8 @@ class SparseExchange:
             residual = jnp.zeros_like(x) if self.error_feedback else None
             counts, squares = jnp.full(3, x.size, jnp.float32), jnp.zeros(2, jnp.float32)
             # The mean carries what is not finite.
-            return mean, _Bucket(residual, velocity, threshold, counts, squares, finite_parts(mean))
+            kept = residual, velocity, threshold, counts, squares, [finite_parts(mean)]
+            return mean, _Bucket(*kept)
         # Not of the errors, which are written over x: they would be read once more.
         finite = finite_parts(x)
         x, finite = jax.lax.optimization_barrier((x, finite))
@@ -183,5 +184,5 @@ class SparseExchange:
         masked = None
         if self.momentum is not None:
             masked = velocity.at[result.taken].set(0.0, mode="drop")
-        finite = jnp.concatenate([finite, *map(finite_parts, result.witnesses)])
+        finite = [finite, *map(finite_parts, result.witnesses)]
         return result.mean, _Bucket(residual, masked, after[None], counts, squares, finite)

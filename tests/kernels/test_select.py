@@ -172,8 +172,8 @@ def test_gpus_pack_and_place_alike() -> None:
             words = packing._joined(streams)
             np.testing.assert_array_equal(packing._joined_by_halves(streams), words)
             before = compaction._count_before(words)
-            marks = compaction._places_by_marks(words, before, slot)
-            found = compaction._places_by_search(words, before, slot)
+            marks = compaction._places_by_marks(words, before, capacity)
+            found = compaction._places_by_search(words, before, capacity)
             filled = np.asarray(slot) < int(before[-1])
             np.testing.assert_array_equal(found[filled], marks[filled])
 

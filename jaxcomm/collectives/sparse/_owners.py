@@ -22,6 +22,7 @@ from jaxcomm.kernels import reductions, select
 from jaxcomm.kernels._apart import once
 
 _GROUP = 32  # entries that are compared with each other
+_FEW = 8  # owners that a CPU compares with each entry
 
 
 class Dealt(NamedTuple):
@@ -106,8 +107,11 @@ def _ranks(owner: jax.Array, world: int) -> jax.Array:
     rank = jnp.sum(alike & before, axis=2, dtype=jnp.int32)
     scattered = functools.partial(_in_earlier_groups, world=world)
     at_once = functools.partial(_in_earlier_groups_at_once, world=world)
-    default = at_once if world <= _GROUP else scattered
-    rank += jax.lax.platform_dependent(groups, cpu=scattered, default=default)
+    rank += jax.lax.platform_dependent(
+        groups,
+        cpu=at_once if world <= _FEW else scattered,
+        default=at_once if world <= _GROUP else scattered,
+    )
     return rank.reshape(-1)[: owner.size]
 
 

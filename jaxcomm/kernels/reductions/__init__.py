@@ -25,6 +25,7 @@ _FEW_LANES = 8  # for an axis that is shorter than that
 _MANY_ROWS = 64
 _ROW = 1024  # values that GPUs reduce at once
 _PAIRS = 2**23  # values and sums that GPUs add up in one kernel, which makes no use of other sums
+_SHORT = 32  # values that XLA on CPU sums in one loop, without loops over parts of them
 _FEW = 2**14  # up to this many values are reduced plainly: a fold takes longer to compile
 _MAGNITUDE, INFINITY = 0x7FFFFFFF, 0x7F800000
 _INFINITIES = {jnp.dtype(jnp.bfloat16): 0x7F80, jnp.dtype(jnp.float16): 0x7C00}
@@ -114,7 +115,7 @@ def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
     Returns:
       int32 array of the shape of x.
     """
-    cpu = functools.partial(_doubled, axis=axis)
+    cpu = functools.partial(_each_summed if x.shape[axis] <= _SHORT else _doubled, axis=axis)
     is_short = x.size * x.shape[axis] <= _PAIRS
     default = functools.partial(_each_summed if is_short else _cumsum, axis=axis)
     return jax.lax.platform_dependent(x, cpu=cpu, default=default)
@@ -123,8 +124,9 @@ def running_sum(x: jax.Array, axis: int = 0) -> jax.Array:
 def count_up_to(ascending: jax.Array, x: jax.Array) -> jax.Array:
     """How many of the ascending values are at most x, for each x along the last axis.
 
-    On CPU a binary search for each. Elsewhere, where it would be a chain of short kernels, the
-    values are compared with every tenth, say, and then with the ten that follow.
+    On CPU a binary search for each, or comparisons with all of a few. Elsewhere, where it would be
+    a chain of short kernels, the values are compared with every tenth, say, and then with the ten
+    that follow.
 
     Args:
       ascending: int32 array `(..., m)`, not empty along the last axis.
@@ -134,7 +136,13 @@ def count_up_to(ascending: jax.Array, x: jax.Array) -> jax.Array:
       int32 array of the shape of x, from 0 to m.
     """
     ascending, x = _axes.varying_alike([ascending, x])
-    return jax.lax.platform_dependent(ascending, x, cpu=_searched, default=_searched_twice)
+    cpu = _compared if ascending.shape[-1] <= _SHORT else _searched
+    return jax.lax.platform_dependent(ascending, x, cpu=cpu, default=_searched_twice)
+
+
+def _compared(ascending: jax.Array, x: jax.Array) -> jax.Array:
+    """Each is compared with all values."""
+    return jnp.sum(ascending[..., None, :] <= x[..., None], axis=-1, dtype=jnp.int32)
 
 
 def _searched(ascending: jax.Array, x: jax.Array) -> jax.Array:
@@ -171,7 +179,7 @@ def all_finite(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def finite_parts(x: jax.Array) -> jax.Array:
-    """Whether parts of a float32 vector are finite, in one pass; for `jnp.all` of several vectors.
+    """Whether parts of a float32 vector are finite, in one pass; for `all_parts`.
 
     Returns:
       bool array, true everywhere if and only if x is finite.
@@ -179,6 +187,15 @@ def finite_parts(x: jax.Array) -> jax.Array:
     shape = (-(-x.size // _ROW),)
     at_once = lambda x: jnp.broadcast_to(_is_finite(x), shape)  # noqa: E731
     return jax.lax.platform_dependent(x, cpu=at_once, default=_rows_are_finite)
+
+
+def all_parts(parts: Sequence[jax.Array]) -> jax.Array:
+    """Whether all of several results of `finite_parts` are true everywhere."""
+    return jax.lax.platform_dependent(
+        list(parts),
+        cpu=lambda parts: jnp.all(jnp.stack([part[0] for part in parts])),  # the others are equal
+        default=lambda parts: jnp.all(jnp.concatenate(parts)),
+    )
 
 
 def _one_by_one(*arrays: jax.Array) -> jax.Array:
@@ -240,7 +257,7 @@ def _cumsum(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _each_summed(x: jax.Array, axis: int) -> jax.Array:
-    """Running sums of few values, each on its own, for GPUs: one kernel instead of several."""
+    """Running sums of few values, each on its own: one kernel instead of several."""
     x = jnp.moveaxis(x, axis, -1)
     to, of = (jax.lax.broadcasted_iota(jnp.int32, (x.shape[-1],) * 2, i) for i in (0, 1))
     up_to = (of <= to).reshape((1,) * (x.ndim - 1) + of.shape)

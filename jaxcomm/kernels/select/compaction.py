@@ -111,10 +111,10 @@ def _words_in(x: jax.Array, low: jax.Array, past: jax.Array) -> jax.Array:
 
 def _compact_words(x: jax.Array, words: jax.Array, before: jax.Array, capacity: int) -> Selected:
     """The entries of x that have a bit in `words`; `before` counts them before each chunk."""
-    slot = jnp.arange(capacity, dtype=jnp.int32)
-    places = functools.partial(jax.lax.platform_dependent, words, before, slot)
-    place = places(cpu=apart(_places_by_marks), default=_places_by_search)
-    filled = slot < before[-1]
+    by_marks = apart(functools.partial(_places_by_marks, capacity=capacity))
+    by_search = functools.partial(_places_by_search, capacity=capacity)
+    place = jax.lax.platform_dependent(words, before, cpu=by_marks, default=by_search)
+    filled = jnp.arange(capacity, dtype=jnp.int32) < before[-1]
     values = jnp.where(filled, x.at[place].get(mode="clip"), jnp.float32(0))
     return Selected(values, jnp.where(filled, place, x.size), before[-1])
 
@@ -140,32 +140,33 @@ def _count_before(words: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(before)
 
 
-def _places_by_marks(words: jax.Array, before: jax.Array, slot: jax.Array) -> jax.Array:
+def _places_by_marks(words: jax.Array, before: jax.Array, capacity: int) -> jax.Array:
     """The place in x of the s-th entry, for each slot s; arbitrary beyond the last entry.
 
     Every chunk marks the slot of its first entry, and an empty chunk marks the slot of the next
     entry. So the number of marks at or before a slot is the number of chunks that begin there or
     earlier, and the last of these chunks holds the entry.
     """
-    marks = jnp.zeros_like(slot).at[before[:-1]].add(1, mode="drop")
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    marks = jnp.zeros_like(slot).at[before].add(1, mode="drop")
     chunk = jax.lax.optimization_barrier(reductions.running_sum(marks) - 1)
-    rank = slot - before.at[chunk].get(mode="clip")
-    counts = jax.lax.population_count(words).astype(jnp.int32)
-    ends = jnp.cumsum(counts, axis=1, dtype=jnp.int32).at[chunk].get(mode="clip")
-    past = ends <= rank[:, None]
-    lane = jnp.sum(past, axis=1, dtype=jnp.int32)
-    left = rank - jnp.max(jnp.where(past, ends, 0), axis=1)
-    word = words.at[chunk, lane].get(mode="clip")
-    return chunk * CHUNK + bit_with_rank(word, left) * LANES + lane
-
-
-def _places_by_search(words: jax.Array, before: jax.Array, slot: jax.Array) -> jax.Array:
-    """The same for GPUs: each slot finds its chunk independently, in a few short kernels."""
-    chunk = reductions.count_up_to(before[:-1], slot) - 1
+    lanes = [words.at[chunk, j].get(mode="clip") for j in range(LANES)]
     left = slot - before.at[chunk].get(mode="clip")
+    return _places_in_chunks(lanes, chunk, left)
+
+
+def _places_by_search(words: jax.Array, before: jax.Array, capacity: int) -> jax.Array:
+    """The same for GPUs: each slot finds its chunk independently, in a few short kernels."""
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    chunk = reductions.count_up_to(before[:-1], slot) - 1
+    lanes = [words.at[chunk, j].get(mode="clip") for j in range(LANES)]
+    return _places_in_chunks(lanes, chunk, slot - before.at[chunk].get(mode="clip"))
+
+
+def _places_in_chunks(lanes: list[jax.Array], chunk: jax.Array, left: jax.Array) -> jax.Array:
+    """The places in x of the entries with the ranks `left` in chunks, of which these are words."""
     word, lane, done = jnp.zeros_like(left, jnp.uint32), jnp.zeros_like(left), left < 0
-    for j in range(LANES):
-        mine = words.at[chunk, j].get(mode="clip")
+    for j, mine in enumerate(lanes):
         count = jax.lax.population_count(mine).astype(jnp.int32)
         here = ~done & (left < count)
         word, lane = jnp.where(here, mine, word), jnp.where(here, j, lane)

@@ -18,6 +18,7 @@ _MAGNITUDE = 0x7FFFFFFF
 # The tile of a count on CPU stays in the nearest cache. With 64 rows it is 6 times slower, because
 # XLA then keeps a loop over the rows.
 _ROWS, _COLUMNS = 32, 32
+TILE = _ROWS * _COLUMNS
 
 
 def patterns_of(x: jax.Array) -> jax.Array:
@@ -61,7 +62,7 @@ def count_from(patterns: jax.Array, lows: jax.Array) -> jax.Array:
 
     Args:
       patterns: uint32 array `(n,)`.
-      lows: uint32 array `(m,)`, none above PAST_INFINITY.
+      lows: uint32 array `(m,)`, from 1 to PAST_INFINITY.
 
     Returns:
       int32 array `(m,)`.
@@ -105,18 +106,18 @@ def _count_one_by_one(patterns: jax.Array, lows: jax.Array) -> jax.Array:
 
 def _count_in_tiles(patterns: jax.Array, lows: jax.Array) -> jax.Array:
     """The same for CPU: reads each tile from memory once, and never reduces the last axis."""
-    tile = _ROWS * _COLUMNS
-    whole = patterns.size // tile * tile
-    rest = _above(patterns[None, whole:], lows[:, None])
-    counts = jnp.sum(rest, axis=1, dtype=jnp.int32)
-    if whole == 0:
-        return counts
-    tiles = patterns[:whole].reshape(-1, 1, _ROWS, _COLUMNS)
-    above = _above(tiles, lows[None, :, None, None])
+    whole = patterns.size // TILE * TILE
+    parts = [patterns[:whole], jnp.pad(patterns[whole:], (0, -patterns.size % TILE))]
     # Without the barrier XLA merges both sums into one reduction, which is several times slower.
-    columns = jax.lax.optimization_barrier(jnp.sum(above, axis=2, dtype=jnp.int32))
-    columns = jnp.sum(columns, axis=0, dtype=jnp.int32)
-    return counts + jnp.sum(columns, axis=1, dtype=jnp.int32)
+    columns = jax.lax.optimization_barrier([_in_columns(x, lows) for x in parts if x.size])
+    columns = sum(jnp.sum(x, axis=0, dtype=jnp.int32) for x in columns)
+    return jnp.sum(columns, axis=1, dtype=jnp.int32)
+
+
+def _in_columns(patterns: jax.Array, lows: jax.Array) -> jax.Array:
+    """The counts for each column of each tile, int32 `(tiles, m, _COLUMNS)`."""
+    tiles = patterns.reshape(-1, 1, _ROWS, _COLUMNS)
+    return jnp.sum(_above(tiles, lows[None, :, None, None]), axis=2, dtype=jnp.int32)
 
 
 def _above(patterns: jax.Array, lows: jax.Array) -> jax.Array:

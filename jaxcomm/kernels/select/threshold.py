@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxcomm import _axes
 from jaxcomm.kernels import _implementations
@@ -14,6 +15,7 @@ from jaxcomm.kernels.select.compaction import Selected, compact_band
 from jaxcomm.kernels.select.hashing import MOST, hashed
 from jaxcomm.kernels.select.magnitudes import (
     PAST_INFINITY,
+    TILE,
     count_from,
     lowest_for,
     patterns_of,
@@ -263,7 +265,8 @@ def _kth_of_halves(patterns: jax.Array, k: int) -> jax.Array:
 
 def _digits(patterns: jax.Array, ranks: jax.Array) -> jax.Array:
     """The same, found digit by digit from the highest: each is the largest that k still reach."""
-    digits = jnp.arange(1, 2**_DIGIT, dtype=jnp.uint32)
+    digits = np.arange(1, 2**_DIGIT, dtype=np.uint32)
+    patterns = jnp.pad(patterns, (0, -patterns.size % TILE))  # counted in whole tiles
 
     def step(i: jax.Array, prefixes: jax.Array) -> jax.Array:
         shift = (32 - _DIGIT * (i + 1)).astype(jnp.uint32)
