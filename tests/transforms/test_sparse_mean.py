@@ -211,6 +211,16 @@ def test_the_report_and_the_distance_to_the_true_top_k() -> None:
     assert report.xi == pytest.approx(xi, rel=1e-4) and xi > 0.1
 
 
+def test_zeros_behind_a_bucket_are_not_counted() -> None:
+    """The last chunk of a bucket has ten values, and as many are selected."""
+    w = np.random.default_rng(0).standard_normal((WORLD, 2, 2053), np.float32)
+    tx = jaxcomm.sparse_mean("data", 0.1, "topk_chunks", momentum_correction=0.9, measure_xi=True)
+    for updates, state in run(GLOBAL, tx, [{"w": w}] * 2):
+        assert state.report[:3] == (420, 420, 420)
+        assert 0.1 < state.report.xi < 1
+        assert np.count_nonzero(np.asarray(updates["w"]).reshape(-1)[-10:]) == 10
+
+
 def test_a_dense_warmup_first() -> None:
     tx = jaxcomm.sparse_mean("data", 0.1, "topk_allgather", dense_steps=1)
     (first, _), (second, _) = run(GLOBAL, tx, [gradients(WORLD)] * 2)
