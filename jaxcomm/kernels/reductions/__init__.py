@@ -7,7 +7,7 @@ operand: 8 rows of 32 neighbours become one row, the row becomes one number, and
 few numbers are left. On other platforms both are plain reductions.
 
 XLA on CPU compiles a running sum to six to ten loops, one for each power of 16. On CPU, the version
-here is a single loop, which doubles the length of the sums each time.
+here adds few values directly, and more in a single loop, which doubles the length of the sums.
 """
 
 import functools
