@@ -237,7 +237,7 @@ DEFAULTS = {
             **dict.fromkeys(
                 ("topk_allgather", "topk_dsa", "gtopk", "gaussiank"), (10.5e-9, 9.4e-9)
             ),
-            "topk_chunks": (11e-9, 10e-9),
+            "topk_chunks": (12e-9, 12e-9),
             "powersgd1": (1.7e-9, 1.8e-9),
             **dict.fromkeys(("powersgd2", "powersgd4"), (2.1e-9, 2.1e-9)),
         },

@@ -103,7 +103,7 @@ def bits_of_rows(words: jax.Array, slots: int) -> jax.Array:
 def _by_words(x: jax.Array, k: int, first: int) -> jax.Array:
     """For CPUs: a few more than k candidates of each row, and among them the k largest.
 
-    A pass over the matrix makes a bit of each entry, and counts them. XLA's `top_k` takes four
+    A pass over the matrix makes a bit of each entry, and counts them. XLA's `top_k` takes five
     times as long for 3 % of normal values.
     """
     most, n = places_in(k + k // 2), x.shape[1]
