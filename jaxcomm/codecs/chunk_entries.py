@@ -110,8 +110,8 @@ class ChunkEntries:
     def decode(self, messages: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The values and places, float32 and int32 `(N, chunks, k)`, of N messages."""
         shape, entries = (len(messages), self.chunks, self.k), self.chunks * self.k
-        ends = self._planes, self._planes + self.chunks * self._unary_words
-        planes, unary, levels = jnp.split(messages, ends, axis=1)
+        parts = self._planes, self._planes + self.chunks * self._unary_words
+        planes, unary, levels = jnp.split(messages, parts, axis=1)
         planes = planes.reshape(len(messages), self.low + 2, -1)
         fields = bitplanes.unpack_fields(planes, entries).reshape(shape)
         ends = select.bits_of_rows(unary.reshape(-1, self._unary_words), self.k)

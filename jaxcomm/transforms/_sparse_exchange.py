@@ -112,7 +112,6 @@ class SparseExchange:
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, _Bucket]:
             moving, n = moved(parts), sum(part.size for part in parts.values())
             size = n if self.is_dense else _by_hosts.padded(self.algorithm, n, self.axis_name)
-            size = None if size == n else size
             x = joined_sums(moving, residual, size) if self.error_feedback else joined(moving, size)
             return self._on_bucket(x, joined(moving), own[2][number], step)
 

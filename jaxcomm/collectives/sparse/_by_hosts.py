@@ -79,7 +79,7 @@ def k_of(algorithm: SparseAllReduce, n: int, axis_name: AxisName) -> int:
 
 
 def padded(algorithm: SparseAllReduce, n: int, axis_name: AxisName) -> int:
-    """The length that `exchange` best finds a vector of n values in; zeros are behind them."""
+    """The length to which a vector of n values is padded with zeros, for `exchange`."""
     _, within = _hosts.levels(axis_name)
     return algorithm.padded(n) if within is None else n
 

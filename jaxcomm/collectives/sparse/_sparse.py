@@ -80,7 +80,7 @@ class SparseAllReduce:
         return max(1, round(self.density * n))
 
     def padded(self, n: int) -> int:
-        """A length, n or more, that a vector may have for this; with zeros behind its n values."""
+        """The length to which a vector of n values is best padded with zeros, for `exchange`."""
         return n
 
     def exchange(

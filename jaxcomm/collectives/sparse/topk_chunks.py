@@ -54,7 +54,7 @@ class TopkChunks(SparseAllReduce):
         return (entries.chunks - 1) * entries.k + min(entries.k, n - last)
 
     def padded(self, n: int) -> int:
-        """Whole chunks: the last one would be filled up by a copy of all values."""
+        """Whole chunks: `exchange` would copy all values to fill up the last one."""
         return -(-n // self._width(n)) * self._width(n)
 
     def _width(self, n: int) -> int:

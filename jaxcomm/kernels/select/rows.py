@@ -20,7 +20,7 @@ from jaxcomm.kernels.select.magnitudes import (
     patterns_of,
 )
 
-# A sample has one part of each stretch, as neighbours.
+# A sample has the first eighth of each stretch.
 _STRETCH, _PART = 512, 8
 # How often a guess is mended before bisection. It is supposed that half as many values reach a
 # magnitude an eighth of an octave higher; at a few percent, between a sixth of it for gradients
@@ -64,7 +64,7 @@ def places_in(n: int) -> int:
 
 def columns_of(places: jax.Array, n: int) -> jax.Array:
     """The columns of places in rows of n, int32 of the same shape; n for `places_in(n)`."""
-    word, bit = places >> 5, places & 31
+    word, bit = places >> 5, places & 31  # fewer operations than a division of signed numbers
     width = packing.words_for(n)
     return jnp.where(word < width, bit * width + word, n)
 
@@ -193,7 +193,7 @@ def _largest(patterns: jax.Array, k: int) -> jax.Array:
 
 
 def _kth(count: Callable[[jax.Array], jax.Array], patterns: jax.Array, k: int) -> jax.Array:
-    """The k-th largest pattern of every row, `(rows, 1)`, bit by bit; `count` counts larger."""
+    """The k-th largest pattern of every row, `(rows, 1)`, bit by bit; `count` those that reach one."""
 
     def with_bit(number: jax.Array, kth: jax.Array) -> jax.Array:
         tried = kth | (jnp.uint32(1 << 30) >> number.astype(jnp.uint32))
