@@ -109,6 +109,7 @@ def test_largest_of_rows(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.round(4 * normal(9, 100)) / 4
     x[0], x[1, 10:], x[2] = 0, 0, np.where(x[2] > 0, 1e-30, x[2])
     x[3], x[4] = np.float32(3e38) * np.sign(x[3]), np.inf
+    x[5] = np.where(np.arange(100) % 4 == 3, -2, 0.5)  # those that tie are listed first
     sizes = np.where(np.abs(x) >= 1e-3, np.abs(x), 0)
 
     def check(found: jax.Array) -> None:

@@ -108,15 +108,13 @@ def _by_words(x: jax.Array, k: int, first: int) -> jax.Array:
     """
     most, n = places_in(k + k // 2), x.shape[1]
     words, count, low = _candidates(x, k, most, first)
-    has_surplus = count > most
 
     def without_surplus(x: jax.Array, words: jax.Array) -> jax.Array:
         above = _words(x, low + 1)
-        kept = above | first_bits(words & ~above, k - _counts(above))
-        return jnp.where(has_surplus[:, None], kept, words)
+        return above | first_bits(words & ~above, k - _counts(above))
 
     keep = lambda x, words: words  # noqa: E731
-    words = jax.lax.cond(jnp.any(has_surplus), without_surplus, keep, x, words)
+    words = jax.lax.cond(jnp.any(count > most), without_surplus, keep, x, words)
     places = bits_of_rows(words, most)
     take = functools.partial(jnp.take_along_axis, axis=1, mode="fill")
     found = patterns_of(take(x, columns_of(places, n), fill_value=0))
@@ -193,7 +191,7 @@ def _largest(patterns: jax.Array, k: int) -> jax.Array:
 
 
 def _kth(count: Callable[[jax.Array], jax.Array], patterns: jax.Array, k: int) -> jax.Array:
-    """The k-th largest pattern of every row, `(rows, 1)`, bit by bit; `count` those that reach one."""
+    """The k-th largest pattern of every row, `(rows, 1)`, bit by bit; `count` those from one on."""
 
     def with_bit(number: jax.Array, kth: jax.Array) -> jax.Array:
         tried = kth | (jnp.uint32(1 << 30) >> number.astype(jnp.uint32))
