@@ -148,7 +148,10 @@ def run(args: argparse.Namespace) -> None:
 
 def read(path: str | Path) -> dict[str, Any]:
     """What the file has."""
-    return json.loads(Path(path).read_text()) if Path(path).exists() else {"cases": []}
+    found = json.loads(Path(path).read_text()) if Path(path).exists() else {"cases": []}
+    for case in found["cases"]:
+        case.setdefault("devices", 1)  # older files do not say it
+    return found
 
 
 def is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:

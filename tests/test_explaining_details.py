@@ -102,3 +102,10 @@ def test_hops_of_scanned_layers_are_counted(mesh8: Any) -> None:
     (bucket,) = [message for message in found.messages if message.leaves]
     assert [times for _, times, _ in bucket.hops] == [3, 3]
     assert "all-to-all x 3" in str(found) and "all-gather x 3" in str(found)
+
+
+def test_the_decay_of_a_residual_is_shown(mesh8: Any) -> None:
+    with jax.set_mesh(mesh8):
+        tx = jaxcomm.sparse_mean("data", 0.05, residual_decay=0.99)
+        found = jaxcomm.explain(tx, {"w": jnp.zeros((64, 64))})
+    assert found.leaves[0].travels == "oktopk, density 0.05, decay 0.99"

@@ -21,14 +21,15 @@ def trained(
     Args:
       network: an open one.
       config: a file of `configs`.
-      rate: of the network's links, which the run takes as known.
+      rate: of the network's links, which the run takes as known, unless it is unlimited.
       options: values of the config's fields, by their names.
       seconds: after which everything is ended.
 
     Returns:
       The lines of its `metrics.jsonl`.
     """
-    options = {"network.gigabits": rate_of(rate) / 1e3, **options}
+    if (known := rate_of(rate)) is not None:
+        options = {"network.gigabits": known / 1e3, **options}
     with tempfile.TemporaryDirectory(prefix="netlab-") as folder:
         command = [sys.executable, "-m", "train", f"--config={config}"]
         command += [f"--config.{name}={value}" for name, value in options.items()]

@@ -77,11 +77,12 @@ def chain(
     """
     names, switches = _hosts(hosts), _switches(hosts)
     links = _uplinks(names, switches, rate, links_per_host)
+    between = _listed("rates", rates or [rate], '["1Gbit", "50%"]')
     pairs = list(zip(switches, switches[1:], strict=False))
     if closed and hosts > 2:
         pairs.append((switches[-1], switches[0]))
     for i, (a, b) in enumerate(pairs):
-        links += _cables(a, b, rate_of(rates[i % len(rates)], rate) if rates else rate)
+        links += _cables(a, b, rate_of(between[i % len(between)], rate))
     return Topology(name, names, switches, tuple(links))
 
 
@@ -268,10 +269,12 @@ def explicit(
       The topology.
 
     Raises:
-      ValueError: for a link of another form, or without a rate.
+      ValueError: for links or switches that are not listed, and for a link of another form, or
+        without a rate.
     """
     made = []
-    for i, link in enumerate(links):
+    between = _listed("switches", switches, '["s0", "s1"]')
+    for i, link in enumerate(_listed("links", links, '[["h0", "s0"], ["h1", "s0"]]')):
         if not isinstance(link, list | tuple) or len(link) not in (2, 3):
             raise LinkError(i, f"a link is [end, end] or [end, end, rate], got {link!r}.")
         own = link[2] if len(link) == 3 else rate
@@ -281,7 +284,7 @@ def explicit(
             made += _cables(str(link[0]), str(link[1]), own)
         except ValueError as error:
             raise LinkError(i, str(error)) from None
-    return Topology(name, _hosts(hosts), tuple(map(str, switches)), tuple(made))
+    return Topology(name, _hosts(hosts), tuple(map(str, between)), tuple(made))
 
 
 def _loops(
@@ -319,6 +322,12 @@ def _count(name: str, number: Any) -> int:
     if not is_integer(number) or number < 1:
         raise ValueError(f"{name} is a positive number, got {number!r}.")
     return int(number)
+
+
+def _listed(name: str, values: Any, example: str) -> Sequence[Any]:
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{name} is a list, such as {example}, got {values!r}.")
+    return values
 
 
 def _hosts(number: Any, least: int = 1) -> tuple[str, ...]:

@@ -164,8 +164,9 @@ class SparseExchange:
         # Not of the errors, which are written over x: they would be read once more.
         finite = finite_parts(x)
         x, finite = jax.lax.optimization_barrier((x, finite))
-        by_hosts = _hosts.note_of(self.axis_name)
-        with noted(f"{self.algorithm.name}, density {self.algorithm.density:g}{by_hosts}"):
+        decay = f", decay {self.residual_decay:g}" if self.residual_decay != 1 else ""
+        form = f"{self.algorithm.name}, density {self.algorithm.density:g}{decay}"
+        with noted(f"{form}{_hosts.note_of(self.axis_name)}"):
             result, after = _by_hosts.exchange(
                 self.algorithm,
                 x,

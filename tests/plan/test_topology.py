@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxcomm.plan import TOPOLOGIES, Link, Topology, load
-from jaxcomm.plan.fabrics import dln, dln_2d, fat_tree, rate_of
+from jaxcomm.plan.fabrics import chain, dln, dln_2d, explicit, fat_tree, rate_of
 
 
 def distances(made: Topology, target: str) -> dict[str, int]:
@@ -195,6 +195,15 @@ def test_what_cannot_be_instead_of_a_files_setting() -> None:
         load("star", hosts=0)
     with pytest.raises(ValueError, match="^groups=3: unknown key 'groups'; star takes hosts"):
         load("star", groups=3)
+
+
+def test_what_is_no_list_is_refused_in_calls_too() -> None:
+    with pytest.raises(ValueError, match="^rates is a list, such as .*, got '50%'"):
+        chain("row", 4, "1Gbit", rates="50%")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="^links is a list, such as .*, got 3"):
+        explicit("own", 2, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="^switches is a list, such as .*, got 's0'"):
+        explicit("own", 2, [], "s0")
 
 
 @pytest.mark.parametrize(
