@@ -104,6 +104,18 @@ def test_hops_of_scanned_layers_are_counted(mesh8: Any) -> None:
     assert "all-to-all x 3" in str(found) and "all-gather x 3" in str(found)
 
 
+def test_the_density_is_what_is_selected(mesh8: Any) -> None:
+    """Every chunk has an entry, and a short last one as many as the others."""
+    shapes = {"one": 4096, "short": 4096 + 224}
+    with jax.set_mesh(mesh8):
+        for density, shown in ((1e-4, ("0.00024", "0.00046")), (1 / 32, ("0.03125", "0.059"))):
+            tx = jaxcomm.sparse_mean("data", density, "topk_chunks", bucket_mib=0.001)
+            found = jaxcomm.explain(tx, {k: jnp.zeros((n // 8, 8)) for k, n in shapes.items()})
+            assert [leaf.travels for leaf in found.leaves] == [
+                f"topk_chunks, density {share}" for share in shown
+            ]
+
+
 def test_the_decay_of_a_residual_is_shown(mesh8: Any) -> None:
     with jax.set_mesh(mesh8):
         tx = jaxcomm.sparse_mean("data", 0.05, residual_decay=0.99)

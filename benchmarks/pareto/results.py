@@ -27,6 +27,7 @@ TITLES = {  # of the panels of the plot
     "lstm": "LSTM with SGD, tiny Shakespeare",
     "lstm_nesterov": "LSTM with SGD and Nesterov's momentum, tiny Shakespeare",
     "resnet20": "ResNet-20 with SGD, CIFAR-10",
+    "resnet20_nesterov": "ResNet-20 with SGD and Nesterov's momentum, CIFAR-10",
 }
 
 

@@ -155,6 +155,11 @@ def gpt(name: str, width: int, depth: int, share: int) -> Task:
     return Task(name, init, text_loss(models.gpt_logits), text_batch, load_text, share, 500)
 
 
+def resnet20(name: str) -> Task:
+    """A ResNet-20 with group norm on small images."""
+    return Task(name, models.resnet20_init, image_loss, image_batch, load_images, 16, 300)
+
+
 def lstm(name: str, width: int = 128) -> Task:
     """An LSTM on characters."""
 
@@ -171,6 +176,7 @@ TASKS = {
         gpt("gpt_small", width=96, depth=2, share=4),  # 0.24 M
         lstm("lstm"),
         lstm("lstm_nesterov"),
-        Task("resnet20", models.resnet20_init, image_loss, image_batch, load_images, 16, 300),
+        resnet20("resnet20"),
+        resnet20("resnet20_nesterov"),
     )
 }

@@ -108,7 +108,8 @@ FAMILIES: dict[str, Family] = {  # among equals, the first ones are preferred
         BOTH_LEVELS,
         ("sgd",),
     ),
-    **{name: _sparse(name) for name in sparse.BY_NAME},
+    # Top-k of chunks loses least for its bytes.
+    **{name: _sparse(name) for name in ("topk_chunks", *sparse.BY_NAME)},
 }
 
 

@@ -39,6 +39,8 @@ from jaxcomm.transforms._layout import Layout
 from jaxcomm.transforms._residuals import rounded_leaves
 from jaxcomm.transforms._sparse_report import distance, report_of
 
+_AS_ASKED = 0.05  # by how much a density may differ from the one that was asked for, unsaid
+
 
 class _Bucket(NamedTuple):
     """What one device keeps of the exchange of a bucket.
@@ -84,6 +86,18 @@ class SparseExchange:
         """How many values of a bucket of n are to be selected."""
         return _by_hosts.k_of(self.algorithm, n, self.axis_name)
 
+    def padded(self, n: int) -> int:
+        """The length to which a bucket of n values is padded with zeros."""
+        return _by_hosts.padded(self.algorithm, n, self.axis_name)
+
+    def _form(self, n: int) -> str:
+        """What is said of a bucket of n values; of the density, what it is if not as asked."""
+        density, asked = self.k(n) / n, self.algorithm.density
+        share = f"{asked:g}" if abs(density / asked - 1) < _AS_ASKED else f"{density:.2g}"
+        decay = f", decay {self.residual_decay:g}" if self.residual_decay != 1 else ""
+        by_hosts = _hosts.note_of(self.axis_name)
+        return f"{self.algorithm.name}, density {share}{decay}{by_hosts}"
+
     def __call__(
         self, grads: Arrays, own: Own, step: jax.Array, layout: Layout
     ) -> tuple[Arrays, Own]:
@@ -111,7 +125,7 @@ class SparseExchange:
 
         def on_bucket(number: int, parts: dict[int, jax.Array]) -> tuple[jax.Array, _Bucket]:
             moving, n = moved(parts), sum(part.size for part in parts.values())
-            size = n if self.is_dense else _by_hosts.padded(self.algorithm, n, self.axis_name)
+            size = n if self.is_dense else self.padded(n)
             x = joined_sums(moving, residual, size) if self.error_feedback else joined(moving, size)
             return self._on_bucket(x, joined(moving), own[2][number], step)
 
@@ -164,9 +178,7 @@ class SparseExchange:
         # Not of the errors, which are written over x: they would be read once more.
         finite = finite_parts(x)
         x, finite = jax.lax.optimization_barrier((x, finite))
-        decay = f", decay {self.residual_decay:g}" if self.residual_decay != 1 else ""
-        form = f"{self.algorithm.name}, density {self.algorithm.density:g}{decay}"
-        with noted(f"{form}{_hosts.note_of(self.axis_name)}"):
+        with noted(self._form(velocity.size)):
             result, after = _by_hosts.exchange(
                 self.algorithm,
                 x,

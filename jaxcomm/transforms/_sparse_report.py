@@ -13,6 +13,8 @@ from jaxcomm.kernels import select
 class SparseReport(NamedTuple):
     """What a step selected and sent, float32, summed over buckets; equal on all devices.
 
+    Inside `jaxcomm.in_backward`, each has a number for every layer.
+
     Attributes:
       k: the number of values to select.
       selected: the number of values above a device's threshold, averaged over devices; where hosts

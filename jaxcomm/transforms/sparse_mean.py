@@ -196,7 +196,7 @@ def sparse_mean(
         full, _ = split_off_empty(layout)
         velocity = NOTHING if m is None else zeros_per_device(layout, params, full)
         buckets = exchange.buckets(layout)
-        _refuse_long(layout, buckets)
+        _refuse_long(layout, buckets, exchange)
         thresholds = zeros_per_group(layout, params, buckets, [1] * len(buckets))
         report = SparseReport(*[jnp.zeros((), jnp.float32) for _ in SparseReport._fields])
         kept = jnp.zeros((), jnp.int32), residual, velocity, thresholds
@@ -229,10 +229,10 @@ def sparse_mean(
     return dense_first(tx, dense_steps, dense)
 
 
-def _refuse_long(layout: Layout, buckets: Sequence[Bucket]) -> None:
+def _refuse_long(layout: Layout, buckets: Sequence[Bucket], exchange: SparseExchange) -> None:
     """Raises a ValueError for a bucket that is too long to select from: it has one leaf."""
     for bucket in buckets:
-        if (values := values_of(layout, bucket)) > select.MOST:
+        if exchange.padded(values := values_of(layout, bucket)) > select.MOST:
             path = layout.leaves[bucket[0]].path
             raise ValueError(
                 f"a sparse mean takes at most 2^31 - 256 values, and {path} has {values} on a "

@@ -241,7 +241,7 @@ def test_what_is_exact_the_flag_and_the_report_travel_together() -> None:
     ("options", "error", "message"),
     [
         ({"density": 0.0}, ValueError, r"density must be in \(0, 1\], where 0.01 is 1 %, got 0.0"),
-        ({"density": 1}, ValueError, "density=1 selects all values, .*write 0.01 for 1 %"),
+        ({"density": 1}, ValueError, "density=1 selects all values; write 0.01 for 1 %"),
         ({"density": 1.5}, ValueError, "got 1.5"),
         ({"density": "1%"}, TypeError, "density must be a Python number, got '1%'"),
         ({"algorithm": "topk"}, ValueError, "choose one of oktopk, topk_allgather"),
@@ -286,3 +286,11 @@ def test_a_momentum_that_outgrows_float16_is_cut() -> None:
             updates, state = update(grads, state)
             assert all(np.isfinite(u).all() for u in updates.values())
     assert (updates["b"] == np.finfo(np.float16).max).all()
+
+
+def test_a_bucket_that_is_too_long_when_filled_up_is_named(mesh8: Any) -> None:
+    long = {"emb": jax.ShapeDtypeStruct((2**30 - 150, 2), jnp.float32)}
+    with jax.set_mesh(mesh8):
+        jax.eval_shape(jaxcomm.sparse_mean("data", 0.01).init, long)
+        with pytest.raises(ValueError, match="at most 2.31 - 256 values, and emb has 2147483348"):
+            jax.eval_shape(jaxcomm.sparse_mean("data", 0.01, "topk_chunks").init, long)

@@ -71,8 +71,7 @@ class SparseAllReduce:
             raise ValueError(f"density must be in (0, 1], where 0.01 is 1 %, got {self.density!r}.")
         if is_integer(self.density):
             raise ValueError(
-                "density=1 selects all values, and sends more than a float32 mean; write 0.01 for "
-                "1 %, or 1.0 if all are meant."
+                "density=1 selects all values; write 0.01 for 1 %, or 1.0 if all are meant."
             )
 
     def k(self, n: int) -> int:

@@ -96,7 +96,8 @@ def topk_chunks(chunk: int = 4096) -> TopkChunks:
     With `residual_decay` below 1 this is the exchange of SparseLoCo.
 
     Args:
-      chunk: the values of a chunk. Less than 1/density leave one entry of each.
+      chunk: the values of a chunk; fewer than 1/density have one entry. A shorter last one of a
+        bucket has as many entries as the others, so short buckets send more than the density.
 
     Returns:
       The sparse all-reduce, for `jaxcomm.sparse_mean`.
