@@ -304,6 +304,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "pareto_lstm": functools.partial(pareto, "lstm"),
     "pareto_lstm_nesterov": functools.partial(pareto, "lstm_nesterov"),
     "pareto_resnet20": functools.partial(pareto, "resnet20"),
+    "pareto_resnet20_nesterov": functools.partial(pareto, "resnet20_nesterov"),
     "compile_time": compile_time,
     "dln": dln,
     **{x: getattr(links, x) for x in ("exchanges", "steps", "hosts", "beside_torch", "steps_8m")},

@@ -1,7 +1,8 @@
 """What users are told to take: the table of the README, from the results of other benchmarks.
 
-Losses are those of `python -m benchmarks.pareto`, on the larger GPT with Adam and on the LSTM with
-SGD and Nesterov's momentum. Steps are those of `python -m benchmarks.allreduce --peers` and
+Losses are those of `python -m benchmarks.pareto`: on the larger GPT with Adam, and on the LSTM and
+the ResNet-20 with SGD and Nesterov's momentum, or where the ResNet-20 has no such run with plain
+momentum. Steps are those of `python -m benchmarks.allreduce --peers` and
 `python -m benchmarks.chain_steps`.
 """
 
@@ -26,7 +27,7 @@ class Take(NamedTuple):
       code: what to write, or its name.
       link: its name where whole steps on links were measured, or empty.
       adam: its name on the GPT, or empty.
-      sgd: its name on the LSTM with Nesterov's momentum, or empty.
+      sgd: its name on the LSTM and the ResNet-20, or empty.
       step: its name where steps of chains were measured, or empty.
     """
 
@@ -83,6 +84,7 @@ TAKE = (
     Take(
         "SGD",
         '`jaxcomm.sparse_mean("data", 1/32, "topk_chunks")`',
+        adam="top-k of chunks, feedback",
         sgd="top-k of chunks, feedback",
         step="chunks",
     ),
@@ -126,14 +128,15 @@ def rows(timed: Timed, rates: Sequence[str]) -> tuple[list[str], list[list[str]]
       rates: of the links, in Mbit/s.
     """
     body = []
-    losses = {task: chosen_losses(task) for task in ("gpt", "lstm_nesterov")}
+    gpt, lstm = chosen_losses("gpt"), chosen_losses("lstm_nesterov")
+    resnet = chosen_losses("resnet20") | chosen_losses("resnet20_nesterov")
     for row in TAKE:
-        adam, sgd = losses["gpt"].get(row.adam, []), losses["lstm_nesterov"].get(row.sgd, [])
-        own = sgd if row.optimizer == "SGD" else adam
+        losses = gpt.get(row.adam, []), lstm.get(row.sgd, []), resnet.get(row.sgd, [])
+        own = losses[row.optimizer == "SGD"]
         sent = statistics.mean(one["bytes_per_step"] for one in own)
         faster = [speed(timed, row, rate) for rate in rates]
-        body.append([row.optimizer, row.code, f"{sent:.2f}", worse(adam), worse(sgd), *faster])
-    head = ["optimizer", "use", "bytes", "loss, Adam", "loss, SGD"]
+        body.append([row.optimizer, row.code, f"{sent:.2f}", *map(worse, losses), *faster])
+    head = ["optimizer", "use", "bytes", "GPT, Adam", "LSTM, SGD", "ResNet, SGD"]
     head += [f"speed at {rates[0]} Mbit/s", *(f"at {rate}" for rate in rates[1:])]
     return head, body
 

@@ -5,6 +5,7 @@ import numbers
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from train import groups
 from train.errors import UserError
 
 # Methods of `train.sync` that only `scale` may follow.
@@ -211,10 +212,15 @@ def fit(config: Any, world: int) -> None:
             f"--config.steps={-(-config.steps // every) * every}"
         )
     if config.sync.fsdp > 1:
-        _fit_groups(config.sync, world)
+        groups.fit(config.sync, world)
     _fit_split(config.sync)
     _fit_local_steps(config.sync)
-    _fit_network(config.network, method)
+    _fit_network(config.network, config.sync)
+    if (config.sync.correct_every or 0) > config.steps:
+        raise UserError(
+            f"config.sync.correct_every={config.sync.correct_every} is more than config.steps="
+            f"{config.steps}: votes would never be corrected; lower it, or set 0"
+        )
     fit_to_evaluate(config, world)
     if config.optimizer.warmup_steps > config.steps:
         raise UserError(
@@ -224,8 +230,14 @@ def fit(config: Any, world: int) -> None:
         )
 
 
-def _fit_network(network: Any, method: str) -> None:
+def _fit_network(network: Any, sync: Any) -> None:
     """Raises if a field of the network has no effect."""
+    method = sync.method
+    if network.cluster and method != "auto" and sync.algorithm is not None:
+        raise UserError(
+            f"config.network.cluster={network.cluster} is for choosing the algorithm, and "
+            f"config.sync.algorithm={sync.algorithm} names it; leave out one"
+        )
     if network.costs and not (network.cluster or method == "auto"):
         raise UserError(
             f"config.network.costs={network.costs} has no effect without config.network.cluster or "
@@ -364,27 +376,3 @@ def _fit_local_steps(sync: Any) -> None:
                 f"--config.sync.{field}={usual}, or --config.sync.every to the steps between two "
                 "exchanges"
             )
-
-
-def fits_groups(sync: Any, world: int) -> bool:
-    """Whether this many devices form groups of `fsdp`."""
-    return sync.fsdp == 1 or (world > sync.fsdp and world % sync.fsdp == 0)
-
-
-def _fit_groups(sync: Any, world: int) -> None:
-    """Raises if parameters cannot be split within groups of `fsdp` devices."""
-    where = f"config.sync.fsdp={sync.fsdp}"
-    for field, value in (("gather", sync.get("gather") or None), ("every", sync.every)):
-        if value not in (None, 1):
-            raise UserError(
-                f"{where} splits parameters within groups of devices, and config.sync.{field}="
-                f"{value} keeps them in another way; set --config.sync.fsdp=1, or leave out {field}"
-            )
-    if sync.method == "auto":
-        raise UserError(f"{where}: the planner has no such groups; name a method, such as mean")
-    fitting = [n for n in range(2, world // 2 + 1) if world % n == 0]
-    if not fits_groups(sync, world):
-        raise UserError(
-            f"{where}: {world} devices do not form two or more groups of {sync.fsdp}; use "
-            f"{' or '.join(map(str, (1, *fitting)))}, or config.sync.gather to split over all"
-        )

@@ -178,7 +178,7 @@ def open_source(builder: Any, config: Any) -> Images | Text:
 
 def open_builder(config: Any) -> Any:
     """The TFDS builder of a data set that is prepared, or can be prepared here."""
-    data_dir = config.data_dir or os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")
+    data_dir = config.data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     unread = f"data set {config.name!r} in {data_dir} cannot be read: move its folder away, and "
     if config.name in PREPARED_HERE:
         try:

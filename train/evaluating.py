@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from train import agreement, check, checkpoint, step, sync
+from train import agreement, check, checkpoint, groups, step, sync
 from train.errors import UserError, memory_for
 from train.metrics import finite
 from train.run import MODEL, data_and_model
@@ -36,7 +36,7 @@ def evaluate(config: Any, workdir: Path) -> dict[str, Any]:
     check.fields(config)
     agreement.check_same(config)
     check.fit_to_evaluate(config, jax.device_count())
-    if not check.fits_groups(config.sync, jax.device_count()):
+    if not groups.can_form(config.sync, jax.device_count()):
         config = config.copy_and_resolve_references()
         config.sync.fsdp = 1
     rows, forward, params = data_and_model(config)

@@ -37,6 +37,7 @@ from train.errors import UserError, choose
 from train.supervise import FINAL, Asked, supervise
 
 TOGETHER = ("coordinator", "num_processes", "process_id")
+NAMED = {"cluster": "file of configs/cluster", "log_dir": "folder"}
 
 
 class Launch(NamedTuple):
@@ -132,7 +133,10 @@ def parse(argv: Sequence[str]) -> Launch:
     if values.port:
         check_port(values.port)
     arguments = argv[split + 1 :]
-    if values.max_restarts and not any(a.lstrip("-").startswith("workdir") for a in arguments):
+    for name, what in NAMED.items():
+        if values[name].value == "":
+            raise UserError(f"--{name} is empty; name a {what}, or leave it out")
+    if values.max_restarts and not _has_workdir(arguments):
         raise UserError("--max_restarts needs --workdir=DIR after `--`: a restart continues there")
     told = [a for a in arguments if a.lstrip("-").split("=")[0] in TOGETHER]
     if processes > 1 and told:
@@ -147,6 +151,12 @@ def parse(argv: Sequence[str]) -> Launch:
         settings = {"JAX_LOCAL_DEVICE_IDS": "{process_id}", **settings}
     logs = Path(values.log_dir) if values.log_dir else None
     return Launch(processes, values.port, values.max_restarts, logs, shown, settings, arguments)
+
+
+def _has_workdir(arguments: Sequence[str]) -> bool:
+    """Whether the flags of the training program name a folder."""
+    named = [a.lstrip("-") for a in (*arguments, "") if a.lstrip("-").split("=")[0] == "workdir"]
+    return bool(named) and named[-1] != "workdir="
 
 
 @contextlib.contextmanager
@@ -205,6 +215,8 @@ def read_cluster(path: str) -> dict:
         raise UserError(f"{where}: processes is {processes!r}, not a whole number of at least 1")
     if not isinstance(env, dict) or not all(isinstance(v, str) for v in env.values()):
         raise UserError(f"{where}: env must map names to texts, and is {env!r}")
+    if wrong := [name for name in env if not name or "=" in name]:
+        raise UserError(f"{where}: env has the name {wrong[0]!r}; names are not empty, without =")
     return cluster
 
 

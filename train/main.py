@@ -36,7 +36,9 @@ _EVALUATE = flags.DEFINE_boolean(
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0.")
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
-_RESTART = flags.DEFINE_integer("restart", 0, "Set by train.launch: the number of this restart.")
+_RESTART = flags.DEFINE_integer(
+    "restart", 0, "Set by train.launch: the number of this restart.", lower_bound=0
+)
 
 
 def main(argv: list[str]) -> None:
@@ -74,7 +76,8 @@ def parse(argv: list[str]) -> Path:
         config: Any = _CONFIG.value  # Raises here if the file does not exist.
         check.fields(config)
         asked = {"config.checkpoint.resume=True": config.checkpoint.resume}
-        for flag, is_set in {**asked, "evaluate": _EVALUATE.value}.items():
+        asked |= {"evaluate": _EVALUATE.value, f"restart={_RESTART.value}": _RESTART.value}
+        for flag, is_set in asked.items():
             if is_set and not _WORKDIR.value:
                 raise UserError(f"--{flag} needs --workdir=DIR, the run's folder")
     except flags.Error as error:

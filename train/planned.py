@@ -117,7 +117,7 @@ def _fits(config: Any, method: plan.Method, devices: int) -> bool:
     changed = config.copy_and_resolve_references()
     changed.sync.update(_fields(changed.sync, method))
     # The plan has them; they say nothing of a method.
-    changed.network.costs, changed.network.quality = "", check.NETWORK["quality"]
+    changed.network.update(cluster="", costs="", quality=check.NETWORK["quality"])
     if config.data.shards != "shuffled" and _is_biased(changed, config):
         return False
     try:

@@ -223,6 +223,7 @@ ADAM: dict[str, Method] = {
     "factored Adam, int4": Method("its own", factored_adam(int4), around(12e-3)),
     "factored Adam, scaled_sign(1024)": Method("its own", factored_adam(sign), around(12e-3)),
     "PowerSGD, rank 4": Method("adam", before(low_rank, adam), around(2e-3)),
+    "top-k of chunks, feedback": Method("adam", before(chunks, adam), around(2e-3)),
     "cnat": Method("adam", before(cnat, adam), around(8e-3)),
     "local momentum, vote": Method("signum", signum, around(1e-3)),
     "local Adam, scaled_sign": Method("local adam", behind(ADAM_STEP, sign), around(2e-3)),

@@ -144,5 +144,5 @@ def sync() -> config_dict.ConfigDict:
     sync.eps = config_dict.placeholder(float)  # Keeps divisors from zero.
     sync.weight_decay = config_dict.placeholder(float)  # Times the learning rate, as in AdamW.
     sync.nesterov = config_dict.placeholder(bool)  # For factored_adam: Nesterov momentum.
-    sync.variance_stability = config_dict.placeholder(float)  # Ends 1-bit Adam's warm-up instead.
+    sync.variance_stability = config_dict.placeholder(float)  # Ends 1-bit Adam's warm-up earlier.
     return sync

@@ -201,6 +201,7 @@ def mean(
         coarsest = _fed_back(error_feedback, sent, arriving)
         warn_of_few_bits(params, f"a mean in {coarsest.name}", coarsest.bits_per_value)
         layout = layout_of(params, axis_name, exempt, bucket_order, scheme)
+        chosen.require_world(layout.world)
         large, _ = split_off_exempt(layout)
         residual = zeros_per_device(layout, params, large, dtype) if error_feedback else NOTHING
         return MeanState(layout, jnp.zeros((), jnp.int32), residual)

@@ -56,6 +56,15 @@ def test_split_parameters_are_not_corrected() -> None:
         check.fit(config, 4)
 
 
+def test_corrections_that_never_come_are_refused() -> None:
+    config = read_config("digits_majority")
+    config.sync.correct_every, config.steps = 21, 20
+    with pytest.raises(UserError, match="correct_every=21 is more than config.steps=20: votes"):
+        check.fit(config, 4)
+    config.sync.correct_every = 20
+    check.fit(config, 4)
+
+
 def test_none_is_a_text_too() -> None:
     """As it is typed on a command line."""
     found = sync.build(config_dict.create(method="mean", codec="None"), (), 10)

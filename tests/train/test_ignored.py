@@ -6,7 +6,7 @@ import jax
 import pytest
 from running import read_config
 
-from train import agreement, check, metrics, profiling, workdir
+from train import agreement, check, groups, metrics, profiling, workdir
 from train.errors import UserError
 
 
@@ -24,6 +24,10 @@ from train.errors import UserError
             "gather=bfloat16 splits parameters, and does not go with config.sync.dense_steps=2",
         ),
         ({"sync.gather": "int8", "sync.local_momentum": 0.9}, "config.sync.local_momentum=0.9;"),
+        (
+            {"network.cluster": "a.yaml", "sync.algorithm": "ring"},
+            "config.network.cluster=a.yaml is for choosing the algorithm, .*=ring names it; leave",
+        ),
     ],
 )
 def test_fields(fields: dict[str, Any], message: str) -> None:
@@ -32,6 +36,7 @@ def test_fields(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check.fit(config, 4)
     if "network" in next(iter(fields)):
+        config.sync.algorithm = None
         config.sync.method, config.network.gigabits = "auto", None
         check.fit(config, 4)
     elif "sync.gather" not in fields:
@@ -51,7 +56,7 @@ def test_a_test_needs_only_what_it_uses() -> None:
         check.fit(config, 4)
     check.fit_to_evaluate(config, 4)
     config.sync.fsdp = 2
-    assert [check.fits_groups(config.sync, n) for n in (1, 2, 3, 4, 8)] == [0, 0, 0, 1, 1]
+    assert [groups.can_form(config.sync, n) for n in (1, 2, 3, 4, 8)] == [0, 0, 0, 1, 1]
 
 
 def test_files_of_the_network_are_compared_by_what_is_in_them(tmp_path: Any) -> None:

@@ -201,6 +201,14 @@ def test_one_process_is_told_by_its_own_flags() -> None:
             "error: --max_restarts needs --workdir=DIR after `--`: a restart continues there",
         ),
         (
+            ["--processes=2", "--max_restarts=1", "--", "--config=x.py", "--workdir="],
+            "error: --max_restarts needs --workdir=DIR after `--`: a restart continues there",
+        ),
+        (
+            ["--processes=2", "--cluster="],
+            "error: --cluster is empty; name a file of configs/cluster, or leave it out",
+        ),
+        (
             ["--processes=2", "--", "--config=x.py", "--coordinator=a:1"],
             "error: --coordinator=a:1 does not go with --processes=2, which tells the processes of "
             "one machine how to find each other; leave out one of them",
@@ -219,6 +227,7 @@ def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixt
         ("x = 1", "the file has no function 'get_config'"),
         ("def get_config(:", "SyntaxError: invalid syntax"),
         ("def get_config(): return {'env': {'A': 1}}", "env must map names to texts, and is"),
+        ("def get_config(): return {'env': {'A=B': '1'}}", "env has the name 'A=B'; names are"),
         ("def get_config(): return {'processes': 0}", "processes is 0, not a whole number"),
         ("def get_config(): return {'proceses': 2}", "there is no 'proceses'; did you mean 'proc"),
     ],

@@ -389,3 +389,9 @@ def test_one_bad_value_is_seen_with_and_without_a_flag(name: str, bad: float) ->
     grads["w"][2, 39, 29] = bad
     ((updates, _),) = run(GLOBAL, jaxcomm.mean("data", codec), [grads])
     assert np.isnan(np.asarray(updates["w"])).all()
+
+
+def test_a_number_of_devices_that_an_algorithm_cannot_take_is_refused_at_init(mesh8: Any) -> None:
+    tx = jaxcomm.mean("data", "int8", jaxcomm.algorithms.direct(aggregator=9))
+    with jax.set_mesh(mesh8), pytest.raises(ValueError, match="aggregator 9 is not on the axis"):
+        tx.init({"w": jnp.zeros((8, 8))})

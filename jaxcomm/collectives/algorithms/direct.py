@@ -117,17 +117,21 @@ class Aggregator(Scheduled):
         del world
         return 1
 
+    def require_world(self, world: int) -> None:
+        """See `Algorithm.require_world`: the aggregator is one of the devices."""
+        if self.device >= world:
+            raise ValueError(
+                f"the aggregator {self.device} is not on the axis, which has {world} devices; "
+                f"choose one of 0 to {world - 1}."
+            )
+
     def positions(self, world: int) -> Order:
         """See `Scheduled.positions`."""
         return ((0,),) * world
 
     def rounds(self, world: int) -> tuple[Round, ...]:
         """One block, one sender a round."""
-        if self.device >= world:
-            raise ValueError(
-                f"the aggregator {self.device} is not on the axis, which has {world} devices; "
-                f"choose one of 0 to {world - 1}."
-            )
+        self.require_world(world)
         others = (r for r in range(world) if r != self.device)
         return tuple(Round(((r, self.device),), (0, 1), 0) for r in others)
 
