@@ -121,3 +121,16 @@ def test_the_decay_of_a_residual_is_shown(mesh8: Any) -> None:
         tx = jaxcomm.sparse_mean("data", 0.05, residual_decay=0.99)
         found = jaxcomm.explain(tx, {"w": jnp.zeros((64, 64))})
     assert found.leaves[0].travels == "oktopk, density 0.05, decay 0.99"
+
+
+def test_it_is_said_where_nothing_is_compressed(mesh8: Any) -> None:
+    vector, both = {"v": jnp.zeros(4096)}, {"v": jnp.zeros(4096), "w": jnp.zeros((64, 64))}
+    with jax.set_mesh(mesh8):
+        tx = jaxcomm.mean("data", "int8")
+        assert "Nothing is compressed: all parameters have at most" in str(
+            jaxcomm.explain(tx, vector)
+        )
+        everything = jaxcomm.mean("data", "int8", exempt=lambda path, shape: False)
+        for found in (jaxcomm.explain(tx, both), jaxcomm.explain(everything, vector)):
+            assert not found.is_exempt and "Nothing is compressed" not in str(found)
+        assert not jaxcomm.explain(jaxcomm.no_exchange("data"), vector).is_exempt

@@ -161,9 +161,15 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
     hosts = [_hosts.host_of(device) for device in mesh.devices.flat]
     between = wire.bytes_between(hosts) if 1 < len(set(hosts)) < mesh.size else None
     needs, alike = _needs(state, _coarse(collectives, notes)), _alike(layouts, mesh)
-    return Explanation(
-        mesh.size, leaves, messages, wire, dense, own, shared, needs, world, alike, between
-    )
+    is_exempt = _all_exempt(layouts) and any(message.leaves for message in messages)
+    found = mesh.size, leaves, messages, wire, dense, own, shared, needs, world, alike, is_exempt
+    return Explanation(*found, between)
+
+
+def _all_exempt(layouts: list[Layout]) -> bool:
+    """Whether no leaf is compressed, because of its shape or its name."""
+    filled = [leaf for layout in layouts for leaf in layout.leaves if math.prod(leaf.shape)]
+    return all(leaf.exempt for leaf in filled)
 
 
 def _alike(layouts: list[Layout], mesh: Any) -> tuple[str, ...]:

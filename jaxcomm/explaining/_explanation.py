@@ -71,6 +71,7 @@ class Explanation:
       world: the number of devices along the axis of the exchange.
       alike: the other axes of the mesh along which all devices send the same, because no parameter
         that is compressed is split over them.
+      is_exempt: whether no parameter is compressed because of its shape or its name.
       host_bytes: what the host that sends most sends to other hosts in a step, see
         `WireReport.bytes_between`; None on one host, and where each has one device.
     """
@@ -85,6 +86,7 @@ class Explanation:
     needs: tuple[tuple[str, str], ...]
     world: int
     alike: tuple[str, ...]
+    is_exempt: bool
     host_bytes: Bytes | None
 
     @property
@@ -109,6 +111,7 @@ class Explanation:
             f"{float(self.bytes_max) / each:.2f} a value; a float32 mean "
             f"{float(self.dense_bytes) / each:.2f}.",
             *self._sent_alike(),
+            *self._in_float32(),
             *self._alone(),
             *self._sometimes(values),
             *self._on_average(values),
@@ -142,6 +145,15 @@ class Explanation:
             "does, and each sends its part.",
             90,
         )
+
+    def _in_float32(self) -> list[str]:
+        """What to know where all that is sent is exempt."""
+        if not self.is_exempt:
+            return []
+        return [
+            "Nothing is compressed: all parameters have at most one dimension or are exempt, and",
+            "travel in float32. Make matrices of them, or pass exempt=lambda path, shape: False.",
+        ]
 
     def _between_hosts(self, each: int) -> list[str]:
         """What leaves a host of several devices: that of a ring, in float32, from one of them."""

@@ -36,6 +36,8 @@ def check_names(axis_name: AxisName, exempt: Exempt, bucket_order: Sequence[str]
         if not isinstance(bucket_order, Sequence):
             raise TypeError(f"bucket_order must be a list of paths, got {bucket_order!r}.")
         require_strings(bucket_order, "bucket_order", "paths")
+        if twice := next((x for i, x in enumerate(bucket_order) if x in bucket_order[:i]), None):
+            raise ValueError(f"bucket_order names {twice!r} twice; every path has one place in it.")
 
 
 _EACH = (

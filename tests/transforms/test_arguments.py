@@ -104,6 +104,8 @@ def test_names_come_in_lists(make: Callable[..., Any]) -> None:
         make(exempt=3)
     with pytest.raises(TypeError, match="bucket_order must be a list of paths, got 3"):
         make(bucket_order=3)
+    with pytest.raises(ValueError, match="bucket_order names 'a/w' twice; every path has one"):
+        make(bucket_order=["a/w", "b", "a/w"])
     with pytest.raises(TypeError, match=r"exempt is called as exempt\(path, shape\), and"):
         make(exempt=lambda path: False)
     make(exempt=lambda path, shape: False, bucket_order=("w",))
