@@ -153,7 +153,8 @@ def test_the_usual_algorithm_is_that_of_a_bucket() -> None:
 def test_of_equals_more_bits_are_preferred() -> None:
     room = plan.cluster(plan.fabrics.star("star", 4, "1Gbit"))
     load = plan.workload(4e6, 1.0)
-    asked = ["topk_dsa", "vote", "powersgd1", "powersgd4", "scaled_sign", "int4", "int8"]
+    asked = ["topk_dsa", "oktopk", "topk_chunks", "vote", "powersgd1", "powersgd4", "scaled_sign"]
+    asked += ["int4", "int8"]
     while asked:
         chosen = [m for m in methods() if m.family in asked]
         found = [dataclasses.replace(r, step=1.0) for r in predictions(room, load, chosen=chosen)]
