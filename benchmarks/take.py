@@ -1,7 +1,7 @@
 """What users are told to take: the table of the README, from the results of other benchmarks.
 
 Losses are those of `python -m benchmarks.pareto`: on the larger GPT with Adam, and on the LSTM and
-the ResNet-20 with SGD and Nesterov's momentum, or where the ResNet-20 has no such run with plain
+the ResNet-20 with SGD and Nesterov's momentum, or, where the ResNet-20 has no such run, with plain
 momentum. Steps are those of `python -m benchmarks.allreduce --peers` and
 `python -m benchmarks.chain_steps`.
 """

@@ -126,6 +126,9 @@ def parse(argv: Sequence[str]) -> Launch:
         raise UserError(f"{error}; flags of the training program follow `--`") from error
     if rest:
         raise UserError(f"not a flag: {rest[0]}; flags of the training program follow `--`")
+    for name, what in NAMED.items():
+        if values[name].value == "":
+            raise UserError(f"--{name} is empty; name a {what}, or leave it out")
     cluster = read_cluster(values.cluster) if values.cluster else {}
     processes = values.processes or cluster.get("processes")
     if not processes:
@@ -133,9 +136,6 @@ def parse(argv: Sequence[str]) -> Launch:
     if values.port:
         check_port(values.port)
     arguments = argv[split + 1 :]
-    for name, what in NAMED.items():
-        if values[name].value == "":
-            raise UserError(f"--{name} is empty; name a {what}, or leave it out")
     if values.max_restarts and not _has_workdir(arguments):
         raise UserError("--max_restarts needs --workdir=DIR after `--`: a restart continues there")
     told = [a for a in arguments if a.lstrip("-").split("=")[0] in TOGETHER]
@@ -155,8 +155,8 @@ def parse(argv: Sequence[str]) -> Launch:
 
 def _has_workdir(arguments: Sequence[str]) -> bool:
     """Whether the flags of the training program name a folder."""
-    named = [a.lstrip("-") for a in (*arguments, "") if a.lstrip("-").split("=")[0] == "workdir"]
-    return bool(named) and named[-1] != "workdir="
+    named = [a.lstrip("-") for a in arguments if a.lstrip("-").split("=")[0] == "workdir"]
+    return bool(named) and named[-1] != "workdir="  # the last one counts
 
 
 @contextlib.contextmanager

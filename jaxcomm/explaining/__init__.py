@@ -162,8 +162,20 @@ def explain(tx: Any, params: Any, **extra_args: Any) -> Explanation:
     between = wire.bytes_between(hosts) if 1 < len(set(hosts)) < mesh.size else None
     needs, alike = _needs(state, _coarse(collectives, notes)), _alike(layouts, mesh)
     is_exempt = _all_exempt(layouts) and any(message.leaves for message in messages)
-    found = mesh.size, leaves, messages, wire, dense, own, shared, needs, world, alike, is_exempt
-    return Explanation(*found, between)
+    return Explanation(
+        mesh.size,
+        leaves,
+        messages,
+        wire,
+        dense,
+        own,
+        shared,
+        needs,
+        world,
+        alike,
+        is_exempt,
+        between,
+    )
 
 
 def _all_exempt(layouts: list[Layout]) -> bool:

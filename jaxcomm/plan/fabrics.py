@@ -77,7 +77,7 @@ def chain(
     """
     names, switches = _hosts(hosts), _switches(hosts)
     links = _uplinks(names, switches, rate, links_per_host)
-    between = _listed("rates", rates or [rate], '["1Gbit", "50%"]')
+    between = _listed("rates", [] if rates is None else rates, '["1Gbit", "50%"]') or [rate]
     pairs = list(zip(switches, switches[1:], strict=False))
     if closed and hosts > 2:
         pairs.append((switches[-1], switches[0]))

@@ -108,7 +108,7 @@ FAMILIES: dict[str, Family] = {  # among equals, the first ones are preferred
         BOTH_LEVELS,
         ("sgd",),
     ),
-    # Top-k of chunks loses least for its bytes.
+    # First that which loses least for its bytes.
     **{name: _sparse(name) for name in ("topk_chunks", *sparse.BY_NAME)},
 }
 

@@ -1,5 +1,6 @@
 """Options that name leaves, or are functions: checked when a transformation is made."""
 
+import collections
 import fnmatch
 import inspect
 from collections.abc import Callable, Collection, Sequence
@@ -36,8 +37,8 @@ def check_names(axis_name: AxisName, exempt: Exempt, bucket_order: Sequence[str]
         if not isinstance(bucket_order, Sequence):
             raise TypeError(f"bucket_order must be a list of paths, got {bucket_order!r}.")
         require_strings(bucket_order, "bucket_order", "paths")
-        if twice := next((x for i, x in enumerate(bucket_order) if x in bucket_order[:i]), None):
-            raise ValueError(f"bucket_order names {twice!r} twice; every path has one place in it.")
+        if twice := [path for path, n in collections.Counter(bucket_order).items() if n > 1]:
+            raise ValueError(f"bucket_order names {twice[0]!r} twice; it names each path once.")
 
 
 _EACH = (

@@ -205,7 +205,7 @@ def test_one_process_is_told_by_its_own_flags() -> None:
             "error: --max_restarts needs --workdir=DIR after `--`: a restart continues there",
         ),
         (
-            ["--processes=2", "--cluster="],
+            ["--cluster="],
             "error: --cluster is empty; name a file of configs/cluster, or leave it out",
         ),
         (
